@@ -135,7 +135,7 @@ def _torchao(net, record):
 
 _FORMATS = {
     "Bnb4 nf4": (fx.Bnb4(), _bitsandbytes),
-    "Bnb4 fp4": (fx.Bnb4(format="fp4"), _bitsandbytes),
+    "Bnb4 fp4": (fx.Bnb4(quant_type="fp4"), _bitsandbytes),
     "Bnb8": (fx.Bnb8(), _bitsandbytes),
     "Torchao int8": (fx.Torchao(), _torchao),
     "Torchao float8": (fx.Torchao(weights="float8"), _torchao),

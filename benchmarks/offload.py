@@ -29,7 +29,7 @@ from torch import nn
 
 import fxtrain as fx
 from benchmarks._common import interleaved, show, tell
-from fxtrain.state import PlacedUnit
+from fxtrain.state import Unit
 from tests.offload._memory import peak_bytes
 
 LAYERS, WIDTH, ROWS = 24, 2048, 16
@@ -250,8 +250,8 @@ def _cold_forward(ctx, at, names, sizes, prompt):
 
 
 def _placement(disk):
-    units = tuple(PlacedUnit(name=name, device="disk") for name in disk)
-    return fx.Placement(units=(PlacedUnit(name="", device="cpu"), *units), ahead=2)
+    units = tuple(Unit(name=name, device="disk") for name in disk)
+    return fx.Placement(units=(Unit(name="", device="cpu"), *units), prefetch=2)
 
 
 def _streamed(ctx, net, at, disk):

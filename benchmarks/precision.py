@@ -26,7 +26,7 @@ PLANS = {
     "fp16 autocast": fx.Plan(precision="fp16"),
     "Bnb8()": fx.Plan(quantize=fx.Bnb8()),
     'Bnb4("nf4")': fx.Plan(quantize=fx.Bnb4()),
-    'Bnb4("fp4")': fx.Plan(quantize=fx.Bnb4(format="fp4")),
+    'Bnb4("fp4")': fx.Plan(quantize=fx.Bnb4(quant_type="fp4")),
     "Torchao int8": fx.Plan(quantize=fx.Torchao()),
     "Torchao int8, int8 inputs": fx.Plan(quantize=fx.Torchao(activations="int8")),
     "Torchao float8": fx.Plan(quantize=fx.Torchao(weights="float8")),

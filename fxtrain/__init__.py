@@ -87,13 +87,10 @@ if TYPE_CHECKING:
     from fxtrain.state import TE as TE
     from fxtrain.state import TP as TP
     from fxtrain.state import XLA as XLA
-    from fxtrain.state import Aim as Aim
     from fxtrain.state import Batch as Batch
     from fxtrain.state import Bnb4 as Bnb4
     from fxtrain.state import Bnb8 as Bnb8
     from fxtrain.state import Change as Change
-    from fxtrain.state import ClearML as ClearML
-    from fxtrain.state import Comet as Comet
     from fxtrain.state import CommHook as CommHook
     from fxtrain.state import Compile as Compile
     from fxtrain.state import Data as Data
@@ -101,14 +98,11 @@ if TYPE_CHECKING:
     from fxtrain.state import DiLoCo as DiLoCo
     from fxtrain.state import DistContext as DistContext
     from fxtrain.state import DryRun as DryRun
-    from fxtrain.state import DVCLive as DVCLive
     from fxtrain.state import Float8 as Float8
     from fxtrain.state import FromConfig as FromConfig
-    from fxtrain.state import JsonLines as JsonLines
     from fxtrain.state import LocalSGD as LocalSGD
     from fxtrain.state import LossScale as LossScale
     from fxtrain.state import Mesh as Mesh
-    from fxtrain.state import MLflow as MLflow
     from fxtrain.state import Offload as Offload
     from fxtrain.state import Placement as Placement
     from fxtrain.state import Plan as Plan
@@ -119,12 +113,7 @@ if TYPE_CHECKING:
     from fxtrain.state import Report as Report
     from fxtrain.state import Single as Single
     from fxtrain.state import Style as Style
-    from fxtrain.state import SwanLab as SwanLab
-    from fxtrain.state import TensorBoard as TensorBoard
-    from fxtrain.state import Terminal as Terminal
     from fxtrain.state import Torchao as Torchao
-    from fxtrain.state import Trackio as Trackio
-    from fxtrain.state import WandB as WandB
     from fxtrain.state import Weighted as Weighted
     from fxtrain.state import Wrapped as Wrapped
     from fxtrain.state import diff as diff
@@ -134,7 +123,18 @@ if TYPE_CHECKING:
     from fxtrain.state import loads as loads
     from fxtrain.state import read_plan as read_plan
     from fxtrain.state import write_plan as write_plan
+    from fxtrain.trackers import Aim as Aim
+    from fxtrain.trackers import ClearML as ClearML
+    from fxtrain.trackers import Comet as Comet
+    from fxtrain.trackers import DVCLive as DVCLive
+    from fxtrain.trackers import JsonLines as JsonLines
+    from fxtrain.trackers import MLflow as MLflow
     from fxtrain.trackers import Run as Run
+    from fxtrain.trackers import SwanLab as SwanLab
+    from fxtrain.trackers import TensorBoard as TensorBoard
+    from fxtrain.trackers import Terminal as Terminal
+    from fxtrain.trackers import Trackio as Trackio
+    from fxtrain.trackers import WandB as WandB
     from fxtrain.trackers import track as track
 
 _HOMES = {
@@ -157,13 +157,15 @@ _HOMES = {
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.profiling": "dry_run profile",
     "fxtrain.state": (
-        "Aim Batch Bnb4 Bnb8 CP Change ClearML Comet CommHook Compile DDP DVCLive Data DeepSpeed "
-        "DiLoCo DistContext DryRun FSDP Float8 FromConfig JsonLines LocalSGD LossScale MLflow MX "
-        "Mesh Offload PP Placement Plan Position PowerSGD Precision Profile Report Single Style "
-        "SwanLab TE TP TensorBoard Terminal Torchao Trackio WandB Weighted Wrapped XLA diff dumps "
-        "fingerprint from_config loads read_plan write_plan"
+        "Batch Bnb4 Bnb8 CP Change CommHook Compile DDP Data DeepSpeed DiLoCo DistContext DryRun "
+        "FSDP Float8 FromConfig LocalSGD LossScale MX Mesh Offload PP Placement Plan Position "
+        "PowerSGD Precision Profile Report Single Style TE TP Torchao Weighted Wrapped XLA diff "
+        "dumps fingerprint from_config loads read_plan write_plan"
     ),
-    "fxtrain.trackers": "Run track",
+    "fxtrain.trackers": (
+        "Aim ClearML Comet DVCLive JsonLines MLflow Run SwanLab TensorBoard Terminal Trackio "
+        "WandB track"
+    ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = (
@@ -193,8 +195,7 @@ def _instead_of(name: str) -> str:
     names = importlib.import_module("fxtrain._other_names")
     ops = importlib.import_module("fxtrain.ops").__all__
     own = f" Use fx.ops.{name}." if name in ops else ""
-    nearest = importlib.import_module("fxtrain._arguments").closest(name, __all__)
-    found = names.call_hint(name) or own or nearest
+    found = names.call_hint(name) or own or names.closest(name, __all__)
     return f".{found}" if found else ""
 
 

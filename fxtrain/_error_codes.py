@@ -36,14 +36,6 @@ ERROR_CODES = (
         "Catch it to handle every error that fxtrain raises on purpose: `except fx.FxError`.",
     ),
     ErrorCode(
-        "FX002", "FxError", "An unknown or missing argument", "names",
-        "A call, a plan or a config has an argument that does not exist, or lacks one that is "
-        "required. Often the name comes from another library. Such an error is also a "
-        "`TypeError`.",
-        "Use the name in the message. `help(fx.Plan)`, or of any other name, lists the "
-        "arguments.",
-    ),
-    ErrorCode(
         "FX003", "FxError", "A wrapped model cannot be copied or pickled",
         "names#the-names-of-a-module-on-a-wrapped-model",
         "`copy.deepcopy`, `pickle` or `torch.save` received the result of `fx.wrap`, which "

@@ -4,7 +4,6 @@ It ends with a code, whose cause and cure are in `fxtrain._error_codes`.
 """
 
 import re
-from typing import Never
 
 __all__ = [
     "CheckpointError",
@@ -61,12 +60,7 @@ class FxError(Exception):
 
     code: str = "FX001"
 
-    def __init__(self, *args: object, code: str | None = None, **unknown: Never) -> None:
-        if unknown:
-            raise _UnknownArgument(
-                f"{type(self).__name__}({next(iter(unknown))}=...): no such argument. It takes a "
-                f"text, and code='FX...'."
-            )
+    def __init__(self, *args: object, code: str | None = None) -> None:
         super().__init__(*args)
         if code is not None:
             self.code = code
@@ -80,12 +74,6 @@ class FxError(Exception):
         quoted = _QUOTED_CODE.search(super().__str__())
         code = self.code if quoted is None else quoted[1]
         return f"{self.message} [{code}]" if self.message else ""
-
-
-class _UnknownArgument(FxError, TypeError):
-    """An unknown argument of an error."""
-
-    code = "FX002"
 
 
 class ContextError(FxError, RuntimeError):
@@ -149,7 +137,6 @@ class MissingPackageError(FxError, ImportError):
         *args: object,
         name: str | None = None,
         code: str | None = None,
-        **unknown: Never,
     ) -> None:
-        super().__init__(*args, code=code, **unknown)
+        super().__init__(*args, code=code)
         self.name = name

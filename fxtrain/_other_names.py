@@ -4,18 +4,19 @@ The names are data, in `_other_names.toml`, which is read when an error is being
 those of Accelerate, of Fabric and Lightning, of `TrainingArguments` of transformers, and of torch.
 """
 
+import difflib
 import functools
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["OtherName", "call_hint", "field_hint", "hint", "other_names", "setting", "value_hint"]
-
 _SETTINGS = ("argument", "flag", "key")
 _CALLS = ("class", "method")
+_MAX_COMPARED = 200  # letters: the time grows with their square
+_LIKE = 0.75  # of the letters of two names that may be one name and its misspelling
 
 
 class OtherName(NamedTuple):
@@ -137,6 +138,15 @@ def value_hint(field: str, value: object) -> str:
     word = str(value).lower().removeprefix("torch.") if plain else ""
     found = _find(f"{field}.{word}", ("value",))
     return f" Use {field}={found.use}." if found else ""
+
+
+def closest(value: Any, choices: Iterable[str]) -> str:
+    """A question after the choice that has three quarters of a value's letters; else empty."""
+    word = value[:_MAX_COMPARED] if isinstance(value, str) else ""
+    choices = list(choices)
+    near = difflib.get_close_matches(word, choices, 1, _LIKE)
+    near = near or difflib.get_close_matches(word.lower(), choices, 1, _LIKE)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 @functools.cache  # a file of the package, which does not change

@@ -8,8 +8,7 @@ is both.
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fxtrain._arguments import closest
-from fxtrain._other_names import call_hint
+from fxtrain._other_names import call_hint, closest
 
 __all__ = ["CallablePackage", "Package"]
 

@@ -1,6 +1,7 @@
 """Records that validate their fields: a wrong value is an error that names the valid ones."""
 
 import contextlib
+import functools
 import math
 import re
 import reprlib
@@ -18,10 +19,9 @@ from typing import (
 
 import attrs
 
-from fxtrain._arguments import closest, with_known_arguments
 from fxtrain._display import html_table
 from fxtrain._errors import FxError, PlanError
-from fxtrain._other_names import value_hint
+from fxtrain._other_names import closest, field_hint, value_hint
 
 __all__ = [
     "Check",
@@ -82,7 +82,26 @@ def record(
         if name not in cls.__dict__:
             setattr(made, name, function)
     made.__setattr__ = _refuse_change
-    return with_known_arguments(error)(made)
+    made.__init__ = _with_hints(made)
+    return made
+
+
+def _with_hints(cls: Any) -> Callable[..., None]:
+    """The constructor of a record, whose error of an unknown argument says what to use instead."""
+    init = cls.__init__
+    known = [field.alias for field in attrs.fields(cls) if field.init]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **values: Any) -> None:
+        for name in values:
+            if name not in known:
+                hint = field_hint(cls.__name__, name, known) or closest(name, known)
+                raise TypeError(
+                    f"{cls.__name__}() got an unexpected keyword argument {name!r}.{hint}"
+                )
+        init(self, *args, **values)
+
+    return checked
 
 
 def _refuse_change(self: Any, name: str, value: object) -> None:

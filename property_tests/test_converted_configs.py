@@ -44,6 +44,10 @@ FSDP = _some(
     fsdp_cpu_ram_efficient_loading=YES,
     fsdp_sync_module_states=YES,
     fsdp_activation_checkpointing=YES,
+    fsdp_activation_checkpointing_offload=YES,
+    fsdp_sharding_strategy=st.sampled_from(["NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]),
+    fsdp_cpu_offload_pin_memory=YES,
+    fsdp_ignored_modules=st.just("head"),
 )
 DEEPSPEED = _some(
     zero_stage=st.sampled_from([0, 1, 2, 3]),
@@ -56,12 +60,16 @@ DEEPSPEED = _some(
     zero3_init_flag=YES,
     deepspeed_multinode_launcher=st.sampled_from(["pdsh", "standard", "openmpi"]),
     deepspeed_moe_layer_cls_names=st.just("Experts"),
+    deepspeed_config_file=st.just("ds.json"),
+    deepspeed_hostfile=st.just("hosts"),
+    deepspeed_inclusion_filter=st.just("a:0,1"),
 )
 AXES = _some(
     parallelism_config_dp_replicate_size=SIZES,
     parallelism_config_dp_shard_size=SIZES,
     parallelism_config_tp_size=SIZES,
     parallelism_config_cp_size=SIZES,
+    parallelism_config_sp_size=SIZES,
     parallelism_config_cp_comm_strategy=st.sampled_from(["allgather", "alltoall"]),
 )
 MEGATRON = _some(
@@ -72,12 +80,14 @@ MEGATRON = _some(
     megatron_lm_recompute_activations=YES,
     megatron_lm_use_distributed_optimizer=YES,
     megatron_lm_gradient_clipping=st.just(1.0),
+    megatron_lm_context_parallel_size=SIZES,
 )
 DYNAMO = _some(
     dynamo_backend=st.sampled_from(["NO", "INDUCTOR", "EAGER"]),
     dynamo_mode=st.sampled_from(["default", "reduce-overhead"]),
     dynamo_use_fullgraph=YES,
     dynamo_use_dynamic=YES,
+    dynamo_use_regional_compilation=YES,
 )
 FP8 = _some(
     backend=st.sampled_from(["TE", "AO", "MSAMP"]),
@@ -86,12 +96,15 @@ FP8 = _some(
     enable_fsdp_float8_all_gather=YES,
     pad_inner_dim=YES,
 )
+MPIRUN = _some(mpirun_hostfile=st.just("hosts"), mpirun_ccl=st.sampled_from(["1", "4"]))
+KINDS = [
+    "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "DEEPSPEED", "FSDP", "XLA",
+    "MEGATRON_LM",
+]  # fmt: skip
 CLUSTERS = st.fixed_dictionaries(
     {
         "compute_environment": st.just("LOCAL_MACHINE"),
-        "distributed_type": st.sampled_from(
-            ["NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"]
-        ),
+        "distributed_type": st.sampled_from(KINDS),
         "mixed_precision": st.sampled_from(["no", "fp16", "bf16", "fp8"]),
         "use_cpu": YES,
         "debug": YES,
@@ -103,6 +116,9 @@ CLUSTERS = st.fixed_dictionaries(
         "main_process_port": st.just(29512),
         "rdzv_backend": st.sampled_from(["static", "c10d"]),
         "gpu_ids": st.sampled_from(["all", "0,1"]),
+        "machine_rank": st.sampled_from([0, 1]),
+        "same_network": YES,
+        "main_training_function": st.sampled_from(["main", "train"]),
         "enable_cpu_affinity": YES,
         "downcast_bf16": st.sampled_from(["no", "yes"]),
         "fsdp_config": FSDP,
@@ -111,6 +127,15 @@ CLUSTERS = st.fixed_dictionaries(
         "megatron_lm_config": MEGATRON,
         "dynamo_config": DYNAMO,
         "fp8_config": FP8,
+        "mpirun_config": MPIRUN,
+        "tpu_use_cluster": YES,
+        "tpu_name": st.just("pod"),
+        "tpu_zone": st.just("us-central2-b"),
+        "tpu_use_sudo": YES,
+        "tpu_env": st.just(["XLA_USE_F16=1"]),
+        "tpu_vm": st.just(["pod-0"]),
+        "commands": st.just(["echo ready"]),
+        "command_file": st.just("commands.sh"),
     },
 )
 JOBS = st.fixed_dictionaries(
@@ -126,6 +151,12 @@ JOBS = st.fixed_dictionaries(
     optional={
         "num_machines": st.sampled_from([1, 2]),
         "image_uri": st.just("image"),
+        "base_job_name": st.just("job"),
+        "profile": st.just("default"),
+        "pytorch_version": st.just("2.9"),
+        "py_version": st.just("py312"),
+        "sagemaker_inputs_file": st.just("inputs.txt"),
+        "enable_cpu_affinity": YES,
         "additional_args": st.sampled_from([{"use_spot_instances": True, "max_run": 60}, {"a": 1}]),
         "dynamo_config": DYNAMO,
     },

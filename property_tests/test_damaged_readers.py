@@ -74,8 +74,7 @@ READERS = {
     "config of Accelerate": ("a.yaml", _command("config", "convert")),
     "config of DeepSpeed": ("a.json", _deepspeed),
     "hostfile": ("hosts", _hosts),
-    "trace": ("a.json", summary),
-    "traces": ("a.json", lambda path: summary(path.parent)),
+    "times": ("summary.json", lambda path: summary(path.parent)),
     "metrics": ("metrics.jsonl", lambda path: read_curves([path.parent])),
     "run": ("run.json", lambda path: read_run(path.parent)),
     "manifest": ("manifest.json", lambda path: fx.verify(path.parent)),
@@ -180,15 +179,7 @@ def test_an_empty_file_is_read_or_refused(tmp_path, monkeypatch, name):
 
 # Random damage to files that no other test damages
 
-STEP = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#0", "pid": 1, "tid": 1,
-        "ts": 0, "dur": 10, "args": {"correlation": 3}}  # fmt: skip
-TRACE = {
-    "fxtrain": {"rank": 0, "cycle": 0, "steps": 1, "flops": 9}, "distributedInfo": {"rank": 0},
-    "traceEvents": [
-        STEP, {**STEP, "cat": "cpu_op", "name": "aten::mm", "dur": 5},
-        {**STEP, "cat": "kernel", "name": "ncclKernel", "tid": 7}, {"ph": "M"},
-    ],
-}  # fmt: skip
+TIMES = {"ranks": [{"rank": 0, "steps": [{"step_ns": 9, "data_ns": 9}], "flops": 3}]}
 LINES = [
     {"step": 0, "rows": 0, "time": 1.0, "start": {"name": "a", "params": {"lr": 0.1, "n": "x"}}},
     {"step": 1, "rows": 8, "time": 2.0, "values": {"loss": 1.0, "lr": 0.1, "bad": "nan"}},
@@ -208,9 +199,9 @@ def _changed(draw, value):
 
 
 @given(data=st.data())
-def test_a_damaged_trace_is_summarized_or_refused(folder, data):
-    path = folder / "trace.json"
-    path.write_bytes(data.draw(_changed(TRACE)))
+def test_damaged_times_are_shown_or_refused(folder, data):
+    path = folder / "summary.json"
+    path.write_bytes(data.draw(_changed(TIMES)))
     only(fx.PlanError, lambda: summary(path).columns)
     only(fx.PlanError, _command("profile"), path)
 
@@ -234,7 +225,7 @@ def test_a_damaged_identity_of_a_run_is_read_or_refused(folder, data):
 
 
 PLACEMENT = fx.Placement(
-    units=(fx.state.PlacedUnit(name="layers.0", device="disk", bytes=400),), room=800
+    units=(fx.state.Unit(name="layers.0", device="disk", bytes=400),), room=800
 )
 
 

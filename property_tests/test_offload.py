@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxtrain as fx
 from fxtrain.backends.offload.strategy import OFFLOAD, wrap_streamed
-from fxtrain.state import PlacedUnit
+from fxtrain.state import Unit
 
 WIDTH = 6
 # Units that are copied to their device, as for an accelerator, also where that is the CPU.
@@ -63,13 +63,13 @@ def _placement(net, data):
     names = [f"layers.{number}" for number in range(len(net.layers))]
     homes = [data.draw(st.sampled_from(["disk", "cpu"])) for _ in names]
     first = {}
-    units = [PlacedUnit(name="", device="cpu")]
+    units = [Unit(name="", device="cpu")]
     for name, layer, home in zip(names, net.layers, homes, strict=True):
         home = first.setdefault(id(layer[0].weight), home)
-        units.append(PlacedUnit(name=name, device=home))
+        units.append(Unit(name=name, device=home))
     return fx.Placement(
         units=tuple(units),
-        ahead=data.draw(st.integers(0, 4)),
+        prefetch=data.draw(st.integers(0, 4)),
         offload_buffers=data.draw(st.booleans()),
     )
 

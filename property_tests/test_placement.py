@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain import big
-from fxtrain.state import PlacedUnit, owner_of, units_by_name
+from fxtrain.state import Unit, owner_of
 
 POLICIES = st.sampled_from(["auto", "balanced", "balanced_low_0", "sequential"])
 
@@ -38,7 +38,7 @@ def models(draw):
             inside.append(tensor)
         held = sum(tensors[one] for one in inside if one in buffers)
         total = sum(tensors[one] for one in inside)
-        units.append(big.UnitSize(name, "Block", True, total, held, reads))
+        units.append(Unit(name=name, kind="Block", bytes=total, buffers=held, reads=reads))
     return big.Sizes(
         source="a drawn model",
         units=tuple(units),
@@ -61,7 +61,7 @@ def budgets(draw):
 options = st.fixed_dictionaries(
     {
         "policy": POLICIES,
-        "ahead": st.sampled_from([None, 0, 1, 2]),
+        "prefetch": st.sampled_from([None, 0, 1, 2]),
         "offload_buffers": st.booleans(),
         "activations": st.integers(0, 20),
     }
@@ -81,7 +81,7 @@ def test_every_tensor_is_placed_once_within_the_budget_and_ties_together(sizes, 
     if placement is None:
         return
     assert [unit.name for unit in placement.units] == [unit.name for unit in sizes.units]
-    units = units_by_name(placement)
+    units = {unit.name: unit for unit in placement.units}
     held = dict.fromkeys(units, 0)
     for tensor, size in sizes.tensors.items():
         held[owner_of(units, tensor).name] += size  # raises where there is none
@@ -93,8 +93,8 @@ def test_every_tensor_is_placed_once_within_the_budget_and_ties_together(sizes, 
         assert len({owner_of(units, tensor).device for tensor in group}) == 1
     reads = {unit.name: unit.reads for unit in sizes.units}
     for unit in placement.streamed:
-        assert (1 + placement.ahead) * reads[unit.name] <= placement.room
-    assert asked["ahead"] in (None, placement.ahead)
+        assert (1 + placement.prefetch) * reads[unit.name] <= placement.room
+    assert asked["prefetch"] in (None, placement.prefetch)
 
 
 @given(sizes=models(), rooms=budgets(), asked=options, data=st.data())
@@ -159,13 +159,13 @@ def test_a_mapping_places_by_the_longest_name(sizes, data, buffers):
     chosen = data.draw(st.lists(st.sampled_from(sorted(names - {""})), unique=True, max_size=4))
     devices = st.sampled_from(["cuda:0", "cuda:1", "cpu", "disk"])
     policy = {name: data.draw(devices) for name in ["", *chosen]}
-    wanted = {name: PlacedUnit(name=name, device=device) for name, device in policy.items()}
+    wanted = {name: Unit(name=name, device=device) for name, device in policy.items()}
     try:
         placement = big.place(sizes, policy=policy, offload_buffers=buffers)
     except fx.PlanError as error:
         assert "tied" in str(error)
         return
-    units = units_by_name(placement)
+    units = {unit.name: unit for unit in placement.units}
     for tensor in sizes.tensors:
         assert owner_of(units, tensor).device == owner_of(wanted, tensor).device
     assert sum(unit.bytes for unit in placement.units) == sizes.bytes

@@ -29,9 +29,9 @@ def records(draw):
     common = {"skip": skip, "head": draw(st.booleans())}
     bnb4 = st.builds(
         lambda **more: fx.Bnb4(**common, **more),
-        format=st.sampled_from(["nf4", "fp4"]),
-        double=st.booleans(),
-        block=st.sampled_from([64, 128]),
+        quant_type=st.sampled_from(["nf4", "fp4"]),
+        double_quant=st.booleans(),
+        blocksize=st.sampled_from([64, 128]),
         compute=st.sampled_from(["fp32", "bf16", None]),
     )
     bnb8 = st.builds(lambda threshold: fx.Bnb8(threshold=threshold, **common), st.floats(0, 10))
@@ -107,7 +107,7 @@ ACTIONS = {
     rows=st.integers(1, 4).map(lambda n: 32 * n),
     columns=st.integers(1, 3).map(lambda n: 64 * n),
     record=st.builds(
-        lambda form, double: fx.Bnb4(format=form, double=double, head=True),
+        lambda form, double: fx.Bnb4(quant_type=form, double_quant=double, head=True),
         st.sampled_from(["nf4", "fp4"]),
         st.booleans(),
     ),

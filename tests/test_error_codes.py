@@ -97,7 +97,5 @@ def test_an_error_that_quotes_another_has_the_code_of_that_one():
 
 
 def test_an_error_of_a_call_ends_with_a_code():
-    with pytest.raises(fx.PlanError, match=r" \[FX002\]$"):
-        fx.Plan(precison="bf16")
     with pytest.raises(fx.PlanError, match=r"\[FX200\]$"):
         fx.Plan(accumulate=0)

@@ -158,11 +158,16 @@ MUTABLE = {
     "fxtrain.data.sharded_loader._Reached": "the batch that a loader or its epochs yielded last",
     "fxtrain.backends.xla.recompilations.RecompilationLog": "counts compilations of one model",
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
-    "fxtrain.profiling.tracing.opening.Trace": "how far a schedule got",
-    "fxtrain.profiling.tracing.recording.Recording": "one cycle of torch's profiler",
+    "fxtrain.profiling.tracing.Trace": "how far a schedule got",
+    "fxtrain.profiling.recording.Recording": "one cycle of torch's profiler",
     "fxtrain.loop.fit_entries.Entries": "what fit measured since the last entry of its trackers",
     "fxtrain.loop.fitting._Loop": "how far a run of fit got, and its last checkpoint",
     "fxtrain.trackers.run.Progress": "the last step of a run, and whether it is closed",
+    "fxtrain.backends.offload.streaming.Streaming": "where the values of a streamed model are",
+    "fxtrain.backends.offload.streaming.Prefetcher": "which units are under way",
+    "fxtrain.backends.offload.device_copies.DeviceCopies": "which units are on their devices",
+    "fxtrain.backends.offload.device_copies._Copy": "who uses a unit on its device",
+    "fxtrain.big.swapping.Turns": "which of several models is on the device",
     "fxtrain.backends.pipeline.execute._GivenOutputs": "whether the loss has called the model",
 }
 

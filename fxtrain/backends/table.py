@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import MeshError, PlanError
 from fxtrain.backends.core.converted_layers import convert_as_planned, recipe_problems
 from fxtrain.backends.core.module_changes import model_signature
@@ -86,7 +85,6 @@ def strategies() -> dict[type, Strategy]:
     return {row.config: row for row in (*STRATEGIES, *installed_strategies())}
 
 
-@known_arguments(PlanError)
 def wrap(
     model: N,
     ctx: DistContext,
@@ -177,7 +175,6 @@ def wrap(
     return made
 
 
-@known_arguments(PlanError)
 def unwrap(model: Wrapped[N]) -> N:
     """Return the user's module, without the changes of wrapping. Call it at the end of training.
 

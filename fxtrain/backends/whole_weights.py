@@ -1,6 +1,7 @@
 """Full weights of a model during training: one by one, or all at once in its module."""
 
 import fnmatch
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Literal, TypeVar, overload
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import CollectiveError, FxError, PlanError
 from fxtrain.backends.core.name_checks import unknown_patterns
 from fxtrain.ops.whole_tensors import plain_name
@@ -21,9 +21,9 @@ __all__ = ["gathered", "weights"]
 N = TypeVar("N", bound=nn.Module)
 _Ranks = Literal["all", "main"]
 _STAYS, _LEAVES = "takes the next tensor", "has left its loop"
+_TOGETHER = 64 << 20  # bytes of small tensors that ranks gather after one exchange
 
 
-@known_arguments(PlanError)
 def weights(
     model: Wrapped,
     *,
@@ -38,8 +38,9 @@ def weights(
     the full-precision masters. Every rank gets the same values: where replicas differ (buffers, and
     everything under `Plan.local`), those of the first replica.
 
-    All ranks must iterate up to the same tensor. The model is not changed, and an accumulation
-    window may be open.
+    All ranks must iterate up to the same tensor. Tensors are gathered ahead, up to 64 MiB at a
+    time, and a loop that one rank leaves is detected there. The model is not changed, and an
+    accumulation window may be open.
 
     Args:
         model: From `fx.wrap`.
@@ -52,10 +53,10 @@ def weights(
         A name and a new tensor, which the caller may keep or change.
 
     Effects:
-        Memory for two full tensors at a time, in addition to what the caller keeps. Traffic: FSDP
-        and TP all-gather each tensor, a pipeline broadcasts it from the stage that holds it, ZeRO 1
-        to 3 send each parameter once, and replicas only send buffers. Between ranks, one exchange
-        of packets per tensor.
+        Memory for two full tensors, or 64 MiB of smaller ones, in addition to what the caller
+        keeps. Traffic: FSDP and TP all-gather each tensor, a pipeline broadcasts it from the stage
+        that holds it, ZeRO 1 to 3 send each parameter once, and replicas only send buffers. Between
+        ranks, one exchange of packets at the start, and one per 64 MiB.
 
     Raises:
         PlanError: a name or pattern matches no tensor, or the model was unwrapped.
@@ -82,7 +83,6 @@ def weights(
 def gathered(model: Wrapped[N], *, ranks: Literal["all"] = "all") -> AbstractContextManager[N]: ...
 @overload
 def gathered(model: Wrapped[N], *, ranks: Literal["main"]) -> AbstractContextManager[N | None]: ...
-@known_arguments(PlanError)
 @contextmanager
 def gathered(model: Wrapped[Any], *, ranks: _Ranks = "all") -> Iterator[Any]:
     """Lend the user's module with full, plain weights: for `generate` or `save_pretrained`.
@@ -175,21 +175,37 @@ def _one_by_one(
 ) -> Iterator[tuple[str, Tensor]]:
     ctx = model.ctx
     mine = ranks == "all" or ctx.is_main
-    left = len(chosen)
-    for name, weight in chosen.items():
+    groups = _groups(chosen, _TOGETHER if ctx.world_size > 1 else 0)
+    for number, names in enumerate(groups):
         check_open(model, "weights", PlanError)
-        left -= 1
-        if not _all_continue(ctx, name, ranks):
+        if not _all_continue(ctx, names[0], ranks):
             return
-        value = _copy(weight, device, keep=mine)
-        if value is not None:
-            try:
-                yield name, value
-            except GeneratorExit:
-                if left:  # nobody waits after the last tensor
-                    _announce_stop(ctx)
-                raise
-            del value
+        values = [(name, _copy(chosen[name], device, keep=mine)) for name in names]
+        while values:
+            name, value = values.pop(0)
+            check_open(model, "weights", PlanError)
+            if value is not None:
+                try:
+                    yield name, value
+                except GeneratorExit:
+                    if number + 1 < len(groups):  # nobody waits after the last of them
+                        _announce_stop(ctx)
+                    raise
+                del value
+
+
+def _groups(weights: Mapping[str, Weight], most: int) -> list[list[str]]:
+    """Names of tensors that are gathered together: up to so many bytes, or one that has more."""
+    groups: list[list[str]] = []
+    room = -1
+    for name, weight in weights.items():
+        nbytes = math.prod(weight.shape) * weight.dtype.itemsize
+        if nbytes > room:
+            groups.append([])
+            room = most
+        groups[-1].append(name)
+        room -= nbytes
+    return groups
 
 
 def _all_continue(ctx: DistContext, name: str, ranks: _Ranks) -> bool:

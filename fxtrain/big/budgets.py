@@ -9,15 +9,11 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from fxtrain._arguments import known_arguments
 from fxtrain._byte_units import read_bytes
 from fxtrain._errors import PlanError
 from fxtrain._record import record
 from fxtrain.state import Limit, Room
-from fxtrain.state.placement.offload import limits_of, share_of
-from fxtrain.state.placement.placement import DISK
-
-__all__ = ["Budget", "budget", "device_name"]
+from fxtrain.state.placement import DISK, limits_of, share_of
 
 _CGROUPS = (  # limit and use of a container's memory
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -65,7 +61,6 @@ class Budget:
         return next((room.bytes for room in self.rooms if room.device == device), None)
 
 
-@known_arguments(PlanError)
 def budget(
     limits: Mapping[K, int | str] | Iterable[Limit] | None = None,
     *,

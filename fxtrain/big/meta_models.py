@@ -1,22 +1,21 @@
 """Build models without memory for their parameters."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
-from fxtrain.big.deferred_ops import DeferredOps, ReadValues
-
-__all__ = ["empty"]
 
 N = TypeVar("N", bound=nn.Module)
 
 
-@known_arguments(PlanError)
 def empty(
     build: Callable[[], N],
     *,
@@ -26,14 +25,16 @@ def empty(
 ) -> N:
     """Build a model whose parameters have no values, and mostly no memory.
 
-    The code of the model runs on the meta device. Buffers, and tensors that are plain attributes
-    of modules, are computed afterwards: rotary frequencies, masks and running statistics are those
-    of a model that was built as usual. Tied parameters stay tied.
+    Each parameter moves to the meta device when its module registers it, before it is
+    initialized, so that at most one at a time takes memory. Buffers, and tensors that are plain
+    attributes of modules, are those of a model that was built as usual: rotary frequencies, masks
+    and running statistics. One that is computed from a parameter has no values. Tied parameters
+    stay tied.
 
     Args:
         build: Builds the model: a class, or `lambda: AutoModel.from_config(config)`.
         buffers: real computes them, on `device`, or on the CPU for the meta device; meta leaves
-            them without values too.
+            them without values.
         device: Where parameters are. "meta" takes no memory; any other device has memory for
             them, without defined values.
         dtype: Of floating-point parameters, and torch's default while `build` runs; None leaves
@@ -53,8 +54,12 @@ def empty(
     """
     if buffers not in ("real", "meta"):
         raise PlanError(f"empty(buffers={buffers!r}): choose 'real' or 'meta'.")
-    ops = DeferredOps()
-    with _default_dtype(dtype), torch.random.fork_rng(devices=[]), ops, ReadValues(ops):
+    with (
+        _default_dtype(dtype),
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        _parameters_on_meta(),
+    ):
         module = build()
     if not isinstance(module, nn.Module):
         raise PlanError(
@@ -62,14 +67,20 @@ def empty(
             f"a torch.nn.Module."
         )
     home = torch.device(device)
-    _fill_buffers(module, ops, buffers, home)
-    memo: dict[int, nn.Parameter] = {}
+    values = torch.device("cpu") if home.type == "meta" else home
+    moved: dict[int, Tensor] = {}
+
+    def move(tensors: dict[str, Any], to: torch.device, dtype: torch.dtype | None) -> None:
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and not is_lazy(tensor):
+                if id(tensor) not in moved:
+                    moved[id(tensor)] = _moved(tensor, to, dtype)
+                tensors[name] = moved[id(tensor)]
+
     for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in memo:
-                    memo[id(parameter)] = _moved(parameter, home, dtype)
-                part._parameters[name] = memo[id(parameter)]
+        move(part._parameters, home, dtype)
+        move(part._buffers, torch.device("meta") if buffers == "meta" else values, None)
+        move(vars(part), values, None)
     return module
 
 
@@ -84,37 +95,40 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _fill_buffers(module: nn.Module, ops: DeferredOps, buffers: str, home: torch.device) -> None:
-    """Compute all tensors of modules but parameters, each once."""
-    places: list[tuple[dict[str, Any], str, Tensor]] = []
-    for part in module.modules():
-        held: list[dict[str, Any]] = [vars(part)]
-        if buffers == "real":
-            held.append(part._buffers)
-        places += [
-            (owner, name, tensor)
-            for owner in held
-            for name, tensor in owner.items()
-            if isinstance(tensor, Tensor) and tensor.is_meta
-        ]
-    distinct = {id(tensor): tensor for _, _, tensor in places}
-    values = ops.values(list(distinct.values()))
-    target = torch.device("cpu") if home.type == "meta" else home
-    ready = {
-        key: value.to(target).requires_grad_(value.requires_grad)
-        for key, value in zip(distinct, values, strict=True)
-    }
-    for owner, name, tensor in places:
-        owner[name] = ready[id(tensor)]
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device as a module of this thread registers it."""
+    thread = threading.get_ident()
+    memo = WeakIdKeyDictionary()  # a parameter that two modules share is one on meta, too
+
+    def on_meta(_: nn.Module, __: str, parameter: Any) -> Any:
+        if threading.get_ident() != thread or parameter is None:
+            return None
+        if parameter.is_meta or is_lazy(parameter):
+            return None
+        if parameter not in memo:
+            memo[parameter] = _moved(parameter, torch.device("meta"), None)
+        return memo[parameter]
+
+    handle = register_module_parameter_registration_hook(on_meta)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
-def _moved(parameter: nn.Parameter, home: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
-    wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-    if parameter.device == home and parameter.dtype == wanted:
-        return parameter
-    moved = nn.Parameter(
-        torch.empty_like(parameter, device=home, dtype=wanted),
-        requires_grad=parameter.requires_grad,
+def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    """A tensor on a device; a parameter that leaves the meta device has no defined values."""
+    if dtype is None or not tensor.is_floating_point():
+        dtype = tensor.dtype
+    if tensor.is_meta and device.type != "meta" and not isinstance(tensor, nn.Parameter):
+        return tensor  # computed from a parameter
+    if tensor.device == device and tensor.dtype == dtype:
+        return tensor
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.to(device)
+    parameter = nn.Parameter(
+        torch.empty_like(tensor, device=device, dtype=dtype), requires_grad=tensor.requires_grad
     )
-    vars(moved).update(vars(parameter))
-    return moved
+    vars(parameter).update(vars(tensor))
+    return parameter

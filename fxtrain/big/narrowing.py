@@ -10,16 +10,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import PlanError
 
-__all__ = ["Narrowed", "narrow", "widen"]
 
-
-@with_known_arguments(PlanError, use="fx.big.narrow(module)")
 @attrs.frozen(kw_only=True, eq=False)
 class Narrowed:
-    """A module whose parameters are held in a narrow dtype. Identity decides equality and hash.
+    """A module whose parameters are held in a narrow dtype.
 
     Attributes:
         module: The module, changed in place; call it as before.
@@ -38,7 +34,6 @@ class Narrowed:
     undo: Callable[[], None] = attrs.field(repr=False)
 
 
-@known_arguments(PlanError)
 def narrow(
     module: nn.Module,
     *,
@@ -117,7 +112,6 @@ def narrow(
     )
 
 
-@known_arguments(PlanError)
 def widen(narrowed: Narrowed) -> nn.Module:
     """Give the parameters of a narrowed module their dtypes back, and return the module.
 

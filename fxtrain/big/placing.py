@@ -1,37 +1,33 @@
 """Decide what of a model is held where: a pure function of sizes and a budget."""
 
-from collections.abc import Mapping
-from typing import Literal, NoReturn
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, NoReturn
 
 import attrs
 
-from fxtrain._arguments import known_arguments
 from fxtrain._byte_units import show_bytes
 from fxtrain._errors import PlanError
-from fxtrain._record import closest
-from fxtrain.big.budgets import Budget
-from fxtrain.big.items import Item, as_placement, items_of
-from fxtrain.big.prescribed import check_tied, devices_of, units_for
-from fxtrain.big.searching import Demand, least_memory, least_staging, search
-from fxtrain.big.speeds import Speeds
-from fxtrain.big.unit_sizes import Sizes
-from fxtrain.models.memory_estimates import cache_bytes
-from fxtrain.state import Placement
-from fxtrain.state.placement.offload import POLICIES
-from fxtrain.state.placement.placement import DISK
-
-__all__ = ["place"]
+from fxtrain._record import closest, few
+from fxtrain.big.budgets import Budget, device_name
+from fxtrain.big.estimating import Speeds
+from fxtrain.big.measuring import Sizes
+from fxtrain.models.memory_estimates import cache_bytes, layer_of
+from fxtrain.state import Placement, Room, Unit, owner_of
+from fxtrain.state.placement import DISK, POLICIES, names_above
 
 Policy = Literal["auto", "balanced", "balanced_low_0", "sequential"]
+_LARGEST = 8  # sizes of which the largest units may be resident before those in front
+_Group = list[Unit]  # units that share a tensor, so that one device holds all of them
 
 
-@known_arguments(PlanError)
 def place(
     sizes: Sizes,
     budget: Budget | None = None,
     *,
     policy: Policy | Mapping[str, str | int] = "auto",
-    ahead: int | None = None,
+    prefetch: int | None = None,
     offload_buffers: bool = False,
     activations: int = 0,
     batch: int = 1,
@@ -52,7 +48,7 @@ def place(
             balanced_low_0: the first holds as little as possible; sequential: one is filled
             after another, in the order of the model. Or a mapping from names of modules or tensors
             to devices, the longest name first: `{"": "cuda:0", "layers.3": "disk"}`.
-        ahead: Units to read ahead of the one in use. None is 1, or 0 where that takes less time.
+        prefetch: Units to read ahead of the one in use. None is 1, or 0 where that takes less time.
         offload_buffers: Stream buffers with parameters, rather than keep them.
         activations: Bytes of every accelerator that stay free for activations.
         batch: Sequences for whose key-value cache to keep room.
@@ -66,76 +62,69 @@ def place(
     Example:
         >>> import fxtrain as fx, torch
         >>> net = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(4)))
-        >>> found = fx.big.place(fx.big.sizes(net), fx.big.budget({"cpu": 768}))
-        >>> [unit.device for unit in found.units], found.room
+        >>> placement = fx.big.place(fx.big.sizes(net), fx.big.budget({"cpu": 768}))
+        >>> [unit.device for unit in placement.units], placement.room
         (['cpu', 'disk', 'disk', 'disk'], 512)
     """
-    _check(ahead=ahead, activations=activations, batch=batch, tokens=tokens)
-    working = _working(sizes, batch * tokens)
-    if isinstance(policy, Mapping):
-        units = units_for(sizes, policy)
-        held = devices_of(sizes, units, policy)
-        items = items_of(units, sizes.tied, working, offload_buffers=offload_buffers)
-        check_tied(items, held)
-        devices = [held[item.units[0].name] for item in items]
-        ahead, main = 1 if ahead is None else ahead, _main(devices)
+    for name, value in {
+        "prefetch": prefetch, "activations": activations, "batch": batch, "tokens": tokens
+    }.items():  # fmt: skip
+        least = 1 if name == "batch" else 0
+        if value is not None and (type(value) is not int or value < least):
+            raise PlanError(f"place({name}={value!r}): choose a whole number of at least {least}.")
+    cache = _cache_of_units(sizes, batch * tokens)
+    by_name = isinstance(policy, Mapping)
+    units = [
+        attrs.evolve(
+            unit,
+            buffers=0 if offload_buffers else unit.buffers,
+            reads=unit.reads + (unit.buffers if offload_buffers else 0),
+            working=cache.get(unit.name, 0),
+        )
+        if offload_buffers or cache
+        else unit
+        for unit in (_units_of_mapping(sizes, policy) if by_name else sizes.units)
+    ]
+    groups = _tied_groups(units, sizes.tied)
+    if by_name:
+        devices = _devices_of_mapping(sizes, units, policy)
+        prefetch = 1 if prefetch is None else prefetch
+        main = next((name for name in devices.values() if name not in ("cpu", DISK)), "cpu")
+        _check_tied(groups, devices)
     else:
-        items = items_of(sizes.units, sizes.tied, working, offload_buffers=offload_buffers)
-        demand = _demand(items, budget, policy, activations, working, speeds)
-        choice = search(demand, (1, 0) if ahead is None else (ahead,))
-        if choice is None:
-            _refuse(sizes, demand, ahead or 0)
-        devices, ahead, main = choice.devices, choice.ahead, demand.main
-    placement = as_placement(
-        sizes, items, devices, main=main, ahead=ahead, offload_buffers=offload_buffers,
-        activations=activations, working=working,
-    )  # fmt: skip
-    if budget is not None and isinstance(policy, Mapping):
+        limits = _limits(budget, policy, activations, cache.get("", 0))
+        main = limits.devices[0]
+        counts = (1, 0) if prefetch is None else (prefetch,)
+        orders = [order for count in counts for order in _orders(groups, policy, count)]
+        choices = [choice for order in orders if (choice := _choose(order, limits, policy, speeds))]
+        if not choices:
+            _refuse(sizes, _orders(groups, policy, prefetch or 0), limits, policy)
+        _, prefetch, numbered = min(choices, key=lambda choice: choice[0])  # the first of equals
+        devices = {unit.name: numbered[n] for n, group in enumerate(groups) for unit in group}
+    streaming = [
+        unit for unit in units if devices[unit.name] == DISK or devices[unit.name] == "cpu" != main
+    ]
+    room = (1 + prefetch) * max((unit.reads for unit in streaming), default=0)
+    on_disk = any(devices[unit.name] == DISK and unit.bytes > unit.buffers for unit in streaming)
+    computing = dict.fromkeys([main, *(n for n in devices.values() if n not in ("cpu", DISK))])
+    reserved = {name: activations + (cache.get("", 0) if name == main else 0) for name in computing}
+    placement = Placement(
+        units=tuple(attrs.evolve(unit, device=devices[unit.name]) for unit in units),
+        device=main,
+        tied=sizes.tied,
+        offload_buffers=offload_buffers,
+        prefetch=prefetch,
+        room=room,
+        staging=room if on_disk and main != "cpu" else 0,
+        reserved=tuple(Room(device=name, bytes=size) for name, size in reserved.items() if size),
+        dtypes=sizes.dtypes,
+    )
+    if by_name and budget is not None:
         _check_budget(placement, budget)
     return placement
 
 
-def _check(**given: int | None) -> None:
-    for name, value in given.items():
-        least = 1 if name == "batch" else 0
-        if value is not None and (type(value) is not int or value < least):
-            raise PlanError(f"place({name}={value!r}): choose a whole number of at least {least}.")
-
-
-def _main(devices: list[str]) -> str:
-    """Where units compute that no device holds: the first accelerator, or the CPU."""
-    return next((device for device in devices if device not in ("cpu", DISK)), "cpu")
-
-
-def _demand(
-    items: list[Item], budget: Budget | None, policy: str, activations: int,
-    working: Mapping[str, int], speeds: Speeds | None,
-) -> Demand:  # fmt: skip
-    if policy not in POLICIES:
-        raise PlanError(
-            f"place(policy={policy!r}): choose one of {', '.join(map(repr, POLICIES))}, or a "
-            f"mapping from names to devices.{closest(policy, POLICIES)}"
-        )
-    if budget is None:
-        raise PlanError(
-            f"place(policy={policy!r}): no budget. Pass fx.big.budget() to measure this machine, "
-            f"or fx.big.budget({{'cuda:0': '10GiB'}})."
-        )
-    computing = [room.device for room in budget.accelerators] or ["cpu"]
-    if computing == ["cpu"] and not budget.allowed("cpu"):
-        raise PlanError(
-            "place: the budget allows nothing of any device, and nothing computes on disk. Allow "
-            "memory of an accelerator or of 'cpu'."
-        )
-    reserved = dict.fromkeys(computing, activations)
-    reserved[computing[0]] += working.get("", 0)
-    return Demand(
-        items=tuple(items), main=computing[0], budget=budget, reserved=reserved,
-        speeds=speeds or Speeds(), policy=policy,
-    )  # fmt: skip
-
-
-def _working(sizes: Sizes, tokens: int) -> dict[str, int]:
+def _cache_of_units(sizes: Sizes, tokens: int) -> dict[str, int]:
     """Bytes of the key-value cache by unit; those of the model as a whole under ""."""
     if not tokens:
         return {}
@@ -147,7 +136,7 @@ def _working(sizes: Sizes, tokens: int) -> dict[str, int]:
     total = round(cache_bytes(sizes.cache, max(2, sizes.itemsize), tokens))
     layers: dict[str, list[str]] = {}
     for unit in sizes.units:
-        if unit.whole:
+        if layer_of(f"{unit.name}.weight") == unit.name:
             layers.setdefault(unit.kind, []).append(unit.name)
     for names in layers.values():
         if len(names) == sizes.cache.layers:
@@ -155,54 +144,338 @@ def _working(sizes: Sizes, tokens: int) -> dict[str, int]:
     return {"": total}
 
 
+def _tied_groups(units: Sequence[Unit], tied: Iterable[tuple[str, ...]]) -> list[_Group]:
+    """Units, with those that share a tensor in one group, in the order of the first of them."""
+    index = {unit.name: unit for unit in units}
+    group_of = {unit.name: [unit] for unit in units}
+    for tensors in tied:
+        first, *others = dict.fromkeys(owner_of(index, tensor).name for tensor in tensors)
+        joined = group_of[first]
+        for other in others:
+            if group_of[other] is not joined:
+                joined += group_of[other]
+                group_of.update((unit.name, joined) for unit in group_of[other])
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+class _Limits(NamedTuple):
+    """What holds units.
+
+    Attributes:
+        devices: The accelerators, or the CPU where there are none; units stream to the first.
+        sizes: Bytes of each for units.
+        reserved: Bytes of the first for something else.
+        cpu: Bytes beside accelerators; None holds nothing, and lets any unit pass through.
+        disk: Bytes; None is any number.
+    """
+
+    devices: list[str]
+    sizes: list[int]
+    reserved: int
+    cpu: int | None
+    disk: int | None
+
+
+def _limits(budget: Budget | None, policy: str, activations: int, shared: int) -> _Limits:
+    if policy not in POLICIES:
+        raise PlanError(
+            f"place(policy={policy!r}): choose one of {', '.join(map(repr, POLICIES))}, or a "
+            f"mapping from names to devices.{closest(policy, POLICIES)}"
+        )
+    if budget is None:
+        raise PlanError(
+            f"place(policy={policy!r}): no budget. Pass fx.big.budget() to measure this machine, "
+            f"or fx.big.budget({{'cuda:0': '10GiB'}})."
+        )
+    rooms = {room.device: room.bytes for room in budget.accelerators}
+    cpu = budget.allowed("cpu")
+    if not rooms:
+        if not cpu:
+            raise PlanError(
+                "place: the budget allows nothing of any device, and nothing computes on disk. "
+                "Allow memory of an accelerator or of 'cpu'."
+            )
+        rooms, cpu = {"cpu": cpu}, None
+    sizes = [size - activations for size in rooms.values()]
+    sizes[0] -= shared
+    return _Limits(list(rooms), sizes, activations + shared, cpu, budget.allowed(DISK))
+
+
+class _Order(NamedTuple):
+    """Groups in the order in which they become resident, with sums over those in front or behind.
+
+    Attributes:
+        groups: In the order of the model.
+        numbers: Those of the groups, in the order in which they become resident.
+        total: Bytes of each group, with its room for a key-value cache.
+        prefetch: Units to read ahead.
+        still: How many in front stream nothing, so that they are resident anyway.
+        resident: By how many are resident: the bytes that those take.
+        streamed: Bytes of the groups in front, if they stream.
+        passing: Room in which the others stream.
+        beside: What the others take where they compute, beside that room.
+    """
+
+    groups: list[_Group]
+    numbers: list[int]
+    total: list[int]
+    prefetch: int
+    still: int
+    resident: list[int]
+    streamed: list[int]
+    passing: list[int]
+    beside: list[int]
+
+
+def _orders(groups: list[_Group], policy: str, prefetch: int) -> list[_Order]:
+    """The order of the model; and with the largest first, which need most room to stream.
+
+    None of them depends on a budget. More memory only lets more of each be resident, so that it
+    never makes the fastest one slower.
+    """
+    total = [sum(unit.bytes + unit.working for unit in group) for group in groups]
+    streamed = [sum(unit.bytes - unit.buffers for unit in group) for group in groups]
+    reads = [max(unit.reads for unit in group) for group in groups]
+    still = [number for number, size in enumerate(streamed) if not size]
+    moving = [number for number, size in enumerate(streamed) if size]
+    sizes = sorted({reads[number] for number in moving}, reverse=True)
+    firsts: list[set[int]] = [set()]
+    if policy != "sequential":
+        firsts += [{n for n in moving if reads[n] >= size} for size in sizes[:_LARGEST][:-1]]
+    orders: list[_Order] = []
+    for first in firsts:
+        numbers = [*still, *sorted(moving, key=lambda number: number not in first)]
+        behind = numbers[::-1]
+        beside = _sums(total[number] - streamed[number] for number in behind)[::-1]
+        most = [*itertools.accumulate((reads[number] for number in behind), max, initial=0)][::-1]
+        order = _Order(
+            groups=groups,
+            numbers=numbers,
+            total=total,
+            prefetch=prefetch,
+            still=len(still),
+            resident=_sums(total[number] for number in numbers),
+            streamed=_sums(streamed[number] for number in numbers),
+            passing=[(1 + prefetch) * size for size in most],
+            beside=beside,
+        )
+        orders.append(order)
+    return orders
+
+
+def _sums(values: Iterable[int]) -> list[int]:
+    return list(itertools.accumulate(values, initial=0))
+
+
+def _choose(
+    order: _Order, limits: _Limits, policy: str, speeds: Speeds | None
+) -> tuple[float, int, list[str]] | None:
+    """The placement with most resident: the seconds that it takes, `prefetch`, each group's device.
+
+    With fewer resident, no byte would move to a faster place.
+    """
+    held = _resident(order, limits, policy)
+    if held is None:
+        return None
+    count, devices = held
+    end = _end_of_cpu(order, limits, count)
+    if end is None:
+        return None
+    for number in order.numbers[count:end]:
+        devices[number] = "cpu"
+    speeds = speeds or Speeds()
+    in_memory = order.streamed[end] - order.streamed[count]
+    on_disk = order.streamed[-1] - order.streamed[end]
+    seconds = in_memory / speeds.bus + on_disk / min(speeds.disk, speeds.bus)
+    return seconds * (1 if order.prefetch else 2), order.prefetch, devices
+
+
+def _resident(order: _Order, limits: _Limits, policy: str) -> tuple[int, list[str]] | None:
+    """How many groups are resident, and the devices of all, with the others on disk; None if the
+    first device has too little room for the others to stream.
+    """
+    total = sum(max(size, 0) for size in limits.sizes)
+    for count in range(len(order.numbers), order.still - 1, -1):
+        room = order.passing[count] + order.beside[count]
+        if room > limits.sizes[0] or order.resident[count] + room > total:
+            continue
+        numbers = sorted(order.numbers[:count])
+        sums = _sums(order.total[number] for number in numbers)
+        ends = _spread(sums, [limits.sizes[0] - room, *limits.sizes[1:]], policy)
+        if ends is not None:
+            devices = [DISK] * len(order.groups)
+            for name, start, end in zip(limits.devices, [0, *ends], ends, strict=False):
+                for number in numbers[start:end]:
+                    devices[number] = name
+            return count, devices
+    return None
+
+
+def _end_of_cpu(order: _Order, limits: _Limits, count: int) -> int | None:
+    """Where in the order the CPU ends and the disk begins; None if the two are too small."""
+    end, start = count, order.streamed[count]
+    if limits.cpu is not None:
+        end = len(order.numbers)
+        if order.streamed[end] - start > limits.cpu:
+            staging = order.passing[count]
+            if staging > limits.cpu:
+                return None
+            end = max(bisect_right(order.streamed, start + limits.cpu - staging) - 1, count)
+    needed = order.streamed[-1] - order.streamed[end]
+    return None if limits.disk is not None and needed > limits.disk else end
+
+
+def _spread(sums: list[int], sizes: list[int], policy: str) -> list[int] | None:
+    """Where each device's part of the resident groups ends; None if they do not fit."""
+
+    def ends_of(sizes: list[int]) -> list[int] | None:
+        ends: list[int] = []
+        start = 0
+        for size in sizes:
+            start = bisect_right(sums, sums[start] + max(size, 0), lo=start) - 1
+            ends.append(start)
+        return ends if start == len(sums) - 1 else None
+
+    def smallest(sizes_of: Callable[[int], list[int]], most: int) -> list[int]:
+        fits = bisect_left(range(most), 1, key=lambda size: ends_of(sizes_of(size)) is not None)
+        return sizes_of(fits)
+
+    if ends_of(sizes) is None or len(sizes) == 1 or policy == "sequential":
+        return ends_of(sizes)
+    if policy == "balanced_low_0":
+        first, *others = smallest(lambda size: [size, *sizes[1:]], max(sizes[0], 0))
+        return ends_of(
+            smallest(lambda most: [first, *(min(size, most) for size in others)], max(sizes))
+        )
+    return ends_of(smallest(lambda most: [min(size, most) for size in sizes], max(sizes)))
+
+
+def _refuse(sizes: Sizes, orders: list[_Order], limits: _Limits, policy: str) -> NoReturn:
+    """Raise for a model that fits no placement: what needs how much, and where."""
+    main, room, cpu, disk = limits.devices[0], limits.sizes[0], limits.cpu, limits.disk
+    fitting = [(order, held[0]) for order in orders if (held := _resident(order, limits, policy))]
+    if fitting:
+        passing = [
+            min(order.passing[count], streamed)
+            for order, count in fitting
+            for streamed in [order.streamed[-1] - order.streamed[count]]
+            if disk is None or streamed <= disk
+        ]
+        if cpu is not None and passing:
+            raise PlanError(
+                f"place: {sizes.source} needs {show_bytes(sizes.bytes)}. {main} holds "
+                f"{show_bytes(max(room, 0))}, and units on disk pass through the CPU, which allows "
+                f"{show_bytes(cpu)} and needs {show_bytes(min(passing))} for "
+                f"{1 + orders[0].prefetch} at a time. Allow at least {show_bytes(min(passing))} on "
+                f"'cpu'."
+            )
+        tiers = {"cpu": cpu, DISK: disk}
+        rest = ", ".join(f"{name} {show_bytes(n)}" for name, n in tiers.items() if n is not None)
+        raise PlanError(
+            f"place: {sizes.source} needs {show_bytes(sizes.bytes)}. {main} holds "
+            f"{show_bytes(max(room, 0))}, and the rest does not fit in {rest}. Allow more of "
+            f"them, or leave out the limit of the disk."
+        )
+    units = [unit for group in orders[0].groups for unit in group]
+    largest = max(units, key=lambda unit: unit.reads)
+    beside = sum(unit.buffers + unit.working for unit in units) + limits.reserved
+    needed = limits.reserved + min(
+        sum(sums)
+        for order in orders
+        for sums in list(zip(order.resident, order.passing, order.beside, strict=True))[
+            order.still :
+        ]
+    )
+    kind = f" ({largest.kind})" if largest.kind else ""
+    raise PlanError(
+        f"place: {main} allows {show_bytes(room + limits.reserved)}, but to compute with one "
+        f"unit at a time takes {show_bytes(needed)}: the largest unit, {largest.name!r}{kind}, "
+        f"needs {show_bytes(largest.reads)}, and activations, key-value cache and buffers "
+        f"{show_bytes(beside)}. Allow at least {show_bytes(needed)} on {main}, reduce batch, "
+        f"tokens or activations, or split larger units with fx.big.sizes(..., no_split=())."
+    )
+
+
+def _units_of_mapping(sizes: Sizes, names: Mapping[str, object]) -> Sequence[Unit]:
+    """The units of a model, and those that names inside of units cut off from them."""
+    prefixes = {name for tensor in sizes.tensors for name in names_above(tensor)} | {""}
+    if unknown := [name for name in names if name not in prefixes]:
+        raise PlanError(
+            "\n".join(
+                few(
+                    f"place(policy={{{name!r}: ...}}): {sizes.source} has no module or tensor of "
+                    f"this name.{closest(name, prefixes)}"
+                    for name in unknown
+                )
+            )
+        )
+    index = {unit.name: unit for unit in sizes.units}
+    parents = {prefix for name in index for prefix in names_above(name)}
+    finer = [name for name in names if name not in parents and name]
+    if not finer:
+        return sizes.units
+    inside: dict[str, list[str]] = {}
+    owners = {name: name for name in (*index, *finer)}
+    for tensor in sizes.tensors:
+        inside.setdefault(owner_of(owners, tensor), []).append(tensor)
+    first = {name: group[0] for group in sizes.tied for name in group}
+    return [
+        Unit(
+            name=name,
+            kind=index[name].kind if name in index else "",
+            bytes=sum(sizes.tensors[tensor] for tensor in tensors),
+            buffers=sum(sizes.tensors[tensor] for tensor in tensors if tensor in sizes.buffers),
+            reads=sum(
+                sizes.tensors[tensor]
+                for tensor in {first.get(tensor, tensor) for tensor in tensors}
+                if tensor not in sizes.buffers
+            ),
+        )
+        for name, tensors in inside.items()
+    ]
+
+
+def _devices_of_mapping(
+    sizes: Sizes, units: Sequence[Unit], policy: Mapping[str, str | int]
+) -> dict[str, str]:
+    """The device of each unit: that of the longest name which it is under."""
+    devices = {name: device_name(device) for name, device in policy.items()}
+    uncovered = [
+        unit.name for unit in units if not any(name in devices for name in names_above(unit.name))
+    ]
+    if uncovered:
+        raise PlanError(
+            f"place(policy={{...}}): the mapping does not cover these units of {sizes.source}: "
+            f"{', '.join(map(repr, uncovered[:5]))}"
+            f"{', ...' if len(uncovered) > 5 else ''}. Name them, or add '' for all others."
+        )
+    return {unit.name: owner_of(devices, unit.name) for unit in units}
+
+
+def _check_tied(groups: list[_Group], devices: Mapping[str, str]) -> None:
+    """Raise where units that share a tensor are on several devices."""
+    for group in groups:
+        if len({devices[unit.name] for unit in group}) > 1:
+            places = ", ".join(f"{unit.name!r} on {devices[unit.name]}" for unit in group)
+            raise PlanError(
+                f"place(policy={{...}}): {places}: these units share a tied tensor. Place them on "
+                f"one device."
+            )
+
+
 def _check_budget(placement: Placement, budget: Budget) -> None:
     """Raise where a mapping takes more of a device than is allowed."""
     for device in placement.devices:
         allowed, needed = budget.allowed(device), placement.bytes_on(device)
         if allowed is not None and needed > allowed:
-            there = [unit for unit in placement.units if unit.device == device]
-            largest = max(there, key=lambda unit: unit.bytes, default=None)
-            told = (
+            units = [unit for unit in placement.units if unit.device == device]
+            largest = max(units, key=lambda unit: unit.bytes, default=None)
+            hint = (
                 f" The largest unit there is {largest.name!r}, {show_bytes(largest.bytes)}."
                 if largest
                 else ""
             )
             raise PlanError(
                 f"place(policy={{...}}): the mapping needs {show_bytes(needed)} on {device}, which "
-                f"allows {show_bytes(allowed)}.{told} Move units to another device, or allow more."
+                f"allows {show_bytes(allowed)}.{hint} Move units to another device, or allow more."
             )
-
-
-def _refuse(sizes: Sizes, demand: Demand, ahead: int) -> NoReturn:
-    """Raise for a model that fits no placement: what needs how much, and where."""
-    main, room = demand.capacities[0]
-    computing = [name for name, _ in demand.capacities]
-    rooms = tuple(room for room in demand.budget.rooms if room.device in computing)
-    if search(attrs.evolve(demand, budget=Budget(rooms=rooms)), (ahead,)) is not None:
-        staging = least_staging(demand, ahead) if main != "cpu" else None
-        if staging is not None:
-            raise PlanError(
-                f"place: {sizes.source} needs {show_bytes(sizes.bytes)}. {main} holds "
-                f"{show_bytes(max(room, 0))}, and units on disk pass through the CPU, which allows "
-                f"{show_bytes(demand.budget.allowed('cpu') or 0)} and needs {show_bytes(staging)} "
-                f"for {1 + ahead} at a time. Allow at least {show_bytes(staging)} on 'cpu'."
-            )
-        tiers = [name for name in ("cpu", DISK) if demand.budget.allowed(name) is not None]
-        told = ", ".join(f"{name} {show_bytes(demand.budget.allowed(name) or 0)}" for name in tiers)
-        raise PlanError(
-            f"place: {sizes.source} needs {show_bytes(sizes.bytes)}. {main} holds "
-            f"{show_bytes(max(room, 0))}, and the rest does not fit in {told}. Allow more of "
-            f"them, or leave out the limit of the disk."
-        )
-    largest = max(demand.items, key=lambda item: item.reads)
-    unit = max(largest.units, key=lambda unit: unit.reads)
-    beside = sum(item.beside for item in demand.items) + demand.reserved[main]
-    needed = least_memory(demand, ahead) + demand.reserved[main]
-    kind = f" ({unit.kind})" if unit.kind else ""
-    raise PlanError(
-        f"place: {main} allows {show_bytes(room + demand.reserved[main])}, but to compute with one "
-        f"unit at a time takes {show_bytes(needed)}: the largest unit, {unit.name!r}{kind}, needs "
-        f"{show_bytes(unit.reads)}, and activations, key-value cache and buffers "
-        f"{show_bytes(beside)}. Allow at least {show_bytes(needed)} on {main}, reduce batch, "
-        f"tokens or activations, or split larger units with fx.big.sizes(..., no_split=())."
-    )

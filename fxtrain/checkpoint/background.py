@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fxtrain import ops
-from fxtrain._arguments import with_known_arguments
 from fxtrain._errors import CheckpointError
 from fxtrain._exiting import exit_with
 from fxtrain._host_memory import pinned_buffer
@@ -28,7 +27,6 @@ def _done() -> "Future[None]":
     return future
 
 
-@with_known_arguments(CheckpointError, use="fx.save(path, ctx, model, background=True)")
 @attrs.define(kw_only=True, eq=False)
 class Saving:
     """A save, finished or in progress.

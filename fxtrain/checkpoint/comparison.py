@@ -7,8 +7,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fxtrain._arguments import known_arguments, with_known_arguments
-from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folders import read_manifest
 from fxtrain.checkpoint.local_storage import open_storage
@@ -17,7 +15,6 @@ from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.state import unstructure
 
 
-@with_known_arguments(CheckpointError, use="fx.checkpoint.compare(left, right)")
 @attrs.frozen(kw_only=True)
 class Difference:
     """A leaf that differs between two checkpoints.
@@ -33,7 +30,6 @@ class Difference:
     right: str
 
 
-@known_arguments(CheckpointError)
 def compare(left: StrPath, right: StrPath) -> Iterator[Difference]:
     """Yield every leaf in which two checkpoints differ in any bit.
 
@@ -72,7 +68,6 @@ def compare(left: StrPath, right: StrPath) -> Iterator[Difference]:
             yield from _tables(f"rank {rank}: ", ours, theirs, first, second)
 
 
-@known_arguments(CheckpointError)
 def count_leaves(path: StrPath) -> int:
     """Number of tensors and plain values in a checkpoint."""
     found = read_manifest(open_storage(path))

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import attrs
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.local_storage import open_storage
@@ -56,7 +55,6 @@ class CheckpointInfo:
         return _numbers(self.name)[0]
 
 
-@known_arguments(CheckpointError)
 def latest(path: StrPath) -> str | None:
     """The newest complete checkpoint in a folder: the one committed last.
 
@@ -102,7 +100,6 @@ def latest(path: StrPath) -> str | None:
     return newest
 
 
-@known_arguments(CheckpointError)
 def best(path: StrPath, mode: Literal["min", "max"] = "min") -> str | None:
     """The complete checkpoint with the best metric in a folder; of equal ones, the newest.
 
@@ -136,7 +133,6 @@ def best(path: StrPath, mode: Literal["min", "max"] = "min") -> str | None:
     return _first_complete(folder, sorted(rated, key=lambda info: sign * (info.metric or 0)))
 
 
-@known_arguments(CheckpointError)
 def before(path: StrPath, update: int) -> str | None:
     """The complete checkpoint with the most optimizer updates below `update`; None if none exists.
 

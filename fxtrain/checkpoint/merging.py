@@ -10,7 +10,6 @@ from pathlib import Path
 import attrs
 from torch import Tensor
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath, path_problem
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
@@ -34,7 +33,6 @@ from fxtrain.state import Part as RowsByDim
 _PARAMETERS = "module."
 
 
-@known_arguments(CheckpointError)
 def merge(
     path: StrPath,
     folder: str | os.PathLike[str],
@@ -90,7 +88,6 @@ def merge(
     return tuple(target / file.name for file in files)
 
 
-@known_arguments(CheckpointError)
 def saved_weights(path: StrPath, *, model: str | None = None) -> WeightSource:
     """The weights in a checkpoint, as a source for `load_model`.
 

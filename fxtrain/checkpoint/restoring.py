@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._display import describe
 from fxtrain._errors import CheckpointError, CollectiveError, FxError
 from fxtrain._reading import StrPath
@@ -41,7 +40,6 @@ _PLACING = ("strategy", "mesh", "context", "compile", "profile", "frozen")
 _PLACING += ("recompute", "recompute_every", "recompute_keep")
 
 
-@with_known_arguments(CheckpointError, use="fx.restore(path, ctx, model)")
 @attrs.frozen(kw_only=True, eq=False)
 class Restored:
     """What a checkpoint contains in addition to the models.
@@ -76,7 +74,6 @@ class Restored:
         return structure(self._plans[name], Plan)
 
 
-@known_arguments(CheckpointError)
 def restore(
     path: StrPath,
     ctx: DistContext,

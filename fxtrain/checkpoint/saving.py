@@ -11,7 +11,6 @@ import attrs
 import torch
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import CheckpointError, CollectiveError, FxError
 from fxtrain._reading import StrPath
 from fxtrain._version import __version__
@@ -48,7 +47,6 @@ _VISIBLE_AFTER_S = 5.0
 _POLL_INTERVAL_S = 0.1
 
 
-@known_arguments(CheckpointError)
 def save(
     path: StrPath,
     ctx: DistContext,

@@ -6,7 +6,6 @@ from typing import Any
 
 import attrs
 
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
@@ -27,7 +26,6 @@ from fxtrain.state import Position, parse_json
 _MALFORMED = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
 
 
-@with_known_arguments(CheckpointError, use="fx.verify(path)")
 @attrs.frozen(kw_only=True)
 class Verified:
     """A checkpoint whose every byte is as written.
@@ -47,7 +45,6 @@ class Verified:
     world_size: int
 
 
-@known_arguments(CheckpointError)
 def verify(path: StrPath) -> Verified:
     """Compare every byte of a checkpoint with its digest.
 

@@ -1,6 +1,5 @@
 """`fxtrain report`."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from fxtrain.curves import page_of, picture_of, read_curves
 __all__ = ["REPORT"]
 
 _PICTURES = (".svg", ".png", ".pdf")
-_MOST_PROCESSES = 8
 
 
 @click.command("report")
@@ -46,8 +44,7 @@ def REPORT(
             f"--output {str(path)!r}: a curve is a picture. Choose a name that ends in "
             f"{', '.join(_PICTURES)}."
         )
-    processes = min(os.cpu_count() or 1, _MOST_PROCESSES)
-    found = read_curves(runs, file=file, processes=processes)
+    found = read_curves(runs, file=file)
     if curve is None:
         write_file(path, page_of(found))
     else:

@@ -3,11 +3,10 @@
 Nothing here imports torch, since that would take longer than most reports.
 """
 
-from fxtrain.curves.curve import Curve, downsample
-from fxtrain.curves.following import Followed, follow, sparkline
+from fxtrain.curves.curve import Curve, downsample, sparkline
 from fxtrain.curves.page import page_of
 from fxtrain.curves.picture import picture_of
-from fxtrain.curves.reading import RunCurves, file_of, read_curves
+from fxtrain.curves.reading import Followed, RunCurves, file_of, follow, read_curves
 
 __all__ = [
     "Curve",

@@ -6,7 +6,7 @@ from itertools import chain
 
 import attrs
 
-__all__ = ["Curve", "downsample", "join"]
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 @attrs.frozen(kw_only=True)
@@ -90,3 +90,35 @@ def join(parts: Iterable[Curve]) -> Curve:
         count=sum(part.count for part in found),
         nonfinite=sum(part.nonfinite for part in found),
     )
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Values as a line of bars: the mean of each part; a part without finite values is a space.
+
+    Example:
+        >>> sparkline([0.0, 1.0, 2.0, float("nan"), 7.0], 5)
+        '▁▂▃ █'
+    """
+    width = min(width, len(values))
+    parts = [
+        values[at * len(values) // width : (at + 1) * len(values) // width] for at in range(width)
+    ]
+    finite = [[one for one in part if math.isfinite(one)] for part in parts]
+    means = [_mean(part) if part else math.nan for part in finite]
+    known = [one for one in means if not math.isnan(one)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    return "".join(_bar(one, low, high) for one in means)
+
+
+def _mean(values: Sequence[float]) -> float:
+    # Divided before they are added, so that large values do not overflow; rounding must not make
+    # bars of equal values differ.
+    mean = sum(one / len(values) for one in values)
+    return min(max(mean, min(values)), max(values))
+
+
+def _bar(value: float, low: float, high: float) -> str:
+    if math.isnan(value):
+        return " "
+    span = high / 2 - low / 2
+    return _BARS[round((value / 2 - low / 2) / span * (len(_BARS) - 1))] if span > 0 else _BARS[0]

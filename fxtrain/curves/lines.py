@@ -1,16 +1,15 @@
-"""Reads a part of a file of the JSON lines tracker; several processes read several parts."""
+"""What lines of the JSON lines tracker contain."""
 
 import contextlib
 import gc
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from fxtrain._reading import LONGEST_LINE, open_file
+from fxtrain._reading import LONGEST_LINE
 from fxtrain._record import shown
 from fxtrain.curves.curve import Curve, downsample, join
 
@@ -19,12 +18,9 @@ try:  # four times as fast as Python's own
 except ImportError:
     from json import loads as _parse
 
-__all__ = [
-    "MOST_METRICS", "LoggedTable", "Piece", "joined", "parse_lines", "ranges", "read_piece",
-]  # fmt: skip
-
 _TABLE_ROWS = 100
 _BLOCK_BYTES = 1 << 19
+_FEWEST = 8  # points of a curve
 _BLOCK_POINTS = 16  # at least, of one curve in one block
 MOST_METRICS = 10_000  # of a run; the values of further ones are counted
 _MOST_TABLES = 100
@@ -53,8 +49,8 @@ class LoggedTable:
 
 
 @attrs.frozen(kw_only=True)
-class Piece:
-    """What a part of the file contains.
+class Contents:
+    """What some lines of a run contain.
 
     Attributes:
         curves: By name of the metric; the first 10,000.
@@ -66,37 +62,24 @@ class Piece:
         damaged: Number of invalid lines.
     """
 
-    curves: Mapping[str, Curve]
-    left_out: int
-    starts: Sequence[Mapping[str, Any]]
-    started: int
-    artifacts: Mapping[str, str]
-    tables: Mapping[str, "LoggedTable"]
-    damaged: int
+    curves: Mapping[str, Curve] = attrs.field(factory=dict)
+    left_out: int = 0
+    starts: Sequence[Mapping[str, Any]] = ()
+    started: int = 0
+    artifacts: Mapping[str, str] = attrs.field(factory=dict)
+    tables: Mapping[str, LoggedTable] = attrs.field(factory=dict)
+    damaged: int = 0
+
+    def limited(self, points: float, total: float) -> "Contents":
+        """The same with at most about `points` of a curve, and few more than `total` of all."""
+        if sum(len(curve.values) for curve in self.curves.values()) > 2 * total:
+            points = min(points, total / len(self.curves))
+        limit = max(_FEWEST, int(points))
+        curves = {name: curve.limited(limit) for name, curve in self.curves.items()}
+        return attrs.evolve(self, curves=curves)
 
 
-def read_piece(path: str, start: int, end: int, points: int, total: int) -> Piece:
-    """Read the lines that begin in a range of bytes.
-
-    Args:
-        points: About how many points of a curve to keep: see `parse_lines`.
-        total: About how many points of all curves to keep.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    with open_file(path) as file:
-        first = file.seek(max(start - 1, 0))
-        data = file.read(end - first)
-        # What precedes a line break belongs to the previous part.
-        data = data[data.find(b"\n") + 1 or len(data) :] if start else data
-        if not data.endswith(b"\n"):
-            read = len(data) - (data.rfind(b"\n") + 1)
-            data += file.readline(max(LONGEST_LINE + 1 - read, 0)) if data else b""
-    return parse_lines(data, points, total)
-
-
-def parse_lines(data: bytes, points: int, total: float = math.inf) -> Piece:
+def parse_lines(data: bytes, points: float, total: float = math.inf) -> Contents:
     """What some lines contain.
 
     Args:
@@ -115,8 +98,8 @@ def parse_lines(data: bytes, points: int, total: float = math.inf) -> Piece:
             gc.enable()
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
-    """Consecutive parts of a file as one."""
+def joined(pieces: Sequence[Contents]) -> Contents:
+    """The contents of consecutive lines as one."""
     parts: dict[str, list[Curve]] = {}
     left_out = sum(piece.left_out for piece in pieces)
     for piece in pieces:
@@ -128,7 +111,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     artifacts = {name: path for piece in pieces for name, path in piece.artifacts.items()}
     tables = {name: table for piece in pieces for name, table in piece.tables.items()}
     starts = [start for piece in pieces for start in piece.starts]
-    return Piece(
+    return Contents(
         curves={name: join(curves) for name, curves in parts.items()},
         left_out=left_out,
         starts=_ends(starts),
@@ -140,7 +123,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 
 
 def _ends(starts: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    return [starts[0], starts[-1]] if len(starts) > 2 else starts
+    return (starts[0], starts[-1]) if len(starts) > 2 else tuple(starts)
 
 
 def _last(named: dict[str, Any], most: int) -> dict[str, Any]:
@@ -156,7 +139,7 @@ def _blocks(data: bytes) -> Iterator[bytes]:
         start = end
 
 
-def _piece(data: bytes, points: float, total: float) -> Piece:
+def _piece(data: bytes, points: float, total: float) -> Contents:
     lines = _parsed(data)
     entries = [
         one
@@ -178,7 +161,7 @@ def _piece(data: bytes, points: float, total: float) -> Piece:
             found = {name: _table(one, entry["step"]) for name, one in entry["table"].items()}
             tables |= {name: one for name, one in found.items() if one is not None}
     curves, left_out = _curves(logged, points, total)
-    return Piece(
+    return Contents(
         curves=curves,
         left_out=left_out,
         starts=_ends(starts),
@@ -349,9 +332,3 @@ def _number(value: Any) -> float | None:
 def _or_nan(value: Any) -> float:
     number = _number(value)
     return math.nan if number is None or not math.isfinite(number) else number
-
-
-def ranges(path: str, piece_bytes: int) -> list[tuple[int, int]]:
-    """The ranges of bytes of the parts of a file."""
-    size = os.stat(path).st_size
-    return [(start, min(start + piece_bytes, size)) for start in range(0, size, piece_bytes)]

@@ -4,17 +4,16 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any
 
 from fxtrain._version import __version__
 from fxtrain.curves.curve import Curve
-from fxtrain.curves.packing import packed
 from fxtrain.curves.reading import RunCurves
 from fxtrain.curves.tables import tables_of, text_of
-
-__all__ = ["page_of"]
 
 _ASSETS = files("fxtrain.curves") / "assets"
 
@@ -155,8 +154,16 @@ def _start(run: RunCurves) -> float:
 
 def _columns(curve: Curve) -> dict[str, Any]:
     return {
-        "updates": packed(curve.steps),
-        "rows": packed(curve.rows),
-        "time": packed(curve.times),
-        "values": packed(curve.values),
+        "updates": _packed(curve.steps),
+        "rows": _packed(curve.rows),
+        "time": _packed(curve.times),
+        "values": _packed(curve.values),
     }
+
+
+def _packed(values: Iterable[float]) -> str:
+    """Floats of 64 bits, little-endian, in base64: a browser decodes them without parsing."""
+    column = array("d", values)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return base64.b64encode(column.tobytes()).decode()

@@ -8,8 +8,6 @@ from fxtrain._errors import PlanError
 from fxtrain._optional import optional
 from fxtrain.curves.reading import RunCurves
 
-__all__ = ["picture_of"]
-
 # The palette of Okabe and Ito, which colour-blind people can tell apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _SHOWN = 5

@@ -1,29 +1,112 @@
-"""Reads runs for a report: all points, of which few are kept."""
+"""Reads runs for a report, and follows those that are being logged."""
 
-import contextlib
-import multiprocessing
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from fxtrain._errors import PlanError
-from fxtrain._reading import open_file, path_problem
+from fxtrain._reading import LONGEST_LINE, open_file, path_problem
 from fxtrain.curves.curve import Curve
-from fxtrain.curves.lines import LoggedTable, Piece, joined, ranges, read_piece
+from fxtrain.curves.lines import Contents, LoggedTable, joined, parse_lines
 
-__all__ = ["RunCurves", "file_of", "read_curves"]
-
-_PIECE_BYTES = 16 << 20
-_CURVE_POINTS = 20_000  # of one curve
-_PIECE_POINTS = 1000  # at least, of one curve in one part of a file
+_READ_BYTES = 16 << 20
+_CURVE_POINTS = 20_000  # of one curve in a page
 _ALL_POINTS = 90_000  # of all curves together: 4 MB in a page
-_KEPT = (_CURVE_POINTS, _ALL_POINTS)
+_FOLLOWED_POINTS = 400  # of one curve that is followed
 _FEWEST = 8
 _LONGEST_LABEL = 200  # characters
+
+
+@attrs.frozen(kw_only=True)
+class Followed:
+    """What has been read of a file.
+
+    Attributes:
+        contents: Of the lines that were read.
+        end: Bytes read, up to the end of a line.
+        inside: Whether they end inside a line that is too long, which is skipped.
+        file: Identity of the file, which changes when a resumed run rewrites it.
+    """
+
+    contents: Contents = attrs.field(factory=Contents)
+    end: int = 0
+    inside: bool = False
+    file: tuple[int, int] = (0, 0)
+
+    @property
+    def curves(self) -> Mapping[str, Curve]:
+        """By name of the metric."""
+        return self.contents.curves
+
+    @property
+    def started(self) -> bool:
+        """Whether a line that starts a run was read."""
+        return self.contents.started > 0
+
+    @property
+    def damaged(self) -> int:
+        """Number of invalid lines."""
+        return self.contents.damaged
+
+
+def follow(
+    path: Path,
+    seen: Followed,
+    *,
+    points: int = _FOLLOWED_POINTS,
+    total: float = math.inf,
+    ended: bool = False,
+) -> Followed:
+    """Read the lines that were added to a file of the JSON lines tracker.
+
+    A file that was replaced or truncated, as when a run is resumed, is read from its start.
+
+    Args:
+        seen: What was read before; `Followed()` at first.
+        points: About how many points of a curve to keep, at least; at most twice as many, since
+            each time extremes take the places of others.
+        total: About how many points of all curves to keep.
+        ended: Whether to read a last line without a line break; otherwise it may be incomplete.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with open_file(path) as file:
+        facts = os.fstat(file.fileno())
+        identity = (facts.st_dev, facts.st_ino)
+        if identity != seen.file or facts.st_size < seen.end:
+            seen = Followed(file=identity)
+        file.seek(seen.end)
+        rest = b""
+        while data := file.read(_READ_BYTES):
+            whole, newline, rest = (rest + data).rpartition(b"\n")
+            seen = _added(seen, whole + newline, facts.st_size, points, total)
+            if seen.inside or len(rest) > LONGEST_LINE:
+                seen = _skipped(seen, len(rest))
+                rest = b""
+    return _added(seen, rest, facts.st_size, points, total) if ended else seen
+
+
+def _added(seen: Followed, data: bytes, size: int, points: int, total: float) -> Followed:
+    if not data:
+        return seen
+    lines = data.partition(b"\n")[2] if seen.inside else data
+    share = min(1.0, len(data) / max(size, 1))  # so that all parts of a file keep as much
+    contents = joined([seen.contents, parse_lines(lines, points * share, total * share)])
+    end = seen.end + len(data)
+    contents = contents.limited(2 * points, 2 * total)
+    return attrs.evolve(seen, contents=contents, end=end, inside=False)
+
+
+def _skipped(seen: Followed, length: int) -> Followed:
+    """The same after a part of a line that is too long, which is damaged."""
+    damaged = seen.damaged + (not seen.inside)
+    contents = attrs.evolve(seen.contents, damaged=damaged)
+    return attrs.evolve(seen, contents=contents, end=seen.end + length, inside=True)
 
 
 @attrs.frozen(kw_only=True)
@@ -57,16 +140,12 @@ class RunCurves:
     damaged: int = 0
 
 
-def read_curves(
-    folders: Sequence[Any], *, file: str = "metrics.jsonl", processes: int = 1
-) -> tuple[RunCurves, ...]:
+def read_curves(folders: Sequence[Any], *, file: str = "metrics.jsonl") -> tuple[RunCurves, ...]:
     """Read runs that `fx.JsonLines()` has logged.
 
     Args:
         folders: Folders of runs.
         file: File name in the tracker's config.
-        processes: Number of processes that read. More than one needs a main module that can be
-            imported: see Python's `multiprocessing`.
 
     Raises:
         PlanError: a folder has no such run.
@@ -82,36 +161,14 @@ def read_curves(
     if not folders:
         raise PlanError("report: no run was passed. Pass the folders of one run or several.")
     paths = [file_of(folder, file) for folder in folders]
-    runs: list[RunCurves] = []
-    with _pool(processes, paths) as pool:
-        parts = [_begin(pool, str(path)) for path in paths]
-        for path, found in zip(paths, parts, strict=True):
-            runs.append(_run(path, _folded(one() for one in found)))
+    runs = [_run(path, _contents(path)) for path in paths]
     return _limited(_labelled(runs))
 
 
-def _begin(pool: Any, path: str) -> list[Any]:
-    """Begin to read each part of a file; parts keep twice the points that a page has."""
-    found = ranges(path, _PIECE_BYTES)
-    points, total = (max(_PIECE_POINTS, 2 * n // max(len(found), 1)) for n in _KEPT)
-    return [pool(path, *one, points, total) for one in found]
-
-
-def _folded(pieces: Iterable[Piece]) -> Piece:
-    """The parts of a file as one; as many points as memory needs are dropped in between."""
-    kept: list[Piece] = []
-    for piece in pieces:
-        kept.append(piece)
-        if sum(_points(one) for one in kept) > 8 * _ALL_POINTS:
-            whole = joined(kept)
-            most = max(_FEWEST, 4 * _ALL_POINTS // max(len(whole.curves), 1))
-            curves = {name: curve.limited(most) for name, curve in whole.curves.items()}
-            kept = [attrs.evolve(whole, curves=curves)]
-    return joined(kept)
-
-
-def _points(piece: Piece) -> int:
-    return sum(len(curve.values) for curve in piece.curves.values())
+def _contents(path: Path) -> Contents:
+    """What a file contains, with twice the points that a page has."""
+    points, total = 2 * _CURVE_POINTS, 2 * _ALL_POINTS
+    return follow(path, Followed(), points=points, total=total, ended=True).contents
 
 
 def file_of(folder: Any, file: str) -> Path:
@@ -145,41 +202,28 @@ def file_of(folder: Any, file: str) -> Path:
     )
 
 
-@contextlib.contextmanager
-def _pool(processes: int, paths: Sequence[Path]) -> Iterator[Any]:
-    """A function that begins to read a part, and returns one that waits for it."""
-    pieces = sum(-(-path.stat().st_size // _PIECE_BYTES) for path in paths)
-    if min(processes, pieces) <= 1:
-        yield lambda *part: lambda: read_piece(*part)
-        return
-    # Not forked, since the caller may have threads.
-    how = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, pieces), mp_context=how) as pool:
-        yield lambda *part: pool.submit(read_piece, *part).result
-
-
-def _run(path: Path, found: Piece) -> RunCurves:
-    if not found.starts:
+def _run(path: Path, contents: Contents) -> RunCurves:
+    if not contents.starts:
         raise PlanError(
             f"report: {path} has no line that starts a run, so fx.JsonLines() did not write it. "
             f"Pass the folder of a run."
         )
-    first, last = found.starts[0], found.starts[-1]
+    first, last = contents.starts[0], contents.starts[-1]
     folder = path.parent
     return RunCurves(
         label=str(last["name"] or folder.name)[:_LONGEST_LABEL],
         folder=folder,
-        curves=found.curves,
+        curves=contents.curves,
         params=last["params"],
         started=first["time"],
-        resumed=found.started - 1,
+        resumed=contents.started - 1,
         checkpoints=tuple(
             one for one in sorted(folder.glob("update-[0-9]*")) if (one / "manifest.json").is_file()
         ),
-        artifacts=found.artifacts,
-        tables=found.tables,
-        left_out=found.left_out,
-        damaged=found.damaged,
+        artifacts=contents.artifacts,
+        tables=contents.tables,
+        left_out=contents.left_out,
+        damaged=contents.damaged,
     )
 
 

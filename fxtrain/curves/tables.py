@@ -12,8 +12,6 @@ from fxtrain.curves.curve import Curve
 from fxtrain.curves.lines import LoggedTable
 from fxtrain.curves.reading import RunCurves
 
-__all__ = ["tables_of", "text_of"]
-
 _HOUR = 3600
 
 _CONTROLS = """<section aria-labelledby="h-curves">

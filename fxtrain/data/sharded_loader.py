@@ -9,7 +9,6 @@ import attrs
 from torch import Tensor
 
 from fxtrain import _tree, ops
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._display import Displayed, counted
 from fxtrain._errors import DataError
 from fxtrain._other_names import call_hint
@@ -44,7 +43,6 @@ class _Reached:
     state: Any = None
 
 
-@with_known_arguments(DataError, use="fx.shard(loader, ctx, plan)")
 @attrs.frozen(kw_only=True, eq=False, repr=False)
 class Sharded(Displayed, Generic[Data_co]):
     """A loader that yields this rank's part of every global batch; see `shard`.
@@ -120,7 +118,6 @@ class Sharded(Displayed, Generic[Data_co]):
             raise DataError("batch: this loader has yielded no batch yet. Iterate it first.")
         return self._trail.batch
 
-    @known_arguments(DataError, owner="loader")
     def total_updates(self, n: int) -> int:
         """Optimizer updates in n whole epochs of the run, for schedulers and progress bars.
 
@@ -153,7 +150,6 @@ class Sharded(Displayed, Generic[Data_co]):
         """
         return self._trail.cursor().position
 
-    @known_arguments(DataError, owner="loader")
     def epochs(self, n: int) -> Iterator["Sharded[Data_co]"]:
         """One loader per epoch: the rest of this one, then the others up to epoch n.
 
@@ -194,7 +190,6 @@ class Sharded(Displayed, Generic[Data_co]):
             trail = Iteration(to_epoch(cursor, number) if trail else cursor, trail)
             yield attrs.evolve(self, trail=trail)
 
-    @known_arguments(DataError, owner="loader")
     def updates(self, n: int, *, epochs: int | None = None) -> Iterator[Batch[Data_co]]:
         """The batches until update n of the run, over as many epochs as that takes.
 
@@ -245,7 +240,6 @@ class Sharded(Displayed, Generic[Data_co]):
                     f"least as many as one batch of all ranks."
                 )
 
-    @known_arguments(DataError, owner="loader")
     def at(self, position: Position, state: object = None) -> "Sharded[Data_co]":
         """The same loader from a cursor on; the cursor may come from another world size.
 
@@ -278,7 +272,6 @@ class Sharded(Displayed, Generic[Data_co]):
         cursor = Cursor(position, held, stream)
         return attrs.evolve(self, trail=Iteration(cursor), reached=_Reached(position, stream))
 
-    @known_arguments(DataError, owner="loader")
     def state(self) -> dict[str, object] | None:
         """State of the data at the batch that iteration yielded last, for `loader.at`.
 

@@ -7,7 +7,6 @@ import attrs
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import DataError
 from fxtrain.data.already_sharded import presharded_source
 from fxtrain.data.dispatch import dispatch_source
@@ -68,7 +67,6 @@ def shard(
 def shard(
     loader: Iterable[T], ctx: DistContext, plan: Plan | None = None, *, batch_size: None = None
 ) -> Sharded[T]: ...
-@known_arguments(DataError)
 def shard(
     loader: Any, ctx: DistContext, plan: Plan | None = None, *, batch_size: int | None = None
 ) -> Sharded[Any]:

@@ -5,7 +5,6 @@ from typing import Any, TypeVar
 import torch
 
 from fxtrain import _tree, ops
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import DataError
 from fxtrain.data.rank_slices import Slot
 from fxtrain.data.sequence_slices import make_splitter
@@ -20,7 +19,6 @@ __all__ = ["batch"]
 T = TypeVar("T")
 
 
-@known_arguments(DataError)
 def batch(
     data: T,
     ctx: DistContext,

@@ -9,7 +9,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._display import describe
 from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
@@ -28,7 +27,6 @@ _RANDOM = re.compile(r"random_states_(\d+)\.pkl")
 _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 
 
-@with_known_arguments(CheckpointError, use="fx.interop.read_accelerate(folder)")
 @attrs.frozen(kw_only=True, eq=False)
 class AcceleratorState:
     """The contents of a folder written by `Accelerator.save_state`.
@@ -54,7 +52,6 @@ class AcceleratorState:
     custom: tuple[Any, ...] = attrs.field(repr=describe)
 
 
-@known_arguments(CheckpointError)
 def read_accelerate(folder: StrPath) -> AcceleratorState:
     """Read a folder that `Accelerator.save_state` wrote.
 

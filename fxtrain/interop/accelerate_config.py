@@ -5,7 +5,6 @@ from typing import Any
 
 import attrs
 
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.backends import strategies
 from fxtrain.interop.accelerate_fp8 import fp8_rules
@@ -44,7 +43,6 @@ _TYPES = (
 )  # fmt: skip
 
 
-@with_known_arguments(PlanError, use="fx.interop.convert_accelerate(data)")
 @attrs.frozen(kw_only=True)
 class Note:
     """A key of the Accelerate config that cannot be converted unchanged.
@@ -60,7 +58,6 @@ class Note:
     text: str
 
 
-@with_known_arguments(PlanError, use="fx.interop.convert_accelerate(data)")
 @attrs.frozen(kw_only=True)
 class Converted:
     """An Accelerate config, converted to a launch file.
@@ -74,7 +71,6 @@ class Converted:
     notes: tuple[Note, ...] = ()
 
 
-@known_arguments(PlanError)
 def convert_accelerate(data: object) -> Converted:
     """Convert an Accelerate config, of the current or an earlier version, to a launch file.
 

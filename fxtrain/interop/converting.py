@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.json_values import encode
@@ -33,7 +32,6 @@ class _Found:
     scaler: Mapping[str, Any] | None = None
 
 
-@known_arguments(CheckpointError)
 def import_checkpoint(
     source: StrPath,
     folder: StrPath,

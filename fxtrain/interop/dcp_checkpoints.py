@@ -18,7 +18,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._display import describe
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath, open_file, read_file
@@ -45,7 +44,6 @@ _MAX_REASON_LENGTH = 500  # characters of an unpickling error
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
-@with_known_arguments(CheckpointError, use="fx.interop.read_dcp(folder)")
 @attrs.frozen(kw_only=True, eq=False)
 class DcpState:
     """The contents of a checkpoint of torch.distributed.checkpoint.
@@ -74,7 +72,6 @@ class _Chunk:
     length: int
 
 
-@known_arguments(CheckpointError)
 def read_dcp(
     folder: StrPath, *, only: Callable[[str], bool] | None = None, strict: bool = True
 ) -> DcpState:

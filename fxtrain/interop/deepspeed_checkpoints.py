@@ -15,7 +15,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._display import describe
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath, read_text
@@ -33,7 +32,6 @@ _LONGEST_TAG = 4096  # bytes
 _MASTER = "fp32"  # among the flat states of an optimizer
 
 
-@with_known_arguments(CheckpointError, use="fx.interop.read_deepspeed(folder)")
 @attrs.frozen(kw_only=True, eq=False)
 class DeepSpeedState:
     """The merged contents of a folder written by `engine.save_checkpoint`.
@@ -100,7 +98,6 @@ def is_deepspeed(folder: Path) -> bool:
     return (folder / "zero_to_fp32.py").exists() or any(folder.glob("**/*mp_rank_*_states.pt"))
 
 
-@known_arguments(CheckpointError)
 def read_deepspeed(folder: StrPath, *, optimizer: bool = True) -> DeepSpeedState:
     """Read a folder that DeepSpeed's `engine.save_checkpoint` wrote, at any number of ranks.
 

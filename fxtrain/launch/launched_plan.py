@@ -6,9 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fxtrain._arguments import known_arguments
-from fxtrain._errors import PlanError
-
 if TYPE_CHECKING:
     from fxtrain.launch.spec import LaunchSpec
     from fxtrain.state import Plan
@@ -19,7 +16,6 @@ __all__ = ["check_mesh", "given_plan", "plan_variable"]
 OWN_RANKS = ("deepspeed", "sagemaker", "tpu", "tpu-pod")
 
 
-@known_arguments(PlanError)
 def given_plan(default: "Plan | None" = None, *, env: Mapping[str, str] | None = None) -> "Plan":
     """The plan that `fxtrain launch` read from a launch file, its profile and the environment.
 

@@ -9,11 +9,20 @@ import attrs
 import torch
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.loop.releasing import empty_cache
+from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.profiling import dry_run
-from fxtrain.state import DistContext, Mesh, Plan, check_connected, shown
+from fxtrain.state import (
+    DeepSpeed,
+    DistContext,
+    Mesh,
+    Plan,
+    check_connected,
+    resolve_mesh,
+    shown,
+)
+from fxtrain.state.deepspeed import WINDOW_ENTRIES, fill_from_config, read_config
 
 __all__ = ["find_batch_size", "is_out_of_memory", "predict_batch_size"]
 
@@ -29,7 +38,6 @@ _WORDS = (
 )
 
 
-@known_arguments(PlanError)
 def find_batch_size(
     ctx: DistContext,
     trial: Callable[[int, Plan], object],
@@ -49,11 +57,13 @@ def find_batch_size(
             that size; an out-of-memory error, or the result False, means that it does not fit. What
             it allocates is freed afterwards if it keeps no reference.
         start: The largest batch size.
-        plan: `accumulate` is read; by default `fx.Plan()`.
+        plan: `accumulate` is read, from its DeepSpeed config where the plan leaves it to that; by
+            default the plan of the launch.
         shrink: The next size is at most this times the last one: 0.5 or 0.9.
 
     Returns:
-        The batch size, and the plan with `accumulate` scaled; the same on every rank.
+        The batch size, and the plan with `accumulate` scaled, also in its DeepSpeed config; the
+        same on every rank.
 
     Effects:
         One exchange of packets for each size; none at one rank. Between sizes, garbage is
@@ -78,13 +88,13 @@ def find_batch_size(
     check_connected("find_batch_size", ctx)
     _check("find_batch_size", start, shrink)
     _check_takes("find_batch_size", trial, "trial(size, plan)")
+    plan = plan_for("find_batch_size", ctx, plan)
     for size, candidate in _candidates(start, plan, shrink):
         if _fits(ctx, trial, size, candidate):
             return size, candidate
     raise _nothing_fits("find_batch_size", start)
 
 
-@known_arguments(PlanError)
 def predict_batch_size(
     train: Callable[[DistContext, int, Plan], object],
     start: int,
@@ -134,6 +144,11 @@ def predict_batch_size(
     """
     _check("predict_batch_size", start, shrink)
     _check_takes("predict_batch_size", train, "train(ctx, size, plan)")
+    plan = Plan() if plan is None else plan
+    if isinstance(plan.strategy, DeepSpeed):
+        data = read_config(plan.strategy)
+        axes = resolve_mesh(Mesh() if mesh is None else mesh, world)
+        plan = fill_from_config(plan, data, axes.replicate * axes.shard)
     for size, candidate in _candidates(start, plan, shrink):
         run = dry_run(
             lambda ctx, size=size, candidate=candidate: train(ctx, size, candidate),
@@ -178,10 +193,15 @@ def _check_takes(call: str, function: Any, example: str) -> None:
         ) from None
 
 
-def _candidates(start: int, plan: Plan | None, shrink: float) -> Iterator[tuple[int, Plan]]:
+def _candidates(start: int, plan: Plan, shrink: float) -> Iterator[tuple[int, Plan]]:
     """Batch sizes downwards, each with the plan that keeps the rows of an update."""
-    plan = Plan() if plan is None else plan
     rows, size = start * plan.accumulate, start
+    if isinstance(plan.strategy, DeepSpeed):
+        data = read_config(plan.strategy)
+        left = {name: "auto" for name in WINDOW_ENTRIES if name in data}
+        config = {**data, **left} or None
+        strategy = attrs.evolve(plan.strategy, config=config, micro_batch=None)
+        plan = attrs.evolve(plan, strategy=strategy)
     while size:
         yield size, attrs.evolve(plan, accumulate=rows // size)
         most = int(size * shrink)

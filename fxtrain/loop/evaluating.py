@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fxtrain import _tree, ops
-from fxtrain._arguments import call_problem, known_arguments
 from fxtrain._errors import DataError, PlanError
 from fxtrain.data import Sharded, every_row
-from fxtrain.loop.loss_functions import EXAMPLE, check_no_criterion, parameters_problem
 from fxtrain.loop.means import Mean
 from fxtrain.loop.metric_objects import compute_metric, local_metric, update_metric
+from fxtrain.loop.stepping import check_loss_function
 from fxtrain.state import (
     PP,
     Batch,
@@ -68,7 +67,6 @@ def evaluate(
 ) -> Any: ...
 
 
-@known_arguments(PlanError)
 def evaluate(
     ctx: DistContext,
     model: Wrapped[M],
@@ -133,7 +131,7 @@ def evaluate(
         for metric in objects.values():
             during.enter_context(local_metric(metric, ctx))
         for batch in rows:
-            values = _update_metrics(_values(fn, model, batch), objects, batch, ctx)
+            values = _update_metrics(fn(model, batch), objects, batch, ctx)
             leaves, found = _tree.flatten(values, _is_value)
             if not leaves and not objects:
                 raise DataError(
@@ -152,16 +150,6 @@ def evaluate(
     return computed[""] if _is_single(metrics) else {**result, **computed} if computed else result
 
 
-def _values(fn: Callable[[Any, Any], object], model: Wrapped, batch: Batch) -> object:
-    try:
-        return fn(model, batch)
-    except (TypeError, AttributeError) as error:
-        problem = parameters_problem("evaluate(fn=...)", "fn", fn)
-        if not problem:
-            raise
-        raise DataError(problem) from error
-
-
 def _check(ctx: Any, model: Any, loader: Any, fn: Any) -> None:
     if not isinstance(ctx, DistContext):
         raise PlanError(f"evaluate(ctx={shown(ctx)}): pass the context, evaluate(ctx, model, ...).")
@@ -178,13 +166,7 @@ def _check(ctx: Any, model: Any, loader: Any, fn: Any) -> None:
             f"{type(loader).__name__}. For example: fx.evaluate(ctx, model, "
             f"DataLoader(dataset, batch_size=64), fn)."
         )
-    check_no_criterion("evaluate(fn={})", fn)
-    if not callable(fn):
-        raise DataError(
-            f"evaluate(fn={shown(fn)}): pass a function (model, batch) → values, such as {EXAMPLE}."
-        )
-    if problem := call_problem(fn, "model", "batch"):
-        raise DataError(f"evaluate(fn=...) takes a function; {problem}. For example: {EXAMPLE}.")
+    check_loss_function("evaluate(fn=...)", fn)
     strategy = model.plan.strategy
     if isinstance(strategy, PP) and strategy.outputs == "last" and ctx.mesh.pipeline > 1:
         raise PlanError(

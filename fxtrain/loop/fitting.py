@@ -10,7 +10,6 @@ import attrs
 from torch import nn
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import FxError, PlanError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint import Restored, Saving, latest, restore, save
@@ -21,20 +20,23 @@ from fxtrain.loop.fit_changes import check_changes, layout_of
 from fxtrain.loop.fit_entries import Entries, entries_after, tokens_of
 from fxtrain.loop.fit_rules import Rules, check_arguments
 from fxtrain.loop.means import finite_number
-from fxtrain.loop.open_runs import body_failed, ended_with
 from fxtrain.loop.progress import progress
+from fxtrain.loop.reports import Reports, ScriptEnded, body_failed
 from fxtrain.loop.stepping import StepFns
 from fxtrain.profiling import profile
-from fxtrain.state import DistContext, JsonLines, Position, Report, Wrapped, shown
-from fxtrain.trackers import Run, Target
+from fxtrain.state import DistContext, Position, Report, Wrapped, shown
+from fxtrain.trackers import JsonLines, Run, Target
 from fxtrain.trackers.opening import own, track_in
 
 __all__ = ["fit"]
 
 M = TypeVar("M", bound=nn.Module)
+_NOT_SAVED = (
+    "fit: the script ended while the run in %s was open after update %d, so what it trained since "
+    "its last checkpoint is not saved. Use `with fx.fit(...) as reports:`."
+)
 
 
-@known_arguments(PlanError)
 def fit(
     ctx: DistContext,
     fns: StepFns[M],
@@ -63,7 +65,7 @@ def fit(
     checkpoints: StrPath | None = None,
     signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
     check_every: int = 1,
-) -> Iterator[Report]:
+) -> Reports:
     """Train, save, evaluate and track; yield the report of every step to the body of a loop.
 
     Nothing happens before the first report is asked for. A run whose folder holds a checkpoint
@@ -73,9 +75,9 @@ def fit(
     signal or left its loop (`break`, an error in the body, closing the iterator): then all ranks
     stop, and the state after that update is saved. Inside an accumulation window, a rank that left
     its loop trains to the end of the window first. An iterator that has a name is still open after
-    `break`; it is closed with its context, or when the script ends. A run that is already complete
-    is restored and yields no report, and nothing is written, so code after the loop must not rely
-    on a report.
+    `break`: write `with fx.fit(...) as reports:`, or close it. Closing its context closes it too;
+    at the end of the script it is too late to save it. A run that is already complete is restored
+    and yields no report, and nothing is written, so code after the loop must not rely on a report.
 
     Args:
         ctx: The context for which the model was wrapped.
@@ -163,7 +165,7 @@ def fit(
         signals=(signals,) if isinstance(signals, str) else tuple(signals),
         check_every=check_every,
     )
-    return ended_with(ctx, _train(ctx, fns, loader, rules))
+    return Reports(ctx, _train(ctx, fns, loader, rules))
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -236,7 +238,7 @@ def _in_folder(
         with recording as trace:
             entries = entries_after(restored, position, ctx, run, fns=fns, trace=trace)
             entries.counts_tokens = rules.tokens is not None
-            yield _Loop(
+            loop = _Loop(
                 ctx=ctx,
                 model=fns.model,
                 loader=loader,
@@ -246,6 +248,11 @@ def _in_folder(
                 entries=entries,
                 saved=None if restored is None else restored.position,
             )
+            try:
+                yield loop
+            except ScriptEnded:
+                ops.log(ctx).warning(_NOT_SAVED, rules.path, loader.position.updates)
+                raise
         entries.write_profile()
 
 

@@ -7,7 +7,6 @@ from typing import TypeVar
 import attrs
 from torch import Tensor, nn
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError, StepError
 from fxtrain._record import record, shown
 from fxtrain.data import Sharded
@@ -79,7 +78,6 @@ class RateCurve:
         return self.steepest
 
 
-@known_arguments(PlanError)
 def find_lr(
     ctx: DistContext,
     fns: StepFns[M],

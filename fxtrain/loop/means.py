@@ -1,31 +1,22 @@
 """Running means over a loop, of all ranks together."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, Never, NoReturn
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from fxtrain import ops
-from fxtrain._arguments import (
-    MISSING,
-    DataArgumentError,
-    hot_arguments,
-    in_order,
-    known_arguments,
-    types_given,
-)
 from fxtrain._display import number
-from fxtrain._errors import DataError, PlanError
+from fxtrain._errors import DataError
 from fxtrain.ops.devices import as_scalar
 from fxtrain.state import DistContext, Report, Weighted, shown
 
 __all__ = ["Mean", "finite_number", "total_of"]
 
 
-@attrs.frozen(eq=False, init=False)
+@attrs.frozen(eq=False)
 class Mean:
     """A running weighted mean over batches and ranks; a value, like everything that a loop carries.
 
@@ -49,33 +40,8 @@ class Mean:
     total: Tensor | float = attrs.field(default=0.0, repr=number)
     weight: Tensor | float = attrs.field(default=0.0, repr=number)
 
-    @hot_arguments
-    def __init__(
-        self,
-        total: Tensor | float = 0.0,
-        weight: Tensor | float = 0.0,
-        *more: Never,
-        **unknown: Never,
-    ) -> None:
-        if more or unknown:
-            given = (total, weight, *more)
-            total, weight = in_order(Mean.__init__, given, unknown) or _refuse(
-                "Mean(total=0.0, weight=0.0) takes a sum and the sum of its weights",
-                "mean = fx.Mean(), and mean = mean.update(loss, rows)",
-                given,
-                unknown,
-            )
-        change = object.__setattr__
-        change(self, "total", 0.0 if total is MISSING else total)
-        change(self, "weight", 0.0 if weight is MISSING else weight)
-
-    @hot_arguments
     def update(
-        self,
-        value: Tensor | float | Weighted | Report,
-        weight: Tensor | float = 1,
-        *more: Never,
-        **unknown: Never,
+        self, value: Tensor | float | Weighted | Report, weight: Tensor | float = 1
     ) -> "Mean":
         """The mean after one more value.
 
@@ -87,17 +53,6 @@ class Mean:
         Raises:
             DataError: it is no number.
         """
-        if value is MISSING or more or unknown:
-            given = (value, weight, *more)
-            value, weight = in_order(Mean.update, given, unknown) or _refuse(
-                "mean.update(value, weight=1) takes a number, a tensor of one element, fx.Weighted "
-                "or the report of a step",
-                "mean = mean.update(report), or mean = mean.update(loss, rows)",
-                given,
-                unknown,
-            )
-        if weight is MISSING:
-            weight = 1
         if type(value) is Report:
             value, weight = value.loss, value.weight
         if type(value) is Weighted:
@@ -106,7 +61,6 @@ class Mean:
             weight = total_of(weight)
         return Mean(self.total + total_of(value) * weight, self.weight + weight)
 
-    @known_arguments(PlanError, owner="mean")
     def reduce(self, ctx: DistContext) -> float:
         """The mean of all ranks together, which is the same on every rank; NaN without values.
 
@@ -126,12 +80,6 @@ class Mean:
             return torch.tensor(both, dtype=wide, device="cpu")
         like = torch.empty((), dtype=wide, device=ctx.device)
         return torch.stack([as_scalar(one, like) for one in both])  # waits for no device
-
-
-def _refuse(
-    call: str, use: str, given: tuple[object, ...], unknown: Mapping[str, object]
-) -> NoReturn:
-    raise DataArgumentError(f"{call}; found {types_given(given, unknown)}. Use {use}.")
 
 
 def total_of(value: Any) -> Tensor | float:

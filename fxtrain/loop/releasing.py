@@ -8,7 +8,6 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.backends.core.host_optimizer import HostOptimizer
 from fxtrain.backends.core.optimizers import local_optimizer
@@ -18,7 +17,6 @@ from fxtrain.state import DistContext, Wrapped, check_open
 __all__ = ["Released", "empty_cache", "release"]
 
 
-@with_known_arguments(PlanError, use="fx.release(model)")
 @attrs.frozen(kw_only=True)
 class Released:
     """Memory of this rank before and after `fx.release`.
@@ -37,7 +35,6 @@ class Released:
         return self.before.now - self.after.now
 
 
-@known_arguments(PlanError)
 def release(*objects: Wrapped | nn.Module | torch.optim.Optimizer) -> Released:
     """Free what models and optimizers hold in memory on this rank.
 

@@ -1,7 +1,7 @@
 """One micro-batch: forward, backward and, at the end of a window, the update."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, Never
+from collections.abc import Callable
+from typing import Any, Generic
 
 import attrs
 import torch
@@ -10,22 +10,8 @@ from torch.nn.modules.loss import _Loss
 from typing_extensions import TypeVar
 
 from fxtrain import _tree, ops
-from fxtrain._arguments import (
-    StepArgumentError,
-    hot_arguments,
-    in_order,
-    types_given,
-    with_known_arguments,
-)
 from fxtrain._errors import CollectiveError, StepError
 from fxtrain.loop import weighting
-from fxtrain.loop.batch_checks import check_ready
-from fxtrain.loop.loss_functions import (
-    EXAMPLE,
-    TORCH_FUNCTIONS,
-    check_no_criterion,
-    parameters_problem,
-)
 from fxtrain.loop.nonfinite import nonfinite_problem
 from fxtrain.loop.schedules import advance, steps_per_update, warn_of_lengths
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers
@@ -40,15 +26,19 @@ from fxtrain.state import (
     Weighted,
     WeightedLoss,
     Wrapped,
+    check_connected,
+    check_open,
     round_of,
+    shown,
 )
 
-__all__ = ["StepFns", "step"]
+__all__ = ["LOSS_EXAMPLE", "StepFns", "check_loss_function", "check_step", "step"]
 
 M = TypeVar("M", bound=nn.Module, default=Any)
 Loss = Tensor | Weighted
 
 _NO_UPDATE = UpdateResult(applied=False)
+LOSS_EXAMPLE = "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 
 
 def _check_model(_: Any, __: Any, model: Any) -> None:
@@ -65,14 +55,27 @@ def _check_model(_: Any, __: Any, model: Any) -> None:
     )
 
 
-def _check_loss_fn(_: Any, __: Any, loss: Any) -> None:
-    # Checked here first, since a call less is a call less in each `fx.update`.
-    if isinstance(loss, (_Loss, type)) or getattr(loss, "__module__", "") == TORCH_FUNCTIONS:
-        check_no_criterion("StepFns(loss={})", loss)
-    if not callable(loss):
+def _check_loss(_: Any, __: Any, loss: Any) -> None:
+    check_loss_function("StepFns(loss=...)", loss)
+
+
+def check_loss_function(call: str, function: Any) -> None:
+    """Refuse what is not a function of (model, batch), such as `nn.CrossEntropyLoss()`.
+
+    Raises:
+        StepError: with an example.
+    """
+    kind = function if isinstance(function, type) else type(function)
+    if issubclass(kind, _Loss) or getattr(function, "__module__", "") == "torch.nn.functional":
+        name = getattr(function, "__name__", kind.__name__)
         raise StepError(
-            f"StepFns(loss=...) takes a function, found {type(loss).__name__}. For example: "
-            f"loss={EXAMPLE}."
+            f"{call} takes a function of (model, batch), and {name} takes outputs and targets. "
+            f"For example: {LOSS_EXAMPLE}."
+        )
+    if not callable(function):
+        raise StepError(
+            f"{call} takes a function, found {type(function).__name__}. For example: "
+            f"{LOSS_EXAMPLE}."
         )
 
 
@@ -106,7 +109,6 @@ def _make_compute_loss(
     return compute_loss
 
 
-@with_known_arguments(StepError)
 @attrs.frozen
 class StepFns(Generic[M]):
     """What a step runs.
@@ -125,7 +127,7 @@ class StepFns(Generic[M]):
 
     model: Wrapped[M] = attrs.field(validator=_check_model)
     loss: Callable[[Wrapped[M], Batch[Any]], Loss | tuple[Loss, object]] = attrs.field(
-        validator=_check_loss_fn
+        validator=_check_loss
     )
     _update_spec: UpdateSpec = attrs.field(
         init=False,
@@ -151,10 +153,7 @@ class StepFns(Generic[M]):
     )
 
 
-@hot_arguments
-def step(
-    ctx: DistContext, batch: Batch[object], fns: StepFns[M], *more: Never, **unknown: Never
-) -> Report:
+def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
     """Train on one micro-batch.
 
     An update is due when the model has accumulated `Plan.accumulate` micro-batches, and at the end
@@ -193,12 +192,15 @@ def step(
         ...     report.applied, report.updates
         (True, 2)
     """
-    if more or unknown or not isinstance(fns, StepFns):
-        return step(*_arguments((ctx, batch, fns, *more), unknown))
+    if not isinstance(fns, StepFns):
+        raise StepError(
+            f"step takes fx.StepFns, found {type(fns).__name__}. "
+            f"Use fx.step(ctx, batch, fx.StepFns(model, loss))."
+        )
     model, plan = fns.model, fns.model.plan
     fits = type(batch) is Batch and batch.plan is plan and model.optimizers
     if not fits or model.closed or type(ctx) is not DistContext or ctx.comm.state.closed:
-        check_ready("step", ctx, batch, model)
+        check_step("step", ctx, batch, model)
     position, window = batch.position, model.window
     window.closes = due = window.micro + 1 >= plan.accumulate or (position.is_last and plan.flush)
     independent = plan.local is not None and weighting.is_independent(model)
@@ -217,8 +219,8 @@ def step(
             outcome = _update(ctx, batch, fns, weighted, independent=independent)
         if plan.local is not None:
             _average(model, position)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        _explain(ctx, fns, error)
+    except RuntimeError as error:
+        _name_lost_rank(ctx, error)
         raise
     if not window.updates or (position.is_last and model.scheduler is not None):
         _remind(ctx, model, position)
@@ -234,15 +236,33 @@ def step(
     )
 
 
-def _arguments(given: tuple[Any, ...], unknown: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a step, some of which were passed by name."""
-    arguments = in_order(step, given, unknown)
-    if not arguments:
-        raise StepArgumentError(
-            f"step(ctx, batch, fns) takes a context, a batch and a model with its loss; found "
-            f"{types_given(given, unknown)}. Use fx.step(ctx, batch, fx.StepFns(model, loss))."
+def check_step(call: str, ctx: DistContext, batch: Any, model: Wrapped) -> None:
+    """Refuse what a micro-batch cannot be trained with.
+
+    Raises:
+        FxError: what `step` raises before it runs anything.
+    """
+    check_connected(call, ctx)
+    if not isinstance(batch, Batch):
+        raise StepError(
+            f"{call} takes a Batch, found {type(batch).__name__}. Use `for batch in loader:`, "
+            f"where loader = fx.shard(DataLoader(...), ctx, plan), or fx.batch(data, ctx, plan) "
+            f"for data of your own."
         )
-    return arguments
+    check_open(model, call)
+    if batch.plan is not None and batch.plan.context != model.plan.context:
+        raise StepError(
+            f"{call}: the loader splits sequences in another way than the model: context is "
+            f"{shown(model.plan.context)} in fx.wrap and {shown(batch.plan.context)} in fx.shard. "
+            f"Pass the same plan to both: fx.wrap(net, ctx, plan, ...) and fx.shard(loader, ctx, "
+            f"plan)."
+        )
+    if not model.optimizers:
+        raise StepError(
+            f"{call}: this model has no optimizer. Wrap it with one: fx.wrap(net, ctx, plan, "
+            f"optimizer=lambda params: torch.optim.AdamW(params)).",
+            code="FX504",
+        )
 
 
 def _average(model: Wrapped, position: Position) -> None:
@@ -339,13 +359,8 @@ def _advance(batch: Batch, model: Wrapped, steps: int) -> None:
     model.advanced[:] = updates, counts
 
 
-def _explain(ctx: DistContext, fns: StepFns, error: Exception) -> None:
-    """Raise an error that names the lost rank, or the arguments of a loss, if that is the cause."""
-    if isinstance(error, (TypeError, AttributeError)):
-        problem = parameters_problem("StepFns(loss=...)", "loss", fns.loss)
-        if problem:
-            raise StepError(problem) from error
-        return
+def _name_lost_rank(ctx: DistContext, error: RuntimeError) -> None:
+    """Raise an error that names the lost rank, if that is the cause."""
     if isinstance(error, CollectiveError | StepError) or not any(
         word in str(error) for word in ("gloo", "NCCL", "Connection closed", "ProcessGroup")
     ):

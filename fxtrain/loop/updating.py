@@ -1,15 +1,12 @@
 """The update of a loop that computes its loss itself."""
 
-from collections.abc import Mapping
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxtrain._arguments import MISSING, StepArgumentError, hot_arguments, in_order, types_given
 from fxtrain._errors import StepError
-from fxtrain.loop.batch_checks import check_ready
-from fxtrain.loop.stepping import StepFns, step
+from fxtrain.loop.stepping import StepFns, check_step, step
 from fxtrain.state import Batch, DistContext, Report, Weighted, Wrapped
 
 __all__ = ["update"]
@@ -17,15 +14,7 @@ __all__ = ["update"]
 _HALF = (torch.bfloat16, torch.float16)
 
 
-@hot_arguments
-def update(
-    ctx: DistContext,
-    batch: Batch,
-    model: Wrapped,
-    loss: Tensor | Weighted,
-    *more: Never,
-    **unknown: Never,
-) -> Report:
+def update(ctx: DistContext, batch: Batch, model: Wrapped, loss: Tensor | Weighted) -> Report:
     """Train on the loss of one micro-batch, which the loop has computed itself.
 
     Takes the place of `loss.backward()`, `optimizer.step()`, `scheduler.step()` and
@@ -63,12 +52,10 @@ def update(
         ...     report.applied, report.updates
         (True, 2)
     """
-    fits = isinstance(ctx, DistContext) and isinstance(model, Wrapped) and loss is not MISSING
-    if more or unknown or not fits:
-        return update(*_arguments((ctx, batch, model, loss, *more), unknown))
-    fits = type(batch) is Batch and batch.plan is model.plan and model.optimizers
+    fits = type(ctx) is DistContext and type(batch) is Batch and isinstance(model, Wrapped)
+    fits = fits and batch.plan is model.plan and model.optimizers
     if not fits or model.closed or ctx.comm.state.closed:
-        check_ready("update", ctx, batch, model)
+        check_step("update", ctx, batch, model)
     if model.plan.precision.compute != "fp32":
         _check_dtype(loss, model)
     try:
@@ -82,18 +69,6 @@ def update(
             "loss for each batch.",
             code="FX502",
         ) from error
-
-
-def _arguments(given: tuple[Any, ...], unknown: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of an update, some of which were passed by name."""
-    arguments = in_order(update, given, unknown)
-    if not arguments:
-        raise StepArgumentError(
-            f"update(ctx, batch, model, loss) takes a context, a batch, a wrapped model and its "
-            f"loss; found {types_given(given, unknown)}. Use fx.update(ctx, batch, model, loss), "
-            f"where model = fx.wrap(net, ctx, plan, optimizer=...)."
-        )
-    return arguments
 
 
 def _check_dtype(loss: Any, model: Wrapped) -> None:

@@ -8,7 +8,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import Report, Wrapped, check_open, round_of, shown
@@ -18,7 +17,6 @@ __all__ = ["EMA", "ema"]
 _HALF = (torch.bfloat16, torch.float16)
 
 
-@with_known_arguments(PlanError, use="average = fx.ema(model)")
 @attrs.frozen(kw_only=True, eq=False, repr=False)
 class EMA:
     """An exponential moving average of a model's parameters; made by `fx.ema`.
@@ -117,7 +115,6 @@ class EMA:
             local_values(parameter).copy_(value)
 
 
-@known_arguments(PlanError)
 def ema(model: Wrapped, *, decay: float = 0.999, warmup: bool = False) -> EMA:
     """Average a model's parameters over the updates, with exponentially falling weights.
 

@@ -8,8 +8,6 @@ from typing import Any
 import attrs
 import torch
 
-from fxtrain._arguments import known_arguments, with_known_arguments
-from fxtrain._errors import ContextError
 from fxtrain.state import DistContext
 
 if sys.platform == "win32":
@@ -22,7 +20,6 @@ __all__ = ["Memory", "memory"]
 _STATUS = re.compile(rb"^(VmHWM|VmRSS):\s+(\d+) kB$", re.MULTILINE)
 
 
-@with_known_arguments(ContextError, use="fx.memory(ctx)")
 @attrs.frozen(kw_only=True)
 class Memory:
     """Bytes in use on one rank.
@@ -39,7 +36,6 @@ class Memory:
     total: int | None = None
 
 
-@known_arguments(ContextError)
 def memory(ctx: DistContext) -> Memory:
     """How much memory this rank uses. Waits for no device.
 

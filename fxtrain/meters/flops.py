@@ -5,8 +5,6 @@ from collections.abc import Callable
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxtrain._arguments import known_arguments
-from fxtrain._errors import PlanError
 from fxtrain.state import DistContext, Wrapped
 
 __all__ = ["count_flops", "peak_flops", "peak_of_model"]
@@ -29,7 +27,6 @@ _PEAKS: tuple[tuple[str, dict[str, float | None]], ...] = (
 )
 
 
-@known_arguments(PlanError)
 def count_flops(fn: Callable[[], object]) -> int:
     """Floating-point operations of one call, on this rank, by torch's own counter.
 
@@ -48,7 +45,6 @@ def count_flops(fn: Callable[[], object]) -> int:
     return int(counter.get_total_flops())
 
 
-@known_arguments(PlanError)
 def peak_flops(ctx: DistContext, precision: str) -> float | None:
     """Dense operations per second that this rank's device can do; None where that is unknown.
 

@@ -8,8 +8,6 @@ import attrs
 import torch
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments, with_known_arguments
-from fxtrain._errors import DataError
 from fxtrain.state import Batch, DistContext
 
 __all__ = ["Meter", "timed"]
@@ -17,7 +15,6 @@ __all__ = ["Meter", "timed"]
 T = TypeVar("T")
 
 
-@with_known_arguments(DataError)
 @attrs.frozen
 class Meter:
     """What a stretch of a run has processed; made at its start, a value like every record.
@@ -96,7 +93,6 @@ class Meter:
         return found
 
 
-@known_arguments(DataError)
 def timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:
     """Each batch, with the seconds for which its reader waited for it.
 

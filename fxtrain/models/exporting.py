@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
 from fxtrain._display import counted
-from fxtrain._errors import CheckpointError, PlanError
+from fxtrain._errors import CheckpointError
 from fxtrain._reading import path_problem
 from fxtrain.models.folder import (
     ModelFile,
@@ -62,7 +61,6 @@ class _Job:
     files: tuple[ModelFile, ...]
 
 
-@known_arguments(PlanError)
 def export(
     model: Wrapped | nn.Module | Mapping[str, Tensor],
     folder: str | os.PathLike[str],

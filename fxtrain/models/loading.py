@@ -10,8 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain._arguments import known_arguments
-from fxtrain._errors import CheckpointError, PlanError
+from fxtrain._errors import CheckpointError
 from fxtrain.models.quantized_loading import prepare_layers
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source, renamed
 from fxtrain.models.tensors import context_of, module_of, weights_by_name
@@ -56,7 +55,6 @@ class _NameMatch:
     unexpected: tuple[str, ...]
 
 
-@known_arguments(PlanError)
 def load_model(
     source: str | os.PathLike[str] | Mapping[str, Tensor] | WeightSource,
     model: Wrapped | nn.Module,

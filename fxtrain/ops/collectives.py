@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from fxtrain import _tree
-from fxtrain._arguments import known_arguments
-from fxtrain._errors import CollectiveError
 from fxtrain._words import canonical_text
 from fxtrain.ops.reduction import all_reduce, check_reducible, fold
 from fxtrain.ops.transport.exchange import (
@@ -43,7 +41,6 @@ _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _MAX_BODY_BYTES = 1 << 20  # of the tensors of a gather that follow the packet at once
 
 
-@known_arguments(CollectiveError)
 def gather(tree: T, ctx: DistContext, *, grad: bool = False) -> T:
     """Concatenate every rank's tensors along their first dimension.
 
@@ -116,7 +113,6 @@ def _gathered_leaves(name: str, packed: Packed, ctx: DistContext) -> dict[int, A
     return leaves
 
 
-@known_arguments(CollectiveError)
 def reduce(
     tree: T, ctx: DistContext, op: Literal["mean", "sum", "max", "min", "product"] = "mean"
 ) -> T:
@@ -175,7 +171,6 @@ def reduce(
     return packed.rebuild(packed.others | dict(zip(packed.tensors, done, strict=True)))
 
 
-@known_arguments(CollectiveError)
 def broadcast(tree: T, ctx: DistContext, src: int = 0) -> T:
     """Send the tensors and other leaves of one rank to every rank.
 

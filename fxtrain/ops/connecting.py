@@ -12,7 +12,6 @@ import torch
 from torch import distributed as dist
 
 from fxtrain._addresses import GLOO, find_route
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import ContextError
 from fxtrain._secret import SECRET, derive_key
 from fxtrain.ops import xla_runtime
@@ -50,7 +49,6 @@ def _is_timeout(value: Any) -> bool:
     return number and 0 < value <= LONGEST_S
 
 
-@known_arguments(ContextError)
 def detect(
     env: Mapping[str, str] | None = None,
     *,
@@ -165,7 +163,6 @@ def launched_plan(env: Mapping[str, str] | None = None) -> Plan | None:
     return plan_in(os.environ if env is None else env)
 
 
-@known_arguments(ContextError)
 def close(ctx: DistContext) -> None:
     """Close the process groups that `detect` opened for this context. Safe to call twice.
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import CollectiveError
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.same_errors import gather_errors
@@ -18,7 +17,6 @@ __all__ = ["main_first", "on_main", "on_rank", "say"]
 T = TypeVar("T")
 
 
-@known_arguments(CollectiveError)
 @contextmanager
 def main_first(ctx: DistContext) -> Iterator[None]:
     """Run the block on rank 0 before the other ranks, for example to download shared files.
@@ -77,7 +75,6 @@ def _release_others(problem: BaseException | None, ctx: DistContext) -> None:
         raise CollectiveError("\n".join([f"main_first: {failed[0]}", *failed[1:]]), code="FX303")
 
 
-@known_arguments(CollectiveError)
 def on_main(fn: Callable[[], T], ctx: DistContext) -> T | None:
     """Call a function on rank 0 only; the other ranks return None without waiting.
 
@@ -90,7 +87,6 @@ def on_main(fn: Callable[[], T], ctx: DistContext) -> T | None:
     return on_rank(fn, ctx, rank=0)
 
 
-@known_arguments(CollectiveError)
 def on_rank(fn: Callable[[], T], ctx: DistContext, *, rank: int) -> T | None:
     """Call a function on one rank only; the other ranks return None without waiting.
 
@@ -114,7 +110,6 @@ def on_rank(fn: Callable[[], T], ctx: DistContext, *, rank: int) -> T | None:
     return fn() if ctx.rank == rank % ctx.world_size else None
 
 
-@known_arguments(CollectiveError)
 def say(text: object, ctx: DistContext, *, everyone: bool = False) -> None:
     """Write a line to standard output, on rank 0 only.
 

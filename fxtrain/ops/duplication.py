@@ -7,8 +7,6 @@ import attrs
 import torch
 from torch import distributed as dist
 
-from fxtrain._arguments import known_arguments
-from fxtrain._errors import CollectiveError
 from fxtrain.ops.transport.exchange import rank_loss_guard, wait_pending_check
 from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.ops.transport.mismatches import check_is_context
@@ -18,7 +16,6 @@ from fxtrain.state import Comm, CommState, DistContext
 __all__ = ["duplicate"]
 
 
-@known_arguments(CollectiveError)
 def duplicate(ctx: DistContext) -> DistContext:
     """Make a context over the same ranks with a separate group, for another thread.
 

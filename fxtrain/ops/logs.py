@@ -4,21 +4,12 @@ import logging
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from fxtrain._arguments import (
-    ContextArgumentError,
-    known_arguments,
-    unknown_name,
-    with_known_arguments,
-)
 from fxtrain._errors import ContextError
 from fxtrain.state import DistContext, shown
 
 __all__ = ["RankLogger", "log"]
 
-_KEYWORDS = ("everyone", "rank", "exc_info", "stack_info", "stacklevel", "extra")
 
-
-@with_known_arguments(ContextError, use="fx.log(ctx)")
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A standard library logger that logs on rank 0 by default.
 
@@ -41,15 +32,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         stack_info: bool = False,
         stacklevel: int = 1,
         extra: Mapping[str, object] | None = None,
-        **unknown: Any,
     ) -> None:
-        """Log on the chosen ranks; the others return without formatting the message.
-
-        Raises:
-            ContextError: an unknown keyword; on every rank that calls, whether it logs or not.
-        """
-        for name in unknown:
-            raise ContextArgumentError(unknown_name("log", name, _KEYWORDS))
+        """Log on the chosen ranks; the others return without formatting the message."""
         if (everyone or self._ctx.rank == rank) and self.isEnabledFor(level):
             text = f"[rank {self._ctx.rank}] {msg}" if everyone or rank else msg
             self.logger.log(
@@ -69,7 +53,6 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         return msg, kwargs
 
 
-@known_arguments(ContextError)
 def log(ctx: DistContext, name: str = "fxtrain.run") -> RankLogger:
     """A logger for this rank, which logs on rank 0 unless a call asks for other ranks.
 

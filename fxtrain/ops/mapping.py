@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeVar, overload
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import CollectiveError, DataError, FxError
 from fxtrain.ops.objects import agree, gather_objects
 from fxtrain.ops.same_errors import raise_together
@@ -61,7 +60,6 @@ def map(
     batch: int,
     order: Literal["static", "dynamic"] = "static",
 ) -> list[R]: ...
-@known_arguments(CollectiveError)
 def map(
     fn: Callable[[Any], Any],
     items: Any,

@@ -4,7 +4,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import CollectiveError
 from fxtrain._tree import TreeSpec
 from fxtrain._words import canonical_text
@@ -34,7 +33,6 @@ class Opaque:
         self.value = value
 
 
-@known_arguments(CollectiveError)
 def gather_objects(obj: T, ctx: DistContext) -> list[T]:
     """Gather one object per rank into a list on every rank, in rank order.
 
@@ -60,7 +58,6 @@ def gather_objects(obj: T, ctx: DistContext) -> list[T]:
     return gather_packed("gather_objects", _as_leaf(obj), ctx)
 
 
-@known_arguments(CollectiveError)
 def broadcast_object(obj: T, ctx: DistContext, src: int = 0) -> T:
     """Send the object of one rank to every rank; the objects of other ranks are ignored.
 
@@ -86,7 +83,6 @@ def _as_leaf(obj: Any) -> Packed:
     return Packed(shape=TreeSpec("*"), tensors={}, others={0: obj}, back={})
 
 
-@known_arguments(CollectiveError)
 def barrier(ctx: DistContext) -> None:
     """Wait until every rank has called `barrier`.
 
@@ -106,7 +102,6 @@ def barrier(ctx: DistContext) -> None:
         exchange_payloads(ctx, ("barrier", ""), torch.empty(0, dtype=torch.uint8, device="cpu"))
 
 
-@known_arguments(CollectiveError)
 def agree(value: T, ctx: DistContext, name: str = "value") -> T:
     """Check that every rank has the same value.
 
@@ -136,7 +131,6 @@ def agree(value: T, ctx: DistContext, name: str = "value") -> T:
     return value
 
 
-@known_arguments(CollectiveError)
 def any_rank(flag: object, ctx: DistContext) -> bool:
     """Whether a flag is true on at least one rank, for example to stop early.
 
@@ -159,7 +153,6 @@ def any_rank(flag: object, ctx: DistContext) -> bool:
     return any(_flags("any_rank", flag, ctx))
 
 
-@known_arguments(CollectiveError)
 def all_ranks(flag: object, ctx: DistContext) -> bool:
     """Whether a flag is true on every rank.
 

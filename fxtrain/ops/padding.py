@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._display import describe
-from fxtrain._errors import CollectiveError, DataError
+from fxtrain._errors import DataError
 from fxtrain.ops.transport.exchange import exchange_payloads
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packing import pack
@@ -21,7 +20,6 @@ _STATIC = {"static": True}
 T = TypeVar("T")
 
 
-@with_known_arguments(CollectiveError, use="fx.ops.pad(tree, ctx)")
 @attrs.frozen(kw_only=True, eq=False)
 class Padded(Generic[T]):
     """A tree whose tensors were padded to the same length on every rank; itself a tree.
@@ -44,7 +42,6 @@ class Padded(Generic[T]):
     first: bool = attrs.field(default=False, metadata=_STATIC)
 
 
-@known_arguments(CollectiveError)
 def pad(
     tree: T, ctx: DistContext, dim: int = 0, value: float = 0, *, first: bool = False
 ) -> Padded[T]:
@@ -99,7 +96,6 @@ def pad(
     return Padded(data=packed.rebuild(leaves), lengths=lengths, heads=heads, dim=dim, first=first)
 
 
-@known_arguments(CollectiveError)
 def unpad(padded: Padded[T], ctx: DistContext) -> T:
     """Remove the padding, before or after a gather.
 

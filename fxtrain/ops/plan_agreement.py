@@ -10,6 +10,7 @@ import torch
 from fxtrain._errors import CollectiveError, PlanError
 from fxtrain.ops.logs import log
 from fxtrain.ops.objects import gather_objects
+from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.ops.transport.exchange import exchange_payloads
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.state import (
@@ -36,7 +37,8 @@ def plan_for(action: str, ctx: DistContext, plan: Plan | None) -> Plan:
 
     Effects:
         Where the script passes another plan than came with the launch, the main rank logs once
-        how they differ. Reads the config of a DeepSpeed plan, and logs once what it adds.
+        how they differ. Reads the config of a DeepSpeed plan on every rank, and logs once what it
+        adds.
     """
     given = ctx.given_plan
     if plan is None:
@@ -56,17 +58,41 @@ def plan_for(action: str, ctx: DistContext, plan: Plan | None) -> Plan:
 
 
 def _filled(action: str, ctx: DistContext, plan: Plan) -> Plan:
-    """The plan with the values of its DeepSpeed config in place of its own defaults."""
+    """The plan with its DeepSpeed config's content, and the values that it leaves to the config."""
     if not isinstance(plan.strategy, DeepSpeed) or plan.strategy.config is None:
         return plan
-    filled = fill_from_config(plan, read_config(plan.strategy), ctx.axis("data").world_size)
-    if filled != plan and filled not in ctx.comm.state.logged_plans:
+    data = _config_on_ranks(action, ctx, plan.strategy)
+    read = attrs.evolve(plan, strategy=attrs.evolve(plan.strategy, config=data))
+    filled = fill_from_config(read, data, ctx.axis("data").world_size)
+    if filled != read and filled not in ctx.comm.state.logged_plans:
         ctx.comm.state.logged_plans.add(filled)
         log(ctx, "fxtrain.plan").info(
             "fx.%s takes from the DeepSpeed config what the plan leaves at its default: %s.",
-            *(action, _changes(plan, filled)),
+            *(action, _changes(read, filled)),
         )
     return filled
+
+
+def _config_on_ranks(action: str, ctx: DistContext, strategy: DeepSpeed) -> dict[str, Any]:
+    """The content of a DeepSpeed config, which every rank can read or none.
+
+    Effects:
+        One exchange of packets for a file, which may be missing on some nodes; none for its text.
+
+    Raises:
+        PlanError: some rank cannot read it, or it is not a JSON table; on every rank.
+    """
+    data: dict[str, Any] = {}
+    problem = ""
+    try:
+        data = read_config(strategy)
+    except PlanError as error:
+        problem = error.message
+    if strategy.config is not None and not strategy.config.startswith("{"):
+        problem = problem_of_ranks(f"{action}, to read a DeepSpeed config", problem, ctx)
+    if problem:
+        raise PlanError(problem)
+    return data
 
 
 def check_same_plan(action: str, ctx: DistContext, plan: Plan, extra: Mapping[str, Any]) -> None:

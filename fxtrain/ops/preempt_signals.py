@@ -8,7 +8,6 @@ from typing import Any
 
 import attrs
 
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import ContextError
 from fxtrain.ops.objects import any_rank
 from fxtrain.state import DistContext, Position, check_connected
@@ -18,7 +17,6 @@ __all__ = ["Preemption", "preemption"]
 _DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 
 
-@with_known_arguments(ContextError, use="fx.preemption(ctx)")
 @attrs.frozen(kw_only=True, eq=False)
 class Preemption:
     """Whether a signal has requested that this run stops; see `preemption`.
@@ -60,7 +58,6 @@ class Preemption:
         return self._agreed.is_set()
 
 
-@known_arguments(ContextError)
 @contextmanager
 def preemption(
     ctx: DistContext, *, signals: Sequence[str] = _DEFAULT_SIGNALS, every: int = 1

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.ops import xla_runtime
 from fxtrain.ops.devices import device_random_state, set_device_random_state
@@ -17,7 +16,6 @@ from fxtrain.state import DistContext
 __all__ = ["fork_rng", "seed"]
 
 
-@known_arguments(PlanError)
 def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
     """Seed Python's, NumPy's (if it is imported) and torch's generators.
 
@@ -53,7 +51,6 @@ def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
     return mine
 
 
-@known_arguments(PlanError)
 @contextmanager
 def fork_rng(ctx: DistContext, value: int | None = None) -> Iterator[None]:
     """Run a block without affecting the random generators outside it.

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from fxtrain import _tree
-from fxtrain._arguments import known_arguments
 from fxtrain._display import counted
-from fxtrain._errors import CollectiveError, DataError
+from fxtrain._errors import DataError
 from fxtrain.ops.collectives import gather_packed
 from fxtrain.ops.padding import extend
 from fxtrain.ops.same_errors import raise_together
@@ -29,7 +28,6 @@ _HINT = (
 )
 
 
-@known_arguments(CollectiveError)
 def gather_valid(tree: T, batch: Batch, ctx: DistContext) -> T:
     """Gather per-row results of a batch, without padding rows.
 

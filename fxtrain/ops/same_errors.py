@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import CheckpointError, CollectiveError
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.transport.exchange import exchange_payloads
@@ -24,7 +23,6 @@ __all__ = [
 ]
 
 
-@known_arguments(CollectiveError)
 def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
     """Raise on every rank if any rank has a problem, and on none otherwise.
 

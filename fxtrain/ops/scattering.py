@@ -9,7 +9,6 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fxtrain import _tree
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import CollectiveError
 from fxtrain.ops.transport.arrays import Back
 from fxtrain.ops.transport.exchange import Call, exchange_payloads, rank_loss_guard
@@ -45,7 +44,6 @@ class _Slot:
         self.back = back
 
 
-@known_arguments(CollectiveError)
 def scatter(values: Sequence[T] | None, ctx: DistContext, src: int = 0) -> T:
     """Send a different tree from one rank to each rank.
 

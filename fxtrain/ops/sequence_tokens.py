@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from fxtrain import _tree
-from fxtrain._arguments import known_arguments
-from fxtrain._errors import CollectiveError, StepError
+from fxtrain._errors import StepError
 from fxtrain.ops.collectives import gather
 from fxtrain.state import DistContext, Plan, Wrapped, token_ranges
 
@@ -16,7 +15,6 @@ __all__ = ["join_tokens", "positions_of", "token_positions"]
 T = TypeVar("T")
 
 
-@known_arguments(CollectiveError)
 def token_positions(count: int, model: Wrapped) -> Tensor:
     """The positions of this rank's tokens in their sequence.
 
@@ -39,7 +37,6 @@ def token_positions(count: int, model: Wrapped) -> Tensor:
     return positions_of(count, model.ctx, model.plan)
 
 
-@known_arguments(CollectiveError)
 def join_tokens(tree: T, model: Wrapped, *, dim: int = 1) -> T:
     """Gather the tokens of all ranks of the context axis, in the order of the full sequence.
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from fxtrain._arguments import known_arguments
-from fxtrain._errors import CollectiveError, DataError
+from fxtrain._errors import DataError
 from fxtrain.ops.transport.arrays import is_array
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.state import DistContext
@@ -24,7 +23,6 @@ V = TypeVar("V")
 def split(value: Dataset[T], ctx: DistContext, *, pad: bool = False) -> Subset[T]: ...
 @overload
 def split(value: V, ctx: DistContext, *, pad: bool = False) -> V: ...
-@known_arguments(CollectiveError)
 def split(value: Any, ctx: DistContext, *, pad: bool = False) -> Any:
     """This rank's share of a sequence, in order; the first ranks get the extra items.
 

@@ -6,19 +6,12 @@ Each calls the function of the same name of the model's strategy.
 import numbers
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fxtrain._arguments import (
-    StepArgumentError,
-    hot_arguments,
-    in_order,
-    known_arguments,
-    types_given,
-)
 from fxtrain._errors import StepError
 from fxtrain.ops.collectives import reduce
 from fxtrain.ops.devices import as_scalar
@@ -50,7 +43,6 @@ __all__ = [
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@known_arguments(StepError)
 def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None]:
     """A block for forward and backward of a micro-batch, in which gradients are reduced or not.
 
@@ -70,8 +62,7 @@ def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None
     return model.strategy.sync(model, enabled)
 
 
-@hot_arguments
-def autocast(model: Wrapped, *more: Never, **unknown: Never) -> AbstractContextManager[object]:
+def autocast(model: Wrapped) -> AbstractContextManager[object]:
     """Run a block under autocast, with the dtype of the model's plan.
 
     The model's forward does this itself; use it for a loss computed outside.
@@ -84,21 +75,14 @@ def autocast(model: Wrapped, *more: Never, **unknown: Never) -> AbstractContextM
         ...         (torch.ones(1, 2) @ torch.ones(2, 1)).dtype
         torch.bfloat16
     """
-    if more or unknown or not isinstance(model, Wrapped):
-        if arguments := in_order(autocast, (model, *more), unknown):
-            return autocast(*arguments)
-        raise StepArgumentError(
-            f"ops.autocast(model) takes a wrapped model, whose plan has the dtype; found "
-            f"{types_given((model, *more), unknown)}. Use fx.ops.autocast(model), where model = "
-            f"fx.wrap(net, ctx, fx.Plan(precision='bf16'), optimizer=...)."
-        )
+    if not isinstance(model, Wrapped):
+        check_open(model, "ops.autocast")
     dtype = model.plan.precision.dtype
     if dtype == "fp32":
         return nullcontext()
     return torch.autocast(model.ctx.device.type, dtype=DTYPES[dtype])
 
 
-@known_arguments(StepError)
 def backward(loss: Tensor, model: Wrapped) -> None:
     """Compute gradients of a scalar loss, under the model's loss scale if it has one.
 
@@ -132,7 +116,6 @@ def backward(loss: Tensor, model: Wrapped) -> None:
         model.own_backward.clear()
 
 
-@known_arguments(StepError)
 def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
     """Multiply every gradient by a factor, in place.
 
@@ -150,7 +133,6 @@ def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
     model.strategy.scale_grads(model, factor)
 
 
-@known_arguments(StepError)
 def clip_norm(
     model: Wrapped,
     max_norm: float,
@@ -203,7 +185,6 @@ def clip_norm(
     return model.strategy.clip_norm(model, max_norm, norm_type=norm_type, parameters=chosen)
 
 
-@known_arguments(StepError)
 def clip_value(model: Wrapped, max_value: float) -> None:
     """Clamp every gradient entry to ±`max_value`, unscaled first under fp16.
 
@@ -221,7 +202,6 @@ def clip_value(model: Wrapped, max_value: float) -> None:
     model.strategy.clip_value(model, max_value)
 
 
-@known_arguments(StepError)
 def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  # noqa: B008 - a frozen value
     """Run the optimizers, update the loss scale and zero the gradients.
 
@@ -257,7 +237,6 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
     return result
 
 
-@known_arguments(StepError)
 def average(model: Wrapped, position: Position | None = None) -> None:
     """Average replicas that train independently (`Plan.local`), at the end of a round.
 
@@ -283,7 +262,6 @@ def average(model: Wrapped, position: Position | None = None) -> None:
         model.strategy.average(model, position)
 
 
-@known_arguments(StepError)
 def schedule(metric: float | Tensor, model: Wrapped) -> None:
     """Step the model's schedulers that follow a metric (`ReduceLROnPlateau`): once per epoch.
 

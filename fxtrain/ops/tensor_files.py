@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxtrain._arguments import known_arguments
-from fxtrain._errors import CheckpointError, CollectiveError
+from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath, path_problem, write_file
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.transport.mismatches import check_is_context
@@ -16,7 +15,6 @@ from fxtrain.precision import is_sharded
 from fxtrain.state import DistContext, check_connected
 
 
-@known_arguments(CollectiveError)
 def save(obj: object, path: StrPath, ctx: DistContext) -> None:
     """Write a nested container of tensors to a safetensors file, on rank 0 only.
 

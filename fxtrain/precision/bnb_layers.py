@@ -80,9 +80,9 @@ def _quantize4(like: nn.Linear, record: Bnb4) -> nn.Module:
         return made
     packed, state = functional.quantize_4bit(
         weight.contiguous(),
-        blocksize=record.block,
-        compress_statistics=record.double,
-        quant_type=record.format,
+        blocksize=record.blocksize,
+        compress_statistics=record.double_quant,
+        quant_type=record.quant_type,
     )
     found = {"weight": packed, **_of_state(state)}
     # The library shares its tables between layers; a file that is read must not change them.
@@ -92,14 +92,14 @@ def _quantize4(like: nn.Linear, record: Bnb4) -> nn.Module:
 
 
 def _empty4(weight: Tensor, record: Bnb4) -> dict[str, Tensor]:
-    blocks = -(-weight.numel() // record.block)
-    scale = torch.uint8 if record.double else torch.float32
+    blocks = -(-weight.numel() // record.blocksize)
+    scale = torch.uint8 if record.double_quant else torch.float32
     sizes = {
         "weight": ((-(-weight.numel() // 2), 1), torch.uint8),
         "weight.absmax": ((blocks,), scale),
         "weight.quant_map": ((16,), torch.float32),
     }
-    if record.double:
+    if record.double_quant:
         sizes["weight.nested_absmax"] = ((-(-blocks // _NESTED_BLOCK),), torch.float32)
         sizes["weight.nested_quant_map"] = ((256,), torch.float32)
         sizes["weight.nested_offset"] = ((), torch.float32)
@@ -108,8 +108,8 @@ def _empty4(weight: Tensor, record: Bnb4) -> dict[str, Tensor]:
 
 def _facts_of(weight: Tensor, record: Bnb4) -> dict[str, Any]:
     return {
-        "quant_type": record.format,
-        "blocksize": record.block,
+        "quant_type": record.quant_type,
+        "blocksize": record.blocksize,
         "shape": list(weight.shape),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "nested_blocksize": _NESTED_BLOCK,
@@ -348,7 +348,7 @@ BNB4 = Library(
     build=_build4,
     settings=_settings4,
     format=lambda part: f"bitsandbytes {_facts4(part)['quant_type']}",
-    planned=lambda record: f"bitsandbytes {record.format}",
+    planned=lambda record: f"bitsandbytes {record.quant_type}",
     split=_split4,
     keep_layout=_keep_layout4,
 )

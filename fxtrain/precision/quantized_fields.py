@@ -79,7 +79,10 @@ def _fields(part: nn.Module, library: Library) -> dict[str, Any]:
     found = {name: value for name, value in library.settings(part).items() if name != "kind"}
     if library is BNB4:
         facts = library.facts(part)
-        found |= {"block": facts["blocksize"], "double": "nested_blocksize" in facts}
+        found |= {
+            "blocksize": facts["blocksize"],
+            "double_quant": "nested_blocksize" in facts,
+        }
     return found
 
 

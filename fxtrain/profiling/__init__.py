@@ -13,9 +13,9 @@ from fxtrain._packages import Package
 from fxtrain.profiling.fake_ranks import place
 from fxtrain.profiling.memory_plot import plot
 from fxtrain.profiling.rehearsal import dry_run, rehearse
+from fxtrain.profiling.step_times import RankTimes, StepTimes, Summary, summary
 from fxtrain.profiling.tables import table
-from fxtrain.profiling.tracing.opening import Trace, profile
-from fxtrain.profiling.tracing.summaries import RankTimes, StepTimes, Summary, summary
+from fxtrain.profiling.tracing import Trace, profile
 
 __all__ = [
     "RankTimes",

@@ -5,9 +5,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
 from fxtrain._byte_units import read_bytes
-from fxtrain._errors import PlanError, StepError
+from fxtrain._errors import StepError
 from fxtrain.ops.connecting import launched_plan
 from fxtrain.profiling.axes import axis_namer
 from fxtrain.profiling.dispatched_traffic import Collective, summary
@@ -35,7 +34,6 @@ _MOST_UPDATES = 4
 _MOMENTS = 240
 
 
-@known_arguments(PlanError)
 def dry_run(
     fn: Callable[[DistContext], object],
     *,

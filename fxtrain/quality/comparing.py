@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fxtrain import _tree, ops
-from fxtrain._arguments import known_arguments
 from fxtrain._display import counted
 from fxtrain._errors import DataError, PlanError
 from fxtrain.backends import unwrap, wrap
@@ -35,7 +34,6 @@ __all__ = ["compare"]
 _KINDS = ("values", "logits", "embeddings")
 
 
-@known_arguments(PlanError)
 def compare(
     case: Case,
     plans: Mapping[str, Plan],

@@ -3,8 +3,6 @@
 import math
 from typing import Any
 
-from fxtrain._arguments import known_arguments
-from fxtrain._errors import PlanError
 from fxtrain._optional import optional
 from fxtrain.quality.records import Comparison
 
@@ -14,7 +12,6 @@ __all__ = ["plot"]
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
 
 
-@known_arguments(PlanError)
 def plot(found: Comparison) -> Any:
     """Errors along the layers of a model, and losses, as a `matplotlib.figure.Figure`.
 

@@ -7,14 +7,11 @@ from typing import Any, Literal
 import attrs
 from torch import Tensor, nn
 
-from fxtrain._arguments import with_known_arguments
 from fxtrain._display import describe
-from fxtrain._errors import PlanError
 
 __all__ = ["Case", "Compared", "Comparison", "LayerError", "error_of"]
 
 
-@with_known_arguments(PlanError)
 @attrs.frozen(kw_only=True, eq=False)
 class Case:
     """A model and data on which plans are compared.
@@ -39,7 +36,6 @@ class Case:
     optimizer: Any = None
 
 
-@with_known_arguments(PlanError, use="fx.quality.compare(case, plans, ctx)")
 @attrs.frozen(kw_only=True)
 class LayerError:
     """How far the outputs of one layer are from the reference, over all batches.
@@ -69,7 +65,6 @@ def error_of(name: str, *, noise: float, signal: float, largest: float) -> Layer
     )
 
 
-@with_known_arguments(PlanError, use="fx.quality.compare(case, plans, ctx)")
 @attrs.frozen(kw_only=True)
 class Compared:
     """One plan beside the reference.
@@ -95,7 +90,6 @@ class Compared:
     losses: tuple[float, ...] = ()
 
 
-@with_known_arguments(PlanError, use="fx.quality.compare(case, plans, ctx)")
 @attrs.frozen(kw_only=True)
 class Comparison:
     """Plans beside a reference.

@@ -7,15 +7,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fxtrain._arguments import known_arguments
 from fxtrain._byte_units import show_bytes
-from fxtrain._errors import PlanError, escape_unprintable
+from fxtrain._errors import escape_unprintable
 from fxtrain.quality.records import Compared, Comparison
 
 __all__ = ["table"]
 
 
-@known_arguments(PlanError)
 def table(found: Comparison, *, layers: int = 5) -> RenderableType:
     """Tables of a comparison, to print with rich.
 

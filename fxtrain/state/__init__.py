@@ -31,16 +31,15 @@ from fxtrain.state.model.module_names import check_open
 from fxtrain.state.model.stored_state import FlatShard, ModelState, StateReader
 from fxtrain.state.parsing import Format, parse_json, parse_text, unique_keys
 from fxtrain.state.pipeline import PP
-from fxtrain.state.placement.offload import Limit, Offload
-from fxtrain.state.placement.placement import (
+from fxtrain.state.placement import (
     DtypeRule,
-    PlacedUnit,
+    Limit,
+    Offload,
     Placement,
     Room,
+    Unit,
     dtype_of,
     owner_of,
-    tier_of,
-    units_by_name,
 )
 from fxtrain.state.plan import Compile, Data, Plan
 from fxtrain.state.position import Position
@@ -61,40 +60,23 @@ from fxtrain.state.strategy_configs import DDP, XLA, CommHook, PowerSGD, Single
 from fxtrain.state.tensor_parallel import TP, Style
 from fxtrain.state.topology.detection import Topology
 from fxtrain.state.topology.environments import read_topology
-from fxtrain.state.tracker_configs import (
-    Aim,
-    ClearML,
-    Comet,
-    DVCLive,
-    JsonLines,
-    MLflow,
-    SwanLab,
-    TensorBoard,
-    Terminal,
-    Trackio,
-    WandB,
-)
 from fxtrain.state.weight import Location, Part, Weight
 from fxtrain.state.window import AccumulationWindow
 
 __all__ = [
     "AXES",
     "AccumulationWindow",
-    "Aim",
     "Batch",
     "Bnb4",
     "Bnb8",
     "CP",
     "Change",
-    "ClearML",
-    "Comet",
     "Comm",
     "CommHook",
     "CommState",
     "Compile",
     "Config",
     "DDP",
-    "DVCLive",
     "Data",
     "DeepSpeed",
     "DiLoCo",
@@ -106,12 +88,10 @@ __all__ = [
     "Float8",
     "Format",
     "FromConfig",
-    "JsonLines",
     "Limit",
     "LocalSGD",
     "Location",
     "LossScale",
-    "MLflow",
     "MX",
     "Memory",
     "Mesh",
@@ -121,7 +101,6 @@ __all__ = [
     "PLAN_VARIABLE",
     "PP",
     "Part",
-    "PlacedUnit",
     "Placement",
     "Plan",
     "Position",
@@ -138,18 +117,14 @@ __all__ = [
     "StateReader",
     "Strategy",
     "Style",
-    "SwanLab",
     "TE",
     "TP",
-    "TensorBoard",
-    "Terminal",
     "Topology",
     "Torchao",
-    "Trackio",
     "Traffic",
+    "Unit",
     "UpdateResult",
     "UpdateSpec",
-    "WandB",
     "Weight",
     "Weighted",
     "WeightedLoss",
@@ -184,10 +159,8 @@ __all__ = [
     "round_of",
     "shown",
     "structure",
-    "tier_of",
     "token_ranges",
     "unique_keys",
-    "units_by_name",
     "unstructure",
     "unsupported",
     "with_plan",

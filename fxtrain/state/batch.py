@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
-from typing import TYPE_CHECKING, Any, Generic, Literal, Never, NoReturn, Protocol, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, overload
 
 import attrs
 from typing_extensions import TypeVar
 
-from fxtrain._arguments import (
-    MISSING,
-    DataArgumentError,
-    StepArgumentError,
-    hot_arguments,
-    in_order,
-    record_problem,
-    types_given,
-)
 from fxtrain._display import Displayed, describe, number
 from fxtrain._errors import DataError
 from fxtrain.state.plan import Plan
@@ -47,7 +38,7 @@ class _NoMapping(DataError, TypeError):
     """A batch was used as a mapping, but its data is not one."""
 
 
-@attrs.frozen(kw_only=True, eq=False, repr=False, init=False)
+@attrs.frozen(kw_only=True, eq=False, repr=False)
 class Batch(Displayed, Generic[Data_co]):
     """This rank's part of one global batch; unpacks and indexes like its data.
 
@@ -84,48 +75,6 @@ class Batch(Displayed, Generic[Data_co]):
     run_updates: int | None = attrs.field(default=None, metadata=_STATIC)
     part: int = attrs.field(default=0, metadata=_STATIC)
     parts: int = attrs.field(default=1, metadata=_STATIC)
-
-    @hot_arguments
-    def __init__(
-        self,
-        *more: Never,
-        data: Data_co,
-        position: Position,
-        valid: torch.Tensor,
-        rows: tuple[int, ...],
-        sizes: tuple[int, ...],
-        window_rows: int | None = None,
-        plan: Plan | None = None,
-        run_updates: int | None = None,
-        part: int = 0,
-        parts: int = 1,
-        **unknown: Never,
-    ) -> None:
-        if (
-            more
-            or unknown
-            or data is MISSING
-            or position is MISSING
-            or valid is MISSING
-            or (rows is MISSING or sizes is MISSING)
-        ):
-            fields = {"data": data, "position": position, "valid": valid, "rows": rows}
-            others = {"sizes": sizes, "window_rows": window_rows, "plan": plan}
-            last = {"run_updates": run_updates, "part": part, "parts": parts}
-            fields = {**fields, **others, **last}
-            use = "a batch of a loader that fx.shard made"
-            raise DataArgumentError(record_problem(Batch, fields, more, unknown, use))
-        change = object.__setattr__
-        change(self, "data", data)
-        change(self, "position", position)
-        change(self, "valid", valid)
-        change(self, "rows", rows)
-        change(self, "sizes", sizes)
-        change(self, "window_rows", window_rows)
-        change(self, "plan", plan)
-        change(self, "run_updates", run_updates)
-        change(self, "part", part)
-        change(self, "parts", parts)
 
     def __repr__(self) -> str:
         data, rows, device, where = (text for _, text in self._details())
@@ -222,7 +171,7 @@ class Batch(Displayed, Generic[Data_co]):
         return self.data
 
 
-@attrs.frozen(repr=False, init=False)
+@attrs.frozen(repr=False)
 class Weighted(Displayed):
     """A loss that is exact over ranks and micro-batches of different weights.
 
@@ -237,22 +186,6 @@ class Weighted(Displayed):
     total: torch.Tensor = attrs.field(eq=False)
     weight: torch.Tensor | float = attrs.field(eq=False)
 
-    @hot_arguments
-    def __init__(
-        self, total: torch.Tensor, weight: torch.Tensor | float, *more: Never, **unknown: Never
-    ) -> None:
-        if weight is MISSING or more or unknown:
-            given = (total, weight, *more)
-            if arguments := in_order(Weighted.__init__, given, unknown):
-                return Weighted.__init__(self, *arguments)
-            raise StepArgumentError(
-                f"Weighted(total, weight) takes a sum of losses and the number of items that it "
-                f"sums; found {types_given(given, unknown)}. Use "
-                f"fx.Weighted(losses.sum(), losses.numel())."
-            )
-        object.__setattr__(self, "total", total)
-        object.__setattr__(self, "weight", weight)
-
     def __repr__(self) -> str:
         return f"Weighted(total={number(self.total)}, weight={number(self.weight)})"
 
@@ -260,7 +193,7 @@ class Weighted(Displayed):
         return (("total", number(self.total)), ("weight", number(self.weight)))
 
 
-@attrs.frozen(kw_only=True, eq=False, repr=False, init=False)
+@attrs.frozen(kw_only=True, eq=False, repr=False)
 class Report(Displayed):
     """The result of one step. Tensors stay on the device; reading one there synchronizes.
 
@@ -291,44 +224,6 @@ class Report(Displayed):
     updates: int = 0
     aux: Any = None
     metrics: Any = None
-
-    @hot_arguments
-    def __init__(
-        self,
-        *more: Never,
-        loss: torch.Tensor,
-        weight: torch.Tensor | float,
-        grad_norm: torch.Tensor | None = None,
-        applied: bool,
-        skipped: bool = False,
-        position: Position,
-        updates: int = 0,
-        aux: Any = None,
-        metrics: Any = None,
-        **unknown: Never,
-    ) -> None:
-        if (
-            more
-            or unknown
-            or loss is MISSING
-            or weight is MISSING
-            or (applied is MISSING or position is MISSING)
-        ):
-            fields = {"loss": loss, "weight": weight, "grad_norm": grad_norm, "applied": applied}
-            fields |= {"skipped": skipped, "position": position, "updates": updates, "aux": aux}
-            fields["metrics"] = metrics
-            use = "report = fx.step(ctx, batch, fns)"
-            raise StepArgumentError(record_problem(Report, fields, more, unknown, use))
-        change = object.__setattr__
-        change(self, "loss", loss)
-        change(self, "weight", weight)
-        change(self, "grad_norm", grad_norm)
-        change(self, "applied", applied)
-        change(self, "skipped", skipped)
-        change(self, "position", position)
-        change(self, "updates", updates)
-        change(self, "aux", aux)
-        change(self, "metrics", metrics)
 
     def __repr__(self) -> str:
         return f"Report({', '.join(f'{name} {text}' for name, text in self._details())})"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
-from fxtrain._arguments import with_known_arguments
 from fxtrain._display import Displayed
 from fxtrain._errors import ContextError, MeshError
 from fxtrain._other_names import call_hint
@@ -45,8 +43,7 @@ class CommState:
         failure: Message of the failure that made the communicator unusable.
         background_tasks: Background work that still needs the ranks, with a `result()`; closing
             waits for it.
-        open_runs: Iterators of `fit` that have not ended; closing ends them first, since they
-            save their runs.
+        open_runs: Iterators of `fit`; closing ends them first, since they save their runs.
         save_context: The ranks over a separate group, for background saves.
         save_buffer: Host memory to which saves copy tensors, uint8, reused by the next save.
         restored_from: The checkpoint of the last restore, which no save may prune.
@@ -73,7 +70,7 @@ class CommState:
     pending_check: Any = None
     failure: str | None = None
     background_tasks: list[Any] = attrs.field(factory=list)
-    open_runs: weakref.WeakSet[Generator[object]] = attrs.field(factory=weakref.WeakSet, repr=False)
+    open_runs: weakref.WeakSet[Any] = attrs.field(factory=weakref.WeakSet, repr=False)
     save_context: DistContext | None = None
     save_buffer: torch.Tensor | None = attrs.field(default=None, repr=False)
     restored_from: str | None = None
@@ -101,13 +98,11 @@ class CommState:
             self.at_close.pop()()
 
     def end_runs(self) -> list[Exception]:
-        """Close every open run, unless it is in the middle of a step; the errors."""
+        """Close every open run; the errors."""
         errors = []
         while self.open_runs:
-            reports = self.open_runs.pop()
             try:
-                if inspect.getgeneratorstate(reports) != inspect.GEN_RUNNING:
-                    reports.close()
+                self.open_runs.pop().close()
             except Exception as error:  # any error: the caller raises it
                 errors.append(error)
         return errors
@@ -173,7 +168,6 @@ def _cpu() -> torch.device:
     return importlib.import_module("torch").device("cpu")
 
 
-@with_known_arguments(ContextError, use="ctx = fx.detect()")
 @attrs.frozen(kw_only=True, repr=False)
 class DistContext(Displayed):
     """This rank in the run, detected once and passed to every function.

@@ -10,7 +10,6 @@ import attrs
 import cattrs
 from cattrs.errors import AttributeValidationNote, IterableValidationNote
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import FxError, PlanError
 from fxtrain._other_names import hint, value_hint
 from fxtrain._record import Check, canonical, check_of, closest, few, members, shown, to_float
@@ -83,7 +82,6 @@ def structure(data: object, cls: type[T], configs: tuple[type, ...] | None = Non
     raise PlanError("\n".join(lines))
 
 
-@known_arguments(PlanError)
 def fingerprint(record: object) -> str:
     """A digest of all values of a record: equal for equal records, on every machine.
 

@@ -3,12 +3,10 @@
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import attrs
 
-from fxtrain._arguments import PlanArgumentError, unknown_name
-from fxtrain._display import counted
 from fxtrain._errors import PlanError
 from fxtrain._reading import read_text
 from fxtrain._record import at_least, record, shown
@@ -18,9 +16,16 @@ if TYPE_CHECKING:
     from fxtrain.state.plan import Plan
 
 __all__ = [
-    "DeepSpeed", "FromConfig", "autocast_dtype", "fill_from_config", "from_config", "read_config",
+    "WINDOW_ENTRIES", "DeepSpeed", "FromConfig", "autocast_dtype", "fill_from_config",
+    "from_config", "read_config",
 ]  # fmt: skip
 
+# The rows of a micro-batch, the micro-batches of an update, and the rows of an update.
+WINDOW_ENTRIES = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+)
 _COUNT = at_least(0)
 _SIZE = at_least(1)
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
@@ -151,7 +156,7 @@ class FromConfig:
         )
 
 
-def from_config(made_for: object = None, /, *more: Never, **values: Any) -> FromConfig:
+def from_config(made_for: object = None, /, **values: Any) -> FromConfig:
     """Take the optimizer or the scheduler from the DeepSpeed config of the plan.
 
     Args:
@@ -159,22 +164,14 @@ def from_config(made_for: object = None, /, *more: Never, **values: Any) -> From
         **values: Values for `"auto"` there; see `FromConfig`.
 
     Raises:
-        PlanError: the plan has no DeepSpeed config, or a value is unknown.
+        PlanError: a value is invalid.
+        TypeError: a value is unknown.
 
     Example:
         >>> import fxtrain as fx
         >>> fx.from_config(lr=3e-4).lr
         0.0003
     """
-    known = attrs.fields_dict(FromConfig).keys()
-    unknown = next((name for name in values if name not in known), None)
-    if unknown is not None:
-        raise PlanArgumentError(unknown_name("from_config", unknown, known))
-    if more:
-        raise PlanArgumentError(
-            f"from_config: {counted(len(more), 'positional argument')} too many. It takes "
-            f"{', '.join(known)} by name. Use optimizer=fx.from_config(lr=3e-4)."
-        )
     asked = FromConfig(**values)
     return asked if made_for is None else asked(made_for)
 

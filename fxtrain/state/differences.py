@@ -5,13 +5,11 @@ from typing import Any
 
 import attrs
 
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import PlanError
 
 __all__ = ["Change", "diff"]
 
 
-@with_known_arguments(PlanError, use="fx.diff(left, right)")
 @attrs.frozen
 class Change:
     """One field in which two records differ.
@@ -27,7 +25,6 @@ class Change:
     right: object
 
 
-@known_arguments(PlanError)
 def diff(left: object, right: object) -> tuple[Change, ...]:
     """The fields in which two records differ, by path, in the order of the fields.
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain._optional import optional
 from fxtrain._reading import path_problem, read_text, write_file
@@ -29,7 +28,6 @@ _SUFFIXES: dict[str, Format] = {
 }
 
 
-@known_arguments(PlanError)
 def dumps(record: object, format: Format = "json") -> str:
     """A record as text.
 
@@ -56,7 +54,6 @@ def dumps(record: object, format: Format = "json") -> str:
     raise PlanError(f"format={format!r}: choose one of json, toml, yaml.", code="FX201")
 
 
-@known_arguments(PlanError)
 def loads(text: str, cls: type[T] = Plan, format: Format = "json") -> T:
     """A record from text.
 
@@ -94,7 +91,6 @@ def write_record(record: object, path: str | Path) -> None:
     _write(record, path, "write_record")
 
 
-@known_arguments(PlanError)
 def read_plan(path: str | Path) -> Plan:
     """A plan from a .json, .toml, .yaml or .yml file.
 
@@ -104,7 +100,6 @@ def read_plan(path: str | Path) -> Plan:
     return _read(path, Plan, "read_plan")
 
 
-@known_arguments(PlanError)
 def write_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan to a .json, .toml, .yaml or .yml file.
 

@@ -1,16 +1,11 @@
 """The position of a run in its data."""
 
-from collections.abc import Mapping
-from typing import Never, NoReturn
-
 import attrs
-
-from fxtrain._arguments import DataArgumentError, hot_arguments, types_given, unknown_name
 
 __all__ = ["Position", "position_words"]
 
 
-@attrs.frozen(kw_only=True, init=False)
+@attrs.frozen(kw_only=True)
 class Position:
     """A cursor into the data of a run, the same at every world size.
 
@@ -35,39 +30,6 @@ class Position:
     updates: int = 0
     micro: int = 0
     is_last: bool = False
-
-    @hot_arguments
-    def __init__(
-        self,
-        *more: Never,
-        epoch: int = 0,
-        index: int = 0,
-        samples: int = 0,
-        updates: int = 0,
-        micro: int = 0,
-        is_last: bool = False,
-        **unknown: Never,
-    ) -> None:
-        if more or unknown:
-            _refuse(more, unknown)
-        change = object.__setattr__
-        change(self, "epoch", epoch)
-        change(self, "index", index)
-        change(self, "samples", samples)
-        change(self, "updates", updates)
-        change(self, "micro", micro)
-        change(self, "is_last", is_last)
-
-
-def _refuse(more: tuple[object, ...], unknown: Mapping[str, object]) -> NoReturn:
-    """Say how a position is written."""
-    known = [field.name for field in attrs.fields(Position)]
-    if unknown:
-        raise DataArgumentError(unknown_name("Position", next(iter(unknown)), known))
-    raise DataArgumentError(
-        f"Position takes its fields by name ({', '.join(known)}), found {types_given(more, {})}. "
-        f"Use fx.Position(epoch=3), or the position of a batch, a report or a checkpoint."
-    )
 
 
 def position_words(position: Position) -> str:

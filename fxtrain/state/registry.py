@@ -9,7 +9,7 @@ from fxtrain._installed import installed_rows
 from fxtrain.state.deepspeed import DeepSpeed
 from fxtrain.state.fsdp import FSDP
 from fxtrain.state.pipeline import PP
-from fxtrain.state.placement.offload import Offload
+from fxtrain.state.placement import Offload
 from fxtrain.state.strategy_configs import DDP, XLA, Single
 
 if TYPE_CHECKING:

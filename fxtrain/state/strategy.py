@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
-from fxtrain._arguments import with_known_arguments
 from fxtrain._display import describe, number
 from fxtrain._errors import PlanError
 from fxtrain.state.batch import Batch
 from fxtrain.state.context import DistContext
 from fxtrain.state.model.module_names import M_co, ModuleNames, check_open
 from fxtrain.state.model.stored_state import ModelState, StateReader
-from fxtrain.state.placement.placement import Placement
+from fxtrain.state.placement import Placement
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position
 from fxtrain.state.weight import Weight
@@ -122,7 +121,6 @@ class WeightedLoss:
     provisional: bool = False
 
 
-@with_known_arguments(PlanError, use="model = fx.wrap(net, ctx, plan)")
 @attrs.frozen(kw_only=True, eq=False, repr=False)
 class Wrapped(ModuleNames[M_co]):
     """A model prepared for a context and a plan; call it like the model.

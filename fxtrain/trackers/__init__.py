@@ -9,22 +9,44 @@
 import sys
 
 from fxtrain._packages import Package
+from fxtrain.trackers.json_lines import JsonLines
+from fxtrain.trackers.libraries.aim import Aim
+from fxtrain.trackers.libraries.clearml import ClearML
+from fxtrain.trackers.libraries.comet import Comet
+from fxtrain.trackers.libraries.dvclive import DVCLive
+from fxtrain.trackers.libraries.mlflow import MLflow
+from fxtrain.trackers.libraries.swanlab import SwanLab
+from fxtrain.trackers.libraries.tensorboard import TensorBoard
+from fxtrain.trackers.libraries.trackio import Trackio
+from fxtrain.trackers.libraries.wandb import WandB
 from fxtrain.trackers.opening import track
 from fxtrain.trackers.reading_runs import RunLog, read_run
 from fxtrain.trackers.run import Run
 from fxtrain.trackers.table import TRACKERS, trackers
+from fxtrain.trackers.terminal import Terminal
 from fxtrain.trackers.tracker import At, Start, Target, Tracker
 from fxtrain.trackers.writer import Patience
 
 __all__ = [
+    "Aim",
     "At",
+    "ClearML",
+    "Comet",
+    "DVCLive",
+    "JsonLines",
+    "MLflow",
     "Patience",
     "Run",
     "RunLog",
     "Start",
+    "SwanLab",
     "TRACKERS",
     "Target",
+    "TensorBoard",
+    "Terminal",
     "Tracker",
+    "Trackio",
+    "WandB",
     "read_run",
     "track",
     "trackers",

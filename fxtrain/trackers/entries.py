@@ -16,8 +16,6 @@ from fxtrain._errors import PlanError
 from fxtrain.state import Position, Weighted, shown
 from fxtrain.trackers.tracker import At
 
-__all__ = ["Entry", "artifact_of", "at", "hold", "image_of", "numbers", "table_of"]
-
 _DEEPEST = 20
 _CHANNELS = (1, 3, 4)
 _USUAL = frozenset({Tensor, float, int, bool})

@@ -12,8 +12,6 @@ import torch
 from fxtrain._version import __version__
 from fxtrain.state import DistContext, Plan, fingerprint, unstructure
 
-__all__ = ["about_context", "about_plan", "flat"]
-
 _DEEPEST = 20
 _LONGEST = 1000  # characters of one value
 

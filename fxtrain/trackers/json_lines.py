@@ -6,24 +6,38 @@ import math
 import os
 import re
 import shutil
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 import attrs
 from torch import Tensor
 
 from fxtrain._reading import write_file
-from fxtrain.state import JsonLines, Position
-from fxtrain.trackers.png import png
+from fxtrain._record import record
+from fxtrain.state import Position
 from fxtrain.trackers.run_folder import draft_of, remove_drafts
-from fxtrain.trackers.tracker import At, Start, Tracker
+from fxtrain.trackers.tracker import At, Start, Tracker, is_name
 
-__all__ = ["JSON_LINES", "file_name"]
+
+@record
+class JsonLines:
+    """A file of JSON lines in the run's folder; needs no package.
+
+    Attributes:
+        file: Its name. On ranks other than 0, the number of the rank is inserted before the suffix.
+    """
+
+    kind: Literal["json_lines"] = attrs.field(default="json_lines", init=False)
+    file: str = attrs.field(default="metrics.jsonl", validator=is_name)
+
 
 # How every line begins, so that a long file can be truncated without parsing it.
 _HEAD = re.compile(rb'\{"step":(\d+)(?:,"rows":(\d+))?[,}]')
+_COLOURS = {1: 0, 3: 2, 4: 6}  # PNG's numbers of grey, RGB and RGBA, by channels
 _LONGEST_NAME = 200  # of a file, in bytes
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -118,7 +132,7 @@ def _text(lines: Lines, name: str, text: str, at: At) -> None:
 def _image(lines: Lines, name: str, image: Tensor, at: At) -> None:
     lines.images.mkdir(parents=True, exist_ok=True)
     path = lines.images / f"{quote(name, safe='')[:_LONGEST_NAME]}-{at.step}.png"
-    write_file(path, png(image))
+    write_file(path, _png(image))
     _write(lines, at, image={name: os.path.relpath(path, lines.path.parent)})
 
 
@@ -137,6 +151,22 @@ def _close(lines: Lines, failed: bool) -> None:  # noqa: FBT001 - the contract o
         os.fsync(lines.file.fileno())
     finally:
         lines.file.close()
+
+
+def _png(image: Tensor) -> bytes:
+    """A PNG file; uint8 in rows, with 1, 3 or 4 channels."""
+    height, width, channels = image.shape
+    pixels = bytes(image.flatten().tolist())
+    row = width * channels
+    # A zero before each row means that its bytes are not filtered.
+    lines = b"".join(b"\0" + pixels[start : start + row] for start in range(0, len(pixels), row))
+    head = struct.pack(">IIBBBBB", width, height, 8, _COLOURS[channels], 0, 0, 0)
+    parts = (_part(b"IHDR", head), _part(b"IDAT", zlib.compress(lines)), _part(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def _part(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 JSON_LINES = Tracker(

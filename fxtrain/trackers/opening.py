@@ -11,26 +11,23 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import FxError, MissingPackageError, PlanError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folder_lock import Lock
-from fxtrain.state import DistContext, JsonLines, Plan, Position, check_connected, shown
+from fxtrain.state import DistContext, Plan, Position, check_connected, shown
 from fxtrain.trackers.entries import Entry
 from fxtrain.trackers.hyperparameters import about_context, about_plan, flat
+from fxtrain.trackers.json_lines import JsonLines
 from fxtrain.trackers.run import Progress, Run
 from fxtrain.trackers.run_folder import Identity, claim, folder_of, lock_folder, write_identity
 from fxtrain.trackers.table import find, targets
 from fxtrain.trackers.tracker import Start, Target, Tracker
 from fxtrain.trackers.writer import Patience, Warn, Writer, start_writer
 
-__all__ = ["own", "track", "track_in"]
-
 _LOG = logging.getLogger("fxtrain.trackers")
 _ERRORS = {"MissingPackageError": MissingPackageError}
 
 
-@known_arguments(PlanError)
 def track(
     path: StrPath,
     ctx: DistContext,

@@ -11,8 +11,6 @@ from fxtrain._reading import StrPath, lines_of, open_file
 from fxtrain.trackers.json_lines import file_name
 from fxtrain.trackers.run_folder import folder_of, read_identity
 
-__all__ = ["RunLog", "read_run"]
-
 
 @attrs.frozen(kw_only=True, eq=False)
 class RunLog:

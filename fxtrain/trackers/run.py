@@ -10,7 +10,6 @@ from typing import Any
 
 import attrs
 
-from fxtrain._arguments import with_known_arguments
 from fxtrain._errors import PlanError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folder_lock import Lock
@@ -18,8 +17,6 @@ from fxtrain.state import Position, shown
 from fxtrain.trackers.entries import Entry, artifact_of, at, hold, image_of, table_of
 from fxtrain.trackers.tracker import At, Tracker
 from fxtrain.trackers.writer import Patience, Warn, Writer
-
-__all__ = ["Progress", "Run"]
 
 
 @attrs.define
@@ -37,7 +34,6 @@ class Progress:
     closed: bool = False
 
 
-@with_known_arguments(PlanError, use="run = fx.track(path, ctx)")
 @attrs.frozen(kw_only=True, eq=False)
 class Run:
     """A run logged by trackers; created by `fx.track`, and usable as a context manager.

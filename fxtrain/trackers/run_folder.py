@@ -16,9 +16,6 @@ from fxtrain.checkpoint.folder_lock import Lock, acquire
 from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.state import DistContext, parse_json, shown
 
-__all__ = ["Identity", "claim", "draft_of", "folder_of", "lock_folder", "read_identity"]
-__all__ += ["remove_drafts", "write_identity"]
-
 _FILE = "run.json"
 _FORMAT = 1
 _DIGITS = 32

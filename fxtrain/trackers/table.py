@@ -21,8 +21,6 @@ from fxtrain.trackers.libraries.wandb import WANDB
 from fxtrain.trackers.terminal import TERMINAL
 from fxtrain.trackers.tracker import Tracker
 
-__all__ = ["TRACKERS", "find", "targets", "trackers"]
-
 TRACKERS = (
     JSON_LINES,
     TERMINAL,

@@ -3,17 +3,29 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 from torch import Tensor
 
 from fxtrain._display import counted
 from fxtrain._errors import escape_unprintable
-from fxtrain.state import Terminal
+from fxtrain._record import at_least, record
 from fxtrain.trackers.tracker import At, Start, Tracker
 
-__all__ = ["TERMINAL"]
+
+@record
+class Terminal:
+    """Lines on standard output at intervals.
+
+    Attributes:
+        every_s: Minimum seconds between two lines of metrics; metrics in between are not shown.
+        digits: Significant digits of a number.
+    """
+
+    kind: Literal["terminal"] = attrs.field(default="terminal", init=False)
+    every_s: float = attrs.field(default=1.0, validator=at_least(0))
+    digits: int = attrs.field(default=4, validator=at_least(1))
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -9,7 +9,23 @@ from torch import Tensor
 
 from fxtrain.state import Config, DistContext, Plan, Position
 
-__all__ = ["At", "Start", "Target", "Tracker", "Unsupported", "nothing"]
+
+def is_name(_: Any, __: Any, value: str) -> None:
+    """Validate a field of a config that is a name."""
+    if not value.strip() or not value.isprintable():
+        raise ValueError("choose a name of printable characters.")
+
+
+def maybe_named() -> Any:
+    """A field of a config that is a name, or None."""
+    return attrs.field(default=None, validator=is_name)
+
+
+def arguments() -> Any:
+    """A field of a config for further arguments of the library."""
+    words = "a table of arguments by name"
+    # Not shown, since it may have a key; a mapping has no hash.
+    return attrs.field(factory=dict, repr=False, hash=False, metadata={"choose": words})
 
 
 def nothing(*_: Any) -> None:

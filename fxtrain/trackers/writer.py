@@ -15,8 +15,6 @@ from fxtrain.state import shown
 from fxtrain.trackers.entries import Entry
 from fxtrain.trackers.tracker import Start, Tracker, Unsupported
 
-__all__ = ["Patience", "Warn", "Writer", "start_writer"]
-
 _LOG = logging.getLogger("fxtrain.trackers")
 # Between two looks at a queue that is being filled. `put` wakes a thread that waits for an entry,
 # which takes the training thread longer than all else that it does for a tracker.

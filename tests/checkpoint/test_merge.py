@@ -90,7 +90,7 @@ def test_a_checkpoint_is_streamed(pair, sharded, tmp_path):
     pair.run(_save, str(tmp_path / "runs"), sharded)
     wanted = _net() if not sharded else _net()[1:2]
     row = torch.tensor([1, 2]) if not sharded else torch.eye(8)
-    on_disk = fx.Placement(units=(fx.state.PlacedUnit(name="", device="disk"),))
+    on_disk = fx.Placement(units=(fx.state.Unit(name="", device="disk"),))
     config = fx.Offload(placement=on_disk, offload_folder=str(tmp_path / "units"))
     with fx.detect(env={}, device="cpu") as ctx:
         net = _net() if not sharded else _net()[1:2]

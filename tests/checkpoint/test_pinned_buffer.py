@@ -63,20 +63,20 @@ def test_whole_pages_are_pinned_and_no_power_of_two(nbytes, runtime):
 @pytest.mark.parametrize("pin", [True, False])
 def test_streamed_units_stay_pageable_after_a_refusal(pin, runtime, caplog):
     runtime.refused = 2
-    copies = DeviceCopies(units=(), ahead=0, pin=pin)
-    copies._streams[torch.device("cuda", 0)] = SimpleNamespace(synchronize=lambda: None)
-    sizes = [copies._host_buffer(size << 20).numel() >> 20 for size in (3, 5, 1)]
+    copies = DeviceCopies(units=(), prefetch=0, pin=pin)
+    copies.streams[torch.device("cuda", 0)] = SimpleNamespace(synchronize=lambda: None)
+    sizes = [copies.host_buffer(size << 20).numel() >> 20 for size in (3, 5, 1)]
     assert sizes == [3, 5, 1]
     assert len(runtime.calls) == len(caplog.records) == int(pin)
     assert ("Offload(pin=True): 3 MiB of host memory could not be pinned" in caplog.text) == pin
 
 
 def test_streamed_units_are_pinned_until_they_are_closed(runtime):
-    copies = DeviceCopies(units=(), ahead=0, pin=True)
+    copies = DeviceCopies(units=(), prefetch=0, pin=True)
     waited = []
     stream = SimpleNamespace(synchronize=lambda: waited.append(len(runtime.calls)))
-    copies._streams[torch.device("cuda", 0)] = stream
-    copies._hosts[0] = copies._host_buffer(3 << 20)
+    copies.streams[torch.device("cuda", 0)] = stream
+    copies.copies.append(SimpleNamespace(host=copies.host_buffer(3 << 20)))
     copies.close()
     assert [call[0] for call in runtime.calls] == ["register", "unregister"]
     assert waited == [1]  # copies have ended when pages are unlocked

@@ -21,7 +21,7 @@ def folder(tmp_path):
 
 def test_a_folder_is_placed_shown_and_written(folder, capsys):
     out = f"{folder}/placement.json"
-    memory = ["--memory", "cuda:0=4KiB", "--memory", "cpu=3.1kB", "--ahead", "1"]
+    memory = ["--memory", "cuda:0=4KiB", "--memory", "cpu=3.1kB", "--prefetch", "1"]
     assert main(["place", folder, *memory, "-o", out]) == Exit.WELL
     shown = capsys.readouterr().out
     assert "0 to 1" in shown and "cuda:0" in shown and "s per token" in shown
@@ -31,7 +31,7 @@ def test_a_folder_is_placed_shown_and_written(folder, capsys):
 
 
 def test_json_has_the_placement_the_bytes_and_the_speeds(folder, capsys):
-    words = ["place", folder, "--memory", "cpu=3KiB", "--ahead", "0", "--json"]
+    words = ["place", folder, "--memory", "cpu=3KiB", "--prefetch", "0", "--json"]
     assert main(words) == Exit.WELL
     report = json.loads(capsys.readouterr().out)
     read = report["forward"]["disk_bytes"]

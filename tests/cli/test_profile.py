@@ -5,28 +5,31 @@ import json
 import pytest
 
 from fxtrain.cli import Exit, main
+from fxtrain.profiling import RankTimes, StepTimes, Summary
+from fxtrain.state import write_record
 
 
-def _write(folder, rank, idle):
-    """A trace in which a rank computes for 40 µs of each step and is idle for the rest."""
-    end = 50 + idle
-    events = [
-        {"cat": "user_annotation", "name": "ProfilerStep#0", "ts": 0, "dur": end},
-        {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 40},
-        {"cat": "cpu_op", "name": "c10d::allreduce_", "ts": 40, "dur": 10},
+def _write(folder, idle_us):
+    """The times of ranks that compute for 40 µs of a step, and are idle for so many."""
+    ranks = [
+        RankTimes(
+            rank=rank,
+            steps=(
+                StepTimes(
+                    step_ns=(50 + idle) * 1000,
+                    forward_ns=40_000,
+                    communication_ns=10_000,
+                    idle_ns=idle * 1000,
+                ),
+            ),
+        )
+        for rank, idle in idle_us.items()
     ]
-    path = folder / "cycle-000"
-    path.mkdir(exist_ok=True)
-    about = {"rank": rank, "cycle": 0, "steps": 1}
-    (path / f"rank-{rank:05}.json").write_text(
-        json.dumps({"fxtrain": about, "traceEvents": [{"ph": "X", **one} for one in events]})
-    )
+    write_record(Summary(ranks=tuple(ranks)), folder / "summary.json")
 
 
 def test_the_slowest_rank_is_named(tmp_path, capsys):
-    for rank, idle in enumerate((2000, 9000, 1000)):
-        _write(tmp_path, rank, idle)
-    (tmp_path / "cycle-000" / ".rank-00009.json.gz.part.json").write_text("unfinished")
+    _write(tmp_path, {0: 2000, 1: 9000, 2: 1000})
     assert main(["profile", str(tmp_path)]) == Exit.WELL
     shown = capsys.readouterr().out
     rows = [line.split() for line in shown.splitlines()]
@@ -38,7 +41,7 @@ def test_the_slowest_rank_is_named(tmp_path, capsys):
 
 
 def test_json_has_every_step(tmp_path, capsys):
-    _write(tmp_path, 3, 50)
+    _write(tmp_path, {3: 50})
     assert main(["profile", str(tmp_path), "--json"]) == Exit.WELL
     found = json.loads(capsys.readouterr().out)
     assert found["slowest"] is None
@@ -48,7 +51,7 @@ def test_json_has_every_step(tmp_path, capsys):
     assert one["steps"][0]["idle_ns"] == 50_000
 
 
-@pytest.mark.parametrize(("name", "words"), [("", "contains no traces"), ("no", "cannot read")])
+@pytest.mark.parametrize(("name", "words"), [("", "no such file"), ("no", "no such file")])
 def test_what_cannot_be_read_is_one_message(tmp_path, capsys, name, words):
     assert main(["profile", str(tmp_path / name)]) == Exit.WRONG
     assert words in capsys.readouterr().err

@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from tests.cluster._wrong_step_calls import WRONG_STEPS
 
 __all__ = ["WRONG", "plateau", "sgd"]
 
@@ -27,16 +26,15 @@ def plateau(optimizer):
 WRONG = {
     "step, swapped": (
         lambda ctx, model, loader, batch: fx.step(ctx, fx.StepFns(model, _loss), batch),
-        "StepArgumentError: step(ctx, batch, fns) takes a context, a batch and a model with its "
-        "loss; found DistContext, StepFns, Batch. Use fx.step(ctx, batch, fx.StepFns(model, ",
+        "StepError: step takes fx.StepFns, found Batch. Use fx.step(ctx, batch,",
     ),
     "step, a model": (
         lambda ctx, model, loader, batch: fx.step(ctx, batch, model),
-        "found DistContext, Batch, Wrapped. Use fx.step(ctx, batch, fx.StepFns(model, loss)).",
+        "StepError: step takes fx.StepFns, found Wrapped. Use fx.step(ctx, batch,",
     ),
     "update, the loader": (
         lambda ctx, model, loader, batch: fx.update(ctx, loader, model, _loss(model, batch)),
-        "StepError: update takes a Batch, found its loader. Use loader.batch, which is the batch",
+        "StepError: update takes a Batch, found Sharded. Use `for batch in loader:`,",
     ),
     "batch, too early": (
         lambda ctx, model, loader, batch: loader.at(batch.position).batch,
@@ -44,11 +42,11 @@ WRONG = {
     ),
     "schedule, swapped": (
         lambda ctx, model, loader, batch: fx.ops.schedule(model, 0.5),
-        "schedule: arguments in the wrong order, found Wrapped, float. Use fx.ops.schedule(metric,",
+        "StepError: ops.schedule takes a wrapped model, found float. Use model = fx.wrap(net, ctx,",
     ),
     "backward, swapped": (
         lambda ctx, model, loader, batch: fx.ops.backward(model, _loss(model, batch)),
-        "backward: arguments in the wrong order, found Wrapped, Tensor. Use fx.ops.backward(loss,",
+        "StepError: ops.backward takes a wrapped model, found Tensor. Use model =",
     ),
     "clip_norm, a module": (
         lambda ctx, model, loader, batch: fx.ops.clip_norm(model.module, 1.0),
@@ -56,21 +54,19 @@ WRONG = {
     ),
     "a criterion": (
         lambda ctx, model, loader, batch: fx.StepFns(model, nn.CrossEntropyLoss()),
-        "StepError: StepFns(loss=nn.CrossEntropyLoss()): this function takes (model, batch), and "
-        "nn.CrossEntropyLoss() takes outputs and targets. Use lambda model, batch: "
-        "criterion(model(batch[0]), batch[1]), where criterion = nn.CrossEntropyLoss().",
+        "outputs and targets. For example: lambda model, batch: F.cross_entropy(model(batch[0]), ",
     ),
     "a class of criteria": (
         lambda ctx, model, loader, batch: fx.StepFns(model, nn.CrossEntropyLoss),
-        "batch[1]), where criterion = nn.CrossEntropyLoss().",
+        "takes a function of (model, batch), and CrossEntropyLoss takes outputs and targets.",
     ),
     "a function of torch": (
         lambda ctx, model, loader, batch: fx.StepFns(model, F.mse_loss),
-        "Use lambda model, batch: F.mse_loss(model(batch[0]), batch[1]).",
+        "takes a function of (model, batch), and mse_loss takes outputs and targets.",
     ),
     "evaluate, a criterion": (
         lambda ctx, model, loader, batch: fx.evaluate(ctx, model, loader, nn.MSELoss()),
-        "StepError: evaluate(fn=nn.MSELoss()): this function takes (model, batch)",
+        "StepError: evaluate(fn=...) takes a function of (model, batch), and MSELoss takes outputs",
     ),
     "evaluate, nothing": (
         lambda ctx, model, loader, batch: fx.evaluate(ctx, model, loader, lambda *_: None),
@@ -89,10 +85,6 @@ WRONG = {
         lambda ctx, model, loader, batch: fx.Plan(strategy=fx.TP()),
         "Use Plan(strategy=fx.FSDP(tensor=fx.TP(...))).",
     ),
-    "detect, cpu": (
-        lambda ctx, model, loader, batch: fx.detect(cpu=True),
-        'detect(cpu=...): no such argument. Use fx.detect(device="cpu").',
-    ),
     "detect, a device": (
         lambda ctx, model, loader, batch: fx.detect("cpu"),
         "ContextError: detect(env='cpu'): not a mapping of environment variables. Name the device "
@@ -102,27 +94,15 @@ WRONG = {
         lambda ctx, model, loader, batch: fx.detect(mesh={"tensor": 2}),
         "For example: fx.detect(mesh=fx.Mesh(tensor=2)).",
     ),
-    "wrap, no context": (
-        lambda ctx, model, loader, batch: fx.wrap(nn.Linear(2, 2)),
-        "wrap: ctx is missing. Use fx.wrap(model, ctx), with ctx = fx.detect().",
-    ),
     "preemption, a model": (
         lambda ctx, model, loader, batch: fx.preemption(model).__enter__(),
         "ContextError: preemption: ctx is a Wrapped, not a context from fx.detect().",
-    ),
-    "StepFns, no loss": (
-        lambda ctx, model, loader, batch: fx.StepFns(model),
-        "StepFns: loss is missing. Use fx.StepFns(model, loss).",
-    ),
-    "fit, no epochs": (
-        lambda ctx, model, loader, batch: fx.fit(ctx, fx.StepFns(model, _loss), loader),
-        "fit: path is missing. Use fx.fit(ctx, fx.StepFns(model, loss), loader, path).",
     ),
     "fit, epochs as text": (
         lambda ctx, model, loader, batch: next(
             fx.fit(ctx, fx.StepFns(model, _loss), loader, "runs/none", epochs="1")
         ),
-        "PlanError: fit(epochs='1'): choose a whole number or None.",
+        "PlanError: fit(epochs='1'): choose a whole number or None. Write 1, without quotes.",
     ),
     "step, no context": (
         lambda ctx, model, loader, batch: fx.step(None, batch, fx.StepFns(model, _loss)),
@@ -130,11 +110,7 @@ WRONG = {
     ),
     "save, swapped": (
         lambda ctx, model, loader, batch: fx.save(ctx, "runs/none", model),
-        "save: arguments in the wrong order, found DistContext, str, Wrapped. Use fx.save(path",
-    ),
-    "one argument too many": (
-        lambda ctx, model, loader, batch: fx.Plan("bf16"),
-        "Plan: 1 positional argument too many. Pass Plan(strategy=...) and what follows by name.",
+        "ContextError: save: ctx is a str, not a context from fx.detect(). Use",
     ),
     "precision, torch's": (
         lambda ctx, model, loader, batch: fx.Plan(precision=torch.bfloat16),
@@ -148,102 +124,43 @@ WRONG = {
         lambda ctx, model, loader, batch: loader.sampler.set_epoch(1),
         "AttributeError: A sharded loader has no attribute 'sampler'. Use loader.epochs(3).",
     ),
-    "step, no context at all": (
-        lambda ctx, model, loader, batch: fx.step(batch, fx.StepFns(model, _loss)),
-        "found Batch, StepFns. Use fx.step(ctx, batch, fx.StepFns(model, loss)).",
-    ),
-    "step, as update": (
-        lambda ctx, model, loader, batch: fx.step(ctx, batch, model, _loss),
-        "found DistContext, Batch, Wrapped, function. Use fx.step(ctx, batch, fx.StepFns(",
-    ),
-    "step, by name": (
-        lambda ctx, model, loader, batch: fx.step(ctx, batch, model=model, loss=_loss),
-        "found DistContext, Batch, model=Wrapped, loss=function. Use fx.step(ctx, batch, fx.",
-    ),
     "step, an epoch": (
         lambda ctx, model, loader, batch: fx.step(
             ctx, next(iter(loader.epochs(9))), fx.StepFns(model, _loss)
         ),
-        "found the loader of an epoch. Use `for epoch in loader.epochs(n): for batch in epoch: fx.",
-    ),
-    "step, a loss of one argument": (
-        lambda ctx, model, loader, batch: fx.step(ctx, batch, fx.StepFns(model, lambda batch: 1)),
-        "StepError: StepFns(loss=...) takes a function; it is called with (model, batch): too many "
-        "positional arguments. For example: loss=lambda model, batch: F.cross_entropy(",
+        "StepError: step takes a Batch, found Sharded. Use `for batch in loader:`, where loader = ",
     ),
     "an epoch, indexed": (
         lambda ctx, model, loader, batch: next(iter(loader.epochs(9)))["x"],
         "DataError: loader['x']: a loader has batches, and this is not one. Use `for epoch in",
     ),
-    "update, no context": (
-        lambda ctx, model, loader, batch: fx.update(batch, model, _loss(model, batch)),
-        "found Batch, Wrapped, Tensor. Use fx.update(ctx, batch, model, loss), where model = ",
-    ),
-    "update, the optimizer too": (
-        lambda ctx, model, loader, batch: fx.update(
-            ctx, batch, model, _loss(model, batch), model.optimizer
-        ),
-        "found DistContext, Batch, Wrapped, Tensor, SGD. Use fx.update(ctx, batch, model, loss)",
-    ),
     "wrap, a plan for a context": (
         lambda ctx, model, loader, batch: fx.wrap(nn.Linear(2, 2), fx.Plan()),
-        "wrap: ctx is missing. Use fx.wrap(model, ctx, plan), with ctx = fx.detect().",
+        "PlanError: wrap: ctx is a Plan, not a context. Use fx.wrap(net, fx.detect()).",
     ),
     "wrap, swapped": (
         lambda ctx, model, loader, batch: fx.wrap(ctx, nn.Linear(2, 2), fx.Plan()),
-        "wrap: arguments in the wrong order, found DistContext, Linear, Plan. Use fx.wrap(model,",
-    ),
-    "wrap, a field of the plan": (
-        lambda ctx, model, loader, batch: fx.wrap(nn.Linear(2, 2), ctx, precision="bf16"),
-        "wrap(precision=...): no such argument. It is a field of the plan: use fx.Plan(precision=",
-    ),
-    "wrap, a factory without arguments": (
-        lambda ctx, model, loader, batch: fx.wrap(nn.Linear(2, 2), ctx, optimizer=lambda: None),
-        "PlanError: wrap(optimizer=...) takes a factory; it is called with (params): too many",
-    ),
-    "wrap, a class of schedulers": (
-        lambda ctx, model, loader, batch: fx.wrap(
-            nn.Linear(2, 2), ctx, optimizer=sgd, scheduler=torch.optim.lr_scheduler.StepLR
-        ),
-        "it is called with (optimizer): missing a required argument: 'step_size'. For example: ",
+        "PlanError: wrap takes a torch.nn.Module, found DistContext. For example:",
     ),
     "shard, swapped": (
         lambda ctx, model, loader, batch: fx.shard(ctx, DataLoader([1])),
-        "shard: arguments in the wrong order, found DistContext, DataLoader. Use fx.shard(loader,",
-    ),
-    "evaluate, no context": (
-        lambda ctx, model, loader, batch: fx.evaluate(model, loader, _loss),
-        "evaluate: ctx is missing. Use fx.evaluate(ctx, model, loader, fn), with ctx = fx.detect()",
+        "DataError: shard takes a torch DataLoader, an iterable or a function of a",
     ),
     "evaluate, swapped": (
         lambda ctx, model, loader, batch: fx.evaluate(ctx, loader, model, _loss),
-        "evaluate: arguments in the wrong order, found DistContext, Sharded, Wrapped, function. ",
-    ),
-    "evaluate, of the batch alone": (
-        lambda ctx, model, loader, batch: fx.evaluate(ctx, model, loader, lambda batch: 1.0),
-        "DataError: evaluate(fn=...) takes a function; it is called with (model, batch): too many",
+        "PlanError: evaluate takes a wrapped model, found Sharded. Use model =",
     ),
     "fit, swapped": (
-        lambda ctx, model, loader, batch: fx.fit(
-            "runs/none", ctx, fx.StepFns(model, _loss), loader, epochs=1
-        ),
-        "fit: arguments in the wrong order, found str, DistContext, StepFns, Sharded. Use fx.fit(",
+        lambda ctx, model, loader, batch: fx.fit("runs/none", ctx, model, ctx, epochs=1),
+        "PlanError: fit: ctx is 'runs/none'; pass the context, from fx.detect(); fns is",
     ),
     "fit, a model": (
         lambda ctx, model, loader, batch: fx.fit(ctx, model, loader, "runs/none", epochs=1),
-        "fit: fns is missing. Use fx.fit(ctx, fx.StepFns(model, loss), loader, path).",
-    ),
-    "fit, Lightning's epochs": (
-        lambda ctx, model, loader, batch: fx.fit(ctx, None, loader, "runs/none", max_epochs=1),
-        "fit(max_epochs=...): no such argument. Use fit(epochs=3).",
-    ),
-    "save, no context": (
-        lambda ctx, model, loader, batch: fx.save(model, "runs/none"),
-        "save: ctx is missing. Use fx.save(path, ctx, model), with ctx = fx.detect().",
+        "pass fx.StepFns(model=model, loss=loss).",
     ),
     "restore, the model first": (
         lambda ctx, model, loader, batch: fx.restore(model, "runs/none", ctx),
-        "restore: arguments in the wrong order, found Wrapped, str, DistContext. Use fx.restore(",
+        "ContextError: restore: ctx is a str, not a context from fx.detect(). Use",
     ),
     "load": (
         lambda ctx, model, loader, batch: fx.load("runs/none", ctx, model),
@@ -251,23 +168,7 @@ WRONG = {
     ),
     "export, swapped": (
         lambda ctx, model, loader, batch: fx.export("runs/none", model),
-        "export: arguments in the wrong order, found str, Wrapped. Use fx.export(model, folder).",
-    ),
-    "close, a model": (
-        lambda ctx, model, loader, batch: fx.close(model),
-        "close: ctx is missing. Use fx.close(ctx), with ctx = fx.detect().",
-    ),
-    "autocast, torch's": (
-        lambda ctx, model, loader, batch: fx.ops.autocast("cuda", dtype=torch.bfloat16),
-        "found str, dtype=dtype. Use fx.ops.autocast(model), where model = fx.wrap(net, ctx, fx.Pl",
-    ),
-    "sync, by position": (
-        lambda ctx, model, loader, batch: fx.ops.sync(model, False),
-        "sync: 1 positional argument too many. Pass sync(enabled=...) and what follows by name.",
-    ),
-    "mesh, other names": (
-        lambda ctx, model, loader, batch: fx.Mesh(tp=2),
-        "Mesh(tp=...): no such argument. Use Mesh(tensor=2).",
+        "CheckpointError: export(folder=...): a path is a string or a pathlib.Path, found Wrapped.",
     ),
     "a key as an attribute": (
         lambda ctx, model, loader, batch: batch.x,
@@ -278,5 +179,4 @@ WRONG = {
         "AttributeError: A batch has no attribute 'shape'. Use batch.data.shape, if the data, a "
         "dict, has it.",
     ),
-    **WRONG_STEPS,
 }

@@ -23,9 +23,9 @@ STYLES = tuple(
 )
 STREAMED = fx.Placement(
     units=(
-        fx.state.PlacedUnit(name="", device="cpu"),
-        fx.state.PlacedUnit(name="model.layers.0", device="disk"),
-        fx.state.PlacedUnit(name="model.layers.1", device="disk"),
+        fx.state.Unit(name="", device="cpu"),
+        fx.state.Unit(name="model.layers.0", device="disk"),
+        fx.state.Unit(name="model.layers.1", device="disk"),
     )
 )
 PLANS = {

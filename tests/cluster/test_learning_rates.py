@@ -141,7 +141,7 @@ def test_an_open_window_is_refused():
 
 
 def test_values_in_other_places_are_refused():
-    place = fx.Placement(units=(fx.state.PlacedUnit(name="", device="cpu"),))
+    place = fx.Placement(units=(fx.state.Unit(name="", device="cpu"),))
     plan = fx.Plan(strategy=fx.Offload(placement=place))
     with fx.detect(env={}, device="cpu") as ctx:
         model = fx.wrap(nn.Linear(1, 1), ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))

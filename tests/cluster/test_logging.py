@@ -26,21 +26,12 @@ def test_logging_knows_its_rank(ctx, caplog):
     assert caplog.records[0].filename == Path(__file__).name
 
 
-@pytest.mark.parametrize(
-    ("keyword", "use"),
-    [
-        ({"main_process_only": False}, r'fx\.log\(ctx\)\.info\("text", everyone=True\)'),
-        ({"in_order": True}, r'fx\.log\(ctx\)\.info\("text", everyone=True\)'),
-        ({"everyon": True}, r"Did you mean 'everyone'"),
-    ],
-)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_unknown_keywords_are_an_error_on_every_rank(ctx, keyword, use, rank):
+def test_unknown_keywords_are_an_error_on_every_rank(ctx, rank):
     import attrs
 
-    with pytest.raises(fx.ContextError, match=use) as raised:
-        fx.log(attrs.evolve(ctx, rank=rank)).debug("never shown", **keyword)
-    assert isinstance(raised.value, TypeError)
+    with pytest.raises(TypeError, match="main_process_only"):
+        fx.log(attrs.evolve(ctx, rank=rank)).debug("never shown", main_process_only=False)
 
 
 def test_keywords_of_the_standard_library_reach_it(ctx, caplog):

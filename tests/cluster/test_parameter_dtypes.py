@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain.backends.core.optimizers import local_optimizer
-from fxtrain.state import PlacedUnit
+from fxtrain.state import Unit
 from fxtrain.testing.training import on_mesh
 from tests.cluster._models import PIPELINES
 
@@ -17,7 +17,7 @@ HALF, FULL = torch.bfloat16, torch.float32
 TENSOR = fx.TP(
     styles=(fx.Style(modules="1", style="colwise"), fx.Style(modules="2", style="rowwise"))
 )
-RESIDENT = fx.Placement(units=(PlacedUnit(name="", device="cpu"),))
+RESIDENT = fx.Placement(units=(Unit(name="", device="cpu"),))
 ROWS = TensorDataset(torch.randn(16, 8, generator=torch.Generator().manual_seed(1)))
 PLANS = {
     "single": (1, fx.Plan(precision="bf16"), fx.Mesh()),

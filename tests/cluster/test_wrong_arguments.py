@@ -21,7 +21,7 @@ def _said(ctx):
         try:
             call(ctx, model, loader, batch)
         except (fx.FxError, AttributeError) as error:
-            said[name] = f"{type(error).__name__}: {error}"
+            said[name] = f"{type(error).__name__}: {error}".replace(f"rank {ctx.rank} ", "rank ")
     return said
 
 

@@ -1,8 +1,10 @@
 """What a report contains: every extreme of every curve, and no text that a browser runs."""
 
+import base64
 import json
 import shutil
 import subprocess
+from array import array
 from html.parser import HTMLParser
 
 import attrs
@@ -14,12 +16,15 @@ import fxtrain as fx
 from fxtrain._errors import PlanError, escape_unprintable
 from fxtrain.cli import main
 from fxtrain.curves import page_of, picture_of, read_curves
-from fxtrain.curves.packing import unpacked
 from fxtrain.trackers import read_run
 from tests._slow import slow_after
 from tests.curves._runs import written
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\u2028"
+
+
+def _unpacked(text):
+    return array("d", base64.b64decode(text)).tolist()
 
 
 class _Page(HTMLParser):
@@ -74,7 +79,7 @@ def test_the_data_of_the_page_is_the_run(two_runs):
         for curve in metric["curves"]:
             log = read_run(two_runs[curve["run"]])
             for axis, over in (("updates", "step"), ("rows", "rows"), ("time", "time")):
-                found = zip(unpacked(curve[axis]), unpacked(curve["values"]), strict=True)
+                found = zip(_unpacked(curve[axis]), _unpacked(curve["values"]), strict=True)
                 assert list(found) == log.curve(curve["name"], over)
 
 
@@ -85,7 +90,7 @@ def test_evaluation_is_in_the_chart_of_the_training_metric(tmp_path):
     page = _Page(page_of(read_curves([tmp_path / "a", tmp_path / "b"])))
     charts = {
         metric["name"]: [
-            (curve["run"], curve["name"], *unpacked(curve["values"])) for curve in metric["curves"]
+            (curve["run"], curve["name"], *_unpacked(curve["values"])) for curve in metric["curves"]
         ]
         for metric in page.data["metrics"]
     }

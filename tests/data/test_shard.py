@@ -181,7 +181,7 @@ class _Counting(IterableDataset):
         (lambda c: fx.shard(torch.arange(3), c), r"a Tensor of rows needs a .*DataLoader\("),
         (lambda c: fx.shard(TensorDataset(torch.arange(3)), c), "a TensorDataset of rows needs"),
         (lambda c: fx.shard(DataLoader([1]), 2), "ctx is a int, not a context"),
-        (lambda c: fx.shard(DataLoader([1]), fx.Plan(), c), "wrong order, found DataLoader, Plan"),
+        (lambda c: fx.shard(DataLoader([1]), fx.Plan(), c), "ctx is a Plan, not a context"),
         (lambda c: fx.shard(DataLoader([1]), c, "ddp"), "plan is a str, not an"),
         (lambda c: fx.shard(fx.shard(DataLoader([1]), c), c), "sharded already"),
         (lambda c: fx.shard(DataLoader([1]), c).at(3), "found int"),

@@ -2,10 +2,12 @@
 
 import shutil
 import warnings
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain import ops
@@ -114,6 +116,7 @@ def test_who_brings_the_optimizer_must_be_clear(pair, name):
 
 REFUSED = {
     "entries": (fx.Plan(strategy=fx.DeepSpeed(), clip_value=0.1), "Use clip_norm"),
+    "open windows": (fx.Plan(strategy=fx.DeepSpeed(), accumulate=2, flush=False), "Use flush=True"),
     "quantised": (
         fx.Plan(strategy=fx.DeepSpeed(stage=3, quantized_weights=True)),
         "need a CUDA device",
@@ -144,6 +147,48 @@ def test_a_plan_that_cannot_be_is_refused_on_every_rank(pair, name):
     plan, words = REFUSED[name]
     for kind, message in pair.run(_refusal, plan, adamw):
         assert kind == "PlanError" and words in message
+
+
+@on_rank
+def _with_a_file_on_rank_0(ctx, folder, action):
+    path = Path(folder, f"config-{ctx.rank}.json")
+    if ctx.is_main:
+        path.write_text('{"gradient_accumulation_steps": 2}')
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder if ctx.is_main else "/")
+        plan = fx.Plan(strategy=fx.DeepSpeed(config="config-0.json"))
+        try:
+            if action == "wrap":
+                fx.wrap(net(), ctx, plan, optimizer=adamw)
+            elif action == "shard":
+                fx.shard(DataLoader(rows(), batch_size=4), ctx, plan)
+            else:
+                fx.find_batch_size(ctx, lambda size, plan: None, 8, plan)
+        except fx.PlanError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("action", ["wrap", "shard", "find_batch_size"])
+def test_a_file_that_one_rank_lacks_is_the_same_error_on_all(pair, action, tmp_path):
+    first, second = pair.run(_with_a_file_on_rank_0, str(tmp_path), action)
+    assert first == second and "DeepSpeed(config='config-0.json'): [Errno 2] No such file" in first
+
+
+@on_rank
+def _found_window(ctx, path):
+    size, plan = fx.find_batch_size(
+        ctx, lambda size, plan: size <= 4, 8, fx.Plan(strategy=fx.DeepSpeed(config=path))
+    )
+    model = fx.wrap(net(), ctx, plan, optimizer=adamw)
+    fx.shard(DataLoader(rows(), batch_size=size), ctx, plan)
+    return size, plan.accumulate, model.strategy_state.values["gradient_accumulation_steps"]
+
+
+def test_the_window_of_a_file_is_scaled_with_the_batch_size(pair, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 8}')
+    assert pair.run(_found_window, str(path)) == [(4, 4, 4)] * 2
 
 
 @on_rank
@@ -208,8 +253,6 @@ def _in_parts(ctx, stage):
     with fx.zero_init(ctx, fx.Plan()):
         assert sum(parameter.numel() for parameter in net().parameters()) == 210
     model = fx.wrap(module, ctx, plan, optimizer=adamw)
-    from torch.utils.data import DataLoader
-
     loader = fx.shard(DataLoader(rows(), batch_size=4), ctx, plan)
     fns = fx.StepFns(model=model, loss=mean)
     for batch in loader:

@@ -5,10 +5,19 @@ import types
 
 import pytest
 
+from fxtrain.cli import main
 from fxtrain.launch.launchers.deepspeed.hostfile import deepspeed_argv, filter_hosts, read_hosts
 
 pytestmark = pytest.mark.deepspeed
 
+LAUNCH = """
+[launch]
+ranks = 2
+[plan]
+precision = "bf16"
+[plan.strategy]
+kind = "deepspeed"
+"""
 TEXT = "a slots=4\nb slots=2\nc slots=1\n"
 
 
@@ -57,3 +66,11 @@ def test_machines_slots_and_words_are_those_of_deepspeed(include, exclude, monke
     )
     # As the shells over there split them: DeepSpeed quotes only what holds a space.
     assert shlex.split(" ".join(argv)) == shlex.split(" ".join(words)) and ours == environment
+
+
+def test_a_file_for_gpus_is_valid_on_a_machine_without_one(tmp_path, capsys):
+    path = tmp_path / "fxtrain.toml"
+    path.write_text(LAUNCH)
+    assert main(["config", "check", str(path)]) == 0, capsys.readouterr().out
+    path.write_text(LAUNCH.replace("bf16", "fp16"))
+    assert main(["config", "check", str(path)]) == 0, capsys.readouterr().out

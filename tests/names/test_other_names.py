@@ -5,7 +5,6 @@ import inspect
 import attrs
 import click
 import pytest
-import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -52,6 +51,10 @@ def test_what_an_answer_names_exists():
         check_answer(use, path)
 
 
+def _unexpected(record, name):
+    return f"{record.__name__}() got an unexpected keyword argument {name!r}."
+
+
 def _own_flag(name):
     """Whether `launch` takes it, or an option of which it is the beginning."""
     flag = f"--{name.replace('_', '-')}"
@@ -64,10 +67,9 @@ def test_a_name_is_answered_wherever_it_is_typed(name):
     row = SETTINGS[name]
     answer = row.none or f"Use {row.use}."
     if name not in attrs.fields_dict(fx.Plan):
-        with pytest.raises(fx.PlanError) as caught:
+        with pytest.raises(TypeError) as caught:
             fx.Plan(**{name: 1})
-        assert isinstance(caught.value, TypeError)
-        assert caught.value.message == f"Plan({name}=...): no such argument. {answer}"
+        assert str(caught.value) == f"{_unexpected(fx.Plan, name)} {answer}"
         with pytest.raises(fx.PlanError) as caught:
             parse(f"[plan]\n{name} = 1\n", "toml")
         assert caught.value.message == f"plan: unknown key {name!r}.{hint(name, at='file')}"
@@ -103,11 +105,11 @@ def test_a_value_is_answered(name):
 
 
 def test_a_record_prefers_its_own_field():
-    with pytest.raises(fx.PlanError, match=r"Use DDP\(unused_parameters=\.\.\.\)\."):
+    with pytest.raises(TypeError, match=r"Use DDP\(unused_parameters=\.\.\.\)\."):
         fx.DDP(find_unused_parameters=True)
-    with pytest.raises(fx.LaunchError, match=r"Use LaunchSpec\(ranks=\.\.\.\)\."):
+    with pytest.raises(TypeError, match=r"Use LaunchSpec\(ranks=\.\.\.\)\."):
         LaunchSpec(target="train.py", nproc_per_node=2)
-    with pytest.raises(fx.PlanError, match=r"Use fx\.Plan\(clip_norm=1\.0\)\."):
+    with pytest.raises(TypeError, match=r"Use fx\.Plan\(clip_norm=1\.0\)\."):
         fx.FSDP(max_grad_norm=1.0)
 
 
@@ -121,32 +123,7 @@ def test_a_misspelt_argument_suggests_the_nearest(data):
     assume(word not in names and not hint(word))
     with pytest.raises(TypeError, match="Did you mean") as caught:
         record(**{word: 1})
-    assert isinstance(caught.value, fx.FxError)
-    assert str(caught.value).startswith(f"{record.__name__}({word}=...): no such argument.")
-
-
-def _calls():
-    net = torch.nn.Linear(2, 1)
-    loader = torch.utils.data.DataLoader([1, 2])
-    with fx.detect(env={}, device="cpu") as ctx:
-        yield fx.PlanError, lambda: fx.wrap(net, ctx, lr_scheduler=None), "scheduler=..."
-        yield fx.PlanError, lambda: fx.wrap(net, ctx, None, None), "wrap(optimizer=...)"
-        yield fx.PlanError, lambda: fx.wrap(net, ctx, optimiser=None), "'optimizer'"
-        yield fx.DataError, lambda: fx.shard(loader, ctx, num_workers=2), "DataLoader("
-        yield fx.ContextError, lambda: fx.detect(devise="cpu"), "'device'"
-        yield fx.ContextError, lambda: fx.detect(mixed_precision="no"), "fx.Plan(precision="
-        yield fx.LaunchError, lambda: fx.launch(divmod, (7, 2), num_processes=1), "(ranks=...)"
-        yield fx.StepError, lambda: fx.StepFns(modle=1, loss=2), "'model'"
-        yield fx.PlanError, lambda: fx.Plan("fsdp"), "Plan(strategy=...)"
-        yield fx.PlanError, lambda: fx.DDP(purple=1), "It has bucket_mib"
-
-
-def test_functions_answer_too():
-    for error, call, text in _calls():
-        with pytest.raises(error) as caught:
-            call()
-        assert isinstance(caught.value, TypeError)
-        assert text in str(caught.value)
+    assert str(caught.value).startswith(_unexpected(record, word))
 
 
 def test_a_launch_file_that_is_another_librarys(tmp_path):
@@ -206,9 +183,9 @@ WRONG_BEFORE = {
 
 @pytest.mark.parametrize("call", WRONG_BEFORE)
 def test_an_answer_is_not_a_guess(call):
-    with pytest.raises((AttributeError, fx.PlanError)) as caught:
+    with pytest.raises((AttributeError, TypeError)) as caught:
         eval(call, {"fx": fx})
-    assert str(caught.value).removesuffix(" [FX002]").endswith(WRONG_BEFORE[call])
+    assert str(caught.value).endswith(WRONG_BEFORE[call])
 
 
 def test_names_of_ops_and_misspelt_names_are_answered():
@@ -241,29 +218,10 @@ def test_an_argument_of_another_library_is_answered_with_the_one_here(row):
     function = getattr(_callable(call), call, _callable(call))  # a package may be the function
     parameters = inspect.signature(function).parameters
     assert name not in parameters
-    with pytest.raises(fx.FxError) as caught:
-        function(**{name: 1})
-    assert isinstance(caught.value, TypeError)
-    answer = row.none or f"Use {call}({row.use})."
-    assert caught.value.message == f"{call}({name}=...): no such argument. {answer}"
+    if inspect.isclass(function):
+        with pytest.raises(TypeError) as caught:
+            function(**{name: 1})
+        answer = row.none or f"Use {call}({row.use})."
+        assert str(caught.value) == f"{_unexpected(function, name)} {answer}"
     if row.use:
         assert row.use.partition("=")[0] in parameters
-
-
-HINTED = (
-    "agree all_ranks any_rank barrier broadcast broadcast_object clip_norm clip_value duplicate "
-    "fork_rng gather gather_objects gather_valid join_tokens log main_first map on_main on_rank "
-    "pad preemption reduce say scatter seed split unpad evaluate export fit load_model merge "
-    "restore save shard track wrap"
-)
-
-
-@pytest.mark.parametrize("call", HINTED.split())
-def test_a_misspelt_argument_is_answered_with_the_nearest(call):
-    function = getattr(_callable(call), call, _callable(call))
-    name = list(inspect.signature(function).parameters)[-1]
-    wrong = f"{name}x"
-    with pytest.raises(fx.FxError) as caught:
-        function(**{wrong: 1})
-    assert isinstance(caught.value, TypeError)
-    assert caught.value.message == f"{call}({wrong}=...): no such argument. Did you mean {name!r}?"

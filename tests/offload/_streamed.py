@@ -7,7 +7,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.backends.offload.strategy import OFFLOAD, wrap_streamed
-from fxtrain.state import PlacedUnit
+from fxtrain.state import Unit
 from fxtrain.testing import Transformer
 
 COPIES = attrs.evolve(OFFLOAD, wrap=functools.partial(wrap_streamed, copy=True))
@@ -16,8 +16,8 @@ TOKENS = torch.arange(6)[None]
 
 def placement(*names, **fields):
     """These units on disk, all else on the CPU."""
-    disk = tuple(PlacedUnit(name=name, device="disk") for name in names)
-    return fx.Placement(units=(PlacedUnit(name="", device="cpu"), *disk), **fields)
+    disk = tuple(Unit(name=name, device="disk") for name in names)
+    return fx.Placement(units=(Unit(name="", device="cpu"), *disk), **fields)
 
 
 BLOCKS = placement("blocks.0", "blocks.1")

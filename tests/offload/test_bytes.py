@@ -39,10 +39,10 @@ def _ranges(folder):
     }
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("row", [OFFLOAD, COPIES], ids=["in place", "copied"])
 def test_a_forward_reads_streamed_bytes_once_and_no_others(
-    ctx, four_blocks, monkeypatch, row, ahead
+    ctx, four_blocks, monkeypatch, row, prefetch
 ):
     """Units that are read for the next forward, while one ends, are read once as well."""
     read, counts = streaming.read, Counter()
@@ -53,7 +53,7 @@ def test_a_forward_reads_streamed_bytes_once_and_no_others(
 
     monkeypatch.setattr(streaming, "read", counted)
     net = Transformer(blocks=4)
-    model = streamed(ctx, four_blocks, placement(*BLOCKS[1:], ahead=ahead), row, net)
+    model = streamed(ctx, four_blocks, placement(*BLOCKS[1:], prefetch=prefetch), row, net)
     with torch.no_grad():
         for _ in range(FORWARDS):
             model(TOKENS)
@@ -64,7 +64,7 @@ def test_a_forward_reads_streamed_bytes_once_and_no_others(
         if not name.startswith(BLOCKS[1:]):
             assert times == {0}, name
         elif row is COPIES:
-            assert times <= {FORWARDS, FORWARDS + 1} if ahead else times == {FORWARDS}, name
+            assert times <= {FORWARDS, FORWARDS + 1} if prefetch else times == {FORWARDS}, name
         else:  # pages that are in memory need no reading
             assert max(times) <= FORWARDS + 1, name
     assert counts.total() > 0
@@ -97,9 +97,9 @@ def test_units_in_memory_are_not_read_again_while_other_threads_run(ctx, four_bl
     assert not reads
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("prefetch", [0, 2])
 def test_host_buffers_of_copied_units_are_those_of_the_placement(
-    ctx, four_blocks, monkeypatch, ahead
+    ctx, four_blocks, monkeypatch, prefetch
 ):
     sizes, make = [], device_copies.pinned_buffer
 
@@ -111,19 +111,19 @@ def test_host_buffers_of_copied_units_are_those_of_the_placement(
     measured = fx.big.sizes(four_blocks)
     budget = fx.big.budget({"cuda:0": "1GiB", "cpu": "1GiB"})
     policy = {"": "cuda:0"} | dict.fromkeys(BLOCKS, "disk")
-    placed = fx.big.place(measured, budget, policy=policy, ahead=ahead)
+    placed = fx.big.place(measured, budget, policy=policy, prefetch=prefetch)
     largest = max(unit.bytes for unit in placed.streamed)
-    assert placed.staging == placed.room == (1 + ahead) * largest
+    assert placed.staging == placed.room == (1 + prefetch) * largest
     names = [unit.name for unit in placed.streamed]
     model = streamed(
-        ctx, four_blocks, placement(*names, ahead=ahead), COPIES, Transformer(blocks=4)
+        ctx, four_blocks, placement(*names, prefetch=prefetch), COPIES, Transformer(blocks=4)
     )
     with torch.no_grad():
         model(TOKENS)
         model(TOKENS)
     fx.unwrap(model)
-    assert len(sizes) == 1 + ahead
-    assert placed.staging <= sum(sizes) <= placed.staging + (1 + ahead) * 256 * 20
+    assert len(sizes) == 1 + prefetch
+    assert placed.staging <= sum(sizes) <= placed.staging + (1 + prefetch) * 256 * 20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -124,7 +124,7 @@ def test_a_failure_leaves_the_model_as_it_was(ctx, name, tmp_path, threads):
     config = fx.Offload(
         placement=placement("2"), source=str(tmp_path), offload_folder=str(tmp_path / "file")
     )
-    plan = fx.Plan(strategy=config, quantize=fx.Bnb4(format="fp4"))
+    plan = fx.Plan(strategy=config, quantize=fx.Bnb4(quant_type="fp4"))
     with pytest.raises((fx.PlanError, fx.CheckpointError)):
         fx.wrap(net, ctx, plan)
     assert parts == [id(part) for part in (*net.modules(), *net.parameters())]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.state.placement.offload import POLICIES
+from fxtrain.state.placement import POLICIES
 from tests._packaged_models import minilm_folder, packaged, smollm2_folder
 
 transformers = pytest.importorskip("transformers")
@@ -60,7 +60,7 @@ def test_smollm2_continues_as_the_resident_model_does(ctx, smollm2):
         logits = resident(prompt).logits
     for number, policy in enumerate(POLICIES):
         rooms = {"cpu": "260MB"}
-        model, placed = streamed(ctx, smollm2, build, policy, rooms, ahead=number)
+        model, placed = streamed(ctx, smollm2, build, policy, rooms, prefetch=number)
         assert sum(unit.bytes for unit in placed.streamed) > 200_000_000
         with torch.no_grad():
             assert torch.equal(model(prompt).logits, logits)

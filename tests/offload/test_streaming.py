@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fxtrain as fx
 from fxtrain.backends.offload.device_copies import DeviceCopies
 from fxtrain.backends.offload.strategy import OFFLOAD
-from fxtrain.state import DtypeRule, PlacedUnit
+from fxtrain.state import DtypeRule, Unit
 from fxtrain.testing import Transformer
 from tests.offload._streamed import BLOCKS, COPIES, TOKENS, empty, placement, streamed
 
@@ -184,10 +184,10 @@ def test_placements_that_do_not_fit_the_model_or_the_machine(ctx):
         return str(error.value)
 
     assert "no module or tensor 'layers.0'" in refusal(placement("layers.0"))
-    lacks = fx.Placement(units=(PlacedUnit(name="blocks", device="cpu"),))
+    lacks = fx.Placement(units=(Unit(name="blocks", device="cpu"),))
     assert "says nothing of the tensor 'position'" in refusal(lacks)
     assert "it computes on 'cuda:3'" in refusal(attrs.evolve(BLOCKS, device="cuda:3"))
-    units = (PlacedUnit(name="", device="cuda:7"),)
+    units = (Unit(name="", device="cuda:7"),)
     assert "places units on 'cuda:7', and this machine has" in refusal(fx.Placement(units=units))
 
 
@@ -211,7 +211,7 @@ def test_copies_are_bounded_also_while_gradients_are_computed(ctx, folder, monke
     net.blocks.requires_grad_(False)
     fx.export(net, folder)
     placed = placement(*(f"blocks.{number}" for number in range(6)))
-    config = fx.Offload(placement=placed, source=str(folder), ahead=1)
+    config = fx.Offload(placement=placed, source=str(folder), prefetch=1)
     model = fx.wrap(net, ctx, fx.Plan(strategy=config), optimizer=_sgd, strategy=COPIES)
     loss = model(TOKENS).sum()
     assert len(made) >= 6 and sum(not one.expired() for one in made) <= 2

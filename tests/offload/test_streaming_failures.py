@@ -50,9 +50,9 @@ def test_a_file_that_changes_is_an_error_with_tensor_and_offset(ctx, folder, dam
     assert "at offset" in str(error.value)
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_disk_that_fails_is_an_error_with_tensor_and_offset(ctx, folder, monkeypatch, ahead):
-    model = streamed(ctx, folder, ahead=ahead)
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_disk_that_fails_is_an_error_with_tensor_and_offset(ctx, folder, monkeypatch, prefetch):
+    model = streamed(ctx, folder, prefetch=prefetch)
 
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")

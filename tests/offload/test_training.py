@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain.checkpoint.folders import read_manifest
 from fxtrain.checkpoint.local_storage import open_storage
-from fxtrain.state import PlacedUnit
+from fxtrain.state import Unit
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh
 from tests.offload._streamed import COPIES, placement
@@ -20,8 +20,8 @@ from tests.offload._streamed import COPIES, placement
 UNITS = ("net.blocks.0", "net.blocks.1", "net.embed")
 PLACED = fx.Placement(
     units=(
-        PlacedUnit(name="", device="cpu"),
-        *(PlacedUnit(name=name, device="disk") for name in UNITS),
+        Unit(name="", device="cpu"),
+        *(Unit(name=name, device="disk") for name in UNITS),
     )
 )
 

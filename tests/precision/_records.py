@@ -11,7 +11,7 @@ import fxtrain as fx
 RECORDS = {
     "bnb8": fx.Bnb8(threshold=5.0),
     "nf4": fx.Bnb4(),
-    "fp4": fx.Bnb4(format="fp4", double=False, compute=None),
+    "fp4": fx.Bnb4(quant_type="fp4", double_quant=False, compute=None),
     "int8": fx.Torchao(),
     "int8 dynamic": fx.Torchao(activations="int8"),
     "int4": fx.Torchao(weights="int4", group=32),

@@ -47,7 +47,7 @@ def _kernel(monkeypatch):
 def _net(form="nf4", **fields):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 64), nn.Linear(64, 10))
-    quantize_layers(net, fx.Bnb4(format=form, head=True, **fields), torch.device("cpu"))
+    quantize_layers(net, fx.Bnb4(quant_type=form, head=True, **fields), torch.device("cpu"))
     return net.eval().requires_grad_(False)
 
 
@@ -157,10 +157,10 @@ def test_a_copy_on_a_cpu_without_the_kernel_is_restored(monkeypatch):
 
 def test_wrapping_after_an_evaluation_keeps_the_kernel():
     for double in (True, False):
-        net = _net(double=double)
+        net = _net(double_quant=double)
         before, found = _bytes(net), _evaluated(net)
         with fx.detect(env={}, device="cpu") as ctx:
-            model = fx.wrap(net, ctx, fx.Plan(quantize=fx.Bnb4(head=True, double=double)))
+            model = fx.wrap(net, ctx, fx.Plan(quantize=fx.Bnb4(head=True, double_quant=double)))
             assert torch.equal(_evaluated(model), found)
         assert _packed(net) == [True, True, False]
         _same(_bytes(net), before)

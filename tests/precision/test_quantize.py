@@ -102,10 +102,10 @@ def test_export_and_load_are_the_identity(name, tmp_path):
 OTHERS = [
     (
         "nf4",
-        fx.Bnb4(format="fp4"),
+        fx.Bnb4(quant_type="fp4"),
         "asked for bitsandbytes fp4, but . is quantised already .* as bitsandbytes nf4",
     ),
-    ("nf4", fx.Bnb4(block=128), "asked for block=128, but . is .* with block=64"),
+    ("nf4", fx.Bnb4(blocksize=128), "asked for blocksize=128, but . is .* with blocksize=64"),
     ("int8", fx.Torchao(activations="int8"), "asked for activations='int8'"),
     ("int4", fx.Torchao(), "asked for torchao int8, but . is .* as torchao int4"),
 ]
@@ -231,7 +231,7 @@ def test_a_checkpoint_resumes_bit_for_bit(name, tmp_path):
 @pytest.mark.parametrize("name", marked(["nf4"]))
 def test_a_checkpoint_of_another_format_is_refused(name, tmp_path):
     with fx.detect(env={}, device="cpu") as ctx:
-        plans = [fx.Plan(quantize=fx.Bnb4(format=one)) for one in ("nf4", "fp4")]
+        plans = [fx.Plan(quantize=fx.Bnb4(quant_type=one)) for one in ("nf4", "fp4")]
         saved, other = (fx.wrap(mlp(), ctx, plan) for plan in plans)
         fx.save(tmp_path, ctx, saved, position=fx.Position())
         with pytest.raises(fx.CheckpointError, match="0 is bitsandbytes nf4 in the checkpoint"):

@@ -150,7 +150,7 @@ OTHER_FIELDS = [
     (fx.Torchao(weights="int4", group=32), fx.Torchao(weights="int4", group=64), "with group=32"),
     (fx.Torchao(weights="int2", group=32), fx.Torchao(weights="int2", group=64), "with group=32"),
     (fx.Bnb4(), fx.Bnb4(compute="fp32"), "asked for compute='fp32', but 0 .* compute='bf16'"),
-    (fx.Bnb4(), fx.Bnb4(double=False, block=128), "with block=64, double=True"),
+    (fx.Bnb4(), fx.Bnb4(double_quant=False, blocksize=128), "with blocksize=64, double_quant=True"),
     (fx.Bnb8(), fx.Bnb8(threshold=0), "asked for threshold=0.0, but 0 .* with threshold=6.0"),
 ]
 

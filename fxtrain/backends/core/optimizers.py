@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fxtrain._arguments import call_problem
 from fxtrain._errors import PlanError, StepError
 from fxtrain.backends.core.host_optimizer import (
     HostOptimizer,
@@ -100,8 +99,6 @@ def make_optimizers(
             f"wrap(optimizer=...) takes a factory or an optimizer, found {type(factory).__name__}. "
             f"For example: {_FACTORY}"
         )
-    if problem := call_problem(factory, "params"):
-        raise PlanError(f"wrap(optimizer=...) takes a factory; {problem}. For example: {_FACTORY}")
     params = Params((name, p) for name, p in module.named_parameters() if p.requires_grad)
     if not params:
         raise PlanError(
@@ -209,10 +206,6 @@ def make_schedulers(factory: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]
         raise PlanError(
             f"wrap(scheduler=...) takes a factory or a scheduler, found {type(factory).__name__}. "
             f"For example: {_SCHEDULER}"
-        )
-    if problem := call_problem(factory, "optimizer"):
-        raise PlanError(
-            f"wrap(scheduler=...) takes a factory; {problem}. For example: {_SCHEDULER}"
         )
     made = factory(optimizer)
     every = _checked_list(made, LRScheduler, "scheduler", _SCHEDULER)

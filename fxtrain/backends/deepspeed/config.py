@@ -11,7 +11,6 @@ from typing import Any
 import attrs
 from torch import nn
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.backends.deepspeed.config_entries import (
     AUTO,
@@ -26,18 +25,19 @@ from fxtrain.backends.deepspeed.config_entries import (
 )
 from fxtrain.backends.deepspeed.plan_entries import PlanEntry, all_plan_entries, power_of_two
 from fxtrain.state import DeepSpeed, FromConfig, Plan
-from fxtrain.state.deepspeed import autocast_dtype, fill_from_config, read_config
+from fxtrain.state.deepspeed import (
+    WINDOW_ENTRIES,
+    autocast_dtype,
+    fill_from_config,
+    read_config,
+)
 
 __all__ = ["Inputs", "config_problems", "deepspeed_config", "hidden_size", "resolve"]
 
 _PREFETCH = f"{ZERO}.stage3_prefetch_bucket_size"
 _THRESHOLD = f"{ZERO}.stage3_param_persistence_threshold"
 _BUCKET = f"{ZERO}.reduce_bucket_size"
-_MICRO, _ACCUMULATE, _TOTAL = (
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "train_batch_size",
-)
+_MICRO, _, _TOTAL = WINDOW_ENTRIES
 # Prefixes of entries in which "auto" is one of DeepSpeed's own values.
 _DEEPSPEED_AUTO = ("data_types.keep_in_fp32_modules", f"{ZERO}.zenflow.", "expert_parallel.")
 
@@ -61,7 +61,6 @@ class Inputs:
     partial: bool = False
 
 
-@known_arguments(PlanError)
 def deepspeed_config(
     plan: Plan,
     model: nn.Module | None = None,

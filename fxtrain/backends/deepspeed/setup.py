@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 from torch import nn
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.module_changes import prepare_module, send_values
@@ -48,7 +47,6 @@ class EngineConfig:
     trained: TrainedParameters | None = None
 
 
-@known_arguments(PlanError)
 def zero_init(ctx: DistContext, plan: Plan) -> AbstractContextManager[object]:
     """Build a model inside this region without any rank ever holding all of it.
 

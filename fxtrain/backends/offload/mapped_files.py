@@ -25,10 +25,6 @@ try:
 except ImportError:  # Windows
     resource = None
 
-__all__ = [
-    "MappedFile", "Span", "check", "disk_waits", "fits", "map_file", "mapped", "read", "spans_of",
-]  # fmt: skip
-
 _POPULATE_READ = 22  # madvise: read pages and map them; an error is returned, not a signal
 _PIECE = 1 << 20  # bytes read at once
 _MEMORY_SPEED = 8e9  # bytes per second that no disk reaches

@@ -23,8 +23,6 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-__all__ = ["digest_of", "located", "write_unit"]
-
 _PIECE = 1 << 20  # bytes
 _PART = ".part"  # the end of the name of a file that is being written
 _UNLOCKED_S = 60.0  # after which a file that no process has locked is that of a killed one

@@ -1,7 +1,7 @@
 """Units on the CPU or on disk, brought to their device when they are needed."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from torch import nn
 
 from fxtrain import big, ops
 from fxtrain._byte_units import read_bytes
-from fxtrain._errors import PlanError
+from fxtrain._errors import CheckpointError, PlanError
 from fxtrain.backends.core import buffers
+from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import (
     prepare_module,
     send_values,
@@ -21,8 +22,8 @@ from fxtrain.backends.core.module_changes import (
     xla_problems,
 )
 from fxtrain.backends.core.weights import torch_weights
-from fxtrain.backends.offload.checkpoint_state import load_trained, trained_state
 from fxtrain.backends.offload.hooks import attach
+from fxtrain.backends.offload.offload_folder import digest_of
 from fxtrain.backends.offload.streaming import (
     Streaming,
     keep_for_folder,
@@ -36,10 +37,20 @@ from fxtrain.models import load_model
 from fxtrain.models.quantized_loading import quantized_source
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.precision import quantized_layers
-from fxtrain.state import DistContext, Offload, Placement, Plan, Strategy, Weight, Wrapped
-from fxtrain.state.placement.placement import DISK, dtype_of
+from fxtrain.state import (
+    DistContext,
+    ModelState,
+    Offload,
+    Placement,
+    Plan,
+    StateReader,
+    Strategy,
+    Weight,
+    Wrapped,
+)
+from fxtrain.state.placement import DISK, dtype_of
 
-__all__ = ["OFFLOAD", "wrap_streamed"]
+_FILES = "frozen_files"  # of a checkpoint: digests of files with frozen parameters, by name
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
@@ -116,7 +127,7 @@ def wrap_streamed(
         tensors,
         streamed_units(module, tensors, placement),
         folder=None if config.offload_folder is None else Path(config.offload_folder),
-        ahead=placement.ahead if config.ahead is None else config.ahead,
+        prefetch=placement.prefetch if config.prefetch is None else config.prefetch,
         pin=config.pin,
         copy=copy,
     )
@@ -133,22 +144,17 @@ def wrap_streamed(
         _send(streaming, ctx)
         prepare_module(module, plan, ctx, hooked=True)
         undo.append(attach(module, streaming, backward=optimizer is not None))
-        made = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo_all)
-        made = attrs.evolve(made, strategy_state=streaming, placement=placement)
+        wrapped = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo_all)
+        wrapped = attrs.evolve(wrapped, strategy_state=streaming, placement=placement)
         if config.source is not None:
-            _load(config.source, made, cast=bool(placement.dtypes))
+            source: Any = config.source
+            if plan.quantize is not None:  # as it is read
+                source = quantized_source(config.source, module, plan.quantize)
+            load_model(source, wrapped, cast=bool(placement.dtypes))
     except BaseException:
         undo_all()
         raise
-    return made
-
-
-def _load(path: str, model: Wrapped, *, cast: bool) -> None:
-    """Fill a model, and quantise what the plan says as it is read."""
-    source: Any = path
-    if model.plan.quantize is not None:
-        source = quantized_source(path, model.module, model.plan.quantize)
-    load_model(source, model, cast=cast)
+    return wrapped
 
 
 def _compute_placement(config: Offload, module: nn.Module, ctx: DistContext) -> Placement:
@@ -161,7 +167,7 @@ def _compute_placement(config: Offload, module: nn.Module, ctx: DistContext) -> 
         big.sizes(module, no_split=config.no_split, dtypes=config.dtypes),
         big.budget(memory),
         policy=config.policy,
-        ahead=config.ahead,
+        prefetch=config.prefetch,
         offload_buffers=config.offload_buffers,
         activations=read_bytes(config.activations or None, "Offload(activations=...)") or 0,
         batch=config.batch,
@@ -279,6 +285,66 @@ def _weights(model: Wrapped) -> dict[str, Weight]:
     }
 
 
+def _trained_state(model: Wrapped) -> ModelState:
+    """The state without frozen parameters that are in model files, whose digests it has instead.
+
+    Effects:
+        Reads those files once, the first time.
+    """
+    state = state_of(model, omit=_frozen(model.strategy_state))
+    return attrs.evolve(state, values={**state.values, _FILES: _digests(model.strategy_state)})
+
+
+def _load_trained(model: Wrapped, saved: StateReader) -> None:
+    """Put a saved state into a model whose frozen parameters come from the same files.
+
+    Raises:
+        CheckpointError: the files are others, or it is the state of another model.
+    """
+    wanted: Mapping[str, Any] = saved.values.get(_FILES, {})
+    digests = _digests(model.strategy_state)
+    if sorted(wanted.values()) != sorted(digests.values()):
+        others = [name for name, digest in wanted.items() if digest not in digests.values()]
+        raise CheckpointError(
+            f"The checkpoint belongs to frozen parameters in {', '.join(wanted) or 'no file'}, "
+            f"and this model has them from {', '.join(digests) or 'no file'}"
+            f"{f': {others[0]} has another digest' if others else ''}. Load the files with which "
+            f"the checkpoint was saved.",
+            code="FX603",
+        )
+    load_state(model, saved, omit=_frozen(model.strategy_state))
+
+
+def _frozen(streaming: Streaming) -> frozenset[str]:
+    return frozenset(
+        name for one in _from_files(streaming) for name in streaming.tensors[one].names
+    )
+
+
+def _from_files(streaming: Streaming) -> list[str]:
+    """Parameters that stay as the files have them; a forward may change any buffer."""
+    return [
+        name
+        for name in streaming.sources
+        if not (one := streaming.tensors[name]).is_buffer and (one.streamed or not one.trained)
+    ]
+
+
+def _digests(streaming: Streaming) -> dict[str, str]:
+    """The digests of the files with frozen parameters, by the names of the files."""
+    paths = sorted({streaming.sources[name] for name in _from_files(streaming)})
+    for path in paths:
+        if path not in streaming.digests:
+            try:
+                streaming.digests[path] = digest_of(path)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path}, which has frozen parameters, cannot be read: "
+                    f"{error.strerror or error}. A checkpoint names such files with their digests."
+                ) from error
+    return {path.name: streaming.digests[path] for path in paths}
+
+
 def _unwrap(model: Wrapped) -> nn.Module:
     model.undo()
     return model.module
@@ -292,8 +358,8 @@ OFFLOAD = attrs.evolve(
     wrap=wrap_streamed,
     sync=_sync,
     apply=buffers.apply,
-    state=trained_state,
-    load_state=load_trained,
+    state=_trained_state,
+    load_state=_load_trained,
     weights=_weights,
     unwrap=_unwrap,
     converts_layers=False,

@@ -1,7 +1,8 @@
 """A model whose units stream: where their values are, and what brings them to their device."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,58 +24,126 @@ from fxtrain.backends.offload.mapped_files import (
     spans_of,
 )
 from fxtrain.backends.offload.offload_folder import write_unit
-from fxtrain.backends.offload.read_ahead import ReadAhead, start
 from fxtrain.backends.offload.units import PlacedTensor, StreamedUnit
 from fxtrain.precision import has_no_memory
 from fxtrain.state import Location, Part
-from fxtrain.state.placement.placement import DISK
-
-__all__ = ["Streaming", "keep_for_folder", "new_streaming", "place", "set_values"]
+from fxtrain.state.placement import DISK
 
 _Read = Callable[[Part | None], Tensor]
+_THREADS = 4
 # Parts of a unit, which threads take in order: small ones, so that what is read at the same time is
 # close together, as the system's own read-ahead expects.
 _PARTS = 64
 _SMALLEST = 1 << 20  # bytes
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
+class Prefetcher:
+    """Threads that prepare units in the order in which they were used before.
+
+    Units are numbered in the order of the model. What follows two units in a row is what followed
+    them the last time, which tells forward from backward, and one use of a unit from its second. A
+    wrong guess costs the head start, nothing else.
+
+    Attributes:
+        work: (unit) → functions that together prepare it, each called in a thread.
+        count: Units.
+        prefetch: Units to prepare while one is in use.
+        pool: The threads; the first begins with the first unit in use.
+        following: The unit that followed two others the last time.
+        pending: By unit, what prepares it.
+        last: The two units that were used last, in order.
+    """
+
+    work: Callable[[int], list[Callable[[], Any]]]
+    count: int
+    prefetch: int
+    pool: ThreadPoolExecutor = attrs.field(
+        init=False, factory=lambda: ThreadPoolExecutor(_THREADS, "fxtrain-offload")
+    )
+    following: dict[tuple[int, int], int] = attrs.field(factory=dict, init=False)
+    pending: dict[int, list[Future[Any]]] = attrs.field(factory=dict, init=False)
+    last: tuple[int, int] = attrs.field(default=(-1, -1), init=False)
+
+    def use(self, unit: int) -> list[Any]:
+        """Wait until a unit is prepared, and begin with those that come next.
+
+        Returns:
+            What its functions returned.
+
+        Raises:
+            CheckpointError: as its functions.
+        """
+        self.following[self.last] = unit
+        self.last = (self.last[1], unit)
+        running = self.pending.pop(unit, None) or self._begin(unit)
+        coming = list(dict.fromkeys(self._predict()))
+        for stale in self.pending.keys() - coming:
+            for future in self.pending.pop(stale):
+                future.cancel()
+        for other in coming:
+            if other not in self.pending:
+                self.pending[other] = self._begin(other)
+        try:
+            return [future.result() for future in running]
+        except Exception:
+            self.pending.clear()  # what failed in advance is tried again when it is needed
+            raise
+
+    def close(self) -> None:
+        """End the threads."""
+        self.pending.clear()
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+    def _begin(self, unit: int) -> list[Future[Any]]:
+        return [self.pool.submit(function) for function in self.work(unit)]
+
+    def _predict(self) -> Iterator[int]:
+        before, now = self.last
+        for _ in range(min(self.prefetch, self.count - 1)):
+            step = 1 if now >= before else -1
+            before, now = now, self.following.get((before, now), (now + step) % self.count)
+            if now != self.last[1]:
+                yield now
+
+
+@attrs.define(kw_only=True, eq=False)
 class Streaming:
-    """What a streamed model keeps beside its module. The tables in it change; see each function.
+    """What a streamed model keeps beside its module.
 
     Attributes:
         tensors: Every parameter and buffer, by its first name.
         units: Units that stream.
         users: The units of a streamed tensor, by its first name.
         folder: Where tensors on disk are written that no file contains as they are needed.
+        empty: First names of tensors without values.
+        copies: What holds units on a device, where that is not the CPU.
+        prefetcher: Reads units ahead.
         locations: By first name, where the values of tensors on disk are.
         sources: By first name, the file from which a tensor was filled.
         digests: Of files, by path, once a checkpoint was saved.
         files: Mapped files by path.
         spans: By unit, the bytes to read for it, once they are known.
-        empty: First names of tensors without values.
         waiting: By unit, values that are written to the folder once the unit is complete.
         cached: Units that were in memory when they were used last, so that no thread reads them.
         waits: What `disk_waits` said then.
-        copies: What holds units on a device, where that is not the CPU.
-        reader: Reads units ahead.
     """
 
     tensors: dict[str, PlacedTensor]
     units: tuple[StreamedUnit, ...]
     users: dict[str, tuple[int, ...]]
     folder: Path | None
-    locations: dict[str, Location] = attrs.field(factory=dict)
-    sources: dict[str, Path] = attrs.field(factory=dict)
-    digests: dict[Path, str] = attrs.field(factory=dict)
-    files: dict[Path, MappedFile] = attrs.field(factory=dict)
-    spans: dict[int, tuple[Span, ...]] = attrs.field(factory=dict)
-    empty: set[str] = attrs.field(factory=set)
-    waiting: dict[int, dict[str, Tensor]] = attrs.field(factory=dict)
-    cached: set[int] = attrs.field(factory=set)
-    waits: list[int | None] = attrs.field(factory=lambda: [None])
+    empty: set[str]
     copies: DeviceCopies | None
-    reader: ReadAhead
+    prefetcher: Prefetcher = attrs.field(init=False)
+    locations: dict[str, Location] = attrs.field(factory=dict, init=False)
+    sources: dict[str, Path] = attrs.field(factory=dict, init=False)
+    digests: dict[Path, str] = attrs.field(factory=dict, init=False)
+    files: dict[Path, MappedFile] = attrs.field(factory=dict, init=False)
+    spans: dict[int, tuple[Span, ...]] = attrs.field(factory=dict, init=False)
+    waiting: dict[int, dict[str, Tensor]] = attrs.field(factory=dict, init=False)
+    cached: set[int] = attrs.field(factory=set, init=False)
+    waits: int | None = attrs.field(default=None, init=False)
 
     def use(self, unit: int) -> None:
         """Bring a unit to its device, and begin with those that come next.
@@ -85,17 +154,17 @@ class Streaming:
         if unit not in self.spans:
             self._find_spans()
         check(self.spans[unit])
-        if self.copies is not None and self.copies.has(unit):
+        copies = self.copies
+        if copies is not None:
+            if unit not in copies.loaded:
+                copies.leave()
+                (fetched,) = self.prefetcher.use(unit)
+                copies.install(unit, fetched)
             return
-        if self.copies is not None:
-            self.copies.leave()
-        elif (waits := disk_waits()) != self.waits[0]:
+        if (waits := disk_waits()) != self.waits:
             self.cached.clear()  # the system has taken pages back
-            self.waits[0] = waits
-        prepared = self.reader.use(unit)
-        if self.copies is not None:
-            self.copies.install(unit, prepared[0])
-        elif self.waits[0] is not None and all(prepared):
+            self.waits = waits
+        if all(self.prefetcher.use(unit)) and waits is not None:
             self.cached.add(unit)
 
     def ready(self) -> None:
@@ -121,6 +190,26 @@ class Streaming:
                 f"them with fx.load_model(folder, model)."
             )
 
+    def work(self, unit: int) -> list[Callable[[], Any]]:
+        """What threads do for a unit: read it, or copy it to its device."""
+        spans = self.spans.get(unit, ())
+        if self.copies is not None:
+            return [functools.partial(_read_and_copy, spans, self.copies, unit)]
+        parts: list[Callable[[], Any]] = []
+        for span in () if unit in self.cached else spans:
+            size = max(_SMALLEST, -(-(span.stop - span.start) // _PARTS))
+            parts += [
+                functools.partial(read, span, low, min(low + size, span.stop))
+                for low in range(span.start, span.stop, size)
+            ]
+        return parts
+
+    def close(self) -> None:
+        """End the threads, and leave values where they are held."""
+        self.prefetcher.close()
+        if self.copies is not None:
+            self.copies.close()
+
     def _find_spans(self) -> None:
         for number, unit in enumerate(self.units):
             names = (one.names[0] for one in unit.tensors)
@@ -129,70 +218,44 @@ class Streaming:
                 (name, self.files[place.path], place) for name, place in places
             )
 
-    def close(self) -> None:
-        """End the threads, and leave values where they are held."""
-        self.reader.close()
-        if self.copies is not None:
-            self.copies.close()
-
 
 def new_streaming(
     tensors: Iterable[PlacedTensor],
     units: tuple[StreamedUnit, ...],
     *,
     folder: Path | None,
-    ahead: int,
+    prefetch: int,
     pin: bool = True,
     copy: bool | None = None,
 ) -> Streaming:
     """Prepare to stream units; nothing is read or moved yet.
 
     Args:
-        ahead: Units to read ahead of the one in use.
+        prefetch: Units to read ahead of the one in use.
         pin: Pin host memory, where an accelerator reads it.
         copy: Copy units to their device. By default only if that is not the CPU, which uses them
             where they are.
     """
     if copy is None:
         copy = any(unit.device.type != "cpu" for unit in units)
-    copies = DeviceCopies(units=units, ahead=ahead, pin=pin) if copy else None
-    spans: dict[int, tuple[Span, ...]] = {}
-    cached: set[int] = set()
-    table = {one.names[0]: one for one in tensors}
+    by_name = {one.names[0]: one for one in tensors}
     users: dict[str, tuple[int, ...]] = {}
-    for index, unit in enumerate(units):
+    for number, unit in enumerate(units):
         for one in unit.tensors:
-            users[one.names[0]] = (*users.get(one.names[0], ()), index)
-    return Streaming(
-        tensors=table,
+            users[one.names[0]] = (*users.get(one.names[0], ()), number)
+    streaming = Streaming(
+        tensors=by_name,
         units=units,
         users=users,
         folder=folder,
-        spans=spans,
-        empty={name for name, one in table.items() if has_no_memory(one.tensors[0])},
-        cached=cached,
-        copies=copies,
-        reader=start(functools.partial(_work, spans, cached, copies), len(units), ahead),
+        empty={name for name, one in by_name.items() if has_no_memory(one.tensors[0])},
+        copies=DeviceCopies(units=units, prefetch=prefetch, pin=pin) if copy else None,
     )
+    streaming.prefetcher = Prefetcher(work=streaming.work, count=len(units), prefetch=prefetch)
+    return streaming
 
 
-def _work(
-    spans: dict[int, tuple[Span, ...]], cached: set[int], copies: DeviceCopies | None, unit: int
-) -> list[Callable[[], Any]]:
-    """What threads do for a unit."""
-    if copies is not None:
-        return [functools.partial(_read_and_copy, spans.get(unit, ()), copies, unit)]
-    work: list[Callable[[], Any]] = []
-    for span in () if unit in cached else spans.get(unit, ()):
-        size = max(_SMALLEST, -(-(span.stop - span.start) // _PARTS))
-        work += [
-            functools.partial(read, span, low, min(low + size, span.stop))
-            for low in range(span.start, span.stop, size)
-        ]
-    return work
-
-
-def _read_and_copy(spans: tuple[Span, ...], copies: DeviceCopies, unit: int) -> Any:
+def _read_and_copy(spans: Iterable[Span], copies: DeviceCopies, unit: int) -> Any:
     for span in spans:
         read(span, span.start, span.stop)
     return copies.fetch(unit)

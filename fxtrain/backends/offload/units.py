@@ -8,10 +8,8 @@ from torch import Tensor, nn
 
 from fxtrain.ops.whole_tensors import identity
 from fxtrain.precision import live_tensors
-from fxtrain.state import PlacedUnit, Placement, owner_of, units_by_name
-from fxtrain.state.placement.placement import DISK
-
-__all__ = ["PlacedTensor", "StreamedUnit", "placed_tensors", "streamed_units"]
+from fxtrain.state import Placement, Unit, owner_of
+from fxtrain.state.placement import DISK
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -70,8 +68,8 @@ def placed_tensors(module: nn.Module, placement: Placement) -> tuple[PlacedTenso
     Raises:
         PlanError: the placement says nothing of a tensor.
     """
-    units = units_by_name(placement)
-    groups: dict[Hashable, list[tuple[str, Tensor, PlacedUnit]]] = {}
+    units = {unit.name: unit for unit in placement.units}
+    groups: dict[Hashable, list[tuple[str, Tensor, Unit]]] = {}
     packed: set[Hashable] = set()
     for name, part, tensor in _tensors(module):
         key = identity(tensor)
@@ -90,7 +88,7 @@ def streamed_units(
         for unit in one.units if one.streamed else ():
             homes.setdefault(unit, []).append(one)
     owners: dict[str, dict[int, nn.Module]] = {}
-    units = units_by_name(placement)
+    units = {unit.name: unit for unit in placement.units}
     for name, part, _ in _tensors(module):
         owners.setdefault(owner_of(units, name).name, {})[id(part)] = part
     parts = dict(module.named_modules(remove_duplicate=False))
@@ -108,7 +106,7 @@ def streamed_units(
 
 
 def _placed(
-    group: list[tuple[str, Tensor, PlacedUnit]], placement: Placement, *, packed: bool
+    group: list[tuple[str, Tensor, Unit]], placement: Placement, *, packed: bool
 ) -> PlacedTensor:
     """Where a tensor is held.
 

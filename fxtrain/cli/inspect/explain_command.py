@@ -6,8 +6,8 @@ import textwrap
 import click
 
 from fxtrain import _errors
-from fxtrain._arguments import closest
 from fxtrain._error_codes import ERROR_CODES, ErrorCode
+from fxtrain._other_names import closest
 from fxtrain.cli.output import as_json, print_json, print_table, say
 
 __all__ = ["EXPLAIN"]

@@ -31,10 +31,10 @@ _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 @click.option("--policy", type=click.Choice(_POLICIES), default="auto", help="auto by default")
 @click.option(
     "--device",
-    "by_hand",
+    "devices",
     multiple=True,
     metavar="NAME=DEVICE",
-    help="place a module or tensor by hand, in place of --policy; the longest name counts",
+    help="place a module or tensor there, in place of --policy; the longest name counts",
 )
 @click.option("--no-split", multiple=True, metavar="CLASS", help="modules that stay whole")
 @click.option("--dtype", metavar="DTYPE", help="hold parameters in this dtype, as bfloat16")
@@ -43,7 +43,7 @@ _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
     metavar="FORMAT|FILE",
     help="measure layers as bnb8, bnb4 or torchao quantises them, or as a plan in FILE does",
 )
-@click.option("--ahead", type=click.IntRange(min=0), help="units to read ahead; 1 by default")
+@click.option("--prefetch", type=click.IntRange(min=0), help="units to read ahead; 1 by default")
 @click.option("--offload-buffers", is_flag=True, help="stream buffers with parameters")
 @click.option("--activations", default="0", metavar="SIZE", help="room for activations, as 2GiB")
 @click.option("--batch", type=click.IntRange(min=1), default=1, help="sequences in the cache")
@@ -66,10 +66,10 @@ def PLACE(model: str, json_: bool, output: str | None, **chosen: Any) -> None:  
         quantize=_quantize(chosen["quantize"]),
     )
     limits = _pairs("--memory", chosen["memory"], "cuda:0=10GiB")
-    hands = _pairs("--device", chosen["by_hand"], "model.layers.3=disk")
-    budget = big.budget(limits) if limits or not hands else None
+    devices = _pairs("--device", chosen["devices"], "model.layers.3=disk")
+    budget = big.budget(limits) if limits or not devices else None
     placement = big.place(
-        sizes, budget, policy=hands or chosen["policy"], ahead=chosen["ahead"],
+        sizes, budget, policy=devices or chosen["policy"], prefetch=chosen["prefetch"],
         offload_buffers=chosen["offload_buffers"], activations=_size(chosen["activations"]),
         batch=chosen["batch"], tokens=chosen["tokens"],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`fxtrain profile`: where the time of a step went, from the traces of `fx.profile`."""
+"""`fxtrain profile`: where the time of a step went, from the file that `fx.profile` writes."""
 
 import attrs
 import click
@@ -13,7 +13,7 @@ __all__ = ["PROFILE"]
 @as_json
 @click.argument("path")
 def PROFILE(path: str, json_: bool) -> int:  # noqa: FBT001
-    """Split the time of a step by rank, from the traces in the folder PATH, or from one trace."""
+    """Split the time of a step by rank, from the folder PATH of a profile."""
     from fxtrain.profiling import summary
 
     found = summary(path)

@@ -9,7 +9,6 @@ from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 from fxtrain._addresses import find_route, loopback_route
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import LaunchError
 from fxtrain._secret import SECRET, fresh_secret
 from fxtrain.launch.fields import check_seconds
@@ -44,7 +43,6 @@ _LEAVE_S = 10.0
 T = TypeVar("T")
 
 
-@known_arguments(LaunchError)
 def launch(
     fn: Callable[..., T],
     args: Sequence[object] = (),

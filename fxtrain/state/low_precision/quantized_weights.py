@@ -49,9 +49,9 @@ class Bnb4:
     """Weights in four bits by bitsandbytes: one scale per block of a flattened weight.
 
     Attributes:
-        format: nf4, whose values follow a normal distribution, or fp4, a float of four bits.
-        double: Quantise the scales too, which saves 0.4 bits per weight.
-        block: Elements with the same scale.
+        quant_type: nf4, whose values follow a normal distribution, or fp4, a float of four bits.
+        double_quant: Quantise the scales too, which saves 0.4 bits per weight.
+        blocksize: Elements with the same scale.
         compute: Format of the matrix product; None computes in the format of the input.
         skip: As in `Bnb8`.
         skip_classes: As in `Bnb8`.
@@ -60,9 +60,9 @@ class Bnb4:
     """
 
     kind: Literal["bnb4"] = attrs.field(default="bnb4", init=False)
-    format: Literal["nf4", "fp4"] = "nf4"
-    double: bool = True
-    block: Literal[64, 128, 256, 512, 1024, 2048, 4096] = 64
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    double_quant: bool = True
+    blocksize: Literal[64, 128, 256, 512, 1024, 2048, 4096] = 64
     compute: Literal["fp32", "bf16", "fp16"] | None = "bf16"
     skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
     skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)

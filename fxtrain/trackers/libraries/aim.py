@@ -1,16 +1,32 @@
 """Aim."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
+import attrs
 from torch import Tensor
 
 from fxtrain._optional import optional
-from fxtrain.state import Aim
+from fxtrain._record import record
 from fxtrain.trackers.libraries.pictures import picture
-from fxtrain.trackers.tracker import At, Start, Tracker
+from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
 
-__all__ = ["AIM"]
+
+@record
+class Aim:
+    """Aim.
+
+    Attributes:
+        experiment: Name of the experiment; by default the library's own.
+        repo: Folder or address of the repository; by default `aim` in the run's folder.
+        init: Arguments of `aim.Run`, beside fxtrain's or in place of them.
+    """
+
+    kind: Literal["aim"] = attrs.field(default="aim", init=False)
+    experiment: str | None = maybe_named()
+    repo: str | None = maybe_named()
+    init: Mapping[str, object] = arguments()
+
 
 _NEEDED_BY = "fx.Aim(...)"
 
@@ -51,10 +67,6 @@ def _image(native: Any, name: str, image: Tensor, at: At) -> None:
     native.track(_library().Image(taken), name=name, step=at.step, epoch=at.epoch)
 
 
-def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
-    native.close()
-
-
 AIM = Tracker(
     name="Aim",
     config=Aim,
@@ -65,5 +77,5 @@ AIM = Tracker(
     log=_log,
     text=_text,
     image=_image,
-    close=_close,
+    close=lambda native, failed: native.close(),
 )

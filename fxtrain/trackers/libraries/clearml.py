@@ -2,17 +2,35 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import attrs
 from torch import Tensor
 
 from fxtrain._errors import PlanError
 from fxtrain._optional import optional
-from fxtrain.state import ClearML
+from fxtrain._record import record
 from fxtrain.trackers.libraries.pictures import array
-from fxtrain.trackers.tracker import At, Start, Tracker
+from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
 
-__all__ = ["CLEARML"]
+
+@record
+class ClearML:
+    """ClearML, which allows one task per process.
+
+    Attributes:
+        project: Name of the project; by default the library's own.
+        tags: Words by which to find the task.
+        online: Send metrics; otherwise they are kept in a zip file for
+            `Task.import_offline_session`.
+        init: Arguments of `clearml.Task.init`, beside fxtrain's or in place of them.
+    """
+
+    kind: Literal["clearml"] = attrs.field(default="clearml", init=False)
+    project: str | None = maybe_named()
+    tags: tuple[str, ...] = ()
+    online: bool = True
+    init: Mapping[str, object] = arguments()
 
 
 def _open(config: ClearML, start: Start) -> Any:
@@ -72,10 +90,6 @@ def _artifact(native: Any, name: str, path: Path, at: At) -> None:
     native.upload_artifact(name, artifact_object=str(path), wait_on_upload=True)
 
 
-def _flush(native: Any) -> None:
-    native.flush(wait_for_uploads=True)
-
-
 def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
     if failed:
         native.mark_failed()
@@ -94,6 +108,6 @@ CLEARML = Tracker(
     image=_image,
     table=_table,
     artifact=_artifact,
-    flush=_flush,
+    flush=lambda native: native.flush(wait_for_uploads=True),
     close=_close,
 )

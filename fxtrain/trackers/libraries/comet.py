@@ -2,16 +2,36 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import attrs
 from torch import Tensor
 
 from fxtrain._optional import optional
-from fxtrain.state import Comet
+from fxtrain._record import record
 from fxtrain.trackers.libraries.pictures import picture
-from fxtrain.trackers.tracker import At, Start, Tracker
+from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
 
-__all__ = ["COMET"]
+
+@record
+class Comet:
+    """Comet.
+
+    Attributes:
+        project: Name of the project; by default the library's own.
+        workspace: None for the account's own.
+        online: Send metrics; otherwise they are kept in a zip file for `comet upload`.
+        folder: Folder of that file; by default `comet` in the run's folder.
+        init: Arguments of `comet_ml.ExperimentConfig`, beside fxtrain's or in place of them.
+    """
+
+    kind: Literal["comet"] = attrs.field(default="comet", init=False)
+    project: str | None = maybe_named()
+    workspace: str | None = maybe_named()
+    online: bool = True
+    folder: str | None = maybe_named()
+    init: Mapping[str, object] = arguments()
+
 
 _NEEDED_BY = "fx.Comet(...)"
 # What Comet would log of the process by default.
@@ -84,14 +104,6 @@ def _artifact(native: Any, name: str, path: Path, at: At) -> None:
         native.log_asset(str(path), file_name=name, step=at.step)
 
 
-def _flush(native: Any) -> None:
-    native.flush()
-
-
-def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
-    native.end()
-
-
 COMET = Tracker(
     name="Comet",
     config=Comet,
@@ -104,6 +116,6 @@ COMET = Tracker(
     image=_image,
     table=_table,
     artifact=_artifact,
-    flush=_flush,
-    close=_close,
+    flush=lambda native: native.flush(),
+    close=lambda native, failed: native.end(),
 )

@@ -2,16 +2,32 @@
 
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
+import attrs
 from torch import Tensor
 
 from fxtrain._optional import optional
-from fxtrain.state import DVCLive
+from fxtrain._record import record
 from fxtrain.trackers.libraries.pictures import picture
-from fxtrain.trackers.tracker import At, Start, Tracker
+from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
 
-__all__ = ["DVCLIVE"]
+
+@record
+class DVCLive:
+    """DVCLive: files that DVC shows. Nothing is committed, and `dvc.yaml` is not written.
+
+    DVCLive itself runs `dvc init` in a git repository that DVC does not know yet.
+
+    Attributes:
+        folder: Their folder; by default `dvclive` in the run's folder.
+        init: Arguments of `dvclive.Live`, beside fxtrain's or in place of them.
+    """
+
+    kind: Literal["dvclive"] = attrs.field(default="dvclive", init=False)
+    folder: str | None = maybe_named()
+    init: Mapping[str, object] = arguments()
+
 
 _NEEDED_BY = "fx.DVCLive()"
 
@@ -61,10 +77,6 @@ def _image(native: Any, name: str, image: Tensor, at: At) -> None:
     native.log_image(f"{name}-{at.step}.png", taken)
 
 
-def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
-    native.end()
-
-
 DVCLIVE = Tracker(
     name="DVCLive",
     config=DVCLive,
@@ -74,5 +86,5 @@ DVCLIVE = Tracker(
     params=_params,
     log=_log,
     image=_image,
-    close=_close,
+    close=lambda native, failed: native.end(),
 )

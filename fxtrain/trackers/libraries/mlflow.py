@@ -3,18 +3,36 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 import attrs
 from torch import Tensor
 
 from fxtrain._optional import optional
-from fxtrain.state import MLflow
+from fxtrain._record import record
 from fxtrain.trackers.libraries.pictures import array
-from fxtrain.trackers.tracker import At, Start, Tracker
+from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
 
-__all__ = ["MLFLOW"]
+
+@record
+class MLflow:
+    """MLflow, through its client, so that other active runs are not affected.
+
+    Attributes:
+        experiment: Name of the experiment; by default "Default", as in MLflow.
+        uri: Tracking server; by default a SQLite file `mlflow.db` in the run's folder.
+        artifacts: Where a new experiment stores files; by default `mlflow` in the run's folder
+            for the SQLite file, otherwise as the server chooses.
+        init: Arguments of `MlflowClient.create_run`, beside fxtrain's or in place of them.
+    """
+
+    kind: Literal["mlflow"] = attrs.field(default="mlflow", init=False)
+    experiment: str | None = maybe_named()
+    uri: str | None = maybe_named()
+    artifacts: str | None = maybe_named()
+    init: Mapping[str, object] = arguments()
+
 
 _TAKEN = re.compile(r"[\w\-. :/]{1,250}")
 _AT_ONCE = 100  # hyperparameters that a server accepts in one call

@@ -8,8 +8,6 @@ from torch import Tensor
 from fxtrain._optional import optional
 from fxtrain.trackers.tracker import At
 
-__all__ = ["array", "log_image", "log_table", "picture"]
-
 
 def array(image: Tensor) -> Any:
     """A NumPy array of shape (height, width, channels), or (height, width) if it is grey."""

@@ -1,14 +1,35 @@
 """SwanLab."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
+
+import attrs
 
 from fxtrain._optional import optional
-from fxtrain.state import SwanLab
+from fxtrain._record import record
 from fxtrain.trackers.libraries.pictures import log_image
-from fxtrain.trackers.tracker import At, Start, Tracker
+from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
 
-__all__ = ["SWANLAB"]
+
+@record
+class SwanLab:
+    """SwanLab, which allows one run per process.
+
+    Attributes:
+        project: Name of the project; by default the library's own.
+        workspace: None for the account's own.
+        mode: cloud sends metrics, local shows them on this machine, offline keeps them for
+            `swanlab sync`, disabled drops them.
+        folder: By default `swanlab` in the run's folder.
+        init: Arguments of `swanlab.init`, beside fxtrain's or in place of them.
+    """
+
+    kind: Literal["swanlab"] = attrs.field(default="swanlab", init=False)
+    project: str | None = maybe_named()
+    workspace: str | None = maybe_named()
+    mode: Literal["cloud", "local", "offline", "disabled"] = "cloud"
+    folder: str | None = maybe_named()
+    init: Mapping[str, object] = arguments()
 
 
 def _library() -> Any:
@@ -40,10 +61,6 @@ def _text(native: Any, name: str, text: str, at: At) -> None:
     native.log({name: _library().Text(text)}, step=at.step)
 
 
-def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
-    native.finish(state="crashed" if failed else "success")
-
-
 SWANLAB = Tracker(
     name="SwanLab",
     config=SwanLab,
@@ -52,6 +69,6 @@ SWANLAB = Tracker(
     log=_log,
     text=_text,
     image=log_image(_library),
-    close=_close,
+    close=lambda native, failed: native.finish(state="crashed" if failed else "success"),
     closed_by_caller=True,
 )

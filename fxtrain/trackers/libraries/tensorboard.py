@@ -1,15 +1,31 @@
 """TensorBoard: event files."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import attrs
 from torch import Tensor
 
 from fxtrain._optional import optional
-from fxtrain.state import TensorBoard
-from fxtrain.trackers.tracker import At, Start, Tracker
+from fxtrain._record import above, record
+from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
 
-__all__ = ["TENSORBOARD"]
+
+@record
+class TensorBoard:
+    """Event files, written by the package `tensorboard`.
+
+    Attributes:
+        folder: Its folder; by default `tensorboard` in the run's folder.
+        flush_s: Maximum seconds until a metric is in the file.
+        init: Arguments of torch's `SummaryWriter`, beside fxtrain's or in place of them.
+    """
+
+    kind: Literal["tensorboard"] = attrs.field(default="tensorboard", init=False)
+    folder: str | None = maybe_named()
+    flush_s: float = attrs.field(default=10.0, validator=above(0))
+    init: Mapping[str, object] = arguments()
+
 
 _NEEDED_BY = "fx.TensorBoard()"
 
@@ -65,14 +81,6 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _flush(native: Any) -> None:
-    native.flush()
-
-
-def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
-    native.close()
-
-
 TENSORBOARD = Tracker(
     name="TensorBoard",
     config=TensorBoard,
@@ -83,6 +91,6 @@ TENSORBOARD = Tracker(
     text=_text,
     image=_image,
     table=_table,
-    flush=_flush,
-    close=_close,
+    flush=lambda native: native.flush(),
+    close=lambda native, failed: native.close(),
 )

@@ -2,14 +2,30 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import attrs
 
 from fxtrain._optional import optional
-from fxtrain.state import Trackio
+from fxtrain._record import record
 from fxtrain.trackers.libraries.pictures import log_image, log_table
-from fxtrain.trackers.tracker import At, Start, Tracker
+from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
 
-__all__ = ["TRACKIO"]
+
+@record
+class Trackio:
+    """Trackio, which writes to the folder that its variable TRACKIO_DIR names.
+
+    Attributes:
+        project: Name of the project; by default the name of the folder that contains the run's.
+        space: Hugging Face Space that shows it; None stays on this machine.
+        init: Arguments of `trackio.init`, beside fxtrain's or in place of them.
+    """
+
+    kind: Literal["trackio"] = attrs.field(default="trackio", init=False)
+    project: str | None = maybe_named()
+    space: str | None = maybe_named()
+    init: Mapping[str, object] = arguments()
 
 
 _NEEDED_BY = "fx.Trackio(...)"
@@ -66,10 +82,6 @@ def _flush(native: Any) -> None:
             native._flush_queues_inline()
 
 
-def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
-    native.finish()
-
-
 TRACKIO = Tracker(
     name="Trackio",
     config=Trackio,
@@ -83,5 +95,5 @@ TRACKIO = Tracker(
     table=log_table(_library),
     artifact=_artifact,
     flush=_flush,
-    close=_close,
+    close=lambda native, failed: native.finish(),
 )

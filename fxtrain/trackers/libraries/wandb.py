@@ -3,14 +3,36 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import attrs
 
 from fxtrain._optional import optional
-from fxtrain.state import WandB
+from fxtrain._record import record
 from fxtrain.trackers.libraries.pictures import log_image, log_table
-from fxtrain.trackers.tracker import At, Start, Tracker
+from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
 
-__all__ = ["WANDB"]
+
+@record
+class WandB:
+    """Weights & Biases.
+
+    Attributes:
+        project: Name of the project; by default the library's own.
+        entity: User or team; None for the account's own.
+        group: Groups runs in the interface; if several ranks track, the run by default.
+        tags: Words by which to find the run.
+        mode: Whether metrics are sent, kept for `wandb sync`, or dropped.
+        init: Arguments of `wandb.init`, beside fxtrain's or in place of them.
+    """
+
+    kind: Literal["wandb"] = attrs.field(default="wandb", init=False)
+    project: str | None = maybe_named()
+    entity: str | None = maybe_named()
+    group: str | None = maybe_named()
+    tags: tuple[str, ...] = ()
+    mode: Literal["online", "offline", "disabled"] = "online"
+    init: Mapping[str, object] = arguments()
 
 
 def _library() -> Any:
@@ -63,10 +85,6 @@ def _artifact(native: Any, name: str, path: Path, at: At) -> None:
     native.log_artifact(artifact)
 
 
-def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
-    native.finish(exit_code=int(failed))
-
-
 WANDB = Tracker(
     name="WandB",
     config=WandB,
@@ -79,5 +97,5 @@ WANDB = Tracker(
     image=log_image(_library),
     table=log_table(_library),
     artifact=_artifact,
-    close=_close,
+    close=lambda native, failed: native.finish(exit_code=int(failed)),
 )

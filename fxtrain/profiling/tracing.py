@@ -1,6 +1,7 @@
 """`fx.profile`: records steps of a loop on every rank."""
 
 import contextlib
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,24 +11,11 @@ from torch.autograd.profiler import profile as Profiler
 from torch.autograd.profiler_util import EventList
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import FxError, PlanError, StepError
 from fxtrain.ops.plan_agreement import check_same_plan
-from fxtrain.ops.same_errors import gather_with_errors
-from fxtrain.profiling.tracing.chrome import Activity, read_trace
-from fxtrain.profiling.tracing.recording import (
-    Recording,
-    activities_of,
-    is_profiling,
-    trace_path,
-)
-from fxtrain.profiling.tracing.schedules import Transition, transitions
-from fxtrain.profiling.tracing.summaries import Summary, summarize
-from fxtrain.state import DistContext, Plan, Profile, check_connected, shown
-
-__all__ = ["Trace", "profile"]
-
-_NEVER = Transition(-1, "stop")
+from fxtrain.profiling.recording import Recording, activities_of, is_profiling
+from fxtrain.profiling.step_times import RankTimes, StepTimes, Summary, step_times
+from fxtrain.state import DistContext, Plan, Profile, check_connected, shown, write_record
 
 
 @attrs.define(eq=False)
@@ -44,14 +32,14 @@ class Trace:
     """
 
     ctx: DistContext = attrs.field(repr=False)
-    _profile: Profile | None
-    _todo: Iterator[Transition] = attrs.field(repr=False)
     _on_trace_ready: "Callable[[Trace], object] | None" = attrs.field(default=None, repr=False)
-    _next: Transition = _NEVER
-    _due: int = -1  # of `_next`; one attribute less to read in each step
+    _cycles: Iterator[int] = attrs.field(factory=lambda: iter(()), repr=False)
     _cycle: int = 0
+    _due: int = 0  # the step before which `_cycles` continues; -1 for none
     _recording: Recording | None = attrs.field(default=None, repr=False)
     _recorded: Profiler | None = attrs.field(default=None, repr=False)  # of the last cycle
+    _steps: list[StepTimes] = attrs.field(factory=list[StepTimes], repr=False)
+    _flops: int | None = None
     count: int = 0
     files: tuple[Path, ...] = ()
     summary: Summary | None = None
@@ -69,8 +57,8 @@ class Trace:
             CollectiveError: another rank failed, or never called `step` as often.
         """
         self.count += 1
-        while self.count == self._due:
-            self._act()
+        if self.count == self._due:
+            self._continue()
 
     def key_averages(
         self, *, group_by_input_shape: bool = False, group_by_stack_n: int = 0
@@ -103,68 +91,48 @@ class Trace:
             return EventList()
         return self._recorded.key_averages(group_by_input_shape, group_by_stack_n)
 
-    def _plan_next(self) -> None:
-        self._next = next(self._todo, _NEVER)
-        self._due = self._next.step
+    def _continue(self) -> None:
+        while self.count == self._due:
+            pause = next(self._cycles, None)
+            self._due = -1 if pause is None else self._due + pause
 
-    def _act(self) -> None:
-        action, recording = self._next.action, self._recording
-        self._plan_next()
-        conflict = None if action == "mark" else self._conflict(action)
-        if action == "stop":
-            # Before the exchange: its event must not be open when the profiler stops.
-            conflict = self._stop(complete=True) or conflict
-        if action != "mark":
-            ops.raise_together(conflict, self.ctx)
-        if action == "prepare":
-            self._recording = self._prepare()
-        elif recording is not None and action == "start":
-            recording.start()
-        elif recording is not None and action == "mark":
-            recording.next_step()
+    def _record(self, spec: Profile) -> Iterator[int]:
+        """Record the cycles of a profile; yields after how many steps to continue."""
+        yield spec.skip_first
+        for self._cycle in range(spec.repeat):
+            yield spec.wait
+            self._refuse_another()
+            if _is_recorded(spec, self.ctx):
+                self._recording = Recording.prepare(spec, self.ctx)
+            yield spec.warmup
+            self._refuse_another()
+            if self._recording is not None:
+                self._recording.start()
+            for _ in itertools.count() if spec.active is None else range(spec.active - 1):
+                yield 1
+                if self._recording is not None:
+                    self._recording.next_step()
+            yield 1
+            # Stopped before the exchange, whose event must not be open then.
+            ops.raise_together(self._stop(complete=True), self.ctx)
 
-    def _prepare(self) -> Recording | None:
-        spec = self._profile
-        if spec is None or not _records(spec, self.ctx):
+    def _refuse_another(self) -> None:
+        ops.raise_together(_refusal("trace.step") if is_profiling() else None, self.ctx)
+
+    def _stop(self, *, complete: bool) -> Exception | None:
+        """Write the trace of a cycle; returns what is wrong, or what `on_trace_ready` raised."""
+        recording, self._recording = self._recording, None
+        if recording is None:
             return None
-        return Recording.prepare(spec, self.ctx)
-
-    def _conflict(self, action: str) -> StepError | None:
-        """Whether another profiler interferes; torch itself would end the first one silently."""
-        if action == "stop":
-            if self._recording is None or is_profiling():
-                return None
-            self._recording = None
+        if recording.started and not is_profiling():
             return StepError(
                 f"trace.step: another profiler of torch has ended this one, in cycle "
                 f"{self._cycle}. A process can run one profiler at a time: remove the other."
             )
-        return _refusal("trace.step") if is_profiling() else None
-
-    def _stop(self, *, complete: bool) -> Exception | None:
-        """Write the trace of a cycle.
-
-        Returns:
-            What `on_trace_ready` raised.
-        """
-        recording, self._recording = self._recording, None
-        cycle, self._cycle = self._cycle, self._cycle + 1
-        if recording is None:
-            return None
-        file = trace_path(recording.profile, cycle, self.ctx.rank)
         try:
             recording.stop(complete=complete)
             if recording.steps:
-                self._recorded = recording.profiler.profiler
-                recording.save(file, cycle)
-                self.files = (*self.files, file)
-        except OSError as error:
-            ops.log(self.ctx, "fxtrain.profiling").warning(
-                "%s: cannot write this trace: %s. Training continues without it; free disk space "
-                "or choose another folder.",
-                *(file, error.strerror or error),
-                rank=self.ctx.rank,
-            )
+                self._keep(recording)
         finally:
             recording.close()
         if not recording.steps or self._on_trace_ready is None:
@@ -175,10 +143,28 @@ class Trace:
             return error
         return None
 
-    def _begin(self) -> None:
-        self._plan_next()
-        while self._due == 0:
-            self._act()
+    def _keep(self, recording: Recording) -> None:
+        self._recorded = recording.profiler.profiler
+        self._steps += step_times(recording.events())[: recording.steps]
+        if (flops := recording.flops()) is not None:
+            self._flops = (self._flops or 0) + flops
+        folder = Path(recording.profile.folder)
+        file = folder / f"cycle-{self._cycle:03}" / f"rank-{self.ctx.rank:05}.json.gz"
+        with self._warning_if_not_written(file):
+            recording.save(file)
+            self.files = (*self.files, file)
+
+    @contextlib.contextmanager
+    def _warning_if_not_written(self, file: Path) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, PlanError) as error:
+            ops.log(self.ctx, "fxtrain.profiling").warning(
+                "%s: cannot write this file: %s. Training continues without it; free disk space "
+                "or choose another folder.",
+                *(file, getattr(error, "strerror", None) or error),
+                rank=self.ctx.rank,
+            )
 
     def _abandon(self) -> None:
         """Stop the profiler after an error; write nothing."""
@@ -188,34 +174,31 @@ class Trace:
             recording.stop(complete=False)
             recording.close()
 
-    def _finish(self) -> None:
+    def _finish(self, spec: Profile) -> None:
         self._due = -1
-        spec = self._profile
-        if spec is None:
-            return
-        started = self._recording is not None and self._recording.started
-        problem: Exception | None = self._conflict("stop") if started else None
+        problem = None
         if self._recording is not None:
-            problem = self._stop(complete=started and not self.count)
+            whole = self._recording.started and not self.count
+            problem = self._stop(complete=whole)
         ops.raise_together(problem, self.ctx)
-        found, problem = self._read()
-        values, problems = gather_with_errors((found, self.count), problem, self.ctx)
-        if problems:
-            raise PlanError("\n".join(["profile: traces cannot be read:", *problems])) from problem
+        mine = None
+        if self._steps:
+            mine = RankTimes(rank=self.ctx.rank, steps=tuple(self._steps), flops=self._flops)
+        ranks = tuple(times for times in ops.gather_objects(mine, self.ctx) if times is not None)
         self._warn_if_short(spec)
-        activities = [one for of_rank, _ in values for one in of_rank]
-        self.summary = summarize(activities) if activities else None
-
-    def _read(self) -> tuple[list[Activity], FxError | None]:
-        try:
-            return [read_trace(file) for file in self.files], None
-        except FxError as error:
-            return [], error
+        if not ranks:
+            return
+        self.summary = Summary(ranks=ranks)
+        if self.ctx.is_main:
+            file = Path(spec.folder) / "summary.json"
+            with self._warning_if_not_written(file):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_record(self.summary, file)
 
     def _warn_if_short(self, spec: Profile) -> None:
         if spec.active is None or (not self.count and self.files):
             return
-        needed = [one.step for one in transitions(spec)][-1]
+        needed = spec.skip_first + spec.repeat * (spec.wait + spec.warmup + spec.active)
         if self.count < needed:
             ops.log(self.ctx, "fxtrain.profiling").warning(
                 "The loop ended after %d steps; %d cycles of this profile take %d. Use fewer "
@@ -224,7 +207,6 @@ class Trace:
             )
 
 
-@known_arguments(PlanError)
 @contextlib.contextmanager
 def profile(
     ctx: DistContext,
@@ -247,8 +229,8 @@ def profile(
         and idle time.
 
     Effects:
-        Writes `cycle-000/rank-00000.json.gz` and so on into the profile's folder. Each rank reads
-        its own traces at the end of the block. Two exchanges of packets when the block begins, two
+        Writes `cycle-000/rank-00000.json.gz` and so on into the profile's folder, and at the end
+        of the block `summary.json`, on rank 0. Two exchanges of packets when the block begins, two
         when it ends, and three per cycle; none at one rank. Parameters and random generators are
         not affected. A dry run records nothing.
 
@@ -276,21 +258,25 @@ def profile(
         spec = None
     check_same_plan("profile", ctx, Plan(profile=spec), {})
     if spec is not None:
-        _raise_first(_problem(spec, ctx), ctx)
-        _raise_first(_unwritable(spec, ctx), ctx)
+        for check in (_problem, _unwritable):  # a folder is made once every rank accepts the rest
+            _raise_first(check(spec, ctx), ctx)
     if not (on_trace_ready is None or callable(on_trace_ready)):
         raise PlanError(f"profile(on_trace_ready={shown(on_trace_ready)}): pass a function.")
-    trace = Trace(ctx, spec, iter(()) if spec is None else transitions(spec), on_trace_ready)
+    trace = Trace(ctx, on_trace_ready)
+    if spec is not None:
+        whole = attrs.evolve(spec, skip_first=0, wait=0, warmup=0, repeat=1)
+        trace._cycles = trace._record(whole if spec.active is None else spec)
     try:
-        trace._begin()
+        trace._continue()
         yield trace
     except BaseException:
         trace._abandon()
         raise
-    trace._finish()
+    if spec is not None:
+        trace._finish(spec)
 
 
-def _records(spec: Profile, ctx: DistContext) -> bool:
+def _is_recorded(spec: Profile, ctx: DistContext) -> bool:
     return spec.ranks is None or ctx.rank in spec.ranks
 
 
@@ -325,7 +311,7 @@ def _problem(spec: Profile, ctx: DistContext) -> FxError | None:
 
 def _unwritable(spec: Profile, ctx: DistContext) -> FxError | None:
     """Why this rank cannot write traces."""
-    if not _records(spec, ctx):
+    if not _is_recorded(spec, ctx):
         return None
     try:
         Path(spec.folder).mkdir(parents=True, exist_ok=True)

@@ -7,27 +7,22 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import PlanError, StepError
 from fxtrain._record import closest
 from fxtrain._tree import map_leaves
 from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.state import Wrapped
 
-__all__ = ["Turns", "bring", "end_turns", "release", "turns"]
 
-
-@with_known_arguments(PlanError, use="turns = fx.big.turns(models, device)")
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
 class Turns:
-    """Models of which one at a time is on a device. Identity decides equality and hash.
+    """Models of which one at a time is on a device.
 
     Attributes:
         models: The modules by name.
         device: Where the one is that is used.
         away: Where the others are.
-        resident: The name of the one on the device, or nothing. A list, since every hook has to
-            know of it.
+        resident: The name of the one on the device, or nothing.
         running: Names of the models whose forward runs now.
         undo: Removes the hooks.
     """
@@ -40,7 +35,6 @@ class Turns:
     undo: list[Callable[[], None]] = attrs.field(factory=list, repr=False)
 
 
-@known_arguments(PlanError)
 def turns(
     models: Mapping[str, nn.Module | Wrapped],
     device: str | torch.device,
@@ -72,19 +66,17 @@ def turns(
         >>> fx.big.end_turns(both)
     """
     modules = {
-        name: one.module if isinstance(one, Wrapped) else one for name, one in models.items()
+        name: model.module if isinstance(model, Wrapped) else model
+        for name, model in models.items()
     }
     _check(modules)
-    found = Turns(models=modules, device=torch.device(device), away=torch.device(away))
+    turns = Turns(models=modules, device=torch.device(device), away=torch.device(away))
     for name, module in modules.items():
-        module.to(found.away)
-        enter = module.register_forward_pre_hook(_entering(found, name), with_kwargs=True)
-        leave = module.register_forward_hook(_leaving(found, name), always_call=True)
-        found.undo.extend((enter.remove, leave.remove))
-    return found
+        module.to(turns.away)
+        _add_hooks(turns, name, module)
+    return turns
 
 
-@known_arguments(PlanError)
 def bring(turns: Turns, name: str) -> nn.Module:
     """Move one model to the device, and the one that is there away; returns the model.
 
@@ -111,7 +103,6 @@ def bring(turns: Turns, name: str) -> nn.Module:
     return turns.models[name]
 
 
-@known_arguments(PlanError)
 def release(turns: Turns) -> None:
     """Move the model on the device away.
 
@@ -137,7 +128,6 @@ def release(turns: Turns) -> None:
         turns.resident.pop()
 
 
-@known_arguments(PlanError)
 def end_turns(turns: Turns) -> None:
     """Move all models away and remove the hooks.
 
@@ -162,37 +152,36 @@ def _check(modules: Mapping[str, nn.Module]) -> None:
                 f"from fx.wrap."
             )
         tensors = [*module.parameters(), *module.buffers()]
-        if any(one.is_meta for one in tensors) or any(map(is_sharded, tensors)):
+        if any(tensor.is_meta or is_sharded(tensor) for tensor in tensors):
             raise PlanError(
                 f"turns: {name!r} has tensors that are sharded or on the meta device, which "
                 f"cannot move. Load its values first; for a model larger than the device, use "
                 f"fx.Offload."
             )
-        for one in tensors:
-            if names.setdefault(id(one), name) != name:
+        for tensor in tensors:
+            other = names.setdefault(id(tensor), name)
+            if other != name:
                 raise PlanError(
-                    f"turns: {names[id(one)]!r} and {name!r} share a tensor, so that they cannot "
+                    f"turns: {other!r} and {name!r} share a tensor, so that they cannot "
                     f"be on two devices. Pass the model that contains both."
                 )
 
 
-def _entering(turns: Turns, name: str) -> Callable[..., Any]:
+def _add_hooks(turns: Turns, name: str, module: nn.Module) -> None:
+    """Let a module take its turn when it is called."""
+
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         if name not in turns.running:
             bring(turns, name)
         turns.running.append(name)
+        return map_leaves(move, args), map_leaves(move, kwargs)
 
-        def moved(leaf: Any) -> Any:
-            return leaf.to(turns.device) if isinstance(leaf, Tensor) else leaf
+    def move(leaf: Any) -> Any:
+        return leaf.to(turns.device) if isinstance(leaf, Tensor) else leaf
 
-        return map_leaves(moved, args), map_leaves(moved, kwargs)
-
-    return enter
-
-
-def _leaving(turns: Turns, name: str) -> Callable[..., None]:
     def leave(*_: Any) -> None:
         if turns.running and turns.running[-1] == name:
             turns.running.pop()
 
-    return leave
+    turns.undo.append(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+    turns.undo.append(module.register_forward_hook(leave, always_call=True).remove)

@@ -2,7 +2,6 @@
 
 import contextlib
 import gzip
-import json
 import os
 import shutil
 import threading
@@ -15,12 +14,10 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from fxtrain._errors import PlanError
+from fxtrain.profiling.step_times import Event, events_of
 from fxtrain.state import DistContext, Profile
 
-__all__ = ["Recording", "activities_of", "is_profiling", "trace_path"]
-
 _TORCH: Any = torch._C  # parts of it have no type stubs
-_CHUNK = 1 << 20
 _SETTLE_S = 0.02  # for the threads of gloo where the operating system does not say what they do
 _SETTLE_AT_MOST_S = 2.0
 _SNAPSHOT_EVENTS = 100_000  # a torch default of 2**63 could fill the host's memory
@@ -31,27 +28,22 @@ def is_profiling() -> bool:
     return bool(_TORCH._autograd._profiler_enabled())
 
 
-def trace_path(profile: Profile, cycle: int, rank: int) -> Path:
-    """The file of one rank in one cycle."""
-    return Path(profile.folder) / f"cycle-{cycle:03}" / f"rank-{rank:05}.json.gz"
-
-
 def activities_of(profile: Profile, ctx: DistContext) -> list[ProfilerActivity]:
     """The devices to record.
 
     Raises:
         PlanError: torch cannot record one of them on this machine.
     """
-    found = {one.name.lower(): one for one in torch.profiler.supported_activities()}
-    default = tuple(name for name in ("cpu", ctx.device.type) if name in found)
+    supported = {one.name.lower(): one for one in torch.profiler.supported_activities()}
+    default = tuple(name for name in ("cpu", ctx.device.type) if name in supported)
     names = profile.activities or default
-    missing = [name for name in names if name not in found]
+    missing = [name for name in names if name not in supported]
     if missing:
         raise PlanError(
             f"profile(activities={names}): torch cannot record {', '.join(missing)} on this "
-            f"machine; it can record {', '.join(sorted(found))}. Choose among these."
+            f"machine; it can record {', '.join(sorted(supported))}. Choose among these."
         )
-    return [found[name] for name in dict.fromkeys(names)]
+    return [supported[name] for name in dict.fromkeys(names)]
 
 
 @attrs.define(eq=False)
@@ -69,7 +61,7 @@ class Recording:
     profiler: Any
     steps: int = 0
     started: bool = False
-    _mark: Any = None
+    _range: Any = None  # of the step that is recorded
 
     @classmethod
     def prepare(cls, profile: Profile, ctx: DistContext) -> "Recording":
@@ -117,7 +109,17 @@ class Recording:
             self.profiler.start_trace()  # torch ends a warm-up only this way
         self.profiler.stop_trace()
 
-    def save(self, file: Path, cycle: int) -> None:
+    def events(self) -> list[Event]:
+        """What was recorded."""
+        return events_of(self.profiler.profiler.kineto_results)
+
+    def flops(self) -> int | None:
+        """Floating-point operations of all steps; None if they were not counted."""
+        if not self.profile.flops:
+            return None
+        return sum(event.flops() for event in self.profiler.profiler.kineto_results.events())
+
+    def save(self, file: Path) -> None:
         """Write the trace: completely or not at all.
 
         Raises:
@@ -125,17 +127,10 @@ class Recording:
         """
         file.parent.mkdir(parents=True, exist_ok=True)
         part, packed = (file.with_name(f".{file.name}.{end}") for end in ("part", "packed"))
-        flops = sum(one.flops for one in self.profiler.events()) if self.profile.flops else None
-        about = {
-            "rank": self.ctx.rank,
-            "world_size": self.ctx.world_size,
-            "cycle": cycle,
-            "steps": self.steps,
-            "flops": flops,
-        }
         try:
             self.profiler.export_chrome_trace(str(part))
-            _pack(part, packed, about)
+            with part.open("rb") as trace, gzip.open(packed, "wb", compresslevel=3) as target:
+                shutil.copyfileobj(trace, target)
             os.replace(packed, file)
         finally:
             part.unlink(missing_ok=True)
@@ -153,13 +148,13 @@ class Recording:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _open_step(self) -> None:
-        self._mark = record_function(f"ProfilerStep#{self.steps}")
-        self._mark.__enter__()
+        self._range = record_function(f"ProfilerStep#{self.steps}")
+        self._range.__enter__()
 
     def _close_step(self) -> None:
-        if self._mark is not None:
-            self._mark.__exit__(None, None, None)
-            self._mark = None
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
 
 
 def _settle() -> None:
@@ -183,14 +178,3 @@ def _others_run() -> bool:
             if state == b"R" and task.name != mine:
                 return True
     return False
-
-
-def _pack(source: Path, target: Path, about: dict[str, Any]) -> None:
-    """Compress a trace, with what is known about it as its first entry."""
-    with source.open("rb") as trace, gzip.open(target, "wb", compresslevel=3) as packed:
-        if not trace.readline().strip().startswith(b"{"):
-            raise OSError(f"torch wrote a trace that is not a JSON object: {source}")
-        trace.seek(0)
-        packed.write(b'{"fxtrain": ' + json.dumps(about).encode() + b",")
-        packed.write(trace.readline().lstrip()[1:])
-        shutil.copyfileobj(trace, packed, _CHUNK)

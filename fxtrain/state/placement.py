@@ -1,0 +1,305 @@
+"""What of a model is held where, and the config of running a model from there. Data only."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeVar
+
+import attrs
+
+from fxtrain._byte_units import read_bytes
+from fxtrain._errors import PlanError
+from fxtrain._record import at_least, canonical, closest, record
+
+DISK = "disk"
+POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+
+T = TypeVar("T")
+
+
+@record
+class Unit:
+    """A part of a model that is held, and read, as one.
+
+    Attributes:
+        name: A module, such as `model.layers.7`, or a single parameter or buffer. Of the units
+            whose names a tensor is under, it belongs to the one with the longest name; "" is the
+            model itself.
+        device: Where it is held: a device such as "cuda:0", "cpu", or "disk"; "" before
+            `fx.big.place` has chosen one.
+        bytes: Of its tensors, as they are held. A tied tensor counts in the first unit that has it.
+        buffers: Of those, buffers that stay on `Placement.device` where the unit does not.
+        reads: Bytes of its parameters with all that are tied to others: what it computes with.
+        working: Room for it on the device where it computes, beside its tensors: the key-value
+            cache of its layers.
+        kind: Class of the module; empty if unknown, and for a tensor.
+    """
+
+    name: str
+    device: str = ""
+    bytes: int = attrs.field(default=0, validator=at_least(0))
+    buffers: int = attrs.field(default=0, validator=at_least(0))
+    reads: int = attrs.field(default=0, validator=at_least(0))
+    working: int = attrs.field(default=0, validator=at_least(0))
+    kind: str = ""
+
+
+@record
+class DtypeRule:
+    """The dtype of the floating-point parameters whose names match.
+
+    Attributes:
+        match: A pattern such as `*norm*` or `model.layers.0.*`.
+        dtype: As torch calls it: float32, bfloat16, float16, float8_e4m3fn, ...
+    """
+
+    match: str
+    dtype: str
+
+
+@record
+class Room:
+    """Memory of a device that a placement keeps free for something else than weights.
+
+    Attributes:
+        device: The device, or "cpu".
+        bytes: Room for activations and for all else that is not the model's.
+    """
+
+    device: str
+    bytes: int = attrs.field(validator=at_least(0))
+
+
+@record
+class Placement:
+    """Where each unit of a model is held. A value: compare, hash, store, diff it.
+
+    A unit on a device computes there. Units on the CPU or on disk stream to `device` when they
+    are needed; if `device` is the CPU, units on the CPU compute where they are.
+
+    Attributes:
+        units: In the order in which the model defines them.
+        device: Where units compute that are held on none.
+        tied: Names of tensors that are one tensor, each group in the order of the model; the
+            units of a group are held in one place.
+        offload_buffers: Buffers stream with the parameters of their unit. Otherwise they stay on
+            the device where the unit computes.
+        prefetch: Units that `room` allows to read ahead.
+        room: Bytes of `device` for streamed units: one in use and `prefetch` more.
+        staging: Bytes of the CPU through which units on disk pass on their way to an accelerator.
+        reserved: What else is kept free, by device.
+        dtypes: The dtype in which parameters are held, by name; the first match counts, and
+            others keep theirs.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> unit = fx.state.Unit(name="layers.0", device="disk", bytes=400)
+        >>> placement = fx.Placement(units=(unit,), device="cpu", room=800)
+        >>> placement.streamed == (unit,), placement.bytes_on("cpu")
+        (True, 800)
+        >>> fx.loads(fx.dumps(placement), fx.Placement) == placement
+        True
+    """
+
+    units: tuple[Unit, ...]
+    device: str = "cpu"
+    tied: tuple[tuple[str, ...], ...] = ()
+    offload_buffers: bool = False
+    prefetch: int = attrs.field(default=1, validator=at_least(0))
+    room: int = attrs.field(default=0, validator=at_least(0))
+    staging: int = attrs.field(default=0, validator=at_least(0))
+    reserved: tuple[Room, ...] = ()
+    dtypes: tuple[DtypeRule, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        seen: set[str] = set()
+        for unit in self.units:
+            if unit.name in seen:
+                raise PlanError(
+                    f"Placement(units=...): {unit.name!r} is listed twice. Keep one unit."
+                )
+            if not unit.device:
+                raise PlanError(
+                    f"Placement(units=...): {unit.name!r} has no device. Set one, 'cpu' or 'disk'."
+                )
+            seen.add(unit.name)
+        if self.device == DISK:
+            raise PlanError(
+                "Placement(device='disk'): nothing computes on disk. Choose a device or 'cpu'."
+            )
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Everything that holds a unit, `device` first and "cpu" and "disk" last."""
+        found = dict.fromkeys([self.device, *(unit.device for unit in self.units)])
+        last = [name for name in ("cpu", DISK) if name in found and name != self.device]
+        return (*(name for name in found if name not in last), *last)
+
+    @property
+    def streamed(self) -> tuple[Unit, ...]:
+        """Units that are held elsewhere than where they compute."""
+        return tuple(unit for unit in self.units if self.computes_on(unit) != unit.device)
+
+    def computes_on(self, unit: Unit) -> str:
+        """The device on which a unit computes."""
+        return self.device if unit.device in ("cpu", DISK) else unit.device
+
+    def bytes_on(self, device: str) -> int:
+        """Bytes that the placement takes of a device, the CPU or the disk, with all its room."""
+        total = sum(room.bytes for room in self.reserved if room.device == device)
+        total += self.room if device == self.device else 0
+        total += self.staging if device == "cpu" else 0
+        for unit in self.units:
+            computes = self.computes_on(unit)
+            kept = unit.buffers if computes != unit.device else 0
+            total += unit.bytes - kept if unit.device == device else 0
+            total += unit.working + kept if computes == device else 0
+        return total
+
+
+def owner_of(units: Mapping[str, T], tensor: str) -> T:
+    """The unit that a parameter or buffer belongs to: that of the longest name which it is under.
+
+    Raises:
+        PlanError: it belongs to none.
+
+    Example:
+        >>> from fxtrain.state import Unit, owner_of
+        >>> owner_of({"a": Unit(name="a", device="cpu")}, "a.b.weight").name
+        'a'
+    """
+    for name in names_above(tensor):
+        if name in units:
+            return units[name]
+    near = closest(tensor, units)
+    raise PlanError(
+        f"The placement says nothing of the tensor {tensor!r}.{near} Add a unit for it or for one "
+        f"of its modules, or a unit '' for everything that no other unit contains."
+    )
+
+
+def dtype_of(rules: tuple[DtypeRule, ...], tensor: str) -> str | None:
+    """The dtype that rules give a parameter; None if it keeps its own.
+
+    Example:
+        >>> from fxtrain.state import DtypeRule, dtype_of
+        >>> rules = (DtypeRule(match="*norm*", dtype="float32"),)
+        >>> dtype_of(rules, "layers.0.norm.weight"), dtype_of(rules, "head.weight")
+        ('float32', None)
+    """
+    return next((rule.dtype for rule in rules if fnmatchcase(tensor, rule.match)), None)
+
+
+def names_above(name: str) -> Iterator[str]:
+    """A name and those of the modules that it is in, the longest first; "" is the last."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _is_limit(_: Any, __: Any, value: int | str) -> None:
+    share = share_of(value)
+    if share is None:
+        _is_size(None, None, value)
+    elif share > 1:
+        raise ValueError("choose a share from 0% to 100%.")
+
+
+def _is_size(_: Any, __: Any, value: int | str) -> None:
+    if value != 0:
+        read_bytes(value, "memory")
+
+
+@record
+class Limit:
+    """How much of a device, of the CPU or of the disk a model may take.
+
+    Attributes:
+        device: "cuda:0", "cpu" or "disk".
+        bytes: A number, text such as "10GiB", or a share of what is free, such as "50%".
+    """
+
+    device: str
+    bytes: int | str = attrs.field(
+        validator=_is_limit,
+        metadata={"choose": "a number of bytes, or text such as '10GiB' or '50%'"},
+    )
+
+
+def share_of(value: int | str) -> float | None:
+    """A share such as "50%" as a number; None if it is a size."""
+    percent = _PERCENT.fullmatch(value) if isinstance(value, str) else None
+    return None if percent is None else float(percent[1]) / 100
+
+
+def limits_of(
+    value: Mapping[str, int | str] | Sequence[Limit],
+) -> tuple[Limit, ...]:
+    """A mapping from devices to bytes as limits; anything else as it is."""
+    if isinstance(value, Mapping):
+        return tuple(Limit(device=str(device), bytes=size) for device, size in value.items())
+    return _to_tuple(value)
+
+
+def rules_of(value: Mapping[str, str] | Sequence[DtypeRule]) -> tuple[DtypeRule, ...]:
+    """A mapping from patterns to dtypes as rules; anything else as it is."""
+    if isinstance(value, Mapping):
+        return tuple(DtypeRule(match=match, dtype=dtype) for match, dtype in value.items())
+    return _to_tuple(value)
+
+
+_to_tuple: Any = canonical(tuple[Limit, ...])
+
+
+@record
+class Offload:
+    """Run a model that does not fit its device: parts of it stream from the CPU or from disk.
+
+    Attributes:
+        placement: What is held where. None computes it when the model is wrapped, from the
+            fields below.
+        memory: What the model may take, by device: `{"cuda:0": "10GiB", "cpu": "50%"}`. Devices
+            that are not named are measured where `memory` is empty, and not used otherwise.
+        policy: balanced: spread over the accelerators evenly; auto: the same;
+            balanced_low_0: as little as possible on the first; sequential: fill one after another.
+        no_split: Class names of modules whose tensors stay together. None takes the model's own
+            list (`_no_split_modules` of transformers), or else what its ModuleLists hold.
+        prefetch: Units to read ahead of the one in use; None reads as many as memory allows.
+        offload_buffers: Stream buffers with the parameters of their unit, rather than keep them.
+        activations: Room for activations on every device, in bytes or as "2GiB".
+        batch: Sequences for whose key-value cache to keep room.
+        tokens: Their length; 0 keeps no room.
+        dtypes: The dtypes in which to hold parameters, by patterns: `{"*norm*": "float32"}`.
+        source: Where values come from: a model file, an index or a folder, as for
+            `fx.load_model`. None takes those of the module.
+        offload_folder: Where streamed units are written that are in no safetensors file yet, or not
+            aligned to 16 bytes there; they are used again if they are still the same.
+        pin: Keep units on the CPU in pinned memory, where an accelerator reads them.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> strategy = fx.Offload(memory={"cuda:0": "10GiB", "cpu": "50%"})
+        >>> strategy.memory[0].bytes
+        '10GiB'
+    """
+
+    kind: Literal["offload"] = attrs.field(default="offload", init=False)
+    placement: Placement | None = None
+    memory: tuple[Limit, ...] = attrs.field(default=(), converter=limits_of)
+    policy: Literal["auto", "balanced", "balanced_low_0", "sequential"] = "auto"
+    no_split: tuple[str, ...] | None = None
+    prefetch: int | None = attrs.field(default=None, validator=at_least(0))
+    offload_buffers: bool = False
+    activations: int | str = attrs.field(
+        default=0,
+        validator=_is_size,
+        metadata={"choose": "a number of bytes, or text such as '2GiB'"},
+    )
+    batch: int = attrs.field(default=1, validator=at_least(1))
+    tokens: int = attrs.field(default=0, validator=at_least(0))
+    dtypes: tuple[DtypeRule, ...] = attrs.field(default=(), converter=rules_of)
+    source: str | None = None
+    offload_folder: str | None = None
+    pin: bool = True
