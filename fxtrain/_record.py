@@ -23,21 +23,6 @@ from fxtrain._display import html_table
 from fxtrain._errors import FxError, PlanError
 from fxtrain._other_names import closest, field_hint, value_hint
 
-__all__ = [
-    "Check",
-    "above",
-    "at_least",
-    "between",
-    "canonical",
-    "check_of",
-    "closest",
-    "few",
-    "members",
-    "record",
-    "shown",
-    "to_float",
-]
-
 T = TypeVar("T")
 _Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -50,12 +35,7 @@ _EXACT_FLOATS = range(-(1 << 53), (1 << 53) + 1)  # integers that a float repres
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(attrs.field,))
-def record(
-    cls: type[T],
-    *,
-    error: type[FxError] = PlanError,
-    is_text: Callable[[str], bool] | None = None,
-) -> type[T]:
+def record(cls: type[T], *, error: type[FxError] = PlanError) -> type[T]:
     """A frozen keyword-only attrs class whose annotations are checked at construction.
 
     Checked types are bool, int (of 64 bits), float (finite; an int is converted), str, Literal,
@@ -69,13 +49,11 @@ def record(
     Args:
         cls: The class.
         error: The error that a wrong value raises.
-        is_text: Which strings are allowed; by default those that can be written to a file.
     """
-
     owner = cls.__dict__.get("OWNER", cls.__name__)
 
     def checked(_: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:
-        return [_with_check(owner, field, error, is_text or _is_text) for field in fields]
+        return [_with_check(owner, field, error) for field in fields]
 
     made: Any = attrs.frozen(kw_only=True, field_transformer=checked, repr=False)(cls)
     for name, function in _DISPLAY.items():
@@ -251,16 +229,13 @@ def check_of(
     owner: str,
     also: _Validator | None = None,
     words: str = "",
-    *,
     error: type[FxError] = PlanError,
-    is_text: Callable[[str], bool] | None = None,
 ) -> Check:
     """The check of a type annotation."""
     kinds = members(kind)
     choices = [name for one in kinds if get_origin(one) is Literal for name in get_args(one)]
     names = tuple(name for name in choices if isinstance(name, str))
-    test = _test(kinds, is_text or _is_text)
-    return Check(owner, test, words or _type_names(kind), names, also, error)
+    return Check(owner, _test(kinds), words or _type_names(kind), names, also, error)
 
 
 def members(kind: Any) -> tuple[Any, ...]:
@@ -320,20 +295,19 @@ def _with_check(
     owner: str,
     field: "attrs.Attribute[Any]",
     error: type[FxError],
-    is_text: Callable[[str], bool],
 ) -> "attrs.Attribute[Any]":
     converter = field.converter or canonical(field.type)
     words = field.metadata.get("choose", "")
-    check = check_of(field.type, owner, field.validator, words, error=error, is_text=is_text)
+    check = check_of(field.type, owner, field.validator, words, error)
     return field.evolve(converter=converter, validator=check)
 
 
-def _test(kinds: tuple[Any, ...], is_text: Callable[[str], bool]) -> Callable[[Any], bool]:
-    tests = [_type_test(kind, is_text) for kind in kinds]
+def _test(kinds: tuple[Any, ...]) -> Callable[[Any], bool]:
+    tests = [_type_test(kind) for kind in kinds]
     return tests[0] if len(tests) == 1 else lambda value: any(test(value) for test in tests)
 
 
-def _type_test(kind: Any, is_text: Callable[[str], bool]) -> Callable[[Any], bool]:
+def _type_test(kind: Any) -> Callable[[Any], bool]:
     if kind is Any or kind is None or getattr(kind, "_is_protocol", False):
         return lambda value: True
     if kind is type(None):
@@ -345,21 +319,21 @@ def _type_test(kind: Any, is_text: Callable[[str], bool]) -> Callable[[Any], boo
     if kind is bool:
         return lambda value: type(value) is bool
     if kind is str:
-        return lambda value: type(value) is str and (value.isascii() or is_text(value))
+        return lambda value: type(value) is str and (value.isascii() or _is_text(value))
     if get_origin(kind) is Literal:
         choices = get_args(kind)
         return lambda value: any(type(value) is type(one) and value == one for one in choices)
     if get_origin(kind) is tuple:
-        return _tuple_test(get_args(kind), is_text)
+        return _tuple_test(get_args(kind))
     base = get_origin(kind) or kind
     if not isinstance(base, type):
         raise PlanError(f"A record cannot have a field of type {kind}.")
     return lambda value: isinstance(value, base)
 
 
-def _tuple_test(kinds: tuple[Any, ...], is_text: Callable[[str], bool]) -> Callable[[Any], bool]:
+def _tuple_test(kinds: tuple[Any, ...]) -> Callable[[Any], bool]:
     """The test of a tuple: of any length if `kinds` ends in `...`."""
-    tests = [_test(members(kind), is_text) for kind in kinds if kind is not ...]
+    tests = [_test(members(kind)) for kind in kinds if kind is not ...]
     if kinds[1:] == (...,):
         return lambda value: type(value) is tuple and all(map(tests[0], value))
     return lambda value: (
@@ -370,9 +344,9 @@ def _tuple_test(kinds: tuple[Any, ...], is_text: Callable[[str], bool]) -> Calla
 
 
 def _is_text(value: str) -> bool:
-    """Whether a string can be written to a file; half a surrogate pair cannot."""
+    """Whether a string can be a word of a command line; half a surrogate pair cannot."""
     try:
-        value.encode()
+        value.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         return False
     return True

@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, NoReturn
+from typing import Any, Generic
 
 import attrs
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from fxtrain import _tree, ops
 from fxtrain._display import Displayed, counted
 from fxtrain._errors import DataError
-from fxtrain._other_names import call_hint
 from fxtrain.data.iterable import PlainStream
 from fxtrain.data.iterations import Iteration
 from fxtrain.data.rank_slices import Layout
@@ -326,18 +325,6 @@ class Sharded(Displayed, Generic[Data_co]):
                 code="FX401",
             )
         return states[self.ctx.rank]
-
-    if not TYPE_CHECKING:  # for a type checker, every name would exist
-
-        def __getitem__(self, key: object) -> NoReturn:
-            raise DataError(
-                f"loader[{key!r}]: a loader has batches, and this is not one. Use "
-                f"`for epoch in loader.epochs(n): for batch in epoch: batch[{key!r}]`."
-            )
-
-        def __getattr__(self, name: str) -> NoReturn:
-            hint = "" if name.startswith("_") else call_hint(name)
-            raise AttributeError(f"A sharded loader has no attribute {name!r}.{hint}")
 
     def __len__(self) -> int:
         """Batches left in this epoch, the same on every rank."""

@@ -1,6 +1,5 @@
 """Validators shared by launch records, and parsing options from words."""
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, dataclass_transform, get_origin
 
@@ -10,16 +9,6 @@ from fxtrain._errors import LaunchError
 from fxtrain._other_names import hint
 from fxtrain._record import at_least, check_of, closest, members, record, shown
 
-__all__ = [
-    "LONGEST_S",
-    "check_seconds",
-    "count",
-    "each",
-    "launch_record",
-    "name_values",
-    "options_from",
-]
-
 T = TypeVar("T")
 LONGEST_S = 1_000_000  # maximum timeout: systems count milliseconds in 31 bits
 _LARGEST = 2**31 - 1  # maximum of processes, ports and seconds
@@ -28,19 +17,8 @@ _SAID = {"true": True, "yes": True, "false": False, "no": False}
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(attrs.field,))
 def launch_record(cls: type[T]) -> type[T]:
-    """A record, like those of plans, whose invalid values are a LaunchError.
-
-    Its strings are words of a command line, which need not be valid UTF-8.
-    """
-    return record(cls, error=LaunchError, is_text=_is_word)
-
-
-def _is_word(text: str) -> bool:
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-    return True
+    """A record, like those of plans, whose invalid values are a LaunchError."""
+    return record(cls, error=LaunchError)
 
 
 def count(least: float) -> Callable[[Any, Any, Any], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, overload
 
 import attrs
 from typing_extensions import TypeVar
@@ -134,16 +134,6 @@ class Batch(Displayed, Generic[Data_co]):
     def get(self: Batch[Mapping[Any, Any]], key: Any, default: Any = None) -> Any:
         """The value of a key of the data, or a default."""
         return self._mapping("get").get(key, default)
-
-    if not TYPE_CHECKING:  # for a type checker, every name would exist
-
-        def __getattr__(self, name: str) -> NoReturn:
-            other = ""
-            if not name.startswith("_"):
-                keyed = isinstance(self.data, Mapping) and name in self.data
-                other = f" Use batch[{name!r}]." if keyed else f" Use batch.data.{name}, if the "
-                other += "" if keyed else f"data, a {type(self.data).__name__}, has it."
-            raise AttributeError(f"A batch has no attribute {name!r}.{other}")
 
     def to(
         self, target: torch.device | str | int | torch.dtype, *, non_blocking: bool = False

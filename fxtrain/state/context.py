@@ -7,13 +7,12 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from fxtrain._display import Displayed
 from fxtrain._errors import ContextError, MeshError
-from fxtrain._other_names import call_hint
 from fxtrain.state.mesh import Mesh
 from fxtrain.state.plan import Plan
 
@@ -272,12 +271,6 @@ class DistContext(Displayed):
             f"ctx.axis({name!r}): this context has no such axis. "
             f"It has data, loss, node, {', '.join(self.mesh.sizes)}."
         )
-
-    if not TYPE_CHECKING:  # for a type checker, every name would exist
-
-        def __getattr__(self, name: str) -> NoReturn:
-            other = "" if name.startswith("__") else call_hint(name)
-            raise AttributeError(f"A context has no attribute {name!r}.{other}")
 
     def __enter__(self) -> DistContext:
         return self

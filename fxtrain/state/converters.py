@@ -4,29 +4,21 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import attrs
 import cattrs
-from cattrs.errors import AttributeValidationNote, IterableValidationNote
+from cattrs.gen import make_dict_structure_fn, override
 
 from fxtrain._errors import FxError, PlanError
 from fxtrain._other_names import hint, value_hint
-from fxtrain._record import Check, canonical, check_of, closest, few, members, shown, to_float
+from fxtrain._record import Check, canonical, check_of, closest, few, members, shown
 from fxtrain.state.registry import BUILT_IN, installed_configs, kind_of
-
-__all__ = [
-    "converter_for",
-    "fingerprint",
-    "plain",
-    "structure",
-    "unstructure",
-]
 
 T = TypeVar("T")
 _Hook = Callable[[Any, Any], Any]
-_SCALARS = {kind: check_of(kind, "") for kind in (bool, int, float, str)}
-_WRONG = (FxError, ValueError, cattrs.BaseValidationError, cattrs.StructureHandlerNotFoundError)
+_FILE_VALUE = check_of(bool | int | float | str | None, "")
+_WRONG = (FxError, ValueError, cattrs.BaseValidationError)
 
 
 def unstructure(record: object) -> dict[str, Any]:
@@ -78,8 +70,8 @@ def structure(data: object, cls: type[T], configs: tuple[type, ...] | None = Non
     try:
         return converter.structure(data, cls)  # pyright: ignore[reportReturnType]
     except _WRONG as error:
-        lines = few(_lines(error, cls.__name__.lower()))
-    raise PlanError("\n".join(lines))
+        problems = cattrs.transform_error(error, cls.__name__.lower(), _describe)
+    raise PlanError("\n".join(few(_lines(problems))))
 
 
 def fingerprint(record: object) -> str:
@@ -115,16 +107,7 @@ def converter_for(configs: tuple[type, ...] = ()) -> cattrs.Converter:
                 f"{config.__name__} cannot be distinguished from other strategy configs: it needs "
                 f"a field `kind` whose default is a unique string; found {shown(kind)}."
             )
-    converter = cattrs.Converter(forbid_extra_keys=True)
-    for scalar, check in _SCALARS.items():
-        converter.register_structure_hook(scalar, _checked(check))
-    converter.register_structure_hook_factory(
-        lambda kind: get_origin(kind) is Literal, lambda kind: _checked(check_of(kind, ""))
-    )
-    converter.register_structure_hook_factory(
-        lambda kind: get_origin(kind) is tuple and get_args(kind)[1:] == (...,),
-        lambda kind: _tuple_hook(get_args(kind)[0], converter),
-    )
+    converter = cattrs.Converter(forbid_extra_keys=True, use_alias=True)
     converter.register_structure_hook_factory(
         attrs.has, lambda cls: _record_hook(cls, converter, known)
     )
@@ -140,9 +123,7 @@ def plain(record: Any) -> dict[str, Any]:
     """
     data = unstructure(record)
     for value in _leaves(data):
-        if value is not None and not (
-            type(value) in _SCALARS and _SCALARS[type(value)].fits(value)
-        ):
+        if not _FILE_VALUE.fits(value):
             raise PlanError(
                 f"{type(record).__name__} contains {shown(value)}, which cannot be written: files "
                 f"support true, false, finite numbers, text, None, tuples and records of these."
@@ -187,47 +168,46 @@ def _leaves(data: Any) -> list[Any]:
 
 def _record_hook(cls: type, converter: cattrs.Converter, known: Mapping[str, type]) -> _Hook:
     try:
-        fields = {field.alias: field for field in attrs.fields(attrs.resolve_types(cls))}
+        fields = [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
     except NameError as error:
         raise PlanError(f"{cls.__name__} has a field of an unsupported type: {error}") from None
-    tag = kind_of(cls)
-    hooks = {name: _field_hook(one, converter, known) for name, one in fields.items() if one.init}
-    required = [name for name in hooks if fields[name].default is attrs.NOTHING]
+    hooks = {field.name: _field_hook(field, converter, known) for field in fields}
+    build = make_dict_structure_fn(
+        cls, converter, **{name: override(struct_hook=hook) for name, hook in hooks.items()}
+    )
+    tag, names = kind_of(cls), ", ".join(field.alias for field in fields)
 
-    def build(data: Any, _: Any) -> Any:
+    def structure_record(data: Any, _: Any) -> Any:
         if not isinstance(data, Mapping):
-            raise ValueError(f"found {shown(data)}; choose a table of {', '.join(hooks)}.")
-        values: dict[str, Any] = {}
-        problems = [
-            _noted(ValueError("is missing."), name) for name in required if name not in data
-        ]
-        for key, value in sorted(data.items(), key=lambda item: item[0] not in hooks):
-            if key == "kind" and tag is not None and value == tag:
-                continue
-            try:
-                values[key] = _hook_of(key, cls, hooks, tag)(value, None)
-            except _WRONG as error:  # every problem of every field is collected
-                problems.append(_noted(error, key if key in fields else None))
-        if not problems:
-            try:
-                return cls(**values)
-            except (FxError, ValueError, TypeError) as error:  # incompatible fields
-                problems.append(error)
-        raise _raise_all(cattrs.ClassValidationError, problems, cls)
+            raise ValueError(f"found {shown(data)}; choose a table of {names}.")
+        if tag is not None and data.get("kind") == tag:
+            data = {key: value for key, value in data.items() if key != "kind"}
+        return build(data, cls)
 
-    return build
+    return structure_record
 
 
-def _hook_of(key: Any, cls: type, hooks: Mapping[str, _Hook], tag: str | None) -> _Hook:
-    if key in hooks:
-        return hooks[key]
-    if key == "kind" and tag is not None:
-        return _checked(check_of(Literal[tag], ""))
+def _describe(error: BaseException, _: Any) -> str:
+    """The problems of one place, a line each."""
+    if isinstance(error, cattrs.ForbiddenExtraKeysError):
+        return "\n".join(_unknown_key(key, error.cl) for key in sorted(error.extra_fields, key=str))
+    return "is missing." if isinstance(error, KeyError) else str(error)
+
+
+def _unknown_key(key: Any, cls: type) -> str:
+    known = [field.alias for field in attrs.fields(cls) if field.init]
     if other := hint(key, at="file"):
-        raise ValueError(f"unknown key {shown(key)}.{other}")
-    near = closest(key, hooks).strip()
+        return f"unknown key {shown(key)}.{other}"
+    near = closest(key, known).strip()
     question = f" (d{near[1:]})" if near else ""
-    raise ValueError(f"unknown key {shown(key)}{question}; {cls.__name__} has {', '.join(hooks)}.")
+    return f"unknown key {shown(key)}{question}; {cls.__name__} has {', '.join(known)}."
+
+
+def _lines(problems: list[str]) -> Iterator[str]:
+    """One line for each problem, after its path, which cattrs writes at the end."""
+    for problem in problems:
+        text, _, path = problem.rpartition(" @ ")
+        yield from (f"{path}: {line}" for line in text.split("\n"))
 
 
 def _field_hook(
@@ -276,78 +256,14 @@ def _holds_records(kind: Any) -> bool:
 
 
 def _tagged(data: Any, converter: cattrs.Converter, known: Mapping[str, type]) -> Any:
+    """A record whose type is chosen by `kind`, in a table or, with all defaults, in its place."""
     kinds = ", ".join(map(repr, sorted(known)))
-    if isinstance(data, str) and data in known:  # a short form: defaults for all other fields
-        data = {"kind": data}
-    if not isinstance(data, Mapping):
-        raise ValueError(
-            f"found {shown(data)}; choose one of {kinds}, or a table with a `kind`."
-            f"{value_hint('strategy', data) or closest(data, known)}"
-        )
-    if "kind" not in data:
+    if isinstance(data, Mapping) and "kind" not in data:
         raise ValueError(f"`kind` is missing in this table; choose one of {kinds}.")
-    kind = data["kind"]
+    kind = data["kind"] if isinstance(data, Mapping) else data
     if not isinstance(kind, str) or kind not in known:
-        near = value_hint("strategy", kind) or closest(kind, known)
-        problem = ValueError(f"found {shown(kind)}; choose one of {kinds}.{near}")
-        raise _raise_all(cattrs.ClassValidationError, [_noted(problem, "kind")], object)
-    return converter.structure(data, known[kind])
-
-
-def _checked(check: Check) -> _Hook:
-    def build(data: Any, kind: Any) -> Any:
-        value = to_float(data) if kind is float else data
-        if not check.fits(value):
-            near = closest(data, check.choices)
-            raise ValueError(f"found {shown(data)}; choose {check.wanted}.{near}")
-        return value
-
-    return build
-
-
-def _tuple_hook(inner: Any, converter: cattrs.Converter) -> _Hook:
-    def build(data: Any, _: Any) -> Any:
-        if not isinstance(data, list | tuple):
-            raise ValueError(f"found {shown(data)}; choose a list.")
-        values: list[Any] = []
-        problems: list[Exception] = []
-        for index, one in enumerate(data):
-            try:
-                values.append(converter.structure(one, inner))
-            except _WRONG as error:
-                problems.append(_noted(error, index))
-        if problems:
-            raise _raise_all(cattrs.IterableValidationError, problems, tuple)
-        return tuple(values)
-
-    return build
-
-
-def _raise_all(
-    kind: type[cattrs.BaseValidationError], problems: list[Exception], cls: type
-) -> Exception:
-    words = f"{len(problems)} problems of a {cls.__name__}"
-    return kind(words, problems, cls)  # pyright: ignore[reportCallIssue]
-
-
-def _noted(error: Exception, place: str | int | None) -> Exception:
-    """Note on an error the field or index where it was found, as cattrs does."""
-    if isinstance(place, str):
-        error.add_note(AttributeValidationNote(f"in {place}", place, Any))
-    elif place is not None:
-        error.add_note(IterableValidationNote(f"at {place}", place, Any))
-    return error
-
-
-def _lines(error: BaseException, path: str) -> Iterator[str]:
-    """One line for each problem collected in an error, with its path."""
-    for note in getattr(error, "__notes__", ()):
-        if isinstance(note, AttributeValidationNote):
-            path = f"{path}.{note.name}"
-        elif isinstance(note, IterableValidationNote):
-            path = f"{path}[{note.index}]"
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _lines(inner, path)
-    else:
-        yield f"{path}: {error}"
+        raise ValueError(
+            f"found {shown(kind)}; choose one of {kinds}, or a table with a `kind`."
+            f"{value_hint('strategy', kind) or closest(kind, known)}"
+        )
+    return converter.structure(data if isinstance(data, Mapping) else {}, known[kind])

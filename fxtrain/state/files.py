@@ -12,11 +12,6 @@ from fxtrain.state.converters import plain, structure
 from fxtrain.state.parsing import Format, from_environment, merge, parse_text, put
 from fxtrain.state.plan import Plan
 
-__all__ = [
-    "PLAN_VARIABLE", "dumps", "loads", "plan_in", "read_plan", "read_record", "write_plan",
-    "write_record",
-]  # fmt: skip
-
 PLAN_VARIABLE = "FXTRAIN_PLAN"  # with which `fxtrain launch` passes a plan to the ranks
 
 T = TypeVar("T")
@@ -76,7 +71,13 @@ def read_record(path: str | Path, cls: type[T]) -> T:
     Raises:
         PlanError: the suffix is another one, the file does not exist, or it is no such record.
     """
-    return _read(path, cls, "read_record")
+    form = _format_of(path)
+    try:
+        return loads(read_text(path), cls, form)
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error}.", code="FX201") from error
+    except PlanError as error:
+        raise PlanError(f"{path}:\n{error}") from None
 
 
 def write_record(record: object, path: str | Path) -> None:
@@ -88,7 +89,11 @@ def write_record(record: object, path: str | Path) -> None:
     Raises:
         PlanError: the suffix is another one, or the file cannot be written.
     """
-    _write(record, path, "write_record")
+    text = dumps(record, _format_of(path))
+    try:
+        write_file(path, text)
+    except (OSError, UnicodeError) as error:
+        raise PlanError(f"{path} cannot be written: {error}.", code="FX201") from error
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -97,7 +102,7 @@ def read_plan(path: str | Path) -> Plan:
     Raises:
         PlanError: the suffix is unknown, the file does not exist, or it is not a plan.
     """
-    return _read(path, Plan, "read_plan")
+    return read_record(path, Plan)
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
@@ -109,27 +114,7 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     Raises:
         PlanError: the suffix is unknown, or the file cannot be written.
     """
-    _write(plan, path, "write_plan")
-
-
-def _read(path: str | Path, cls: type[T], call: str) -> T:
-    form = _format_of(path)
-    try:
-        text = read_text(path)
-    except OSError as error:
-        raise PlanError(f"{call}({str(path)!r}): {error}.", code="FX201") from error
-    try:
-        return loads(text, cls, form)
-    except PlanError as error:
-        raise PlanError(f"{path}:\n{error}") from None
-
-
-def _write(record: Any, path: str | Path, call: str) -> None:
-    text = dumps(record, _format_of(path))
-    try:
-        write_file(path, text)
-    except OSError as error:
-        raise PlanError(f"{call}({str(path)!r}): {error}.", code="FX201") from error
+    write_record(plan, path)
 
 
 def _format_of(path: str | Path) -> Format:
@@ -165,16 +150,13 @@ def plan_in(env: Mapping[str, str]) -> Plan | None:
         >>> plan_in({"FXTRAIN_PLAN__MESH": "tensor=2"}).mesh.tensor
         2
     """
-    text = env.get(PLAN_VARIABLE)
-    if text is None:
-        return _plan_of_parts(env)
-    try:
-        return loads(text)
-    except PlanError as error:
-        raise PlanError(f"The variable {PLAN_VARIABLE}, set by fxtrain launch:\n{error}") from None
-
-
-def _plan_of_parts(env: Mapping[str, str]) -> Plan | None:
+    if PLAN_VARIABLE in env:
+        try:
+            return loads(env[PLAN_VARIABLE])
+        except PlanError as error:
+            raise PlanError(
+                f"The variable {PLAN_VARIABLE}, set by fxtrain launch:\n{error}"
+            ) from None
     parts = {
         path.removeprefix("plan."): value
         for path, (value, _) in from_environment(env).items()

@@ -2,22 +2,24 @@
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 from fxtrain._errors import PlanError
+from fxtrain._optional import optional
 from fxtrain._record import closest, shown
 from fxtrain.state.mesh import read_mesh
-from fxtrain.state.yaml_reader import parse_yaml
-
-__all__ = [
-    "Format", "from_environment", "leaves", "merge", "near", "parse_json", "parse_text", "put",
-    "unique_keys", "value_of",
-]  # fmt: skip
 
 Format = Literal["json", "toml", "yaml"]
 _MAX_REASON_LENGTH = 500  # characters of a parser's message
+_MAX_YAML = 1 << 20  # characters: pyyaml takes seconds for that many
+_MAX_ALIASED = 100_000  # values that aliases may add to a file
+_YAML = "tag:yaml.org,2002:"
+_PLAIN = ("null", "bool", "int", "float", "str", "seq", "map", "merge")
+# What YAML 1.1, as in pyyaml, reads as a truth value or a number, and YAML 1.2 as another or text.
+_AMBIGUOUS = re.compile(r"yes|no|on|off|[-+]?0[0-9_box].*|.*[_:].*", re.IGNORECASE)
 # Fields with a short form, and the key for which it stands in their table.
 _SHORT_FORMS = {"strategy": "kind", "quantize": "kind", "precision": "compute"}
 
@@ -97,6 +99,72 @@ def _finite(word: str) -> float:
 
 def _no_number(word: str) -> NoReturn:
     raise ValueError(f"{word} is not a JSON number.")
+
+
+def parse_yaml(text: str) -> Any:
+    """Plain data from YAML, as pyyaml's `safe_load` reads it.
+
+    Each key appears once in its table, there are no values but true, false, null, numbers, text,
+    lists and tables, and aliases do not make a short text a large value.
+
+    Raises:
+        ValueError: it is not.
+        RecursionError: it is nested too deeply.
+        MissingPackageError: pyyaml is not installed (the extra `files`).
+    """
+    yaml: Any = optional("yaml", extra="files", needed_by="A file in YAML")
+    if len(text) > _MAX_YAML:
+        raise ValueError(f"it has {len(text)} characters; YAML is limited to {_MAX_YAML}.")
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        values = _count_values(node, {})
+        if values > _MAX_ALIASED + len(text):
+            raise ValueError(f"its aliases expand to {shown(values)} values.")
+        data = loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    except (LookupError, AttributeError, TypeError, OverflowError) as error:  # of !!bool x, say
+        raise ValueError(f"a value does not fit its tag: {error}") from None
+    json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is not text
+    return data
+
+
+def _count_values(node: Any, counted: dict[int, int]) -> int:
+    """The values in a node, with each alias as often as it appears."""
+    if id(node) in counted:
+        if not counted[id(node)]:
+            raise ValueError(f"{_place(node)}: a value contains itself through an alias.")
+        return counted[id(node)]
+    counted[id(node)] = 0
+    tag = node.tag.removeprefix(_YAML)
+    if tag not in _PLAIN:
+        raise ValueError(
+            f"{_place(node)}: the tag {shown(tag)} is not supported. A file contains true, false, "
+            f"null, numbers, text, lists and tables. Put text in quotes."
+        )
+    if tag in ("bool", "int", "float") and _AMBIGUOUS.fullmatch(node.value):
+        raise ValueError(
+            f"{_place(node)}: {shown(node.value)} is ambiguous in YAML. Write true, false or a "
+            f"decimal number, or put it in quotes if it is text."
+        )
+    children = node.value if node.id == "sequence" else ()
+    if node.id == "mapping":
+        keys = set[str]()
+        for key, _ in node.value:
+            if key.id != "scalar" or key.value in keys:
+                problem = "appears twice in one table" if key.id == "scalar" else "is no text"
+                raise ValueError(f"{_place(key)}: the key {shown(key.value)} {problem}.")
+            keys.add(key.value)
+        children = [child for pair in node.value for child in pair]
+    counted[id(node)] = total = 1 + sum(_count_values(child, counted) for child in children)
+    return total
+
+
+def _place(node: Any) -> str:
+    return f"line {node.start_mark.line + 1}, column {node.start_mark.column + 1}"
 
 
 _FORMATS: dict[str, Callable[[str], Any]] = {

@@ -21,7 +21,7 @@ _CHANNELS = (1, 3, 4)
 _USUAL = frozenset({Tensor, float, int, bool})
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Entry:
     """One call of a function of every tracker.
 
@@ -30,9 +30,10 @@ class Entry:
     """
 
     kind: str
-    _make: Callable[[], tuple[Any, ...]]
-    _tell: Callable[[str, str], None]
-    _made: list[tuple[Any, ...] | None] = attrs.field(factory=list, init=False)
+    _read: Callable[[], tuple[Any, ...]]
+    _warn: Callable[[str, str], None]
+    _arguments: tuple[Any, ...] | None = attrs.field(default=None, init=False)
+    _is_read: bool = attrs.field(default=False, init=False)
     _lock: Any = attrs.field(factory=threading.Lock, init=False)
 
     def arguments(self) -> tuple[Any, ...] | None:
@@ -42,17 +43,17 @@ class Entry:
             None if no tracker can write the value, which has been reported.
         """
         with self._lock:
-            if not self._made:
+            if not self._is_read:
+                self._is_read = True
                 try:
-                    self._made.append(self._make())
+                    self._arguments = self._read()
                 except Exception as error:  # any error of the user's value
-                    self._made.append(None)
-                    self._tell(
+                    self._warn(
                         f"{self.kind} {error}",
                         f"run.{self.kind}: {type(error).__name__}: {error}. No tracker received "
                         f"this entry; training continues.",
                     )
-        return self._made[0]
+        return self._arguments
 
 
 def at(step: Any) -> At:

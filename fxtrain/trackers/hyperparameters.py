@@ -1,9 +1,9 @@
 """Hyperparameters: the plan, the context and the user's settings as a flat table."""
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import PurePath
 from typing import Any
 
 import attrs
@@ -51,8 +51,8 @@ def _flat(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     if attrs.has(type(value)) and not isinstance(value, type):
         value = unstructure(value)
     if isinstance(value, Mapping) and (value or not path) and depth < _DEEPEST:
-        for key, one in value.items():
-            yield from _flat(one, f"{path}.{key}" if path else str(key), depth + 1)
+        for key, inner in value.items():
+            yield from _flat(inner, f"{path}.{key}" if path else str(key), depth + 1)
     else:
         yield path, _plain(value)
 
@@ -60,17 +60,9 @@ def _flat(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
 def _plain(value: Any) -> Any:
     if value is None or type(value) in (bool, int):
         return value
-    if type(value) is float:
-        return value if math.isfinite(value) else str(value)
-    return _text(value)[:_LONGEST]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str | PurePath):
-        return str(value)
+    if type(value) is float and math.isfinite(value):
+        return value
     if isinstance(value, tuple | list):
-        try:
-            return json.dumps(value, default=str)
-        except (TypeError, ValueError, RecursionError):
-            return str(value)
-    return str(value)
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            value = json.dumps(value, default=str)
+    return str(value)[:_LONGEST]

@@ -18,7 +18,7 @@ from fxtrain.state import DistContext, Plan, Position, check_connected, shown
 from fxtrain.trackers.entries import Entry
 from fxtrain.trackers.hyperparameters import about_context, about_plan, flat
 from fxtrain.trackers.json_lines import JsonLines
-from fxtrain.trackers.run import Progress, Run
+from fxtrain.trackers.run import Run
 from fxtrain.trackers.run_folder import Identity, claim, folder_of, lock_folder, write_identity
 from fxtrain.trackers.table import find, targets
 from fxtrain.trackers.tracker import Start, Target, Tracker
@@ -85,13 +85,13 @@ def track(
         [(1, 0.5)]
     """
     check_connected("track", ctx)
-    found, lock, problem = None, None, None
+    request, lock, problem = None, None, None
     try:
-        found = _checked(path, to, plan, settings, name, resume, position, ranks)
-        lock = lock_folder(found.folder, ctx)
+        request = _checked(path, to, plan, settings, name, resume, position, ranks)
+        lock = lock_folder(request.folder, ctx)
     except FxError as error:
         problem = error
-    return _track(ctx, found, lock, problem, resume, patience)
+    return _track(ctx, request, lock, problem, patience)
 
 
 def own(path: Any, ctx: DistContext) -> Lock | None:
@@ -106,7 +106,7 @@ def own(path: Any, ctx: DistContext) -> Lock | None:
     except FxError as error:
         problem = error
     try:
-        _agreed(problem, None, ctx)
+        _gathered(None, problem, ctx)
     except BaseException:
         _release(lock)
         raise
@@ -125,52 +125,24 @@ def track_in(
     position: Position,
 ) -> Run:
     """As `track`, in a folder that `own` has locked; closing the run releases it."""
-    found, problem = None, None
+    request, problem = None, None
     try:
-        found = _checked(path, to, plan, settings, None, resume, position, "main")
+        request = _checked(path, to, plan, settings, None, resume, position, "main")
     except FxError as error:
         problem = error
-    return _track(ctx, found, lock, problem, resume, Patience())
-
-
-def _track(
-    ctx: DistContext,
-    found: "_Asked | None",
-    lock: Lock | None,
-    problem: FxError | None,
-    resume: Any,
-    patience: Patience,
-) -> Run:
-    opened: Mapping[str, tuple[Writer, str]] = {}
-    known = None
-    try:
-        try:
-            known = None if found is None or problem else _claimed(found, resume, ctx)
-        except FxError as error:
-            problem = error
-        run, identities = _agreed(problem, known, ctx)[0]
-        identity = Identity(id=run, identities=tuple(identities))
-        assert found is not None
-        opened, problem = _opened(found, identity, ctx, patience)
-        return _run(found, identity, ctx, opened, problem, patience, lock)
-    except BaseException:
-        _end([writer for writer, _ in opened.values()], patience)
-        _release(lock)
-        raise
-
-
-def _release(lock: Lock | None) -> None:
-    if lock is not None:
-        lock.release()
+    return _track(ctx, request, lock, problem, Patience())
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class _Asked:
+class _Request:
+    """The arguments of `track`."""
+
     folder: Path
     rows: Mapping[str, tuple[Tracker, Any]]  # by their keys in `identities`
     plan: Plan | None
     settings: Mapping[str, Any]
     name: str
+    resume: Mapping[str, Any] | Literal["folder"] | None
     position: Position
     everyone: bool
 
@@ -184,7 +156,7 @@ def _checked(
     resume: Any,
     position: Any,
     ranks: Any,
-) -> _Asked:
+) -> _Request:
     folder = folder_of(path)
     if isinstance(to, str | Mapping) or not isinstance(to, Iterable):
         to = (to,)
@@ -206,167 +178,176 @@ def _checked(
             f"track(resume={shown(resume)}): pass the value of run.state(), such as "
             f"restored.extra['run'], or 'folder', or omit it."
         )
-    return _Asked(
+    return _Request(
         folder=folder,
         rows=_rows(to),
         plan=plan,
         settings=settings or {},
         name=name or folder.resolve().name or "run",
+        resume=resume,
         position=position or Position(),
         everyone=ranks == "all",
     )
 
 
-def _claimed(
-    asked: _Asked, resume: Mapping[str, Any] | Literal["folder"] | None, ctx: DistContext
-) -> tuple[str, list[Mapping[str, str]]] | None:
-    """Which run this is, decided by rank 0; a dry run has none."""
-    if ctx.comm.simulated:
-        return "0" * 32, []
-    if not ctx.is_main:
-        return None
-    found = claim(asked.folder, resume)
-    return found.id, list(found.identities)
-
-
-def _opened(
-    asked: _Asked, known: Identity, ctx: DistContext, patience: Patience
-) -> tuple[dict[str, tuple[Writer, str]], FxError | None]:
-    """The trackers of this rank, or why they could not be opened."""
-    if ctx.comm.simulated or not (ctx.is_main or asked.everyone):
-        return {}, None
-    try:
-        with ops.fork_rng(ctx):
-            return _open_all(asked, known, ctx, patience), None
-    except FxError as error:
-        return {}, error
-    except Exception as error:  # any error: the other ranks must receive it
-        return {}, PlanError(f"track: {type(error).__name__}: {error}")
-
-
 def _rows(to: Iterable[Any]) -> dict[str, tuple[Tracker, Any]]:
     rows: dict[str, tuple[Tracker, Any]] = {}
-    for one in targets(to):
-        row, config = (one, None) if isinstance(one, Tracker) else (find(one), one)
-        kind = key = str(getattr(config, "kind", row.name))
+    for target in targets(to):
+        tracker, config = (target, None) if isinstance(target, Tracker) else (find(target), target)
+        kind = key = str(getattr(config, "kind", tracker.name))
         count = 1
         while key in rows:
             count += 1
             key = f"{kind}-{count}"
-        rows[key] = (row, config)
+        rows[key] = (tracker, config)
     return rows
 
 
-def _open_all(
-    asked: _Asked, known: Identity, ctx: DistContext, patience: Patience
-) -> dict[str, tuple[Writer, str]]:
-    """Every tracker that could be opened, and its library's id of the run."""
-    opened: dict[str, tuple[Writer, str]] = {}
-    warn = Warn()
-    try:
-        for key, (row, config) in asked.rows.items():
-            start = _start(asked, known, ctx, key)
-            try:
-                native = row.open(config, start)
-                called = str(row.identity(native))
-            except FxError:
-                raise
-            except Exception as error:  # any error of the library: training continues
-                warn(
-                    f"open {key}",
-                    f"{row.name} could not be opened: {type(error).__name__}: {error}. Training "
-                    f"continues without it, and the other trackers are not affected.",
-                )
-                continue
-            writer = start_writer(row, native, start, patience)
-            opened[key] = (writer, called)
-            writer.put(Entry("params", lambda start=start: (start,), warn))
-    except BaseException:
-        _end([writer for writer, _ in opened.values()], patience)
-        raise
-    return opened
-
-
-def _end(writers: Sequence[Writer], patience: Patience) -> None:
-    """Close trackers that were opened for a run that another tracker or rank has refused."""
-    for writer in writers:
-        writer.end(failed=True)
-        writer.wait(time.monotonic() + patience.close_s, failed=True)
-
-
-def _start(asked: _Asked, known: Identity, ctx: DistContext, key: str) -> Start:
-    rank, run = ctx.rank, known.id
-    mine = dict(*known.identities[rank : rank + 1])
-    plan = {} if asked.plan is None else {"plan": about_plan(asked.plan)}
-    tables = {**plan, "context": {**about_context(ctx), "rank": rank}}
-    digest = hashlib.blake2b(f"{run}/{rank}".encode(), digest_size=16).hexdigest()
-    return Start(
-        id=digest if rank else run,
-        run=run,
-        name=f"{asked.name}-rank{rank}" if rank else asked.name,
-        folder=asked.folder,
-        rank=rank,
-        everyone=asked.everyone,
-        identity=mine.get(key, ""),
-        position=asked.position,
-        params={**flat(asked.settings), **flat(tables)},
-        ctx=ctx,
-        plan=asked.plan,
-        settings=asked.settings,
-        time=time.time(),
-    )
-
-
-def _run(
-    asked: _Asked,
-    known: Identity,
+def _track(
     ctx: DistContext,
-    opened: Mapping[str, tuple[Writer, str]],
+    request: _Request | None,
+    lock: Lock | None,
     problem: FxError | None,
     patience: Patience,
-    lock: Lock | None,
 ) -> Run:
-    """Create the handle once all ranks know their trackers' ids of the run."""
-    mine = {
-        **dict(*known.identities[ctx.rank : ctx.rank + 1]),
-        **{key: called for key, (_, called) in opened.items()},
-    }
-    kinds = [
-        row.name if config is None else type(config).__name__ for row, config in asked.rows.values()
-    ]
-    of_ranks = _agreed(problem, (mine, kinds), ctx)
-    _, kinds = of_ranks[0]  # "all" may be fewer on another machine
-    rows: list[Mapping[str, str]] = [row for row, _ in of_ranks[: None if asked.everyone else 1]]
-    if ctx.is_main and not ctx.comm.simulated:
-        try:
-            write_identity(asked.folder, Identity(id=known.id, identities=tuple(rows)))
-        except OSError as error:
-            _LOG.warning(
-                "%s: cannot record which run this folder belongs to: %s. Training "
-                "continues; free disk space before the run is resumed.",
-                asked.folder,
-                error,
-            )
-    run = Run(
-        id=known.id,
-        path=str(asked.folder),
-        state={"identities": rows, "kinds": kinds},
-        writers=tuple(writer for writer, _ in opened.values()),
-        patience=patience,
-        progress=Progress(calls=asked.position.updates),
-        lock=lock,
-    )
+    writers: dict[str, Writer] = {}
+    identity = None
+    try:
+        if request is not None and problem is None:
+            try:
+                identity = _claimed(request, ctx)
+            except FxError as error:
+                problem = error
+        identity = _gathered(identity, problem, ctx)[0]
+        assert request is not None  # otherwise there was a problem
+        if not ctx.comm.simulated and (ctx.is_main or request.everyone):
+            problem = _open(writers, request, identity, ctx, patience)
+        run = _run(request, identity, ctx, writers, problem, patience, lock)
+    except BaseException:
+        for writer in writers.values():
+            writer.end(failed=True)
+            writer.wait(time.monotonic() + patience.close_s, failed=True)
+        _release(lock)
+        raise
     # Registered after the libraries' own functions, so that it runs before them.
     atexit.register(run.close)
     return run
 
 
-def _agreed(problem: FxError | None, value: Any, ctx: DistContext) -> list[Any]:
+def _claimed(request: _Request, ctx: DistContext) -> Identity | None:
+    """Which run this is, decided by rank 0; a dry run has none."""
+    if ctx.comm.simulated:
+        return Identity(id="0" * 32)
+    return claim(request.folder, request.resume) if ctx.is_main else None
+
+
+def _open(
+    writers: dict[str, Writer],
+    request: _Request,
+    identity: Identity,
+    ctx: DistContext,
+    patience: Patience,
+) -> FxError | None:
+    """Open every tracker that can be opened; returns why the run is refused, if it is."""
+    warn = Warn()
+    try:
+        with ops.fork_rng(ctx):
+            for key, (tracker, config) in request.rows.items():
+                start = _start(request, identity, ctx, key)
+                try:
+                    native = tracker.open(config, start)
+                    called = str(tracker.identity(native))
+                except FxError:
+                    raise
+                except Exception as error:  # any error of the library: training continues
+                    warn(
+                        f"open {key}",
+                        f"{tracker.name} could not be opened: {type(error).__name__}: {error}. "
+                        f"Training continues without it, and the other trackers are not affected.",
+                    )
+                    continue
+                writers[key] = start_writer(tracker, native, called, start, patience)
+                writers[key].put(Entry("params", lambda start=start: (start,), warn))
+    except FxError as error:
+        return error
+    except Exception as error:  # any error: the other ranks must receive it
+        return PlanError(f"track: {type(error).__name__}: {error}")
+    return None
+
+
+def _start(request: _Request, identity: Identity, ctx: DistContext, key: str) -> Start:
+    rank, run = ctx.rank, identity.id
+    plan = {} if request.plan is None else {"plan": about_plan(request.plan)}
+    tables = {**plan, "context": {**about_context(ctx), "rank": rank}}
+    digest = hashlib.blake2b(f"{run}/{rank}".encode(), digest_size=16).hexdigest()
+    return Start(
+        id=digest if rank else run,
+        run=run,
+        name=f"{request.name}-rank{rank}" if rank else request.name,
+        folder=request.folder,
+        rank=rank,
+        everyone=request.everyone,
+        identity=identity.of_rank(rank).get(key, ""),
+        position=request.position,
+        params={**flat(request.settings), **flat(tables)},
+        ctx=ctx,
+        plan=request.plan,
+        settings=request.settings,
+        time=time.time(),
+    )
+
+
+def _run(
+    request: _Request,
+    identity: Identity,
+    ctx: DistContext,
+    writers: Mapping[str, Writer],
+    problem: FxError | None,
+    patience: Patience,
+    lock: Lock | None,
+) -> Run:
+    """Create the handle once all ranks know their trackers' ids of the run."""
+    called = {key: writer.identity for key, writer in writers.items()}
+    kinds = [
+        tracker.name if config is None else type(config).__name__
+        for tracker, config in request.rows.values()
+    ]
+    of_ranks = _gathered(({**identity.of_rank(ctx.rank), **called}, kinds), problem, ctx)
+    kinds = of_ranks[0][1]  # "all" may be fewer on another machine
+    identities = [ids for ids, _ in of_ranks[: None if request.everyone else 1]]
+    if ctx.is_main and not ctx.comm.simulated:
+        try:
+            write_identity(request.folder, Identity(id=identity.id, identities=tuple(identities)))
+        except OSError as error:
+            _LOG.warning(
+                "%s: cannot record which run this folder belongs to: %s. Training "
+                "continues; free disk space before the run is resumed.",
+                request.folder,
+                error,
+            )
+    return Run(
+        id=identity.id,
+        path=str(request.folder),
+        state={"identities": identities, "kinds": kinds},
+        writers=tuple(writers.values()),
+        patience=patience,
+        calls=request.position.updates,
+        lock=lock,
+    )
+
+
+def _gathered(value: Any, problem: FxError | None, ctx: DistContext) -> list[Any]:
     """Every rank's value; if any rank has a problem, raise the first one on every rank."""
     words = None if problem is None else (type(problem).__name__, str(problem))
-    found = [(words, value)] if ctx.comm.simulated else ops.gather_objects((words, value), ctx)
-    for words, _ in found:
+    mine = (words, value)
+    of_ranks = [mine] if ctx.comm.simulated else ops.gather_objects(mine, ctx)
+    for words, _ in of_ranks:
         if words is not None:
             kind, text = words
             raise _ERRORS.get(kind, PlanError)(text) from problem
-    return [one for _, one in found]
+    return [value for _, value in of_ranks]
+
+
+def _release(lock: Lock | None) -> None:
+    if lock is not None:
+        lock.release()

@@ -19,22 +19,7 @@ from fxtrain.trackers.tracker import At, Tracker
 from fxtrain.trackers.writer import Patience, Warn, Writer
 
 
-@attrs.define
-class Progress:
-    """What changes in a run.
-
-    Attributes:
-        step: The last step that a caller gave.
-        calls: Calls of `log` without a step while none was given, counted from where the run began.
-        closed: Whether the run is closed.
-    """
-
-    step: Position | int | None = None
-    calls: int = 0
-    closed: bool = False
-
-
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
 class Run:
     """A run logged by trackers; created by `fx.track`, and usable as a context manager.
 
@@ -57,8 +42,11 @@ class Run:
     _patience: Patience = attrs.field(default=Patience(), alias="patience", repr=False)
     _warn: Warn = attrs.field(factory=Warn, init=False, repr=False)
     _process: int = attrs.field(factory=os.getpid, init=False, repr=False)
-    _progress: Progress = attrs.field(alias="progress", repr=False)
     _lock: Lock | None = attrs.field(default=None, alias="lock", repr=False)
+    # Calls of `log` without a step while none was passed, counted from where the run began.
+    _calls: int = attrs.field(default=0, alias="calls", repr=False)
+    _step: Position | int | None = attrs.field(default=None, init=False, repr=False)  # the last one
+    _is_closed: bool = attrs.field(default=False, init=False, repr=False)
 
     def log(self, values: Mapping[str, object], step: Position | int | None = None) -> None:
         """Log numbers by name.
@@ -153,16 +141,14 @@ class Run:
         Raises:
             PlanError: this run has no such tracker.
         """
-        asked = config if isinstance(config, type) else type(config)
+        kind = config if isinstance(config, type) else type(config)
         names = self._state["kinds"]
         for writer in self._writers:
-            if writer.tracker is config or writer.tracker.config is asked:
+            if writer.tracker is config or writer.tracker.config is kind:
                 return writer.native
-        wanted = config.name if isinstance(config, Tracker) else asked.__name__
-        if wanted not in names:
-            raise PlanError(
-                f"run.native({wanted}): this run has {', '.join(names) or 'no tracker'}."
-            )
+        name = config.name if isinstance(config, Tracker) else kind.__name__
+        if name not in names:
+            raise PlanError(f"run.native({name}): this run has {', '.join(names) or 'no tracker'}.")
         return None
 
     def flush(self) -> bool:
@@ -196,9 +182,9 @@ class Run:
             ...         more.id == run.id
             True
         """
-        if not self._progress.closed:
+        if not self._is_closed:
             self.flush()
-        return {"id": self.id, "identities": [dict(one) for one in self._state["identities"]]}
+        return {"id": self.id, "identities": [dict(ids) for ids in self._state["identities"]]}
 
     def close(self, *, failed: bool = False) -> None:
         """Write everything and close the trackers; a second call does nothing.
@@ -209,9 +195,9 @@ class Run:
         Effects:
             Waits for the trackers of this rank, at most 120 s.
         """
-        if self._progress.closed:
+        if self._is_closed:
             return
-        self._progress.closed = True
+        self._is_closed = True
         atexit.unregister(self.close)
         if os.getpid() == self._process:
             until = time.monotonic() + self._patience.close_s
@@ -238,17 +224,17 @@ class Run:
         return bool(self._writers) and os.getpid() == self._process
 
     def _at(self, call: str, step: Any) -> At:
-        progress = self._progress
-        if progress.closed:
+        if self._is_closed:
             raise PlanError(
                 f"run.{call}: this run is closed. Log inside its `with` block, or continue it with "
                 f"fx.track(path, ctx, resume=run.state(), position=...)."
             )
-        if step is None and progress.step is None:
-            progress.calls += call == "log"
-            return at(progress.calls)
-        here = at(progress.step if step is None else step)
-        progress.step = progress.step if step is None else step
+        if step is None and self._step is None:
+            self._calls += call == "log"
+            return at(self._calls)
+        step = self._step if step is None else step
+        here = at(step)
+        self._step = step
         return here
 
     def _taken(self, kind: str, take: Callable[[Any], Any], value: Any) -> Callable[[], Any]:
@@ -256,10 +242,10 @@ class Run:
         try:
             return take(value)
         except Exception as error:  # any error of the user's value
-            kept = error
+            problem = error
 
             def fail() -> Any:
-                raise kept
+                raise problem
 
             return fail
 

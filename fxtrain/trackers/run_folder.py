@@ -34,6 +34,10 @@ class Identity:
     id: str
     identities: tuple[Mapping[str, str], ...] = ()
 
+    def of_rank(self, rank: int) -> Mapping[str, str]:
+        """The ids of the trackers of one rank, if it tracks."""
+        return self.identities[rank] if rank < len(self.identities) else {}
+
 
 def folder_of(path: Any) -> Path:
     """The folder of a run on this machine.
@@ -174,9 +178,6 @@ def _identity(data: Any, where: str) -> Identity:
 
 def _merged(found: Identity, asked: Identity) -> Identity:
     """The ids in the checkpoint; for trackers that it does not have, those of the folder."""
-    ranks = max(len(found.identities), len(asked.identities))
-    rows = [
-        {**dict(*found.identities[rank : rank + 1]), **dict(*asked.identities[rank : rank + 1])}
-        for rank in range(ranks)
-    ]
-    return Identity(id=asked.id, identities=tuple(rows))
+    ranks = range(max(len(found.identities), len(asked.identities)))
+    ids = ({**found.of_rank(rank), **asked.of_rank(rank)} for rank in ranks)
+    return Identity(id=asked.id, identities=tuple(ids))

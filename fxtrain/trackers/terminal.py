@@ -19,7 +19,7 @@ class Terminal:
     """Lines on standard output at intervals.
 
     Attributes:
-        every_s: Minimum seconds between two lines of metrics; metrics in between are not shown.
+        every_s: Minimum seconds between two lines of metrics; metrics in between are not lines.
         digits: Significant digits of a number.
     """
 
@@ -28,34 +28,40 @@ class Terminal:
     digits: int = attrs.field(default=4, validator=at_least(1))
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Shown:
-    """The last line that was written, and when."""
+@attrs.define(kw_only=True, eq=False)
+class Lines:
+    """Lines on standard output.
+
+    Attributes:
+        config: How often, and with how many digits.
+        prefix: Begins each line.
+        written: When the last line of metrics was written, in seconds since 1970.
+        waiting: A line that followed too soon; shown at the end if it is the last one.
+    """
 
     config: Terminal
-    before: str
-    last: list[float] = attrs.field(factory=lambda: [float("-inf")])
-    waits: list[str] = attrs.field(factory=list)
+    prefix: str
+    written: float = float("-inf")
+    waiting: str = ""
 
 
-def _open(config: Terminal, start: Start) -> Shown:
-    return Shown(config=config, before=f"[{start.rank}] " if start.everyone else "")
+def _open(config: Terminal, start: Start) -> Lines:
+    return Lines(config=config, prefix=f"[{start.rank}] " if start.everyone else "")
 
 
-def _say(shown: Shown, line: str) -> None:
-    sys.stdout.write(f"{shown.before}{escape_unprintable(line)}\n")
+def _say(lines: Lines, line: str) -> None:
+    sys.stdout.write(f"{lines.prefix}{escape_unprintable(line)}\n")
     sys.stdout.flush()
 
 
-def _log(shown: Shown, values: Mapping[str, float], at: At) -> None:
-    numbers = [f"{name} {value:.{shown.config.digits}g}" for name, value in values.items()]
+def _log(lines: Lines, values: Mapping[str, float], at: At) -> None:
+    numbers = [f"{name} {value:.{lines.config.digits}g}" for name, value in values.items()]
     line = "  ".join([_place(at), *numbers])
-    shown.waits.clear()
-    if at.time - shown.last[0] < shown.config.every_s:
-        shown.waits.append(line)  # it is the last one, unless another follows
+    if at.time - lines.written < lines.config.every_s:
+        lines.waiting = line
         return
-    shown.last[0] = at.time
-    _say(shown, line)
+    lines.waiting, lines.written = "", at.time
+    _say(lines, line)
 
 
 def _place(at: At) -> str:
@@ -63,30 +69,30 @@ def _place(at: At) -> str:
     return "  ".join(f"{name} {one}" for name, one in parts.items() if one is not None)
 
 
-def _text(shown: Shown, name: str, text: str, at: At) -> None:
-    _say(shown, f"{_place(at)}  {name}: {text}")
+def _text(lines: Lines, name: str, text: str, at: At) -> None:
+    _say(lines, f"{_place(at)}  {name}: {text}")
 
 
-def _image(shown: Shown, name: str, image: Tensor, at: At) -> None:
+def _image(lines: Lines, name: str, image: Tensor, at: At) -> None:
     height, width, _ = image.shape
-    _say(shown, f"{_place(at)}  {name}: an image of {width} by {height} pixels")
+    _say(lines, f"{_place(at)}  {name}: an image of {width} by {height} pixels")
 
 
 def _table(
-    shown: Shown, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
+    lines: Lines, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
 ) -> None:
     _say(
-        shown, f"{_place(at)}  {name}: a table of {counted(len(rows), 'row')}: {', '.join(columns)}"
+        lines, f"{_place(at)}  {name}: a table of {counted(len(rows), 'row')}: {', '.join(columns)}"
     )
 
 
-def _artifact(shown: Shown, name: str, path: Path, at: At) -> None:
-    _say(shown, f"{_place(at)}  {name}: {path}")
+def _artifact(lines: Lines, name: str, path: Path, at: At) -> None:
+    _say(lines, f"{_place(at)}  {name}: {path}")
 
 
-def _close(shown: Shown, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
-    for line in shown.waits:
-        _say(shown, line)
+def _close(lines: Lines, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
+    if lines.waiting:
+        _say(lines, lines.waiting)
 
 
 TERMINAL = Tracker(

@@ -52,19 +52,21 @@ class Patience:
     close_s: float = 120.0
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
 class Writer:
     """One opened tracker and the thread that calls it.
 
     Attributes:
         tracker: Its functions.
         native: The result of its `open`.
+        identity: The library's id of the run.
         start: What it was opened with.
         patience: How long others wait for it.
     """
 
     tracker: Tracker
     native: Any
+    identity: str
     start: Start
     patience: Patience = Patience()
     _queue: "queue.SimpleQueue[Any]" = attrs.field(factory=queue.SimpleQueue, init=False)
@@ -260,9 +262,13 @@ class _End:
     failed: bool
 
 
-def start_writer(tracker: Tracker, native: Any, start: Start, patience: Patience) -> Writer:
+def start_writer(
+    tracker: Tracker, native: Any, identity: str, start: Start, patience: Patience
+) -> Writer:
     """A writer with a running thread."""
-    writer = Writer(tracker=tracker, native=native, start=start, patience=patience)
+    writer = Writer(
+        tracker=tracker, native=native, identity=identity, start=start, patience=patience
+    )
     # A daemon: a tracker that hangs must not keep the process from exiting.
     threading.Thread(target=writer.work, name=f"fxtrain {tracker.name}", daemon=True).start()
     return writer

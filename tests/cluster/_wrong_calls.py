@@ -120,19 +120,11 @@ WRONG = {
         lambda ctx, model, loader, batch: fx.Plan(compile="max-autotune"),
         'Use compile=fx.Compile(mode="max-autotune").',
     ),
-    "set_epoch": (
-        lambda ctx, model, loader, batch: loader.sampler.set_epoch(1),
-        "AttributeError: A sharded loader has no attribute 'sampler'. Use loader.epochs(3).",
-    ),
     "step, an epoch": (
         lambda ctx, model, loader, batch: fx.step(
             ctx, next(iter(loader.epochs(9))), fx.StepFns(model, _loss)
         ),
         "StepError: step takes a Batch, found Sharded. Use `for batch in loader:`, where loader = ",
-    ),
-    "an epoch, indexed": (
-        lambda ctx, model, loader, batch: next(iter(loader.epochs(9)))["x"],
-        "DataError: loader['x']: a loader has batches, and this is not one. Use `for epoch in",
     ),
     "wrap, a plan for a context": (
         lambda ctx, model, loader, batch: fx.wrap(nn.Linear(2, 2), fx.Plan()),
@@ -169,14 +161,5 @@ WRONG = {
     "export, swapped": (
         lambda ctx, model, loader, batch: fx.export("runs/none", model),
         "CheckpointError: export(folder=...): a path is a string or a pathlib.Path, found Wrapped.",
-    ),
-    "a key as an attribute": (
-        lambda ctx, model, loader, batch: batch.x,
-        "AttributeError: A batch has no attribute 'x'. Use batch['x'].",
-    ),
-    "another attribute": (
-        lambda ctx, model, loader, batch: batch.shape,
-        "AttributeError: A batch has no attribute 'shape'. Use batch.data.shape, if the data, a "
-        "dict, has it.",
     ),
 }

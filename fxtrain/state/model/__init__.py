@@ -1,13 +1,6 @@
 """What a wrapped model answers beside its own fields, and what a checkpoint stores of it."""
 
-from fxtrain.state.model.attributes import (
-    CopyError,
-    check_copy,
-    check_whole,
-    in_forward,
-    missing_attribute,
-)
-from fxtrain.state.model.module_names import M_co, ModuleNames, check_open
+from fxtrain.state.model.module_names import CopyError, M_co, ModuleNames, check_open
 from fxtrain.state.model.stored_state import FlatShard, ModelState, StateReader
 
 __all__ = [
@@ -17,9 +10,5 @@ __all__ = [
     "ModelState",
     "ModuleNames",
     "StateReader",
-    "check_copy",
     "check_open",
-    "check_whole",
-    "in_forward",
-    "missing_attribute",
 ]

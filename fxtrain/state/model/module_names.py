@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
 
+import attrs
 from typing_extensions import TypeVar
 
 from fxtrain._display import Displayed
 from fxtrain._errors import FxError, StepError
-from fxtrain.state.model.attributes import (
-    check_copy,
-    check_whole,
-    in_forward,
-    missing_attribute,
-)
+from fxtrain._other_names import call_hint
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +19,13 @@ if TYPE_CHECKING:
     from fxtrain.state.context import DistContext
     from fxtrain.state.plan import Plan
 
-__all__ = ["M_co", "ModuleNames", "check_open"]
-
 M_co = TypeVar("M_co", bound="nn.Module", default="nn.Module", covariant=True)
+
+
+class CopyError(FxError, TypeError):
+    """A wrapped model was to be copied or pickled."""
+
+    code = "FX003"
 
 
 class ModuleNames(Displayed, Generic[M_co]):
@@ -111,7 +111,13 @@ class ModuleNames(Displayed, Generic[M_co]):
             StepError: the strategy shards weights; it says what to use.
         """
         check_open(self, "state_dict")
-        check_whole(self, "state_dict")
+        if self.plan.local is not None or not _has_full_weights(self, same_dtype=True):
+            raise StepError(
+                f"state_dict: under {self.strategy.name}, a rank does not have the full weights in "
+                f"their original dtype, or replicas have different ones. Use "
+                f"dict(fx.weights(model)) on all ranks, or fx.export(model, folder) for files. "
+                f"What this rank has is in model.module.state_dict()."
+            )
         return self.module.state_dict()
 
     @property
@@ -131,27 +137,70 @@ class ModuleNames(Displayed, Generic[M_co]):
 
     @property
     def generate(self) -> Callable[..., Any]:
-        """`generate` of a module that has it, in the plan's precision."""
-        return in_forward(self, "generate")
+        """`generate` of a module that has it, in the plan's precision.
+
+        Raises:
+            AttributeError: the module has none, or this rank cannot run it alone.
+        """
+        method: Any = getattr(self.module, "generate")  # noqa: B009 - not every module has it
+        if not self.closed and not _runs_alone(self):
+            raise AttributeError("generate")
+        handle: Any = self
+        inner = attrs.evolve(handle, module=method, engine=method)
+
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            return self.strategy.forward(inner, args, kwargs)
+
+        return generate
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        check_copy(self, "copy.deepcopy(model)")
+        self._refuse_copy("copy.deepcopy(model)")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        check_copy(self, "copying or pickling a model")
+        self._refuse_copy("copying or pickling a model")
+
+    def _refuse_copy(self, call: str) -> NoReturn:
+        raise CopyError(
+            f"{call}: a wrapped model has optimizers and communicators, which cannot be copied. To "
+            f"copy the model, use with fx.gathered(model) as net: copy.deepcopy(net). Where each "
+            f"rank has full weights, copy.deepcopy(model.module) and AveragedModel(model.module) "
+            f"do too. To store it, use fx.save(path, ctx, model)."
+        )
 
     if not TYPE_CHECKING:  # for a type checker, every name would exist
 
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("__") or name == "module":
                 raise AttributeError(name)
-            raise AttributeError(missing_attribute(self, name))
+            use = call_hint(name, "model") or f" Use model.module.{name}, if the module has it."
+            if name == "generate" and not _runs_alone(self):
+                use = " Use with fx.gathered(model) as net: net.generate(...)."
+            raise AttributeError(f"A wrapped model has no attribute {name!r}.{use}")
+
+
+def _runs_alone(model: ModuleNames[Any]) -> bool:
+    """Whether this rank can run the module without the other ranks."""
+    return model.ctx.mesh.context == 1 and _has_full_weights(model)
+
+
+def _has_full_weights(model: ModuleNames[Any], *, same_dtype: bool = False) -> bool:
+    """Whether this rank's module has the whole of each tensor, and in the same dtype if asked."""
+    sizes = model.ctx.mesh.sizes
+    if sizes["tensor"] > 1 or sizes["pipeline"] > 1:
+        return False
+    return all(
+        weight.here
+        and not hasattr(weight.like, "to_local")  # a DTensor
+        and (not hasattr(weight.like, "shape") or tuple(weight.like.shape) == weight.shape)
+        and (not same_dtype or getattr(weight.like, "dtype", weight.dtype) == weight.dtype)
+        for weight in model.strategy.weights(model).values()
+    )
 
 
 def check_open(model: ModuleNames[nn.Module], call: str, kind: type[FxError] = StepError) -> None:
     """Refuse a handle whose module was unwrapped or released, or is inside `fx.gathered`.
 
-    Anything else than a handle is refused too.
+    Any other value is refused too.
 
     Raises:
         FxError: of this type, with what to do.
