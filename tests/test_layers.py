@@ -153,6 +153,8 @@ MUTABLE = {
     "fxtrain.state.context.CommState": "counts the calls made on one communicator",
     "fxtrain.ops.transport.packets.Packets": "which packets of one communicator are under way",
     "fxtrain.checkpoint.local_storage._EagerFlush": "how much of a file is flushed",
+    "fxtrain.checkpoint.background.Saving": "whether the error of a background save was reported",
+    "fxtrain.checkpoint.saving._Job": "copies in place of the live tensors, or why there are none",
     "fxtrain.state.window.AccumulationWindow": "what a model counts",
     "fxtrain.data.iterations.Iteration": "how far iterators over one loader got",
     "fxtrain.data.sharded_loader._Reached": "the batch that a loader or its epochs yielded last",
