@@ -1,6 +1,6 @@
 """The error tree. A message says what was asked, what was found and what to do.
 
-It ends with a code, whose cause and cure are in `fxtrain._error_codes`.
+It ends with a code, whose cause and cure are in `fxtrain/cli/error_codes.md`.
 """
 
 import re

@@ -102,11 +102,11 @@ FILES = st.builds(
 )
 
 
-@given(file=FILES, offers=st.booleans())
+@given(file=FILES, brief=st.booleans())
 @pytest.mark.parametrize("form", ["toml", "yaml"])
-def test_what_is_written_is_read_again(form, file, offers):
+def test_what_is_written_is_read_again(form, file, brief):
     file = attrs.evolve(file, default=next(iter(file.profiles), ""))
-    assert parse(render(file, form, notes=["A head."], offers=offers), form) == file
+    assert parse(render(file, form, notes=["A head."], brief=brief), form) == file
 
 
 KEYS = st.sampled_from([*_SECTIONS, *rules(), "distributed_type", "dynamo_backend"])

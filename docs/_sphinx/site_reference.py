@@ -17,9 +17,9 @@ import attrs
 import click
 
 import fxtrain
-from fxtrain._error_codes import ERROR_CODES
 from fxtrain.cli import COMMANDS
 from fxtrain.cli.commands import load
+from fxtrain.cli.explain_command import read_codes
 from fxtrain.state.registry import BUILT_IN
 
 __all__ = ["generated_pages", "public_names", "record_signature"]
@@ -298,7 +298,7 @@ def _error_page(shown: list[tuple[str, str, str, str]]) -> str:
         "one.",
         "",
     ]
-    for one in ERROR_CODES:
+    for one in read_codes():
         level, name = ("###", f"{one.code}: {one.title}") if one.title else ("##", one.error)
         page += [f"({one.code.lower()})=", f"{level} {name}", ""]
         if not one.title:

@@ -7,14 +7,13 @@ from importlib import import_module
 from typing import IO, Any
 
 import click
+from click.shell_completion import get_completion_class
 
 from fxtrain import __version__
-from fxtrain._errors import FxError, escape_unprintable
+from fxtrain._errors import FxError, LaunchError, escape_unprintable
 from fxtrain._other_names import hint
 from fxtrain.cli.commands import COMMANDS, load
 from fxtrain.cli.exit_codes import Exit
-
-__all__ = ["main", "program"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,3 +136,24 @@ def _say_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:  
         torch = "not installed"
     click.echo(f"fxtrain {__version__} (torch {torch}, Python {python})")
     ctx.exit()
+
+
+_START_UP_LINES = {
+    "bash": '~/.bashrc:  eval "$(fxtrain completion bash)"',
+    "zsh": '~/.zshrc:  eval "$(fxtrain completion zsh)"',
+    "fish": "~/.config/fish/config.fish:  fxtrain completion fish | source",
+}
+
+
+@click.command(
+    "completion",
+    epilog="\b\nAdd one line to the shell's start-up file:\n"
+    + "\n".join(f"  {line}" for line in _START_UP_LINES.values()),
+)
+@click.argument("shell", type=click.Choice(sorted(_START_UP_LINES)))
+def COMPLETION(shell: str) -> None:
+    """Print the script with which a shell completes commands, options and file names."""
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise LaunchError(f"The installed click {click.__version__} has no completion for {shell}.")
+    click.echo(kind(program(), {}, "fxtrain", "_FXTRAIN_COMPLETE").source())

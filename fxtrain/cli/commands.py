@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 import click
 
-__all__ = ["COMMANDS", "CommandEntry", "load"]
-
 
 class CommandEntry(NamedTuple):
     """One command. Its module is imported when it is called, not to list it.
@@ -31,15 +29,15 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry(
         "config", "fxtrain.cli.config.command:CONFIG", "write, show and check launch files"
     ),
-    CommandEntry("env", "fxtrain.cli.inspect.env_command:ENV", "show the setup of this machine"),
+    CommandEntry("env", "fxtrain.cli.setup_commands:ENV", "show the setup of this machine"),
     CommandEntry(
         "estimate-memory",
-        "fxtrain.cli.inspect.memory_command:ESTIMATE",
+        "fxtrain.cli.memory_commands:ESTIMATE",
         "estimate the memory of a model",
     ),
     CommandEntry(
         "place",
-        "fxtrain.cli.inspect.place_command:PLACE",
+        "fxtrain.cli.memory_commands:PLACE",
         "place a model that does not fit a device",
     ),
     CommandEntry(
@@ -63,31 +61,29 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry("replay", "fxtrain.cli.resume_command:REPLAY", "run one update of a run again"),
     CommandEntry(
         "explain",
-        "fxtrain.cli.inspect.explain_command:EXPLAIN",
+        "fxtrain.cli.explain_command:EXPLAIN",
         "explain the code at the end of an error",
     ),
-    CommandEntry("test", "fxtrain.cli.inspect.test_command:TEST", "test the configured setup"),
-    CommandEntry(
-        "tpu-config", "fxtrain.cli.inspect.tpu_command:TPU", "prepare the hosts of a TPU pod"
-    ),
+    CommandEntry("test", "fxtrain.cli.setup_commands:TEST", "test the configured setup"),
+    CommandEntry("tpu-config", "fxtrain.cli.setup_commands:TPU", "prepare the hosts of a TPU pod"),
     CommandEntry(
         "plan", "fxtrain.cli.plan_command:PLAN", "show what a script would need on many ranks"
     ),
     CommandEntry(
-        "report", "fxtrain.cli.report_command:REPORT", "write an HTML page about tracked runs"
+        "report", "fxtrain.cli.run_commands:REPORT", "write an HTML page about tracked runs"
     ),
-    CommandEntry("watch", "fxtrain.cli.watch_command:WATCH", "show a tracked run as it is logged"),
+    CommandEntry("watch", "fxtrain.cli.run_commands:WATCH", "show a tracked run as it is logged"),
     CommandEntry(
         "compare-precision",
-        "fxtrain.cli.inspect.compare_command:COMPARE",
+        "fxtrain.cli.compare_command:COMPARE",
         "compare what a model computes under several plans",
     ),
     CommandEntry(
         "profile",
-        "fxtrain.cli.inspect.profile_command:PROFILE",
+        "fxtrain.cli.run_commands:PROFILE",
         "show where the time of a step went, from traces",
     ),
-    CommandEntry("completion", "fxtrain.cli.completion:COMPLETION", "print shell completion"),
+    CommandEntry("completion", "fxtrain.cli.app:COMPLETION", "print shell completion"),
 )
 
 

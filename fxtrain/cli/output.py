@@ -13,15 +13,13 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fxtrain._errors import escape_unprintable
+from fxtrain._errors import PlanError, escape_unprintable
+from fxtrain._optional import optional
 from fxtrain._reading import write_file
-
-__all__ = [
-    "as_json", "print_json", "print_renderable", "print_table", "save_picture", "say", "warn",
-]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+PICTURES = (".svg", ".png", ".pdf")
 # Width of a table in a file or a pipe, which have none.
 _PAGE = 120
 
@@ -65,6 +63,20 @@ def print_renderable(table: RenderableType) -> None:
         console.print(table)
     # Without trailing blanks, which would be copied along.
     click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
+
+
+def check_picture(path: str | None) -> None:
+    """Refuse a picture that cannot be drawn, before anything else runs.
+
+    Raises:
+        PlanError: the suffix is not that of a picture.
+        MissingPackageError: matplotlib is not installed.
+    """
+    if path is None:
+        return
+    if Path(path).suffix not in PICTURES:
+        raise PlanError(f"--picture {path}: the name of a picture ends in {', '.join(PICTURES)}.")
+    optional("matplotlib", extra="plots", needed_by="--picture")
 
 
 def save_picture(figure: Any, path: str | Path) -> None:

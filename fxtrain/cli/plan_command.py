@@ -12,17 +12,13 @@ from typing import Any
 
 import click
 
-from fxtrain._errors import LaunchError, PlanError
-from fxtrain._optional import optional
+from fxtrain._errors import LaunchError
 from fxtrain._reading import read_text, write_file
 from fxtrain.cli.exit_codes import Exit
-from fxtrain.cli.output import as_json, save_picture
+from fxtrain.cli.output import as_json, check_picture, save_picture
 from fxtrain.launch import LaunchSpec, check_target, plan_variable
 from fxtrain.launch.fields import name_values
 
-__all__ = ["PLAN", "plan"]
-
-_PICTURES = (".svg", ".png", ".pdf")
 _STDERR = 2  # for the program's output; the results go to standard output
 
 
@@ -78,8 +74,7 @@ def plan(
     )
     variables = runs.place(world, rank, settings.plan.mesh)
     runs.read_bytes(device_memory)
-    if picture is not None:
-        _check_picture(picture)
+    check_picture(picture)
     others = [_read(path, state) for path in against]
     if settings.values.plan:
         variables |= name_values((plan_variable(settings.plan),))
@@ -122,13 +117,6 @@ def _read(path: str, state: Any) -> Any:
 def _print(shown: Any) -> None:
     console = importlib.import_module("rich.console").Console(file=sys.stdout)
     console.print(shown)
-
-
-def _check_picture(path: str) -> None:
-    """Refuse a picture that cannot be drawn, before the program runs."""
-    if Path(path).suffix not in _PICTURES:
-        raise PlanError(f"--picture {path}: the name of a picture ends in {', '.join(_PICTURES)}.")
-    optional("matplotlib", extra="plots", needed_by="--picture")
 
 
 @click.command(

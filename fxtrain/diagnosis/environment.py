@@ -19,8 +19,6 @@ from fxtrain.diagnosis.secrets import hidden, hidden_words, shown
 from fxtrain.launch.config import Setting, Settings, resolve
 from fxtrain.state import read_topology
 
-__all__ = ["Groups", "collect", "half_precision_instructions"]
-
 Groups = dict[str, dict[str, str]]
 
 _PACKAGES = (

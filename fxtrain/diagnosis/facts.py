@@ -10,8 +10,6 @@ from typing import Any
 
 from fxtrain import __version__
 
-__all__ = ["clock_problems", "facts_here", "fact_problems"]
-
 # Packages whose versions must agree, since otherwise ranks run different code.
 _MUST_MATCH = ("python", "fxtrain", "torch", "CUDA", "NCCL")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")

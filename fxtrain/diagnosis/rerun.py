@@ -16,8 +16,6 @@ from fxtrain import checkpoint, loop
 from fxtrain._errors import StepError
 from fxtrain.checkpoint import Saving
 
-__all__ = ["main"]
-
 
 def main(argv: list[str]) -> None:
     """Run `argv[1]` as the main script, with the orders in `argv[0]`, a JSON object."""

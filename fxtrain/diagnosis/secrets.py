@@ -4,8 +4,6 @@ import os
 import re
 from collections.abc import Iterable
 
-__all__ = ["HIDDEN", "hidden", "hidden_words", "shown"]
-
 HIDDEN = "***"
 _NAME = re.compile(
     r"(?i)(token|secret|passw|passphrase|_?pwd|jwt|credential|api_?-?key|access_?-?key|"

@@ -31,8 +31,6 @@ from fxtrain.state import (
 )
 from fxtrain.state.deepspeed import fill_from_config, read_config
 
-__all__ = ["planned_context", "section_problems", "setup_problems"]
-
 _SPANS = {
     "data": ("replicate", "shard"),
     "loss": ("replicate", "shard", "context"),

@@ -44,64 +44,59 @@ class Collective:
     sized: bool = True
 
 
-def _of_trees() -> tuple[Collective, ...]:
-    def pieces(x: torch.Tensor, ctx: DistContext) -> list[torch.Tensor] | None:
-        return [x + rank for rank in range(ctx.world_size)] if ctx.is_main else None
-
-    return (
-        Collective(
-            name="reduce",
-            call=lambda x, ctx: ops.reduce(x, ctx, "sum"),
-            right=lambda got, n, _: bool((got == n * (n + 1) // 2).all()),
-        ),
-        Collective(
-            name="gather",
-            call=lambda x, ctx: ops.gather(x, ctx),
-            right=lambda got, n, _: got.unique().tolist() == list(range(1, n + 1)),
-        ),
-        Collective(
-            name="broadcast",
-            call=lambda x, ctx: ops.broadcast(x, ctx),
-            right=lambda got, *_: bool((got == 1).all()),
-        ),
-        Collective(
-            name="scatter",
-            call=lambda x, ctx: ops.scatter(pieces(x, ctx), ctx),
-            right=lambda got, _, ctx: bool((got == 1 + ctx.rank).all()),
-        ),
-    )
+def _pieces(x: torch.Tensor, ctx: DistContext) -> list[torch.Tensor] | None:
+    return [x + rank for rank in range(ctx.world_size)] if ctx.is_main else None
 
 
-def _of_objects() -> tuple[Collective, ...]:
-    return (
-        Collective(
-            name="gather_objects",
-            call=lambda _, ctx: ops.gather_objects({"rank": ctx.rank}, ctx),
-            right=lambda got, n, _: got == [{"rank": rank} for rank in range(n)],
-            sized=False,
-        ),
-        Collective(
-            name="broadcast_object",
-            call=lambda _, ctx: ops.broadcast_object({"rank": ctx.rank}, ctx),
-            right=lambda got, *_: got == {"rank": 0},
-            sized=False,
-        ),
-        Collective(
-            name="any_rank",
-            call=lambda _, ctx: ops.any_rank(ctx.is_last, ctx),
-            right=lambda got, *_: got is True,
-            sized=False,
-        ),
-        Collective(
-            name="barrier",
-            call=lambda _, ctx: ops.barrier(ctx),
-            right=lambda got, *_: got is None,
-            sized=False,
-        ),
-    )
+COLLECTIVES = (
+    Collective(
+        name="reduce",
+        call=lambda x, ctx: ops.reduce(x, ctx, "sum"),
+        right=lambda result, n, _: bool((result == n * (n + 1) // 2).all()),
+    ),
+    Collective(
+        name="gather",
+        call=lambda x, ctx: ops.gather(x, ctx),
+        right=lambda result, n, _: result.unique().tolist() == list(range(1, n + 1)),
+    ),
+    Collective(
+        name="broadcast",
+        call=lambda x, ctx: ops.broadcast(x, ctx),
+        right=lambda result, *_: bool((result == 1).all()),
+    ),
+    Collective(
+        name="scatter",
+        call=lambda x, ctx: ops.scatter(_pieces(x, ctx), ctx),
+        right=lambda result, _, ctx: bool((result == 1 + ctx.rank).all()),
+    ),
+    Collective(
+        name="gather_objects",
+        call=lambda _, ctx: ops.gather_objects({"rank": ctx.rank}, ctx),
+        right=lambda result, n, _: result == [{"rank": rank} for rank in range(n)],
+        sized=False,
+    ),
+    Collective(
+        name="broadcast_object",
+        call=lambda _, ctx: ops.broadcast_object({"rank": ctx.rank}, ctx),
+        right=lambda result, *_: result == {"rank": 0},
+        sized=False,
+    ),
+    Collective(
+        name="any_rank",
+        call=lambda _, ctx: ops.any_rank(ctx.is_last, ctx),
+        right=lambda result, *_: result is True,
+        sized=False,
+    ),
+    Collective(
+        name="barrier",
+        call=lambda _, ctx: ops.barrier(ctx),
+        right=lambda result, *_: result is None,
+        sized=False,
+    ),
+)
 
 
-def measure(one: Collective, ctx: DistContext, *, mib: float) -> dict[str, Any]:
+def measure(collective: Collective, ctx: DistContext, *, mib: float) -> dict[str, Any]:
     """Whether a collective is right, the latency of a small call, and the bandwidth of a large one.
 
     Returns:
@@ -109,27 +104,29 @@ def measure(one: Collective, ctx: DistContext, *, mib: float) -> dict[str, Any]:
         the time of the call, and None without a tensor.
     """
     small = torch.full((_SMALL,), float(ctx.rank + 1), device=ctx.device)
-    right = one.right(one.call(small, ctx), ctx.world_size, ctx)
-    latency = _time(one, small, ctx, "latency")
+    right = collective.right(collective.call(small, ctx), ctx.world_size, ctx)
+    latency = _time(collective, small, ctx, "latency")
     size = max(_SMALL, int(mib * 2**20 / 4))
-    large = torch.full((size,), float(ctx.rank + 1), device=ctx.device) if one.sized else small
-    each = _time(one, large, ctx, "bandwidth") if one.sized else 0.0
-    slowest = ops.gather_objects((latency, each, right), ctx)
-    longest = max(each for _, each, _ in slowest)
+    large = (
+        torch.full((size,), float(ctx.rank + 1), device=ctx.device) if collective.sized else small
+    )
+    each = _time(collective, large, ctx, "bandwidth") if collective.sized else 0.0
+    ranks = ops.gather_objects((latency, each, right), ctx)
+    slowest = max(each for _, each, _ in ranks)
     return {
-        "name": one.name,
-        "right": all(right for _, _, right in slowest),
-        "latency_us": 1e6 * max(latency for latency, _, _ in slowest),
-        "gib_per_s": size * 4 / 2**30 / longest if one.sized else None,
+        "name": collective.name,
+        "right": all(right for _, _, right in ranks),
+        "latency_us": 1e6 * max(latency for latency, _, _ in ranks),
+        "gib_per_s": size * 4 / 2**30 / slowest if collective.sized else None,
     }
 
 
-def _time(one: Collective, tensor: torch.Tensor, ctx: DistContext, kind: str) -> float:
-    one.call(tensor, ctx)  # the first call of a kind opens connections
+def _time(collective: Collective, tensor: torch.Tensor, ctx: DistContext, kind: str) -> float:
+    collective.call(tensor, ctx)  # the first call of a kind opens connections
     _synchronize(ctx)
     started = time.perf_counter()
     for _ in range(_REPEAT[kind]):
-        one.call(tensor, ctx)
+        collective.call(tensor, ctx)
     _synchronize(ctx)
     return (time.perf_counter() - started) / _REPEAT[kind]
 
@@ -159,8 +156,8 @@ def train(ctx: DistContext, plan: Plan) -> dict[str, Any]:
             break
     taken = time.perf_counter() - started
     few = max(1, len(losses) // 4)
-    mean = [sum(losses[:few]) / few, sum(losses[-few:]) / few]
-    first, last = (float(ops.reduce(torch.tensor(one, device=ctx.device), ctx)) for one in mean)
+    means = torch.tensor([losses[:few], losses[-few:]], device=ctx.device).mean(1)
+    first, last = ops.reduce(means, ctx).tolist()
     return {
         "first": first,
         "last": last,
@@ -180,7 +177,7 @@ def trial(ctx: DistContext, plan: Plan, *, mib: float) -> dict[str, Any]:
     times = ops.gather_objects(time.time(), ctx)
     hosts = [fact["host"] for fact in facts]
     problems = [*fact_problems(facts, nodes=ctx.num_nodes), *clock_problems(times, hosts)]
-    rows = [measure(one, ctx, mib=mib) for one in (*_of_trees(), *_of_objects())]
+    rows = [measure(collective, ctx, mib=mib) for collective in COLLECTIVES]
     problems += [f"{row['name']} returned a wrong result." for row in rows if not row["right"]]
     try:
         training = train(ctx, plan)

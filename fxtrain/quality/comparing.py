@@ -27,9 +27,7 @@ from fxtrain.quality.layer_outputs import (
     recorded,
 )
 from fxtrain.quality.records import Case, Compared, Comparison, error_of
-from fxtrain.state import DistContext, Plan, Wrapped, check_connected, shown
-
-__all__ = ["compare"]
+from fxtrain.state import DistContext, Plan, Wrapped, check_connected
 
 _KINDS = ("values", "logits", "embeddings")
 
@@ -75,10 +73,13 @@ def compare(
         >>> found.plans[0].outputs.relative < 0.01
         True
     """
-    _check(case, plans, ctx, reference, updates)
+    _check(case, plans, ctx, updates)
     with ops.fork_rng(ctx, reference.seed):
         base = _wrapped(case, ctx, reference)
-        found = [_compared(case, name, base, _wrapped(case, ctx, p)) for name, p in plans.items()]
+        outcomes = [
+            _compare_outputs(case, name, base, _wrapped(case, ctx, plan))
+            for name, plan in plans.items()
+        ]
         size = _weight_bytes(base)
         unwrap(base)
         del base
@@ -88,31 +89,20 @@ def compare(
         reference=_name_of(reference),
         weight_bytes=size,
         losses=losses,
-        plans=tuple(
-            attrs.evolve(one, losses=curve) for one, curve in zip(found, curves, strict=True)
-        ),
+        plans=tuple(map(lambda plan, curve: attrs.evolve(plan, losses=curve), outcomes, curves)),
     )
 
 
-def _check(case: Any, plans: Any, ctx: Any, reference: Any, updates: Any) -> None:
-    if not isinstance(case, Case) or not isinstance(ctx, DistContext):
-        raise PlanError(
-            f"quality.compare(case, plans, ctx) takes an fx.quality.Case and a context; found "
-            f"{type(case).__name__} and {type(ctx).__name__}."
-        )
+def _check(case: Case, plans: Mapping[str, Plan], ctx: DistContext, updates: int) -> None:
     check_connected("quality.compare", ctx)
     if case.outputs not in _KINDS:
         raise PlanError(f"Case(outputs={case.outputs!r}): choose one of {', '.join(_KINDS)}.")
-    if not isinstance(plans, Mapping) or not plans:
+    if not plans:
         raise PlanError(
-            f"quality.compare(plans={shown(plans)}): pass plans by name, such as "
-            f'{{"bf16": fx.Plan(precision="bf16")}}.'
+            'quality.compare(plans={}): pass plans by name, such as {"bf16": fx.Plan(...)}.'
         )
-    for name, plan in {"reference": reference, **plans}.items():
-        if not isinstance(plan, Plan):
-            raise PlanError(f"quality.compare: {name} is {shown(plan)}; pass an fx.Plan.")
-    if type(updates) is not int or updates < 0:
-        raise PlanError(f"quality.compare(updates={shown(updates)}): pass a number of updates.")
+    if updates < 0:
+        raise PlanError(f"quality.compare(updates={updates}): pass a number of updates.")
     if updates and (case.loss is None or case.optimizer is None):
         raise PlanError(
             f"quality.compare(updates={updates}): the case has no "
@@ -139,14 +129,12 @@ def _wrapped(case: Case, ctx: DistContext, plan: Plan, optimizer: Any = None) ->
 
 def _weight_bytes(model: Wrapped) -> int:
     """Bytes of the tensors of a model; shared ones count once."""
-    tensors = stored_tensors(model.module).values()
-    sizes = {
-        id(one): one.numel() * one.element_size() for one in tensors if isinstance(one, Tensor)
-    }
-    return sum(sizes.values())
+    stored = stored_tensors(model.module).values()
+    tensors = {id(tensor): tensor for tensor in stored if isinstance(tensor, Tensor)}
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _compared(case: Case, name: str, base: Wrapped, other: Wrapped) -> Compared:
+def _compare_outputs(case: Case, name: str, base: Wrapped, other: Wrapped) -> Compared:
     ctx = other.ctx
     sums: Sums = {}
     rows = hits = 0
@@ -214,8 +202,8 @@ def _outputs(case: Case, model: Wrapped, batch: Any) -> Tensor:
 
 
 def _over_ranks(sums: Sums, ctx: DistContext) -> dict[str, Any]:
-    added = ops.reduce({name: one[:2] for name, one in sums.items()}, ctx, op="sum")
-    largest = ops.reduce({name: one[2] for name, one in sums.items()}, ctx, op="max")
+    added = ops.reduce({name: squares for name, (*squares, _) in sums.items()}, ctx, op="sum")
+    largest = ops.reduce({name: most for name, (*_, most) in sums.items()}, ctx, op="max")
     return {
         name: error_of(name, noise=added[name][0], signal=added[name][1], largest=largest[name])
         for name in sums
@@ -236,7 +224,7 @@ def _losses(case: Case, ctx: DistContext, plan: Plan, updates: int) -> tuple[flo
         batches = chain.from_iterable(shard(loader, ctx, plan).epochs(updates))
         reports = (step(ctx, batch, fns) for batch in batches)
         due = (report for report in reports if report.applied or report.skipped)
-        losses = [float(ops.reduce(one.loss, ctx)) for one in islice(due, updates)]
+        losses = [float(ops.reduce(report.loss, ctx)) for report in islice(due, updates)]
     return tuple(losses)
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from fxtrain import _tree
 from fxtrain._errors import PlanError
 
-__all__ = ["OUTPUTS", "Sums", "add_error", "compared", "innermost", "recorded"]
-
 OUTPUTS = ""  # the name of the model's own outputs
 
 # By module: sums of squares of the difference and of the reference, and the largest difference.

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from fxtrain._display import describe
 
-__all__ = ["Case", "Compared", "Comparison", "LayerError", "error_of"]
-
 
 @attrs.frozen(kw_only=True, eq=False)
 class Case:

@@ -1,12 +1,15 @@
 """Launch files: what is read, which value counts, what is written."""
 
 import json
+import re
+import tomllib
 
 import attrs
 import pytest
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
+from fxtrain.launch import LaunchSpec
 from fxtrain.launch.config import (
     LaunchFile,
     Machine,
@@ -19,6 +22,7 @@ from fxtrain.launch.config import (
     suggested,
 )
 from fxtrain.launch.config.launch_file import parse
+from fxtrain.state import structure
 from tests.cli._files import GOOD
 
 
@@ -222,6 +226,23 @@ def test_every_field_is_explained_and_offered(form):
     assert "Micro-batches per optimizer update." in text
     assert all(f"# {field.name}" in text for field in attrs.fields(fx.Plan) if field.name != "x")
     assert parse(text, form) == LaunchFile()
+
+
+def test_the_template_has_every_field_with_its_default():
+    unset = {"target", "args", "module"}  # given on the command line
+    for name, cls in (("launch", LaunchSpec), ("plan", fx.Plan)):
+        lines = render(LaunchFile(), "toml").partition(f"[{name}]\n")[2].split("\n\n")[0]
+        offers = dict(re.findall(r"^# ([\w.]+) = (.+)$", lines, re.MULTILINE))
+        fields = attrs.fields_dict(cls)
+        assert {path.partition(".")[0] for path in offers} == fields.keys() - unset
+        values = "\n".join(
+            f"{path} = {value}" for path, value in offers.items() if "(" not in value
+        )
+        assert parse(f"[{name}]\n{values}", "toml")
+        plain = tomllib.loads(values)
+        base = {} if cls is fx.Plan else {"target": "train.py"}
+        assert structure({**base, **plain}, cls, ()) == structure(base, cls, ())
+        assert all(fields[path].default is None for path in offers if "(" in offers[path])
 
 
 def test_an_offer_can_be_taken():

@@ -19,7 +19,7 @@ import fxtrain as fx
 from fxtrain.cli import Exit, main
 from fxtrain.cli.config import Question, next_question, read_answer
 from fxtrain.cli.config.prompts import arrow_keys, interview
-from fxtrain.launch.config import Machine, Section, meanings, read_launch_file
+from fxtrain.launch.config import Machine, Section, read_launch_file
 from tests.launched._run import FXTRAIN, ROOT
 
 PLAIN = Machine(cores=8)
@@ -261,8 +261,8 @@ def test_a_terminal_has_arrow_keys_and_colour(tmp_path):
     terminal.press(ENTER)
     terminal.wait_for("How is the model distributed")
     terminal.press(DOWN + ENTER)
-    for text in ("mode", "wrap", "offload"):
-        terminal.wait_for(meanings(fx.FSDP)[text][:20])
+    for text in ("What is sharded?", "Class names", "host memory"):
+        terminal.wait_for(text)
         terminal.press(ENTER)
     terminal.wait_for("In which precision?")
     terminal.press(DOWN + ENTER)

@@ -1,5 +1,6 @@
 """`fxtrain config` and its subcommands."""
 
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,18 +10,26 @@ import attrs
 import click
 
 from fxtrain._errors import PlanError
+from fxtrain._optional import optional
+from fxtrain._reading import read_text, write_file
 from fxtrain.cli.config.prompts import choose_prompt, interview
-from fxtrain.cli.config.save import check_profile, rewrite, write_new, write_profile
 from fxtrain.cli.exit_codes import Exit
 from fxtrain.cli.output import as_json, print_json, print_table, say, warn
 from fxtrain.diagnosis.setups import section_problems
 from fxtrain.interop.accelerate_config import convert_accelerate
 from fxtrain.launch.config.defaults import Machine, detect_machine, suggested
-from fxtrain.launch.config.launch_file import LaunchFile, problems_of, read_data, read_launch_file
+from fxtrain.launch.config.launch_file import (
+    LaunchFile,
+    Section,
+    form_of,
+    parse,
+    problems_of,
+    read_data,
+    read_launch_file,
+)
+from fxtrain.launch.config.rendering import render, render_profile
 from fxtrain.launch.config.resolution import HERE, find_file, from_flags, resolve
 from fxtrain.state import shown
-
-__all__ = ["CONFIG"]
 
 _NOTED = 80  # characters of a value
 _path = click.Path(dir_okay=False)
@@ -40,18 +49,18 @@ def CONFIG(ctx: click.Context, path: str, profile: str, force: bool) -> None:  #
     """
     if ctx.invoked_subcommand:
         return
-    there = Path(path).exists()
-    if profile and there:
-        check_profile(path, profile, force=force)
-    elif there and not force:
+    file = read_launch_file(path) if profile and Path(path).exists() else None
+    if file is None and Path(path).exists() and not force:
         raise PlanError(f"{path} already exists. Add a --profile, or use --force to replace it.")
+    if file is not None and profile in file.profiles and not force:
+        raise PlanError(f"{path} already has a profile {profile!r}. Use --force to replace it.")
     machine = detect_machine()
     section = interview(machine, choose_prompt())
-    if profile and there:
-        write_profile(path, profile, section)
-        return
-    file = LaunchFile(profiles={profile: section}) if profile else LaunchFile(common=section)
-    write_new(path, file, notes=_head(machine), force=force)
+    if file is not None:
+        _write(path, _with_profile(file, profile, section))
+        say(f"{path} has the profile {profile}: fxtrain launch --profile {profile} ...")
+    else:
+        _write_new(path, _file_of(section, profile), notes=_head(machine), force=force)
 
 
 @CONFIG.command()
@@ -69,7 +78,7 @@ def default(path: str, precision: str, force: bool) -> None:  # noqa: FBT001
         section = attrs.evolve(section, plan={"precision": precision})
     if problems := problems_of(section):
         raise PlanError("\n".join(problems))
-    write_new(path, LaunchFile(common=section), notes=_head(machine), force=force)
+    _write_new(path, LaunchFile(common=section), notes=_head(machine), force=force)
 
 
 @CONFIG.command()
@@ -137,16 +146,23 @@ def update(path: str) -> None:
     It keeps all values, profiles and the comment at the top, and shows the other fields with
     their defaults. Other comments are replaced. A file with errors is not changed.
     """
-    rewrite(_existing(path))
+    path = _existing(path)
+    text = render(read_launch_file(path), form_of(path))
+    lines = read_text(path).splitlines()
+    head = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
+    while head and head[-1] in text.splitlines()[:1]:  # the comment of the first value
+        head.pop()
+    _write(path, "\n".join([*head, "", text]) if head else text)
+    say(f"Updated {path}. Show all values with `fxtrain config show`.")
 
 
 def _setup_problems(file: LaunchFile) -> list[str]:
     """What a launch with each profile would meet; without any only if the file has no default."""
-    told: list[str] = []
+    problems: list[str] = []
     for name in [*([] if file.default else [""]), *file.profiles]:
         at = f"profiles.{name}." if name else ""
-        told += [f"{at}{line}" for line in section_problems(file.section(name))]
-    return told
+        problems += [f"{at}{line}" for line in section_problems(file.section(name))]
+    return problems
 
 
 @CONFIG.command()
@@ -177,20 +193,57 @@ def convert(
         raise PlanError(f"{source}:\n{error}") from None
     notes = [f"{note.key} = {_quoted_value(note.value)}: {note.text}." for note in converted.notes]
     section = converted.section
-    file = LaunchFile(profiles={profile: section}) if profile else LaunchFile(common=section)
     if json_:
-        print_json(
-            {**attrs.asdict(section), "notes": [attrs.asdict(one) for one in converted.notes]}
-        )
+        listed = [attrs.asdict(note) for note in converted.notes]
+        print_json({**attrs.asdict(section), "notes": listed})
         return
-    head = (
-        [f"Converted from {source}. Changed or without a counterpart:", *notes]
-        if notes
-        else [f"Converted from {source}."]
-    )
-    write_new(path, file, notes=head, force=force, brief=brief)
+    changed = " Changed or without a counterpart:" if notes else ""
+    head = [f"Converted from {source}.{changed}", *notes]
+    _write_new(path, _file_of(section, profile), notes=head, force=force, brief=brief)
     for note in (*notes, *section_problems(section)):
         warn(note)
+
+
+def _file_of(section: Section, profile: str) -> LaunchFile:
+    return LaunchFile(profiles={profile: section}) if profile else LaunchFile(common=section)
+
+
+def _with_profile(file: LaunchFile, name: str, section: Section) -> str:
+    """The text of a launch file with another profile; comments in TOML are kept."""
+    if form_of(file.path) == "yaml":
+        return render(attrs.evolve(file, profiles={**file.profiles, name: section}), "yaml")
+    tomlkit = optional("tomlkit", extra="files", needed_by="adding a profile")
+    document = tomlkit.parse(read_text(file.path))
+    if name in file.profiles:
+        del document["profiles"][name]
+    text = f"{tomlkit.dumps(document).rstrip()}\n\n{render_profile(name, section)}"
+    parse(text, "toml")
+    return text
+
+
+def _write_new(
+    path: str, file: LaunchFile, *, notes: list[str], force: bool, brief: bool = False
+) -> None:
+    """Write a launch file, and say so.
+
+    Raises:
+        PlanError: the suffix is unknown, or the file exists and `force` is not given.
+    """
+    form = form_of(path)
+    if Path(path).exists() and not force:
+        raise PlanError(
+            f"{path} already exists. Choose another name, or use --force to replace it."
+        )
+    _write(path, render(file, form, notes=notes, brief=brief))
+    say(f"Wrote {path}. Show all values with `fxtrain config show`.")
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, text)
+    except OSError as error:
+        raise PlanError(f"{path} cannot be written: {error}.") from error
 
 
 def _accelerates_own(env: Mapping[str, str]) -> str:

@@ -19,8 +19,6 @@ from fxtrain.cli.config.questions import (
 from fxtrain.launch.config.defaults import Machine
 from fxtrain.launch.config.launch_file import Section
 
-__all__ = ["arrow_keys", "choose_prompt", "interview", "line_by_line"]
-
 # A prompt takes a question and returns what was typed or chosen.
 AskFunction = Callable[[Question], str]
 
@@ -33,9 +31,9 @@ def interview(machine: Machine, ask: AskFunction) -> Section:
     """
     answers: dict[str, Any] = {}
     while question := next_question(answers, machine):
-        said = ask(question)
+        text = ask(question)
         try:
-            value = read_answer(question, said)
+            value = read_answer(question, text)
         except ValueError as error:
             click.echo(f"  {error}", err=True)
             continue

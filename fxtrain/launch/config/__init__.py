@@ -2,7 +2,7 @@
 
 from fxtrain.launch.config.defaults import Machine, detect_machine, suggested
 from fxtrain.launch.config.launch_file import LaunchFile, Section, read_launch_file
-from fxtrain.launch.config.rendering import meanings, render
+from fxtrain.launch.config.rendering import render
 from fxtrain.launch.config.resolution import (
     Setting,
     Settings,
@@ -23,7 +23,6 @@ __all__ = [
     "from_environment",
     "from_flags",
     "leaves",
-    "meanings",
     "merge",
     "put",
     "read_launch_file",

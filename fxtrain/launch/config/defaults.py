@@ -11,8 +11,6 @@ import attrs
 from fxtrain.launch.config.launch_file import Section
 from fxtrain.state import installed_configs
 
-__all__ = ["Machine", "detect_machine", "suggested"]
-
 
 @attrs.frozen(kw_only=True)
 class Machine:
@@ -24,7 +22,6 @@ class Machine:
         count: Number of accelerators.
         bf16: Whether they compute in bf16.
         slurm: Whether a SLURM cluster accepts jobs here.
-        mpi: Whether Open MPI or MPICH is installed.
         tpu: Name of the TPU in the environment; empty without one.
         strategies: Strategy configs of installed packages.
     """
@@ -34,7 +31,6 @@ class Machine:
     count: int = 0
     bf16: bool = False
     slurm: bool = False
-    mpi: bool = False
     tpu: str = ""
     strategies: tuple[type, ...] = ()
 
@@ -67,7 +63,6 @@ def detect_machine(env: Mapping[str, str] | None = None) -> Machine:
         count=torch.accelerator.device_count() if there else 0,
         bf16=_bf16(torch, kind),
         slurm=bool(shutil.which("sbatch", path=env.get("PATH"))),
-        mpi=bool(shutil.which("mpirun", path=env.get("PATH"))),
         tpu=env.get("TPU_NAME", ""),
         strategies=installed_configs(),
     )

@@ -13,18 +13,7 @@ from fxtrain.launch import LAUNCHERS, LaunchSpec, find_launcher, options_from
 from fxtrain.state import Format, Plan, few, installed_configs, parse_text, shown, structure
 from fxtrain.state.parsing import merge, near
 
-__all__ = [
-    "FORMATS",
-    "NO_TARGET",
-    "LaunchFile",
-    "Section",
-    "parse",
-    "problems_of",
-    "read_data",
-    "read_launch_file",
-]
-
-FORMATS: dict[str, Format] = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
+_FORMATS: dict[str, Format] = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
 # The script while checking a file that names none.
 NO_TARGET = "train.py"
@@ -83,16 +72,26 @@ def read_launch_file(path: str | Path) -> LaunchFile:
         ...     read_launch_file(path).profiles["two"].launch
         {'ranks': 2}
     """
-    form = FORMATS.get(Path(path).suffix.lower())
-    if form is None:
-        raise PlanError(
-            f"{path}: the name of a launch file ends in {', '.join(FORMATS)}.", code="FX201"
-        )
+    form = form_of(path)
     text = _text(path)
     try:
         return attrs.evolve(parse(text, form), path=str(path))
     except PlanError as error:
         raise PlanError(f"{path}:\n{error}") from None
+
+
+def form_of(path: str | Path) -> Format:
+    """The format of a launch file, by its suffix.
+
+    Raises:
+        PlanError: the suffix is another.
+    """
+    form = _FORMATS.get(Path(path).suffix.lower())
+    if form is None:
+        raise PlanError(
+            f"{path}: the name of a launch file ends in {', '.join(_FORMATS)}.", code="FX201"
+        )
+    return form
 
 
 def read_data(path: str | Path, form: Format) -> Any:
@@ -126,18 +125,18 @@ def parse(text: str, form: Format) -> LaunchFile:
     """
     try:
         data = parse_text(text, form)
-        file, told = _file(data)
-        if not told:
+        file, problems = _file(data)
+        if not problems:
             more = installed_configs()
             for name in ("", *file.profiles):
                 at = f"profiles.{name}" if name else ""
-                told += problems_of(file.section(name), at=at, more=more)
+                problems += problems_of(file.section(name), at=at, more=more)
     except RecursionError:
         raise PlanError(
             "The file is nested too deeply, or contains itself.", code="FX201"
         ) from None
-    if told:
-        raise PlanError("\n".join(few(told)))
+    if problems:
+        raise PlanError("\n".join(few(problems)))
     return file
 
 
@@ -151,24 +150,24 @@ def problems_of(
         at: Path of the section in its file.
         more: Strategy configs of installed packages; searched for by default.
     """
-    told: list[str] = []
+    problems: list[str] = []
     more = installed_configs() if more is None else more
     launch = {"target": NO_TARGET, **section.launch}
     for name in _options_beside(launch):
         launch.pop(name)
-        told.append(
+        problems.append(
             f"{at + '.' if at else ''}launch: unknown key {shown(name)}. Options of the "
             f"launcher {launch['launcher']} belong in launch.options."
         )
     for name, data, cls in (("launch", launch, LaunchSpec), ("plan", section.plan, Plan)):
         where = f"{at}.{name}" if at else name
         try:
-            made = structure(dict(data), cls, more)
+            record = structure(dict(data), cls, more)
         except (PlanError, LaunchError) as error:
-            told += [_placed(line, cls, where) for line in error.message.splitlines()]
+            problems += [_placed(line, cls, where) for line in error.message.splitlines()]
         else:
-            told += _launcher_problems(made, where) if isinstance(made, LaunchSpec) else []
-    return told
+            problems += _launcher_problems(record, where) if isinstance(record, LaunchSpec) else []
+    return problems
 
 
 def _options_beside(launch: Mapping[str, Any]) -> list[str]:
@@ -181,13 +180,13 @@ def _options_beside(launch: Mapping[str, Any]) -> list[str]:
 
 def _launcher_problems(spec: LaunchSpec, where: str) -> list[str]:
     """What a spec's launcher does not support, and problems with its own options."""
+    options = {} if spec.options is None else spec.options
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        return [f"{where}.options: expected a table, found {shown(options)}"]
     try:
         row = find_launcher(spec)
     except LaunchError as error:
         return [f"{where}: {error.message}"]
-    options = {} if spec.options is None else spec.options
-    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        return [f"{where}.options: expected a table, found {shown(options)}"]
     try:
         options_from(row.options, options, launcher=row.name)
     except LaunchError as error:
@@ -205,57 +204,53 @@ def _placed(line: str, cls: type, where: str) -> str:
 
 def _file(data: Any) -> tuple[LaunchFile, list[str]]:
     """The record, and problems with everything but launch and plan values."""
-    told: list[str] = []
+    problems: list[str] = []
     data = {} if data is None else data
-    top = _table(data, ("default", "launch", "plan", "profiles"), "", told)
+    if isinstance(data, Mapping) and (foreign := _foreign(data)):
+        return LaunchFile(), [foreign]
+    top = _table(data, ("default", "launch", "plan", "profiles"), "", problems)
     default = top.get("default", "")
     if not isinstance(default, str):
-        told.append(f"default: expected the name of a profile, found {shown(default)}")
+        problems.append(f"default: expected the name of a profile, found {shown(default)}")
     named = top.get("profiles", {})
     if not isinstance(named, Mapping):
-        told.append(f"profiles: expected a table of profiles, found {shown(named)}")
+        problems.append(f"profiles: expected a table of profiles, found {shown(named)}")
         named = {}
     profiles: dict[str, Section] = {}
     for name, section in named.items():
         if not isinstance(name, str) or not name:
-            told.append(f"profiles: a profile's name is a word, found {shown(name)}")
-            continue
-        profiles[name] = _section(section, f"profiles.{name}", told)
+            problems.append(f"profiles: a profile's name is a word, found {shown(name)}")
+        else:
+            profiles[name] = _section(section, f"profiles.{name}", problems)
     if isinstance(default, str) and default and default not in profiles:
         known = ", ".join(profiles) or "none"
-        told.append(f"default: no profile {shown(default)}; the file has {known}")
-    common = _section({key: top[key] for key in ("launch", "plan") if key in top}, "", told)
-    return LaunchFile(common=common, profiles=profiles, default=str(default)), told
+        problems.append(f"default: no profile {shown(default)}; the file has {known}")
+    common = _section({key: top[key] for key in ("launch", "plan") if key in top}, "", problems)
+    return LaunchFile(common=common, profiles=profiles, default=str(default)), problems
 
 
-def _section(data: Any, at: str, told: list[str]) -> Section:
-    both = _table(data, ("launch", "plan"), at, told)
-    prefix = f"{at}." if at else ""
-    parts: dict[str, Any] = {}
-    for name in ("launch", "plan"):
-        part = both.get(name, {})
-        if not isinstance(part, Mapping):
-            told.append(f"{prefix}{name}: expected a table, found {shown(part)}")
-        else:
-            parts[name] = part
-    return Section(**parts)
+def _section(data: Any, at: str, problems: list[str]) -> Section:
+    both = _table(data, ("launch", "plan"), at, problems)
+    for name, values in both.items():
+        if name in ("launch", "plan") and not isinstance(values, Mapping):
+            place = f"{at}.{name}" if at else name
+            problems.append(f"{place}: expected a table, found {shown(values)}")
+    parts = {name: both.get(name, {}) for name in ("launch", "plan")}
+    return Section(**{name: part for name, part in parts.items() if isinstance(part, Mapping)})
 
 
-def _table(data: Any, known: tuple[str, ...], at: str, told: list[str]) -> Mapping[str, Any]:
+def _table(data: Any, known: tuple[str, ...], at: str, problems: list[str]) -> Mapping[str, Any]:
+    """The table at a place of the file, whose unknown keys are problems."""
     where = at or "the file"
     if not isinstance(data, Mapping):
-        told.append(f"{where}: expected a table of {', '.join(known)}, found {shown(data)}")
-        return {}
-    has = ", ".join(known)
-    if not at and (foreign := _foreign(data)):
-        told.append(foreign)
+        problems.append(f"{where}: expected a table of {', '.join(known)}, found {shown(data)}")
         return {}
     for key in data:
         if key not in known:
             close = near(key, known)
             other = hint(key, at="file") or ("" if close else _own_field(key, at))
-            rest = f".{other}" if other else f"{close}; known are {has}"
-            told.append(f"{where}: unknown key {shown(key)}{rest}")
+            rest = f".{other}" if other else f"{close}; known are {', '.join(known)}"
+            problems.append(f"{where}: unknown key {shown(key)}{rest}")
     return data
 
 

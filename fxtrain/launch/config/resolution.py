@@ -25,8 +25,6 @@ from fxtrain.state.parsing import (
     value_of,
 )
 
-__all__ = ["Setting", "Settings", "find_file", "from_flags", "resolve"]
-
 # In the current folder; these come before the user's own file.
 HERE = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
 
@@ -146,24 +144,23 @@ def resolve(
     """
     env = env or {}
     path = file or find_file(env)
-    known = read_launch_file(path) if path else LaunchFile()
-    name = _profile(known, profile or env.get("FXTRAIN_PROFILE", ""))
-    origins = _paths(known.common, f"file {path}")
-    data: dict[str, Any] = {"launch": dict(known.common.launch), "plan": dict(known.common.plan)}
+    launch_file = read_launch_file(path) if path else LaunchFile()
+    name = _profile(launch_file, profile or env.get("FXTRAIN_PROFILE", ""))
+    origins = _origins_of(launch_file.common, f"file {path}")
     if name:
-        own = known.profiles[name]
-        data = merge(data, {"launch": own.launch, "plan": own.plan})
-        origins |= _paths(own, f"file {path}, profile {name}")
+        origins |= _origins_of(launch_file.profiles[name], f"file {path}, profile {name}")
+    section = launch_file.section(name)
+    data = {"launch": section.launch, "plan": section.plan}
     for where, (value, origin) in {**from_environment(env), **(flags or {})}.items():
         data = merge(data, put({}, where, value))
-        origins = {**origins, where: origin}
-    said = Section(launch=data["launch"], plan=data["plan"])
-    if told := problems_of(said):
-        raise PlanError("\n".join(_with_origin(line, origins) for line in told))
+        origins[where] = origin
+    section = Section(launch=data["launch"], plan=data["plan"])
+    if problems := problems_of(section):
+        raise PlanError("\n".join(_with_origin(line, origins) for line in problems))
     return Settings(
-        values=said,
-        launch=structure({"target": NO_TARGET, **said.launch}, LaunchSpec, ()),
-        plan=structure(dict(said.plan), Plan),
+        values=section,
+        launch=structure({"target": NO_TARGET, **section.launch}, LaunchSpec, ()),
+        plan=structure(dict(section.plan), Plan),
         origins=origins,
         file=path,
         profile=name,
@@ -179,10 +176,11 @@ def _profile(file: LaunchFile, asked: str) -> str:
     return name
 
 
-def _paths(section: Section, origin: str) -> dict[str, str]:
+def _origins_of(section: Section, origin: str) -> dict[str, str]:
+    """The origin of each value of a section, by path."""
     parts = {"launch": section.launch, "plan": section.plan}
-    said = {name: part for name, part in parts.items() if part}
-    return {path: origin for path, _ in leaves(said)}
+    used = {name: values for name, values in parts.items() if values}
+    return {path: origin for path, _ in leaves(used)}
 
 
 def _origin(path: str, origins: Mapping[str, str]) -> str:

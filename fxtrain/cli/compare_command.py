@@ -10,17 +10,12 @@ import attrs
 import click
 
 from fxtrain._errors import PlanError
-from fxtrain._optional import optional
-from fxtrain.cli.output import as_json, print_renderable, save_picture
+from fxtrain.cli.output import as_json, check_picture, print_renderable, save_picture
 from fxtrain.models.weight_list import import_function
 from fxtrain.state import TE, Plan, Precision, read_plan
 from fxtrain.state.low_precision.quantized_weights import quantize_of
 from fxtrain.state.low_precision.recipes import recipe_of
 from fxtrain.state.precision import FORMATS
-
-__all__ = ["COMPARE"]
-
-_PICTURES = (".svg", ".png", ".pdf")
 
 
 @click.command("compare-precision")
@@ -56,8 +51,7 @@ def COMPARE(
     --updates the loss and the optimizer. Shown are errors by layer and of the outputs, the best
     entry or the cosine where the case says what outputs are, bytes of the weights, and losses.
     """
-    if picture is not None:
-        _check_picture(picture)
+    check_picture(picture)
     named = {word: _plan_of(word, emulate=emulate) for word in plans}
     base = Plan() if reference is None else read_plan(reference)
     quality = importlib.import_module("fxtrain.quality")
@@ -97,13 +91,6 @@ def _plan_of(word: str, *, emulate: bool) -> Plan:
         raise PlanError(f"--plan {word} --emulate: Transformer Engine cannot be emulated.")
     chosen = attrs.evolve(recipe, emulate=True)
     return Plan(precision=attrs.evolve(made.precision, recipe=chosen))
-
-
-def _check_picture(path: str) -> None:
-    """Refuse a picture that cannot be drawn, before the model runs."""
-    if Path(path).suffix not in _PICTURES:
-        raise PlanError(f"--picture {path}: the name of a picture ends in {', '.join(_PICTURES)}.")
-    optional("matplotlib", extra="plots", needed_by="--picture")
 
 
 def _finite(value: Any) -> Any:

@@ -1,22 +1,80 @@
-"""`fxtrain watch`."""
+"""`fxtrain report`, `watch` and `profile`: what runs have logged and traced."""
 
 import math
+import os
 import sys
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import attrs
 import click
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fxtrain._byte_units import show_bytes
 from fxtrain._errors import PlanError, escape_unprintable
-from fxtrain.cli.output import print_renderable
-from fxtrain.curves import Curve, Followed, file_of, follow, sparkline
+from fxtrain._reading import write_file
+from fxtrain.cli.exit_codes import Exit
+from fxtrain.cli.output import PICTURES, as_json, print_json, print_renderable, save_picture, say
+from fxtrain.curves import (
+    Curve,
+    Followed,
+    file_of,
+    follow,
+    page_of,
+    picture_of,
+    read_curves,
+    sparkline,
+)
 
-__all__ = ["WATCH"]
+_MOST_PROCESSES = 8
+
+
+@click.command("report")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("--output", metavar="FILE", help="file to write; report.html by default")
+@click.option(
+    "--curve", metavar="NAME", help="one metric, as SVG, PNG or PDF by the suffix of FILE"
+)
+@click.option(
+    "--over",
+    type=click.Choice(["updates", "rows", "time"]),
+    default="updates",
+    show_default=True,
+    help="horizontal axis of --curve",
+)
+@click.option("--file", default="metrics.jsonl", show_default=True,
+              help="file in the folder of a run, as in JsonLines(file=)")  # fmt: skip
+def REPORT(
+    runs: tuple[str, ...], output: str | None, curve: str | None, over: Any, file: str
+) -> None:
+    """Write one HTML page about runs: curves, plans and how they differ, checkpoints.
+
+    RUN is a folder that fx.track wrote with fx.JsonLines(), which is the default. The page needs
+    no network and replaces FILE.
+    """
+    path = Path(output or (f"{_as_file(curve)}.svg" if curve else "report.html"))
+    if curve is not None and path.suffix.lower() not in PICTURES:
+        raise click.UsageError(
+            f"--output {str(path)!r}: a curve is a picture. Choose a name that ends in "
+            f"{', '.join(PICTURES)}."
+        )
+    processes = min(os.cpu_count() or 1, _MOST_PROCESSES)
+    found = read_curves(runs, file=file, processes=processes)
+    if curve is None:
+        write_file(path, page_of(found))
+    else:
+        save_picture(picture_of(found, curve, over=over), path)
+    say(f"Wrote {path} ({show_bytes(path.stat().st_size)}).")
+
+
+def _as_file(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
+
 
 _BARS = 30
 _MOST_ROWS = 500
@@ -99,3 +157,18 @@ def _cells(curve: Curve) -> tuple[str, ...]:
     finite = [one for one in curve.values if math.isfinite(one)]
     low, high = (f"{min(finite):.5g}", f"{max(finite):.5g}") if finite else ("-", "-")
     return f"{curve.values[-1]:.5g}", low, high, sparkline(curve.values, _BARS)
+
+
+@click.command("profile")
+@as_json
+@click.argument("path")
+def PROFILE(path: str, json_: bool) -> int:  # noqa: FBT001
+    """Split the time of a step by rank, from the folder PATH of a profile."""
+    from fxtrain.profiling import summary
+
+    found = summary(path)
+    if json_:
+        print_json({"slowest": found.slowest, **attrs.asdict(found)})
+    else:
+        print_renderable(found)
+    return Exit.WELL
