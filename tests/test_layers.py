@@ -150,8 +150,9 @@ def _is_broad(kind: ast.expr | None) -> bool:
 
 # The records that may change, each with the reason.
 MUTABLE = {
-    "fxtrain.state.context.CommState": "counts the calls made on one communicator",
-    "fxtrain.ops.transport.packets.Packets": "which packets of one communicator are under way",
+    "fxtrain.state.context.CommState": "whether a communicator can be used",
+    "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
+    "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
     "fxtrain.checkpoint.local_storage._EagerFlush": "how much of a file is flushed",
     "fxtrain.checkpoint.background.Saving": "whether the error of a background save was reported",
     "fxtrain.checkpoint.saving._Job": "copies in place of the live tensors, or why there are none",

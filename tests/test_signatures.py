@@ -56,8 +56,8 @@ _PLACES = {
     _RECORD: "Plan.strategy from_config.values",
     _INNER: (
         "Comm.store CommState.background_tasks CommState.device_meshes "
-        "CommState.open_runs CommState.opened_groups CommState.packets "
-        "CommState.pending_check CommState.routes CommState.submesh_groups Strategy.fused "
+        "CommState.open_runs CommState.opened_groups CommState.slots "
+        "CommState.submesh_groups Strategy.fused "
         "Strategy.wrap Weight.like Wrapped.advanced Wrapped.put_aside "
         "Wrapped.strategy_state"
     ),

@@ -16,6 +16,7 @@ from fxtrain._errors import CheckpointError
 from fxtrain._exiting import exit_with
 from fxtrain._host_memory import pinned_buffer
 from fxtrain.checkpoint.write_plan import TensorChunk
+from fxtrain.ops.transport.exchange import release_thread
 from fxtrain.state import DistContext
 
 _LOG = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ def start_background(
             future.set_result(None)
 
     state.background_tasks.append(saving)
-    group.comm.state.thread = None  # the previous save's thread has ended
+    release_thread(group)  # the previous save's thread has ended
     # Not a daemon: the interpreter waits for it at exit.
     threading.Thread(target=work, name="fxtrain save").start()
     return saving

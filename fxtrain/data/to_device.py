@@ -24,12 +24,12 @@ def on_device(
 
     Args:
         loaded: Steps, each with this rank's data as the first entry of a sequence.
-        ahead: For an XLA device, read `plan.data.ahead` batches in advance, and move them in a
+        ahead: For an XLA device, read `plan.data.prefetch` batches in advance, and move them in a
             thread.
     """
     if ctx.device.type == "cpu" or not plan.data.to_device:
         return loaded
-    depth = plan.data.ahead if ahead and ctx.device.type == "xla" else 0
+    depth = plan.data.prefetch if ahead and ctx.device.type == "xla" else 0
     if depth:
         return _moved_ahead(loaded, ctx, plan, depth)
     if ctx.device.type == "cuda":

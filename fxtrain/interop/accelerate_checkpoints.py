@@ -17,8 +17,6 @@ from fxtrain.interop.dcp_checkpoints import read_dcp, tree_of
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.tensor_sources import inside, open_source
 
-__all__ = ["AcceleratorState", "read_accelerate"]
-
 # The first of several has no number in its name. A folder in place of a file is sharded.
 _MODELS = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)")
 _SHARDED = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")

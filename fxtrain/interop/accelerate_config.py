@@ -7,14 +7,19 @@ import attrs
 
 from fxtrain._errors import PlanError
 from fxtrain.backends import strategies
-from fxtrain.interop.accelerate_fp8 import fp8_rules
-from fxtrain.interop.accelerate_notes import FP8
-from fxtrain.interop.accelerate_rules import Facts, KeyOutcome, degree, rules, truth, whole
+from fxtrain.interop.accelerate_rules import (
+    FP8,
+    Facts,
+    KeyOutcome,
+    degree,
+    fp8_rules,
+    rules,
+    truth,
+    whole,
+)
 from fxtrain.launch import LAUNCHERS
 from fxtrain.launch.config.launch_file import Section, problems_of
 from fxtrain.state.parsing import near, put
-
-__all__ = ["Converted", "Note", "convert_accelerate", "translate"]
 
 # Sections, with their short names and the prefixes of their keys.
 _SECTIONS = {

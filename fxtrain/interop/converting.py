@@ -18,8 +18,6 @@ from fxtrain.interop.dcp_checkpoints import read_dcp, tree_of
 from fxtrain.interop.deepspeed_checkpoints import is_deepspeed, read_deepspeed
 from fxtrain.state import Plan, Position, dumps, fingerprint, shown
 
-__all__ = ["import_checkpoint"]
-
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Found:

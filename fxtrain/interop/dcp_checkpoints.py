@@ -8,8 +8,6 @@ import io
 import itertools
 import math
 import os
-import pickle
-import pickletools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -21,27 +19,21 @@ from torch import Tensor
 from fxtrain._display import describe
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath, open_file, read_file
-from fxtrain.models.pickles import load_weights_only
+from fxtrain.models.pickles import Placeholder, load_records, load_weights_only
 from fxtrain.models.tensor_sources import inside
 from fxtrain.state import shown
-
-__all__ = ["DcpState", "read_dcp", "tree_of"]
 
 _METADATA = ".metadata"
 _MAX_BYTES = 1_000_000_000  # bytes of an index
 _MOST = 1 << 63  # limit of a size or an offset
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
-        "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING"
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     ),
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
-}
-# Opcodes that torch's index does not use, and those that store into the memo.
-_NEVER = ("BYTEARRAY8", "NEXT_BUFFER", "EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID", "INST", "OBJ")
-_PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+}  # fmt: skip
 _MAX_REASON_LENGTH = 500  # characters of an unpickling error
-_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -133,84 +125,23 @@ def read_dcp(
     return DcpState(tensors=tensors, values=values, paths=paths, refused=refused)
 
 
-class _Record:
-    """Replaces an object of the pickle: its type name and its state."""
-
-    kind = ""
-    state: Any = None
-
-    def __init__(self, *_: Any) -> None:
-        """Ignore the arguments of an enumeration or a path."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        return self.state if isinstance(self.state, dict) else {}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Maps the records of torch's index to placeholder classes, and rejects everything else.
-
-    Each lookup creates a new class, so that nothing a pickle does to it persists.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _RECORDS.get(module, "").split():
-            return type(name, (_Record,), {"kind": name})
-        if module.split(".")[0] == "pathlib" and name in _PATHS:
-            return type(name, (_Record,), {"kind": name})
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return lambda layout: layout
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"it requests {module}.{name}")
-
-
-def _member(kind: Any, _: Any) -> _Record:
-    """An entry of an enumeration, as Python 3.11.0 to 3.11.3 pickle it."""
-    if not (isinstance(kind, type) and issubclass(kind, _Record)):
-        raise pickle.UnpicklingError("it requests builtins.getattr")
-    return kind()
-
-
-def _read_index(path: Path) -> _Record:
+def _read_index(path: Path) -> Placeholder:
     try:
         raw = read_file(path, _MAX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
     try:
-        _check_opcodes(raw)
-        found = _Unpickler(io.BytesIO(raw)).load()
+        index = load_records(raw, _RECORDS)
     except Exception as error:  # a damaged pickle may raise anything
         raise _damaged(
             path, f"{type(error).__name__}: {str(error)[:_MAX_REASON_LENGTH]}"
         ) from error
-    if getattr(found, "kind", None) != "Metadata":
+    if getattr(index, "kind", None) != "Metadata":
         raise _damaged(path, "it is not a pickle of Metadata")
-    return found
+    return index
 
 
-def _check_opcodes(raw: bytes) -> None:
-    """Raise if unpickling would allocate more than the pickle contains, before running it.
-
-    The memo grows to its largest index, and a byte array to its declared length.
-    """
-    for count, (opcode, argument, offset) in enumerate(pickletools.genops(raw)):
-        if opcode.name in _NEVER:
-            raise pickle.UnpicklingError(f"it uses {opcode.name} at {offset}")
-        if opcode.name in _PUTS and not 0 <= int(argument or 0) <= count:
-            raise pickle.UnpicklingError(f"it stores number {argument} at {offset}, out of order")
-
-
-def _chunks(path: Path, index: _Record) -> list[_Chunk]:
+def _chunks(path: Path, index: Placeholder) -> list[_Chunk]:
     found: list[_Chunk] = []
     for key, info in _table(path, index, "storage_data", kind="MetadataIndex").items():
         what, where = key.fields, info.fields
@@ -232,7 +163,7 @@ def _chunks(path: Path, index: _Record) -> list[_Chunk]:
     return found
 
 
-def _tensor(root: Path, name: str, record: _Record, chunks: list[_Chunk]) -> Tensor:
+def _tensor(root: Path, name: str, record: Placeholder, chunks: list[_Chunk]) -> Tensor:
     """Assemble a full tensor, allocated after checking that its parts fill it."""
     size, dtype = record.fields.get("size"), _dtype(record.fields.get("properties"))
     parts = record.fields.get("chunks")
@@ -280,7 +211,7 @@ def _places(root: Path, name: str, parts: list[Any]) -> dict[tuple[int, ...], tu
     """The extent of each part of a tensor, by its offsets."""
     sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
     for part in parts:
-        fields = part.fields if isinstance(part, _Record) else {}
+        fields = part.fields if isinstance(part, Placeholder) else {}
         offsets, extent = fields.get("offsets"), fields.get("sizes")
         if not _counts(offsets) or not _counts(extent) or len(offsets) != len(extent):
             raise _damaged(root, f"a part of {shown(name)} has no valid offsets")
@@ -314,11 +245,13 @@ def _dtype(properties: Any) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _table(path: Path, index: _Record, field: str, kind: str | None = None) -> dict[Any, _Record]:
+def _table(
+    path: Path, index: Placeholder, field: str, kind: str | None = None
+) -> dict[Any, Placeholder]:
     """A field that maps names, or records of one type, to records."""
     table = index.fields.get(field)
     if not isinstance(table, dict) or not all(
-        isinstance(value, _Record)
+        isinstance(value, Placeholder)
         and (isinstance(key, str) if kind is None else getattr(key, "kind", None) == kind)
         for key, value in table.items()
     ):

@@ -5,7 +5,6 @@ torch reads the rest with `weights_only=True`. DeepSpeed need not be installed.
 """
 
 import math
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,8 +20,6 @@ from fxtrain._reading import StrPath, read_text
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.tensor_sources import inside
 from fxtrain.state import shown
-
-__all__ = ["DeepSpeedState", "is_deepspeed", "read_deepspeed"]
 
 _FILE = re.compile(
     r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt"
@@ -56,23 +53,8 @@ class DeepSpeedState:
     scheduler: Mapping[str, Any] | None = attrs.field(repr=describe)
 
 
-@attrs.frozen
-class _Files:
-    """File contents by rank; below stage 3 there is one model file."""
-
-    models: list[dict[str, Any]]
-    optims: list[dict[str, Any]]
-
-
 # What merging unexpected contents may raise.
 _MISSHAPEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
-
-
-class _Placeholder:
-    """Replaces an object of DeepSpeed: a fragment's address, a loss scaler, a stage."""
-
-    def __init__(self, value: Any = 0) -> None:
-        self.value = value
 
 
 _NAMES = (
@@ -81,16 +63,7 @@ _NAMES = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
 )
-
-
-_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
-
-
-def _member(kind: Any, name: Any) -> _Placeholder:
-    """A stage, as Python 3.11.0 to 3.11.3 pickle an entry of an enumeration."""
-    if not (isinstance(kind, type) and issubclass(kind, _Placeholder)) or name not in _STAGES:
-        raise pickle.UnpicklingError("it requests builtins.getattr")
-    return kind(_STAGES[name])
+_STAGES: Any = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 
 
 def is_deepspeed(folder: Path) -> bool:
@@ -121,9 +94,9 @@ def read_deepspeed(folder: StrPath, *, optimizer: bool = True) -> DeepSpeedState
         fxtrain._errors.CheckpointError: runs/nowhere is not a DeepSpeed checkpoint...
     """
     root = _tagged(Path(folder))
-    files = _load(root)
+    models, optims = _load(root)
     try:
-        return _assemble(files, optimizer=optimizer)
+        return _assemble(models, optims, optimizer=optimizer)
     except _MISSHAPEN as error:
         if isinstance(error, CheckpointError):
             raise
@@ -158,7 +131,11 @@ def _tag(path: Path) -> str:
     return "" if "\0" in tag else tag
 
 
-def _load(root: Path) -> _Files:
+def _load(root: Path) -> tuple[list[Any], list[Any]]:
+    """The contents of the model files and of the optimizer files, by rank.
+
+    Below stage 3 there is one model file.
+    """
     found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
     for path in sorted(root.iterdir()):
         name = _FILE.fullmatch(path.name)
@@ -175,29 +152,26 @@ def _load(root: Path) -> _Files:
                 f"{root} contains {kind} states of the ranks {sorted(paths)}, but not of those in "
                 f"between. Copy all files."
             )
-    known = [(_placeholder_class(name), name) for name in _NAMES]
-    with torch.serialization.safe_globals([*known, (_member, "builtins.getattr")]):
-        read = {
-            kind: [load_weights_only(paths[rank], str(paths[rank])) for rank in range(len(paths))]
-            for kind, paths in found.items()
-        }
-    return _Files(read["model"], read["optim"])
+    models, optims = (
+        [
+            load_weights_only(paths[rank], str(paths[rank]), placeholders=_NAMES)
+            for rank in range(len(paths))
+        ]
+        for paths in found.values()
+    )
+    return models, optims
 
 
-def _placeholder_class(name: str) -> type:
-    """A new class for each name, because torch looks names up by class."""
-    return type(name.rpartition(".")[2], (_Placeholder,), {})
-
-
-def _assemble(files: _Files, *, optimizer: bool) -> DeepSpeedState:
-    first = files.models[0]
+def _assemble(models: list[Any], optims: list[Any], *, optimizer: bool) -> DeepSpeedState:
+    first = models[0]
     buffers = set(first["buffer_names"])
-    if not files.optims:
+    if not optims:
         stage, ranks = 0, int(first["dp_world_size"])
-        tensors, state = _merge_zero_shards(first, optimizer=optimizer)
+        tensors, state = _stage_0(first, optimizer=optimizer)
     else:
-        parts = [one["optimizer_state_dict"] for one in files.optims]
-        stage, counts = int(parts[0]["zero_stage"].value), parts[0]["partition_count"]
+        parts = [one["optimizer_state_dict"] for one in optims]
+        level, counts = parts[0]["zero_stage"].arguments[0], parts[0]["partition_count"]
+        stage = int(_STAGES.get(level, level))
         ranks = max(counts) if isinstance(counts, list) else int(counts)
         if ranks != len(parts):
             raise CheckpointError(
@@ -208,7 +182,7 @@ def _assemble(files: _Files, *, optimizer: bool) -> DeepSpeedState:
         merge = _stage_3 if stage == 3 else _stages_1_and_2
         masters, state = merge(parts, shapes)
         tensors = {n: t for n, t in first["module"].items() if stage < 3 or n in buffers}
-        tensors = {**tensors, **_frozen(files.models, stage), **masters}
+        tensors = {**tensors, **_frozen(models, stage), **masters}
     strange = [name for name, one in tensors.items() if not isinstance(one, Tensor)]
     if strange or not all(isinstance(name, str) for name in tensors):
         raise TypeError(f"values that are not named tensors: {shown(strange or [*tensors])}")
@@ -225,7 +199,7 @@ def _assemble(files: _Files, *, optimizer: bool) -> DeepSpeedState:
     )
 
 
-def _merge_zero_shards(
+def _stage_0(
     model: Mapping[str, Any], *, optimizer: bool
 ) -> tuple[dict[str, Tensor], Mapping[str, Any] | None]:
     state = model["optimizer"] if optimizer else None
@@ -260,7 +234,7 @@ def _stages_1_and_2(parts: list[dict[str, Any]], shapes: _Shapes) -> _Merged:
         for part, flat in zip(parts, flats, strict=True):
             span = part["param_slice_mappings"][group].get(name)
             if span is not None:
-                yield flat.narrow(0, int(span.start), int(span.numel))
+                yield flat.narrow(0, int(span.fields["start"]), int(span.fields["numel"]))
 
     base = [part["base_optimizer_state"] for part in parts]
     masters = [part["single_partition_of_fp32_groups"] for part in parts]

@@ -1,9 +1,15 @@
-"""Read pickles of tensors with `weights_only=True`, which runs no code from them."""
+"""Read pickles without running code from them.
+
+Those of tensors are read with `weights_only=True`, and others into inert placeholders.
+"""
 
 import contextlib
+import io
 import os
+import pickle
+import pickletools
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import torch
@@ -11,14 +17,51 @@ import torch
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import open_file
 
-__all__ = ["load_weights_only"]
-
 _ZIP = b"PK\x03\x04"
 _MAX_REASON_LENGTH = 500  # characters of torch's message
+# Opcodes that no pickle of records uses, and those that store into the memo.
+_NEVER = ("BYTEARRAY8", "NEXT_BUFFER", "EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID", "INST", "OBJ")
+_PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+
+
+class Placeholder:
+    """Replaces an object of a pickle: the name of its class, its arguments and its state."""
+
+    kind = ""
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The state, if it has names."""
+        return self.state if isinstance(self.state, dict) else {}
+
+
+def _placeholder_class(kind: str) -> type[Placeholder]:
+    """A new class each time, so that nothing a pickle does to it persists."""
+    return type(kind, (Placeholder,), {"kind": kind})
+
+
+def _entry(kind: Any, name: Any) -> Placeholder:
+    """An entry of an enumeration, as Python 3.11.0 to 3.11.3 pickle it."""
+    if not (isinstance(kind, type) and issubclass(kind, Placeholder)):
+        raise pickle.UnpicklingError("it requests builtins.getattr")
+    return kind(name)
 
 
 def load_weights_only(
-    file: str | os.PathLike[str] | BinaryIO, what: str, *, mmap: bool = False
+    file: str | os.PathLike[str] | BinaryIO,
+    what: str,
+    *,
+    mmap: bool = False,
+    placeholders: Collection[str] = (),
 ) -> Any:
     """Load a file onto the CPU with `torch.load(weights_only=True)`.
 
@@ -26,6 +69,7 @@ def load_weights_only(
         file: Path of a regular file, or a file object in memory.
         what: Description for messages.
         mmap: Map the file instead of reading it; requires a path.
+        placeholders: Full names of classes whose objects become placeholders.
 
     Raises:
         CheckpointError: the file cannot be opened, torch rejects it, or it is damaged.
@@ -33,7 +77,15 @@ def load_weights_only(
     try:
         with _opened(file) as opened:
             _check_sizes(opened)
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        known: list[Any] = [
+            (_placeholder_class(name.rpartition(".")[2]), name) for name in placeholders
+        ]
+        with (
+            torch.serialization.safe_globals([*known, (_entry, "builtins.getattr")])
+            if known
+            else contextlib.nullcontext()
+        ):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
         raise CheckpointError(f"{what}: {error.strerror or error}.") from error
     except Exception as error:  # a damaged pickle can make torch raise anything
@@ -42,6 +94,51 @@ def load_weights_only(
             f"{_reason(error)} Files that need to run code are never read; convert a file that "
             f"you trust with torch first."
         ) from error
+
+
+class _Records(pickle.Unpickler):
+    """Maps records to placeholders, and rejects everything but torch's dtypes and shapes."""
+
+    def __init__(self, raw: bytes, records: Mapping[str, Collection[str]]) -> None:
+        super().__init__(io.BytesIO(raw))
+        self.records = records
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in self.records.get(module, ()):
+            return _placeholder_class(name)
+        if module.split(".")[0] == "pathlib" and name in _PATHS:
+            return _placeholder_class(name)
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if (module, name) == ("builtins", "getattr"):
+            return _entry
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return lambda layout: layout
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it requests {module}.{name}")
+
+
+def load_records(raw: bytes, records: Mapping[str, Collection[str]]) -> Any:
+    """Unpickle plain values and records, each of which becomes a placeholder.
+
+    Args:
+        raw: The pickle.
+        records: Names of classes, by module.
+
+    Raises:
+        Exception: the pickle requests anything else, would allocate more than it contains, or is
+            damaged, for which the pickle module raises anything.
+    """
+    # The memo grows to its largest index, and a byte array to its declared length.
+    for count, (opcode, argument, offset) in enumerate(pickletools.genops(raw)):
+        if opcode.name in _NEVER:
+            raise pickle.UnpicklingError(f"it uses {opcode.name} at {offset}")
+        if opcode.name in _PUTS and not 0 <= int(argument or 0) <= count:
+            raise pickle.UnpicklingError(f"it stores number {argument} at {offset}, out of order")
+    return _Records(raw, records).load()
 
 
 @contextlib.contextmanager

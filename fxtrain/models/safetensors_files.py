@@ -20,8 +20,8 @@ from torch import Tensor
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import open_file
 from fxtrain.models.tensor_bytes import DTYPE_NAMES, WRITABLE_DTYPES, contiguous, memory_of
+from fxtrain.state import Location, shown
 from fxtrain.state import parse_json as parse
-from fxtrain.state import shown
 
 __all__ = [
     "Entry",
@@ -76,6 +76,17 @@ class Header:
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
     size: int
+
+    def location(self, path: Path, name: str) -> Location:
+        """Where a tensor is in the file, which is at this path."""
+        entry = self.entries[name]
+        return Location(
+            path=path.absolute(),
+            start=self.size + entry.start,
+            nbytes=entry.nbytes,
+            dtype=entry.dtype,
+            shape=entry.shape,
+        )
 
 
 def read_header(path: Path) -> Header:

@@ -1,6 +1,7 @@
 """Sources of a model's values: model files, an index over several, or tensors."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -297,23 +298,13 @@ def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
             return full if part is None else _select(full, part)
         return read_hull(part, entry.dtype, lambda hull: file.get_slice(name)[hull])
 
-    def locate(name: str) -> Location:
-        entry = header.entries[name]
-        return Location(
-            path=path.absolute(),
-            start=header.size + entry.start,
-            nbytes=entry.nbytes,
-            dtype=entry.dtype,
-            shape=entry.shape,
-        )
-
     return Source(
         what=str(path),
         entries=header.entries,
         others=header.metadata,
         read=read,
         metadata=header.metadata,
-        locate=locate,
+        locate=functools.partial(header.location, path),
     )
 
 

@@ -12,6 +12,7 @@ from fxtrain._words import canonical_text
 from fxtrain.ops.reduction import all_reduce, check_reducible, fold
 from fxtrain.ops.transport.exchange import (
     Call,
+    capacity,
     compare,
     exchange_payloads,
     exchange_rows,
@@ -20,7 +21,6 @@ from fxtrain.ops.transport.exchange import (
 from fxtrain.ops.transport.gradients import check_gradients, with_gradient
 from fxtrain.ops.transport.large import broadcast_all, gather_all
 from fxtrain.ops.transport.mismatches import check_is_context, check_source_rank
-from fxtrain.ops.transport.packets import capacity, sends_bodies
 from fxtrain.ops.transport.packing import (
     Packed,
     from_bytes,
@@ -31,14 +31,13 @@ from fxtrain.ops.transport.packing import (
     unpack_ranks,
 )
 from fxtrain.ops.transport.pickled import dump, unpickle_all
-from fxtrain.ops.transport.routes import find_layout, gather_with_layout
 from fxtrain.state import DistContext
 
 __all__ = ["broadcast", "broadcast_packed", "gather", "gather_packed", "reduce"]
 
 T = TypeVar("T")
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
-_MAX_BODY_BYTES = 1 << 20  # of the tensors of a gather that follow the packet at once
+_MAX_PAYLOAD_BYTES = 1 << 20  # of the tensors of a gather that are sent as one payload
 
 
 def gather(tree: T, ctx: DistContext, *, grad: bool = False) -> T:
@@ -58,10 +57,9 @@ def gather(tree: T, ctx: DistContext, *, grad: bool = False) -> T:
         becomes the list of all ranks' leaves.
 
     Effects:
-        One exchange of packets, which contains a small tree. Among up to eight ranks, a tree of
-        CPU tensors of up to 1 MiB follows the packet in a message to each; any other is sent in an
-        all-gather. A second exchange if a leaf could fail to unpickle. Nothing at one rank. With
-        `grad`, backward sends one reduce-scatter per tensor; all ranks must run it.
+        One exchange of packets, which contains a small tree; a larger one is sent in an
+        all-gather after it. A second exchange if a leaf could fail to unpickle. Nothing at one
+        rank. With `grad`, backward sends one reduce-scatter per tensor; all ranks must run it.
 
     Raises:
         CollectiveError: the ranks disagree, one cannot unpickle a leaf, or one never joins;
@@ -102,8 +100,6 @@ def gather_packed(
 
 
 def _gathered_leaves(name: str, packed: Packed, ctx: DistContext) -> dict[int, Any]:
-    if not packed.others and (layout := find_layout(ctx, name, packed, joined=True)):
-        return dict(zip(packed.tensors, gather_with_layout(ctx, layout, packed), strict=True))
     others = dump(list(packed.others.values()), ctx) if packed.others else _EMPTY
     call = (name, signature(packed))
     joined, found = _gather_leaves(ctx, call, packed, others, joined=True)
@@ -154,14 +150,9 @@ def reduce(
     kept = ", ".join([canonical_text(value) for value in others])
     extra = " ".join(part for part in (op, kept) if part)
     tensors = list(packed.tensors.values())
-    layout = find_layout(ctx, "reduce", packed, extra)
-    call = ("reduce", signature(packed, extra)) if layout is None else layout.call
-    if layout is not None or _fits_in_packet(ctx, tensors):
-        stacked = (
-            gather_with_layout(ctx, layout, packed)
-            if layout
-            else _gather_leaves(ctx, call, packed, None)[0]
-        )
+    call = ("reduce", signature(packed, extra))
+    if _fits_in_packet(ctx, tensors):
+        stacked, _ = _gather_leaves(ctx, call, packed, None)
         check_reducible(tensors, op, others)
         done = [fold(rows, op) for rows in stacked]
     else:
@@ -244,7 +235,8 @@ def _gather_leaves(
         copies = [t.clone() if joined and t.ndim else t.clone()[None] for t in tensors]
         return copies, [list(packed.others.values())]
     blob = _EMPTY if others is None else others
-    if _sent_with_packet(ctx, tensors):
+    if _on_cpu(tensors) and sum([tensor.nbytes for tensor in tensors]) <= _MAX_PAYLOAD_BYTES:
+        # More bytes take fewer copies in `gather_large`.
         flat = to_bytes(tensors)
         mine = torch.cat([flat, blob]) if blob.numel() else flat
         rows, sizes = exchange_rows(ctx, call, mine)
@@ -274,17 +266,6 @@ def _fits_in_packet(ctx: DistContext, tensors: list[Tensor]) -> bool:
         return True
     size = sum([tensor.nbytes + 15 for tensor in tensors])
     return size <= capacity(ctx.world_size) and _on_cpu(tensors)
-
-
-def _sent_with_packet(ctx: DistContext, tensors: list[Tensor]) -> bool:
-    """Whether tensors are sent in the packet or right after it.
-
-    Of more bytes, `gather_large` makes fewer copies.
-    """
-    if _fits_in_packet(ctx, tensors):
-        return True
-    size = sum([tensor.nbytes for tensor in tensors])
-    return size <= _MAX_BODY_BYTES and sends_bodies(ctx.world_size) and _on_cpu(tensors)
 
 
 def _on_cpu(tensors: list[Tensor]) -> bool:

@@ -19,8 +19,8 @@ from fxtrain.ops.closing import make_close, make_part_close
 from fxtrain.ops.devices import check_own_device, find_device
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.rendezvous_store import first_line, open_store
+from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.transport.member_groups import open_by_members
-from fxtrain.ops.transport.packets import packets_of
 from fxtrain.state import (
     AXES,
     Comm,
@@ -257,7 +257,7 @@ def _connect_ranks(
         key=key,
     )
     state.opened_groups.append(comm.control)
-    packets_of(comm, topology.rank)  # posts receives, so that other ranks can send
+    comm.slot(CallState)  # the thread that connects makes the calls
     parts = {} if mesh is None else _mesh_parts(shape)
     if topology.num_nodes > 1:
         parts["node"] = _node_parts(_context(topology, device, comm, shape, {}))
@@ -345,7 +345,7 @@ def _open_axes(
                 part = group if len(mine) > 1 else part
             opened[key] = part
             if len(mine) > 1:
-                packets_of(part, mine.index(rank))
+                part.slot(CallState)
         if part is not comm:
             comm.state.children.add(part.state)
         axes[name] = (mine.index(rank), part)

@@ -8,6 +8,7 @@ from typing import TypeVar
 from fxtrain._errors import CollectiveError
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.same_errors import gather_errors
+from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
@@ -39,20 +40,20 @@ def main_first(ctx: DistContext) -> Iterator[None]:
         ...         rows = list(range(3))
     """
     check_is_context("main_first", ctx)
-    state = ctx.comm.state
+    state = ctx.comm.slot(CallState)
     if ctx.world_size == 1 or state.in_main_first:
         yield
         return
     if not ctx.is_main:
         _release_others(None, ctx)
     state.in_main_first = True
-    calls = state.call_count
+    calls = state.count
     problem: BaseException | None = None
     try:
         yield
     except BaseException as error:
         # A collective inside the block was compared with main_first: every rank has raised.
-        if state.call_count != calls or state.failure is not None:
+        if state.count != calls or ctx.comm.state.failure is not None:
             raise
         problem = error
     finally:

@@ -7,10 +7,9 @@ import attrs
 import torch
 from torch import distributed as dist
 
-from fxtrain.ops.transport.exchange import rank_loss_guard, wait_pending_check
+from fxtrain.ops.transport.exchange import CallState, rank_loss_guard, settle
 from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.ops.transport.mismatches import check_is_context
-from fxtrain.ops.transport.packets import packets_of
 from fxtrain.state import Comm, CommState, DistContext
 
 __all__ = ["duplicate"]
@@ -37,20 +36,19 @@ def duplicate(ctx: DistContext) -> DistContext:
         1
     """
     check_is_context("duplicate", ctx)
-    comm, fresh = ctx.comm, CommState(thread=None)
+    comm, fresh = ctx.comm, CommState()
     comm.state.children.add(fresh)
     if ctx.world_size == 1 or comm.simulated:
         return attrs.evolve(ctx, comm=attrs.evolve(comm, close=Comm().close, state=fresh))
-    wait_pending_check(ctx)
+    settle(ctx)
     # Equal on every rank, since all have made the same calls and opened the same groups.
-    name = f"{comm.name}+{comm.state.call_count}.{len(comm.state.opened_groups)}"
+    name = f"{comm.name}+{comm.slot(CallState).count}.{len(comm.state.opened_groups)}"
     with rank_loss_guard(ctx, ("duplicate", "")):
         group = _open(ctx)
         _connected(ctx, name)
     copy = attrs.evolve(
         comm, group=group, control=group, name=name, close=Comm().close, state=fresh
     )
-    packets_of(copy, ctx.rank)
     return attrs.evolve(ctx, comm=copy, device=torch.device("cpu"))
 
 

@@ -11,6 +11,7 @@ from fxtrain._errors import CollectiveError, DataError, FxError
 from fxtrain.ops.objects import agree, gather_objects
 from fxtrain.ops.same_errors import raise_together
 from fxtrain.ops.splitting import length_of, select, split
+from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.state import DistContext
 
@@ -106,7 +107,7 @@ def map(
     agree((count, batch, order), ctx, name="what to map (items, batch, order)")
     taken: dict[int, Any] = {}
     problem: FxError | None = None
-    key = f"{ctx.comm.name}/map/{ctx.comm.state.call_count}"
+    key = f"{ctx.comm.name}/map/{ctx.comm.slot(CallState).count}"
     try:
         for places in _shares(count, ctx, batch or 1, order, key):
             taken.update(zip(places, _call(fn, items, places, batch, ctx), strict=True))

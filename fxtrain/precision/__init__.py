@@ -17,15 +17,17 @@ from fxtrain.precision.plain_tensors import (
 from fxtrain.precision.quantized_fields import difference, gradient_problem, packed_layer
 from fxtrain.precision.quantizing import (
     Quantized,
+    companions,
     converted_to_fp32,
+    hold_as_parameters,
     library_of,
     planned_layers,
     put_layers,
     quantize_layers,
     quantize_on_meta,
+    sharding_problem,
 )
 from fxtrain.precision.recipe_layers import Converted, convert_layers, recipe_targets
-from fxtrain.precision.sharded_weights import companions, hold_as_parameters, sharding_problem
 from fxtrain.precision.stored_shapes import shape_problem
 from fxtrain.precision.torchao_layers import TORCHAO, torchao_config
 from fxtrain.precision.torchao_recipes import gather_in_float8

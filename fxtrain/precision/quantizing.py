@@ -1,29 +1,19 @@
-"""Replace the layers of a model by quantised ones, and take that back."""
+"""Replace the layers of a model by quantised ones, take that back, and split them over ranks."""
 
 from collections.abc import Callable
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxtrain._errors import PlanError
 from fxtrain.precision.bnb_layers import BNB4, BNB8
-from fxtrain.precision.library import Library
+from fxtrain.precision.library import Library, is_sharded
 from fxtrain.precision.plain_tensors import is_quantized, quantized_layers
 from fxtrain.precision.quantized_fields import difference
 from fxtrain.precision.targets import Targets, choose_layers, modules_to_keep
 from fxtrain.precision.torchao_layers import TORCHAO
 from fxtrain.state import Bnb4, Bnb8, Quantize, Torchao
-
-__all__ = [
-    "Quantized",
-    "converted_to_fp32",
-    "library_of",
-    "planned_layers",
-    "put_layers",
-    "quantize_layers",
-    "quantize_on_meta",
-]
 
 # Where torch keeps the hooks around the calls of a module.
 _HOOKS = (
@@ -230,3 +220,67 @@ def converted_to_fp32(module: nn.Module, record: Quantize) -> Callable[[], None]
             parameter.data = before
 
     return undo
+
+
+def sharding_problem(module: nn.Module, record: Quantize | None) -> str | None:
+    """Why the quantised weights of a model cannot be split over ranks; None if they can.
+
+    Args:
+        record: How the model will be quantised, if it is not yet.
+    """
+    layers = list(quantized_layers(module))
+    libraries = {library for _, _, library in layers}
+    if record is not None:
+        libraries.add(library_of(record))
+    whole = sorted(one.name for one in libraries if one.split is None)
+    if whole:
+        return (
+            f"tensors of {whole[0]} cannot be split over ranks. Use fx.Bnb4() or fx.Bnb8(), or "
+            f"DDP() with a replica of them on each rank"
+        )
+    foreign = [name for name, part, _ in layers if not type(part).__module__.startswith("fxtrain")]
+    if foreign:
+        return (
+            f"{foreign[0]} was quantised by another library, whose layers expect a weight that "
+            f"is not split. Load it with fx.load_model(folder, net), where net has plain layers"
+        )
+    if any(one.is_meta for one in (*module.parameters(), *module.buffers())):
+        return (
+            "the model is on the meta device. Fill it before fx.wrap, with "
+            "fx.load_model(folder, net, quantize=...)"
+        )
+    return None
+
+
+def hold_as_parameters(module: nn.Module, device: torch.device) -> Callable[[], None]:
+    """Hold quantised weights as plain parameters of bytes, and their scales on a device.
+
+    torch then splits and gathers the bytes like those of any other parameter, and the layers
+    compute with what was gathered.
+
+    Returns:
+        What gives the layers parameters of their library again, with the values of then; those
+        that are sharded then stay as they are.
+    """
+    changed: list[tuple[nn.Module, Library]] = []
+    for _, part, library in quantized_layers(module):
+        assert library.split is not None
+        library.split(part, device)
+        changed.append((part, library))
+
+    def undo() -> None:
+        for part, library in changed:
+            if not is_sharded(part.weight):
+                library.put(part, library.tensors(part))
+
+    return undo
+
+
+def companions(module: nn.Module) -> list[Tensor]:
+    """The scales and tables of quantised weights, which every rank holds in full."""
+    return [
+        tensor
+        for _, part, library in quantized_layers(module)
+        for name, tensor in library.tensors(part).items()
+        if name != "weight"
+    ]

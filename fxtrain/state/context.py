@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
@@ -23,22 +22,18 @@ if TYPE_CHECKING:
 __all__ = ["Comm", "CommState", "DistContext", "check_connected", "with_plan"]
 
 
+Slot = TypeVar("Slot")
+
+
 @attrs.define(eq=False)
 class CommState:
     """The mutable state of one communicator; owned by exactly one `Comm`.
 
-    The one mutable part of a context, like the sequence number of a process group. It decides
-    whether a call is allowed at all (`thread`, `closed`, `failure`), which calls are
-    compared between ranks (`verified_calls`, `pending_check`), and what closing and saving must
-    wait for, keep or release (`background_tasks`, `restored_from`, the groups and buffers).
-    Equality and hash are by identity.
+    The one mutable part of a context, like the sequence number of a process group: whether it can
+    be used, and what closing must wait for and release. What a layer keeps beside that is in a
+    record of its own (`Comm.slot`). Equality and hash are by identity.
 
     Attributes:
-        thread: Identifier of the thread that makes the calls; None until the first call of a
-            communicator that was made for another thread.
-        call_count: Collectives started on this communicator.
-        verified_calls: Digests of call signatures on which all ranks agreed.
-        pending_check: The check of the last device collective, not yet awaited.
         failure: Message of the failure that made the communicator unusable.
         background_tasks: Background work that still needs the ranks, with a `result()`; closing
             waits for it.
@@ -46,7 +41,6 @@ class CommState:
         save_context: The ranks over a separate group, for background saves.
         save_buffer: Host memory to which saves copy tensors, uint8, reused by the next save.
         restored_from: The checkpoint of the last restore, which no save may prune.
-        in_main_first: Whether this rank is inside a block of `ops.main_first`.
         submesh_groups: Groups opened for models that split ranks differently from the mesh, by
             how they split them.
         device_meshes: torch's meshes of these ranks, by the context's mesh and the number of ranks
@@ -54,32 +48,24 @@ class CommState:
         at_close: Functions that closing calls, after no more calls are accepted.
         mesh_context: The context of these ranks with another mesh that `fxtrain.testing` opened
             last, for the next call with that mesh.
-        packets: Buffers for small exchanges between the ranks.
-        routes: Cached routes of small calls, by their form.
         opened_groups: Process groups that were opened for this context, to be closed with it.
         closed: Whether the context was closed, so that no call can be made.
         children: The axes and duplicates of this communicator, which are closed with it.
         logged_plans: Plans of the script whose difference from the launch's was logged.
         wrapped: The handle of each module that was wrapped.
+        slots: The record of each layer, by its class.
     """
 
-    thread: int | None = attrs.field(factory=threading.get_ident)
-    call_count: int = 0
-    verified_calls: set[bytes] = attrs.field(factory=set)
-    pending_check: Any = None
     failure: str | None = None
     background_tasks: list[Any] = attrs.field(factory=list)
     open_runs: weakref.WeakSet[Any] = attrs.field(factory=weakref.WeakSet, repr=False)
     save_context: DistContext | None = None
     save_buffer: torch.Tensor | None = attrs.field(default=None, repr=False)
     restored_from: str | None = None
-    in_main_first: bool = False
     submesh_groups: dict[str, Any] = attrs.field(factory=dict)
     device_meshes: dict[tuple[Mesh, int], Any] = attrs.field(factory=dict)
     at_close: list[Callable[[], None]] = attrs.field(factory=list)
     mesh_context: tuple[Mesh, DistContext] | None = None
-    packets: Any = None
-    routes: dict[Any, Any] = attrs.field(factory=dict)
     opened_groups: list[Any] = attrs.field(factory=list)
     closed: bool = False
     children: weakref.WeakSet[CommState] = attrs.field(factory=weakref.WeakSet, repr=False)
@@ -87,6 +73,7 @@ class CommState:
     wrapped: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[object]] = attrs.field(
         factory=weakref.WeakKeyDictionary, repr=False
     )
+    slots: dict[type, Any] = attrs.field(factory=dict, repr=False)
 
     def close(self) -> None:
         """Refuse every later call, also on axes and duplicates."""
@@ -142,6 +129,24 @@ class Comm:
     close: Callable[[BaseException | None], None] = _nothing
     state: CommState = attrs.field(factory=CommState)
     key: bytes = attrs.field(default=b"", repr=False)
+
+    def slot(self, kind: type[Slot]) -> Slot:
+        """What a layer keeps about this communicator: a record of its own, made on first use.
+
+        Example:
+            >>> import attrs, fxtrain as fx
+            >>> @attrs.define
+            ... class Counters:
+            ...     saves: int = 0
+            >>> with fx.detect(env={}, device="cpu") as ctx:
+            ...     ctx.comm.slot(Counters).saves += 1
+            ...     ctx.comm.slot(Counters)
+            Counters(saves=1)
+        """
+        slots = self.state.slots
+        if kind not in slots:
+            slots[kind] = kind()
+        return slots[kind]
 
     def finish(self, error: BaseException | None) -> None:
         """End open runs, wait for background work, then close; their errors are raised or noted."""

@@ -72,7 +72,7 @@ class Data:
         reseed_workers: Seed the random generators of worker processes for every batch, from
             (seed, epoch, row), so that random augmentation does not depend on the number
             of workers or on restarts.
-        ahead: Batches that a thread moves to an XLA device before they are used; 0 moves each
+        prefetch: Batches that a thread moves to an XLA device before they are used; 0 moves each
             when it is used. Other devices ignore it.
     """
 
@@ -80,7 +80,7 @@ class Data:
     to_device: bool = True
     non_blocking: bool = True
     reseed_workers: bool = True
-    ahead: int = attrs.field(default=2, validator=at_least(0))
+    prefetch: int = attrs.field(default=2, validator=at_least(0))
 
 
 # Configs that are taken for strategies, and the field that each belongs to.

@@ -8,8 +8,7 @@ import yaml
 import fxtrain as fx
 from fxtrain.cli import Exit, main
 from fxtrain.interop.accelerate_config import _SECTIONS, convert_accelerate
-from fxtrain.interop.accelerate_fp8 import fp8_rules
-from fxtrain.interop.accelerate_rules import rules
+from fxtrain.interop.accelerate_rules import fp8_rules, rules
 from fxtrain.launch.config import read_launch_file
 from tests.cli._accelerate_configs import ONE, Case, check_conversion
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.data.sequence_slices import make_splitter
+from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.testing import Transformer, fake_world
 from tests.cluster._models import llama
@@ -67,10 +68,10 @@ def test_a_plan_that_does_not_fit_is_refused_once_plans_are_compared(name):
     mesh, plan, model, words = BAD[name]
     for rank in (0, 3):
         with fake_world(4, rank=rank, mesh=mesh and fx.Mesh(replicate=-1, **_but_one(mesh))) as ctx:
-            calls = ctx.comm.state.call_count
+            calls = ctx.comm.slot(CallState).count
             with pytest.raises(fx.PlanError, match=words):
                 fx.wrap(model(), ctx, plan)
-            assert ctx.comm.state.call_count == calls + 1
+            assert ctx.comm.slot(CallState).count == calls + 1
 
 
 def _but_one(mesh):

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain.backends.core.wrap_units import units
+from fxtrain.ops.transport.exchange import CallState
 from fxtrain.testing import Task, Transformer, count_collectives, fake_world, on_ranks
 from tests.cluster._models import is_block, is_none
 
@@ -54,10 +55,10 @@ def test_a_plan_that_does_not_fit_is_refused_once_plans_are_compared(name):
     recompute = ("Nothing",) if name == "recompute" else ()
     for rank in (0, n - 1):
         with fake_world(n, rank=rank, mesh=mesh) as ctx:
-            calls = ctx.comm.state.call_count
+            calls = ctx.comm.slot(CallState).count
             with pytest.raises(fx.PlanError, match=words):
                 fx.wrap(Transformer(), ctx, fx.Plan(strategy=config, recompute=recompute))
-            assert ctx.comm.state.call_count == calls + 1
+            assert ctx.comm.slot(CallState).count == calls + 1
 
 
 def test_a_function_chooses_blocks_and_the_plan_keeps_its_path():

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
+from fxtrain.ops.transport.exchange import CallState
 from fxtrain.testing import LAWS, count_collectives, fake_world
 from fxtrain.testing.training import on_mesh
 
@@ -167,11 +168,11 @@ def test_a_plan_that_does_not_fit_is_refused_once_plans_are_compared(name):
     if name == "deepspeed" and find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     with fake_world(4, mesh=mesh) as ctx:
-        calls = ctx.comm.state.call_count
+        calls = ctx.comm.slot(CallState).count
         plan = fx.Plan(strategy=strategy, local=fx.LocalSGD(every=2, **options))
         with pytest.raises(fx.PlanError, match=words):
             fx.wrap(_net(), ctx, plan)
-        assert ctx.comm.state.call_count == calls + 1
+        assert ctx.comm.slot(CallState).count == calls + 1
 
 
 HYBRID = fx.Mesh(replicate=-1, shard=2)

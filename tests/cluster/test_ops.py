@@ -9,7 +9,6 @@ import torch
 
 from fxtrain import DataError, ops
 from fxtrain._tree import map_leaves
-from fxtrain.ops.transport import routes
 
 Point = namedtuple("Point", "x y")
 
@@ -224,9 +223,9 @@ def test_split(pair):
     assert y["t"].tolist() == [3, 4, 4] and y["u"] == ("d", "e", "e")
 
 
-def _by_route(ctx):
-    """The same forms again and again: values of every kind, and results that stay."""
-    forms = {
+def _repeated(ctx):
+    """The same call several times, with leaves of every kind."""
+    trees = {
         "leaves": lambda k: {"a": torch.full((2, 3), k), "b": torch.tensor(True), "c": [k] * 0},
         "conjugate": lambda k: torch.complex(torch.ones(2), torch.full((2,), 1.0 * k)).conj(),
         "strided": lambda k: (torch.arange(6.0).reshape(2, 3).T + k)[::2],
@@ -234,22 +233,17 @@ def _by_route(ctx):
         "empty": lambda k: (torch.zeros(0, 4), torch.tensor([1.0 * k])),
         "double": lambda k: (torch.tensor(k), torch.tensor(1.0 * k, dtype=torch.float64)),
     }
-    ctx.comm.state.routes.clear()
-    got = {}
-    for name, make in forms.items():
+    results = {}
+    for name, make in trees.items():
         with torch.inference_mode():
             first = [ops.gather(make(ctx.rank + 10 * k), ctx) for k in range(2)]
         rest = [ops.gather(make(ctx.rank + 10 * k), ctx) for k in range(2, 4)]
-        got[name] = map_leaves(torch.clone, [*first, *rest])
-    made = sum(isinstance(one, routes.PackedLayout) for one in ctx.comm.state.routes.values())
-    for size in range(1, 100):
-        ops.gather(torch.zeros(size), ctx)
-    return got, made, len(ctx.comm.state.routes)
+        results[name] = map_leaves(torch.clone, [*first, *rest])
+    return results
 
 
-def test_small_trees_travel_over_kept_routes(pair):
-    for got, made, kept in pair.run(_by_route):
-        assert made == 5 and kept == 32  # all but the tree with a tensor without entries
+def test_results_of_repeated_gathers_are_separate(pair):
+    for got in pair.run(_repeated):
         for k in range(4):
             low, high = 10 * k, 10 * k + 1
             assert got["leaves"][k]["a"].tolist() == [[low] * 3] * 2 + [[high] * 3] * 2

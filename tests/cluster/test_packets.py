@@ -1,119 +1,13 @@
-"""How packets travel: in which order, within which time, and what an interrupt leaves."""
+"""Exchanges of packets: payloads of any size, calls that differ, and what an interrupt leaves."""
 
 import signal
 import time
 
-import attrs
 import pytest
 import torch
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain.ops.transport.packets import packets_of, send, wait_packets
-from fxtrain.state import Comm
-
-
-@attrs.define(slots=False)
-class _Work:
-    log: list
-    name: str
-    seconds: float = 0.0
-
-    def wait(self, timeout):
-        self.log.append(f"wait {self.name}")
-        self.log.append(timeout.total_seconds())
-        time.sleep(self.seconds)
-
-
-@attrs.define
-class _Group:
-    """Writes down what is asked of a group; ranks in `gone` have left."""
-
-    log: list = attrs.field(factory=list)
-    gone: set = attrs.field(factory=set)
-    seconds: float = 0.0
-
-    def recv(self, tensors, rank, tag):
-        if rank in self.gone:
-            raise RuntimeError(f"Connection closed by peer {rank}")
-        self.log.append(f"recv {rank}")
-        return _Work(self.log, f"recv {rank}", self.seconds)
-
-    def send(self, tensors, rank, tag):
-        self.log.append(f"send {rank}")
-        return _Work(self.log, f"send {rank}")
-
-
-def _exchange(rank, ranks, *, at_once=False, **options):
-    """The group, how far it was when packets were sent, and the waits that were allowed."""
-    group = _Group(**options)
-    comm = Comm(control=group, ranks=tuple(range(ranks)), timeout_s=7.0)
-    packets = packets_of(comm, rank)
-    group.log.clear()
-    send(comm, packets, at_once=at_once)
-    told = list(group.log)
-    group.log.clear()
-    wait_packets(comm, packets)
-    calls = [entry for entry in group.log if isinstance(entry, str)]
-    return told, calls, [entry for entry in group.log if isinstance(entry, float)]
-
-
-def test_of_two_ranks_the_higher_speaks_first():
-    told, calls, _ = _exchange(1, 2)
-    assert told == ["send 0"]
-    assert calls == ["wait recv 0", "recv 0", "wait send 0"]
-    told, calls, _ = _exchange(0, 2)
-    assert told == []
-    # Ready for the next packet before the other may send it.
-    assert calls == ["wait recv 1", "recv 1", "send 1", "wait send 1"]
-
-
-def test_a_rank_between_others_waits_for_nobody_who_waits_for_it():
-    told, calls, _ = _exchange(1, 4)
-    assert told == ["send 0"]
-    answers = ["wait recv 2", "wait recv 3", "recv 2", "recv 3", "send 2", "send 3"]
-    assert calls[:6] == answers and calls[6:8] == ["wait recv 0", "recv 0"]
-
-
-def test_packets_that_are_waited_for_later_are_sent_at_once():
-    assert _exchange(0, 3, at_once=True)[0] == ["send 1", "send 2"]
-
-
-def test_all_ranks_together_have_the_time_of_one_call():
-    waits = _exchange(0, 4, seconds=0.05)[2]
-    assert waits[0] <= 7.0 and waits[1] <= waits[0] - 0.05 and waits[2] <= waits[1] - 0.05
-
-
-def test_a_rank_that_left_matters_once_more_is_expected_of_it():
-    group = _Group()
-    comm = Comm(control=group, ranks=(0, 1))
-    packets = packets_of(comm, 0)
-    group.gone.add(1)
-    send(comm, packets)
-    wait_packets(comm, packets)  # it left when it had sent this
-    send(comm, packets)
-    with pytest.raises(RuntimeError, match="closed by peer 1"):
-        wait_packets(comm, packets)
-
-
-class _Gathering(_Group):
-    """Fills the packets only once its all-gather is awaited."""
-
-    def _allgather_base(self, packets, mine):
-        def fill(_):
-            packets.view(9, -1)[:] = mine
-
-        work = _Work(self.log, "all-gather")
-        work.wait = fill
-        return work
-
-
-def test_many_ranks_read_packets_once_they_are_gathered():
-    comm = Comm(control=_Gathering(), ranks=tuple(range(9)), timeout_s=7.0)
-    packets = packets_of(comm, 3)
-    packets.buffer[3, :32] = torch.arange(32, dtype=torch.uint8)
-    send(comm, packets)
-    assert wait_packets(comm, packets).headers == [bytes(range(32))] * 9
 
 
 class _Enough(Exception):

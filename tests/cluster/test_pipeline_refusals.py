@@ -4,6 +4,7 @@ import pytest
 
 import fxtrain as fx
 from fxtrain.backends.pipeline.partition import pipeline_problems
+from fxtrain.ops.transport.exchange import CallState
 from fxtrain.testing import (
     Transformer,
     fake_world,
@@ -78,10 +79,10 @@ def test_a_plan_that_does_not_fit_is_refused_once_plans_are_compared(name):
     told = set()
     for rank in (0, 3):
         with fake_world(4, rank=rank, mesh=mesh or fx.Mesh(pipeline=4)) as ctx:
-            calls = ctx.comm.state.call_count
+            calls = ctx.comm.slot(CallState).count
             with pytest.raises(fx.PlanError, match=words) as error:
                 fx.wrap(Transformer(), ctx, fx.Plan(strategy=config, **fields))
-            assert ctx.comm.state.call_count == calls + 1
+            assert ctx.comm.slot(CallState).count == calls + 1
             told.add(str(error.value))
     assert len(told) == 1
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from fxtrain.ops.transport.exchange import CallState
 
 SGD = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
 
@@ -104,9 +105,9 @@ def test_what_ranks_bring_beside_the_plan_is_compared(pair, what):
 
 
 def _exchanges(ctx, plan):
-    before = ctx.comm.state.call_count
+    before = ctx.comm.slot(CallState).count
     fx.wrap(nn.Linear(2, 2), ctx, plan, optimizer=SGD)
-    return ctx.comm.state.call_count - before
+    return ctx.comm.slot(CallState).count - before
 
 
 def test_ddp_is_wrapped_with_two_exchanges(clusters):

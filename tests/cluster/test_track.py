@@ -4,21 +4,22 @@ import pytest
 import torch
 
 import fxtrain as fx
+from fxtrain.ops.transport.exchange import CallState
 from fxtrain.testing import Cluster
 from fxtrain.trackers import Tracker, read_run
 
 
 def _log(ctx, folder, ranks):
-    calls = ctx.comm.state.call_count
+    calls = ctx.comm.slot(CallState).count
     with fx.track(folder, ctx, ranks=ranks, settings={"lr": 0.1}) as run:
-        opened = ctx.comm.state.call_count
+        opened = ctx.comm.slot(CallState).count
         for step in range(1, 4):
             run.log({"rank": torch.tensor(float(ctx.rank))}, fx.Position(updates=step))
         run.image("i", torch.zeros(2, 2), 3)
         run.flush()
         state = run.state()
         native = run.native(fx.JsonLines)
-    return state, native is not None, opened - calls, ctx.comm.state.call_count - opened
+    return state, native is not None, opened - calls, ctx.comm.slot(CallState).count - opened
 
 
 def test_rank_0_writes_and_the_others_pay_nothing(cluster, tmp_path):

@@ -118,7 +118,7 @@ def test_batches_are_moved_ahead_in_order_by_another_thread(monkeypatch):
         return -data
 
     monkeypatch.setattr(xla_runtime, "to_device", send)
-    ctx, plan = fx.DistContext(device=torch.device("xla", 0)), fx.Plan(data=fx.Data(ahead=2))
+    ctx, plan = fx.DistContext(device=torch.device("xla", 0)), fx.Plan(data=fx.Data(prefetch=2))
     read = []
 
     def pairs():

@@ -142,7 +142,7 @@ def placed(ctx, ahead):
     """Rows as they arrive, and how the devices hold them."""
     import torch_xla
 
-    plan = fx.Plan(strategy=fx.XLA(), data=fx.Data(ahead=2))
+    plan = fx.Plan(strategy=fx.XLA(), data=fx.Data(prefetch=2))
     loader = loader_of(ctx, plan, rows=16)
     # As if workers read, which the processes of a pool may not have.
     loader = attrs.evolve(loader, source=attrs.evolve(loader._source, apart=ahead))

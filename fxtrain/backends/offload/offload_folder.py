@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -23,7 +24,6 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-_PIECE = 1 << 20  # bytes
 _PART = ".part"  # the end of the name of a file that is being written
 _UNLOCKED_S = 60.0  # after which a file that no process has locked is that of a killed one
 
@@ -52,16 +52,16 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
         descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=_PART)
         os.close(descriptor)
         os.unlink(temporary)  # `writing` creates it
-        ordered = dict(sorted(tensors.items(), key=lambda one: aligned_first(one[1].nbytes)))
+        ordered = dict(sorted(tensors.items(), key=lambda pair: aligned_first(pair[1].nbytes)))
         entries = [
-            Entry(name=name, dtype=one.dtype, shape=tuple(one.shape))
-            for name, one in ordered.items()
+            Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+            for name, tensor in ordered.items()
         ]
         with contextlib.ExitStack() as locked:
             with writing(Path(temporary), entries, {"format": "pt"}) as put:
                 locked.enter_context(_locked(temporary))
-                for one in ordered.values():
-                    put(one)
+                for tensor in ordered.values():
+                    put(tensor)
             digest = digest_of(Path(temporary))
             path = folder / f"{digest}.safetensors"
             if _is_same(path, digest):
@@ -74,7 +74,8 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
     except BaseException:
         _remove(temporary, folder if made else None)
         raise
-    return located(path)
+    header = read_header(path)
+    return {name: header.location(path, name) for name in header.entries}
 
 
 @contextmanager
@@ -101,28 +102,11 @@ def _remove_abandoned(folder: Path) -> None:
                         path.unlink()
 
 
-def located(path: Path) -> dict[str, Location]:
-    """Where each tensor of a safetensors file is."""
-    header = read_header(path)
-    return {
-        name: Location(
-            path=path.absolute(),
-            start=header.size + entry.start,
-            nbytes=entry.nbytes,
-            dtype=entry.dtype,
-            shape=entry.shape,
-        )
-        for name, entry in header.entries.items()
-    }
-
-
 def digest_of(path: Path) -> str:
     """A digest of all bytes of a file."""
-    digest = hashlib.blake2b(digest_size=20)
-    with open_file(path) as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
+    with open_file(path) as opened:
+        file: Any = opened  # which reads into a buffer, too
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
 
 
 def _is_same(path: Path, digest: str) -> bool:
@@ -142,7 +126,7 @@ def _remove(temporary: str | None, folder: Path | None) -> None:
 
 
 def _refusal(folder: Path, tensors: Mapping[str, Tensor], error: OSError) -> CheckpointError:
-    nbytes = sum(one.numel() * one.element_size() for one in tensors.values())
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
     what = f"the {nbytes} bytes of {next(iter(tensors), 'a unit')!r} and others"
     advice = (
         "Free some space, or choose a folder on another disk"

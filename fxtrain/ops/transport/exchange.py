@@ -1,20 +1,26 @@
 """The exchange of packets with which every collective starts.
 
-Every collective of fxtrain starts with an exchange of fixed-size packets: a header with a
+Every collective of fxtrain starts with one all-gather of fixed-size packets: a header with a
 digest of the call, then the payload if it fits. Since the size never depends on the call,
 ranks that make different calls can still read each other's packets: each rank sees all
 headers, so all of them raise, and the communicator stays usable. (gloo aborts the process
-when sizes differ, so the check must come first.) A payload that does not fit follows its packet
-as a message of its own, whose length the header says; among more than eight ranks it follows in
-an all-gather, once the headers agree.
+when sizes differ, so the check must come first.) A payload that does not fit follows in a second
+all-gather, once the headers agree.
 """
 
 import ctypes
 import hashlib
+import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
+from torch import distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxtrain._errors import CollectiveError
 from fxtrain.ops.transport.mismatches import (
@@ -23,36 +29,71 @@ from fxtrain.ops.transport.mismatches import (
     mismatch_error,
     unusable_message,
 )
-from fxtrain.ops.transport.packets import (
-    HEADER,
-    Arrived,
-    Packets,
-    capacity,
-    packets_of,
-    send,
-    wait_packets,
-)
-from fxtrain.ops.transport.thread_owner import check_thread
 from fxtrain.state import DistContext
 
-__all__ = [
-    "Call",
-    "compare",
-    "digest_of",
-    "exchange_headers",
-    "exchange_payloads",
-    "exchange_rows",
-    "next_packets",
-    "payload_in",
-    "rank_loss_guard",
-    "wait_pending_check",
-]
-
-_UNCHECKED = bytes(16)  # digest of packets that say what each rank called
+HEADER = 32  # digest 16, payload length 8, call number 8
+_MAX_PACKET_BYTES = 8192
+_MAX_TOTAL_BYTES = 1 << 19  # bytes that arrive at each rank in one exchange, at most
+_TORCH: Any = torch._C  # parts of it have no type stubs
 
 # Name of the op; its arguments as text, equal on ranks whose calls match; optionally a third
 # text that is only shown if the ranks differ.
 Call = tuple[str, str] | tuple[str, str, str]
+_DESCRIBE: Call = ("describe a mismatch", "")
+
+
+@attrs.define(eq=False)
+class Exchange:
+    """An exchange in flight.
+
+    Attributes:
+        call: What the ranks compare.
+        digest: Of the call.
+        payload: This rank's, uint8, 1-D, on the CPU.
+        site: File and line of the call; None to find them when they are needed.
+        packets: The all-gather of packets.
+        rows: Every rank's payload, uint8, (ranks, the longest), if one does not fit in a packet.
+        payloads: The all-gather that fills `rows`.
+    """
+
+    call: Call
+    digest: bytes
+    payload: Tensor
+    site: str | None
+    packets: dist.Work | None = None
+    rows: Tensor | None = None
+    payloads: dist.Work | None = None
+
+
+@attrs.define(eq=False)
+class CallState:
+    """What this package keeps about one communicator.
+
+    Attributes:
+        thread: Identifier of the thread that makes the calls; None until the first call of a
+            communicator that was made for another thread.
+        count: Collectives started on this communicator.
+        verified: Digests of calls on which all ranks agreed.
+        in_flight: The exchange that has not completed: that of the last device collective, whose
+            comparison is deferred, or one that an interrupt left.
+        packet: This rank's packet, uint8, (bytes).
+        packets: Every rank's packet, uint8, (ranks, bytes), valid until the next call.
+        in_main_first: Whether this rank is inside a block of `ops.main_first`.
+    """
+
+    thread: int | None = attrs.field(factory=threading.get_ident)
+    count: int = 0
+    verified: set[bytes] = attrs.field(factory=set)
+    in_flight: Exchange | None = None
+    packet: Tensor | None = attrs.field(default=None, repr=False)
+    packets: Tensor | None = attrs.field(default=None, repr=False)
+    in_main_first: bool = False
+
+
+def capacity(world_size: int) -> int:
+    """Payload bytes that fit in a packet, at this world size."""
+    size = min(_MAX_PACKET_BYTES, max(_MAX_TOTAL_BYTES // world_size, 2 * HEADER))
+    return size // HEADER * HEADER - HEADER
 
 
 def exchange_payloads(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
@@ -65,9 +106,8 @@ def exchange_payloads(ctx: DistContext, call: Call, payload: Tensor) -> list[Ten
         One uint8 tensor per rank, by rank.
 
     Effects:
-        One exchange of packets. If a rank's payload does not fit, a message from that rank to each
-        other rank or, among more than eight ranks, an all-gather of the longest payload. Nothing
-        at one rank.
+        One exchange of packets, and an all-gather of the longest payload if one does not fit in
+        a packet. Nothing at one rank.
 
     Raises:
         CollectiveError: the calls differ or a rank never joined; on every rank.
@@ -84,24 +124,15 @@ def exchange_rows(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor
     Returns:
         uint8, (ranks, bytes), and by rank the number of payload bytes in its row.
     """
-    packets = next_packets(ctx, call)
-    limit = capacity(ctx.world_size)
-    if 0 < payload.numel() <= limit:
-        payload_in(packets.buffer[ctx.rank])[: payload.numel()] = payload
-    body = payload if packets.is_direct and payload.numel() > limit else None
-    size = payload.numel()
-    packed, _, sizes, rows = exchange_headers(ctx, call, digest_of(call), size, packets, body)
-    if rows is not None:
-        for rank, length in enumerate(sizes):
-            if length <= limit:
-                rows[rank, :length] = payload_in(packed[rank])[:length]
-    elif max(sizes) <= limit:  # the buffer is reused, and the caller may keep the payloads
-        rows = payload_in(packed)[:, : max(sizes)].clone()
-    else:
-        rows = _all_gather(ctx, call, payload, max(sizes))
+    exchange = _start(ctx, call, _digest_of(call), payload)
+    sizes = _complete(ctx, exchange)
     if ctx.comm.simulated:  # the same traffic; every rank sends what this rank does
-        rows = payload.repeat(ctx.world_size, 1)
-    return rows, sizes
+        return payload.repeat(ctx.world_size, 1), sizes
+    if exchange.rows is not None:
+        return exchange.rows, sizes
+    packets = ctx.comm.slot(CallState).packets
+    assert packets is not None
+    return packets[:, HEADER : HEADER + max(sizes)].clone(), sizes
 
 
 def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
@@ -117,52 +148,61 @@ def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
     Raises:
         CollectiveError: the calls differ or a rank never joined; on every rank.
     """
-    comm = ctx.comm
-    if not comm.checks:
+    if not ctx.comm.checks:
         check_thread(ctx)
         return
-    digest = digest_of(call)
-    if wait or digest not in comm.state.verified_calls:
-        exchange_headers(ctx, call, digest, 0, next_packets(ctx, call))
-        comm.state.verified_calls.add(digest)
+    verified = ctx.comm.slot(CallState).verified
+    digest = _digest_of(call)
+    payload = torch.empty(0, dtype=torch.uint8, device="cpu")
+    if not wait and digest in verified:
+        _start(ctx, call, digest, payload, call_site())
         return
-    packets = next_packets(ctx, call)
-    _write_header(ctx, packets, digest, 0)
-    with rank_loss_guard(ctx, call):
-        send(comm, packets, at_once=True)
-    comm.state.pending_check = (packets, call, call_site())
+    _complete(ctx, _start(ctx, call, digest, payload))
+    verified.add(digest)
 
 
-def wait_pending_check(ctx: DistContext) -> None:
-    """Wait for the comparison that the last device collective deferred.
+def settle(ctx: DistContext) -> None:
+    """Complete the exchange that a deferred comparison or an interrupt left in flight.
 
     Raises:
-        CollectiveError: the calls differed or a rank never joined; on every rank. Or as
-            `check_thread`.
+        CollectiveError: its calls differed or a rank never joined; on every rank. Or an earlier
+            call broke the communicator, or as `check_thread`.
     """
-    state = ctx.comm.state
     check_thread(ctx)
-    if state.failure is not None:
+    if ctx.comm.state.failure is not None:
         raise CollectiveError(unusable_message(ctx), code="FX302")
-    if state.pending_check is None:
-        return
-    packets, call, site = state.pending_check
-    state.pending_check = None
-    with rank_loss_guard(ctx, call, site):
-        arrived = wait_packets(ctx.comm, packets)
-    _check_headers(ctx, call, arrived.headers, site)
+    exchange = ctx.comm.slot(CallState).in_flight
+    if exchange is not None:
+        _complete(ctx, exchange)
 
 
-def next_packets(ctx: DistContext, call: Call) -> Packets:
-    """Buffers for the packets of a call, once all earlier calls have completed.
+def check_thread(ctx: DistContext) -> None:
+    """Refuse a call from any thread but the communicator's owner.
 
     Raises:
-        CollectiveError: as `wait_pending_check`; or an earlier call was interrupted, and a rank
-            never joined it.
+        CollectiveError: the communicator belongs to another thread, which is still running.
     """
-    wait_pending_check(ctx)
-    with rank_loss_guard(ctx, call):
-        return packets_of(ctx.comm, ctx.rank)
+    state, me = ctx.comm.slot(CallState), threading.get_ident()
+    if state.thread == me:
+        return
+    # torch's own threads run backward on an accelerator while the calling thread waits.
+    if type(threading.current_thread()).__name__ == "_DummyThread":
+        return
+    running = {thread.ident: thread.name for thread in threading.enumerate()}
+    if state.thread is None or state.thread not in running:
+        state.thread = me
+        return
+    raise CollectiveError(
+        f"Thread {running[me]!r} calls a collective at {call_site()} on a context owned by "
+        f"thread {running[state.thread]!r}. Calls of two threads would interleave differently on "
+        f"each rank and mix up their values. Give each thread its own context: call "
+        f"ops.duplicate(ctx) on every rank, in the thread that owns this one."
+    )
+
+
+def release_thread(ctx: DistContext) -> None:
+    """Let the thread that makes the next call own the communicator."""
+    ctx.comm.slot(CallState).thread = None
 
 
 class rank_loss_guard:
@@ -183,74 +223,99 @@ class rank_loss_guard:
         raise lost_rank_error(ctx, call, site or call_site(), waited_s, error) from error
 
 
-def exchange_headers(
-    ctx: DistContext,
-    call: Call,
-    digest: bytes,
-    size: int,
-    packets: Packets,
-    body: Tensor | None = None,
-) -> Arrived:
-    """Send the packet whose payload is in its buffer, and compare every rank's header.
-
-    Args:
-        digest: Of the call.
-        size: Bytes of the payload.
-        packets: As from `next_packets`; the header is written here.
-        body: The payload, where it follows the packet.
-
-    Effects:
-        One exchange of packets, and of bodies.
-
-    Raises:
-        CollectiveError: the calls differ or a rank never joined; on every rank.
-    """
-    _write_header(ctx, packets, digest, size)
-    with rank_loss_guard(ctx, call):
-        send(ctx.comm, packets, body)
-        arrived = wait_packets(ctx.comm, packets)
-    if digest != _UNCHECKED:
-        _check_headers(ctx, call, arrived.headers, None)
-    return arrived
-
-
-def _check_headers(ctx: DistContext, call: Call, heads: list[bytes], site: str | None) -> None:
-    if ctx.comm.checks and any([head[:16] != heads[0][:16] for head in heads]):
-        text = f"{call[0]}\n{' '.join(call[1:])}\n{site or call_site()}".encode()
-        text = text[: capacity(ctx.world_size)]
-        packets = next_packets(ctx, call)
-        payload = payload_in(packets.buffer[ctx.rank])
-        payload[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        arrived = exchange_headers(ctx, call, _UNCHECKED, len(text), packets)
-        texts = [
-            bytes(row[:size].tolist()).decode(errors="replace")
-            for row, size in zip(payload_in(arrived.packets), arrived.sizes, strict=True)
-        ]
-        raise mismatch_error(ctx, texts)
-
-
-def payload_in(packets: Tensor) -> Tensor:
-    """The payload of a packet, or of several."""
-    return packets[..., HEADER:]
-
-
-def _write_header(ctx: DistContext, packets: Packets, digest: bytes, size: int) -> None:
-    ctx.comm.state.call_count += 1
-    head = digest + size.to_bytes(8, "little") + ctx.comm.state.call_count.to_bytes(8, "little")
+def _start(
+    ctx: DistContext, call: Call, digest: bytes, payload: Tensor, site: str | None = None
+) -> Exchange:
+    """Send this rank's packet."""
+    settle(ctx)
+    state = ctx.comm.slot(CallState)
+    if state.packet is None or state.packets is None:
+        size = HEADER + capacity(ctx.world_size)
+        # Later calls use them too, so they are made outside any dispatch mode or traffic count.
+        with _disable_current_modes(), torch.inference_mode(mode=False):
+            state.packet = torch.zeros(size, dtype=torch.uint8, device="cpu")
+            state.packets = torch.zeros((ctx.world_size, size), dtype=torch.uint8, device="cpu")
+    state.count += 1
+    size = payload.numel()
+    header = digest + size.to_bytes(8, "little") + state.count.to_bytes(8, "little")
     # As raw memory: torch's views cost 60 us per call.
-    ctypes.memmove(packets.buffer_rows[packets.current][ctx.rank].data_ptr(), head, HEADER)
+    ctypes.memmove(state.packet.data_ptr(), header, HEADER)
+    if 0 < size <= capacity(ctx.world_size):
+        state.packet[HEADER : HEADER + size] = payload
+    exchange = state.in_flight = Exchange(call, digest, payload, site)
+    with rank_loss_guard(ctx, call, site):
+        exchange.packets = _all_gather(ctx, state.packets, state.packet)
+    return exchange
 
 
-def _all_gather(ctx: DistContext, call: Call, payload: Tensor, size: int) -> Tensor:
-    group = ctx.comm.control
-    assert group is not None  # a context of several ranks has one
-    rows = torch.empty((ctx.world_size, size), dtype=torch.uint8, device="cpu")
-    mine = torch.empty(size, dtype=torch.uint8, device="cpu")
-    mine[: payload.numel()] = payload
-    with rank_loss_guard(ctx, call):
-        group._allgather_base(rows.view(-1), mine).wait()
-    return rows
+def _complete(ctx: DistContext, exchange: Exchange) -> list[int]:
+    """Wait for every rank's packet, and for the payloads if one does not fit in a packet.
+
+    An interrupt between two statements leaves the exchange in flight; the next call takes it up.
+
+    Returns:
+        By rank, the bytes of its payload.
+    """
+    state, until = ctx.comm.slot(CallState), time.monotonic() + ctx.comm.timeout_s
+    assert exchange.packets and state.packet is not None and state.packets is not None
+    # Messages are not recorded, so this is what a trace shows of an exchange.
+    with (
+        rank_loss_guard(ctx, exchange.call, exchange.site),
+        _TORCH._profiler._RecordFunctionFast("fxtrain::exchange"),
+    ):
+        exchange.packets.wait(_remaining(until))
+        if ctx.comm.simulated:  # every rank sends what this rank does
+            with _disable_current_modes():
+                state.packets[:] = state.packet
+        headers = _headers(state.packets)
+        sizes = [int.from_bytes(header[16:24], "little") for header in headers]
+        differ = ctx.comm.checks and any([header[:16] != exchange.digest for header in headers])
+        if not differ and max(sizes) > capacity(len(sizes)):
+            if exchange.payloads is None:
+                payload = exchange.payload
+                exchange.rows = payload.new_empty((len(sizes), max(sizes)))
+                if gap := max(sizes) - payload.numel():
+                    payload = torch.cat([payload, payload.new_empty(gap)])
+                exchange.payloads = _all_gather(ctx, exchange.rows, payload)
+            exchange.payloads.wait(_remaining(until))
+    state.in_flight = None
+    if differ:
+        text = f"{exchange.call[0]}\n{' '.join(exchange.call[1:])}\n{exchange.site or call_site()}"
+        cut = bytearray(text.encode()[: capacity(len(sizes))])
+        rows = exchange_payloads(ctx, _DESCRIBE, torch.frombuffer(cut, dtype=torch.uint8))
+        texts = [bytes(row.tolist()).decode(errors="replace") for row in rows]
+        raise mismatch_error(ctx, texts)
+    return sizes
 
 
-def digest_of(call: Call) -> bytes:
+def _headers(packets: Tensor) -> list[bytes]:
+    # As raw memory: torch's views cost 60 us per call.
+    start, step = packets.data_ptr(), packets.stride(0)
+    return [ctypes.string_at(start + row * step, HEADER) for row in range(len(packets))]
+
+
+def _remaining(until: float) -> timedelta:
+    return timedelta(seconds=max(until - time.monotonic(), 0.001))
+
+
+def _all_gather(ctx: DistContext, rows: Tensor, mine: Tensor) -> dist.Work:
+    """Start an all-gather of bytes that torch's profiler does not record.
+
+    It may be in flight when a profiler stops. An event of gloo that ends after that is written
+    into freed memory (torch 2.13): docs/profiling.md.
+    """
+    assert ctx.comm.control is not None  # a context of several ranks has one
+    # Methods of the group cost a quarter less than the functions of torch.distributed.
+    gather: Callable[..., dist.Work] = ctx.comm.control._allgather_base
+    if not _TORCH._autograd._profiler_enabled():
+        return gather(rows.view(-1), mine)
+    record = _TORCH._autograd._enable_record_function
+    record(False)  # noqa: FBT003 - torch takes no keyword
+    try:
+        return gather(rows.view(-1), mine)
+    finally:
+        record(True)  # noqa: FBT003
+
+
+def _digest_of(call: Call) -> bytes:
     return hashlib.blake2b("\0".join(call[:2]).encode(), digest_size=16).digest()
