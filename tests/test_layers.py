@@ -151,6 +151,9 @@ def _is_broad(kind: ast.expr | None) -> bool:
 # The records that may change, each with the reason.
 MUTABLE = {
     "fxtrain.state.context.CommState": "whether a communicator can be used",
+    "fxtrain.backends.core.device_mesh.MeshState": "the meshes and groups of one communicator",
+    "fxtrain.ops.plan_agreement.LoggedPlans": "which differences were logged",
+    "fxtrain.testing.worker.MeshContext": "the context that the next call may use again",
     "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
     "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
     "fxtrain.checkpoint.local_storage._EagerFlush": "how much of a file is flushed",

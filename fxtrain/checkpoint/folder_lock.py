@@ -153,6 +153,10 @@ def _refuse_if_held(folder: Storage, name: str) -> None:
     owner = read_lock(raw)[1]
     held = None if owner is None else is_running(owner)
     if held is None:
+        _LOG.warning(
+            "%s has a lock of %s: waiting up to %.0f s for a sign that it is alive.",
+            *(folder, owner or "another process", STALE_S),
+        )
         held = _changes(folder, name, raw)
     if held:
         raise _busy(folder, name)

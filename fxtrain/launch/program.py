@@ -7,6 +7,7 @@ from fxtrain.launch.machine import Machine
 from fxtrain.launch.spec import LaunchSpec
 
 __all__ = [
+    "QUIET",
     "plain_command",
     "rank_command",
     "remote_environment",
@@ -14,6 +15,8 @@ __all__ = [
     "threads_of",
 ]
 
+# torch's C++ code warns of names without reverse DNS, and of closed connections at every end.
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _CHILD = Path(__file__).with_name("child.py")
 
 # With these, a rank finds no such device. ROCm's torch reads CUDA's variable.

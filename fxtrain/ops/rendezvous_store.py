@@ -49,7 +49,9 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
         count = tcp.add(f"fxtrain/{attempt}/connections/{topology.rank}", 1)
         store = dist.PrefixStore(f"fxtrain/{attempt}/{count}", tcp)
         store.add(f"same/{_identity(key)}", 1)
-        store.set(f"host/{topology.rank}", platform.node())
+        # So that others cannot guess the keys of a run that has a secret.
+        secured = dist.PrefixStore(key_proof(key), store) if key else store
+        secured.set(f"host/{topology.rank}", platform.node())
         store.set(f"hello/{topology.rank}", _identity(key))
     except (RuntimeError, ValueError, OSError) as error:
         raise ContextError(
@@ -72,7 +74,7 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
         ) from error
     if others:
         raise ContextError(_difference(me, key, others), code="FX103")
-    return store
+    return secured
 
 
 def _connected(topology: Topology, wait: timedelta) -> Any:
@@ -158,4 +160,4 @@ def first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     line = text[0] if text else type(error).__name__
     line = re.sub(r"\[\S*/gloo/\S+:\d+\] ", "", line).partition(" This is typically caused")[0]
-    return line.rstrip(".") + "."
+    return line if line.endswith("?") else line.rstrip(".") + "."

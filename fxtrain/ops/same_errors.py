@@ -1,6 +1,7 @@
 """Failing together: a failure on one rank is an error on every rank."""
 
 import contextlib
+import platform
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,15 +98,19 @@ def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
         words: This rank's problem; empty for none.
 
     Returns:
-        The problem, if all ranks with a problem have the same; otherwise a line per rank.
+        The problem, if all ranks with a problem have the same; otherwise a line per rank. On
+        several machines, ranks that do not share a problem with all others are named with theirs.
 
     Effects:
         One exchange of packets; none at one rank.
     """
-    found = {rank: text for rank, text in enumerate(gather_errors(op, words, ctx)) if text}
-    if len(set(found.values())) <= 1:
-        return next(iter(found.values()), "")
-    return "\n".join(f"rank {rank}: {text}" for rank, text in found.items())
+    machine = f" on {platform.node()}" if ctx.num_nodes > 1 else ""
+    rows = gather_errors(op, words and f"{machine}: {words}", ctx)
+    found = {rank: row.partition(": ") for rank, row in enumerate(rows) if row}
+    texts = {text for _, _, text in found.values()}
+    if len(texts) <= 1 and (not machine or len(found) in (0, ctx.world_size)):
+        return next(iter(texts), "")
+    return "\n".join(f"rank {rank}{where}: {text}" for rank, (where, _, text) in found.items())
 
 
 def gather_with_errors(
@@ -117,9 +122,11 @@ def gather_with_errors(
         The values by rank; and one line per problem, with the ranks that have it.
     """
     mine = "" if problem is None else error_text(problem)
-    found = [(value, mine)] if ctx.world_size == 1 else gather_objects((value, mine), ctx)
-    problems = by_rank((rank, text) for rank, (_, text) in enumerate(found) if text)
-    return [one for one, _ in found], problems
+    own = (value, mine, mine and platform.node())
+    found = [own] if ctx.world_size == 1 else gather_objects(own, ctx)
+    hosts = {rank: host for rank, (*_, host) in enumerate(found) if host and ctx.num_nodes > 1}
+    problems = by_rank(((rank, text) for rank, (_, text, _) in enumerate(found) if text), hosts)
+    return [value for value, *_ in found], problems
 
 
 def gather_errors(op: str, words: str, ctx: DistContext) -> list[str]:

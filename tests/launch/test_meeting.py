@@ -4,13 +4,18 @@ import base64
 import json
 import os
 import pickle
-from datetime import UTC, datetime
+import threading
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
-from torch.distributed.elastic.rendezvous import RendezvousStateError, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousStateError,
+    dynamic_rendezvous,
+)
 
 from fxtrain.launch.launchers.native.rendezvous import StateBackend, read_state, write_state
 
@@ -48,20 +53,66 @@ def test_a_state_travels_as_json(state):
     assert vars(read_state(write_state(state))) == vars(state)
 
 
+def _got(answer):
+    assert answer is not None
+    return answer
+
+
 def test_a_backend_gives_back_what_was_set():
     store = HashStore()
     first, second = StateBackend(store, "run"), StateBackend(store, "run")
     assert first.get_state() is None
     state = dynamic_rendezvous._RendezvousState()
     state.last_heartbeats[dynamic_rendezvous._NodeDesc("n0", 1, 0)] = datetime.now(UTC)
-    data, token, was_set = first.set_state(pickle.dumps(state))
+    data, token, was_set = _got(first.set_state(pickle.dumps(state)))
     assert was_set and vars(pickle.loads(data)) == vars(state)
-    assert second.get_state() == (data, token)
+    seen, same = _got(second.get_state())
+    assert same == token
+    state = pickle.loads(seen)
     state.round = 4
-    assert second.set_state(pickle.dumps(state), "outdated") == (data, token, False)
-    assert second.set_state(pickle.dumps(state), None) == (data, token, False)
-    changed, _, was_set = second.set_state(pickle.dumps(state), token)
+    assert second.set_state(pickle.dumps(state), "outdated") == (seen, token, False)
+    assert second.set_state(pickle.dumps(state), None) == (seen, token, False)
+    changed, _, was_set = _got(second.set_state(pickle.dumps(state), token))
     assert was_set and pickle.loads(changed).round == 4
+
+
+def test_clocks_may_differ():
+    """A heartbeat is as old as the reader knows it, and is written back as its writer wrote it."""
+    store = HashStore()
+    first, second = StateBackend(store, "run"), StateBackend(store, "run")
+    fast, slow = (dynamic_rendezvous._NodeDesc(f"n{n}", 1, 0) for n in (0, 1))
+    state = dynamic_rendezvous._RendezvousState()
+    state.last_heartbeats[fast] = datetime.now(UTC) + timedelta(minutes=7)
+    state.deadline = state.last_heartbeats[fast] + timedelta(seconds=30)
+    first.set_state(pickle.dumps(state))
+    before = store.get(KEY)
+    found, token = _got(second.get_state())
+    state = pickle.loads(found)
+    assert abs(state.last_heartbeats[fast] - datetime.now(UTC)) < timedelta(seconds=10)
+    assert abs(state.deadline - datetime.now(UTC)) < timedelta(seconds=40)
+    state.last_heartbeats[slow] = datetime.now(UTC)
+    second.set_state(pickle.dumps(state), token)
+    after = json.loads(store.get(KEY))
+    assert after["last_heartbeats"][0] == json.loads(before)["last_heartbeats"][0]
+    assert after["deadline"] == json.loads(before)["deadline"]
+    assert [*pickle.loads(_got(first.get_state())[0]).last_heartbeats] == [fast, slow]
+
+
+def test_a_deleted_state_is_an_error_at_once():
+    store = HashStore()
+    backend = StateBackend(store, "run")
+    store.delete_key(KEY)
+    with pytest.raises(RendezvousStateError, match="state was deleted: another program"):
+        backend.get_state()
+
+
+def test_a_store_that_does_not_answer_is_an_error():
+    class Silent:
+        def compare_set(self, *words):
+            threading.Event().wait(60)
+
+    with pytest.raises(RendezvousConnectionError, match="no answer within 5 s"):
+        StateBackend(Silent(), "run")
 
 
 @pytest.mark.parametrize("form", [bytes, base64.b64encode], ids=["pickle", "base64"])

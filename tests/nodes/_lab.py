@@ -21,10 +21,13 @@ import attrs
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
+RELAY = Path(__file__).with_name("_relay.py")
+CLOCK = Path(__file__).with_name("clock.c")
 LAUNCH = ("-m", "fxtrain.cli", "launch", "--cpu")
 # The first process of a node ends what nobody waits for, as every first process does.
 _INIT = "import os, time\nwhile True:\n try: os.wait()\n except ChildProcessError: time.sleep(0.1)"
 _POLL_S = 0.02
+IPV6 = "fd91:7::"
 
 
 def problem() -> str:
@@ -83,6 +86,11 @@ class Program:
             time.sleep(_POLL_S)
         return code
 
+    def rank(self, number: int) -> int:
+        """The process of a rank of scripts/train.py, by its number on the node."""
+        lines = [line for line in self.text.splitlines() if f"rank {number} ready" in line]
+        return int(lines[-1].split()[-1])
+
     def send_signal(self, number: int) -> None:
         self.node.send_signal(self.pid, number)
 
@@ -96,6 +104,7 @@ class Node:
     init: int  # the first process, by its number outside
     programs: int = 0
     server: subprocess.Popen | None = None
+    clock: dict[str, str] = attrs.field(factory=dict)  # variables of a wrong one
     _server_pid: int = 0  # by its number on the node
 
     @property
@@ -116,10 +125,10 @@ class Node:
 
     def start(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Program:
         """Start `python WORDS` in the node's own folder, with torch loaded."""
-        if self.server is None:
+        if self.server is None or self.server.poll() is not None:
             self.server = self._serve()
         self.programs += 1
-        variables = {**self.lab.variables, **(env or {})}
+        variables = {**self.lab.variables, **self.lab.variables_of_run, **self.clock, **(env or {})}
         order = {
             "words": [str(word) for word in words],
             "env": variables,
@@ -137,6 +146,14 @@ class Node:
         """Start `fxtrain launch --cpu` with this node's number."""
         return self.start(*LAUNCH, f"--node-rank={self.number}", *words, env=env)
 
+    def set_clock(self, offset_s: int) -> None:
+        """Make the time of day of programs that start from now on wrong."""
+        self.close()
+        library = self.lab.folder / "clock.so"
+        if not library.exists():
+            _well("cc", "-shared", "-fPIC", "-o", str(library), str(CLOCK))
+        self.clock = {"LD_PRELOAD": str(library), "CLOCK_OFFSET_S": str(offset_s)}
+
     def run(self, *command: str, timeout_s: float = 30.0) -> str:
         """Run any program on the node; what it wrote."""
         done = subprocess.run(
@@ -144,6 +161,14 @@ class Node:
             capture_output=True, text=True, check=True, timeout=timeout_s,
         )  # fmt: skip
         return done.stdout
+
+    def shell(self, command: str, files: list[int]) -> subprocess.Popen:
+        """A shell command as a remote shell would start it, with these files as its streams."""
+        return subprocess.Popen(
+            (*self._enter(), "sh", "-c", command),
+            stdin=files[0], stdout=files[1], stderr=files[2], start_new_session=True,
+            env={name: self.lab.variables[name] for name in ("PATH", "HOME", "TMPDIR", "LANG")},
+        )  # fmt: skip
 
     def link(self, state: str, *, second: bool = False) -> None:
         """Set the cable to "up" or "down"."""
@@ -207,6 +232,9 @@ class Node:
     def reset(self) -> None:
         """No programs, no files, a working network."""
         self.thaw()
+        if self.clock:
+            self.close()
+            self.clock = {}
         for number in self.left():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
@@ -219,7 +247,8 @@ class Node:
         server = subprocess.Popen(
             (*self._enter(), sys.executable, "-m", "tests.nodes._server"),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/",
-            env=self.lab.variables,
+            # torch reads it when it is loaded; launchers set it for the programs that they start.
+            env={**self.lab.variables, **self.clock, "TORCH_CPP_LOG_LEVEL": "ERROR"},
         )  # fmt: skip
         assert server.stdout is not None
         self._server_pid = int(server.stdout.readline())
@@ -255,6 +284,7 @@ class Lab:
         switch: The process whose network namespace has the bridges.
         second: The first three numbers of addresses in the second network.
         started: The first processes.
+        variables_of_run: Variables for the programs of a test.
     """
 
     folder: Path
@@ -263,6 +293,7 @@ class Lab:
     switch: int = 0
     second: str = ""
     started: list[subprocess.Popen] = attrs.field(factory=list)
+    variables_of_run: dict[str, str] = attrs.field(factory=dict)
 
     @property
     def own(self) -> Path:
@@ -291,10 +322,10 @@ class Lab:
         return f"{self.network}.{10 + number}"
 
     def hosts(self, kind: str) -> None:
-        """What /etc/hosts of the nodes has: "good", "debian", "none", "wrong" or "second".
+        """What /etc/hosts of the nodes has: "good", "debian", "none", "wrong", "second" or "ipv6".
 
         "wrong" is an address that nobody has, for a node's own name; "second" are the addresses of
-        the second network.
+        the second network, "ipv6" those of version 6.
         """
         lines = {n.number: f"{n.address} {n.name}" for n in self.nodes}
         for node in self.nodes:
@@ -305,6 +336,7 @@ class Lab:
                 "none": [],
                 "wrong": [f"{self.network}.99 {node.name}", *others],
                 "second": [f"{self.second}.{10 + n.number} {n.name}" for n in self.nodes],
+                "ipv6": [f"{IPV6}{10 + n.number} {n.name}" for n in self.nodes],
             }[kind]
             # In place: the file is mounted.
             (self.folder / f"{node.name}.hosts").write_text(
@@ -323,8 +355,68 @@ class Lab:
             for node in self.nodes:
                 node.run("ip", "link", "delete", "aaa0")
 
+    @contextlib.contextmanager
+    def slow_network(self, delay_s: float, loss: float = 0.0) -> Iterator[None]:
+        """Delay packets that nodes send, and lose a part of them."""
+        pairs = [(f"p{node.number}", f"r{node.number}") for node in self.nodes]
+        for port, relay in pairs:
+            self._switch("ip", "link", "set", port, "nomaster")
+            self._switch("ip", "link", "add", relay, "type", "veth", "peer", "name", f"{relay}b")
+            self._switch("ip", "link", "set", f"{relay}b", "master", "br0", "up")
+            self._switch("ip", "link", "set", relay, "up")
+        names = [name for pair in pairs for name in pair]
+        words = (sys.executable, "-I", RELAY, str(delay_s), str(loss), *names)
+        with subprocess.Popen((*self._on_switch, *words), stdout=subprocess.PIPE) as relay:
+            try:
+                assert relay.stdout is not None and relay.stdout.readline() == b"ready\n"
+                yield
+            finally:
+                relay.kill()
+                for port, name in pairs:
+                    self._switch("ip", "link", "delete", name)
+                    self._switch("ip", "link", "set", port, "master", "br0")
+
+    @contextlib.contextmanager
+    def only_ipv6(self) -> Iterator[None]:
+        """Take the addresses of version 4 away, and name nodes by those of version 6."""
+        for node in self.nodes:
+            node.run("ip", "address", "flush", "dev", "eth0")
+            address = f"{IPV6}{10 + node.number}/64"
+            node.run("ip", "address", "add", address, "dev", "eth0", "nodad")
+        self.hosts("ipv6")
+        try:
+            yield
+        finally:
+            for node in self.nodes:
+                node.run("ip", "address", "flush", "dev", "eth0")
+                node.run("ip", "address", "add", f"{node.address}/24", "dev", "eth0")
+
+    @contextlib.contextmanager
+    def without_ipv6(self) -> Iterator[None]:
+        """Switch version 6 off, as many clusters do."""
+        setting = "/proc/sys/net/ipv6/conf/all/disable_ipv6"
+        for node in self.nodes:
+            node.run("sh", "-c", f"echo 1 > {setting}")
+        try:
+            yield
+        finally:
+            for node in self.nodes:
+                node.run("sh", "-c", f"echo 0 > {setting}")
+
+    def split(self, *numbers: int) -> None:
+        """Part the network: these nodes reach each other, and no others; no cable is down."""
+        for number in numbers:
+            self._switch("ip", "link", "set", f"p{number}", "master", "br2")
+
+    def heal(self) -> None:
+        """Undo `split`."""
+        for node in self.nodes:
+            self._switch("ip", "link", "set", f"p{node.number}", "master", "br0")
+
     def reset(self) -> None:
         """As new: see `Node.reset`."""
+        self.variables_of_run.clear()
+        self.heal()
         for node in self.nodes:
             node.reset()
         for path in self.shared.iterdir():
@@ -342,10 +434,9 @@ class Lab:
         for path in (self.own, self.shared):
             path.mkdir(parents=True)
         self.switch = self._first_process("switch", "exec sleep infinity")
-        switch = ("nsenter", f"--target={self.switch}", "-n")
-        for bridge in ("br0", "br1"):
-            _well(*switch, "ip", "link", "add", bridge, "type", "bridge")
-            _well(*switch, "ip", "link", "set", bridge, "up")
+        for bridge in ("br0", "br1", "br2"):
+            self._switch("ip", "link", "add", bridge, "type", "bridge")
+            self._switch("ip", "link", "set", bridge, "up")
         for number in range(count):
             name = f"n{number}"
             (self.folder / name).mkdir()
@@ -359,14 +450,20 @@ class Lab:
         self.hosts("good")
 
     def _cable(self, node: Node, link: str, port: str, bridge: str, address: str) -> None:
-        switch = ("nsenter", f"--target={self.switch}", "-n")
-        _well(
-            *(*switch, "ip", "link", "add", link, "netns", str(node.init), "type", "veth"),
+        self._switch(
+            *("ip", "link", "add", link, "netns", str(node.init), "type", "veth"),
             *("peer", "name", port),
         )
-        _well(*switch, "ip", "link", "set", port, "master", bridge, "up")
+        self._switch("ip", "link", "set", port, "master", bridge, "up")
         node.run("ip", "address", "add", address, "dev", link)
         node.run("ip", "link", "set", link, "up")
+
+    @property
+    def _on_switch(self) -> tuple[str, ...]:
+        return ("nsenter", f"--target={self.switch}", "-n")
+
+    def _switch(self, *words: str) -> None:
+        _well(*self._on_switch, *words)
 
     def _first_process(self, name: str, commands: str) -> int:
         """The first process of new namespaces, by its number outside."""

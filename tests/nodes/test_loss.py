@@ -24,12 +24,6 @@ def _training(lab, *words, count=2):
     return programs
 
 
-def _rank(program, rank):
-    """The process of a rank, by its number on the node."""
-    line = next(line for line in program.text.splitlines() if f"rank {rank} ready" in line)
-    return int(line.split()[-1])
-
-
 def _ends(lab, programs, within_s):
     """All programs end with an error in time, and leave nothing behind."""
     start = time.monotonic()
@@ -42,7 +36,7 @@ def _ends(lab, programs, within_s):
 
 def test_a_killed_rank_is_named_with_its_machine(lab):
     programs = _training(lab)
-    lab.nodes[1].send_signal(_rank(programs[1], 1), 9)
+    lab.nodes[1].send_signal(programs[1].rank(1), 9)
     _ends(lab, programs, 15)
     assert "rank 1 on n1: never joined" in programs[0].text
     assert "Rank 1 of 2 was ended by SIGKILL" in programs[1].text

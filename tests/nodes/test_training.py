@@ -1,14 +1,12 @@
 """Training over machines: every strategy, and runs that continue on other numbers of machines."""
 
-import json
-from collections import Counter
-
 import pytest
 
 from tests.nodes._lab import SCRIPTS
+from tests.nodes._rows import every_row_once
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(150)]
-ROWS, EPOCHS = 240, 2
+ROWS = 240
 
 
 def _train(lab, count, *words, ranks=1):
@@ -26,37 +24,6 @@ def _finish(programs):
     assert set(codes) == {0}, "\n".join(program.text[-3000:] for program in programs)
 
 
-def _last_rows(lab):
-    """By update, the rows of all ranks in the last attempt that made it."""
-    lines = [
-        json.loads(line)
-        for node in lab.nodes
-        for path in node.disk.glob("rows-*.jsonl")
-        for line in path.read_text().splitlines()
-    ]
-    found: dict[int, list[int]] = {}
-    for update in {line["update"] for line in lines}:
-        made = [line for line in lines if line["update"] == update]
-        world = max(made, key=lambda line: line["time"])["world"]
-        newest = {
-            line["rank"]: line["rows"]
-            for line in sorted(made, key=lambda line: line["time"])
-            if line["world"] == world
-        }
-        found[update] = [row for rows in newest.values() for row in rows]
-    return found
-
-
-def _every_row_once(lab, copies=1):
-    rows = _last_rows(lab)
-    per_epoch = len(rows) // EPOCHS
-    assert sorted(rows) == [*range(1, EPOCHS * per_epoch + 1)]
-    for epoch in range(EPOCHS):
-        updates = range(1 + epoch * per_epoch, 1 + (epoch + 1) * per_epoch)
-        seen = Counter(row for update in updates for row in rows[update])
-        assert seen == dict.fromkeys(range(ROWS), copies)
-
-
 # Arguments, and how many ranks see each row; a stage of a pipeline sees parts of its batch.
 STRATEGIES = {
     "ddp": ((), 1),
@@ -66,6 +33,8 @@ STRATEGIES = {
     "local": ((), 1),
     "diloco": ((), 1),
 }
+# Shards within a machine, copies across machines.
+HSDP = ("--strategy", "hsdp", "--mesh", '{"replicate": 2, "shard": 2}')
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -75,7 +44,13 @@ def test_every_strategy_trains_over_machines(lab, strategy):
     _finish(programs)
     assert "done" in programs[0].text
     if copies:
-        _every_row_once(lab, copies)
+        every_row_once(lab, ROWS, copies)
+
+
+@pytest.mark.slow
+def test_shards_within_machines_and_replicas_across_them(lab):
+    _finish(_train(lab, 2, *HSDP, ranks=2))
+    every_row_once(lab, ROWS)
 
 
 @pytest.mark.parametrize(
@@ -97,4 +72,4 @@ def test_a_run_continues_on_other_machines(lab, strategy, first, then):
         assert program.finish(40) == 1
     lab.nodes[first - 1].link("up")
     _finish(_train(lab, then, *words))
-    _every_row_once(lab)
+    every_row_once(lab, ROWS)

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 import attrs
 
-from fxtrain.backends import STRATEGIES
 from fxtrain.launch import LaunchSpec, known_launchers
 from fxtrain.launch.config.defaults import Machine
 from fxtrain.launch.config.launch_file import Section, problems_of
 from fxtrain.state import Plan
 from fxtrain.state.parsing import put
+from fxtrain.state.registry import BUILT_IN
 
 Answers = Mapping[str, Any]
 
@@ -155,7 +155,7 @@ def _launcher_questions() -> list[Question]:
 
 
 def _plan_questions(machine: Machine) -> list[Question]:
-    configs = (*(row.config for row in STRATEGIES), *machine.strategies)
+    configs = (*BUILT_IN, *machine.strategies)
     kinds = {
         str(attrs.fields_dict(config)["kind"].default): (config.__doc__ or "").strip()
         for config in configs

@@ -4,7 +4,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from fxtrain.launch.function.workers import Rank, end, start, watched
 from fxtrain.launch.machine import usable_cores
 from fxtrain.launch.orphans import MARK, mark_within
 from fxtrain.launch.outcome import Failure, LaunchResult, by_cause, describe
+from fxtrain.launch.program import QUIET
 from fxtrain.launch.spec import LaunchSpec, check_ranks, rank_environment
 
 __all__ = ["launch"]
@@ -138,7 +139,7 @@ def _attempt(
         rank_environment, ranks=spec.ranks, port=nodes.port, address=nodes.address,
         nodes=nodes.count, node_rank=nodes.rank, attempt=attempt,
     )  # fmt: skip
-    shared = {**_traffic(nodes), **_secret(nodes), MARK: mark_within(os.environ)}
+    shared = {**_unset(QUIET), **_traffic(nodes), **_secret(nodes), MARK: mark_within(os.environ)}
     places = [{**shared, **place(rank)} for rank in range(spec.ranks)]
     threads = max(1, len(usable_cores()) // spec.ranks)
     started = start(fn, args, places, threads=threads)
@@ -161,7 +162,12 @@ def _attempt(
 def _traffic(nodes: Nodes) -> dict[str, str]:
     """The interface on which ranks listen: loopback on a single machine."""
     route = loopback_route() if nodes.count == 1 else find_route(nodes.address, nodes.port)
-    return {name: at for name, at in route.env.items() if name not in os.environ}
+    return _unset(route.env)
+
+
+def _unset(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those that the user has not set."""
+    return {name: text for name, text in variables.items() if name not in os.environ}
 
 
 def _secret(nodes: Nodes) -> dict[str, str]:

@@ -49,6 +49,7 @@ STYLES = (fx.Style(modules="*.up", style="colwise"), fx.Style(modules="*.down", 
 PLANS = {
     "ddp": lambda: fx.Plan(strategy=fx.DDP()),
     "fsdp": lambda: fx.Plan(strategy=fx.FSDP()),
+    "hsdp": lambda: fx.Plan(strategy=fx.FSDP()),
     "tp": lambda: fx.Plan(strategy=fx.FSDP(tensor=fx.TP(styles=STYLES))),
     "pp": lambda: fx.Plan(strategy=fx.PP(microbatches=2)),
     "local": lambda: fx.Plan(local=fx.LocalSGD(every=4)),
@@ -58,9 +59,9 @@ PLANS = {
 
 def main():
     plan = attrs.evolve(PLANS[options.strategy](), batch="global", seed=7)
-    mesh = {k: v for k, v in json.loads(options.mesh).items()}
-    chosen = {"mesh": fx.Mesh(**mesh)} if mesh else {}
-    with fx.detect(device="cpu", timeout_s=options.timeout, **chosen) as ctx:
+    sizes = json.loads(options.mesh)
+    mesh = fx.Mesh(**sizes) if sizes else None
+    with fx.detect(device="cpu", timeout_s=options.timeout, mesh=mesh) as ctx:
         fx.ops.seed(plan.seed, ctx)
         net = nn.Sequential(nn.Linear(8, 16), Block(), Block(), nn.Linear(16, 2))
         model = fx.wrap(

@@ -4,23 +4,29 @@ torch's own agent waits up to five minutes for the others after its ranks have s
 another agent was stopped or lost its machine, and says nothing about ranks that it starts again.
 """
 
+import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import attrs
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousParameters,
+)
 
-from fxtrain.launch.launchers.native.rendezvous import BACKEND, open_handler
+from fxtrain.launch.launchers.native.rendezvous import BACKEND, open_handler, say
 from fxtrain.ops.closing import within
+from fxtrain.ops.rendezvous_store import first_line
 
-__all__ = ["run_agent", "wait_for_nodes"]
+__all__ = ["LostRendezvousError", "run_agent", "wait_for_nodes"]
 
 _HEARTBEAT_INTERVAL_S = 1.0
 _SILENT_S = 10.0  # after which a node that sends no heartbeat is considered lost
@@ -30,13 +36,17 @@ _POLL_INTERVAL_S = 0.1
 _NEWER = ("duplicate_stdout_filters", "duplicate_stderr_filters", "virtual_local_rank")
 
 
+class LostRendezvousError(RendezvousError):
+    """The rendezvous does not answer any more, so the ranks cannot start again."""
+
+
 def run_agent(
     config: Any,
     program: Any,
     arguments: list[Any],
     *,
     serves: bool,
-    tell_attempt: Callable[[int], None],
+    tell_attempt: Callable[[int, dict[int, int]], None],
 ) -> RunResult:
     """Start the ranks of this node and wait until they and those of other nodes have ended.
 
@@ -45,10 +55,12 @@ def run_agent(
         program: What each rank runs.
         arguments: Its arguments.
         serves: Whether this process serves the store, and therefore leaves last.
-        tell_attempt: Called with the number of an attempt that failed, before the next one.
+        tell_attempt: Called with the number of an attempt that failed, and with the exit codes of
+            the ranks of this node that did, before the next one.
 
     Raises:
         SignalException: this process was told to end.
+        LostRendezvousError: the machine that serves the rendezvous was lost.
         RendezvousError: not all nodes have joined.
     """
     handler = open_handler(
@@ -94,7 +106,8 @@ def _has_timeout(config: Any) -> bool:
 
 class _Agent(LocalElasticAgent):
     serves: bool
-    tell_attempt: Callable[[int], None]
+    tell_attempt: Callable[[int, dict[int, int]], None]
+    _failures: dict[int, Any]
 
     def run_and_leave(self) -> RunResult:
         """Run to the end; the other nodes learn how this one ended."""
@@ -115,13 +128,23 @@ class _Agent(LocalElasticAgent):
             if not stopped:  # a node that was stopped may be replaced
                 self._rdzv_handler.shutdown()
 
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        look: Any = super()._monitor_workers
+        result: RunResult = look(worker_group)
+        self._failures = result.failures
+        return result
+
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         # Called with one restart less left after a failure, and with as many for new nodes.
         spec = worker_group.spec
         if worker_group.state.name != "HEALTHY":
-            self.tell_attempt(spec.max_restarts - self._remaining_restarts - 1)
+            attempt = spec.max_restarts - self._remaining_restarts - 1
+            self.tell_attempt(attempt, {r: f.exitcode for r, f in self._failures.items()})
         restart: Any = super()._restart_workers  # decorated without types
-        restart(worker_group)
+        try:
+            restart(worker_group)
+        except (RendezvousConnectionError, DistNetworkError) as error:
+            raise LostRendezvousError(first_line(error)) from error
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         join: Any = super()._rendezvous
@@ -137,7 +160,7 @@ class _Agent(LocalElasticAgent):
             if self.serves:
                 leave.wait(group.group_world_size or 1)
         except RuntimeError as error:  # of the store: the node that serves it has ended
-            _say(f"The main node ended before this one: {str(error).splitlines()[0]}")
+            say(f"The main node ended before this one: {str(error).splitlines()[0]}")
 
 
 @attrs.frozen
@@ -149,7 +172,8 @@ class _Leave:
     serves: bool
 
     def tell(self, reason: str) -> None:
-        self.store.set(f"ended/{self.node}", reason)
+        with contextlib.suppress(RuntimeError):  # the node that serves the store has ended
+            self.store.set(f"ended/{self.node}", reason)
 
     def wait(self, count: int | None) -> None:
         wait_for_nodes(self.store, [n for n in range(count or 1) if n != self.node])
@@ -167,12 +191,12 @@ def wait_for_nodes(store: Any, nodes: list[int]) -> None:
             beat, now = store.add(f"alive/{node}", 0), time.monotonic()
             if store.check([f"ended/{node}"]):
                 if reason := store.get(f"ended/{node}").decode():
-                    _say(f"Node {node} {reason}.")
+                    say(f"Node {node} {reason}.")
                 del beats[node]
             elif beat != seen:
                 beats[node] = beat, now
             elif now - since > _SILENT_S:
-                _say(
+                say(
                     f"Node {node} sent nothing for {_SILENT_S:.0f} s, so this node does not wait "
                     f"for it: its launcher or machine ended, or the network between them is down."
                 )
@@ -195,8 +219,3 @@ def _start_heartbeats(store: Any, node: int) -> None:
             return  # the node that serves the store has ended
 
     threading.Thread(target=beat, name="fxtrain heartbeats", daemon=True).start()
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"fxtrain launch: {text}\n")
-    sys.stderr.flush()

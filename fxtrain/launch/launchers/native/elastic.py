@@ -17,13 +17,14 @@ import attrs
 
 from fxtrain._errors import LaunchError
 from fxtrain._listen import listen
-from fxtrain._secret import SECRET, fresh_secret
+from fxtrain._secret import SECRET, derive_key, fresh_secret, key_proof
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launchers.native.network import is_local, reach, serve
 from fxtrain.launch.launchers.native.oom import count_kills, tell_kills
 from fxtrain.launch.launchers.native.preload import load_torch
 from fxtrain.launch.orphans import MARK, end_strays, kept, mark_within
 from fxtrain.launch.outcome import LaunchResult, by_cause, describe
+from fxtrain.launch.program import QUIET
 from fxtrain.launch.rank_reports import read_reports, to_failures
 from fxtrain.launch.signals import FORWARDED_SIGNALS, forward_signals, signal_children
 from fxtrain.launch.spec import LaunchSpec
@@ -46,6 +47,8 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
     os.environ.update(invocation.env)
     if spec.nodes == 1:  # no other machine to agree with
         os.environ.setdefault(SECRET, fresh_secret())
+    for name, level in QUIET.items():
+        os.environ.setdefault(name, level)
     os.environ[MARK] = mark_within(os.environ)
     door = _open_rendezvous(spec)
     with door or nullcontext():
@@ -76,9 +79,9 @@ def _run(spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool) -
         reports = read_reports(_last_attempt(logs, since=begun))
         return LaunchResult(ranks=spec.world_size, failures=by_cause(to_failures(codes, reports)))
 
-    def tell_attempt(attempt: int) -> None:
-        result = ended({})
-        why = describe(result) if result.failures else "A rank ended without a Python error."
+    def tell_attempt(attempt: int, codes: dict[int, int]) -> None:
+        result = ended(codes)
+        why = describe(result) if result.failures else "A rank of another node ended."
         left = spec.restarts - attempt
         sys.stderr.write(
             f"fxtrain launch: Attempt {attempt + 1} failed; {left} more to come. {why}\n"
@@ -90,6 +93,8 @@ def _run(spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool) -
             result = agent.run_agent(*call, serves=serves, tell_attempt=tell_attempt)
     except signals.SignalException as error:
         return LaunchResult(ranks=spec.world_size, signal=int(error.sigval))
+    except agent.LostRendezvousError as error:
+        raise LaunchError(_lost_rendezvous(spec, error), code="FX701") from error
     except (meeting.RendezvousError, distributed.DistError) as error:
         raise LaunchError(_rendezvous_error(spec, error, time.monotonic() - start)) from error
     if result.is_failed():
@@ -143,7 +148,20 @@ def _use_store_rendezvous(config: Any, spec: LaunchSpec, door: socket.socket | N
         "connect_timeout_s": spec.connect_timeout_s,
         "shutdown_s": spec.shutdown_s,
         "mark": os.environ[MARK],
+        "proof": key_proof(derive_key(os.environ.get(SECRET, ""))),
+        "hint": _main_hint(spec),
     }
+
+
+def _main_hint(spec: LaunchSpec) -> str:
+    """What is odd about a node 0 whose machine does not have the main address."""
+    host = spec.main_address.strip("[]")
+    if spec.nodes == 1 or spec.meets != "static" or spec.node_rank or is_local(host):
+        return ""
+    return (
+        f" The main address {host} is none of this machine: start node 0 on the machine that has "
+        f"it, unless it is forwarded to this one."
+    )
 
 
 def check_devices(spec: LaunchSpec) -> None:
@@ -201,6 +219,15 @@ def _last_attempt(logs: Path, *, since: float) -> list[Path]:
         return []
     last = max(attempts, key=lambda path: (path.stat().st_mtime, int(path.name.split("_")[-1])))
     return sorted(last.glob("*/error.json"))
+
+
+def _lost_rendezvous(spec: LaunchSpec, error: BaseException) -> str:
+    return (
+        f"The rendezvous at {spec.main_address}:{spec.port} was lost during the run, so the ranks "
+        f"of this node cannot start again: {error} The machine that serves it, its launcher or the "
+        f"network to it failed. Start the run again on every node; it continues with the last "
+        f"checkpoint."
+    )
 
 
 def _rendezvous_error(spec: LaunchSpec, error: BaseException, waited_s: float) -> str:

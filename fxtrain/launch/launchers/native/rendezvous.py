@@ -10,8 +10,11 @@ import os
 import pickle
 import platform
 import socket
+import sys
+import threading
 import time
-from datetime import datetime
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore
@@ -26,16 +29,20 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
+from fxtrain._secret import SECRET
 from fxtrain.launch.function.nodes import open_store
 from fxtrain.launch.orphans import end_strays
+from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state import parse_json
 
-__all__ = ["BACKEND", "StateBackend", "meet", "open_handler"]
+__all__ = ["BACKEND", "StateBackend", "meet", "open_handler", "say"]
 
 BACKEND = "fxtrain"
 T = TypeVar("T")
 _EMPTY = "none"
 _POLL_INTERVAL_S = 0.05
+_ANSWER_S = 5.0  # for the store to answer, which has no time limit of its own
+_SILENT_S = 5.0  # until the launcher says for which nodes it waits
 # Errors when reading JSON of another structure.
 _WRONG = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
@@ -45,6 +52,7 @@ def open_handler(params: RendezvousParameters) -> Any:
 
     Raises:
         RendezvousConnectionError: the store cannot be reached.
+        RendezvousStateError: the nodes have different secrets.
     """
     host, _, port = params.endpoint.rpartition(":")
     wait_s = float(params.config["connect_timeout_s"])
@@ -54,26 +62,58 @@ def open_handler(params: RendezvousParameters) -> Any:
         store = open_store(host, int(port), listening, timeout_s=wait_s)
     except (RuntimeError, ValueError) as error:
         raise RendezvousConnectionError(f"The store at {params.endpoint}: {error}") from error
+    proof = params.config["proof"]
+    _compare_secrets(store, params.run_id, proof)
+    if proof:  # so that others cannot guess the keys of this run
+        store = PrefixStore(proof, store)
     if params.config["meets"] == "c10d":
-        backend = StateBackend(store, params.run_id)
+        last_call_s = float(params.config.get("last_call_timeout", 30))
+        backend = StateBackend(store, params.run_id, last_call_s)
         return _CleaningRendezvous(dynamic.create_handler(store, backend, params), params)
     return _CleaningRendezvous(
         _StaticRendezvous(store, params, (host.strip("[]"), int(port))), params
     )
 
 
+def _compare_secrets(store: Any, run_id: str, proof: str) -> None:
+    mine = proof or "none"
+    if store.compare_set(f"fxtrain.secret.{run_id}", "", mine).decode() != mine:
+        raise RendezvousStateError(
+            f"{SECRET} on this node differs from that on another, or is set on one of them only."
+        )
+
+
 class _CleaningRendezvous:
-    """A handler that ends remaining children of ranks before the next attempt starts."""
+    """A handler that ends remaining children of ranks before the next attempt starts.
+
+    It does not end ranks that still run where the store does not answer: they notice by themselves
+    if they have lost each other, within the time that their script allows.
+    """
 
     def __init__(self, handler: RendezvousHandler, params: RendezvousParameters) -> None:
         self._handler = handler
         self._mark = params.config["mark"]
         self._patience_s = float(params.config["shutdown_s"])
+        self._place = params.endpoint
+        self._lost = False
 
     def next_rendezvous(self) -> RendezvousInfo:
         """As of the handler."""
         end_strays(self._mark, patience_s=self._patience_s, ask=True)
         return self._handler.next_rendezvous()
+
+    def num_nodes_waiting(self) -> int:
+        """As of the handler; 0 while the store does not answer."""
+        try:
+            return self._handler.num_nodes_waiting()
+        except RendezvousConnectionError as error:
+            if not self._lost:
+                say(
+                    f"The rendezvous at {self._place} does not answer: {error} The ranks of this "
+                    f"node run on, but nodes can neither join nor restart."
+                )
+            self._lost = True
+            return 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)
@@ -88,6 +128,7 @@ class _StaticRendezvous(RendezvousHandler):
         self._node = (int(params.config["rank"]), params.max_nodes)
         self._wait_s = float(params.config["connect_timeout_s"])
         self._place = place
+        self._hint = params.config["hint"]
         self._met = params.max_nodes == 1
 
     def get_backend(self) -> str:
@@ -102,7 +143,7 @@ class _StaticRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """See base class."""
         if not self._met:
-            meet(self._store, *self._node, self._wait_s)
+            meet(self._store, *self._node, self._wait_s, self._hint)
             self._met = True
         return RendezvousInfo(self._store, *self._node, RendezvousStoreInfo(*self._place))
 
@@ -126,15 +167,26 @@ class _StaticRendezvous(RendezvousHandler):
         return True
 
 
-def meet(store: Any, node: int, count: int, wait_s: float) -> None:
+def meet(store: Any, node: int, count: int, wait_s: float, hint: str = "") -> None:
     """Wait until every node of a launch has come.
+
+    Args:
+        store: The store of the launch.
+        node: Number of this node.
+        count: Number of nodes.
+        wait_s: Maximum wait.
+        hint: What may be wrong if nodes are missing.
+
+    Effects:
+        Writes a line to standard error if nodes are missing after a few seconds.
 
     Raises:
         RendezvousTimeoutError: some never came; the message names them.
         RendezvousStateError: nodes were started with other numbers of nodes.
     """
     store.set(f"node/{node}", json.dumps([count, platform.node()]))
-    missing, deadline = set(range(count)) - {node}, time.monotonic() + wait_s
+    missing, start = set(range(count)) - {node}, time.monotonic()
+    told = False
     while missing:
         for other in [*missing]:
             if store.check([f"node/{other}"]):
@@ -145,9 +197,14 @@ def meet(store: Any, node: int, count: int, wait_s: float) -> None:
                         f"node {other} on {str(host)[:80]} was started for {str(theirs)[:80]} "
                         f"nodes, and this one for {count}."
                     )
-        if missing and time.monotonic() > deadline:
-            names = ", ".join(str(other) for other in sorted(missing))
-            raise RendezvousTimeoutError(f"node{'s' * (len(missing) > 1)} {names} never came.")
+        waited_s = time.monotonic() - start
+        names = ", ".join(str(other) for other in sorted(missing))
+        who = f"node{'s' * (len(missing) > 1)} {names}"
+        if missing and waited_s > wait_s:
+            raise RendezvousTimeoutError(f"{who} never came.{hint}")
+        if missing and waited_s > _SILENT_S and not told:
+            told = True
+            say(f"Node {node} of {count} waits for {who}, for up to {wait_s:.0f} s.{hint}")
         time.sleep(_POLL_INTERVAL_S)
 
 
@@ -158,9 +215,11 @@ class StateBackend(dynamic.RendezvousBackend):
     process.
     """
 
-    def __init__(self, store: Any, run_id: str) -> None:
+    def __init__(self, store: Any, run_id: str, last_call_s: float = 30.0) -> None:
         self._store = store
         self._key = f"fxtrain.rendezvous.{run_id}"
+        self._clock = _Clock(last_call_s)
+        self._question: threading.Thread | None = None
         # A store waits for a key that does not exist.
         self._exchange("", _EMPTY)
 
@@ -171,31 +230,100 @@ class StateBackend(dynamic.RendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Any] | None:
         """See base class."""
-        try:
-            found = self._store.get(self._key)
-        except RuntimeError as error:
-            raise RendezvousConnectionError(f"Lost the connection to the store: {error}") from error
-        return _given(found)
+        return self._given(self._asked(self._get))
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """See base class."""
-        text = write_state(pickle.loads(state))  # created by this process's own handler
+        # Created by this process's own handler.
+        text = write_state(self._clock.of_writers(pickle.loads(state)))
         found = self._exchange(_EMPTY if token is None else token, text)
-        given = _given(found)
+        given = self._given(found)
         return None if given is None else (*given, given[1] == text)
 
+    def _given(self, found: bytes) -> tuple[bytes, str] | None:
+        """A state as torch's handler takes it, and the text by which the store compares it."""
+        if found == _EMPTY.encode():
+            return None
+        return pickle.dumps(self._clock.of_here(read_state(found))), found.decode()
+
+    def _get(self) -> bytes:
+        # For a key that does not exist, a store would wait.
+        if not self._store.check([self._key]):
+            raise RendezvousStateError(
+                "the rendezvous state was deleted: another program writes to the store. Set "
+                f"{SECRET}, the same on every node, and choose another main_port."
+            )
+        return self._store.get(self._key)
+
     def _exchange(self, expected: str, text: str) -> bytes:
-        try:
-            return self._store.compare_set(self._key, expected, text)
-        except RuntimeError as error:
-            raise RendezvousConnectionError(f"Lost the connection to the store: {error}") from error
+        return self._asked(lambda: self._store.compare_set(self._key, expected, text))
+
+    def _asked(self, action: Callable[[], bytes]) -> bytes:
+        """An answer of the store.
+
+        Raises:
+            RendezvousConnectionError: there is none, or none yet.
+        """
+        answers: list[bytes] = []
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                answers.append(action())
+            except Exception as error:  # for the thread that waits
+                errors.append(error)
+
+        # Behind a question that is still open, another one would wait too.
+        if self._question is None or not self._question.is_alive():
+            self._question = threading.Thread(target=ask, name="fxtrain store", daemon=True)
+            self._question.start()
+            self._question.join(_ANSWER_S)
+        if not answers and not errors:
+            raise RendezvousConnectionError(f"no answer within {_ANSWER_S:.0f} s.")
+        if errors and isinstance(errors[0], RendezvousStateError):
+            raise errors[0]
+        if errors:
+            raise RendezvousConnectionError(first_line(errors[0])) from errors[0]
+        return answers[0]
 
 
-def _given(found: bytes) -> tuple[bytes, str] | None:
-    """A state as torch's handler takes it, and the text by which the store compares it."""
-    if found == _EMPTY.encode():
-        return None
-    return pickle.dumps(read_state(found)), found.decode()
+class _Clock:
+    """Times that other machines have written, in the time of this one.
+
+    Clocks may differ by minutes, and torch's handler considers a node dead whose last heartbeat is
+    too old. Here, a heartbeat is as old as this machine knows it.
+    """
+
+    def __init__(self, last_call_s: float) -> None:
+        self._last_call = timedelta(seconds=last_call_s)
+        self._seen: dict[Any, tuple[datetime, datetime]] = {}  # as written, and here
+
+    def of_here(self, state: Any) -> Any:
+        """A state that was read, with times of this machine."""
+        now = datetime.now(UTC)
+        for node, written in state.last_heartbeats.items():
+            state.last_heartbeats[node] = self._here(node, written, now)
+        if state.deadline is not None:
+            state.deadline = self._here(None, state.deadline, now + self._last_call)
+        return state
+
+    def of_writers(self, state: Any) -> Any:
+        """A state to write, with the times of others as they have written them."""
+        for node, here in state.last_heartbeats.items():
+            state.last_heartbeats[node] = self._written(node, here)
+        if state.deadline is not None:
+            state.deadline = self._written(None, state.deadline)
+        return state
+
+    def _here(self, key: Any, written: datetime, new: datetime) -> datetime:
+        if key not in self._seen or self._seen[key][0] != written:
+            self._seen[key] = written, new
+        return self._seen[key][1]
+
+    def _written(self, key: Any, here: datetime) -> datetime:
+        if key not in self._seen or self._seen[key][1] != here:
+            self._seen[key] = here, here  # of this machine
+        return self._seen[key][0]
 
 
 def write_state(state: Any) -> str:
@@ -259,3 +387,9 @@ def _exactly(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
         raise TypeError(f"{str(value)[:80]!r} is not a {kind.__name__}")
     return value
+
+
+def say(text: str) -> None:
+    """Write a line of the launcher to standard error."""
+    sys.stderr.write(f"fxtrain launch: {text}\n")
+    sys.stderr.flush()

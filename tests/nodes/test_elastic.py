@@ -1,0 +1,122 @@
+"""Elastic runs over machines: nodes that join, leave and come back."""
+
+import time
+
+import pytest
+
+from tests.nodes._lab import SCRIPTS, later
+from tests.nodes._rows import every_row_once
+
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(200)]
+SLOW = pytest.mark.slow
+TIMEOUT_S = 6.0
+
+
+def _start(lab, node, *options, nodes=2, rows=480, sleep=0.3, timeout_s=TIMEOUT_S):
+    return lab.nodes[node].launch(
+        *("--rendezvous=c10d", f"--nodes={nodes}", "--main-address=n0", "--restarts=3", *options),
+        *(SCRIPTS / "train.py", "--folder", lab.shared / "runs", "--sleep", str(sleep)),
+        *("--rows", str(rows), "--timeout", str(timeout_s)),
+    )
+
+
+def _training(lab, *options, **settings):
+    programs = [_start(lab, node, *options, **settings) for node in (0, 1)]
+    programs[0].wait_for("update 6.")
+    return programs
+
+
+def _finish(programs, timeout_s=120):
+    codes = [program.finish(timeout_s) for program in programs]
+    assert set(codes) == {0}, "\n".join(program.text[-3000:] for program in programs)
+
+
+def test_ranks_start_again_after_one_was_killed(lab):
+    programs = _training(lab, rows=240)
+    lab.nodes[1].send_signal(programs[1].rank(1), 9)
+    _finish(programs)
+    every_row_once(lab, 240)
+    assert "Attempt 1 failed; 3 more to come. Rank 1 of 2 was ended by SIGKILL" in programs[1].text
+
+
+@SLOW
+def test_clocks_may_differ_by_minutes(lab):
+    """Each machine notices the other's end by its own clock."""
+    lab.nodes[0].set_clock(-420)
+    lab.nodes[1].set_clock(600)
+    programs = _training(lab)
+    time.sleep(20)  # longer than torch waits for a heartbeat
+    lab.nodes[1].send_signal(programs[1].rank(1), 9)
+    _finish(programs)
+    every_row_once(lab, 480)
+
+
+@SLOW
+def test_the_others_continue_without_a_machine_that_lost_its_power(lab):
+    programs = _training(lab, "--min-nodes=1")
+    lab.nodes[1].power_off()
+    _finish(programs[:1], 150)
+    every_row_once(lab, 480)
+
+
+@SLOW
+def test_a_machine_joins_a_run(lab):
+    first = _start(lab, 0, "--min-nodes=1", rows=960)
+    first.wait_for("update 6.", 90)
+    second = _start(lab, 1, "--min-nodes=1", rows=960)
+    second.wait_for("rank 1 ready", 90)
+    _finish([first, second], 150)
+    every_row_once(lab, 960)
+
+
+@SLOW
+def test_a_machine_comes_back(lab):
+    programs = _training(lab, "--min-nodes=2", rows=960)
+    lab.nodes[1].kill_all()
+    time.sleep(2)
+    again = _start(lab, 1, "--min-nodes=2", rows=960)
+    _finish([programs[0], again], 150)
+    every_row_once(lab, 960)
+
+
+@SLOW
+def test_a_network_that_parts_for_20_s_costs_a_restart(lab):
+    programs = _training(lab, rows=960)
+    lab.split(1)
+    later(20, lab.heal)
+    _finish(programs, 150)
+    every_row_once(lab, 960)
+
+
+@pytest.mark.parametrize(
+    "lost", ["processes", pytest.param("power", marks=SLOW), pytest.param("cable", marks=SLOW)]
+)
+def test_the_machine_that_serves_the_rendezvous_is_lost(lab, lost):
+    programs = _training(lab)
+    start = time.monotonic()
+    {
+        "processes": lab.nodes[0].kill_all,
+        "power": lab.nodes[0].power_off,
+        "cable": lab.nodes[0].cut,
+    }[lost]()
+    assert programs[1].finish(60) == 2, programs[1].text
+    assert time.monotonic() - start < TIMEOUT_S + 15
+    assert "The rendezvous at n0:29500 was lost during the run" in programs[1].text
+    assert "Exception raised from" not in programs[1].text
+    assert "all nodes joined" not in programs[1].text
+
+
+@pytest.mark.parametrize("secret", ["", pytest.param("0123456789abcdef" * 4, marks=SLOW)])
+def test_a_stranger_that_deletes_keys_is_told(lab, secret):
+    """It ends the run, within the time limit and with its name."""
+    variables = {"FXTRAIN_RUN_SECRET": secret} if secret else {}
+    lab.variables_of_run |= variables
+    programs = _training(lab, "--shutdown=5", rows=960)
+    stranger = lab.nodes[2].start(SCRIPTS / "stranger.py", "n0")
+    assert stranger.finish(30) == 0, stranger.text
+    start = time.monotonic()
+    codes = [program.finish(40) for program in programs]
+    assert time.monotonic() - start < TIMEOUT_S + 15, [program.text for program in programs]
+    assert all(codes), [program.text for program in programs]
+    for program in programs:
+        assert "the rendezvous state was deleted: another program" in program.text
