@@ -118,7 +118,8 @@ def gather_with_errors(
         The values by rank; and one line per problem, with the ranks that have it.
     """
     mine = "" if problem is None else error_text(problem)
-    found = gather_objects((value, mine, mine and platform.node()), ctx)
+    own = (value, mine, mine and platform.node())
+    found = [own] if ctx.world_size == 1 else gather_objects(own, ctx)
     hosts = {rank: host for rank, (*_, host) in enumerate(found) if host and ctx.num_nodes > 1}
     problems = by_rank(((rank, text) for rank, (_, text, _) in enumerate(found) if text), hosts)
     return [value for value, *_ in found], problems
