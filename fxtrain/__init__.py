@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from fxtrain._errors import MissingPackageError as MissingPackageError
     from fxtrain._errors import PlanError as PlanError
     from fxtrain._errors import StepError as StepError
-    from fxtrain.backends import deepspeed_config as deepspeed_config
     from fxtrain.backends import gathered as gathered
     from fxtrain.backends import unwrap as unwrap
     from fxtrain.backends import weights as weights
     from fxtrain.backends import wrap as wrap
-    from fxtrain.backends import zero_init as zero_init
+    from fxtrain.backends.deepspeed import deepspeed_config as deepspeed_config
+    from fxtrain.backends.deepspeed import zero_init as zero_init
     from fxtrain.checkpoint import Restored as Restored
     from fxtrain.checkpoint import Saving as Saving
     from fxtrain.checkpoint import Verified as Verified
@@ -142,7 +142,8 @@ _HOMES = {
         "CheckpointError CollectiveError ContextError DataError FxError LaunchError MeshError "
         "MissingPackageError PlanError StepError"
     ),
-    "fxtrain.backends": "deepspeed_config gathered unwrap weights wrap zero_init",
+    "fxtrain.backends": "gathered unwrap weights wrap",
+    "fxtrain.backends.deepspeed": "deepspeed_config zero_init",
     "fxtrain.checkpoint": (
         "Restored Saving Verified best latest merge restore save saved_weights verify"
     ),

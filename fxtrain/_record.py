@@ -232,22 +232,15 @@ def check_of(
     error: type[FxError] = PlanError,
 ) -> Check:
     """The check of a type annotation."""
-    kinds = members(kind)
-    choices = [name for one in kinds if get_origin(one) is Literal for name in get_args(one)]
-    names = tuple(name for name in choices if isinstance(name, str))
-    return Check(owner, _test(kinds), words or _type_names(kind), names, also, error)
+    literals = [one for one in members(kind) if get_origin(one) is Literal]
+    choices = [name for one in literals for name in get_args(one) if isinstance(name, str)]
+    fits = functools.partial(_fits, kind)
+    return Check(owner, fits, words or _type_names(kind), tuple(choices), also, error)
 
 
 def members(kind: Any) -> tuple[Any, ...]:
     """The types of a union; any other type as the only one."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-
-
-def to_float(value: Any) -> Any:
-    """An int as the float that equals it exactly; any other value unchanged."""
-    if type(value) is int and value in _EXACT_FLOATS:
-        return float(value)
-    return value + 0.0 if type(value) is float else value  # turns -0.0 into 0.0, its equal
 
 
 def canonical(kind: Any) -> Callable[[Any], Any] | None:
@@ -256,11 +249,28 @@ def canonical(kind: Any) -> Callable[[Any], Any] | None:
     For a float an int is converted, for a tuple a list; other values are unchanged.
     """
     kinds = members(kind)
+    is_float = float in kinds and int not in kinds
+    needed = is_float or any(get_origin(one) is tuple for one in kinds)
+    return (lambda value: _canonical_value(kind, value)) if needed else None
+
+
+def _canonical_value(kind: Any, value: Any) -> Any:
+    kinds = members(kind)
     items = next((get_args(one) for one in kinds if get_origin(one) is tuple), None)
-    if items is not None:
-        inner = [canonical(one) or _same for one in items if one is not ...]
-        return lambda value: _to_tuple(value, inner)
-    return to_float if float in kinds and int not in kinds else None
+    if items is not None and isinstance(value, list | tuple):
+        items = _items(items, len(value))
+        same_length = len(items) == len(value)
+        return tuple(map(_canonical_value, items, value)) if same_length else tuple(value)
+    if float not in kinds or int in kinds:
+        return value
+    if type(value) is int and value in _EXACT_FLOATS:
+        return float(value)
+    return value + 0.0 if type(value) is float else value  # turns -0.0 into 0.0, its equal
+
+
+def _items(kinds: tuple[Any, ...], length: int) -> tuple[Any, ...]:
+    """The types of the items of a tuple of this length, from its annotation."""
+    return kinds[:1] * length if kinds[1:] == (...,) else kinds
 
 
 def shown(value: object) -> str:
@@ -292,9 +302,7 @@ class _Short(reprlib.Repr):
 
 
 def _with_check(
-    owner: str,
-    field: "attrs.Attribute[Any]",
-    error: type[FxError],
+    owner: str, field: "attrs.Attribute[Any]", error: type[FxError]
 ) -> "attrs.Attribute[Any]":
     converter = field.converter or canonical(field.type)
     words = field.metadata.get("choose", "")
@@ -302,45 +310,27 @@ def _with_check(
     return field.evolve(converter=converter, validator=check)
 
 
-def _test(kinds: tuple[Any, ...]) -> Callable[[Any], bool]:
-    tests = [_type_test(kind) for kind in kinds]
-    return tests[0] if len(tests) == 1 else lambda value: any(test(value) for test in tests)
-
-
-def _type_test(kind: Any) -> Callable[[Any], bool]:
-    if kind is Any or kind is None or getattr(kind, "_is_protocol", False):
-        return lambda value: True
-    if kind is type(None):
-        return lambda value: value is None
-    if kind is float:
-        return lambda value: type(value) is float and math.isfinite(value)
+def _fits(kind: Any, value: Any) -> bool:
+    """Whether a value is exactly of an annotated type, finite, and of 64 bits if it is an int."""
+    origin = get_origin(kind)
+    if len(members(kind)) > 1:
+        return any(_fits(one, value) for one in members(kind))
+    if origin is Literal:
+        return any(type(value) is type(one) and value == one for one in get_args(kind))
+    if origin is tuple:
+        items = _items(get_args(kind), len(value)) if type(value) is tuple else None
+        return items is not None and len(items) == len(value) and all(map(_fits, items, value))
     if kind is int:
-        return lambda value: type(value) is int and value in _INT64
-    if kind is bool:
-        return lambda value: type(value) is bool
+        return type(value) is int and value in _INT64
+    if kind is float:
+        return type(value) is float and math.isfinite(value)
     if kind is str:
-        return lambda value: type(value) is str and (value.isascii() or _is_text(value))
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        return lambda value: any(type(value) is type(one) and value == one for one in choices)
-    if get_origin(kind) is tuple:
-        return _tuple_test(get_args(kind))
-    base = get_origin(kind) or kind
-    if not isinstance(base, type):
-        raise PlanError(f"A record cannot have a field of type {kind}.")
-    return lambda value: isinstance(value, base)
-
-
-def _tuple_test(kinds: tuple[Any, ...]) -> Callable[[Any], bool]:
-    """The test of a tuple: of any length if `kinds` ends in `...`."""
-    tests = [_test(members(kind)) for kind in kinds if kind is not ...]
-    if kinds[1:] == (...,):
-        return lambda value: type(value) is tuple and all(map(tests[0], value))
-    return lambda value: (
-        type(value) is tuple
-        and len(value) == len(tests)
-        and all(test(one) for test, one in zip(tests, value, strict=True))
-    )
+        return type(value) is str and (value.isascii() or _is_text(value))
+    if kind in (bool, type(None)):
+        return type(value) is kind
+    if kind is None or kind is Any or getattr(kind, "_is_protocol", False):
+        return True
+    return isinstance(value, origin or kind)
 
 
 def _is_text(value: str) -> bool:
@@ -377,16 +367,3 @@ def _type_name(kind: Any) -> str:
 
 def _type_names(kind: Any) -> str:
     return " or ".join(map(_type_name, members(kind)))
-
-
-def _to_tuple(value: Any, inner: list[Callable[[Any], Any]]) -> Any:
-    if not isinstance(value, list | tuple):
-        return value
-    each = inner * len(value) if len(inner) == 1 else inner
-    if len(each) != len(value):
-        return tuple(value)
-    return tuple(change(one) for change, one in zip(each, value, strict=True))
-
-
-def _same(value: Any) -> Any:
-    return value

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
+from fxtrain.backends import built_in
 from fxtrain.backends.deepspeed import engine
-from fxtrain.backends.table import STRATEGIES, problems_of
+from fxtrain.backends.wrapping import problems_of
 from fxtrain.cli import main
 from fxtrain.diagnosis.setups import planned_context, stand_in, without_names
 from fxtrain.launch.config import resolve
@@ -183,7 +184,7 @@ def _is_accepted(spec, plan):
             placed = attrs.evolve(ctx, device=planned.device, devices=planned.devices)
             if planned.devices > 1:
                 placed = attrs.evolve(placed, mesh=planned.mesh)
-            row = next(row for row in STRATEGIES if row.config is type(plan.strategy))
+            row = built_in(type(plan.strategy))
             model = stand_in(planned.mesh)
             if isinstance(plan.strategy, fx.DeepSpeed):
                 fx.deepspeed_config(plan, ranks=placed.axis("data").world_size)

@@ -113,7 +113,6 @@ def test_the_reference_shows_what_a_constant_contains():
     assert ".. py:data:: fxtrain.state.PLAN_VARIABLE\n\n   ``'FXTRAIN_PLAN'``\n" in states
     assert "``('pipeline', 'replicate', 'shard', 'context', 'tensor')``" in states
     assert "``Bnb8 | Bnb4 | Torchao``" in states
-    assert "of 7: ``Single``, ``DDP``" in pages["reference/fxtrain.backends"]
     assert "A ``Library``, named ``torchao``." in pages["reference/fxtrain.precision"]
     assert not any("autodata" in page for page in pages.values())
 

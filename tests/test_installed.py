@@ -16,7 +16,8 @@ import sys
 import attrs
 
 from fxtrain import ops
-from fxtrain.backends import STRATEGIES
+import fxtrain as fx
+from fxtrain.backends import built_in
 from fxtrain.launch import Invocation, Launcher
 
 
@@ -25,7 +26,7 @@ class Mine:
     kind: str = attrs.field(default="mine", init=False)
 
 
-SINGLE = next(row for row in STRATEGIES if row.name == "Single")
+SINGLE = built_in(fx.Single)
 STRATEGY = attrs.evolve(SINGLE, name="Mine", config=Mine)
 
 

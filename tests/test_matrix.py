@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 import fxtrain as fx
+from fxtrain.backends import built_in
 from fxtrain.backends.deepspeed import engine
-from fxtrain.backends.table import STRATEGIES, problems_of
+from fxtrain.backends.wrapping import problems_of
 from fxtrain.ops import xla_runtime
+from fxtrain.state.registry import BUILT_IN
 from fxtrain.testing import fake_world
 from tests.cluster._models import PIPELINES
 
@@ -81,7 +83,7 @@ ROWS = {
 
 
 def _problems(strategy, axes, fields):
-    row = next(one for one in STRATEGIES if one.config is type(strategy))
+    row = built_in(type(strategy))
     with fake_world(8, mesh=fx.Mesh(**axes)) as ctx:
         kind = "xla" if isinstance(strategy, fx.XLA) else "cuda"
         placed = attrs.evolve(ctx, device=torch.device(kind))
@@ -125,4 +127,4 @@ def test_every_strategy_and_field_has_a_place_in_the_table():
     elsewhere = {"strategy", "flush", "data", "seed", "recompute_every", "profile", "mesh"}
     assert told | elsewhere == {field.name for field in attrs.fields(fx.Plan)}
     kinds = {type(strategy) for strategy, _ in COLUMNS.values()} | {fx.Single}
-    assert kinds == {row.config for row in STRATEGIES}
+    assert kinds == set(BUILT_IN)

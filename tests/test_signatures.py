@@ -55,9 +55,8 @@ _PLACES = {
     _UNTYPED: "shard.return",
     _RECORD: "Plan.strategy from_config.values",
     _INNER: (
-        "Comm.store CommState.background_tasks CommState.device_meshes "
-        "CommState.open_runs CommState.opened_groups CommState.slots "
-        "CommState.submesh_groups Strategy.fused "
+        "Comm.store CommState.background_tasks CommState.open_runs CommState.opened_groups "
+        "CommState.slots Strategy.fused "
         "Strategy.wrap Weight.like Wrapped.advanced Wrapped.put_aside "
         "Wrapped.strategy_state"
     ),

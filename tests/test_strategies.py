@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.backends import STRATEGIES, strategies
+from fxtrain.backends import built_in, strategies
 from fxtrain.launch.config.launch_file import parse
 from fxtrain.state import structure, unsupported
 from fxtrain.testing import LAWS, Cluster
@@ -21,7 +21,9 @@ class Mine:
     level: int = 1
 
 
-ROW = attrs.evolve(STRATEGIES[0], name="Mine", config=Mine, clip_value=unsupported("it", by="Mine"))
+ROW = attrs.evolve(
+    built_in(fx.Single), name="Mine", config=Mine, clip_value=unsupported("it", by="Mine")
+)
 WRONG = "not a strategy"
 TWICE = attrs.evolve(ROW, config=fx.DDP)
 
@@ -116,10 +118,11 @@ from typing import Literal
 
 import attrs
 
+import fxtrain as fx
 from fxtrain import ops
-from fxtrain.backends import STRATEGIES
+from fxtrain.backends import built_in
 
-SINGLE = next(row for row in STRATEGIES if row.name == "Single")
+SINGLE = built_in(fx.Single)
 
 
 @attrs.frozen(kw_only=True)

@@ -96,8 +96,10 @@ def budget(
         ]
     else:
         listed: Any = limits if isinstance(limits, Mapping) else tuple(limits)
-        given = limits_of(listed)
-        rooms = [_resolved(attrs.evolve(one, device=device_name(one.device))) for one in given]
+        rooms = [
+            _resolved(attrs.evolve(limit, device=device_name(limit.device)))
+            for limit in limits_of(listed)
+        ]
     return Budget(rooms=tuple(sorted(rooms, key=_order)))
 
 
@@ -116,13 +118,13 @@ def device_name(device: Any) -> str:
     if text == DISK:
         return text
     try:
-        found = torch.device(f"cuda:{text}" if text.isdecimal() else text)
+        named = torch.device(f"cuda:{text}" if text.isdecimal() else text)
     except RuntimeError:
         raise PlanError(
             f"{text!r} is not a device. Choose 'cuda:0' or another of torch's names, 'cpu' or "
             f"'disk'."
         ) from None
-    return "cpu" if found.type == "cpu" else f"{found.type}:{found.index or 0}"
+    return "cpu" if named.type == "cpu" else f"{named.type}:{named.index or 0}"
 
 
 def _order(room: Room) -> tuple[int, str, int]:
@@ -146,10 +148,10 @@ def _resolved(limit: Limit) -> Room:
 
 
 def _accelerators() -> list[str]:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return []
-    return [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
+    return [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
 
 
 def _free(device: str) -> int:

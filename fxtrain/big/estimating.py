@@ -176,20 +176,20 @@ def _devices(placement: Placement, budget: Budget | None) -> Table:
 
 
 def _reading(placement: Placement, speeds: Speeds | None) -> Text:
-    found = estimate(placement, speeds)
+    reading = estimate(placement, speeds)
     if not placement.streamed:
         return _plain("Nothing streams: every unit computes where it is held.")
     tiers = [
         f"{show_bytes(size)} from {name}"
-        for name, size in (("disk", found.disk_bytes), ("the CPU", found.cpu_bytes))
+        for name, size in (("disk", reading.disk_bytes), ("the CPU", reading.cpu_bytes))
         if size
     ]
     text = f"A forward reads {' and '.join(tiers) or 'nothing'}"
     if speeds is None:
         return _plain(f"{text}.")
     return _plain(
-        f"{text}: at least {found.least_s:.3g} s per token at batch 1, at {speeds.disk / 1e9:.2g} "
-        f"GB/s from disk and {speeds.bus / 1e9:.3g} GB/s over the bus."
+        f"{text}: at least {reading.least_s:.3g} s per token at batch 1, at "
+        f"{speeds.disk / 1e9:.2g} GB/s from disk and {speeds.bus / 1e9:.3g} GB/s over the bus."
     )
 
 

@@ -269,8 +269,10 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield name, part
         if part._modules:
             start = f"{name}." if name else ""
-            children = [(start + key, one) for key, one in part._modules.items() if one is not None]
-            waiting.extend(reversed(children))
+            children = list(part._modules.items())
+            waiting.extend(
+                (start + key, child) for key, child in reversed(children) if child is not None
+            )
 
 
 def _count_module(

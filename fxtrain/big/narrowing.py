@@ -1,6 +1,5 @@
 """Hold parameters in one dtype and compute in another."""
 
-import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -78,10 +77,11 @@ def narrow(
         raise PlanError(f"narrow: storage {held} takes as many bytes as compute {wide}. Swap them.")
     named = list(module.named_parameters(remove_duplicate=False))
     kept = _kept(module, named, tuple(keep), set(keep_kinds))
+    floating = {id(parameter): parameter for _, parameter in named if parameter.is_floating_point()}
     chosen = {
-        id(one): one
-        for _, one in named
-        if one.is_floating_point() and id(one) not in kept and one.dtype.itemsize > held.itemsize
+        key: parameter
+        for key, parameter in floating.items()
+        if key not in kept and parameter.dtype.itemsize > held.itemsize
     }
     if not chosen:
         raise PlanError(
@@ -104,8 +104,12 @@ def narrow(
 
     return Narrowed(
         module=module,
-        changed=tuple(name for name, one in named if id(one) in chosen),
-        kept=tuple(n for n, one in named if one.is_floating_point() and id(one) not in chosen),
+        changed=tuple(name for name, parameter in named if id(parameter) in chosen),
+        kept=tuple(
+            name
+            for name, parameter in named
+            if id(parameter) in floating and id(parameter) not in chosen
+        ),
         bytes_before=count,
         bytes_after=_bytes(module),
         undo=undo,
@@ -129,20 +133,20 @@ def widen(narrowed: Narrowed) -> nn.Module:
 
 
 def _dtype(what: str, given: str | torch.dtype) -> torch.dtype:
-    found = getattr(torch, given, None) if isinstance(given, str) else given
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise PlanError(
             f"narrow({what}={given!r}): choose a floating-point dtype, such as 'bfloat16'."
         )
-    return found
+    return dtype
 
 
 def _hold(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> Callable[[], None]:
     """Convert parameters in place; returns what gives them their dtypes back, once."""
-    before = [(one, one.dtype, one.requires_grad) for one in parameters]
-    for one, _, _ in before:
-        one.requires_grad = False
-        one.data = one.data.to(dtype)
+    before = [(parameter, parameter.dtype, parameter.requires_grad) for parameter in parameters]
+    for parameter, _, _ in before:
+        parameter.requires_grad = False
+        parameter.data = parameter.data.to(dtype)
 
     def restore() -> None:
         while before:
@@ -158,7 +162,7 @@ def _kept(
 ) -> set[int]:
     """The parameters that keep their dtype, by identity."""
     try:
-        patterns = [re.compile(one) for one in keep]
+        patterns = [re.compile(pattern) for pattern in keep]
     except re.error as error:
         raise PlanError(f"narrow(keep=...): {error.pattern!r}: {error}.") from None
     there = {type(part).__name__ for part in module.modules()}
@@ -167,11 +171,13 @@ def _kept(
             f"narrow(keep_kinds=...): the model has no module of the class {', '.join(unknown)}. "
             f"It has {', '.join(sorted(there)[:20])}."
         )
-    found = {id(one) for name, one in named if any(part.search(name) for part in patterns)}
+    kept = {
+        id(parameter) for name, parameter in named if any(part.search(name) for part in patterns)
+    }
     for inner in module.modules():
         if type(inner).__name__ in kinds:
-            found.update(map(id, inner.parameters()))
-    return found
+            kept.update(map(id, inner.parameters()))
+    return kept
 
 
 def _places(
@@ -181,9 +187,9 @@ def _places(
     # The forward of MultiheadAttention reads the weights of its child without calling it.
     parts = part.modules() if isinstance(part, nn.MultiheadAttention) else [part]
     return [
-        (vars(one), name, parameter)
-        for one in parts
-        for name, parameter in one._parameters.items()
+        (vars(owner), name, parameter)
+        for owner in parts
+        for name, parameter in owner._parameters.items()
         if parameter is not None and id(parameter) in chosen
     ]
 
@@ -208,4 +214,4 @@ def _hook(
 
 
 def _bytes(module: nn.Module) -> int:
-    return sum(math.prod(one.shape) * one.element_size() for one in module.parameters())
+    return sum(parameter.nbytes for parameter in module.parameters())

@@ -380,11 +380,9 @@ def _refuse(sizes: Sizes, orders: list[_Order], limits: _Limits, policy: str) ->
     largest = max(units, key=lambda unit: unit.reads)
     beside = sum(unit.buffers + unit.working for unit in units) + limits.reserved
     needed = limits.reserved + min(
-        sum(sums)
+        order.resident[count] + order.passing[count] + order.beside[count]
         for order in orders
-        for sums in list(zip(order.resident, order.passing, order.beside, strict=True))[
-            order.still :
-        ]
+        for count in range(order.still, len(order.numbers) + 1)
     )
     kind = f" ({largest.kind})" if largest.kind else ""
     raise PlanError(

@@ -12,7 +12,6 @@ from fxtrain import big
 from fxtrain._byte_units import read_bytes
 from fxtrain._errors import PlanError
 from fxtrain.cli.output import as_json, print_json, print_renderable, print_table, say, warn
-from fxtrain.models.hub import read_hub
 from fxtrain.models.memory_estimates import (
     BYTES,
     OPTIMIZERS,
@@ -20,13 +19,14 @@ from fxtrain.models.memory_estimates import (
     Training,
     estimate,
     inference,
+    plan_weights,
     training,
 )
-from fxtrain.models.planned_weights import plan_weights
-from fxtrain.models.weight_list import Weights, read_weights
+from fxtrain.models.weight_list import Weights, read_hub, read_weights
 from fxtrain.state import Placement, Plan, Quantize, read_plan, unstructure, write_record
 from fxtrain.state.low_precision.quantized_weights import quantize_of
 
+_POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 _WORDS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -139,18 +139,16 @@ def _numbers(
             "bytes": about.largest_nbytes,
         },
         "compute": compute,
-        "training_bytes": _whole(trained),
+        "training_bytes": {
+            **{name: round(size) for name, size in attrs.asdict(trained).items()},
+            "total": round(trained.total),
+        },
         "inference_bytes": {
             "weights": round(held),
             "cache": None if cache is None else round(cache),
         },
         "inference_precision": held_as,
     }
-
-
-def _whole(sizes: Training) -> dict[str, int]:
-    each = {name: round(size) for name, size in attrs.asdict(sizes).items()}
-    return {**each, "total": round(sizes.total)}
 
 
 def _print_table(reports: list[dict[str, Any]]) -> None:
@@ -200,9 +198,6 @@ def _size(count: float) -> str:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
         count /= 1024
     return f"{count:,.2f} TiB"
-
-
-_POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @click.command("place")

@@ -1,7 +1,6 @@
 """`fxtrain report`, `watch` and `profile`: what runs have logged and traced."""
 
 import math
-import os
 import sys
 import time
 from itertools import islice
@@ -31,7 +30,8 @@ from fxtrain.curves import (
     sparkline,
 )
 
-_MOST_PROCESSES = 8
+_BARS = 30
+_MOST_ROWS = 500
 
 
 @click.command("report")
@@ -63,21 +63,16 @@ def REPORT(
             f"--output {str(path)!r}: a curve is a picture. Choose a name that ends in "
             f"{', '.join(PICTURES)}."
         )
-    processes = min(os.cpu_count() or 1, _MOST_PROCESSES)
-    found = read_curves(runs, file=file, processes=processes)
+    curves = read_curves(runs, file=file)
     if curve is None:
-        write_file(path, page_of(found))
+        write_file(path, page_of(curves))
     else:
-        save_picture(picture_of(found, curve, over=over), path)
+        save_picture(picture_of(curves, curve, over=over), path)
     say(f"Wrote {path} ({show_bytes(path.stat().st_size)}).")
 
 
 def _as_file(name: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
-
-
-_BARS = 30
-_MOST_ROWS = 500
 
 
 @click.command("watch")

@@ -32,6 +32,8 @@ from fxtrain.launch.config import from_flags, resolve
 from fxtrain.launch.machine import slurm_job
 from fxtrain.state import Plan, dumps
 
+_TRIAL = "fxtrain.diagnosis.trial"
+
 
 @click.command("env")
 @click.option("--config", "-c", "file", default="", help="the launch file to show")
@@ -51,9 +53,6 @@ def ENV(file: str, json_: bool) -> None:  # noqa: FBT001
         for name, value in facts.items():
             click.echo(f"- {name}: {value}")
         click.echo()
-
-
-_TRIAL = "fxtrain.diagnosis.trial"
 
 
 @click.command("test")

@@ -68,27 +68,27 @@ def downsample(values: Sequence[float], limit: int, *, finite: bool | None = Non
     for bucket in range(buckets):
         start = bucket * count // buckets
         part = values[start : (bucket + 1) * count // buckets]
-        real = part if everything_finite else [one for one in part if math.isfinite(one)]
+        real = part if everything_finite else [value for value in part if math.isfinite(value)]
         if real:
             kept.update((start + part.index(min(real)), start + part.index(max(real))))
         if len(real) < len(part):
-            kept.add(start + next(i for i, one in enumerate(part) if not math.isfinite(one)))
+            kept.add(start + next(at for at, value in enumerate(part) if not math.isfinite(value)))
     return sorted(kept)
 
 
 def join(parts: Iterable[Curve]) -> Curve:
     """Curves of consecutive parts of a run as one curve."""
-    found = list(parts)
-    if len(found) == 1:
-        return found[0]
+    curves = list(parts)
+    if len(curves) == 1:
+        return curves[0]
     columns = {
-        name: tuple(chain.from_iterable(getattr(part, name) for part in found))
+        name: tuple(chain.from_iterable(getattr(part, name) for part in curves))
         for name in ("steps", "rows", "times", "values")
     }
     return Curve(
         **columns,
-        count=sum(part.count for part in found),
-        nonfinite=sum(part.nonfinite for part in found),
+        count=sum(part.count for part in curves),
+        nonfinite=sum(part.nonfinite for part in curves),
     )
 
 
@@ -103,17 +103,17 @@ def sparkline(values: Sequence[float], width: int) -> str:
     parts = [
         values[at * len(values) // width : (at + 1) * len(values) // width] for at in range(width)
     ]
-    finite = [[one for one in part if math.isfinite(one)] for part in parts]
+    finite = [[value for value in part if math.isfinite(value)] for part in parts]
     means = [_mean(part) if part else math.nan for part in finite]
-    known = [one for one in means if not math.isnan(one)]
+    known = [mean for mean in means if not math.isnan(mean)]
     low, high = min(known, default=0.0), max(known, default=0.0)
-    return "".join(_bar(one, low, high) for one in means)
+    return "".join(_bar(mean, low, high) for mean in means)
 
 
 def _mean(values: Sequence[float]) -> float:
     # Divided before they are added, so that large values do not overflow; rounding must not make
     # bars of equal values differ.
-    mean = sum(one / len(values) for one in values)
+    mean = sum(value / len(values) for value in values)
     return min(max(mean, min(values)), max(values))
 
 

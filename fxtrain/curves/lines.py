@@ -142,11 +142,11 @@ def _blocks(data: bytes) -> Iterator[bytes]:
 def _piece(data: bytes, points: float, total: float) -> Contents:
     lines = _parsed(data)
     entries = [
-        one
-        for one in lines
-        if type(one) is dict and type(one.get("step")) is int and 0 <= one["step"] < _LARGEST
+        line
+        for line in lines
+        if type(line) is dict and type(line.get("step")) is int and 0 <= line["step"] < _LARGEST
     ]
-    logged = [one for one in entries if "values" in one]
+    logged = [entry for entry in entries if "values" in entry]
     starts: list[dict[str, Any]] = []
     artifacts: dict[str, str] = {}
     tables: dict[str, LoggedTable] = {}
@@ -156,10 +156,11 @@ def _piece(data: bytes, points: float, total: float) -> Contents:
         if type(entry.get("start")) is dict:
             starts.append(_start(entry))
         elif type(entry.get("artifact")) is dict:
-            artifacts |= {name: str(_plain(one)) for name, one in entry["artifact"].items()}
+            artifacts |= {name: str(_plain(path)) for name, path in entry["artifact"].items()}
         elif type(entry.get("table")) is dict:
-            found = {name: _table(one, entry["step"]) for name, one in entry["table"].items()}
-            tables |= {name: one for name, one in found.items() if one is not None}
+            for name, value in entry["table"].items():
+                if (table := _table(value, entry["step"])) is not None:
+                    tables[name] = table
     curves, left_out = _curves(logged, points, total)
     return Contents(
         curves=curves,
@@ -180,7 +181,7 @@ def _start(entry: Mapping[str, Any]) -> dict[str, Any]:
         "time": _number(entry.get("time")),
         "name": _plain(start.get("name")),
         "params": (
-            {name: _plain(one) for name, one in params.items()} if type(params) is dict else {}
+            {name: _plain(value) for name, value in params.items()} if type(params) is dict else {}
         ),
     }
 
@@ -195,14 +196,14 @@ def _plain(value: Any) -> Any:
 
 def _table(table: Any, step: int) -> LoggedTable | None:
     """A table as the tracker writes it; None for anything else."""
-    columns, rows = (table.get(one) if type(table) is dict else None for one in ("columns", "rows"))
+    columns, rows = map(table.get, ("columns", "rows")) if type(table) is dict else (None, None)
     if type(columns) is not list or type(rows) is not list or not columns:
         return None
     fits = (row for row in rows[:_TABLE_ROWS] if type(row) is list and len(row) == len(columns))
     return LoggedTable(
         step=step,
-        columns=[str(_plain(one)) for one in columns[:_MOST_COLUMNS]],
-        rows=[[_plain(one) for one in row[:_MOST_COLUMNS]] for row in fits],
+        columns=[str(_plain(name)) for name in columns[:_MOST_COLUMNS]],
+        rows=[[_plain(cell) for cell in row[:_MOST_COLUMNS]] for row in fits],
         count=len(rows),
     )
 
@@ -211,11 +212,11 @@ def _parsed(data: bytes) -> list[Any]:
     """Each line as what it contains; None if it is no JSON."""
     text = data.removesuffix(b"\n")
     try:
-        found = _parse(b"[%b]" % text.replace(b"\n", b",")) if len(text) <= LONGEST_LINE else ()
+        parsed = _parse(b"[%b]" % text.replace(b"\n", b",")) if len(text) <= LONGEST_LINE else ()
     except (ValueError, RecursionError):
-        found = ()
-    if len(found) == text.count(b"\n") + 1:
-        return list(found)
+        parsed = ()
+    if len(parsed) == text.count(b"\n") + 1:
+        return list(parsed)
     return [_parsed_line(line) for line in text.split(b"\n")]
 
 
@@ -235,18 +236,18 @@ def _curves(
     left_out = 0
     for names, positions in _groups([entry["values"] for entry in entries]):
         # Entries with the same names are transposed together, which is fast.
-        rows = zip(*(entries[one]["values"].values() for one in positions), strict=True)
+        rows = zip(*(entries[at]["values"].values() for at in positions), strict=True)
         for name, column in zip(names, rows, strict=True):
             if name in columns or len(columns) < MOST_METRICS:
                 columns.setdefault(name, []).append(_numbers(positions, column))
             else:
                 left_out += len(positions)
-    kept = max(_BLOCK_POINTS, int(min(points, total / max(len(columns), 1))))
+    limit = max(_BLOCK_POINTS, int(min(points, total / max(len(columns), 1))))
     curves: dict[str, Curve] = {}
     for name, parts in columns.items():
         where, values = parts[0] if len(parts) == 1 else _in_order(parts)
         if where:
-            curves[name] = _curve(entries, where, values, kept)
+            curves[name] = _curve(entries, where, values, limit)
     return curves, left_out
 
 
@@ -277,9 +278,9 @@ def _numbers(where: Sequence[int], values: Sequence[Any]) -> tuple[Sequence[int]
     floats = _as_floats(values)
     if floats is not None:
         return where, floats
-    numbers = [_number(one) for one in values]
-    found = [at for at, one in zip(where, numbers, strict=True) if one is not None]
-    return found, [one for one in numbers if one is not None]
+    numbers = [_number(value) for value in values]
+    positions = [at for at, number in zip(where, numbers, strict=True) if number is not None]
+    return positions, [number for number in numbers if number is not None]
 
 
 def _as_floats(values: Sequence[Any]) -> list[float] | None:
@@ -300,12 +301,12 @@ def _curve(
 ) -> Curve:
     finite = math.isfinite(sum(values))
     kept = downsample(values, points, finite=finite)
-    found = [entries[where[one]] for one in kept]
+    chosen = [entries[where[at]] for at in kept]
     return Curve(
-        steps=_floats([entry["step"] for entry in found]),
-        rows=_floats([entry.get("rows") for entry in found]),
-        times=_floats([entry.get("time") for entry in found]),
-        values=tuple([values[one] for one in kept]),
+        steps=_floats([entry["step"] for entry in chosen]),
+        rows=_floats([entry.get("rows") for entry in chosen]),
+        times=_floats([entry.get("time") for entry in chosen]),
+        values=tuple([values[at] for at in kept]),
         count=len(values),
         nonfinite=0 if finite else sum(not math.isfinite(v) for v in values),
     )

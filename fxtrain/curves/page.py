@@ -108,8 +108,10 @@ def _metrics(runs: Sequence[RunCurves]) -> list[str]:
     names = dict.fromkeys(name for run in runs for name in run.curves)
 
     def place(name: str) -> int:
-        found = [at for at, one in enumerate(_FIRST) if name == one or name.startswith(f"{one}/")]
-        return found[0] if found else len(_FIRST)
+        for at, first in enumerate(_FIRST):
+            if name == first or name.startswith(f"{first}/"):
+                return at
+        return len(_FIRST)
 
     return sorted(names, key=place)
 
@@ -147,7 +149,7 @@ def _data(runs: Sequence[RunCurves]) -> str:
 
 def _start(run: RunCurves) -> float:
     """Where the axis of time begins."""
-    times = [one for curve in run.curves.values() for one in curve.times if not math.isnan(one)]
+    times = [at for curve in run.curves.values() for at in curve.times if not math.isnan(at)]
     known = [*times, *([] if run.started is None else [run.started])]
     return min(known, default=0.0)
 

@@ -189,8 +189,8 @@ def file_of(folder: Any, file: str) -> Path:
         raise PlanError(f"report: {error}.") from error
     if not Path(folder).is_dir():
         raise PlanError(f"report({str(folder)!r}): there is no such folder. Pass that of a run.")
-    inside = sorted(one.name for one in Path(folder).iterdir())
-    inner = [name for name in inside if (Path(folder) / name / file).is_file()]
+    names = sorted(path.name for path in Path(folder).iterdir())
+    inner = [name for name in names if (Path(folder) / name / file).is_file()]
     advice = (
         f"Pass the runs in it: {', '.join(inner[:3])}"
         if inner
@@ -198,7 +198,7 @@ def file_of(folder: Any, file: str) -> Path:
     )
     raise PlanError(
         f"report({str(folder)!r}): this folder has no {file}; found "
-        f"{', '.join(inside[:5]) or 'nothing'}. {advice}."
+        f"{', '.join(names[:5]) or 'nothing'}. {advice}."
     )
 
 
@@ -218,7 +218,9 @@ def _run(path: Path, contents: Contents) -> RunCurves:
         started=first["time"],
         resumed=contents.started - 1,
         checkpoints=tuple(
-            one for one in sorted(folder.glob("update-[0-9]*")) if (one / "manifest.json").is_file()
+            checkpoint
+            for checkpoint in sorted(folder.glob("update-[0-9]*"))
+            if (checkpoint / "manifest.json").is_file()
         ),
         artifacts=contents.artifacts,
         tables=contents.tables,
@@ -236,13 +238,13 @@ def _labelled(runs: Sequence[RunCurves]) -> list[RunCurves]:
         label = name if names.count(name) == 1 else f"{name} ({folder})"
         again = labels.count(label)
         labels.append(f"{label} #{again + 1}" if again else label)
-    return [attrs.evolve(run, label=one) for run, one in zip(runs, labels, strict=True)]
+    return [attrs.evolve(run, label=label) for run, label in zip(runs, labels, strict=True)]
 
 
 def _limited(runs: Sequence[RunCurves]) -> tuple[RunCurves, ...]:
     count = sum(len(run.curves) for run in runs)
     limit = max(_FEWEST, min(_CURVE_POINTS, _ALL_POINTS // max(count, 1)))
     return tuple(
-        attrs.evolve(run, curves={name: one.limited(limit) for name, one in run.curves.items()})
+        attrs.evolve(run, curves={name: curve.limited(limit) for name, curve in run.curves.items()})
         for run in runs
     )

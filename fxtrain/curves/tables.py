@@ -64,7 +64,7 @@ def _section(title: str, content: str) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[str]) -> str:
-    columns = "".join(f'<th scope="col">{text_of(one)}</th>' for one in head)
+    columns = "".join(f'<th scope="col">{text_of(name)}</th>' for name in head)
     return (
         f'<div class="wide" role="region" tabindex="0" aria-label="{text_of(title)}"><table>\n'
         f"<thead><tr>{columns}</tr></thead>\n<tbody>\n"
@@ -126,7 +126,7 @@ def _values(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
 
 
 def _facts(curve: Curve) -> tuple[str, ...]:
-    finite = [one for one in curve.values if math.isfinite(one)]
+    finite = [value for value in curve.values if math.isfinite(value)]
     low, high = (f"{min(finite):.6g}", f"{max(finite):.6g}") if finite else ("-", "-")
     return f"{curve.values[-1]:.6g}", low, high, _count(curve.count), _count(curve.nonfinite)
 
@@ -158,7 +158,7 @@ def _settings(runs: Sequence[RunCurves]) -> tuple[list[str], list[str], list[str
     names = list(dict.fromkeys(name for run in runs for name in run.params))
     plan = [name for name in names if name.startswith("plan.")]
     context = [name for name in names if name.startswith("context.")]
-    return [one for one in names if one not in {*plan, *context}], plan, context
+    return [name for name in names if name not in {*plan, *context}], plan, context
 
 
 def _compared(runs: Sequence[RunCurves], names: Sequence[str]) -> str:
@@ -173,7 +173,7 @@ def _compared(runs: Sequence[RunCurves], names: Sequence[str]) -> str:
             (_setting(run, name) for run in runs),
             kind=' class="different"' if name in different else "",
         )
-        for name in sorted(names, key=lambda one: one not in different)
+        for name in sorted(names, key=lambda name: name not in different)
     ]
     table = _table("Settings", ("Name", *(run.label for run in runs)), rows)
     if len(runs) == 1:
@@ -207,8 +207,8 @@ def _link(path: Path, text: str) -> str:
 
 
 def _highest(curves: Iterable[Curve], over: str) -> float | None:
-    found = [one for curve in curves for one in curve.axis(over) if not math.isnan(one)]
-    return max(found, default=None)
+    places = [x for curve in curves for x in curve.axis(over) if not math.isnan(x)]
+    return max(places, default=None)
 
 
 def _count(value: float | None) -> str:

@@ -82,15 +82,15 @@ def collect(env: Mapping[str, str]) -> Groups:
 
 
 def _versions(torch: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"fxtrain": __version__, "python": platform.python_version()}
+    facts: dict[str, Any] = {"fxtrain": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            facts[name] = version(name)
         except PackageNotFoundError:
             continue
     built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
-    found["torch built for"] = ", ".join(f"{k} {v}" for k, v in built.items() if v) or "CPU"
-    return found
+    facts["torch built for"] = ", ".join(f"{k} {v}" for k, v in built.items() if v) or "CPU"
+    return facts
 
 
 def _machine(env: Mapping[str, str]) -> dict[str, Any]:
@@ -108,16 +108,16 @@ def _machine(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    found = re.search(r"model name\s*:\s*(.+)", _text("/proc/cpuinfo"))
-    return found[1] if found else platform.processor() or platform.machine()
+    match = re.search(r"model name\s*:\s*(.+)", _text("/proc/cpuinfo"))
+    return match[1] if match else platform.processor() or platform.machine()
 
 
 def half_precision_instructions(cpuinfo: str) -> str:
     """The instructions of a processor for products in half precision."""
-    found = re.search(r"^flags\s*:\s*(.+)", cpuinfo, re.MULTILINE)
-    if found is None:
+    match = re.search(r"^flags\s*:\s*(.+)", cpuinfo, re.MULTILINE)
+    if match is None:
         return "unknown"
-    flags = {*found[1].split()}
+    flags = {*match[1].split()}
     names = {"amx_bf16": "AMX-BF16", "amx_fp16": "AMX-FP16", "avx512_bf16": "AVX512-BF16"}
     return ", ".join(name for flag, name in names.items() if flag in flags) or "no instructions"
 
@@ -141,17 +141,17 @@ def _devices(torch: Any) -> dict[str, Any]:
     if not torch.accelerator.is_available():
         return {"accelerators": "none; ranks compute on the CPU"}
     kind = torch.accelerator.current_accelerator().type
-    found: dict[str, Any] = {"accelerators": f"{torch.accelerator.device_count()} ({kind})"}
+    facts: dict[str, Any] = {"accelerators": f"{torch.accelerator.device_count()} ({kind})"}
     module = getattr(torch, kind)
     for index in range(torch.accelerator.device_count()):
         if hasattr(module, "get_device_properties"):
             about = module.get_device_properties(index)
             size = getattr(about, "total_memory", 0) / 2**30
-            found[f"{kind}:{index}"] = f"{about.name}, {size:.1f} GiB"
+            facts[f"{kind}:{index}"] = f"{about.name}, {size:.1f} GiB"
     if kind == "cuda" and not torch.version.hip:
         query = "--query-gpu=driver_version", "--format=csv,noheader"
-        found["driver"] = _tool("nvidia-smi", *query).partition("\n")[0]
-    return found
+        facts["driver"] = _tool("nvidia-smi", *query).partition("\n")[0]
+    return facts
 
 
 def _topology(env: Mapping[str, str]) -> dict[str, Any]:
@@ -164,25 +164,25 @@ def _topology(env: Mapping[str, str]) -> dict[str, Any]:
         place = f"unreadable: {', '.join(sorted(names))}; see the error of `fx.detect()`"
     nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
     cores = {node.name: _text(str(node / "cpulist")).strip() for node in nodes}
-    found: dict[str, Any] = {"this process": place}
-    found["NUMA nodes"] = ", ".join(f"{k}: cores {v}" for k, v in cores.items()) or "unknown"
+    facts: dict[str, Any] = {"this process": place}
+    facts["NUMA nodes"] = ", ".join(f"{k}: cores {v}" for k, v in cores.items()) or "unknown"
     if shutil.which("nvidia-smi"):
-        found["links"] = "\n" + _tool("nvidia-smi", "topo", "-m")
-    return found
+        facts["links"] = "\n" + _tool("nvidia-smi", "topo", "-m")
+    return facts
 
 
 def _communication(torch: Any, env: Mapping[str, str]) -> dict[str, Any]:
     dist = torch.distributed
     names = ("gloo", "nccl", "xccl", "ucc", "mpi") if dist.is_available() else ()
     there = [name for name in names if getattr(dist, f"is_{name}_available", lambda: False)()]
-    found: dict[str, Any] = {"back ends": ", ".join(there) or "none"}
+    facts: dict[str, Any] = {"back ends": ", ".join(there) or "none"}
     if "nccl" in there:
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    found["interfaces"] = ", ".join(_interfaces())
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    facts["interfaces"] = ", ".join(_interfaces())
     for tool in ("mpirun", "srun"):
         if shutil.which(tool, path=env.get("PATH")):
-            found[tool] = _tool(tool, "--version").partition("\n")[0]
-    return found
+            facts[tool] = _tool(tool, "--version").partition("\n")[0]
+    return facts
 
 
 def _interfaces() -> list[str]:
@@ -198,25 +198,25 @@ def _config(env: Mapping[str, str]) -> dict[str, Any]:
     except PlanError as error:
         # Without the values found there, which may be secrets.
         wrong = re.findall(r"^((?:launch|plan|default)\b[\w.]*): ", str(error), re.MULTILINE)
-        said = ", ".join(wrong) or "the file"
-        return {"invalid": f"{said}; run `fxtrain config show`"}
+        names = ", ".join(wrong) or "the file"
+        return {"invalid": f"{names}; run `fxtrain config show`"}
     home = env.get("HOME", "")
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "file": hidden("", settings.file, home=home) or "none",
         "profile": settings.profile or "none",
     }
-    for each in settings.every():
-        if each.origin != "default":
-            value = _setting(settings, each, home)
-            found[each.path] = f"{value} ({hidden('', each.origin, home=home)})"
-    return found
+    for setting in settings.every():
+        if setting.origin != "default":
+            value = _setting(settings, setting, home)
+            facts[setting.path] = f"{value} ({hidden('', setting.origin, home=home)})"
+    return facts
 
 
 def _setting(settings: Settings, setting: Setting, home: str) -> str:
     """A value of a launch file as it may be shown: a choice from a few is not a secret."""
     path, value = setting.path, setting.value
     if path == "launch.env":
-        return f"{', '.join(one.partition('=')[0] for one in value)} (values are not shown)"
+        return f"{', '.join(word.partition('=')[0] for word in value)} (values are not shown)"
     if isinstance(value, list | tuple):
         return str(hidden_words(map(str, value), home=home))
     if value is None or isinstance(value, bool | int | float) or _is_choice(settings, path):
@@ -234,7 +234,7 @@ def _is_choice(settings: Settings, path: str) -> bool:
         return record is not None
     kinds = {field.name: field.type for field in getattr(type(record), "__attrs_attrs__", ())}
     kind = kinds.get(name)
-    return any(get_origin(one) is Literal for one in (kind, *get_args(kind)))
+    return any(get_origin(member) is Literal for member in (kind, *get_args(kind)))
 
 
 def _tool(*command: str) -> str:
@@ -242,8 +242,8 @@ def _tool(*command: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"failed: {error}"
-    said = done.stdout.strip() or done.stderr.strip()
-    return said if done.returncode == 0 else f"exit code {done.returncode}: {said}"
+    output = done.stdout.strip() or done.stderr.strip()
+    return output if done.returncode == 0 else f"exit code {done.returncode}: {output}"
 
 
 def _text(path: str) -> str:

@@ -54,30 +54,30 @@ def fact_problems(facts: Sequence[Mapping[str, Any]], *, nodes: int) -> list[str
         >>> fact_problems([a, b], nodes=2)[0]
         'torch differs: 2.12 on n1, 2.13 on n0. Install the same version everywhere.'
     """
-    told: list[str] = []
+    problems: list[str] = []
     for name in (*_MUST_MATCH, "device"):
         hosts: dict[str, set[str]] = {}
         for fact in facts:
             hosts.setdefault(str(fact.get(name, "")), set()).add(str(fact["host"]))
         if len(hosts) > 1:
             shown = [
-                f"{value or 'none'} on {_list(found)}" for value, found in sorted(hosts.items())
+                f"{value or 'none'} on {_list(names)}" for value, names in sorted(hosts.items())
             ]
             advice = (
                 "Give each node the same devices, or set launch.cpu."
                 if name == "device"
                 else "Install the same version everywhere."
             )
-            told.append(f"{name} differs: {', '.join(shown)}. {advice}")
+            problems.append(f"{name} differs: {', '.join(shown)}. {advice}")
     for fact in _one_per_host(facts):
-        told += _interface_problems(fact)
+        problems += _interface_problems(fact)
         named = bool(fact.get("asked", {}).get("GLOO_SOCKET_IFNAME"))  # gloo then uses that
         if nodes > 1 and not named and str(fact.get("own_address", "")).startswith("127."):
-            told.append(
+            problems.append(
                 f"{fact['host']} resolves its own name to {fact['own_address']}, where other nodes "
                 f"cannot reach it. Set launch.local_address, or correct /etc/hosts."
             )
-    return told
+    return problems
 
 
 def clock_problems(times: Sequence[float], hosts: Sequence[str]) -> list[str]:
@@ -88,21 +88,21 @@ def clock_problems(times: Sequence[float], hosts: Sequence[str]) -> list[str]:
         >>> clock_problems([100.0, 100.1, 160.0], ["n0", "n0", "n1"])
         ['The clock of n1 is 60.0 s ahead of n0. Set the time by NTP (timedatectl).']
     """
-    told: list[str] = []
+    problems: list[str] = []
     for host, ahead in {host: at - times[0] for host, at in zip(hosts, times, strict=True)}.items():
         if abs(ahead) > _MAX_CLOCK_SKEW_S:
             word = "ahead of" if ahead > 0 else "behind"
-            told.append(
+            problems.append(
                 f"The clock of {host} is {abs(ahead):.1f} s {word} {hosts[0]}. Set the time by NTP "
                 f"(timedatectl)."
             )
-    return told
+    return problems
 
 
 def _interface_problems(fact: Mapping[str, Any]) -> list[str]:
     """Interfaces that a variable names and the machine does not have."""
     there = [str(name) for name in fact.get("interfaces", ())]
-    told: list[str] = []
+    problems: list[str] = []
     for variable, asked in dict(fact.get("asked", {})).items():
         wanted = [name.partition(":")[0] for name in asked.lstrip("=").split(",")]
         # NCCL accepts prefixes, and ^ to exclude; gloo accepts full names.
@@ -111,11 +111,11 @@ def _interface_problems(fact: Mapping[str, Any]) -> list[str]:
             name == one if exact else name.startswith(one) for one in wanted for name in there
         ):
             continue
-        told.append(
+        problems.append(
             f"{variable}={asked} on {fact['host']}: no such interface. Available: "
             f"{', '.join(there)}."
         )
-    return told
+    return problems
 
 
 def _one_per_host(facts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

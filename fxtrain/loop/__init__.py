@@ -8,8 +8,7 @@ from fxtrain.loop.learning_rates import RateCurve, find_lr
 from fxtrain.loop.means import Mean
 from fxtrain.loop.noise_scale import NoiseScale
 from fxtrain.loop.releasing import Released, release
-from fxtrain.loop.stepping import StepFns, step
-from fxtrain.loop.updating import update
+from fxtrain.loop.stepping import StepFns, step, update
 from fxtrain.loop.weight_averages import EMA, ema
 
 __all__ = [

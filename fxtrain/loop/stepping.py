@@ -1,4 +1,4 @@
-"""One micro-batch: forward, backward and, at the end of a window, the update."""
+"""One micro-batch: forward, backward and, at the end of a window, the update and its schedulers."""
 
 from collections.abc import Callable
 from typing import Any, Generic
@@ -12,8 +12,6 @@ from typing_extensions import TypeVar
 from fxtrain import _tree, ops
 from fxtrain._errors import CollectiveError, StepError
 from fxtrain.loop import weighting
-from fxtrain.loop.nonfinite import nonfinite_problem
-from fxtrain.loop.schedules import advance, steps_per_update, warn_of_lengths
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.state import (
@@ -32,12 +30,18 @@ from fxtrain.state import (
     shown,
 )
 
-__all__ = ["LOSS_EXAMPLE", "StepFns", "check_loss_function", "check_step", "step"]
-
 M = TypeVar("M", bound=nn.Module, default=Any)
 Loss = Tensor | Weighted
 
 _NO_UPDATE = UpdateResult(applied=False)
+_HALF = (torch.bfloat16, torch.float16)
+# The attributes in which schedulers of torch keep the number of steps after which they are done.
+_LENGTHS = {
+    "CosineAnnealingLR": "T_max",
+    "OneCycleLR": "total_steps",
+    "PolynomialLR": "total_iters",
+}
+_TOLERANCE = 0.05  # a last short window, and rows of padding
 LOSS_EXAMPLE = "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 
 
@@ -236,6 +240,63 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
     )
 
 
+def update(ctx: DistContext, batch: Batch, model: Wrapped, loss: Tensor | Weighted) -> Report:
+    """Train on the loss of one micro-batch, which the loop has computed itself.
+
+    Takes the place of `loss.backward()`, `optimizer.step()`, `scheduler.step()` and
+    `optimizer.zero_grad()`. Does what `fx.step` does after its call of the loss function:
+    accumulation, reduction, clipping, loss scaling, weights, the policy for non-finite values and
+    schedulers follow the plan, and parameters are equal in every bit.
+
+    Under a plan with `precision="bf16"` or `"fp16"`, compute the loss inside
+    `fx.ops.autocast(model)`, as `fx.step` does.
+
+    Args:
+        ctx: The context for which the model was wrapped.
+        batch: The batch from which the loss was computed, from a loader of `fx.shard`.
+        model: The wrapped model, called as `model(...)` to compute the loss.
+        loss: A mean loss over the rows of the batch, or `Weighted(total, weight)`.
+
+    Effects:
+        As `fx.step`.
+
+    Raises:
+        StepError: as `fx.step`; the loss is in half precision, since it was computed outside of
+            `fx.ops.autocast(model)`; or `loss.backward()` was called before.
+        ContextError: the context is closed.
+        CollectiveError: a rank never joins.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> from torch.utils.data import DataLoader
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(1, 1), ctx,
+        ...                     optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        ...     for batch in fx.shard(DataLoader(torch.ones(4, 1), batch_size=2), ctx):
+        ...         loss = model(batch.data).square().mean()
+        ...         report = fx.update(ctx, batch, model, loss)
+        ...     report.applied, report.updates
+        (True, 2)
+    """
+    fits = type(ctx) is DistContext and type(batch) is Batch and isinstance(model, Wrapped)
+    fits = fits and batch.plan is model.plan and model.optimizers
+    if not fits or model.closed or ctx.comm.state.closed:
+        check_step("update", ctx, batch, model)
+    if model.plan.precision.compute != "fp32":
+        _check_dtype(loss, model)
+    try:
+        return step(ctx, batch, StepFns(model, lambda *_: loss))
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise StepError(
+            "update: backward has already run on this loss, by loss.backward() or an earlier "
+            "fx.update. Remove loss.backward(), which fx.update calls itself, and compute a new "
+            "loss for each batch.",
+            code="FX502",
+        ) from error
+
+
 def check_step(call: str, ctx: DistContext, batch: Any, model: Wrapped) -> None:
     """Refuse what a micro-batch cannot be trained with.
 
@@ -262,6 +323,20 @@ def check_step(call: str, ctx: DistContext, batch: Any, model: Wrapped) -> None:
             f"{call}: this model has no optimizer. Wrap it with one: fx.wrap(net, ctx, plan, "
             f"optimizer=lambda params: torch.optim.AdamW(params)).",
             code="FX504",
+        )
+
+
+def _check_dtype(loss: Any, model: Wrapped) -> None:
+    """Refuse a loss that autocast would have computed in fp32."""
+    compute = model.plan.precision.compute
+    dtype = getattr(loss.total if isinstance(loss, Weighted) else loss, "dtype", None)
+    if dtype in _HALF:
+        raise StepError(
+            f"update: the loss is {dtype}, since it was computed outside of autocast, under a "
+            f"plan with precision={compute!r}. Compute it as fx.step does: `with "
+            f"fx.ops.autocast(model): loss = ...`, or from outputs in fp32 (outputs.float(), or "
+            f"Plan(precision=fx.Precision(compute={compute!r}, output='fp32'))).",
+            code="FX502",
         )
 
 
@@ -321,7 +396,7 @@ def _update(
     scale = None
     if window.micro or weighted.provisional:
         scale = weighting.close_window(weighted, model, independent=independent)
-    problem = None if plan.nonfinite == "ignore" else nonfinite_problem(ctx, batch, model)
+    problem = None if plan.nonfinite == "ignore" else _nonfinite_problem(ctx, batch, model)
     update_spec, skip = fns._update_spec, problem is not None
     keep_parameters = independent and weighting.is_empty(batch, model)
     if scale is not None or skip or keep_parameters:
@@ -335,15 +410,42 @@ def _update(
     if problem is not None and plan.nonfinite == "raise":
         raise problem
     if outcome.applied and model.schedulers:
-        _advance(batch, model, steps_per_update(model, rows))
+        _advance_schedulers(batch, model, _steps_per_update(model, rows))
     return outcome
 
 
-def _advance(batch: Batch, model: Wrapped, steps: int) -> None:
+def _nonfinite_problem(ctx: DistContext, batch: Batch, model: Wrapped) -> StepError | None:
+    """An error that names the ranks with a non-finite loss or gradient; equal on every rank."""
+    bad_grads = not model.strategy.finite(model)
+    bad_losses = int(model.window.bad_losses)
+    model.window.bad_losses.zero_()
+    found = ops.gather_objects((bad_losses, bad_grads), ctx)
+    if not any(losses or grads for losses, grads in found):
+        return None
+    lines = [
+        f"  rank {rank}: {losses} non-finite loss{'' if losses == 1 else 'es'}; "
+        f"gradients are {'non-finite' if grads else 'finite'}"
+        for rank, (losses, grads) in enumerate(found)
+        if losses or grads
+    ]
+    return StepError(
+        "\n".join(
+            [
+                f"Non-finite values before update {model.window.updates + 1} "
+                f"(epoch {batch.position.epoch}, index {batch.position.index}):",
+                *lines,
+                'Update skipped. Use Plan(nonfinite="skip") to continue without raising.',
+            ]
+        ),
+        code="FX501",
+    )
+
+
+def _advance_schedulers(batch: Batch, model: Wrapped, steps: int) -> None:
     """Advance the schedulers, which the loop has left alone since the last update."""
     updates = model.window.updates
     if not model.advanced:
-        warn_of_lengths(model, batch, steps)
+        _warn_of_lengths(model, batch, steps)
     update, counts = model.advanced or (None, ())
     if update == updates - 1:
         for scheduler, count in zip(model.schedulers, counts, strict=True):
@@ -354,9 +456,63 @@ def _advance(batch: Batch, model: Wrapped, steps: int) -> None:
                     f"call. A scheduler that advances once per epoch is not passed to fx.wrap."
                 )
     for scheduler in model.schedulers:
-        advance(scheduler, steps, capped=model.plan.schedule == "ranks")
+        _advance(scheduler, steps, capped=model.plan.schedule == "ranks")
     counts = [getattr(scheduler, "last_epoch", 0) for scheduler in model.schedulers]
     model.advanced[:] = updates, counts
+
+
+def _steps_per_update(model: Wrapped, rows: int) -> int:
+    """Steps of each scheduler for an update that averages over this many rows."""
+    plan = model.plan
+    if plan.schedule == "samples":
+        return rows
+    # One batch of the loader before it was sharded is one of a rank; a global one is one of all.
+    sharded = plan.schedule == "ranks" and plan.batch == "per_rank"
+    return model.ctx.axis("data").world_size if sharded else 1
+
+
+def _advance(scheduler: Any, steps: int, *, capped: bool) -> None:
+    """Step a scheduler; capped: as far as its length, which batches of ranks may exceed."""
+    for _ in range(steps):
+        if capped and scheduler.last_epoch >= getattr(scheduler, "total_steps", float("inf")):
+            return
+        scheduler.step()
+
+
+def _warn_of_lengths(model: Wrapped, batch: Batch, steps: int) -> None:
+    """Log schedulers that are done long before the run, or long after it.
+
+    Args:
+        model: The model, which was updated.
+        batch: The last one of that update. Unless the model trains on each batch of its loader,
+            nothing is known.
+        steps: Of schedulers, for each update.
+    """
+    updates = batch.run_updates
+    if updates is None or batch.position.updates != model.window.updates:
+        return
+    ranks, made = model.ctx.axis("data").world_size, updates * steps
+    for scheduler in model.schedulers:
+        name = type(scheduler).__name__
+        length = getattr(scheduler, _LENGTHS.get(name, ""), None)
+        if type(length) is not int or abs(length - made) <= steps + _TOLERANCE * made:
+            continue
+        cure = f"Build it with {_LENGTHS[name]}={made}, of loader.total_updates(epochs)"
+        if length > made and ranks > 1 and model.plan.schedule == "update":
+            cure += (
+                f"; if it counts the batches of the loader before fx.shard, use "
+                f"Plan(schedule='ranks'), which steps it {ranks} times per update"
+            )
+        ops.log(model.ctx).warning(
+            "%s has a length of %d steps, and this run of %d updates makes %d under "
+            "Plan(schedule=%r). %s.",
+            name,
+            length,
+            updates,
+            made,
+            model.plan.schedule,
+            cure,
+        )
 
 
 def _name_lost_rank(ctx: DistContext, error: RuntimeError) -> None:

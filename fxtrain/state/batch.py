@@ -9,7 +9,6 @@ import attrs
 from typing_extensions import TypeVar
 
 from fxtrain._display import Displayed, describe, number
-from fxtrain._errors import DataError
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position, position_words
 
@@ -32,10 +31,6 @@ class _Indexed(Protocol[_Key, _Value]):
     """Data with entries, by key or by number."""
 
     def __getitem__(self, key: _Key, /) -> _Value: ...
-
-
-class _NoMapping(DataError, TypeError):
-    """A batch was used as a mapping, but its data is not one."""
 
 
 @attrs.frozen(kw_only=True, eq=False, repr=False)
@@ -98,15 +93,7 @@ class Batch(Displayed, Generic[Data_co]):
     def __getitem__(self: Batch[_Indexed[K, V]], key: K) -> V: ...
     def __getitem__(self, key: Any) -> Any:
         data: Any = self.data
-        try:
-            return data[key]
-        except TypeError as error:
-            if not isinstance(key, str):
-                raise
-            raise _NoMapping(
-                f"batch[{key!r}]: the data of this batch is a {type(data).__name__}, not a "
-                f"mapping. Use batch[0], *batch or batch.data."
-            ) from error
+        return data[key]
 
     def __iter__(self: Batch[Iterable[V]]) -> Iterator[V]:
         return iter(self.data)
@@ -117,15 +104,15 @@ class Batch(Displayed, Generic[Data_co]):
 
     def keys(self: Batch[Mapping[K, V]]) -> KeysView[K]:
         """The keys of the data, so that `model(**batch)` works."""
-        return self._mapping("keys").keys()
+        return self.data.keys()
 
     def values(self: Batch[Mapping[K, V]]) -> ValuesView[V]:
         """The values of the data."""
-        return self._mapping("values").values()
+        return self.data.values()
 
     def items(self: Batch[Mapping[K, V]]) -> ItemsView[K, V]:
         """The (key, value) pairs of the data."""
-        return self._mapping("items").items()
+        return self.data.items()
 
     @overload
     def get(self: Batch[Mapping[K, V]], key: K) -> V | None: ...
@@ -133,7 +120,7 @@ class Batch(Displayed, Generic[Data_co]):
     def get(self: Batch[Mapping[K, V]], key: K, default: W) -> V | W: ...
     def get(self: Batch[Mapping[Any, Any]], key: Any, default: Any = None) -> Any:
         """The value of a key of the data, or a default."""
-        return self._mapping("get").get(key, default)
+        return self.data.get(key, default)
 
     def to(
         self, target: torch.device | str | int | torch.dtype, *, non_blocking: bool = False
@@ -151,14 +138,6 @@ class Batch(Displayed, Generic[Data_co]):
 
         data, valid = _tree.map_leaves(moved, self.data), moved(self.valid)
         return attrs.evolve(self, data=data, valid=valid)
-
-    def _mapping(self: Batch[Mapping[K, V]], call: str) -> Mapping[K, V]:
-        if not isinstance(self.data, Mapping):
-            raise _NoMapping(
-                f"batch.{call}(), or **batch: the data of this batch is a "
-                f"{type(self.data).__name__}, not a mapping. Use batch[0], *batch or batch.data."
-            )
-        return self.data
 
 
 @attrs.frozen(repr=False)

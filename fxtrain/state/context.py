@@ -41,17 +41,10 @@ class CommState:
         save_context: The ranks over a separate group, for background saves.
         save_buffer: Host memory to which saves copy tensors, uint8, reused by the next save.
         restored_from: The checkpoint of the last restore, which no save may prune.
-        submesh_groups: Groups opened for models that split ranks differently from the mesh, by
-            how they split them.
-        device_meshes: torch's meshes of these ranks, by the context's mesh and the number of ranks
-            that share a replica.
         at_close: Functions that closing calls, after no more calls are accepted.
-        mesh_context: The context of these ranks with another mesh that `fxtrain.testing` opened
-            last, for the next call with that mesh.
         opened_groups: Process groups that were opened for this context, to be closed with it.
         closed: Whether the context was closed, so that no call can be made.
         children: The axes and duplicates of this communicator, which are closed with it.
-        logged_plans: Plans of the script whose difference from the launch's was logged.
         wrapped: The handle of each module that was wrapped.
         slots: The record of each layer, by its class.
     """
@@ -62,14 +55,10 @@ class CommState:
     save_context: DistContext | None = None
     save_buffer: torch.Tensor | None = attrs.field(default=None, repr=False)
     restored_from: str | None = None
-    submesh_groups: dict[str, Any] = attrs.field(factory=dict)
-    device_meshes: dict[tuple[Mesh, int], Any] = attrs.field(factory=dict)
     at_close: list[Callable[[], None]] = attrs.field(factory=list)
-    mesh_context: tuple[Mesh, DistContext] | None = None
     opened_groups: list[Any] = attrs.field(factory=list)
     closed: bool = False
     children: weakref.WeakSet[CommState] = attrs.field(factory=weakref.WeakSet, repr=False)
-    logged_plans: set[Plan] = attrs.field(factory=set, repr=False)
     wrapped: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[object]] = attrs.field(
         factory=weakref.WeakKeyDictionary, repr=False
     )

@@ -153,15 +153,17 @@ def _without_added(record: Any, data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def _leaves(data: Any) -> Iterator[Any]:
-    if isinstance(data, dict):
-        yield from data
-        data = data.values()
-    elif not isinstance(data, list):
-        yield data
-        return
-    for value in data:
-        yield from _leaves(value)
+def _leaves(data: Any) -> list[Any]:
+    leaves, waiting = [], [data]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+        else:
+            leaves.append(value)
+    return leaves
 
 
 def _record_hook(cls: type, converter: cattrs.Converter, known: Mapping[str, type]) -> _Hook:
@@ -170,9 +172,8 @@ def _record_hook(cls: type, converter: cattrs.Converter, known: Mapping[str, typ
     except NameError as error:
         raise PlanError(f"{cls.__name__} has a field of an unsupported type: {error}") from None
     hooks = {field.name: _field_hook(field, converter, known) for field in fields}
-    build = make_dict_structure_fn(
-        cls, converter, **{name: override(struct_hook=hook) for name, hook in hooks.items()}
-    )
+    overrides: dict[str, Any] = {name: override(struct_hook=hook) for name, hook in hooks.items()}
+    build = make_dict_structure_fn(cls, converter, **overrides)
     tag, names = kind_of(cls), ", ".join(field.alias for field in fields)
 
     def structure_record(data: Any, _: Any) -> Any:

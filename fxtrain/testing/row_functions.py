@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from fxtrain.backends import strategies, weights, wrap
-from fxtrain.backends.table import problems_of
+from fxtrain.backends.wrapping import problems_of
 from fxtrain.checkpoint import restore
 from fxtrain.state import DistContext, LocalSGD, Plan, Strategy
 from fxtrain.testing.cluster import Cluster

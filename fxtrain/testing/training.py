@@ -17,7 +17,6 @@ from fxtrain.data import shard
 from fxtrain.loop import StepFns, step
 from fxtrain.state import (
     Batch,
-    CommState,
     DistContext,
     Mesh,
     Plan,
@@ -28,6 +27,7 @@ from fxtrain.state import (
     Wrapped,
 )
 from fxtrain.testing.transformer import Transformer
+from fxtrain.testing.worker import MeshContext
 
 __all__ = [
     "Run",
@@ -244,18 +244,18 @@ def on_mesh(ctx: Any, mesh: Mesh | None) -> Iterator[DistContext]:
     if mesh is None:
         yield ctx
         return
-    state = ctx.comm.state
-    last, placed = state.mesh_context or (None, None)
-    if placed is None or last != mesh or not _works(placed):
+    state = ctx.comm.slot(MeshContext)
+    placed = state.ctx
+    if placed is None or state.mesh != mesh or not _works(placed):
         _close_last(state)
         kind, wait_s = ctx.device.type, ctx.comm.timeout_s
         placed = ops.detect({}, device=kind, mesh=mesh, timeout_s=wait_s)
-    state.mesh_context = None
+    state.ctx = None
     with ExitStack() as closing:
         closing.enter_context(placed)
         yield placed
         closing.pop_all()
-    state.mesh_context = (mesh, placed)
+    state.mesh, state.ctx = mesh, placed
 
 
 def _works(placed: DistContext) -> bool:
@@ -263,11 +263,11 @@ def _works(placed: DistContext) -> bool:
     return not any(one.closed or one.failure for one in (state, *state.children))
 
 
-def _close_last(state: CommState) -> None:
+def _close_last(state: MeshContext) -> None:
     """Close the context of the last mesh, since its groups cost time while they are open."""
-    if state.mesh_context is not None:
-        state.mesh_context[1].comm.finish(None)
-        state.mesh_context = None
+    if state.ctx is not None:
+        state.ctx.comm.finish(None)
+        state.ctx = None
 
 
 def new_model(task: Task) -> Transformer:

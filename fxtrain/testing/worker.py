@@ -11,11 +11,27 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["CONNECTED", "LOADED", "work"]
+import attrs
+
+__all__ = ["CONNECTED", "LOADED", "MeshContext", "work"]
 
 # Numbers of the answers that a rank sends before its first call. Between them it waits for a
 # port, because importing torch on a busy machine may take longer than the group's timeout.
 LOADED, CONNECTED = range(2)
+
+
+@attrs.define
+class MeshContext:
+    """What a pool keeps about its context.
+
+    Attributes:
+        mesh: The mesh that a call asked for last.
+        ctx: The context of the same ranks with that mesh, for the next call that asks for it; None
+            while a call uses it.
+    """
+
+    mesh: Any = None
+    ctx: Any = None
 
 
 def work(
@@ -112,10 +128,8 @@ def _groups() -> tuple[int, list[Any]]:
 
 def _kept_groups(ctx: Any) -> list[Any]:
     """The groups of the pool's context, and of the last one with a mesh."""
-    state = ctx.comm.state
-    if state.mesh_context is None:
-        return state.opened_groups
-    return state.opened_groups + state.mesh_context[1].comm.state.opened_groups
+    groups, placed = ctx.comm.state.opened_groups, ctx.comm.slot(MeshContext).ctx
+    return groups if placed is None else groups + placed.comm.state.opened_groups
 
 
 def _close_others(before: tuple[int, list[Any]], own: list[Any]) -> None:

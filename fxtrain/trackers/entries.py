@@ -83,25 +83,25 @@ def hold(values: Mapping[str, Any]) -> Callable[[], tuple[dict[str, float], dict
     Tensors are copied on the device or on the way to host memory, in stream order, so the caller
     may change them afterwards.
     """
-    taken: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     problems: dict[str, str] = {}
     events: dict[torch.device, Any] = {}
     for name, value in _leaves("", values, 0):
         if type(value) is Tensor and value.is_cpu and value.numel() == 1 and not value.is_complex():
-            taken[name] = value.item()  # sooner than a copy
+            metrics[name] = value.item()  # sooner than a copy
         elif isinstance(value, Tensor):
             if problem := _tensor_problem(value):
                 problems[name] = problem
             else:
-                taken[name] = _copy(value, events)
+                metrics[name] = _copy(value, events)
         elif value is not None:
-            taken[name] = value
+            metrics[name] = value
 
     def read() -> tuple[dict[str, float], dict[str, str]]:
         for event in events.values():
             event.synchronize()
-        found, wrong = numbers(taken)
-        return found, {**problems, **wrong}
+        values, not_numbers = numbers(metrics)
+        return values, {**problems, **not_numbers}
 
     for device in events:
         events[device] = torch.cuda.current_stream(device).record_event()
@@ -115,17 +115,17 @@ def numbers(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]
         >>> numbers({"loss": torch.tensor(0.5), "note": "good"})
         ({'loss': 0.5}, {'note': "found 'good'"})
     """
-    found: dict[str, float] = {}
+    floats: dict[str, float] = {}
     problems: dict[str, str] = {}
     for name, value in values.items():
         if not _is_number(value):
             problems[name] = f"found {shown(value)}"
             continue
         try:
-            found[name] = float(value.item() if hasattr(value, "item") else value)
+            floats[name] = float(value.item() if hasattr(value, "item") else value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             problems[name] = f"found a {type(value).__name__}, {error}"
-    return found, problems
+    return floats, problems
 
 
 def image_of(image: Any) -> Callable[[], Tensor]:
@@ -139,19 +139,19 @@ def image_of(image: Any) -> Callable[[], Tensor]:
     tensor = tensor.detach().clone()
 
     def read() -> Tensor:
-        found = tensor[None] if tensor.ndim == 2 else tensor
-        if found.ndim != 3 or found.shape[0] not in _CHANNELS or not found.numel():
+        pixels = tensor[None] if tensor.ndim == 2 else tensor
+        if pixels.ndim != 3 or pixels.shape[0] not in _CHANNELS or not pixels.numel():
             raise ValueError(
                 f"expected an image of shape (channels, height, width) with 1, 3 or 4 channels, or "
                 f"(height, width); found {tuple(tensor.shape)}"
             )
-        if found.dtype.is_floating_point:
-            found = found.nan_to_num(0.0).clamp(0, 1).mul(255).round()
-        elif found.dtype is not torch.uint8:
+        if pixels.dtype.is_floating_point:
+            pixels = pixels.nan_to_num(0.0).clamp(0, 1).mul(255).round()
+        elif pixels.dtype is not torch.uint8:
             raise ValueError(
-                f"expected an image of floats from 0 to 1, or uint8; found {found.dtype}"
+                f"expected an image of floats from 0 to 1, or uint8; found {pixels.dtype}"
             )
-        return found.to("cpu", torch.uint8).permute(1, 2, 0).contiguous()
+        return pixels.to("cpu", torch.uint8).permute(1, 2, 0).contiguous()
 
     return read
 
@@ -160,20 +160,20 @@ def table_of(
     columns: Mapping[str, Any],
 ) -> Callable[[], tuple[list[str], list[list[Any]]]]:
     """Capture the columns of a table as they are; the returned function gives names and rows."""
-    taken = {
+    copies = {
         name: column.detach().clone() if isinstance(column, Tensor) else list(column)
         for name, column in columns.items()
     }
 
     def read() -> tuple[list[str], list[list[Any]]]:
         plain = [
-            column.tolist() if isinstance(column, Tensor) else [_cell(one) for one in column]
-            for column in taken.values()
+            column.tolist() if isinstance(column, Tensor) else [_cell(value) for value in column]
+            for column in copies.values()
         ]
         if len({len(column) for column in plain}) > 1:
-            sizes = ", ".join(f"{n}: {len(c)}" for n, c in zip(taken, plain, strict=True))
+            sizes = ", ".join(f"{n}: {len(c)}" for n, c in zip(copies, plain, strict=True))
             raise ValueError(f"the columns of a table must have equal lengths; found {sizes}")
-        return [str(name) for name in taken], [list(row) for row in zip(*plain, strict=True)]
+        return [str(name) for name in copies], [list(row) for row in zip(*plain, strict=True)]
 
     return read
 
@@ -199,7 +199,7 @@ def _tensor_problem(value: Tensor) -> str:
     if type(value) is Tensor:
         return ""
     placements = getattr(value, "placements", ())  # a DTensor
-    if any(not one.is_replicate() for one in placements):
+    if any(not placement.is_replicate() for placement in placements):
         return "found a sharded DTensor; log value.full_tensor(), called on all ranks"
     return ""
 
@@ -241,9 +241,9 @@ def artifact_of(path: Any) -> Callable[[], Path]:
     """A file or folder, which must exist when it is written."""
 
     def read() -> Path:
-        found = Path(path)
-        if not found.exists():
-            raise FileNotFoundError(f"{found} does not exist")
-        return found.resolve()
+        artifact = Path(path)
+        if not artifact.exists():
+            raise FileNotFoundError(f"{artifact} does not exist")
+        return artifact.resolve()
 
     return read

@@ -79,10 +79,10 @@ def _cut(path: Path, position: Position) -> None:
             return
     draft = draft_of(path)
     try:
-        with path.open("rb") as file, draft.open("wb") as kept:
-            kept.writelines(line for line in file if _stays(line, position))
-            kept.flush()
-            os.fsync(kept.fileno())
+        with path.open("rb") as file, draft.open("wb") as shorter:
+            shorter.writelines(line for line in file if _stays(line, position))
+            shorter.flush()
+            os.fsync(shorter.fileno())
         shutil.copymode(path, draft)
         draft.replace(path)
     finally:
@@ -92,17 +92,18 @@ def _cut(path: Path, position: Position) -> None:
 def _stays(line: bytes, position: Position) -> bool:
     if not line.endswith(b"\n"):
         return False
-    found = _HEAD.match(line)
-    if found is None:
+    head = _HEAD.match(line)
+    if head is None:
         return True
-    step, rows = int(found[1]), int(found[2] or 0)
+    step, rows = int(head[1]), int(head[2] or 0)
     # A position that was created by hand may only have its updates.
     return step <= position.updates and (rows <= position.samples or not position.samples)
 
 
 def _write(lines: Lines, at: At, **values: Any) -> None:
     place = {"step": at.step, "rows": at.rows, "epoch": at.epoch, "time": at.time}
-    text = _encode({**{name: one for name, one in place.items() if one is not None}, **values})
+    known = {name: value for name, value in place.items() if value is not None}
+    text = _encode({**known, **values})
     data = memoryview(f"{text}\n".encode())
     end = lines.file.seek(0, os.SEEK_END)
     try:
@@ -121,7 +122,7 @@ def _params(lines: Lines, start: Start) -> None:
 
 def _log(lines: Lines, values: Mapping[str, float], at: At) -> None:
     # JSON has no non-finite numbers.
-    plain = {name: one if math.isfinite(one) else str(one) for name, one in values.items()}
+    plain = {name: x if math.isfinite(x) else str(x) for name, x in values.items()}
     _write(lines, at, values=plain)
 
 

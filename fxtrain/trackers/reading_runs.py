@@ -68,19 +68,19 @@ def read_run(path: StrPath, *, file: str = "metrics.jsonl", rank: int = 0) -> Ru
     try:
         identity = read_identity(folder)
         with open_file(place) as lines:
-            found = [_read(line) for line in lines_of(lines)]
+            entries = [_read(line) for line in lines_of(lines)]
     except OSError as error:
         raise PlanError(f"read_run({str(path)!r}): {error}.") from error
     if identity is None:
         raise PlanError(
             f"read_run({str(path)!r}): this folder has no run.json, so there is no run in it."
         )
-    good = [one for one in found if one is not None]
+    valid = [entry for entry in entries if entry is not None]
     return RunLog(
         id=identity.id,
-        starts=tuple({**one, **one["start"]} for one in good if "start" in one),
-        entries=tuple(one for one in good if "start" not in one),
-        damaged=len(found) - len(good),
+        starts=tuple({**entry, **entry["start"]} for entry in valid if "start" in entry),
+        entries=tuple(entry for entry in valid if "start" not in entry),
+        damaged=len(entries) - len(valid),
     )
 
 

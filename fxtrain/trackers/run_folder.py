@@ -88,23 +88,23 @@ def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) ->
     asked = None if resume is None or resume == "folder" else _identity(resume, "resume")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        found = read_identity(folder)
+        known = read_identity(folder)
     except OSError as error:
         raise PlanError(f"track({str(folder)!r}): {error}.") from error
-    if found is None:
+    if known is None:
         return asked or Identity(id=secrets.token_hex(_DIGITS // 2))
     if resume is None:
         raise PlanError(
             f"track({str(folder)!r}): a new run was requested, but this folder belongs to the run "
-            f"{found.id}. Choose another folder; or continue that run with {_HOW}; or restart it "
+            f"{known.id}. Choose another folder; or continue that run with {_HOW}; or restart it "
             f"with resume='folder' and position=fx.Position()."
         )
-    if asked is not None and asked.id != found.id:
+    if asked is not None and asked.id != known.id:
         raise PlanError(
             f"track({str(folder)!r}): resume is the run {asked.id}, but this folder belongs to the "
-            f"run {found.id}. Choose the folder of that run, or an empty one."
+            f"run {known.id}. Choose the folder of that run, or an empty one."
         )
-    return _merged(found, asked) if asked is not None else found
+    return _merged(known, asked) if asked is not None else known
 
 
 def read_identity(folder: Path) -> Identity | None:
@@ -165,7 +165,9 @@ def _identity(data: Any, where: str) -> Identity:
             type(text) is str
             and len(text) == _DIGITS
             and set(text) <= set("0123456789abcdef")
-            and all(type(one) is str for row in identities for pair in row.items() for one in pair)
+            and all(
+                type(part) is str for row in identities for pair in row.items() for part in pair
+            )
         )
     except (TypeError, LookupError, AttributeError, ValueError):
         fits = False
@@ -176,8 +178,8 @@ def _identity(data: Any, where: str) -> Identity:
     return Identity(id=text, identities=tuple(dict(row) for row in identities))
 
 
-def _merged(found: Identity, asked: Identity) -> Identity:
+def _merged(known: Identity, asked: Identity) -> Identity:
     """The ids in the checkpoint; for trackers that it does not have, those of the folder."""
-    ranks = range(max(len(found.identities), len(asked.identities)))
-    ids = ({**found.of_rank(rank), **asked.of_rank(rank)} for rank in ranks)
+    ranks = range(max(len(known.identities), len(asked.identities)))
+    ids = ({**known.of_rank(rank), **asked.of_rank(rank)} for rank in ranks)
     return Identity(id=asked.id, identities=tuple(ids))

@@ -73,14 +73,14 @@ def targets(to: Iterable[Any]) -> Iterator[Any]:
     Raises:
         PlanError: no tracker has this kind; the message has the most similar name.
     """
-    for one in to:
-        if one == "all":
+    for target in to:
+        if target == "all":
             yield from (row.config() for row in TRACKERS if row.config and _is_installed(row))
-        elif isinstance(one, str):
+        elif isinstance(target, str):
             kinds = {kind_of(config): config for config in trackers()}
-            yield kinds[one]() if one in kinds else one
+            yield kinds[target]() if target in kinds else target
         else:
-            yield one
+            yield target
 
 
 def _is_installed(row: Tracker) -> bool:
@@ -102,7 +102,7 @@ def find(config: Any) -> Tracker:
     table = trackers()
     if kind in table:
         return table[kind]
-    names = sorted(one.__name__ for one in table)
+    names = sorted(config.__name__ for config in table)
     word = config if isinstance(config, str) else getattr(config, "__name__", kind.__name__)
     near = closest(word.lower(), [name.lower() for name in names])
     for name in names:

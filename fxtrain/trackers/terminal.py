@@ -66,7 +66,7 @@ def _log(lines: Lines, values: Mapping[str, float], at: At) -> None:
 
 def _place(at: At) -> str:
     parts = {"update": at.step, "rows": at.rows, "epoch": at.epoch}
-    return "  ".join(f"{name} {one}" for name, one in parts.items() if one is not None)
+    return "  ".join(f"{name} {number}" for name, number in parts.items() if number is not None)
 
 
 def _text(lines: Lines, name: str, text: str, at: At) -> None:

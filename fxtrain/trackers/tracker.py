@@ -108,10 +108,10 @@ class Start:
         """Whether the tracker has opened this run before."""
         return bool(self.identity)
 
-    def place(self, given: str | None, name: str) -> Path:
+    def place(self, folder: str | None, name: str) -> Path:
         """A folder for this rank: that of a config, or one in the run's folder."""
-        found = self.folder / name if given is None else Path(given)
-        return found / f"rank{self.rank}" if self.rank else found
+        path = self.folder / name if folder is None else Path(folder)
+        return path / f"rank{self.rank}" if self.rank else path
 
 
 @attrs.frozen(kw_only=True)

@@ -187,16 +187,16 @@ class Writer:
 
     def _read(self, entry: Entry) -> tuple[Any, ...] | None:
         """The arguments of a call, without names that the tracker refuses; None if none remains."""
-        found = entry.arguments()
-        if found is None:
-            return None
+        arguments = entry.arguments()
+        if arguments is None or entry.kind == "params":
+            return arguments
         if entry.kind == "log":
-            values, at = found
-            taken = {name: value for name, value in values.items() if self._takes(name, at.step)}
-            return (taken, at) if taken else None
-        return found if entry.kind == "params" or self._takes(found[0], found[-1].step) else None
+            values, at = arguments
+            accepted = {name: x for name, x in values.items() if self._accepts(name, at.step)}
+            return (accepted, at) if accepted else None
+        return arguments if self._accepts(arguments[0], arguments[-1].step) else None
 
-    def _takes(self, name: str, step: int) -> bool:
+    def _accepts(self, name: str, step: int) -> bool:
         if step <= self._last_steps.get(name, -1):
             self._warn(
                 "repeated",
@@ -222,10 +222,10 @@ class Writer:
             self._warn(f"failed {what}", f"{error} The other trackers log these entries.")
             return True
         except BaseException as error:  # any error of a library: training continues
-            said = f"{type(error).__name__}: {error}".rstrip(": .")
+            text = f"{type(error).__name__}: {error}".rstrip(": .")
             self._warn(
                 f"failed {what}",
-                f"{self.tracker.name} failed in {what}: {said[:500]}. Training continues, and the "
+                f"{self.tracker.name} failed in {what}: {text[:500]}. Training continues, and the "
                 f"other trackers have the entry; further failures of this kind are counted.",
             )
             return False
@@ -243,14 +243,14 @@ def _until(until: float, function: Callable[..., Any]) -> Callable[..., Any]:
         if not main or not hasattr(signal, "SIGALRM"):
             function(*arguments)
             return
-        others = signal.getitimer(signal.ITIMER_REAL)[0]  # an alarm of the program itself
+        alarm_s = signal.getitimer(signal.ITIMER_REAL)[0]  # of the program itself
         started = time.monotonic()
         before = signal.signal(signal.SIGALRM, give_up)
         signal.setitimer(signal.ITIMER_REAL, left)
         try:
             function(*arguments)
         finally:
-            rest = max(0.001, others - (time.monotonic() - started)) if others else 0
+            rest = max(0.001, alarm_s - (time.monotonic() - started)) if alarm_s else 0
             signal.signal(signal.SIGALRM, before)
             signal.setitimer(signal.ITIMER_REAL, rest)
 

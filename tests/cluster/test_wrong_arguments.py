@@ -37,9 +37,6 @@ def test_a_batch_is_a_mapping_with_get(ctx_of_one):
     (batch,) = fx.shard(DataLoader(rows, batch_size=2), ctx_of_one)
     assert batch.get("x").shape == (2, 2)
     assert batch.get("z") is None and batch.get("z", 3) == 3
-    (batch,) = fx.shard(DataLoader(torch.ones(2, 2), batch_size=2), ctx_of_one)
-    with pytest.raises(TypeError, match=r"batch\.get\(\), or \*\*batch: the data of this batch"):
-        batch.get("x")
 
 
 def test_a_loader_has_the_batch_that_it_yielded_last(ctx_of_one):

@@ -22,19 +22,6 @@ def test_a_batch_of_a_mapping_is_one():
     assert dict(batch.items()) == dict(zip(batch.keys(), batch.values(), strict=True))
 
 
-@pytest.mark.parametrize("call", ["keys", "values", "items"])
-def test_a_batch_of_no_mapping_says_what_to_write(call):
-    batch = _first(torch.ones(4, 3))
-    with pytest.raises(
-        fx.DataError, match=rf"batch\.{call}\(\).*Tensor, not a mapping.*batch\[0\]"
-    ):
-        getattr(batch, call)()
-    with pytest.raises(TypeError, match="not a mapping"):
-        dict(**batch)
-    with pytest.raises(fx.DataError, match=r"batch\['x'\].*Tensor, not a mapping.*batch\[0\]"):
-        batch["x"]
-
-
 def test_a_batch_is_cast_and_moved_like_a_tensor():
     batch = _first([(torch.ones(3), n) for n in range(4)])
     cast, moved = batch.to(torch.float64), batch.to("meta")

@@ -4,6 +4,7 @@ import math
 from datetime import timedelta
 from typing import Any
 
+import attrs
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -11,12 +12,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, _redistribute, debug, distribute_tensor
 
 from fxtrain.ops.transport.member_groups import open_by_members
-from fxtrain.state import AXES, DistContext
+from fxtrain.state import AXES, DistContext, Mesh
 
 __all__ = ["DistributedParameters", "clear_sharding_caches", "device_mesh", "distribute_parameter"]
 
 # By id of a parameter, what replaced it: the same wherever the parameter occurs again.
 DistributedParameters = dict[int, nn.Parameter]
+
+
+@attrs.define
+class MeshState:
+    """What models need of the ranks of one communicator, opened once for all of them.
+
+    Attributes:
+        meshes: torch's meshes of these ranks, by the context's mesh and the number of ranks that
+            share a replica.
+        groups: Groups opened for models that split ranks differently from the mesh, by how they
+            split them.
+    """
+
+    meshes: dict[tuple[Mesh, int], DeviceMesh] = attrs.field(factory=dict)
+    groups: dict[str, Any] = attrs.field(factory=dict)
 
 
 def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
@@ -35,13 +51,13 @@ def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
         Opens the groups that the context lacks, on every rank: those of `replicate` and
         `shard` where the context's own mesh splits the data ranks differently.
     """
-    state = ctx.comm.state
-    if (ctx.mesh, shard) not in state.device_meshes:
-        state.device_meshes[ctx.mesh, shard] = _new_mesh(ctx, shard)
-        state.at_close.append(clear_sharding_caches)
+    meshes = ctx.comm.slot(MeshState).meshes
+    if (ctx.mesh, shard) not in meshes:
+        meshes[ctx.mesh, shard] = _new_mesh(ctx, shard)
+        ctx.comm.state.at_close.append(clear_sharding_caches)
     elif not hasattr(debug, "_clear_sharding_prop_cache"):  # torch 2.9 fails on what it has cached
         clear_sharding_caches()
-    return state.device_meshes[ctx.mesh, shard]
+    return meshes[ctx.mesh, shard]
 
 
 def _new_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
@@ -101,11 +117,11 @@ def _group(
     own = ctx.mesh.context == 1 or axis not in ("replicate", "shard")
     if own and split[axis] == ctx.mesh.sizes[axis] and split[axis] > 1:
         return ctx.axis(axis).comm.group
-    state, key = ctx.comm.state, f"{axis}.{split}"
-    if key not in state.submesh_groups:  # several models share one
-        state.submesh_groups[key] = _opened(ctx, split[axis], layout.movedim(dim, -1))
-        state.opened_groups.append(state.submesh_groups[key])
-    return state.submesh_groups[key]
+    groups, key = ctx.comm.slot(MeshState).groups, f"{axis}.{split}"
+    if key not in groups:  # several models share one
+        groups[key] = _opened(ctx, split[axis], layout.movedim(dim, -1))
+        ctx.comm.state.opened_groups.append(groups[key])
+    return groups[key]
 
 
 def _opened(ctx: DistContext, size: int, lines: torch.Tensor) -> Any:

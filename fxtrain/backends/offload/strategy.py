@@ -163,7 +163,7 @@ def _compute_placement(config: Offload, module: nn.Module, ctx: DistContext) -> 
     if memory is None and ctx.world_size > 1:  # other ranks use the other devices
         share = f"{90 // ctx.local_world_size}%"
         memory = {"cpu": share} if ctx.device.type == "cpu" else {ctx.device: "90%", "cpu": share}
-    found = big.place(
+    placement = big.place(
         big.sizes(module, no_split=config.no_split, dtypes=config.dtypes),
         big.budget(memory),
         policy=config.policy,
@@ -173,13 +173,15 @@ def _compute_placement(config: Offload, module: nn.Module, ctx: DistContext) -> 
         batch=config.batch,
         tokens=config.tokens,
     )
-    if problems := _device_problems(ctx, found, "memory"):
+    if problems := _device_problems(ctx, placement, "memory"):
         raise PlanError("\n".join(problems))
-    return found
+    return placement
 
 
 def _refuse_training(tensors: tuple[PlacedTensor, ...]) -> None:
-    trained = [one.names[0] for one in tensors if one.streamed and one.tensors[0].requires_grad]
+    trained = [
+        tensor.names[0] for tensor in tensors if tensor.streamed and tensor.tensors[0].requires_grad
+    ]
     if trained:
         more = f" and {len(trained) - 5} more" if trained[5:] else ""
         raise PlanError(
@@ -228,34 +230,34 @@ def _freeze(tensors: tuple[PlacedTensor, ...]) -> Callable[[], None]:
 
 def _hold(streaming: Streaming, placement: Placement, *, filled_later: bool) -> None:
     """Give tensors the dtype of the placement, and move those with values to where it says."""
-    for name, one in streaming.tensors.items():
+    for name, placed in streaming.tensors.items():
         rule = dtype_of(placement.dtypes, name)
         wanted = None if rule is None else getattr(torch, rule)
-        for tensor in one.tensors:
+        for tensor in placed.tensors:
             floating = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
             if floating and wanted not in (None, tensor.dtype):
                 set_values(tensor, tensor.detach().to(wanted))
         if name in streaming.empty:
             continue
-        if one.held == DISK and filled_later:
+        if placed.held == DISK and filled_later:
             streaming.empty.add(name)
-        elif one.held == DISK:
-            keep_for_folder(streaming, one, one.tensors[0])
+        elif placed.held == DISK:
+            keep_for_folder(streaming, placed, placed.tensors[0])
         else:
-            for tensor in one.tensors:
-                set_values(tensor, tensor.data.to(one.held))
+            for tensor in placed.tensors:
+                set_values(tensor, tensor.data.to(placed.held))
 
 
 def _send(streaming: Streaming, ctx: DistContext) -> None:
     """Give all ranks rank 0's values of what stays on a device and is trained, and of buffers."""
     if ctx.axis("loss").world_size == 1:
         return
-    kept = [
-        one.tensors[0]
-        for one in streaming.tensors.values()
-        if not one.streamed and one.names[0] not in streaming.empty
+    resident = [
+        placed.tensors[0]
+        for name, placed in streaming.tensors.items()
+        if not placed.streamed and name not in streaming.empty
     ]
-    send_values(kept, ctx.axis("loss"))
+    send_values(resident, ctx.axis("loss"))
 
 
 @contextmanager
@@ -276,7 +278,7 @@ def _sync(model: Wrapped, enabled: bool) -> Iterator[None]:  # noqa: FBT001
 def _weights(model: Wrapped) -> dict[str, Weight]:
     """The module's tensors, which are filled as the placement says."""
     streaming: Streaming = model.strategy_state
-    first = {name: one.names[0] for one in streaming.tensors.values() for name in one.names}
+    first = {name: known for known, placed in streaming.tensors.items() for name in placed.names}
     return {
         name: attrs.evolve(weight, place=functools.partial(place, streaming, first[name]))
         if name in first

@@ -84,9 +84,9 @@ def streamed_units(
 ) -> tuple[StreamedUnit, ...]:
     """The units to stream, in the order of the placement."""
     homes: dict[str, list[PlacedTensor]] = {}
-    for one in tensors:
-        for unit in one.units if one.streamed else ():
-            homes.setdefault(unit, []).append(one)
+    for tensor in tensors:
+        for unit in tensor.units if tensor.streamed else ():
+            homes.setdefault(unit, []).append(tensor)
     owners: dict[str, dict[int, nn.Module]] = {}
     units = {unit.name: unit for unit in placement.units}
     for name, part, _ in _tensors(module):
@@ -116,11 +116,11 @@ def _placed(
     """
     _, tensor, unit = group[0]
     device = placement.computes_on(unit)
-    parameter = packed or any(isinstance(one, nn.Parameter) for _, one, _ in group)
+    parameter = packed or any(isinstance(value, nn.Parameter) for _, value, _ in group)
     streams = (parameter or placement.offload_buffers) and not (packed and tensor.ndim == 0)
     return PlacedTensor(
         names=tuple(name for name, _, _ in group),
-        tensors=tuple({id(one): one for _, one, _ in group}.values()),
+        tensors=tuple({id(value): value for _, value, _ in group}.values()),
         units=tuple(dict.fromkeys(unit.name for _, _, unit in group)),
         held=unit.device if streams else device,
         device=torch.device(device),
@@ -133,7 +133,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
     for path, part in module.named_modules(remove_duplicate=False):
         own: dict[str, Tensor | None] = {**part._parameters, **part._buffers}
         if packed := live_tensors(part):
-            own = {**packed, **{key: one for key, one in own.items() if key != "weight"}}
+            own = {**packed, **{key: value for key, value in own.items() if key != "weight"}}
         for key, tensor in own.items():
             if tensor is not None:
                 yield f"{path}.{key}" if path else key, part, tensor

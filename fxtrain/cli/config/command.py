@@ -112,30 +112,30 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
     `fx.wrap` would refuse on the ranks of the launch, except for names in your model. The exit
     code is 1 if there are errors.
     """
-    found = _existing(path)
+    path = _existing(path)
     problems: list[str] = []
     profiles: list[str] = []
     try:
-        file = read_launch_file(found)
+        file = read_launch_file(path)
         profiles = list(file.profiles)
         problems = _setup_problems(file)
     except PlanError as error:
-        problems = [line for line in error.message.splitlines() if line != f"{found}:"]
+        problems = [line for line in error.message.splitlines() if line != f"{path}:"]
     if json_:
-        print_json({"file": found, "profiles": profiles, "problems": problems})
+        print_json({"file": path, "profiles": profiles, "problems": problems})
     else:
-        good = f"{found} is valid. Profiles: {', '.join(profiles) or 'none'}."
-        say("\n".join([f"{found}:", *problems]) if problems else good)
+        good = f"{path} is valid. Profiles: {', '.join(profiles) or 'none'}."
+        say("\n".join([f"{path}:", *problems]) if problems else good)
     return Exit.FOUND if problems else Exit.WELL
 
 
 def _existing(path: str) -> str:
     """The file of this name, or the one that a launch would read."""
-    found = path or find_file(os.environ)
-    if not found or not os.path.exists(found):
-        what = found or "fxtrain.toml, fxtrain.yaml and the user's own"
+    path = path or find_file(os.environ)
+    if not path or not os.path.exists(path):
+        what = path or "fxtrain.toml, fxtrain.yaml and the user's own"
         raise PlanError(f"{what}: no such launch file. Create one with `fxtrain config`.")
-    return found
+    return path
 
 
 @CONFIG.command()

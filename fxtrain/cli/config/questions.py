@@ -6,17 +6,17 @@ from typing import Any, Literal
 
 import attrs
 
-from fxtrain.backends import STRATEGIES
 from fxtrain.launch import LaunchSpec, known_launchers
 from fxtrain.launch.config.defaults import Machine
 from fxtrain.launch.config.launch_file import Section, problems_of
 from fxtrain.state import Plan
 from fxtrain.state.parsing import put
+from fxtrain.state.registry import BUILT_IN
 
 Answers = Mapping[str, Any]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Question:
     """One question.
 
@@ -64,69 +64,51 @@ def _launch_questions(machine: Machine) -> list[Question]:
     def has_several_nodes(answers: Answers) -> bool:
         return is_native(answers) and answers["launch.nodes"] > 1
 
+    def uses_some_gpus(answers: Answers) -> bool:
+        some = answers.get("launch.ranks", machine.count) < machine.count
+        return is_native(answers) and not answers.get("launch.cpu") and some
+
+    ranks = (
+        f"How many ranks on each machine? (this one has {machine.count} accelerators and "
+        f"{machine.cores} cores)"
+    )
     return [
-        Question(
-            path="launch.launcher", text="Which launcher starts the ranks?", kind="choice",
-            choices=tuple((name, row.help) for name, row in launchers.items()),
-            default="slurm" if machine.slurm else "tpu-pod" if machine.tpu else "native",
-        ),
-        Question(
-            path="launch.nodes", text="On how many machines?", kind="whole", default=1,
-            when=lambda answers: answers["launch.launcher"] not in ("tpu", "tpu-pod"),
-        ),
-        Question(
-            path="launch.main_address", text="Host name or address of the first machine?",
-            when=has_several_nodes,
-        ),
-        Question(
-            path="launch.main_port", text="A free port on it?", kind="whole", default=29_500,
-            when=has_several_nodes,
-        ),
-        Question(
-            path="launch.rendezvous", text="How do the machines find each other?", kind="choice",
-            choices=(
-                ("static", "each is started with its own --node-rank"),
-                ("c10d", "in any order, and again after one has failed"),
-            ),
-            default="static", when=has_several_nodes,
-        ),
-        Question(
-            path="launch.ranks", kind="whole", default=max(1, machine.count),
-            text=f"How many ranks on each machine? (this one has {machine.count} accelerators "
-            f"and {machine.cores} cores)",
-            when=lambda answers: answers["launch.launcher"] != "tpu",
-        ),
-        Question(
-            path="launch.cpu", text="Compute on the CPU only?", kind="yes", default=False,
-            when=lambda answers: machine.count > 0 and is_native(answers),
-        ),
-        Question(
-            path="launch.gpus", kind="words",
-            text="Which accelerators? (comma-separated numbers; empty: all)",
-            when=lambda answers: (
-                is_native(answers)
-                and not answers.get("launch.cpu")
-                and answers["launch.ranks"] < machine.count
-            ),
-        ),
-        Question(
-            path="launch.restarts", kind="whole", default=0,
-            text="How often may the ranks restart after a failure?",
-            when=lambda answers: "restarts" in launchers[answers["launch.launcher"]].uses,
-        ),
+        Question("launch.launcher", "Which launcher starts the ranks?", "choice",
+                 choices=tuple((name, row.help) for name, row in launchers.items()),
+                 default="slurm" if machine.slurm else "tpu-pod" if machine.tpu else "native"),
+        Question("launch.nodes", "On how many machines?", "whole", default=1,
+                 when=lambda answers: answers["launch.launcher"] not in ("tpu", "tpu-pod")),
+        Question("launch.main_address", "Host name or address of the first machine?",
+                 when=has_several_nodes),
+        Question("launch.main_port", "A free port on it?", "whole", default=29_500,
+                 when=has_several_nodes),
+        Question("launch.rendezvous", "How do the machines find each other?", "choice",
+                 choices=(("static", "each is started with its own --node-rank"),
+                          ("c10d", "in any order, and again after one has failed")),
+                 default="static", when=has_several_nodes),
+        Question("launch.ranks", ranks, "whole", default=max(1, machine.count),
+                 when=lambda answers: answers["launch.launcher"] != "tpu"),
+        Question("launch.cpu", "Compute on the CPU only?", "yes", default=False,
+                 when=lambda answers: machine.count > 0 and is_native(answers)),
+        Question("launch.gpus", "Which accelerators? (comma-separated numbers; empty: all)",
+                 "words", when=uses_some_gpus),
+        Question("launch.restarts", "How often may the ranks restart after a failure?", "whole",
+                 default=0,
+                 when=lambda answers: "restarts" in launchers[answers["launch.launcher"]].uses),
     ]  # fmt: skip
 
 
 def _launcher_questions() -> list[Question]:
-    def option(launcher: str, name: str, text: str, **more: Any) -> Question:
-        more = {
-            "default": "",
-            "when": lambda answers: answers["launch.launcher"] == launcher,
-        } | more
-        return Question(path=f"launch.options.{name}", text=text, **more)
+    def option(
+        launcher: str, name: str, text: str, kind: Any = "text", default: Any = "", **more: Any
+    ) -> Question:
+        def when(answers: Answers) -> bool:
+            return answers["launch.launcher"] == launcher
 
-    whole = {"kind": "whole", "default": 0}
-    kinds = (("jobset", ""), ("pytorchjob", "of Kubeflow's training operator"))
+        path = f"launch.options.{name}"
+        return Question(path, text, kind, default=default, when=when, **more)
+
+    objects = (("jobset", ""), ("pytorchjob", "of Kubeflow's training operator"))
     return [
         option("mpi", "hostfile", "File with the names of the machines?"),
         option("deepspeed", "hostfile", "File with lines such as worker-0 slots=8? (empty: here)"),
@@ -135,73 +117,67 @@ def _launcher_questions() -> list[Question]:
         option("slurm", "account", "Which account is charged?"),
         option("slurm", "time", "Time limit? (such as 1-12:00:00)"),
         option("slurm", "gpus_per_node", "How many GPUs on each node?"),
-        option("slurm", "requeue", "Requeue the job after preemption or its time limit?",
-               kind="yes", default=True),
+        option("slurm", "requeue", "Requeue after preemption or the time limit?", "yes",
+               default=True),
         option("tpu-pod", "name", "Name of the TPU VM?"),
         option("tpu-pod", "zone", "Its zone? (empty: gcloud's own)"),
-        option("ray", "job_server", "Address of the job server? (such as http://head:8265; "
-               "empty: start from here)"),
-        option("ray", "gpus_per_rank", "How many GPUs for each rank?", **whole),
-        option("kubernetes", "manifest", "Which kind of object?", kind="choice", choices=kinds,
-               default="jobset"),
+        option("ray", "job_server", "Job server, such as http://head:8265? (empty: none)"),
+        option("ray", "gpus_per_rank", "How many GPUs for each rank?", "whole", default=0),
+        option("kubernetes", "manifest", "Which kind of object?", "choice", "jobset",
+               choices=objects),
         option("kubernetes", "image", "Which container image? (with fxtrain and the program)"),
         option("kubernetes", "namespace", "Which namespace?"),
-        option("kubernetes", "gpus", "How many accelerators for each pod?", **whole),
+        option("kubernetes", "gpus", "How many accelerators for each pod?", "whole", default=0),
         option("sagemaker", "role", "Name of the IAM role?"),
         option("sagemaker", "instance_type", "Type of machine? (such as ml.p4d.24xlarge)"),
-        option("sagemaker", "spot", "Use spot instances, which may be interrupted?", kind="yes",
+        option("sagemaker", "spot", "Use spot instances, which may be interrupted?", "yes",
                default=False),
     ]  # fmt: skip
 
 
 def _plan_questions(machine: Machine) -> list[Question]:
-    configs = (*(row.config for row in STRATEGIES), *machine.strategies)
-    kinds = {
-        str(attrs.fields_dict(config)["kind"].default): (config.__doc__ or "").strip()
+    configs = (*BUILT_IN, *machine.strategies)
+    kinds = tuple(
+        (kind, (config.__doc__ or "").strip().partition("\n")[0])
         for config in configs
-    }
-    kinds.pop("single", None)  # for one rank only
+        if (kind := str(attrs.fields_dict(config)["kind"].default)) != "single"  # for one rank
+    )
 
-    def field(strategy: str, name: str, text: str, **more: Any) -> Question:
-        def when(answers: Answers) -> bool:
-            return answers.get("plan.strategy.kind") == strategy
+    def has_several_ranks(answers: Answers) -> bool:
+        return answers.get("launch.ranks", 2) * answers.get("launch.nodes", 1) > 1
 
-        return Question(path=f"plan.strategy.{name}", text=text, when=when, **more)
+    def uses_fsdp(answers: Answers) -> bool:
+        return answers.get("plan.strategy.kind") == "fsdp"
+
+    def uses_deepspeed(answers: Answers) -> bool:
+        return answers.get("plan.strategy.kind") == "deepspeed"
 
     return [
-        Question(
-            path="plan.strategy.kind", kind="choice", default="ddp",
-            text="How is the model distributed over the ranks?",
-            choices=tuple((kind, about.partition("\n")[0]) for kind, about in kinds.items()),
-            when=lambda answers: (
-                answers.get("launch.ranks", 2) * answers.get("launch.nodes", 1) > 1
-            ),
-        ),
-        field("fsdp", "mode", "What is sharded?", kind="choice", default="full", choices=(
-            ("full", "parameters, gradients and optimizer states (ZeRO-3)"),
-            ("grads_and_optimizer", "gradients and optimizer states (ZeRO-2)"),
-            ("none", "nothing, as DDP"))),
-        field("fsdp", "wrap", "Class names of the blocks? (separated by commas; empty: automatic)",
-              kind="words", default=[]),
-        field("fsdp", "offload", "Keep parameters and optimizer states in host memory?", kind="yes",
-              default=False),
-        field("deepspeed", "stage", "Which ZeRO stage, 0 to 3? (empty: 2, or that of the file)",
-              kind="whole"),
-        field("deepspeed", "config", "A DeepSpeed JSON file? (empty: none)"),
-        field("deepspeed", "offload_optimizer",
-              "Offload optimizer states to cpu or nvme? (empty: no)"),
-        Question(
-            path="plan.precision", text="In which precision?", kind="choice",
-            choices=(("fp32", "as the model is"), ("bf16", "half the memory, for newer devices"),
-                     ("fp16", "with a loss scale, for older devices")),
-            default="bf16" if machine.bf16 else "fp32",
-        ),
-        Question(path="plan.accumulate", text="Micro-batches per optimizer update?", kind="whole",
-                 default=1),
-        Question(path="plan.clip_norm", text="Maximum gradient norm? (empty: no clipping)",
-                 kind="number"),
-        Question(path="plan.compile", text="Compile the model with torch.compile?", kind="yes",
-                 default=False),
+        Question("plan.strategy.kind", "How is the model distributed over the ranks?", "choice",
+                 choices=kinds, default="ddp", when=has_several_ranks),
+        Question("plan.strategy.mode", "What is sharded?", "choice",
+                 choices=(("full", "parameters, gradients and optimizer states (ZeRO-3)"),
+                          ("grads_and_optimizer", "gradients and optimizer states (ZeRO-2)"),
+                          ("none", "nothing, as DDP")),
+                 default="full", when=uses_fsdp),
+        Question("plan.strategy.wrap", "Class names of the blocks? (empty: chosen by the model)",
+                 "words", default=[], when=uses_fsdp),
+        Question("plan.strategy.offload", "Keep parameters and optimizer states in host memory?",
+                 "yes", default=False, when=uses_fsdp),
+        Question("plan.strategy.stage", "Which ZeRO stage, 0 to 3? (empty: 2, or the file's)",
+                 "whole", when=uses_deepspeed),
+        Question("plan.strategy.config", "A DeepSpeed JSON file? (empty: none)",
+                 when=uses_deepspeed),
+        Question("plan.strategy.offload_optimizer",
+                 "Offload optimizer states to cpu or nvme? (empty: no)", when=uses_deepspeed),
+        Question("plan.precision", "In which precision?", "choice",
+                 choices=(("fp32", "as the model is"),
+                          ("bf16", "half the memory, for newer devices"),
+                          ("fp16", "with a loss scale, for older devices")),
+                 default="bf16" if machine.bf16 else "fp32"),
+        Question("plan.accumulate", "Micro-batches per optimizer update?", "whole", default=1),
+        Question("plan.clip_norm", "Maximum gradient norm? (empty: no clipping)", "number"),
+        Question("plan.compile", "Compile the model with torch.compile?", "yes", default=False),
     ]  # fmt: skip
 
 

@@ -63,8 +63,8 @@ def _text(native: Any, name: str, text: str, at: At) -> None:
 
 
 def _image(native: Any, name: str, image: Tensor, at: At) -> None:
-    taken = picture(image, extra="aim", needed_by=_NEEDED_BY)
-    native.track(_library().Image(taken), name=name, step=at.step, epoch=at.epoch)
+    pil_image = picture(image, extra="aim", needed_by=_NEEDED_BY)
+    native.track(_library().Image(pil_image), name=name, step=at.step, epoch=at.epoch)
 
 
 AIM = Tracker(

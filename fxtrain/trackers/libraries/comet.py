@@ -65,12 +65,12 @@ def _open(config: Comet, start: Start) -> Any:
 
 def _free(folder: Path, file: str) -> Path:
     """A folder without an archive of this run, which Comet would overwrite."""
-    found, part = folder, 1
-    while (found / file).exists():
+    free, part = folder, 1
+    while (free / file).exists():
         part += 1
-        found = folder / f"part{part}"
-    found.mkdir(parents=True, exist_ok=True)
-    return found
+        free = folder / f"part{part}"
+    free.mkdir(parents=True, exist_ok=True)
+    return free
 
 
 def _params(native: Any, start: Start) -> None:
@@ -86,8 +86,8 @@ def _text(native: Any, name: str, text: str, at: At) -> None:
 
 
 def _image(native: Any, name: str, image: Tensor, at: At) -> None:
-    taken = picture(image, extra="comet", needed_by=_NEEDED_BY)
-    native.log_image(taken, name=name, step=at.step)
+    pil_image = picture(image, extra="comet", needed_by=_NEEDED_BY)
+    native.log_image(pil_image, name=name, step=at.step)
 
 
 def _table(

@@ -47,9 +47,9 @@ def _cut(path: Any, updates: int) -> None:
     """Remove the lines after a number of updates, which will be logged again."""
     head, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     place = head.rstrip().split("\t").index("step")
-    kept = [line for line in lines if int(line.rstrip("\n").split("\t")[place]) <= updates]
-    if len(kept) < len(lines):
-        path.write_text("".join([head, *kept]), encoding="utf-8")
+    remaining = [line for line in lines if int(line.rstrip("\n").split("\t")[place]) <= updates]
+    if len(remaining) < len(lines):
+        path.write_text("".join([head, *remaining]), encoding="utf-8")
 
 
 def _refuses(name: str) -> str:
@@ -61,7 +61,7 @@ def _refuses(name: str) -> str:
 
 def _params(native: Any, start: Start) -> None:
     native.log_params(
-        {name: str(one) if one is None else one for name, one in start.params.items()}
+        {name: str(value) if value is None else value for name, value in start.params.items()}
     )
 
 
@@ -73,8 +73,8 @@ def _log(native: Any, values: Mapping[str, float], at: At) -> None:
 
 
 def _image(native: Any, name: str, image: Tensor, at: At) -> None:
-    taken = picture(image, extra="dvclive", needed_by=_NEEDED_BY)
-    native.log_image(f"{name}-{at.step}.png", taken)
+    pil_image = picture(image, extra="dvclive", needed_by=_NEEDED_BY)
+    native.log_image(f"{name}-{at.step}.png", pil_image)
 
 
 DVCLIVE = Tracker(

@@ -34,7 +34,7 @@ class MLflow:
     init: Mapping[str, object] = arguments()
 
 
-_TAKEN = re.compile(r"[\w\-. :/]{1,250}")
+_ACCEPTED = re.compile(r"[\w\-. :/]{1,250}")
 _AT_ONCE = 100  # hyperparameters that a server accepts in one call
 
 
@@ -65,28 +65,28 @@ def _open(config: MLflow, start: Start) -> Client:
         client.update_run(start.identity, status="RUNNING")
         return Client(client=client, run=start.identity)
     name = config.experiment or "Default"
-    found = client.get_experiment_by_name(name)
+    known = client.get_experiment_by_name(name)
     experiment = (
         client.create_experiment(name, config.artifacts or artifacts)
-        if found is None
-        else found.experiment_id
+        if known is None
+        else known.experiment_id
     )
     init = {"run_name": start.name, **config.init}
     tags = {"fxtrain.run": start.run, **init.pop("tags", {})}
-    made = client.create_run(experiment, **init, tags=tags)
-    return Client(client=client, run=made.info.run_id)
+    run = client.create_run(experiment, **init, tags=tags)
+    return Client(client=client, run=run.info.run_id)
 
 
 def _refuses(name: str) -> str:
-    if _TAKEN.fullmatch(name):
+    if _ACCEPTED.fullmatch(name):
         return ""
     return "MLflow accepts letters, digits, _ - . : / and spaces, at most 250"
 
 
 def _last_steps(native: Client, start: Start) -> dict[str, int]:
     # The last value of each metric; `data.metrics` has them without their steps.
-    found = native.client.get_run(native.run).data.to_proto().metrics
-    return {one.key: one.step for one in found}
+    metrics = native.client.get_run(native.run).data.to_proto().metrics
+    return {metric.key: metric.step for metric in metrics}
 
 
 def _params(native: Client, start: Start) -> None:
@@ -94,8 +94,8 @@ def _params(native: Client, start: Start) -> None:
     known = native.client.get_run(native.run).data.params
     param = _library().entities.Param
     new = [
-        param(name, str(one))
-        for name, one in start.params.items()
+        param(name, str(value))
+        for name, value in start.params.items()
         if name not in known and not _refuses(name)
     ]
     for first in range(0, len(new), _AT_ONCE):
@@ -123,7 +123,7 @@ def _table(
     file = f"{_file(name)}-{at.step}.json"
     folder = str(PurePosixPath(file).parent)
     known = native.client.list_artifacts(native.run, None if folder == "." else folder)
-    if file not in [one.path for one in known]:  # MLflow would append the rows again
+    if file not in [artifact.path for artifact in known]:  # MLflow would append the rows again
         data = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
         native.client.log_table(native.run, data, file)
 

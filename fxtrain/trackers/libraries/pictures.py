@@ -40,7 +40,7 @@ def log_table(
     def table(
         native: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
     ) -> None:
-        made = library().Table(columns=list(columns), data=[list(row) for row in rows])
-        native.log({name: made}, step=at.step)
+        value = library().Table(columns=list(columns), data=[list(row) for row in rows])
+        native.log({name: value}, step=at.step)
 
     return table

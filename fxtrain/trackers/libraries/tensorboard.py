@@ -45,7 +45,7 @@ def _open(config: TensorBoard, start: Start) -> Any:
 
 def _params(native: Any, start: Start) -> None:
     summary = optional("torch.utils.tensorboard.summary", extra="tensorboard", needed_by=_NEEDED_BY)
-    plain = {name: str(one) if one is None else one for name, one in start.params.items()}
+    plain = {name: str(value) if value is None else value for name, value in start.params.items()}
     # As `add_hparams` does, which would write them into a separate run.
     for part in summary.hparams(plain, {}):
         native.file_writer.add_summary(part)
@@ -57,8 +57,8 @@ def _log(native: Any, values: Mapping[str, float], at: At) -> None:
         "tensorboard.compat.proto.summary_pb2", extra="tensorboard", needed_by=_NEEDED_BY
     )
     value = proto.Summary.Value
-    found = [value(tag=name, simple_value=one) for name, one in values.items()]
-    native.file_writer.add_summary(proto.Summary(value=found), at.step, at.time)
+    scalars = [value(tag=name, simple_value=number) for name, number in values.items()]
+    native.file_writer.add_summary(proto.Summary(value=scalars), at.step, at.time)
 
 
 def _text(native: Any, name: str, text: str, at: At) -> None:
@@ -73,7 +73,7 @@ def _table(
     native: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
 ) -> None:
     lines = [columns, ["---"] * len(columns), *rows]
-    text = "\n".join("|".join(["", *(_cell(one) for one in line), ""]) for line in lines)
+    text = "\n".join("|".join(["", *(_cell(value) for value in line), ""]) for line in lines)
     native.add_text(name, text, at.step, walltime=at.time)
 
 

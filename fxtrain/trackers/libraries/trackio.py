@@ -42,7 +42,7 @@ def _open(config: Trackio, start: Start) -> Any:
         "name": start.identity or f"{start.name}-{start.id[:8]}",
         "group": start.run if start.everyone else None,
         "space_id": config.space,
-        "config": {name: one for name, one in start.params.items() if not name.startswith("_")},
+        "config": {name: value for name, value in start.params.items() if not name.startswith("_")},
         "resume": "allow",
         "embed": False,
         "auto_log_gpu": False,
@@ -59,8 +59,8 @@ def _last_steps(native: Any, start: Start) -> dict[str, int]:
     more = 0 if last is None else last - start.position.updates
     if more <= 0:
         return {}
-    found = storage.SQLiteStorage.get_snapshot(**run, around_step=last, window=more - 1)
-    return {name: max(one["step"] for one in entries) for name, entries in found.items()}
+    entries_of = storage.SQLiteStorage.get_snapshot(**run, around_step=last, window=more - 1)
+    return {name: max(entry["step"] for entry in entries) for name, entries in entries_of.items()}
 
 
 def _log(native: Any, values: Mapping[str, float], at: At) -> None:

@@ -68,7 +68,7 @@ def _params(native: Any, start: Start) -> None:
 def _log(native: Any, values: Mapping[str, float], at: At) -> None:
     # Axes to plot over, under names that users are unlikely to log.
     axes = {"position/rows": at.rows, "position/epoch": at.epoch}
-    known = {name: one for name, one in axes.items() if one is not None}
+    known = {name: value for name, value in axes.items() if value is not None}
     native.log({**known, **values}, step=at.step)
 
 

@@ -1,6 +1,7 @@
-"""From a plan's strategy to the functions that carry it out."""
+"""A model under a plan, and the module again."""
 
 import functools
+import importlib
 import math
 import weakref
 from collections.abc import Callable
@@ -18,21 +19,15 @@ from fxtrain.backends.core.parameter_dtypes import raise_to_fp32
 from fxtrain.backends.core.quantized_models import quantized_as_planned, quantized_problems
 from fxtrain.backends.core.ready_made import as_factories, described
 from fxtrain.backends.core.undo import record_module
-from fxtrain.backends.ddp.strategy import DDP_STRATEGY
-from fxtrain.backends.deepspeed.setup import keeps_masters
-from fxtrain.backends.deepspeed.strategy import DEEPSPEED_STRATEGY
-from fxtrain.backends.fsdp.strategy import FSDP_STRATEGY
 from fxtrain.backends.local.averaging import local_problems
-from fxtrain.backends.offload.strategy import OFFLOAD
-from fxtrain.backends.pipeline.strategy import PIPELINE_STRATEGY
-from fxtrain.backends.single import SINGLE
-from fxtrain.backends.xla.strategy import XLA_STRATEGY
+from fxtrain.backends.registry import strategy_of
 from fxtrain.models.loading import Loaded
 from fxtrain.ops.logs import log
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.precision import gradient_problem
 from fxtrain.state import (
+    DeepSpeed,
     DistContext,
     FromConfig,
     Plan,
@@ -40,49 +35,17 @@ from fxtrain.state import (
     Wrapped,
     check_connected,
     check_open,
-    installed_strategies,
     resolve_mesh,
 )
 
-__all__ = ["STRATEGIES", "problems_of", "strategies", "unwrap", "wrap"]
-
 N = TypeVar("N", bound=nn.Module)
 O = TypeVar("O", bound=Optimizers | FromConfig)  # noqa: E741
-
-STRATEGIES = (
-    SINGLE,
-    DDP_STRATEGY,
-    FSDP_STRATEGY,
-    DEEPSPEED_STRATEGY,
-    PIPELINE_STRATEGY,
-    XLA_STRATEGY,
-    OFFLOAD,
-)
 
 _SHARDED_OVER = {"replicate", "shard", "tensor"}  # axes of the meshes that `wrap` makes
 _SLOW_FP16 = (
     'Plan(precision="fp16") on a CPU: CPUs compute bf16 faster, and it needs no loss scale. Use '
     'precision="bf16".'
 )
-
-
-def strategies() -> dict[type, Strategy]:
-    """Every strategy by its config type: fxtrain's own, then those of installed packages.
-
-    A package adds one with an entry point in the group `fxtrain.strategies` that loads a
-    `Strategy`. `fx.wrap(..., strategy=entry)` takes one without an entry point. A module that an
-    entry point names takes fxtrain's own from `STRATEGIES`, since this function imports it.
-
-    Raises:
-        PlanError: an entry point does not load, loads something else, or loads a second strategy
-            for the same config.
-
-    Example:
-        >>> from fxtrain.backends import strategies
-        >>> sorted(config.__name__ for config in strategies())
-        ['DDP', 'DeepSpeed', 'FSDP', 'Offload', 'PP', 'Single', 'XLA']
-    """
-    return {row.config: row for row in (*STRATEGIES, *installed_strategies())}
 
 
 def wrap(
@@ -144,19 +107,19 @@ def wrap(
             "strategy": "the plan's" if strategy is None else strategy.name,
         }
         check_same_plan("wrap", ctx, plan, {"model": model_signature(model), **given})
-    row = _strategy_of(plan) if strategy is None else strategy
-    if problems := problems_of(row, ctx, plan, model):
+    strategy = strategy_of(plan) if strategy is None else strategy
+    if problems := problems_of(strategy, ctx, plan, model):
         raise PlanError("\n".join(problems), code="FX202")
     if optimizer is not None and (problem := gradient_problem(model)) is not None:
         raise PlanError(f"wrap(optimizer=...): {problem}", code="FX202")
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
     with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
         before, formats = record_module(model), _formats(model)
-        raises = optimizer is not None and not keeps_masters(plan)
+        raises = optimizer is not None and not _keeps_masters(plan)
         lower = raise_to_fp32(model, ctx, plan) if raises else _nothing
         try:
             convert_as_planned(model, ctx, plan)
-            made: Any = row.wrap(row, model, ctx, plan, optimizer, scheduler)
+            made: Any = strategy.wrap(strategy, model, ctx, plan, optimizer, scheduler)
         except BaseException:
             before.changes().undo()
             lower()
@@ -215,6 +178,14 @@ def _compare_options(ctx: DistContext, plan: Plan, made: Any) -> None:
         check_same_plan("wrap", among, plan, settings_of(made.optimizers, made.schedulers))
 
 
+def _keeps_masters(plan: Plan) -> bool:
+    """Whether the strategy keeps parameters in fp32 beside those that compute."""
+    if not isinstance(plan.strategy, DeepSpeed):
+        return False
+    setup = importlib.import_module("fxtrain.backends.deepspeed.setup")
+    return setup.keeps_masters(plan)
+
+
 def _nothing() -> None:
     """Undo nothing."""
 
@@ -230,21 +201,6 @@ def _formats(module: nn.Module) -> dict[str, torch.dtype]:
         *module.named_buffers(remove_duplicate=False),
     )
     return {plain_name(name): tensor.dtype for name, tensor in tensors}
-
-
-def _strategy_of(plan: Plan) -> Strategy:
-    kind = type(plan.strategy)
-    for row in STRATEGIES:
-        if row.config is kind:
-            return row
-    table = strategies()
-    if kind not in table:
-        known = ", ".join(sorted(config.__name__ for config in table))
-        raise PlanError(
-            f"Plan(strategy={plan.strategy!r}): no strategy is registered for {kind.__name__}. "
-            f"Choose one of {known}, or install the package that provides it."
-        )
-    return table[kind]
 
 
 def problems_of(
