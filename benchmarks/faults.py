@@ -18,7 +18,6 @@ from torch import nn
 
 import fxtrain as fx
 from benchmarks._common import console, show
-from fxtrain.checkpoint import host_copies
 from fxtrain.testing import free_port
 
 KILLS, FLIPS = 200, 500
@@ -55,7 +54,6 @@ def _work(rank, ranks, port, folder, background, first, told):
     }
     ctx = fx.detect({name: str(value) for name, value in env.items()}, device="cpu", timeout_s=30)
     model = fx.wrap(_net(), ctx, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
-    host_copies._MIN_DEFERRED_BYTES = 0  # copy what is late in the background, as of a large model
     update = first
     while True:
         _fill(model, update)

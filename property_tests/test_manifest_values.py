@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.checkpoint.json_values import decode, encode
-from fxtrain.checkpoint.manifest import Part, is_partition
+from fxtrain.checkpoint.manifest import StoredBox, is_partition
 from fxtrain.checkpoint.write_plan import boxes_in
 
 # Boxes
@@ -57,7 +57,7 @@ def _boxes(draw):
 def test_parts_cover_a_tensor_if_every_cell_is_in_one(drawn):
     shape, boxes = drawn
     parts = tuple(
-        Part(file="f", offset=0, start=start, shape=size, digests=()) for start, size in boxes
+        StoredBox(file="f", offset=0, start=start, shape=size, digests=()) for start, size in boxes
     )
     assert is_partition(shape, parts) == _fills(shape, boxes)
 
@@ -77,7 +77,7 @@ def test_stretches_of_a_tensor_are_boxes_that_cover_it(shape, data):
             assert torch.equal(whole[place], box)
         assert len(found) <= max(1, 2 * len(shape) - 1)
         parts += [
-            Part(file="f", offset=0, start=start, shape=tuple(box.shape), digests=())
+            StoredBox(file="f", offset=0, start=start, shape=tuple(box.shape), digests=())
             for start, box in found
         ]
     assert is_partition(tuple(shape), tuple(parts))
@@ -85,7 +85,7 @@ def test_stretches_of_a_tensor_are_boxes_that_cover_it(shape, data):
 
 def test_many_parts_take_no_longer_than_they_are_many():
     parts = tuple(
-        Part(file="f", offset=0, start=(0, i), shape=(1, 1), digests=()) for i in range(10_000)
+        StoredBox(file="f", offset=0, start=(0, i), shape=(1, 1), digests=()) for i in range(10_000)
     )
     assert is_partition((1, 10_000), parts)
     assert not is_partition((1, 10_000), (*parts[:-1], parts[0]))

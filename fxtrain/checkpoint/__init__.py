@@ -1,6 +1,6 @@
 """Checkpoints: written atomically, verified by digests, and free of pickle."""
 
-from fxtrain.checkpoint.async_save import Saving
+from fxtrain.checkpoint.background import Saving
 from fxtrain.checkpoint.comparison import Difference, compare, count_leaves
 from fxtrain.checkpoint.folders import before, best, latest
 from fxtrain.checkpoint.merging import merge, saved_weights

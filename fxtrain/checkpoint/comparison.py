@@ -10,11 +10,9 @@ from torch import Tensor
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folders import read_manifest
 from fxtrain.checkpoint.local_storage import open_storage
-from fxtrain.checkpoint.manifest import Entry
+from fxtrain.checkpoint.manifest import StoredTensor
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.state import unstructure
-
-__all__ = ["Difference", "compare", "count_leaves"]
 
 
 @attrs.frozen(kw_only=True)
@@ -99,8 +97,8 @@ def _values(path: str, left: Any, right: Any) -> Iterator[Difference]:
 
 def _tables(
     prefix: str,
-    left: Mapping[str, Entry],
-    right: Mapping[str, Entry],
+    left: Mapping[str, StoredTensor],
+    right: Mapping[str, StoredTensor],
     first: Reader,
     second: Reader,
 ) -> Iterator[Difference]:
@@ -130,7 +128,7 @@ def _difference(one: Tensor, other: Tensor) -> tuple[str, str] | None:
     return f"{a!r}{where}", repr(b)
 
 
-def _entry_summary(entry: Entry | None) -> str:
+def _entry_summary(entry: StoredTensor | None) -> str:
     return "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
 
 

@@ -1,18 +1,16 @@
 """One rank's data file: a safetensors file, written sequentially while digests are computed."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from fxtrain.checkpoint.local_storage import Storage
-from fxtrain.checkpoint.manifest import CHUNK, Entry, File, Part, digest_of
+from fxtrain.checkpoint.manifest import CHUNK, DataFile, StoredBox, StoredTensor, digest_of
+from fxtrain.checkpoint.storage import Storage
 from fxtrain.checkpoint.write_plan import TensorChunk
 from fxtrain.models.safetensors_files import aligned_first, to_header
 from fxtrain.models.tensor_bytes import STORED_DTYPES, contiguous, memory_of
-
-__all__ = ["Written", "file_name", "tables", "write_file"]
 
 
 @attrs.frozen(kw_only=True)
@@ -22,21 +20,16 @@ class Written:
     Attributes:
         rank: The rank that wrote.
         host: The machine on which it runs.
-        file: Name, size and digest of its file; None if it had nothing to write.
-        tensors: (name, dtype, full shape, part) of tensors that all ranks share.
-        own: The same for tensors that belong only to this rank.
+        files: Its file, by name; empty if it had nothing to write.
+        tensors: Tensors that all ranks share, with the boxes that this rank wrote.
+        own: Tensors that belong only to this rank.
     """
 
     rank: int
     host: str = attrs.field(factory=platform.node)
-    file: tuple[str, File] | None = None
-    tensors: tuple[tuple[str, str, tuple[int, ...], Part], ...] = ()
-    own: tuple[tuple[str, str, tuple[int, ...], Part], ...] = ()
-
-
-def file_name(rank: int) -> str:
-    """Name of a rank's data file."""
-    return f"rank-{rank:05d}.safetensors"
+    files: Mapping[str, DataFile] = attrs.field(factory=dict)
+    tensors: Mapping[str, StoredTensor] = attrs.field(factory=dict)
+    own: Mapping[str, StoredTensor] = attrs.field(factory=dict)
 
 
 def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Written:
@@ -46,56 +39,41 @@ def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Wr
     """
     if not chunks:
         return Written(rank=rank)
-    ordered = sorted(chunks, key=lambda piece: aligned_first(piece.size))
-    header, ends = to_header(_row(rank, piece) for piece in ordered)
-    name = file_name(rank)
+    ordered = sorted(chunks, key=lambda chunk: aligned_first(chunk.tensor.nbytes))
+    header, ends = to_header(_row(rank, chunk) for chunk in ordered)
+    name = f"rank-{rank:05d}.safetensors"
     storage.make()
-    parts: list[tuple[TensorChunk, Part]] = []
+    tensors: dict[str, StoredTensor] = {}
+    own: dict[str, StoredTensor] = {}
     with storage.create(name) as file:
         file.write(memoryview(header))
         for chunk, end in zip(ordered, ends, strict=True):
             digests = _write_values(file, chunk)
-            part = Part(
+            part = StoredBox(
                 file=name,
-                offset=len(header) + end - chunk.size,
+                offset=len(header) + end - chunk.tensor.nbytes,
                 start=chunk.start,
                 shape=tuple(chunk.tensor.shape),
                 digests=tuple(digests),
             )
-            parts.append((chunk, part))
-    about = File(size=len(header) + ends[-1], header=len(header), digest=digest_of(header))
-    found = [
-        (chunk.own, (chunk.name, chunk.dtype, chunk.full_shape, part)) for chunk, part in parts
-    ]
-    return Written(
-        rank=rank,
-        file=(name, about),
-        tensors=tuple(one for own, one in found if not own),
-        own=tuple(one for own, one in found if own),
-    )
+            table = own if chunk.own else tensors
+            earlier = table[chunk.name].parts if chunk.name in table else ()
+            table[chunk.name] = StoredTensor(
+                dtype=chunk.dtype, shape=chunk.full_shape, parts=(*earlier, part)
+            )
+    about = DataFile(size=len(header) + ends[-1], header=len(header), digest=digest_of(header))
+    return Written(rank=rank, files={name: about}, tensors=tensors, own=own)
 
 
-def tables(
-    written: Sequence[Written],
-) -> tuple[dict[str, Entry], tuple[dict[str, Entry], ...], dict[str, File]]:
-    """Combine what all ranks wrote: shared tensors, per-rank tensors, and files."""
-    tensors: dict[str, tuple[str, tuple[int, ...], list[Part]]] = {}
-    own: list[dict[str, Entry]] = []
+def merged(written: Sequence[Written]) -> dict[str, StoredTensor]:
+    """The tensors that all ranks share, with the boxes that any of them wrote."""
+    first: dict[str, StoredTensor] = {}
+    parts: dict[str, list[StoredBox]] = {}
     for one in written:
-        for name, dtype, full_shape, part in one.tensors:
-            tensors.setdefault(name, (dtype, full_shape, []))[2].append(part)
-        own.append(
-            {
-                name: Entry(dtype=dtype, shape=full_shape, parts=(part,))
-                for name, dtype, full_shape, part in one.own
-            }
-        )
-    shared = {
-        name: Entry(dtype=dtype, shape=full_shape, parts=tuple(parts))
-        for name, (dtype, full_shape, parts) in tensors.items()
-    }
-    files = {one.file[0]: one.file[1] for one in written if one.file is not None}
-    return shared, tuple(own), files
+        for name, stored in one.tensors.items():
+            first.setdefault(name, stored)
+            parts.setdefault(name, []).extend(stored.parts)
+    return {name: attrs.evolve(first[name], parts=tuple(boxes)) for name, boxes in parts.items()}
 
 
 def _write_values(file: Any, chunk: TensorChunk) -> list[str]:
@@ -109,13 +87,13 @@ def _write_values(file: Any, chunk: TensorChunk) -> list[str]:
     return digests
 
 
-def _row(rank: int, piece: TensorChunk) -> tuple[str, str, list[int], int]:
-    """A piece as the header of its file has it; complex numbers are pairs."""
-    shape = [*piece.tensor.shape, *([2] if piece.tensor.is_complex() else [])]
-    key = f"{piece.name}@{','.join(map(str, piece.start))}" if any(piece.start) else piece.name
+def _row(rank: int, chunk: TensorChunk) -> tuple[str, str, list[int], int]:
+    """A chunk as the header of its file has it; complex numbers are pairs."""
+    shape = [*chunk.tensor.shape, *([2] if chunk.tensor.is_complex() else [])]
+    key = f"{chunk.name}@{','.join(map(str, chunk.start))}" if any(chunk.start) else chunk.name
     return (
-        f"rank {rank}: {key}" if piece.own else key,
-        STORED_DTYPES[piece.dtype],
+        f"rank {rank}: {key}" if chunk.own else key,
+        STORED_DTYPES[chunk.dtype],
         shape,
-        piece.size,
+        chunk.tensor.nbytes,
     )

@@ -4,9 +4,8 @@ A folder has two locks: one is held while a checkpoint is saved, the other while
 
 A lock is a small file with a numbered name, which only one process can create. It names its
 holder and changes while the holder is alive. A process that finds the lock of a dead process
-creates the next number; a name is never reused, so two processes that find the same dead lock
-cannot both acquire it. After creating its lock, a process lists the locks again and withdraws if
-a new live one has appeared.
+creates the next number, so two processes that find the same dead lock cannot both acquire it.
+After creating its lock, a process looks again and withdraws if a live one has appeared.
 """
 
 import json
@@ -18,11 +17,9 @@ import time
 import attrs
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint.local_storage import Storage
 from fxtrain.checkpoint.owner import Owner, is_running, owner_from, this_process
+from fxtrain.checkpoint.storage import Storage
 from fxtrain.state import parse_json
-
-__all__ = ["Lock", "STALE_S", "acquire", "read_lock"]
 
 _LOG = logging.getLogger(__name__)
 _HEARTBEAT_INTERVAL_S = 2.0  # between heartbeats of a holder
@@ -113,10 +110,10 @@ def acquire(folder: Storage, *, for_run: bool = False) -> Lock:
         CheckpointError: another process is saving there, or has a run there.
         OSError: the lock cannot be written.
     """
-    seen = _locks(folder, for_run=for_run)
-    for name in seen:
+    dead = {name: folder.locked(name) for name in _locks(folder, for_run=for_run)}
+    for name in dead:
         _refuse_if_held(folder, name)
-    number = 1 + max(map(_number, seen), default=0)
+    number = 1 + max(map(_number, dead), default=0)
     lock = Lock(
         folder=folder,
         name=_RUN * for_run + f"{number:09d}",
@@ -128,10 +125,10 @@ def acquire(folder: Storage, *, for_run: bool = False) -> Lock:
     except FileExistsError:
         raise _busy(folder, lock.name) from None
     try:
-        for name in _locks(folder, for_run=for_run) - seen - {lock.name}:
-            _refuse_if_held(folder, name)
-            seen.add(name)
-        for name in seen:
+        for name in _locks(folder, for_run=for_run) - {lock.name}:
+            # Also a number that was given again, after the dead lock and its successor had gone.
+            if folder.locked(name) != dead.get(name):
+                _refuse_if_held(folder, name)
             folder.unlock(name)
         lock.check()
     except BaseException:

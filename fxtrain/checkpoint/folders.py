@@ -10,7 +10,7 @@ import attrs
 
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
-from fxtrain.checkpoint.local_storage import Storage, UnreadableError, open_storage
+from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.manifest import (
     HIGHEST,
     MANIFEST,
@@ -20,9 +20,7 @@ from fxtrain.checkpoint.manifest import (
 )
 from fxtrain.checkpoint.owner import Owner
 from fxtrain.checkpoint.reading import file_problems
-
-__all__ = ["Found", "before", "best", "checkpoint_at", "checkpoints", "latest", "new_name"]
-__all__ += ["list_checkpoints", "next_order", "read_manifest"]
+from fxtrain.checkpoint.storage import Storage, UnreadableError
 
 _NAME = re.compile(r"update-(\d{10,18})(?:\.(\d{1,9}))?")
 _LARGEST = 1 << 30
@@ -33,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @attrs.frozen(kw_only=True)
-class Found:
+class CheckpointInfo:
     """A checkpoint in a folder, described by its manifest and the sizes of its files.
 
     Attributes:
@@ -84,10 +82,10 @@ def latest(path: StrPath) -> str | None:
         True
     """
     folder = open_storage(path)
-    found = list_checkpoints(folder)
-    newest = _first_whole(folder, reversed(found))
-    if newest is None and found:
-        lines = [f"  {one.name}: {'; '.join(one.problems)}" for one in found]
+    checkpoints = list_checkpoints(folder)
+    newest = _first_complete(folder, reversed(checkpoints))
+    if newest is None and checkpoints:
+        lines = [f"  {info.name}: {'; '.join(info.problems)}" for info in checkpoints]
         raise CheckpointError(
             "\n".join(
                 [
@@ -131,8 +129,8 @@ def best(path: StrPath, mode: Literal["min", "max"] = "min") -> str | None:
     if mode not in ("min", "max"):
         raise CheckpointError(f"best(mode={mode!r}): choose 'min' or 'max'.")
     folder, sign = open_storage(path), 1 if mode == "min" else -1
-    found = [one for one in reversed(list_checkpoints(folder)) if one.metric is not None]
-    return _first_whole(folder, sorted(found, key=lambda one: sign * (one.metric or 0)))
+    rated = [info for info in reversed(list_checkpoints(folder)) if info.metric is not None]
+    return _first_complete(folder, sorted(rated, key=lambda info: sign * (info.metric or 0)))
 
 
 def before(path: StrPath, update: int) -> str | None:
@@ -141,9 +139,9 @@ def before(path: StrPath, update: int) -> str | None:
     Of several with the same number of updates, the newest.
     """
     folder = open_storage(path)
-    found = [one for one in list_checkpoints(folder) if one.updates < update]
+    earlier = [info for info in list_checkpoints(folder) if info.updates < update]
     # Sorting is stable: the newest of equals stays last.
-    return _first_whole(folder, reversed(sorted(found, key=lambda one: one.updates)))
+    return _first_complete(folder, reversed(sorted(earlier, key=lambda info: info.updates)))
 
 
 def checkpoint_at(path: Any) -> Storage:
@@ -179,26 +177,26 @@ def _hint(folder: Storage) -> str:
     return ""
 
 
-def _first_whole(folder: Storage, found: Iterable[Found]) -> str | None:
-    for one in found:
-        inside = folder.join(one.name)
-        if not one.problems:
-            return str(inside)
-        _LOG.warning("%s is skipped: %s", inside, "; ".join(one.problems))
+def _first_complete(folder: Storage, checkpoints: Iterable[CheckpointInfo]) -> str | None:
+    for info in checkpoints:
+        path = folder.join(info.name)
+        if not info.problems:
+            return str(path)
+        _LOG.warning("%s is skipped: %s", path, "; ".join(info.problems))
     return None
 
 
-def list_checkpoints(folder: Storage) -> list[Found]:
+def list_checkpoints(folder: Storage) -> list[CheckpointInfo]:
     """All checkpoints of a folder, newest last, then those with damaged manifests.
 
     Raises:
         CheckpointError: one cannot be read, or has a newer format.
     """
-    found = [_inspect(folder, name) for name in checkpoints(folder)]
-    return sorted(found, key=lambda one: math.inf if one.order is None else one.order)
+    checkpoints = [_inspect(folder, name) for name in checkpoint_names(folder)]
+    return sorted(checkpoints, key=lambda info: math.inf if info.order is None else info.order)
 
 
-def _inspect(folder: Storage, name: str) -> Found:
+def _inspect(folder: Storage, name: str) -> CheckpointInfo:
     inside = folder.join(name)
     try:
         manifest = read_manifest(inside)
@@ -206,8 +204,8 @@ def _inspect(folder: Storage, name: str) -> Found:
     except (UnreadableError, NewerFormatError):
         raise
     except (CheckpointError, OSError) as error:
-        return Found(name=name, order=None, problems=(str(error),))
-    return Found(
+        return CheckpointInfo(name=name, order=None, problems=(str(error),))
+    return CheckpointInfo(
         name=name,
         order=manifest.order,
         saver=manifest.saver,
@@ -216,13 +214,13 @@ def _inspect(folder: Storage, name: str) -> Found:
     )
 
 
-def next_order(found: Sequence[Found]) -> int:
+def next_order(checkpoints: Sequence[CheckpointInfo]) -> int:
     """The order of a checkpoint that is newer than all of these."""
     # A manifest from elsewhere may already have the highest order that is readable.
-    return min(1 + max((one.order or 0 for one in found), default=0), HIGHEST)
+    return min(1 + max((info.order or 0 for info in checkpoints), default=0), HIGHEST)
 
 
-def checkpoints(folder: Storage) -> list[str]:
+def checkpoint_names(folder: Storage) -> list[str]:
     """Names of the checkpoints in a folder, sorted by their updates."""
     return sorted((name for name in folder.folders() if _NAME.fullmatch(name)), key=_numbers)
 
@@ -230,7 +228,8 @@ def checkpoints(folder: Storage) -> list[str]:
 def new_name(folder: Storage, updates: int) -> str:
     """An unused name: a second checkpoint of the same update gets a number."""
     name = f"update-{updates:010d}"
-    used = [_numbers(one)[1] for one in checkpoints(folder) if _numbers(one)[0] == updates]
+    numbers = map(_numbers, checkpoint_names(folder))
+    used = [number for earlier, number in numbers if earlier == updates]
     return f"{name}.{max(used) + 1}" if used else name
 
 

@@ -19,8 +19,6 @@ from torch import Tensor
 from fxtrain._errors import CheckpointError
 from fxtrain.state import unstructure
 
-__all__ = ["decode", "encode"]
-
 _MAX_DEPTH = 64
 _Read = Callable[[str], Any]
 _DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
@@ -136,7 +134,7 @@ def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
 def _encode_mapping(
     value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor], depth: int
 ) -> Any:
-    if all(type(key) is str for key in value) and "$" not in value:
+    if set(map(type, value)) <= {str} and "$" not in value:
         return {key: _encode(one, f"{path}.{key}", tensors, depth) for key, one in value.items()}
     items = [
         [

@@ -22,9 +22,7 @@ from fxtrain._reading import path_problem
 from fxtrain.checkpoint.manifest import MANIFEST
 from fxtrain.checkpoint.remote_storage import RemoteStorage
 from fxtrain.checkpoint.storage import CompleteWriter as _Whole
-from fxtrain.checkpoint.storage import Storage, UnreadableError, Writer, reading
-
-__all__ = ["LocalStorage", "Storage", "UnreadableError", "open_storage"]
+from fxtrain.checkpoint.storage import Storage, Writer, reading
 
 _TEMPORARY = ".partial-"
 _LOCK, _OWNER = ".lock-", "owner.json"

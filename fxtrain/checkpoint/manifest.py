@@ -4,33 +4,31 @@ The file is one line of JSON, `{"digest":"…","manifest":{…}}`. The digest co
 inner object, so that a change of any byte of the file is detected.
 """
 
-import itertools
+import functools
 import json
 import math
+import operator
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import cattrs
 import xxhash
+from cattrs.v import transform_error
 
 from fxtrain._display import counted
-from fxtrain._errors import CheckpointError, PlanError
+from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint.owner import Owner, owner_from
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.state import Position, parse_json, structure, unstructure
 
-__all__ = ["CHUNK", "FORMAT", "HIGHEST", "MANIFEST", "Entry", "File", "Manifest", "Part"]
-__all__ += ["NewerFormatError", "digest_of", "dump_manifest", "is_partition", "load_manifest"]
-
 FORMAT = 1
 MANIFEST = "manifest.json"
-CHUNK = 4 << 20  # bytes of a part that share a digest; reads verify complete chunks
+CHUNK = 4 << 20  # bytes of a stored box that share a digest; reads verify complete chunks
 HIGHEST = (1 << 63) - 1  # limit of sizes, offsets and orders
 _MAX_BYTES = 1 << 30  # bytes of a manifest
-_DIMS = 64  # torch's limit
-_SPREAD_DIMS = 8  # dimensions along which a tensor is split; a mesh has fewer axes
+_MAX_DIMS = 64  # torch's limit
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _HEAD, _MIDDLE, _TAIL = b'{"digest":"', b'","manifest":', b"}\n"
@@ -43,7 +41,7 @@ class NewerFormatError(CheckpointError):
 
 
 @attrs.frozen(kw_only=True)
-class Part:
+class StoredBox:
     """A box of a tensor, stored contiguously in one file.
 
     Attributes:
@@ -62,12 +60,12 @@ class Part:
 
 
 @attrs.frozen(kw_only=True)
-class Entry:
-    """A tensor: its dtype, its shape over all ranks, and its parts."""
+class StoredTensor:
+    """A tensor: its dtype, its shape over all ranks, and the boxes that partition it."""
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredBox, ...]
 
     @property
     def itemsize(self) -> int:
@@ -76,7 +74,7 @@ class Entry:
 
 
 @attrs.frozen(kw_only=True)
-class File:
+class DataFile:
     """A data file: its bytes, those of its header, and the digest of the header."""
 
     size: int
@@ -108,10 +106,10 @@ class Manifest:
     metric: float | None
     models: Mapping[str, Any]
     extra: Any
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, StoredTensor]
     aliases: Mapping[str, str]
-    own: tuple[Mapping[str, Entry], ...]
-    files: Mapping[str, File]
+    own: tuple[Mapping[str, StoredTensor], ...]
+    files: Mapping[str, DataFile]
 
     @property
     def order(self) -> int:
@@ -121,8 +119,8 @@ class Manifest:
     @property
     def saver(self) -> Owner | None:
         """The process that committed it, if recorded."""
-        found = self.topology.get("saver")
-        return None if found is None else owner_from(found)
+        owner = self.topology.get("saver")
+        return None if owner is None else owner_from(owner)
 
 
 def digest_of(data: Any) -> str:
@@ -136,12 +134,16 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "format": FORMAT,
         **attrs.asdict(manifest, recurse=False),
         "position": unstructure(manifest.position),
-        "tensors": _entries(manifest.tensors),
-        "own": [_entries(one) for one in manifest.own],
-        "files": {name: attrs.asdict(file) for name, file in manifest.files.items()},
+        "tensors": _plain(manifest.tensors),
+        "own": [_plain(tensors) for tensors in manifest.own],
+        "files": _plain(manifest.files),
     }
     body = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
     return _HEAD + digest_of(body).encode() + _MIDDLE + body + _TAIL
+
+
+def _plain(records: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: attrs.asdict(record) for name, record in records.items()}
 
 
 def load_manifest(raw: bytes) -> Manifest:
@@ -154,25 +156,29 @@ def load_manifest(raw: bytes) -> Manifest:
     """
     data = _parse(_body(raw))
     _check_format(data)
-    _keys(data, {"format", *attrs.fields_dict(Manifest)}, "the manifest")
+    del data["format"]
     try:
-        return _manifest(data)
-    except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
-        raise CheckpointError(
-            f"The manifest is malformed: {str(error)[:500]}.", code="FX602"
-        ) from error
+        manifest = _converter().structure(data, Manifest)
+        _check(manifest)
+    except cattrs.BaseValidationError as error:
+        problem = transform_error(error, "the manifest", _text_of)[0]
+    except (ValueError, RecursionError) as error:
+        problem = str(error)
+    else:
+        return manifest
+    raise CheckpointError(f"The manifest is malformed: {problem[:500]}.", code="FX602")
 
 
 def _check_format(data: Mapping[str, Any]) -> None:
     """Check the format first: the other fields of a newer format are unknown."""
-    found = data.get("format")
-    if type(found) is not int or found < 1:
+    number = data.get("format")
+    if type(number) is not int or number < 1:
         raise CheckpointError(
-            f"The manifest is malformed: its format is {str(found)[:80]!r}.", code="FX602"
+            f"The manifest is malformed: its format is {str(number)[:80]!r}.", code="FX602"
         )
-    if found > FORMAT:
+    if number > FORMAT:
         raise NewerFormatError(
-            f"It was written by a newer fxtrain (format {str(found)[:80]}; this version reads "
+            f"It was written by a newer fxtrain (format {str(number)[:80]}; this version reads "
             f"{FORMAT}). Update fxtrain, or use a checkpoint that this version wrote."
         )
 
@@ -192,10 +198,10 @@ def _body(raw: bytes) -> memoryview:
             code="FX602",
         )
     body = view[middle + len(_MIDDLE) : -len(_TAIL)]
-    found = digest_of(body)
-    if view[start:middle] != found.encode():
+    digest = digest_of(body)
+    if view[start:middle] != digest.encode():
         raise CheckpointError(
-            f"{MANIFEST} was changed: its digest is {found}, but it records "
+            f"{MANIFEST} was changed: its digest is {digest}, but it records "
             f"{bytes(view[start:middle])!r}.",
             code="FX602",
         )
@@ -214,185 +220,147 @@ def _parse(body: memoryview) -> dict[str, Any]:
     return data
 
 
-def _manifest(data: dict[str, Any]) -> Manifest:
-    files = {_file_name(name): _file(one, name) for name, one in _table(data["files"]).items()}
-    tensors = {n: _entry(one, n, files) for n, one in _table(data["tensors"]).items()}
-    own = tuple(
-        {n: _entry(one, n, files) for n, one in _table(rank).items()} for rank in _list(data["own"])
-    )
-    _check_disjoint(files, [*tensors.values(), *(entry for rank in own for entry in rank.values())])
-    aliases = _table(data["aliases"])
-    for name, target in aliases.items():
-        if target not in tensors or name in tensors:
-            raise ValueError(f"{name!r} is not a valid alias of the tensor {target!r}")
-    metric = data["metric"]
-    if metric is not None and not (type(metric) in (int, float) and math.isfinite(metric)):
-        raise ValueError(f"the metric {str(metric)[:80]} is not a number")
-    ranks = _count(_table(data["topology"])["world_size"])
-    _count(data["topology"].get("order", 0))
-    if data["topology"].get("saver") is not None:
-        owner_from(data["topology"]["saver"])
-    if not ranks or ranks != len(own):
-        raise ValueError(f"{counted(ranks, 'rank')} saved, but there are states of {len(own)}")
-    try:
-        position = structure(data["position"], Position, ())
-    except PlanError as error:
-        raise ValueError(str(error)) from error
-    return Manifest(
-        versions={name: str(one) for name, one in _table(data["versions"]).items()},
-        topology=data["topology"],
-        position=position,
-        metric=metric,
-        models=_models(data["models"]),
-        extra=data["extra"],
-        tensors=tensors,
-        aliases=aliases,
-        own=own,
-        files=files,
-    )
+@functools.cache  # building one generates code; a converter is never changed afterwards
+def _converter() -> cattrs.Converter:
+    """A converter that takes each value only in the type in which it was written."""
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    converter.register_structure_hook(int, _count)
+    converter.register_structure_hook(float, _number)
+    converter.register_structure_hook(str, _string)
+    converter.register_structure_hook(Position, lambda data, _: structure(data, Position, ()))
+    for kind, hook in ((tuple[int, ...], _counts), (tuple[str, ...], _digests)):
+        converter.register_structure_hook_func(functools.partial(operator.eq, kind), hook)
+    return converter
 
 
-def _models(data: Any) -> dict[str, Any]:
-    for name, model in _table(data).items():
-        _keys(model, {"plan", "fingerprint", "values"}, f"the model {name!r}")
-        if not isinstance(model["fingerprint"], str):
-            raise ValueError(f"the fingerprint of {name!r} is not a string")
-    return data
-
-
-def _file_name(name: str) -> str:
-    if not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name[:200]!r} is not the name of a data file")
-    return name
-
-
-def _file(data: Any, name: str) -> File:
-    _keys(data, {"size", "header", "digest"}, name)
-    size, header = _count(data["size"]), _count(data["header"])
-    if not 8 <= header <= min(size, _MAX_BYTES):
-        raise ValueError(f"{name} has a header of {header} bytes in {size}")
-    return File(size=size, header=header, digest=_hash(data["digest"]))
-
-
-def _entry(data: Any, name: str, files: Mapping[str, File]) -> Entry:
-    _keys(data, {"dtype", "shape", "parts"}, name)
-    if data["dtype"] not in DTYPES:
-        raise ValueError(f"{name} has an unknown dtype {data['dtype']!r}")
-    shape = _shape(data["shape"])
-    itemsize = DTYPES[data["dtype"]].itemsize
-    parts = tuple(_part(part, name, shape, itemsize, files) for part in _list(data["parts"]))
-    if not is_partition(shape, parts):
-        raise ValueError(f"the parts of {name} overlap or do not cover {list(shape)}")
-    return Entry(dtype=data["dtype"], shape=shape, parts=parts)
-
-
-def _part(
-    data: Any, name: str, full_shape: tuple[int, ...], itemsize: int, files: Mapping[str, File]
-) -> Part:
-    _keys(data, {"file", "offset", "start", "shape", "digests"}, f"a part of {name}")
-    start, shape = _shape(data["start"]), _shape(data["shape"])
-    if not len(start) == len(shape) == len(full_shape) or any(
-        begin + size > full for begin, size, full in zip(start, shape, full_shape, strict=True)
-    ):
-        raise ValueError(
-            f"a part of {name} at {start} of shape {shape} is not inside {list(full_shape)}"
-        )
-    file = files.get(data["file"])
-    offset, size = _count(data["offset"]), math.prod(shape) * itemsize
-    if file is None or not file.header <= offset <= offset + size <= file.size:
-        raise ValueError(f"a part of {name} is not inside the file {data['file']!r}")
-    digests = tuple(_hash(one) for one in _list(data["digests"]))
-    if len(digests) != -(-size // CHUNK):
-        raise ValueError(f"a part of {name} has {len(digests)} digests for {size} bytes")
-    return Part(file=data["file"], offset=offset, start=start, shape=shape, digests=digests)
-
-
-def is_partition(shape: tuple[int, ...], parts: tuple[Part, ...]) -> bool:
-    """Whether the boxes of the parts, each inside the tensor, partition it.
-
-    They do if the signed corners of all boxes add up to those of the tensor, because inner
-    corners cancel. (The mixed derivative of a sum of boxes is a sum of such corners, and
-    determines it.)
-    """
-    if not math.prod(shape):
-        return True
-    boxes = [(part.start, part.shape) for part in parts if math.prod(part.shape)]
-    dims = [dim for dim, size in enumerate(shape) if any(box[dim] != size for _, box in boxes)]
-    if len(dims) > _SPREAD_DIMS:
-        return False
-    corners: Counter[tuple[int, ...]] = Counter()
-    for sign, start, size in [(-1, (0,) * len(shape), shape), *((1, *box) for box in boxes)]:
-        for far in itertools.product((0, 1), repeat=len(dims)):
-            corner = tuple(start[dim] + one * size[dim] for dim, one in zip(dims, far, strict=True))
-            corners[corner] += sign * (-1) ** sum(far)
-    return not any(corners.values())
-
-
-def _check_disjoint(files: Mapping[str, File], entries: Iterable[Entry]) -> None:
-    """Raise if two parts share bytes, or if bytes belong to no part."""
-    spans: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
-    for entry in entries:
-        for part in entry.parts:
-            size = math.prod(part.shape) * entry.itemsize
-            if size:
-                spans[part.file].append((part.offset, part.offset + size))
-    for name, found in spans.items():
-        offset = files[name].header
-        for begin, end in sorted(found):
-            if begin != offset:
-                raise ValueError(f"parts in {name} overlap or have a gap at byte {offset}")
-            offset = end
-        if offset != files[name].size:
-            raise ValueError(f"{name} has bytes after {offset} that belong to no tensor")
-
-
-def _entries(entries: Mapping[str, Entry]) -> dict[str, Any]:
-    return {
-        name: {
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "parts": [attrs.asdict(part, recurse=False) for part in entry.parts],
-        }
-        for name, entry in entries.items()
-    }
-
-
-def _keys(data: Any, wanted: set[str], what: str) -> None:
-    if not isinstance(data, dict) or data.keys() != wanted:
-        found = sorted(data) if isinstance(data, dict) else type(data).__name__
-        raise CheckpointError(
-            f"The manifest is malformed: {what[:200]} should have the keys {sorted(wanted)}, "
-            f"found {str(found)[:500]}.",
-            code="FX602",
-        )
-
-
-def _table(data: Any) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ValueError(f"an object was expected, found {type(data).__name__}")
-    return data
-
-
-def _list(data: Any) -> list[Any]:
-    if not isinstance(data, list):
-        raise ValueError(f"a list was expected, found {type(data).__name__}")
-    return data
-
-
-def _count(value: Any) -> int:
+def _count(value: Any, _: Any = None) -> int:
     if type(value) is not int or not 0 <= value <= HIGHEST:
         raise ValueError(f"{str(value)[:80]} is not a size or an offset")
     return value
 
 
-def _shape(data: Any) -> tuple[int, ...]:
-    sizes = tuple(_count(size) for size in _list(data))
-    if len(sizes) > _DIMS:
-        raise ValueError(f"a tensor has {len(sizes)} dimensions")
-    return sizes
-
-
-def _hash(value: Any) -> str:
-    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        raise ValueError(f"{str(value)[:80]!r} is not a digest")
+def _number(value: Any, _: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{str(value)[:80]} is not a number")
     return value
+
+
+def _string(value: Any, _: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{str(value)[:80]} is not a string")
+    return value
+
+
+def _counts(data: Any, _: Any) -> tuple[int, ...]:
+    if type(data) is not list or not set(map(type, data)) <= {int}:
+        raise ValueError(f"{str(data)[:80]} is not a list of sizes or offsets")
+    if data and not 0 <= min(data) <= max(data) <= HIGHEST:
+        raise ValueError(f"{str(data)[:80]} has a number that is not a size or an offset")
+    return tuple(data)
+
+
+def _digests(data: Any, _: Any) -> tuple[str, ...]:
+    if type(data) is not list or not set(map(type, data)) <= {str}:
+        raise ValueError(f"{str(data)[:80]} is not a list of digests")
+    if not all(map(_DIGEST.fullmatch, data)):
+        raise ValueError(f"{str(data)[:80]} has text that is not a digest")
+    return tuple(data)
+
+
+def _text_of(error: BaseException, _: Any) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)[:400]
+
+
+def _check(manifest: Manifest) -> None:
+    """Check what the fields say about each other.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    for name, file in manifest.files.items():
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(f"{name[:200]!r} is not the name of a data file")
+        if not 8 <= file.header <= min(file.size, _MAX_BYTES):
+            raise ValueError(f"{name} has a header of {file.header} bytes in {file.size}")
+        _digests([file.digest], None)
+    stored = [pair for table in (manifest.tensors, *manifest.own) for pair in table.items()]
+    for name, tensor in stored:
+        _check_tensor(name, tensor, manifest.files)
+    _check_disjoint(manifest.files, [tensor for _, tensor in stored])
+    for name, target in manifest.aliases.items():
+        if target not in manifest.tensors or name in manifest.tensors:
+            raise ValueError(f"{name!r} is not a valid alias of the tensor {target!r}")
+    ranks = _count(manifest.topology.get("world_size"))
+    if not ranks or ranks != len(manifest.own):
+        saved = counted(ranks, "rank")
+        raise ValueError(f"{saved} saved, but there are states of {len(manifest.own)}")
+    _count(manifest.order)
+    _ = manifest.saver  # raises if it does not describe a process
+    for name, model in manifest.models.items():
+        if not isinstance(model, dict) or model.keys() != {"plan", "fingerprint", "values"}:
+            raise ValueError(f"the model {name!r} needs a plan, a fingerprint and values")
+        _string(model["fingerprint"], str)
+
+
+def _check_tensor(name: str, tensor: StoredTensor, files: Mapping[str, DataFile]) -> None:
+    if tensor.dtype not in DTYPES or len(tensor.shape) > _MAX_DIMS:
+        raise ValueError(
+            f"{name} has the dtype {tensor.dtype[:80]!r} and {len(tensor.shape)} dimensions"
+        )
+    full, itemsize = tensor.shape, tensor.itemsize
+    for part in tensor.parts:
+        end = tuple(map(operator.add, part.start, part.shape))
+        if not len(part.start) == len(part.shape) == len(full) or any(map(operator.gt, end, full)):
+            raise ValueError(f"a part of {name}, {part.start} to {end}, is not inside {full}")
+        file, size = files.get(part.file), math.prod(part.shape) * itemsize
+        if file is None or not file.header <= part.offset <= part.offset + size <= file.size:
+            raise ValueError(f"a part of {name} is not inside the file {part.file[:200]!r}")
+        if len(part.digests) != -(-size // CHUNK):
+            raise ValueError(f"a part of {name} has {len(part.digests)} digests for {size} bytes")
+    if not is_partition(tensor.shape, tensor.parts):
+        raise ValueError(f"the parts of {name} overlap or do not cover {list(tensor.shape)}")
+
+
+def is_partition(shape: tuple[int, ...], parts: Sequence[StoredBox]) -> bool:
+    """Whether the boxes of the parts, each inside the tensor, partition it.
+
+    They do if they are disjoint and have as many elements as the tensor.
+    """
+    if len(parts) == 1:
+        return math.prod(parts[0].shape) == math.prod(shape)
+    boxes = [
+        tuple(zip(part.start, part.shape, strict=True)) for part in parts if math.prod(part.shape)
+    ]
+    if sum(math.prod(size for _, size in box) for box in boxes) != math.prod(shape):
+        return False
+    if not shape:
+        return True
+    # Compared are boxes that share an index of the dimension with most starts: few, since a tensor
+    # is split along it.
+    dim = max(range(len(shape)), key=lambda dim: len({box[dim][0] for box in boxes}))
+    nearby: list[tuple[tuple[int, int], ...]] = []
+    for box in sorted(boxes, key=lambda box: box[dim]):
+        nearby = [other for other in nearby if sum(other[dim]) > box[dim][0]]
+        for other in nearby:
+            if all(a < b + m and b < a + n for (a, n), (b, m) in zip(box, other, strict=True)):
+                return False
+        nearby.append(box)
+    return True
+
+
+def _check_disjoint(files: Mapping[str, DataFile], tensors: Iterable[StoredTensor]) -> None:
+    """Raise if two parts share bytes, or if bytes belong to no part."""
+    spans: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
+    for tensor in tensors:
+        for part in tensor.parts:
+            size = math.prod(part.shape) * tensor.itemsize
+            if size:
+                spans[part.file].append((part.offset, part.offset + size))
+    for name, used in spans.items():
+        offset = files[name].header
+        for begin, end in sorted(used):
+            if begin != offset:
+                raise ValueError(f"parts in {name} overlap or have a gap at byte {offset}")
+            offset = end
+        if offset != files[name].size:
+            raise ValueError(f"{name} has bytes after {offset} that belong to no tensor")

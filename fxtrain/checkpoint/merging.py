@@ -13,9 +13,10 @@ from torch import Tensor
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath, path_problem
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
-from fxtrain.checkpoint.local_storage import LocalStorage, Storage
+from fxtrain.checkpoint.local_storage import LocalStorage
 from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import open_reader
+from fxtrain.checkpoint.storage import Storage
 from fxtrain.models.folder import (
     commit,
     parse_size,
@@ -28,8 +29,6 @@ from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.models.tensor_sources import Source, WeightSource, read_hull
 from fxtrain.state import Location
 from fxtrain.state import Part as RowsByDim
-
-__all__ = ["merge", "saved_weights"]
 
 _PARAMETERS = "module."
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import attrs
 
-__all__ = ["Owner", "is_running", "owner_from", "this_process"]
-
 _BOOT, _PIDS = "/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"
 
 

@@ -11,14 +11,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint.local_storage import Storage
-from fxtrain.checkpoint.manifest import CHUNK, Entry, File, Manifest, Part, digest_of
+from fxtrain.checkpoint.manifest import (
+    CHUNK,
+    DataFile,
+    Manifest,
+    StoredBox,
+    StoredTensor,
+    digest_of,
+)
+from fxtrain.checkpoint.storage import Storage
 from fxtrain.checkpoint.write_plan import box_of, boxes_in
 from fxtrain.models.tensor_bytes import DTYPES, memory_of
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import FlatShard
-
-__all__ = ["Reader", "file_problems", "files_of", "header_of", "open_reader"]
 
 _BLOCK = 64 << 20  # bytes read at once when only some columns are needed
 
@@ -32,19 +37,18 @@ class Reader:
         manifest: Its manifest.
         files: Functions that read the data files, opened on first use.
         stack: Closes the files.
-        made: Full tensors that `once` has read.
+        loaded: Full tensors that `once` has read.
     """
 
     storage: Storage
     manifest: Manifest
     files: dict[str, Any] = attrs.field(factory=dict)
     stack: ExitStack = attrs.field(factory=ExitStack)
-    made: dict[str, Tensor] = attrs.field(factory=dict)
+    loaded: dict[str, Tensor] = attrs.field(factory=dict)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> StoredTensor:
         """The manifest entry of a tensor."""
-        found = self.manifest.aliases.get(name, name)
-        return self.manifest.tensors[found]
+        return self.manifest.tensors[self.manifest.aliases.get(name, name)]
 
     def fill(self, name: str, tensor: Tensor | FlatShard) -> None:
         """Read values into a tensor of the saved shape and dtype, plain or sharded.
@@ -54,7 +58,7 @@ class Reader:
         """
         self.fill_entry(self.entry(name), name, tensor)
 
-    def fill_entry(self, entry: Entry, name: str, tensor: Tensor | FlatShard) -> None:
+    def fill_entry(self, entry: StoredTensor, name: str, tensor: Tensor | FlatShard) -> None:
         """Like `fill`, for the entry of a per-rank tensor."""
         dtype = tensor.values.dtype if isinstance(tensor, FlatShard) else tensor.dtype
         if tuple(tensor.shape) != entry.shape or dtype != DTYPES[entry.dtype]:
@@ -84,26 +88,27 @@ class Reader:
     def box(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """Read a box of a tensor: a range per dimension."""
         entry = self.entry(name)
-        made = torch.empty(
-            [one.stop - one.start for one in box], dtype=DTYPES[entry.dtype], device="cpu"
-        )
-        self._fill_box(entry, name, tuple(one.start for one in box), made)
-        return made
+        sizes = [along.stop - along.start for along in box]
+        values = torch.empty(sizes, dtype=DTYPES[entry.dtype], device="cpu")
+        self._fill_box(entry, name, tuple(along.start for along in box), values)
+        return values
 
     def once(self, name: str) -> Tensor:
         """Read a full tensor once; aliases share it, as they did when it was saved."""
-        found = self.manifest.aliases.get(name, name)
-        if found not in self.made:
-            self.made[found] = self.new(name)
-        return self.made[found]
+        stored = self.manifest.aliases.get(name, name)
+        if stored not in self.loaded:
+            self.loaded[stored] = self.new(name)
+        return self.loaded[stored]
 
-    def new_entry(self, entry: Entry, name: str) -> Tensor:
+    def new_entry(self, entry: StoredTensor, name: str) -> Tensor:
         """Like `new`, for the entry of a per-rank tensor."""
-        made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
-        self.fill_entry(entry, name, made)
-        return made
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
+        self.fill_entry(entry, name, tensor)
+        return tensor
 
-    def _fill_box(self, entry: Entry, name: str, start: tuple[int, ...], out: Tensor) -> None:
+    def _fill_box(
+        self, entry: StoredTensor, name: str, start: tuple[int, ...], out: Tensor
+    ) -> None:
         direct = out.device.type == "cpu" and out.is_contiguous()
         target = out if direct else torch.empty(out.shape, dtype=out.dtype, device="cpu")
         for part in entry.parts:
@@ -115,9 +120,9 @@ class Reader:
 
     def _copy(
         self,
-        entry: Entry,
+        entry: StoredTensor,
         name: str,
-        part: Part,
+        part: StoredBox,
         start: tuple[int, ...],
         overlap: list[tuple[int, int]],
         target: Tensor,
@@ -140,7 +145,9 @@ class Reader:
             self._fetch(name, part, entry, (first + at) * row, memory_of(block))
             goal[at : at + count].copy_(block[(slice(None), *inner)])
 
-    def _fetch(self, name: str, part: Part, entry: Entry, begin: int, into: memoryview) -> None:
+    def _fetch(
+        self, name: str, part: StoredBox, entry: StoredTensor, begin: int, into: memoryview
+    ) -> None:
         """Fill a buffer with bytes of a part from `begin` on, and verify every chunk they touch."""
         read = self._file(part.file)
         size = math.prod(part.shape) * entry.itemsize
@@ -184,7 +191,7 @@ def open_reader(storage: Storage, manifest: Manifest) -> Iterator[Reader]:
         yield reader
 
 
-def header_of(read: Any, name: str, file: File) -> bytes:
+def header_of(read: Any, name: str, file: DataFile) -> bytes:
     """The header of a data file.
 
     Raises:
@@ -209,11 +216,11 @@ def files_of(storage: Storage) -> dict[str, int]:
         raise CheckpointError(f"{storage}: {error.strerror or error}.") from error
 
 
-def file_problems(found: Mapping[str, int], manifest: Manifest) -> list[str]:
+def file_problems(sizes: Mapping[str, int], manifest: Manifest) -> list[str]:
     """Problems with the names and sizes of a checkpoint's files."""
     problems: list[str] = []
     for name, file in manifest.files.items():
-        size = found.get(name)
+        size = sizes.get(name)
         if size is None:
             problems.append(f"  {name} is missing")
         elif size < 0:
@@ -227,10 +234,10 @@ def _overlap(
     start: tuple[int, ...], shape: tuple[int, ...], other: tuple[int, ...], size: tuple[int, ...]
 ) -> list[tuple[int, int]] | None:
     """(begin, length) per dimension of the overlap of two boxes; None if they are disjoint."""
-    found: list[tuple[int, int]] = []
+    overlap: list[tuple[int, int]] = []
     for a, n, b, m in zip(start, shape, other, size, strict=True):
         low, high = max(a, b), min(a + n, b + m)
         if low >= high:
             return None
-        found.append((low, high - low))
-    return found
+        overlap.append((low, high - low))
+    return overlap

@@ -10,8 +10,6 @@ from fxtrain._errors import CheckpointError, FxError
 from fxtrain.checkpoint.manifest import MANIFEST
 from fxtrain.checkpoint.storage import CompleteWriter, Writer, reading
 
-__all__ = ["RemoteStorage"]
-
 _LOCK, _END = ".lock-", ".json"
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from fxtrain import ops
@@ -18,7 +19,6 @@ from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.checkpoint.rng_state import set_random_state
 from fxtrain.checkpoint.snapshot import by_name
-from fxtrain.checkpoint.templates import load_into, saved_tensor
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import (
@@ -34,8 +34,6 @@ from fxtrain.state import (
     structure,
     unstructure,
 )
-
-__all__ = ["Restored", "restore"]
 
 # Where a model is, how it is computed there, and what is recorded: not how it trains.
 _PLACING = ("strategy", "mesh", "context", "compile", "profile", "frozen")
@@ -95,14 +93,14 @@ def restore(
         model: A model returned by `fx.wrap` that matches the saved one (its plan may differ),
             or several by name. The checkpoint may contain other models as well. A model
             without an optimizer loads only parameters and buffers.
-        extra: A tree with the structure of the saved one: tensors are filled in storage
+        extra: A tree with the structure of the saved one: tensors are filled in place
             (each rank reads its part of a sharded one), objects with `load_state_dict` are loaded,
             attrs records are created. Without it, `restored.extra` contains plain values and new
             tensors on the CPU.
         random: Whether to restore the random generators.
 
     Effects:
-        Changes the models in storage. Each rank reads its part of the files. A few small
+        Changes the models in place. Each rank reads its part of the files. A few small
         collectives. While the context is open, its saves never remove the checkpoint. Rank 0 logs
         one line for a model whose plan trains otherwise than the saved one, such as another seed,
         `accumulate` or precision.
@@ -127,7 +125,6 @@ def restore(
     restored = None
     state = ctx.comm.state
     earlier = state.restored_from
-    _finish_background_copies(ctx, models)
     try:
         mine: Any = _choose_checkpoint(path) if ctx.is_main else None
         chosen = ops.broadcast_object(mine, ctx)
@@ -170,13 +167,6 @@ def _log_changes(ctx: DistContext, restored: Restored, name: str, model: Wrapped
         )
 
 
-def _finish_background_copies(ctx: DistContext, models: Mapping[str, Wrapped]) -> None:
-    """Wait until background saves have copied the state that is about to change."""
-    for comm in {ctx.comm, *(model.ctx.comm for model in models.values())}:
-        for saving in comm.state.background_tasks:
-            saving.copied()
-
-
 def _agree(ctx: DistContext, problem: BaseException | None, path: Any) -> None:
     """Raise on every rank if one could not restore."""
     known = isinstance(problem, FxError | OSError)
@@ -213,16 +203,14 @@ def _restore(
         )
     with open_reader(storage, manifest) as reader:
         for name, model in models.items():
-            model.strategy.load_state(model, _saved(reader, name, ctx))
+            model.strategy.load_state(model, _state_reader(reader, name, ctx))
         if extra is None:
             user = decode(manifest.extra, reader.once)
         else:
-            found = decode(manifest.extra, functools.partial(saved_tensor, reader))
-            user = load_into(extra, found)
+            user = _load_into(extra, decode(manifest.extra, functools.partial(SavedTensor, reader)))
         if random:
             seed = next(iter(models.values())).plan.seed + manifest.position.updates
-            own = _own(reader, "")
-            set_random_state(ctx, own, len(manifest.own), seed)
+            set_random_state(ctx, _own_tensors(reader, ""), len(manifest.own), seed)
     return Restored(
         path=path,
         position=manifest.position,
@@ -233,7 +221,7 @@ def _restore(
     )
 
 
-def _saved(reader: Reader, name: str, ctx: DistContext) -> StateReader:
+def _state_reader(reader: Reader, name: str, ctx: DistContext) -> StateReader:
     """A reader of one model's state in a checkpoint."""
     manifest: Manifest = reader.manifest
     prefix = f"{name}/"
@@ -243,10 +231,10 @@ def _saved(reader: Reader, name: str, ctx: DistContext) -> StateReader:
         if full.startswith(prefix)
     }
     return StateReader(
-        shapes={short: (one.shape, DTYPES[one.dtype]) for short, one in entries.items()},
+        shapes={short: (entry.shape, DTYPES[entry.dtype]) for short, entry in entries.items()},
         fill=lambda short, tensor: reader.fill(prefix + short, tensor),
         values=decode(manifest.models[name]["values"], reader.once),
-        own=_own(reader, prefix),
+        own=_own_tensors(reader, prefix),
         ranks=len(manifest.own),
         rank=ctx.rank,
         loading_ranks=ctx.world_size,
@@ -254,9 +242,105 @@ def _saved(reader: Reader, name: str, ctx: DistContext) -> StateReader:
     )
 
 
-def _own(reader: Reader, prefix: str) -> Any:
+def _own_tensors(reader: Reader, prefix: str) -> Any:
     def read(name: str, rank: int) -> Tensor | None:
         entry = reader.manifest.own[rank].get(prefix + name)
         return None if entry is None else reader.new_entry(entry, prefix + name)
 
     return read
+
+
+@attrs.frozen(eq=False)
+class SavedTensor:
+    """A tensor of a checkpoint that is read when it is known where to: whole, or this rank's part.
+
+    Attributes:
+        reader: Reads the checkpoint.
+        name: Name of the tensor.
+    """
+
+    reader: Reader
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the full tensor."""
+        return self.reader.entry(self.name).shape
+
+    def read(self) -> Tensor:
+        """The full tensor, on the CPU."""
+        return self.reader.once(self.name)
+
+    def numpy(self) -> Any:
+        """The full tensor as an array, for `decode`."""
+        return self.read().numpy()
+
+    @torch.no_grad()
+    def fill(self, tensor: Tensor) -> Tensor:
+        """Fill a tensor of this shape, plain or sharded, and return it detached."""
+        target, dtype = tensor.detach(), DTYPES[self.reader.entry(self.name).dtype]
+        if target.dtype == dtype:
+            self.reader.fill(self.name, target)
+            return target
+        saved = torch.empty_like(target, dtype=dtype)
+        self.reader.fill(self.name, saved)
+        return target.copy_(saved)
+
+
+def _load_into(template: Any, saved: Any, path: str = "extra") -> Any:
+    """Convert a saved tree to the types of a template, filling tensors and objects in place.
+
+    Args:
+        saved: Values, and a `SavedTensor` in the place of each tensor.
+
+    Raises:
+        CheckpointError: their structures differ; the message names the path.
+    """
+    if isinstance(template, Tensor):
+        if not isinstance(saved, SavedTensor) or saved.shape != tuple(template.shape):
+            what = list(saved.shape) if isinstance(saved, SavedTensor) else type(saved).__name__
+            raise CheckpointError(
+                f"{path} is a tensor of shape {list(template.shape)} in the template, but was "
+                f"saved as {what}. Pass a template with the structure that was saved.",
+                code="FX603",
+            )
+        return saved.fill(template)
+    if attrs.has(type(template)):
+        return structure(_read(saved), type(template))
+    if callable(getattr(template, "load_state_dict", None)):
+        template.load_state_dict(_read(saved))
+        return template
+    if isinstance(template, Mapping):
+        if not isinstance(saved, Mapping) or template.keys() != saved.keys():
+            keys = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
+            raise CheckpointError(
+                f"{path} has the keys {sorted(map(str, template))} in the template, but was saved "
+                f"with {keys}. Pass a template with the keys that were saved.",
+                code="FX603",
+            )
+        return {
+            key: _load_into(inner, saved[key], f"{path}.{key}") for key, inner in template.items()
+        }
+    if isinstance(template, list | tuple) and isinstance(saved, list | tuple):
+        if len(template) != len(saved):
+            raise CheckpointError(
+                f"{path} has {len(template)} items in the template, but was saved with "
+                f"{len(saved)}. Pass a template with the items that were saved.",
+                code="FX603",
+            )
+        return type(saved)(
+            _load_into(inner, value, f"{path}.{i}")
+            for i, (inner, value) in enumerate(zip(template, saved, strict=True))
+        )
+    return _read(saved)
+
+
+def _read(saved: Any) -> Any:
+    """A saved tree with its tensors."""
+    if isinstance(saved, SavedTensor):
+        return saved.read()
+    if isinstance(saved, dict):
+        return {_read(key): _read(value) for key, value in saved.items()}
+    if isinstance(saved, list | tuple | set):
+        return type(saved)(map(_read, saved))
+    return saved

@@ -7,10 +7,8 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint.folders import Found
+from fxtrain.checkpoint.folders import CheckpointInfo
 from fxtrain.checkpoint.owner import Owner, is_running
-
-__all__ = ["RetentionRule", "retention_rule", "to_prune"]
 
 # Commits by other processes after which a process on another machine is considered ended.
 _SILENT_CHECKPOINTS = 3
@@ -54,51 +52,57 @@ def retention_rule(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> 
     return RetentionRule(last=last, every=every, best=best, mode=mode)
 
 
-def to_prune(found: Sequence[Found], keep: RetentionRule, saver: Owner) -> list[str]:
+def to_prune(checkpoints: Sequence[CheckpointInfo], keep: RetentionRule, saver: Owner) -> list[str]:
     """Names of the checkpoints to remove, oldest first; never the newest.
 
     Args:
-        found: All checkpoints of the folder; the last was just committed.
+        checkpoints: All checkpoints of the folder; the last was just committed.
         keep: The rule.
         saver: The process that saves. Checkpoints of other running processes are ignored.
     """
-    others = _running(found, saver)
+    others = _running(checkpoints, saver)
     # A damaged manifest does not name its saver, which may be one of the others.
-    pool = [one for one in found if one.saver not in others and not (others and one.order is None)]
-    complete = [one for one in pool if not one.problems]
-    newest = {one.updates: one for one in complete}
-    current = [one for one in complete if newest[one.updates] is one]
-    superseded = {one.name for one in complete} - {one.name for one in current}
+    pool = [
+        info
+        for info in checkpoints
+        if info.saver not in others and not (others and info.order is None)
+    ]
+    complete = [info for info in pool if not info.problems]
+    newest = {info.updates: info for info in complete}
+    current = [info for info in complete if newest[info.updates] is info]
+    superseded = {info.name for info in complete} - {info.name for info in current}
     if keep == RetentionRule(mode=keep.mode):
         gone = superseded
     else:
-        kept = {one.name for one in current[-(keep.last or 1) :]}
+        kept = {info.name for info in current[-(keep.last or 1) :]}
         if keep.every is not None:
-            kept |= {one.name for one in current if one.updates % keep.every == 0}
+            kept |= {info.name for info in current if info.updates % keep.every == 0}
         if keep.best is not None:
             kept |= _best(current, keep)
-        gone = {one.name for one in pool} - kept
-    return [one.name for one in found[:-1] if one.name in gone]
+        gone = {info.name for info in pool} - kept
+    return [info.name for info in checkpoints[:-1] if info.name in gone]
 
 
-def _best(found: Sequence[Found], keep: RetentionRule) -> set[str]:
+def _best(checkpoints: Sequence[CheckpointInfo], keep: RetentionRule) -> set[str]:
     # Of equals, the newer.
     ranked = sorted(
-        ((one.metric, one.name) for one in reversed(found) if one.metric is not None),
+        ((info.metric, info.name) for info in reversed(checkpoints) if info.metric is not None),
         key=lambda pair: pair[0] if keep.mode == "min" else -pair[0],
     )
     return {name for _, name in ranked[: keep.best]}
 
 
-def _running(found: Sequence[Found], saver: Owner) -> set[Owner]:
+def _running(checkpoints: Sequence[CheckpointInfo], saver: Owner) -> set[Owner]:
     """Other processes that have saved into the folder and may save again."""
     last: dict[Owner, int] = {}
-    for one in found:
-        if one.saver is not None and one.saver != saver:
-            last[one.saver] = max(one.order or 0, last.get(one.saver, 0))
+    for info in checkpoints:
+        if info.saver is not None and info.saver != saver:
+            last[info.saver] = max(info.order or 0, last.get(info.saver, 0))
     running: set[Owner] = set()
     for owner, order in last.items():
-        known = is_running(owner)
-        if (found[-1].order or 0) - order < _SILENT_CHECKPOINTS if known is None else known:
+        runs = is_running(owner)
+        if runs is None:  # on another machine
+            runs = (checkpoints[-1].order or 0) - order < _SILENT_CHECKPOINTS
+        if runs:
             running.add(owner)
     return running

@@ -13,8 +13,6 @@ from fxtrain._errors import CheckpointError
 from fxtrain.ops.devices import device_random_state, set_device_random_state
 from fxtrain.state import DistContext
 
-__all__ = ["random_state", "set_random_state"]
-
 _PYTHON, _GAUSS = "random.python", "random.python.gauss"
 _NUMPY, _NUMPY_GAUSS = "random.numpy", "random.numpy.gauss"
 _TORCH, _DEVICE = "random.torch", "random.device"

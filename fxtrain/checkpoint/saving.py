@@ -3,8 +3,8 @@
 import platform
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import attrs
@@ -14,24 +14,33 @@ from fxtrain import ops
 from fxtrain._errors import CheckpointError, CollectiveError, FxError
 from fxtrain._reading import StrPath
 from fxtrain._version import __version__
-from fxtrain.checkpoint.async_save import Saving, start_background, wait_for_earlier
-from fxtrain.checkpoint.data_files import Written, tables, write_file
+from fxtrain.checkpoint.background import (
+    Saving,
+    has_background_group,
+    stage,
+    start_background,
+    wait_for_earlier,
+)
+from fxtrain.checkpoint.data_files import Written, merged, write_file
 from fxtrain.checkpoint.folder_lock import Lock, acquire
-from fxtrain.checkpoint.folders import Found, list_checkpoints, new_name, next_order
-from fxtrain.checkpoint.host_copies import Staging, stage
-from fxtrain.checkpoint.local_storage import Storage, open_storage
+from fxtrain.checkpoint.folders import CheckpointInfo, list_checkpoints, new_name, next_order
+from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.manifest import Manifest, dump_manifest
 from fxtrain.checkpoint.owner import this_process
-from fxtrain.checkpoint.retention import RetentionRule, to_prune
-from fxtrain.checkpoint.save_arguments import SaveRequest, save_request
-from fxtrain.checkpoint.save_views import chunks_to_write, compare_proposals, save_proposal
-from fxtrain.checkpoint.snapshot import Snapshot, snapshot
-from fxtrain.checkpoint.write_plan import TensorChunk, writable_chunks
+from fxtrain.checkpoint.retention import RetentionRule, retention_rule, to_prune
+from fxtrain.checkpoint.snapshot import Snapshot, by_name, snapshot
+from fxtrain.checkpoint.storage import Storage
+from fxtrain.checkpoint.write_plan import (
+    Proposal,
+    TensorChunk,
+    chunks_to_write,
+    compare_proposals,
+    varying_digests,
+    writable_chunks,
+)
 from fxtrain.ops.same_errors import gather_with_errors
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import CommState, DistContext, Position, Wrapped, check_connected
-
-__all__ = ["save", "save_alone"]
 
 # A network file system may show a file late that another machine has written.
 _VISIBLE_AFTER_S = 5.0
@@ -75,10 +84,7 @@ def save(
         keep_every: Keep checkpoints whose number of updates is a multiple of this.
         keep_best: Keep this many with the best metric.
         best: Whether the best metric is the smallest or the largest.
-        background: Copy the state to host memory and write it in a thread. Tensors that only
-            an optimizer step changes may still be copied when `save` returns; the next
-            optimizer step waits for the copy. Call `copied()` on the handle before changing
-            parameters in any other way; otherwise the save fails.
+        background: Copy the state to host memory, return, and write it in a thread.
         busy: What to do while an earlier save is in progress: wait for it, or skip this save
             and return the earlier handle.
 
@@ -108,17 +114,23 @@ def save(
         'update-0000000007'
     """
     check_connected("save", ctx)
-    rules = {
-        "keep_last": keep_last,
-        "keep_every": keep_every,
-        "keep_best": keep_best,
-        "best": best,
+    arguments = {
+        "path": "",
+        "background": repr(background),
+        "busy": repr(busy),
+        "keep_last": repr(keep_last),
+        "keep_every": repr(keep_every),
+        "keep_best": repr(keep_best),
+        "best": repr(best),
     }
-    request, problem = None, None
+    models, keep, at, problem = dict[str, Wrapped](), RetentionRule(), Position(), None
     try:
-        request = save_request(
-            path, model, position, metric, rules, background=background, busy=busy
-        )
+        keep = retention_rule(keep_last, keep_every, keep_best, best, metric)
+        models = by_name(model)
+        at = _position(position, models)
+        if busy not in ("wait", "skip"):
+            raise CheckpointError(f"save(busy={busy!r}): choose 'wait' or 'skip'.")
+        arguments["path"] = repr(str(open_storage(path)))
     except FxError as error:
         if ctx.world_size == 1:
             raise
@@ -127,25 +139,46 @@ def save(
         in_progress = wait_for_earlier(ctx, busy)
         if in_progress is not None:
             return in_progress
-        job = _prepare(ctx, path, request, problem, extra, metric)
-        if background and request is not None:
-            return _start(ctx, job, request.models)
-    job.run(ctx)
-    return Saving(path=job.final)
-
-
-def _start(ctx: DistContext, job: "_Job", models: Mapping[str, Wrapped]) -> Saving:
-    try:
-        staged = job.staged(ctx)
-        saving = start_background(
-            ctx, job.final, staged.run, staged.staging, open_group=job.fresh_group
+        job, open_group = _prepare(
+            ctx,
+            path,
+            Proposal(path=str(path), must_match=arguments, position=at),
+            problem,
+            lambda: snapshot(ctx, models, at, extra, metric),
+            keep,
         )
-    except BaseException:
-        job.release()
-        raise
-    if staged.staging is not None:
-        staged.staging.hold([one for model in models.values() for one in model.optimizers])
-    return saving
+        if not background:
+            job.run(ctx)
+            return Saving(path=job.path)
+        try:
+            job.stage(ctx)
+            return start_background(ctx, job.path, job.run, open_group=open_group)
+        except BaseException:
+            job.release()
+            raise
+
+
+def _position(position: Any, models: Mapping[str, Wrapped]) -> Position:
+    """The position to save.
+
+    Raises:
+        CheckpointError: it is missing or of another type.
+    """
+    if position is None:
+        for name, model in models.items():
+            if model.window.updates or model.window.micro:
+                raise CheckpointError(
+                    f"save(position=...) is missing, but model {name!r} has made "
+                    f"{model.window.updates} updates: the checkpoint would continue with the first "
+                    f"row of the data. Pass position=report.position, or batch.position."
+                )
+        return Position()
+    if not isinstance(position, Position):
+        raise CheckpointError(
+            f"save(position=...) takes a Position, found {type(position).__name__}. Pass "
+            f"batch.position or report.position."
+        )
+    return position
 
 
 @contextmanager
@@ -161,22 +194,80 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
         ) from error
 
 
+def _prepare(
+    ctx: DistContext,
+    path: StrPath,
+    mine: Proposal,
+    problem: Exception | None,
+    capture: Callable[[], Snapshot],
+    keep: RetentionRule,
+) -> tuple["_Job", bool]:
+    """Agree on the state to save and its name; only rank 0 accesses the disk.
+
+    Args:
+        mine: The arguments of this rank.
+        problem: Why they are invalid.
+        capture: Takes the snapshot.
+
+    Returns:
+        The save, and whether a rank needs a group for background saves.
+    """
+    captured, lock, writable = None, None, dict[str, TensorChunk]()
+    try:
+        try:
+            if problem is None:
+                captured = capture()
+                writable = writable_chunks(captured.tensors)
+                mine = attrs.evolve(
+                    mine,
+                    sizes={key: chunk.tensor.nbytes for key, chunk in writable.items()},
+                    digests=varying_digests(captured, writable),
+                    aliases=captured.aliases,
+                    has_background_group=has_background_group(ctx),
+                )
+                if ctx.is_main:
+                    named, lock = _reserve(open_storage(path), mine.position.updates)
+                    mine = attrs.evolve(mine, named=named)
+        except Exception as error:  # raised below on every rank
+            problem = error
+        proposals = compare_proposals(ctx, mine, problem)
+        assert captured is not None and proposals[0].named is not None
+        name, token = proposals[0].named
+        # Pipeline ranks have different tensors and therefore different aliases.
+        aliases = {k: v for proposal in proposals for k, v in proposal.aliases.items()}
+        job = _Job(
+            folder=open_storage(path),
+            name=name,
+            token=token,
+            snapshot=attrs.evolve(captured, aliases=aliases),
+            chunks=chunks_to_write(ctx, proposals, captured, writable),
+            keep=keep,
+            lock=lock,
+            comm_state=ctx.comm.state,
+        )
+        return job, not all(proposal.has_background_group for proposal in proposals)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+
+
 def save_alone(path: Any, captured: Snapshot) -> str:
     """Write a state from a single process, and return the path of the checkpoint."""
     folder, ctx = open_storage(path), DistContext()
-    named, lock = _reserve(folder, captured.position.updates)
+    (name, token), lock = _reserve(folder, captured.position.updates)
     job = _Job(
-        comm_state=ctx.comm.state,
         folder=folder,
-        name=named[0],
-        token=named[1],
+        name=name,
+        token=token,
         snapshot=captured,
         chunks=[*writable_chunks(captured.tensors).values()],
         keep=RetentionRule(),
         lock=lock,
+        comm_state=ctx.comm.state,
     )
     job.run(ctx)
-    return job.final
+    return job.path
 
 
 def _reserve(folder: Storage, updates: int) -> tuple[tuple[str, str], Lock]:
@@ -191,7 +282,7 @@ def _reserve(folder: Storage, updates: int) -> tuple[tuple[str, str], Lock]:
         raise
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
 class _Job:
     """A save that all ranks have agreed on and none has written yet."""
 
@@ -201,29 +292,20 @@ class _Job:
     snapshot: Snapshot
     chunks: Sequence[TensorChunk]
     keep: RetentionRule
+    lock: Lock | None  # on rank 0, of the folder
+    comm_state: CommState  # of the context of `save`; a background save runs in another
     problem: Exception | None = None  # why this rank cannot write
-    staging: Staging | None = None
-    fresh_group: bool = False  # whether to open the group of background saves
-    lock: Lock | None = None  # on rank 0, of the folder
-    comm_state: CommState
 
     @property
-    def final(self) -> str:
+    def path(self) -> str:
         return str(self.folder.join(self.name))
 
-    def staged(self, ctx: DistContext) -> "_Job":
-        """Return this job with host copies of its chunks; if copying fails, with `problem` set."""
-        tensors = self.snapshot.tensors
-        constant = {
-            name: tensor
-            for name in self.snapshot.constant_between_steps
-            if isinstance(tensor := tensors[name], torch.Tensor)
-        }
+    def stage(self, ctx: DistContext) -> None:
+        """Copy the chunks to host memory; if that fails, `run` raises on every rank."""
         try:
-            staging = stage(ctx, self.chunks, constant)
-            return attrs.evolve(self, chunks=staging.chunks, staging=staging)
+            self.chunks = stage(ctx, self.chunks)
         except Exception as error:  # any error must be reported to the other ranks
-            return attrs.evolve(self, chunks=[], problem=error)
+            self.chunks, self.problem = [], error
 
     def release(self) -> None:
         """Unlock the folder for other processes."""
@@ -239,17 +321,16 @@ class _Job:
 
     def _run(self, ctx: DistContext) -> None:
         draft = self.folder.begin(self.name, self.token)
-        problem, written = self.problem, Written(rank=ctx.rank)
+        problem, mine = self.problem, Written(rank=ctx.rank)
         try:
-            with nullcontext() if self.staging is None else self.staging.making():
-                written = write_file(draft, ctx.rank, self.chunks)
+            mine = write_file(draft, ctx.rank, self.chunks)
         except Exception as error:  # as above
-            problem = error
-        with _as_checkpoint_error(self.final):
-            found, lines = gather_with_errors(written, problem, ctx)
+            problem = problem or error
+        with _as_checkpoint_error(self.path):
+            written, lines = gather_with_errors(mine, problem, ctx)
             committed = False
             if not lines:
-                committed, lines = self._commit(ctx, found)
+                committed, lines = self._commit(ctx, written)
             if lines:
                 self._fail(ctx, lines, committed=committed)
 
@@ -258,15 +339,14 @@ class _Job:
         committed, lines = False, list[str]()
         if ctx.is_main:
             try:
-                found = list_checkpoints(self.folder)
-                order = next_order(found)
-                manifest = _manifest(ctx, self.snapshot, written, order)
+                checkpoints = list_checkpoints(self.folder)
+                manifest = _manifest(ctx, self.snapshot, written, next_order(checkpoints))
                 self._check_shared(written)
                 if self.lock is not None:
                     self.lock.check()
                 self.folder.commit(self.name, self.token, dump_manifest(manifest))
                 committed = True
-                self._prune(found, manifest)
+                self._prune(checkpoints, manifest)
                 self.release()  # before another rank returns from `save`
             except Exception as error:  # as above
                 lines.append(f"  rank 0: {error_text(error)}")
@@ -290,10 +370,10 @@ class _Job:
                 )
             time.sleep(_POLL_INTERVAL_S)
 
-    def _prune(self, found: Sequence[Found], manifest: Manifest) -> None:
-        new = Found(name=self.name, order=manifest.order, metric=manifest.metric)
+    def _prune(self, checkpoints: Sequence[CheckpointInfo], manifest: Manifest) -> None:
+        new = CheckpointInfo(name=self.name, order=manifest.order, metric=manifest.metric)
         # Damaged checkpoints, whose order is unknown, are never newer.
-        for name in to_prune([*found, new], self.keep, this_process()):
+        for name in to_prune([*checkpoints, new], self.keep, this_process()):
             # Looked up each time, since the run may go back while this is written.
             if self.folder.join(name).key() != self.comm_state.restored_from:
                 with suppress(FileNotFoundError):  # removed by hand meanwhile
@@ -313,59 +393,11 @@ class _Job:
             with suppress(OSError):
                 self.folder.remove(self.folder.begin(self.name, self.token).name)
         head = (
-            f"{self.final} was saved and is intact, but the cleanup after it failed:"
+            f"{self.path} was saved and is intact, but the cleanup after it failed:"
             if committed
-            else f"{self.final} was not saved. Earlier checkpoints are intact."
+            else f"{self.path} was not saved. Earlier checkpoints are intact."
         )
         raise CheckpointError("\n".join([head, *lines]), code="FX606")
-
-
-def _prepare(
-    ctx: DistContext,
-    path: Any,
-    request: SaveRequest | None,
-    problem: Exception | None,
-    extra: Any,
-    metric: float | None,
-) -> _Job:
-    """Agree on the state to save and its name; only rank 0 accesses the disk.
-
-    Args:
-        request: The arguments; None if they are invalid on this rank.
-        problem: Why they are invalid.
-    """
-    captured, named, lock, writable = None, None, None, dict[str, TensorChunk]()
-    try:
-        try:
-            if request is not None:
-                captured = snapshot(ctx, request.models, request.position, extra, metric)
-                writable = writable_chunks(captured.tensors)
-                if ctx.is_main:
-                    named, lock = _reserve(request.folder, request.position.updates)
-        except Exception as error:  # raised below on every rank
-            problem = error
-        mine = save_proposal(ctx, path, request, captured, writable, named)
-        views = compare_proposals(ctx, mine, problem)
-        assert captured is not None and request is not None and views[0].named is not None
-        name, token = views[0].named
-        # Pipeline ranks have different tensors and therefore different aliases.
-        aliases = {k: v for view in views for k, v in view.aliases.items()}
-        captured = attrs.evolve(captured, aliases=aliases)
-        return _Job(
-            folder=request.folder,
-            name=name,
-            token=token,
-            snapshot=captured,
-            chunks=chunks_to_write(ctx, views, captured, writable),
-            keep=request.keep,
-            fresh_group=not all(view.has_background_group for view in views),
-            lock=lock,
-            comm_state=ctx.comm.state,
-        )
-    except BaseException:
-        if lock is not None:
-            lock.release()
-        raise
 
 
 def _absent(draft: Storage, written: Sequence[Written]) -> list[str]:
@@ -377,7 +409,7 @@ def _absent(draft: Storage, written: Sequence[Written]) -> list[str]:
     return [
         f"rank {one.rank} on {one.host}"
         for one in written
-        if one.file is not None and sizes.get(one.file[0]) != one.file[1].size
+        if any(sizes.get(name) != file.size for name, file in one.files.items())
     ]
 
 
@@ -393,7 +425,6 @@ def _clean(folder: Storage, lines: list[str]) -> None:
 def _manifest(
     ctx: DistContext, captured: Snapshot, written: Sequence[Written], order: int
 ) -> Manifest:
-    tensors, own, files = tables(written)
     return Manifest(
         versions={"fxtrain": __version__, "torch": torch.__version__},
         topology={
@@ -406,8 +437,8 @@ def _manifest(
         metric=captured.metric,
         models=captured.models,
         extra=captured.extra,
-        tensors=tensors,
+        tensors=merged(written),
         aliases=captured.aliases,
-        own=own,
-        files=files,
+        own=tuple(one.own for one in written),
+        files={name: file for one in written for name, file in one.files.items()},
     )

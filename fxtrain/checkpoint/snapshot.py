@@ -1,6 +1,5 @@
 """Collect the state of models and of the user as named tensors and JSON."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,11 +16,9 @@ from fxtrain.state import (
     Position,
     Wrapped,
     check_open,
-    dumps,
     fingerprint,
+    unstructure,
 )
-
-__all__ = ["MODEL", "Snapshot", "by_name", "snapshot"]
 
 MODEL = "model"  # the name of a single model
 
@@ -39,7 +36,6 @@ class Snapshot:
         extra: The user's state as JSON.
         position: Position of the run.
         metric: The number that `keep_best` compares.
-        constant_between_steps: Names of tensors that only an optimizer step changes.
     """
 
     tensors: Mapping[str, Tensor | FlatShard]
@@ -50,7 +46,6 @@ class Snapshot:
     extra: Any
     position: Position
     metric: float | None
-    constant_between_steps: frozenset[str] = frozenset()
 
 
 def by_name(model: Any) -> dict[str, Wrapped]:
@@ -90,7 +85,6 @@ def snapshot(
     own = random_state(ctx)
     facts: dict[str, Any] = {}
     varying: set[str] = set()
-    constant: set[str] = set()
     for name, model in models.items():
         state = model.strategy.state(model)
         inside: dict[str, Tensor] = {}
@@ -99,9 +93,8 @@ def snapshot(
         tensors.update(inside)
         own.update({f"{name}/{key}": tensor for key, tensor in state.own.items()})
         varying |= {f"{name}/{key}" for key in state.varies_by_rank}
-        constant |= {f"{name}/{key}" for key in state.constant_between_steps}
         facts[name] = {
-            "plan": json.loads(dumps(model.plan)),
+            "plan": unstructure(model.plan),
             "fingerprint": fingerprint(model.plan),
             "values": values,
         }
@@ -118,7 +111,6 @@ def snapshot(
         extra=encoded,
         position=position,
         metric=metric,
-        constant_between_steps=frozenset(aliases.get(key, key) for key in constant),
     )
 
 

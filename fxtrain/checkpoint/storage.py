@@ -9,8 +9,6 @@ import attrs
 
 from fxtrain._errors import CheckpointError
 
-__all__ = ["CompleteWriter", "Storage", "UnreadableError", "Writer", "reading"]
-
 # Errors that mean "does not exist" or "is not a plain file" rather than "reading failed".
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG}
 

@@ -9,13 +9,18 @@ import attrs
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
-from fxtrain.checkpoint.local_storage import Storage, UnreadableError
-from fxtrain.checkpoint.manifest import CHUNK, MANIFEST, Entry, Manifest, Part, digest_of
+from fxtrain.checkpoint.manifest import (
+    CHUNK,
+    MANIFEST,
+    Manifest,
+    StoredBox,
+    StoredTensor,
+    digest_of,
+)
 from fxtrain.checkpoint.reading import file_problems, files_of, header_of
+from fxtrain.checkpoint.storage import Storage, UnreadableError
 from fxtrain.models.tensor_bytes import STORED_DTYPES
 from fxtrain.state import Position, parse_json
-
-__all__ = ["Verified", "verify"]
 
 # Exceptions that parsing an invalid safetensors header may raise.
 _MALFORMED = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
@@ -82,7 +87,9 @@ def verify(path: StrPath) -> Verified:
 
 
 def _changes(storage: Storage, manifest: Manifest) -> Iterator[str]:
-    by_file: dict[str, list[tuple[str, Entry, Part]]] = {name: [] for name in manifest.files}
+    by_file: dict[str, list[tuple[str, StoredTensor, StoredBox]]] = {
+        name: [] for name in manifest.files
+    }
     for entries in (manifest.tensors, *manifest.own):
         for name, entry in entries.items():
             for part in entry.parts:
@@ -100,7 +107,7 @@ def _changes(storage: Storage, manifest: Manifest) -> Iterator[str]:
                 yield from _part_changes(read, name, entry, part)
 
 
-def _part_changes(read: Any, name: str, entry: Entry, part: Part) -> Iterator[str]:
+def _part_changes(read: Any, name: str, entry: StoredTensor, part: StoredBox) -> Iterator[str]:
     size = math.prod(part.shape) * entry.itemsize
     for index, low in enumerate(range(0, size, CHUNK)):
         chunk = bytearray(min(CHUNK, size - low))
@@ -111,7 +118,7 @@ def _part_changes(read: Any, name: str, entry: Entry, part: Part) -> Iterator[st
 
 
 def _header_problems(
-    file: str, header: bytes, found: list[tuple[str, Entry, Part]]
+    file: str, header: bytes, found: list[tuple[str, StoredTensor, StoredBox]]
 ) -> Iterator[str]:
     """Differences between the manifest and the safetensors header, which other tools read."""
     try:

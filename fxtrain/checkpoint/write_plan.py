@@ -1,7 +1,7 @@
-"""Assign every value of a state to one writer, balanced over the ranks that have it."""
+"""Divide the writing of a state among the ranks: what each could write, and what it does."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import attrs
 from torch import Tensor
@@ -9,19 +9,13 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fxtrain._errors import CheckpointError
-from fxtrain.models.tensor_bytes import dtype_name
+from fxtrain.checkpoint.manifest import digest_of
+from fxtrain.checkpoint.snapshot import Snapshot
+from fxtrain.models.tensor_bytes import contiguous, dtype_name, memory_of
+from fxtrain.ops.same_errors import gather_with_errors
+from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.ops.whole_tensors import local_values
-from fxtrain.state import FlatShard
-
-__all__ = [
-    "TensorChunk",
-    "assign_writers",
-    "box_of",
-    "boxes_in",
-    "boxes_of",
-    "rank_chunks",
-    "writable_chunks",
-]
+from fxtrain.state import DistContext, FlatShard, Position
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -46,10 +40,30 @@ class TensorChunk:
     tensor: Tensor
     own: bool = False
 
-    @property
-    def size(self) -> int:
-        """Number of bytes."""
-        return self.tensor.numel() * self.tensor.element_size()
+
+@attrs.frozen(kw_only=True)
+class Proposal:
+    """What one rank is about to save, for the other ranks.
+
+    Attributes:
+        path: The path as passed.
+        must_match: Arguments that must be equal on every rank, as text; empty if invalid.
+        position: Position of the run.
+        sizes: Bytes of the chunks that it could write, by key.
+        digests: Name and digest of the chunks that may differ between ranks, by key.
+        aliases: Names of tensors that share the memory of another.
+        named: On rank 0, the name and token of the checkpoint.
+        has_background_group: Whether it has a working group for background saves.
+    """
+
+    path: str
+    must_match: Mapping[str, str]
+    position: Position
+    sizes: Mapping[str, int] = attrs.field(factory=dict)
+    digests: Mapping[str, tuple[str, str]] = attrs.field(factory=dict)
+    aliases: Mapping[str, str] = attrs.field(factory=dict)
+    named: tuple[str, str] | None = None
+    has_background_group: bool = False
 
 
 def writable_chunks(tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, TensorChunk]:
@@ -72,26 +86,93 @@ def writable_chunks(tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, Tens
     return found
 
 
-def assign_writers(
-    sizes: Mapping[str, int], holders: Mapping[str, Sequence[int]]
-) -> dict[str, int]:
-    """Choose the rank that writes each chunk: one that has it, balanced by bytes.
+def compare_proposals(
+    ctx: DistContext, mine: Proposal, problem: Exception | None
+) -> list[Proposal]:
+    """The proposals of all ranks.
 
-    Args:
-        sizes: Bytes by key. All arguments are equal on every rank.
-        holders: Ranks that have the chunk, by key.
+    Raises:
+        CheckpointError: a rank has a problem, or arguments or positions differ; on every rank.
     """
-    load = dict.fromkeys((rank for ranks in holders.values() for rank in ranks), 0)
-    chosen: dict[str, int] = {}
+    proposals, lines = gather_with_errors(mine, problem, ctx)
+    if lines:
+        head = f"Nothing was saved in {proposals[0].path}:"
+        raise CheckpointError("\n".join([head, *lines]), code="FX606") from problem
+    first = proposals[0].must_match
+    unequal = [
+        name for name in first if any(one.must_match[name] != first[name] for one in proposals)
+    ]
+    if unequal:
+        raise CheckpointError(_unequal(proposals, unequal), code="FX606")
+    if len({proposal.position for proposal in proposals}) > 1:
+        lines = [f"  rank {rank}: {one.position}" for rank, one in enumerate(proposals)]
+        raise CheckpointError(
+            "\n".join(["save: the ranks are at different positions:", *lines]), code="FX606"
+        )
+    return proposals
+
+
+def _unequal(proposals: Sequence[Proposal], names: Sequence[str]) -> str:
+    values = [", ".join(f"{name}={one.must_match[name]}" for name in names) for one in proposals]
+    advice = "Pass the same arguments on every rank."
+    if "path" in names:
+        advice += (
+            " All ranks share one checkpoint folder: do not put the rank, a time or a random "
+            "name into its path, or send rank 0's path with ops.broadcast_object(path, ctx)."
+        )
+    head = f"Nothing was saved. save: the ranks pass different values of {' and '.join(names)}."
+    return "\n".join([head, *by_rank(enumerate(values)), advice])
+
+
+def varying_digests(
+    captured: Snapshot, writable: Mapping[str, TensorChunk]
+) -> dict[str, tuple[str, str]]:
+    """Name and digest of the chunks that may differ between ranks, by key."""
+    return {
+        key: (chunk.name, digest_of(memory_of(contiguous(chunk.tensor))))
+        for key, chunk in writable.items()
+        if chunk.name in captured.varies_by_rank
+    }
+
+
+def chunks_to_write(
+    ctx: DistContext,
+    proposals: Sequence[Proposal],
+    captured: Snapshot,
+    writable: Mapping[str, TensorChunk],
+) -> list[TensorChunk]:
+    """The chunks that this rank writes, given what all ranks could write."""
+    digests: dict[str, set[tuple[str, str]]] = {}
+    for proposal in proposals:
+        for key, digest in proposal.digests.items():
+            digests.setdefault(key, set()).add(digest)
+    writers = _writers(proposals, digests.keys())
+    differing = {name for both in digests.values() if len(both) > 1 for name, _ in both}
+    own = dict(captured.own)
+    own |= {chunk.name: chunk.tensor for chunk in writable.values() if chunk.name in differing}
+    return [
+        *(chunk for key, chunk in writable.items() if writers[key] == ctx.rank),
+        *(attrs.evolve(_plain(name, tensor), own=True) for name, tensor in own.items()),
+    ]
+
+
+def _writers(proposals: Sequence[Proposal], varies_by_rank: Set[str]) -> dict[str, int]:
+    """The rank that writes each chunk: one that has it, balanced by bytes."""
+    holders: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    for rank, proposal in enumerate(proposals):
+        for key, size in proposal.sizes.items():
+            sizes[key] = size
+            # For tensors that may differ, and for user tensors, the first rank's values are used.
+            first_only = key in varies_by_rank or key.startswith("extra")
+            if key not in holders or not first_only:
+                holders.setdefault(key, []).append(rank)
+    load = [0] * len(proposals)
+    writers: dict[str, int] = {}
     for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
-        chosen[key] = min(holders[key], key=lambda rank: (load[rank], rank))
-        load[chosen[key]] += sizes[key]
-    return chosen
-
-
-def rank_chunks(tensors: Mapping[str, Tensor]) -> list[TensorChunk]:
-    """Chunks of the tensors that belong only to this rank."""
-    return [attrs.evolve(_plain(name, tensor), own=True) for name, tensor in tensors.items()]
+        writers[key] = min(holders[key], key=lambda rank: (load[rank], rank))
+        load[writers[key]] += sizes[key]
+    return writers
 
 
 def box_of(tensor: DTensor) -> Box:

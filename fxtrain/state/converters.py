@@ -153,15 +153,17 @@ def _without_added(record: Any, data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def _leaves(data: Any) -> Iterator[Any]:
-    if isinstance(data, dict):
-        yield from data
-        data = data.values()
-    elif not isinstance(data, list):
-        yield data
-        return
-    for value in data:
-        yield from _leaves(value)
+def _leaves(data: Any) -> list[Any]:
+    leaves, waiting = [], [data]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+        else:
+            leaves.append(value)
+    return leaves
 
 
 def _record_hook(cls: type, converter: cattrs.Converter, known: Mapping[str, type]) -> _Hook:

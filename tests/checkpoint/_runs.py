@@ -1,6 +1,5 @@
 """Training runs that tests of checkpoints stop, save and go on with."""
 
-import contextlib
 import random
 
 import torch
@@ -9,7 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import fxtrain as fx
-from fxtrain.checkpoint import host_copies
 
 KINDS = ("plain", "weighted", "two optimizers", "fp16", "bf16", "scheduled", "compressed")
 
@@ -99,17 +97,6 @@ def go_on(ctx, loader, fns, steps, epochs=9):
             rows += batch["i"][batch.valid].tolist()
             steps -= 1
     return report, rows
-
-
-@contextlib.contextmanager
-def all_late():
-    """Small tensors are copied in the background too, as large ones are."""
-    kept = host_copies._LARGE, host_copies._MIN_DEFERRED_BYTES
-    host_copies._LARGE = host_copies._MIN_DEFERRED_BYTES = 0
-    try:
-        yield
-    finally:
-        host_copies._LARGE, host_copies._MIN_DEFERRED_BYTES = kept
 
 
 def bits(tensor):

@@ -1,40 +1,25 @@
-"""Saves in the background: what is copied late, who waits for it, and who hears of failure."""
+"""Saves in the background: what they contain, who waits for them, and who hears of failure."""
 
 import os
 import threading
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint import host_copies
 from fxtrain.checkpoint import saving as implementation
-from fxtrain.checkpoint.write_plan import writable_chunks
 from tests.checkpoint import _runs
 
 
 def _model(ctx, net=None):
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)) if net is None else net
     model = fx.wrap(net, ctx, optimizer=lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9))
-    _step(model)
-    return model
-
-
-def _step(model):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    for optimizer in model.optimizers:
-        optimizer.step()
-
-
-def _stage(ctx, model):
-    state = model.strategy.state(model)
-    steady = {name: state.tensors[name] for name in state.constant_between_steps}
-    with _runs.all_late():
-        return host_copies.stage(ctx, [*writable_chunks(state.tensors).values()], steady)
+    model.optimizers[0].step()
+    return model
 
 
 @contextmanager
@@ -48,8 +33,7 @@ def _held():
 
     implementation.write_file = wait_and_write
     try:
-        with _runs.all_late():
-            yield go
+        yield go
     finally:
         go.set()
         implementation.write_file = write
@@ -61,132 +45,18 @@ def ctx():
         yield found
 
 
-def test_only_what_optimizers_change_is_copied_late(ctx):
-    net = nn.ModuleDict(
-        {
-            "trained": nn.Linear(2, 2, bias=False),
-            "frozen": nn.Linear(2, 2).requires_grad_(False),
-            "scaled": nn.Embedding(4, 2, max_norm=1.0),
-            "norm": nn.BatchNorm1d(2, affine=False),
-        }
-    )
-    state = (model := _model(ctx, net)).strategy.state(model)
-    held = {f"optimizer.0.{name}.weight.momentum_buffer" for name in ("trained", "scaled")}
-    assert state.constant_between_steps == {"module.trained.weight", *held}
-    assert (
-        not fx.wrap(nn.Linear(2, 2), ctx).strategy.state(model).constant_between_steps
-        - state.constant_between_steps
-    )
-    assert not host_copies._deferrable([*writable_chunks(state.tensors).values()], {}, pinned=False)
-
-
-def test_the_optimizers_next_step_waits_for_the_copy(ctx):
+def test_a_change_after_save_has_returned_is_not_saved(ctx, tmp_path):
     model = _model(ctx)
     before = {name: t.clone() for name, t in model.strategy.state(model).tensors.items()}
-    staging = _stage(ctx, model)
-    staging.hold(model.optimizers)
-    made = staging._made
-    # The thread gets its turn when the step waits, and not earlier.
-    waited = SimpleNamespace(wait=lambda: staging._make(), set=made.set)
-    object.__setattr__(staging, "_made", waited)
-    _step(model)
+    with _held() as go:
+        saving = fx.save(tmp_path, ctx, model, position=fx.Position(), background=True)
+        with torch.no_grad():
+            for tensor in model.strategy.state(model).tensors.values():
+                tensor.zero_()
+        go.set()
+        fx.restore(saving.result(), ctx, model)
     after = model.strategy.state(model).tensors
-    for chunk in staging.chunks:
-        assert torch.equal(chunk.tensor, before[chunk.name])
-    assert not torch.equal(after["module.0.weight"], before["module.0.weight"])
-    assert staging._checked.is_set() and not staging._changed
-    staging.release()
-    assert not model.optimizers[0]._optimizer_step_pre_hooks
-
-
-@pytest.mark.parametrize("how", ["in place", "behind torch's back", "through numpy"])
-def test_a_change_by_hand_before_the_copy_is_an_error(ctx, how):
-    model = _model(ctx)
-    staging = _stage(ctx, model)
-    weight = model.module[0].weight
-    if how == "in place":
-        with torch.no_grad():
-            weight.mul_(1.0)
-    elif how == "through numpy":
-        weight.detach().numpy()[...] = 7
-    else:
-        weight.data.mul_(2)
-    with (
-        pytest.raises(fx.CheckpointError, match=r"^module\.0\.weight changed .* saving\.copied\("),
-        staging.making(),
-    ):
-        pass
-
-
-def test_a_change_by_hand_is_told_or_waits(ctx, tmp_path):
-    model = _model(ctx)
-    wanted = model.module[0].weight.detach().clone()
-    with _held() as go:
-        saving = fx.save(tmp_path, ctx, model, background=True)
-        with torch.no_grad():
-            model.module[0].weight.zero_()
-        go.set()
-        with pytest.raises(fx.CheckpointError, match=r"model/module\.0\.weight changed"):
-            saving.result()
-    with pytest.raises(fx.CheckpointError, match="changed"):
-        fx.save(tmp_path, ctx, model)
-    assert fx.latest(tmp_path) is None
-    with torch.no_grad():
-        model.module[0].weight.copy_(wanted)
-    with _held() as go:
-        saving = fx.save(tmp_path, ctx, model, background=True)
-        saving.copied()
-        with torch.no_grad():
-            model.module[0].weight.zero_()
-        go.set()
-        saving.result()
-    with _held() as go:  # what restore changes waits too
-        again = fx.save(tmp_path, ctx, model, background=True)
-        fx.restore(saving.path, ctx, model)
-        go.set()
-        again.result()
-    assert torch.equal(model.module[0].weight, wanted)
-    assert len(model.optimizers[0]._optimizer_step_pre_hooks) == 1
-    fx.restore(again.path, ctx, model)
-    assert not model.module[0].weight.any()
-
-
-def test_accelerators_copy_on_a_stream_of_their_own(ctx, monkeypatch):
-    told = []
-
-    class Stream:
-        def __init__(self, device):
-            told.append(f"new {device}")
-
-        def wait_stream(self, other):
-            told.append(f"wait for {other.name}")
-
-        def record_event(self):
-            told.append("record")
-            return SimpleNamespace(
-                device=torch.device("cpu"), synchronize=lambda: told.append("synchronize")
-            )
-
-        def __enter__(self):
-            told.append("enter")
-
-        def __exit__(self, *_):
-            told.append("leave")
-
-    current = SimpleNamespace(name="the loop's", wait_event=lambda _: told.append("loop waits"))
-    monkeypatch.setattr(torch, "Stream", Stream)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: current)
-    monkeypatch.setattr(host_copies._DeferredCopy, "on_host", False)
-    model = _model(ctx)
-    staging = _stage(ctx, model)
-    assert told == ["new cpu", "wait for the loop's", "enter", "leave", "record"]
-    staging.hold(model.optimizers)
-    _step(model)
-    _step(model)  # which waits for nothing any more
-    assert told[5:] == ["loop waits"]
-    with staging.making():
-        pass
-    assert told[6:] == ["synchronize"]
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def _slow(ctx, folder):

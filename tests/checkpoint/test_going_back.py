@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint.folders import Found
+from fxtrain.checkpoint.folders import CheckpointInfo
 from fxtrain.checkpoint.manifest import HIGHEST, MANIFEST, digest_of
 from fxtrain.checkpoint.owner import this_process
 from fxtrain.checkpoint.retention import RetentionRule, to_prune
@@ -230,7 +230,7 @@ def test_the_highest_order_leaves_a_folder_that_can_be_saved_into(run, tmp_path)
 )
 def test_whatever_the_rule_the_new_one_and_as_many_as_asked_for_stay(orders, damaged, keep, data):
     found = [
-        Found(
+        CheckpointInfo(
             name=f"update-{updates:010d}.{number}",
             order=number,
             metric=data.draw(st.sampled_from([None, 0.0, 1.0])),

@@ -10,7 +10,8 @@ import pytest
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint import host_copies, local_storage
+from fxtrain.checkpoint import background as background_saves
+from fxtrain.checkpoint import local_storage
 from fxtrain.checkpoint.manifest import MANIFEST
 
 FIRST = "update-0000000001"
@@ -64,16 +65,16 @@ def _no_sync():
 @contextmanager
 def _no_memory():
     """There is no room for the copy of a save in the background."""
-    kept = host_copies._buffer
+    kept = background_saves._buffer
 
     def fail(ctx, size):
         raise MemoryError(f"no {size} bytes")
 
-    host_copies._buffer = fail
+    background_saves._buffer = fail
     try:
         yield
     finally:
-        host_copies._buffer = kept
+        background_saves._buffer = kept
 
 
 OBSTACLES = {"limit": _no_room, "full": _full, "sync": _no_sync, "memory": _no_memory}

@@ -137,20 +137,23 @@ def test_a_lock_of_another_machine_that_shows_life_is_respected(folder, monkeypa
     acquire(folder).release()
 
 
-def test_who_sees_a_live_lock_after_its_own_withdraws(folder, monkeypatch):
+@pytest.mark.parametrize("name", ["000000001", "000000009"])
+def test_who_sees_a_live_lock_after_its_own_withdraws(folder, name, monkeypatch):
     """Two processes may find the same dead lock, and one of them be late."""
     kind = type(folder)
     create = kind.lock
+    _lock_of(folder, ended(), "000000001")
 
-    def create_and_see_another(self, name, data):
-        create(self, name, data)
+    def create_and_see_another(self, own, data):
+        create(self, own, data)
         monkeypatch.setattr(kind, "lock", create)
-        _lock_of(self, this_process(), "000000009")
+        self.unlock("000000001")
+        _lock_of(self, this_process(), name)
 
     monkeypatch.setattr(kind, "lock", create_and_see_another)
     with pytest.raises(fx.CheckpointError, match="is being written"):
         acquire(folder)
-    assert folder.locks() == ["000000009"]
+    assert folder.locks() == [name]
 
 
 def test_a_lock_that_is_lost_is_found_out(folder):

@@ -8,7 +8,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.checkpoint import saving
 from fxtrain.checkpoint.folder_lock import acquire
-from fxtrain.checkpoint.folders import Found
+from fxtrain.checkpoint.folders import CheckpointInfo
 from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.owner import Owner, this_process
 from fxtrain.checkpoint.retention import RetentionRule, to_prune
@@ -111,9 +111,9 @@ def test_what_a_run_that_still_runs_saved_is_not_pruned(ctx, clusters, tmp_path)
 @pytest.mark.parametrize("who", [elsewhere, ended, this_process])
 def test_a_damaged_manifest_stays_while_another_run_may_have_written_it(who):
     found = [
-        Found(name="update-0000000001", order=1, saver=who()),
-        Found(name="update-0000000002", order=None, problems=("changed",)),
-        Found(name="update-0000000003", order=2),
+        CheckpointInfo(name="update-0000000001", order=1, saver=who()),
+        CheckpointInfo(name="update-0000000002", order=None, problems=("changed",)),
+        CheckpointInfo(name="update-0000000003", order=2),
     ]
     gone = to_prune(found, RetentionRule(last=1), this_process())
     assert gone == ([] if who is elsewhere else ["update-0000000001", "update-0000000002"])

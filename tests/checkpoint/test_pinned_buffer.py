@@ -8,7 +8,7 @@ import torch
 
 from fxtrain._host_memory import pinned_buffer
 from fxtrain.backends.offload.device_copies import DeviceCopies
-from fxtrain.checkpoint import host_copies
+from fxtrain.checkpoint import background
 from fxtrain.state import DistContext
 
 
@@ -37,11 +37,11 @@ def runtime(monkeypatch):
 @pytest.mark.parametrize("refused", [0, 2])
 def test_the_buffer_of_a_save_is_pinned_where_it_is(refused, runtime, monkeypatch, caplog):
     runtime.refused = refused
-    monkeypatch.setattr(host_copies, "_accelerated", lambda _: True)
+    monkeypatch.setattr(background, "_accelerated", lambda _: True)
     ctx = DistContext(device=torch.device("cuda", 0))
-    buffer = host_copies._buffer(ctx, 3 << 20)
+    buffer = background._buffer(ctx, 3 << 20)
     address = buffer.data_ptr()
-    assert host_copies._buffer(ctx, 1 << 20) is buffer  # used again
+    assert background._buffer(ctx, 1 << 20) is buffer  # used again
     assert not runtime.unread
     assert runtime.calls == [("register", address, 3 << 20, 1)]
     del buffer

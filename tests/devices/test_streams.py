@@ -75,7 +75,7 @@ def test_reading_pinned_batches_never_waits(nccl, workers):
     assert nccl.run(_without_waits, workers) == [2016.0]
 
 
-WIDE = 1 << 18  # 78 MB of weights, and twice as much of moments: large enough to be copied later
+WIDE = 1 << 18  # 78 MB of weights, and twice as much of moments: copying them takes a while
 
 
 def _wide(ctx, seed=1):

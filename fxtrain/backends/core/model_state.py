@@ -51,8 +51,7 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
     tensors, extra = _module_state(model.module, omit)
     frozen = _take_frozen(model, tensors)
     optimizers: list[Any] = []
-    trained, now = _trained(model), round_of(model)
-    steady = {name for name, tensor in tensors.items() if id(tensor) in trained}
+    now = round_of(model)
     grads, own, window = window_state(model)
     scales = _scales(model)
     tensors |= scales
@@ -60,7 +59,6 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
         held, values = optimizer_state(optimizer, f"optimizer.{index}", names_of(model.module))
         tensors.update(held)
         optimizers.append(values)
-        steady |= held.keys() if _has_hooks(optimizer) else set()
         if now is not None or local_optimizer(optimizer) is not optimizer:
             own[f"optimizer.{index}.state"] = as_bytes(values["state"], f"optimizer.{index}")
     tensors |= grads
@@ -77,7 +75,7 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
     drifting = {f"module.{name}" for name, _ in model.module.named_buffers()} & tensors.keys()
     drifting |= scales.keys()
     if now is not None:
-        drifting, steady = set(tensors), set()  # the end of an averaging round changes parameters
+        drifting = set(tensors)
         values["copy"] = len(now.peers)  # its ranks
         shared, mine = round_state(now)
         tensors |= shared
@@ -87,7 +85,6 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
         own=own,
         values=values,
         varies_by_rank=frozenset(drifting),
-        constant_between_steps=frozenset(steady),
     )
 
 
@@ -98,26 +95,6 @@ def _scales(model: Wrapped, *, create: bool = False) -> dict[str, Tensor]:
         return {}
     found = scaling_state(model.module, recipe, create=create)
     return {f"fp8.{name}": tensor for name, tensor in found.items()}
-
-
-def _trained(model: Wrapped) -> set[int]:
-    """Ids of the parameters that only an optimizer step changes."""
-    trained = {
-        id(parameter)
-        for optimizer in model.optimizers
-        if _has_hooks(optimizer)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    # These are scaled in forward.
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    parts = [part for part in model.module.modules() if isinstance(part, kinds)]
-    return trained - {id(part.weight) for part in parts if part.max_norm is not None}
-
-
-def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its steps can be awaited: torch's constructor installs hooks around `step`."""
-    return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()) -> None:

@@ -45,15 +45,12 @@ class ModelState:
         values: A tree of plain values and tensors, the same on every rank.
         varies_by_rank: Names of tensors that may differ between ranks, such as the buffers of
             replicas; rank 0's are restored. If they differ, each rank's is saved too.
-        constant_between_steps: Names of tensors that only a step of `model.optimizers` changes,
-            so that they may be copied until then.
     """
 
     tensors: Mapping[str, torch.Tensor | FlatShard] = attrs.field(repr=describe)
     own: Mapping[str, torch.Tensor] = attrs.field(repr=describe)
     values: Any = attrs.field(repr=describe)
     varies_by_rank: frozenset[str] = frozenset()
-    constant_between_steps: frozenset[str] = frozenset()
 
 
 @attrs.frozen(kw_only=True, eq=False)

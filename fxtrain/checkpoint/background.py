@@ -1,21 +1,25 @@
-"""Background saves, written in a thread while training continues."""
+"""Background saves: the state is copied to host memory, and written in a thread."""
 
 import atexit
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Literal
 
 import attrs
+import torch
+from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._errors import CheckpointError
 from fxtrain._exiting import exit_with
-from fxtrain.checkpoint.host_copies import Staging
+from fxtrain._host_memory import pinned_buffer
+from fxtrain.checkpoint.write_plan import TensorChunk
 from fxtrain.ops.transport.exchange import release_thread
 from fxtrain.state import DistContext
 
-__all__ = ["Saving", "has_background_group", "start_background", "wait_for_earlier"]
+_LOG = logging.getLogger(__name__)
 
 
 def _done() -> "Future[None]":
@@ -24,11 +28,9 @@ def _done() -> "Future[None]":
     return future
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
 class Saving:
     """A save, finished or in progress.
-
-    Compared and hashed by identity.
 
     Attributes:
         path: Path of the checkpoint, which exists once the save is done.
@@ -36,26 +38,7 @@ class Saving:
 
     path: str
     _future: "Future[None]" = attrs.field(factory=_done, alias="future", repr=False)
-    _staging: Staging | None = attrs.field(default=None, alias="staging", repr=False)
-    _reported: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
-
-    def copied(self) -> None:
-        """Wait until the state is copied, so that parameters may be changed directly.
-
-        With `background=True`, `save` returns before large parameters and optimizer states are
-        copied. The next optimizer step waits for the copy. Call this before anything else that
-        changes them (averaging, swapping weights, `load_model`).
-
-        Example:
-            >>> import fxtrain as fx, tempfile, torch
-            >>> with fx.detect(env={}, device="cpu") as ctx:
-            ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
-            ...     saving = fx.save(tempfile.mkdtemp(), ctx, model, background=True)
-            ...     saving.copied()
-            ...     _ = model.module.weight.data.zero_()
-        """
-        if self._staging is not None:
-            self._staging.settle()
+    _reported: bool = attrs.field(default=False, init=False, repr=False)
 
     def done(self) -> bool:
         """Whether the save has finished or failed."""
@@ -72,11 +55,11 @@ class Saving:
             self._future.result(timeout_s)
         except TimeoutError:
             if self._future.done():  # raised by the save itself
-                self._reported.set()
+                self._reported = True
                 raise
             raise TimeoutError(f"{self.path} is still being written after {timeout_s} s.") from None
         except BaseException:
-            self._reported.set()
+            self._reported = True
             atexit.unregister(self._at_exit)
             raise
         return self.path
@@ -84,9 +67,9 @@ class Saving:
     def _at_exit(self) -> None:
         """End the program as an uncaught exception does, if the error was never reported."""
         error = self._future.exception()
-        if self._reported.is_set() or error is None:
+        if self._reported or error is None:
             return
-        self._reported.set()
+        self._reported = True
         error.add_note(
             "This background save failed, and the program ended without checking its result. "
             "Call result() on the handle from fx.save, or fx.close(ctx)."
@@ -103,29 +86,22 @@ def wait_for_earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving 
     tasks = ctx.comm.state.background_tasks
     if not tasks:
         return None
-    found: Saving = tasks[-1]
-    if busy == "skip" and ops.any_rank(not found.done(), ctx):
-        return found
-    tasks.remove(found)
-    if found._staging is not None:
-        found._staging.release()
-    found.result()
+    earlier: Saving = tasks[-1]
+    if busy == "skip" and ops.any_rank(not earlier.done(), ctx):
+        return earlier
+    tasks.remove(earlier)
+    earlier.result()
     return None
 
 
 def has_background_group(ctx: DistContext) -> bool:
     """Whether this rank has a group for background saves in which no rank has failed."""
-    own = ctx.comm.state.save_context
-    return own is not None and own.comm.state.failure is None
+    group = ctx.comm.state.save_context
+    return group is not None and group.comm.state.failure is None
 
 
 def start_background(
-    ctx: DistContext,
-    path: str,
-    run: Callable[[DistContext], None],
-    staging: Staging | None,
-    *,
-    open_group: bool,
+    ctx: DistContext, path: str, run: Callable[[DistContext], None], *, open_group: bool
 ) -> Saving:
     """Write in a thread, over a separate process group.
 
@@ -140,12 +116,12 @@ def start_background(
         except RuntimeError as error:  # from torch, if a rank has exited
             raise CheckpointError(f"{path} was not saved: {error}", code="FX606") from error
     future: Future[None] = Future()
-    own = state.save_context
-    saving = Saving(path=path, future=future, staging=staging)
+    group = state.save_context
+    saving = Saving(path=path, future=future)
 
     def work() -> None:
         try:
-            run(own)
+            run(group)
         except BaseException as error:  # raised by the next `result`
             future.set_exception(error)
             # Registered last, so that it runs first. The interpreter joins this thread before
@@ -155,7 +131,46 @@ def start_background(
             future.set_result(None)
 
     state.background_tasks.append(saving)
-    release_thread(own)  # the previous save's thread has ended
+    release_thread(group)  # the previous save's thread has ended
     # Not a daemon: the interpreter waits for it at exit.
     threading.Thread(target=work, name="fxtrain save").start()
     return saving
+
+
+def stage(ctx: DistContext, chunks: Sequence[TensorChunk]) -> list[TensorChunk]:
+    """Copy chunks into one host buffer, which later saves reuse; pinned for accelerators."""
+    ordered = sorted(chunks, key=lambda chunk: -chunk.tensor.element_size())  # keeps views aligned
+    buffer = _buffer(ctx, sum(chunk.tensor.nbytes for chunk in chunks))
+    offset = 0
+    staged: list[TensorChunk] = []
+    for chunk in ordered:
+        copy = buffer[offset : offset + chunk.tensor.nbytes].view(chunk.tensor.dtype)
+        copy = copy.view(chunk.tensor.shape)
+        copy.copy_(chunk.tensor, non_blocking=True)
+        staged.append(attrs.evolve(chunk, tensor=copy))
+        offset += chunk.tensor.nbytes
+    if _accelerated(ctx):
+        torch.accelerator.synchronize(ctx.device)
+    return staged
+
+
+def _buffer(ctx: DistContext, size: int) -> Tensor:
+    state = ctx.comm.state
+    if state.save_buffer is None or state.save_buffer.numel() < size:
+        state.save_buffer = None  # freed before the larger one is made
+        state.save_buffer, refused = pinned_buffer(
+            size, ctx.device.type if _accelerated(ctx) else "cpu"
+        )
+        if refused:
+            _LOG.warning(
+                "save(background=True): %d MiB of host memory could not be pinned (%s), so copying "
+                "the state takes longer. Raise the limit of locked memory (ulimit -l).",
+                size >> 20,
+                refused,
+            )
+    return state.save_buffer
+
+
+def _accelerated(ctx: DistContext) -> bool:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == ctx.device.type
