@@ -196,7 +196,7 @@ def test_names_of_ops_and_misspelt_names_are_answered():
 
 
 def test_a_package_completes_to_its_names():
-    for package in (fx.ops, fx.launch, fx.track, fx.profile):
+    for package in (fx.ops, fx.launch, fx.trackers, fx.profiling):
         assert dir(package) == sorted(package.__all__)
 
 
