@@ -112,7 +112,7 @@ def test_the_end_of_the_script_does_not_save_it(tmp_path, ranks, way):
     assert ("its own" in ended.err) == (way == "raises")
     assert "Exception ignored" not in ended.err
     assert "SIGABRT" not in ended.err
-    assert f"the run in {folder} was open after update 3" in ended.err
+    assert f"the run in {folder} is still open at the end of the script" in ended.err
     assert _saved(folder) == [2]
     fx.verify(fx.latest(folder))
 

@@ -12,7 +12,6 @@ from fxtrain import big
 from fxtrain._byte_units import read_bytes
 from fxtrain._errors import PlanError
 from fxtrain.cli.output import as_json, print_json, print_renderable, print_table, say, warn
-from fxtrain.models.hub import read_hub
 from fxtrain.models.memory_estimates import (
     BYTES,
     OPTIMIZERS,
@@ -20,10 +19,10 @@ from fxtrain.models.memory_estimates import (
     Training,
     estimate,
     inference,
+    plan_weights,
     training,
 )
-from fxtrain.models.planned_weights import plan_weights
-from fxtrain.models.weight_list import Weights, read_weights
+from fxtrain.models.weight_list import Weights, read_hub, read_weights
 from fxtrain.state import Placement, Plan, Quantize, read_plan, unstructure, write_record
 from fxtrain.state.low_precision.quantized_weights import quantize_of
 

@@ -138,7 +138,7 @@ def predict_batch_size(
         ...     fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
         ...     for batch in fx.shard(loader, ctx, plan):
         ...         fx.step(ctx, batch, fns)
-        >>> size, plan = fx.predict_batch_size(train, 64, world=8, device_memory="150kB")
+        >>> size, plan = fx.predict_batch_size(train, 64, world=8, device_memory="100kB")
         >>> size, plan.accumulate
         (16, 4)
     """

@@ -21,7 +21,7 @@ from fxtrain.loop.fit_entries import Entries, entries_after, tokens_of
 from fxtrain.loop.fit_rules import Rules, check_arguments
 from fxtrain.loop.means import finite_number
 from fxtrain.loop.progress import progress
-from fxtrain.loop.reports import Reports, ScriptEnded, body_failed
+from fxtrain.loop.reports import Reports, body_failed
 from fxtrain.loop.stepping import StepFns
 from fxtrain.profiling import profile
 from fxtrain.state import DistContext, Position, Report, Wrapped, shown
@@ -31,10 +31,6 @@ from fxtrain.trackers.opening import own, track_in
 __all__ = ["fit"]
 
 M = TypeVar("M", bound=nn.Module)
-_NOT_SAVED = (
-    "fit: the script ended while the run in %s was open after update %d, so what it trained since "
-    "its last checkpoint is not saved. Use `with fx.fit(...) as reports:`."
-)
 
 
 def fit(
@@ -165,7 +161,7 @@ def fit(
         signals=(signals,) if isinstance(signals, str) else tuple(signals),
         check_every=check_every,
     )
-    return Reports(ctx, _train(ctx, fns, loader, rules))
+    return Reports(ctx, _train(ctx, fns, loader, rules), path)
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -238,7 +234,7 @@ def _in_folder(
         with recording as trace:
             entries = entries_after(restored, position, ctx, run, fns=fns, trace=trace)
             entries.counts_tokens = rules.tokens is not None
-            loop = _Loop(
+            yield _Loop(
                 ctx=ctx,
                 model=fns.model,
                 loader=loader,
@@ -248,11 +244,6 @@ def _in_folder(
                 entries=entries,
                 saved=None if restored is None else restored.position,
             )
-            try:
-                yield loop
-            except ScriptEnded:
-                ops.log(ctx).warning(_NOT_SAVED, rules.path, loader.position.updates)
-                raise
         entries.write_profile()
 
 

@@ -11,12 +11,12 @@ from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import Any
 
+from fxtrain._reading import StrPath
+from fxtrain.ops.logs import log
 from fxtrain.state import DistContext, Report
 
-__all__ = ["Reports", "ScriptEnded", "body_failed"]
 
-
-class ScriptEnded(BaseException):
+class _ScriptEnded(BaseException):
     """The script ended, and its run is still open."""
 
 
@@ -28,8 +28,8 @@ class Reports(Iterator[Report]):
     groups are closing then, and no thread starts any more.
     """
 
-    def __init__(self, ctx: DistContext, reports: Generator[Report]) -> None:
-        self._reports = reports
+    def __init__(self, ctx: DistContext, reports: Generator[Report], path: StrPath) -> None:
+        self._ctx, self._reports, self._path = ctx, reports, path
         ctx.comm.state.open_runs.add(self)
         at_exit = functools.partial(_abandon, weakref.ref(self))
         atexit.register(at_exit)
@@ -52,8 +52,13 @@ class Reports(Iterator[Report]):
     def abandon(self) -> None:
         """End the run as it is, at the end of the script."""
         if inspect.getgeneratorstate(self._reports) == inspect.GEN_SUSPENDED:
-            with contextlib.suppress(ScriptEnded):
-                self._reports.throw(ScriptEnded())
+            log(self._ctx).warning(
+                "fit: the run in %s is still open at the end of the script, so what it trained "
+                "since its last checkpoint is not saved. Use `with fx.fit(...) as reports:`.",
+                self._path,
+            )
+            with contextlib.suppress(_ScriptEnded):
+                self._reports.throw(_ScriptEnded())
 
 
 def _abandon(reference: weakref.ref[Reports]) -> None:

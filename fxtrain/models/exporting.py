@@ -35,7 +35,7 @@ from fxtrain.models.tensors import (
     weights_by_name,
 )
 from fxtrain.models.transformers_readers import transformers_config, warn_of_readers
-from fxtrain.ops.same_errors import fail_together, raise_on_all_ranks
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.state import DistContext, Weight, Wrapped
 
@@ -214,15 +214,13 @@ def _write(job: _Job, source: Path, ctx: DistContext | None, action: str, *, sha
     for first in range(0, len(job.files), writers):
         files = job.files[first : first + writers]
         arriving = _gathered_tensors(job, files, rank)
-        problem: Exception | None = None
-        try:
-            if rank < len(files):
-                _write_file(source / files[rank].name, files[rank], arriving)
-        except Exception as error:
-            problem = error
-        for _ in arriving:  # the other ranks still need this rank's gathers
-            pass
-        raise_on_all_ranks(problem, ctx, action)
+        with fail_together(ctx, action):
+            try:
+                if rank < len(files):
+                    _write_file(source / files[rank].name, files[rank], arriving)
+            finally:
+                for _ in arriving:  # the other ranks still need this rank's gathers
+                    pass
 
 
 def _gathered_tensors(job: _Job, files: Sequence[ModelFile], rank: int) -> Iterator[Tensor]:

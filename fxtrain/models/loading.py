@@ -14,7 +14,7 @@ from fxtrain._errors import CheckpointError
 from fxtrain.models.quantized_loading import prepare_layers
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source, renamed
 from fxtrain.models.tensors import context_of, module_of, weights_by_name
-from fxtrain.ops.same_errors import fail_together, raise_on_all_ranks
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import part_of, plain_name
 from fxtrain.precision import allocate, quantized_tensors
 from fxtrain.state import DistContext, Part, Quantize, Weight, Wrapped
@@ -313,12 +313,10 @@ def _read_by_all(
     """A function that reads a tensor, and raises on every rank if a rank fails to read it."""
 
     def read(part: Part | None) -> Tensor:
-        value, problem = torch.empty(0, device="cpu"), None
-        try:
+        value = None
+        with fail_together(ranks, "load_model"):
             value = source.read(name, part)
-        except Exception as error:
-            problem = error
-        raise_on_all_ranks(problem, ranks, "load_model")
+        assert value is not None
         return value
 
     return read

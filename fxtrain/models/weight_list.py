@@ -19,11 +19,6 @@ from fxtrain._reading import open_file, read_file
 from fxtrain._record import closest
 from fxtrain.state import parse_json, shown
 
-__all__ = [
-    "KvCache", "Weight", "Weights", "build_on_meta", "cache_of", "import_function", "read_json",
-    "read_weights", "stored_weight", "weights_of",
-]  # fmt: skip
-
 # The limit of the safetensors package; a longer header means a damaged file.
 _LONGEST_HEADER = 100_000_000
 _MAX_BYTES = 100_000_000  # bytes of an index or a config
@@ -370,3 +365,33 @@ def cache_of(config: Mapping[str, Any]) -> KvCache | None:
     if not (layers and heads and head_dim):
         return None
     return KvCache(layers=layers, heads=heads, head_dim=head_dim)
+
+
+def read_hub(name: str) -> Weights:
+    """List the tensors of a model on the hub, named as OWNER/NAME.
+
+    Effects:
+        Downloads the headers of its safetensors files and its config.json: kilobytes, and no
+        tensor.
+
+    Raises:
+        PlanError: the hub cannot be reached, or has no safetensors files of this model.
+        MissingPackageError: huggingface_hub is needed.
+    """
+    hub = optional("huggingface_hub", extra="models", needed_by=f"{name} with --download")
+    try:
+        files = hub.get_safetensors_metadata(name).files_metadata.values()
+    except Exception as error:  # from the hub, its HTTP library, or the system
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise PlanError(f"{name} could not be fetched from the hub: {reason}") from error
+    tensors = tuple(
+        stored_weight(tensor, about.dtype, about.shape, about.data_offsets)
+        for file in files
+        for tensor, about in file.tensors.items()
+    )
+    try:
+        config = read_json(Path(hub.hf_hub_download(name, "config.json")))
+    except hub.errors.EntryNotFoundError:
+        config = {}
+    return Weights(source=name, tensors=tensors, cache=cache_of(config))

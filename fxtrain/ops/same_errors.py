@@ -19,7 +19,6 @@ __all__ = [
     "gather_errors",
     "gather_with_errors",
     "problem_of_ranks",
-    "raise_on_all_ranks",
     "raise_together",
 ]
 
@@ -53,41 +52,38 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
 
 
 @contextlib.contextmanager
-def fail_together(ctx: DistContext | None, action: str) -> Iterator[None]:
-    """Run a block on every rank; if it fails on any of them, raise one error on all.
+def fail_together(ctx: DistContext | None, action: str = "") -> Iterator[None]:
+    """Run a block on every rank; if it fails on any of them, raise on all.
 
     Args:
         ctx: The ranks that run the block; None for this process only.
-        action: What the block does, for errors of the operating system.
+        action: What the block does, for one CheckpointError with every rank's message. Without it,
+            a rank raises its own error, as `raise_together` does.
 
     Effects:
         One exchange of packets at the end of the block; none at one rank.
 
     Raises:
-        CheckpointError: on some rank the block raised it or an error of the operating system;
-            with every rank's message.
+        CheckpointError: the block failed on some rank, and `action` is given.
     """
     problem: Exception | None = None
     try:
         yield
-    except CollectiveError:
-        raise  # every rank has it
     except Exception as error:
+        if action and isinstance(error, CollectiveError):
+            raise  # every rank has it
         problem = error
-    raise_on_all_ranks(problem, ctx, action)
-
-
-def raise_on_all_ranks(problem: Exception | None, ctx: DistContext | None, action: str) -> None:
-    """Raise on every rank if any rank has a problem, and on none otherwise; see `fail_together`."""
-    if ctx is None or ctx.world_size == 1:
+    if not action and ctx is not None:
+        raise_together(problem, ctx)
+    elif ctx is None or ctx.world_size == 1:
         if isinstance(problem, OSError):
             raise CheckpointError(_problem_text(problem, action)) from problem
         if problem is not None:
             raise problem
-        return
-    mine = "" if problem is None else _problem_text(problem, action)
-    if found := problem_of_ranks("raise_together", mine, ctx):
-        raise CheckpointError(found) from problem
+    else:
+        mine = "" if problem is None else _problem_text(problem, action)
+        if found := problem_of_ranks("raise_together", mine, ctx):
+            raise CheckpointError(found) from problem
 
 
 def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:

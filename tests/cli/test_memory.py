@@ -15,8 +15,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.models.memory_estimates import estimate, inference, training
-from fxtrain.models.planned_weights import plan_weights
+from fxtrain.models.memory_estimates import estimate, inference, plan_weights, training
 from fxtrain.models.weight_list import KvCache, read_weights
 
 LLAMA = {

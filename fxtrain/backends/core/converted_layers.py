@@ -3,7 +3,7 @@
 from torch import nn
 
 from fxtrain._errors import PlanError
-from fxtrain.ops.same_errors import raise_together
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.precision import convert_layers, engine_region, quantized_layers, recipe_targets
 from fxtrain.state import FSDP, TE, DistContext, Plan, Strategy
 
@@ -89,15 +89,11 @@ def convert_as_planned(module: nn.Module, ctx: DistContext, plan: Plan) -> None:
     recipe = plan.precision.recipe
     if recipe is None:
         return
-    problem: Exception | None = None
-    try:
+    with fail_together(ctx):
         checked = not ctx.comm.simulated
         convert_layers(module, recipe, ctx.device, seed=plan.seed, checked=checked)
         if isinstance(recipe, TE):
             _enter_region(module, recipe, ctx)
-    except Exception as error:
-        problem = error
-    raise_together(problem, ctx)
 
 
 def _enter_region(module: nn.Module, recipe: TE, ctx: DistContext) -> None:

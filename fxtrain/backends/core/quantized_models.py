@@ -8,7 +8,7 @@ from torch import nn
 
 from fxtrain.models.quantized_loading import put_stored_layers
 from fxtrain.models.tensor_sources import open_source
-from fxtrain.ops.same_errors import raise_together
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.precision import (
     is_quantized,
     packed_layer,
@@ -91,22 +91,18 @@ def quantized_as_planned(
         yield
         return
     undo: list[Callable[[], None]] = []
-    problem: Exception | None = None
     try:
-        if plan.quantize is not None:
-            # Shards move to the device one unit at a time; the whole model may not fit there.
-            split = isinstance(config, FSDP) and ctx.world_size > 1
-            device = torch.device("cpu") if split else ctx.device
-            undo.append(quantize_layers(module, plan.quantize, device, trains=trains).undo)
-        if isinstance(config, Offload):
-            if config.source is not None and not is_quantized(module):
-                with open_source(config.source) as found:
-                    undo.append(put_stored_layers(config.source, found, module))
-            undo.append(stream_later(module, torch.device("cpu")))
-    except Exception as error:
-        problem = error
-    try:
-        raise_together(problem, ctx)
+        with fail_together(ctx):
+            if plan.quantize is not None:
+                # Shards move to the device one unit at a time; the whole model may not fit there.
+                split = isinstance(config, FSDP) and ctx.world_size > 1
+                device = torch.device("cpu") if split else ctx.device
+                undo.append(quantize_layers(module, plan.quantize, device, trains=trains).undo)
+            if isinstance(config, Offload):
+                if config.source is not None and not is_quantized(module):
+                    with open_source(config.source) as found:
+                        undo.append(put_stored_layers(config.source, found, module))
+                undo.append(stream_later(module, torch.device("cpu")))
         yield
     except BaseException:
         for take_back in reversed(undo):

@@ -20,6 +20,7 @@ from fxtrain.backends.core.wrap_units import unit_problems
 from fxtrain.backends.local.averaging import average, new_round
 from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor.layer_plan import split_problems
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.precision import hold_as_parameters
 from fxtrain.state import FSDP, DistContext, Plan, Strategy, Wrapped
 
@@ -162,13 +163,10 @@ def _undone_together(
         Exception: this rank's own.
         CollectiveError: another rank's failed.
     """
-    made, problem = None, None
+    made = None
     try:
-        made = make()
-    except Exception as error:
-        problem = error
-    try:
-        ops.raise_together(problem, ctx)
+        with fail_together(ctx):
+            made = make()
     except Exception:
         if ctx.comm.state.failure is None:  # otherwise a rank is gone
             undo()
