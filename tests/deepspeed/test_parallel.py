@@ -164,8 +164,12 @@ def _autotp(ctx, stage, folder):
         norms = [_update(model, _rows()) for _ in range(3)]
         with torch.no_grad():
             out = model(_rows())
-        words = []
-        for call in (lambda: fx.save(folder, placed, model), lambda: fx.unwrap(model)):
+        words, position = [], fx.Position(updates=3)
+        calls = (
+            lambda: fx.save(folder, placed, model, position=position),
+            lambda: fx.unwrap(model),
+        )
+        for call in calls:
             with pytest.raises(fx.FxError) as refused:
                 call()
             words.append(str(refused.value))
