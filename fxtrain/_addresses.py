@@ -11,8 +11,6 @@ import attrs
 from fxtrain._errors import ContextError
 from fxtrain._listen import is_loopback
 
-__all__ = ["GLOO", "NCCL", "Route", "find_route", "interface_of", "loopback_route"]
-
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
 # Of Linux, and of macOS and the BSDs.

@@ -5,8 +5,6 @@ from typing import Any
 
 from fxtrain._errors import PlanError
 
-__all__ = ["read_bytes", "show_bytes"]
-
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
     "KI": 2**10,
     "MI": 2**20,

@@ -5,8 +5,6 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Displayed", "counted", "describe", "html_table", "number"]
-
 _MAX_ENTRIES = 6
 _MAX_DEPTH = 3
 

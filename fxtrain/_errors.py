@@ -5,20 +5,6 @@ It ends with a code, whose cause and cure are in `fxtrain/cli/error_codes.md`.
 
 import re
 
-__all__ = [
-    "CheckpointError",
-    "CollectiveError",
-    "ContextError",
-    "DataError",
-    "FxError",
-    "LaunchError",
-    "MeshError",
-    "MissingPackageError",
-    "PlanError",
-    "StepError",
-    "escape_unprintable",
-]
-
 
 def escape_unprintable(text: str) -> str:
     """Text that is safe to print: characters that a terminal interprets are escaped, as in `repr`.

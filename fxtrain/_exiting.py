@@ -5,8 +5,6 @@ import os
 import sys
 from collections.abc import Callable
 
-__all__ = ["exit_with"]
-
 
 def exit_with(error: BaseException, caller: Callable[[], object]) -> None:
     """End the program as an uncaught exception does.

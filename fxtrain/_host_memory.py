@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["pinned_buffer"]
-
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process
 
 

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 from fxtrain._errors import FxError
 
-__all__ = ["installed_rows"]
-
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")
 

@@ -4,8 +4,6 @@ import errno
 import ipaddress
 import socket
 
-__all__ = ["free_port", "is_loopback", "listen"]
-
 _BACKLOG = 2048  # connections not yet accepted; torch's own number
 
 

@@ -5,8 +5,6 @@ from types import ModuleType
 
 from fxtrain._errors import MissingPackageError
 
-__all__ = ["optional"]
-
 
 def optional(name: str, *, extra: str, needed_by: str) -> ModuleType:
     """Import a package that is not a core dependency.

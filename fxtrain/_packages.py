@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fxtrain._other_names import call_hint, closest
 
-__all__ = ["CallablePackage", "Package"]
-
 
 class Package(ModuleType):
     """The type of a package that completes to its public names, and answers other libraries'."""

@@ -8,11 +8,6 @@ import stat
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-__all__ = [
-    "LONGEST_LINE", "StrPath", "lines_of", "open_file", "path_problem", "read_file", "read_text",
-    "write_file",
-]  # fmt: skip
-
 StrPath = str | os.PathLike[str]
 
 LONGEST_LINE = 16 << 20  # bytes of a line of a tracked run; a longer one is damaged

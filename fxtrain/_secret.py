@@ -6,8 +6,6 @@ import secrets
 
 from fxtrain._errors import ContextError
 
-__all__ = ["SECRET", "derive_key", "fresh_secret", "key_proof", "sign", "verified"]
-
 # The variable in which every rank gets its secret.
 SECRET = "FXTRAIN_RUN_SECRET"
 _MIN_BYTES = 16  # characters, so that it cannot be guessed

@@ -16,8 +16,6 @@ from torch.utils import _pytree
 
 from fxtrain._words import canonical_text
 
-__all__ = ["TreeSpec", "flatten", "leaf_paths", "map_leaves", "row_count", "unflatten"]
-
 
 @attrs.frozen
 class TreeSpec:

@@ -17,8 +17,6 @@ import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["canonical_text"]
-
 _MAX_DEPTH = 100  # a value that contains itself has no end
 _EXACT = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range}

@@ -19,8 +19,6 @@ from fxtrain.backends.core.optimizers import (
 from fxtrain.backends.core.weights import torch_weights
 from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped, unsupported
 
-__all__ = ["SINGLE", "make_handle", "wrap_without_engine"]
-
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems = [*unmatched_names(module, plan), *xla_problems(ctx, "Single")]

@@ -16,8 +16,6 @@ from fxtrain.backends.core.name_checks import unknown_patterns
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import DistContext, Weight, Wrapped, check_open
 
-__all__ = ["gathered", "weights"]
-
 N = TypeVar("N", bound=nn.Module)
 _Ranks = Literal["all", "main"]
 _STAYS, _LEAVES = "takes the next tensor", "has left its loop"

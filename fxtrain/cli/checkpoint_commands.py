@@ -12,8 +12,6 @@ from fxtrain._errors import LaunchError
 from fxtrain.cli.exit_codes import Exit
 from fxtrain.cli.output import as_json, print_json, say, warn
 
-__all__ = ["IMPORT", "MERGE", "VERIFY"]
-
 
 @click.command("verify")
 @as_json

@@ -2,8 +2,6 @@
 
 import enum
 
-__all__ = ["Exit"]
-
 
 class Exit(enum.IntEnum):
     """The exit code of `fxtrain`.

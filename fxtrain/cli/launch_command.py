@@ -34,8 +34,6 @@ from fxtrain.launch.machine import default_ranks
 if TYPE_CHECKING:
     from fxtrain.launch.config import Settings
 
-__all__ = ["LAUNCH", "spec_of"]
-
 # Default places of a launch file; parsing one takes time, looking for one does not.
 _FILES = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
 # Launcher options with flags of their own, for users of mpirun and DeepSpeed.

@@ -10,8 +10,6 @@ from fxtrain._reading import write_file
 from fxtrain.cli.output import save_picture, say
 from fxtrain.curves import page_of, picture_of, read_curves
 
-__all__ = ["REPORT"]
-
 _PICTURES = (".svg", ".png", ".pdf")
 
 

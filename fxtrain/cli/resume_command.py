@@ -14,8 +14,6 @@ from fxtrain.cli.exit_codes import Exit
 from fxtrain.cli.output import as_json, print_json, print_table
 from fxtrain.launch import LaunchSpec, check_target, describe, run
 
-__all__ = ["REPLAY", "VERIFY_RESUME"]
-
 _SHOWN = 20
 _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 

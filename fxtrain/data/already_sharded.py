@@ -19,8 +19,6 @@ from fxtrain.data.user_loader import LoaderSpec, read_loader, rebuild
 from fxtrain.data.windows import Cursor
 from fxtrain.state import DistContext, Plan, Position
 
-__all__ = ["presharded_source"]
-
 
 def presharded_source(
     loader: DataLoader[Any], ctx: DistContext, plan: Plan

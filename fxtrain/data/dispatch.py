@@ -13,8 +13,6 @@ from fxtrain.ops.plan_agreement import digest_of_plan, raise_plan_differences
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext, Plan
 
-__all__ = ["dispatch_source"]
-
 
 def dispatch_source(
     make: Callable[[], tuple[Source, Layout]], ctx: DistContext, plan: Plan

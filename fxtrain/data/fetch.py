@@ -12,18 +12,6 @@ from fxtrain.data.iterable import PlainStream, StreamMemory, StreamReader
 from fxtrain.data.permutation import hash_key
 from fxtrain.data.rank_slices import Layout, Slot, slot_of
 
-__all__ = [
-    "RowFetch",
-    "RowRequest",
-    "StartWorker",
-    "StreamFetch",
-    "StreamReply",
-    "StreamRequest",
-    "call_set_epoch",
-    "collate_nothing",
-    "fetch_key",
-]
-
 
 class RowRequest(NamedTuple):
     """One global batch of a map-style dataset.

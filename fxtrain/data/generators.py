@@ -10,8 +10,6 @@ import torch
 
 from fxtrain._words import canonical_text
 
-__all__ = ["BorrowedGenerators", "seed_all"]
-
 
 def seed_all(key: int) -> None:
     """Seed Python's, torch's CPU and NumPy's (if it is imported) generators.

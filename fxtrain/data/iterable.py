@@ -14,8 +14,6 @@ from fxtrain._errors import DataError
 from fxtrain.data.generators import BorrowedGenerators
 from fxtrain.data.rank_slices import Layout
 
-__all__ = ["PlainStream", "StreamMemory", "StreamReader", "is_stateful"]
-
 _END = object()
 
 

@@ -5,8 +5,6 @@ import attrs
 from fxtrain.data.windows import Cursor, to_epoch
 from fxtrain.state import Batch, Position
 
-__all__ = ["Iteration"]
-
 
 @attrs.define(eq=False)
 class Iteration:

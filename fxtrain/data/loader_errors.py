@@ -7,8 +7,6 @@ from torch.utils.data import DataLoader
 
 from fxtrain._errors import DataError
 
-__all__ = ["reading", "safe_length"]
-
 # How torch's messages begin for an error inside a worker, and for a worker that ended.
 _CAUGHT = "Caught "
 _ENDED = "DataLoader worker"

@@ -20,8 +20,6 @@ from fxtrain.data.generators import BorrowedGenerators
 from fxtrain.data.loader_errors import safe_length
 from fxtrain.data.permutation import hash_key, permutation, round_keys, uniform, uniform_below
 
-__all__ = ["CustomOrder", "EpochOrder", "find_order", "length_of", "refuse_split"]
-
 _SAMPLER_CHUNK = 512  # units requested from a custom sampler at a time
 
 

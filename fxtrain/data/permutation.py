@@ -11,8 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Keys", "hash_key", "permutation", "round_keys", "uniform", "uniform_below"]
-
 # One (offset, odd multiplier) per round, 31 bits each.
 Keys = tuple[tuple[int, int], ...]
 

@@ -14,8 +14,6 @@ import torch
 from fxtrain._errors import DataError
 from fxtrain.data.order import EpochOrder
 
-__all__ = ["Layout", "Slot", "slot_of", "slots_of_order", "slots_of_stream"]
-
 _FIRST_BLOCK, _BLOCK = 1 << 10, 1 << 14  # indices computed at a time
 
 

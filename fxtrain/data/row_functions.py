@@ -13,8 +13,6 @@ from fxtrain.data.sources import Loaded, Source
 from fxtrain.data.windows import Cursor, Step, advance
 from fxtrain.state import Plan, Position
 
-__all__ = ["function_source"]
-
 
 def function_source(
     make: Callable[[Position], Any], layout: Layout, plan: Plan, ranks: Sequence[int]

@@ -12,8 +12,6 @@ from fxtrain import _tree
 from fxtrain._errors import DataError
 from fxtrain.state import CP, DistContext, Plan, token_ranges
 
-__all__ = ["make_splitter"]
-
 _KEY = re.compile(r"\['?(.*?)'?\]|\.(\w+)")
 
 

@@ -22,8 +22,6 @@ from fxtrain.state import Batch, DistContext, Plan, Position, check_connected
 from fxtrain.state.batch import Data_co
 from fxtrain.state.position import position_words
 
-__all__ = ["Sharded"]
-
 
 class _NoLengthError(DataError, TypeError):
     """`list(loader)` asks for a length first, and does without one after a TypeError."""

@@ -20,8 +20,6 @@ from fxtrain.data.user_loader import read_loader, share_of
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import DistContext, Plan, Position, check_connected
 
-__all__ = ["every_row", "in_windows", "shard"]
-
 T = TypeVar("T")
 K = TypeVar("K")
 # What torch's default collate function makes a tensor of, in a row that is a tuple or a dict.

@@ -27,8 +27,6 @@ from fxtrain.data.user_loader import FedSampler, LoaderSpec, rebuild
 from fxtrain.data.windows import Cursor, Step, advance, assign_windows, in_blocks, totals
 from fxtrain.state import Plan, Position
 
-__all__ = ["RowSlots", "Source", "row_source", "stream_source"]
-
 # A step, and the data of each served rank.
 Loaded = tuple[Step, Sequence[Any]]
 

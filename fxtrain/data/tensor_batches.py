@@ -14,8 +14,6 @@ from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import Batch, DistContext, Plan, Position, check_connected
 from fxtrain.state.position import position_words
 
-__all__ = ["batch"]
-
 T = TypeVar("T")
 
 

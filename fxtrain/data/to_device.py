@@ -12,8 +12,6 @@ from fxtrain import _tree
 from fxtrain.ops import xla_runtime
 from fxtrain.state import DistContext, Plan
 
-__all__ = ["on_device", "to_device", "valid_mask"]
-
 S = TypeVar("S")
 
 

@@ -14,8 +14,6 @@ from fxtrain.data.windows import Cursor, Step, advance
 from fxtrain.ops.plan_agreement import digest_of_plan, raise_plan_differences
 from fxtrain.state import DistContext, Plan
 
-__all__ = ["UnevenStream", "uneven_batches"]
-
 _HAS, _ENDED, _FAILED = range(3)  # states of a rank
 
 

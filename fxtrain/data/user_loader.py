@@ -12,8 +12,6 @@ from fxtrain.data.order import refuse_split
 from fxtrain.data.rank_slices import Layout
 from fxtrain.state import Plan
 
-__all__ = ["FedSampler", "LoaderSpec", "read_loader", "rebuild", "share_of"]
-
 # Settings that a loader keeps when it reads other indices.
 _SETTINGS = (
     "num_workers",

@@ -9,8 +9,6 @@ import attrs
 from fxtrain.data.rank_slices import Layout, Slot
 from fxtrain.state import Plan, Position
 
-__all__ = ["Cursor", "Step", "advance", "assign_windows", "in_blocks", "to_epoch", "totals"]
-
 _BLOCK = 32  # steps made at a time
 
 

@@ -19,8 +19,6 @@ from fxtrain._errors import FxError
 from fxtrain.diagnosis.facts import clock_problems, fact_problems, facts_here
 from fxtrain.state import DistContext, Plan
 
-__all__ = ["Collective", "measure", "trial"]
-
 _SMALL = 2  # float32 entries
 _REPEAT = {"latency": 30, "bandwidth": 5}
 _UPDATES = 20

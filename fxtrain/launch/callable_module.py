@@ -6,8 +6,6 @@ from typing import Any
 
 from fxtrain._packages import CallablePackage
 
-__all__ = ["CallableModule"]
-
 
 class CallableModule(CallablePackage):
     """The type of the package `fxtrain.launch`.

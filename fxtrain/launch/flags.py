@@ -6,8 +6,6 @@ import attrs
 
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["FLAGS", "PLAN_FLAGS", "Flag", "flag_words"]
-
 
 @attrs.frozen(kw_only=True)
 class Flag:

@@ -8,8 +8,6 @@ import attrs
 
 from fxtrain._errors import escape_unprintable
 
-__all__ = ["Invocation", "as_json", "show"]
-
 
 @attrs.frozen(kw_only=True)
 class Invocation:

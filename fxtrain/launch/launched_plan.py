@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from fxtrain.launch.spec import LaunchSpec
     from fxtrain.state import Plan
 
-__all__ = ["check_mesh", "given_plan", "plan_variable"]
-
 # Launchers that take the number of ranks from the machines.
 OWN_RANKS = ("deepspeed", "sagemaker", "tpu", "tpu-pod")
 

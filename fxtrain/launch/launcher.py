@@ -10,8 +10,6 @@ from fxtrain.launch.outcome import LaunchResult
 from fxtrain.launch.process import run_program
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["COMMON", "PER_NODE", "RENDEZVOUS_FIELDS", "Launcher"]
-
 # Fields of a spec that every launcher supports, ...
 COMMON = frozenset(
     ("target", "args", "ranks", "module", "executable", "launcher", "options", "nodes", "env",

@@ -18,17 +18,6 @@ from fxtrain._secret import SECRET
 from fxtrain.launch.launchers.native.preload import load_torch
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = [
-    "Machine",
-    "cores_of_ranks",
-    "default_ranks",
-    "look",
-    "read_cores",
-    "slurm_job",
-    "usable_cores",
-    "write_cores",
-]
-
 _NODES = Path("/sys/devices/system/node")
 # Patterns in `mpirun --version`; Intel's comes before the MPICH on which it is based.
 _MPIS = (

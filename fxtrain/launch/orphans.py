@@ -18,8 +18,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["MARK", "end_strays", "kept", "mark_within"]
-
 # Marks of the launches that a process belongs to, the innermost last.
 MARK = "FXTRAIN_LAUNCHES"
 _POLL_INTERVAL_S = 0.05

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import attrs
 
-__all__ = ["Failure", "LaunchResult", "by_cause", "describe", "is_own"]
-
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 

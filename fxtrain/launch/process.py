@@ -20,8 +20,6 @@ from fxtrain.launch.rank_reports import read_reports, to_failures
 from fxtrain.launch.signals import FORWARDED_SIGNALS, forward_signals
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["ERRORS", "run_program"]
-
 # In a command line, a placeholder for the folder for errors of ranks, known only when it runs.
 ERRORS = "%ERRORS%"
 _POLL_INTERVAL_S = 0.2

@@ -6,15 +6,6 @@ from fxtrain.launch.fields import name_values
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = [
-    "QUIET",
-    "plain_command",
-    "rank_command",
-    "remote_environment",
-    "shared_environment",
-    "threads_of",
-]
-
 # torch's C++ code warns of names without reverse DNS, and of closed connections at every end.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _CHILD = Path(__file__).with_name("child.py")

@@ -8,8 +8,6 @@ from typing import Any
 
 from fxtrain.launch.outcome import Failure, LaunchResult, is_own
 
-__all__ = ["keep_tracebacks", "read_reports", "to_failures"]
-
 
 def read_reports(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
     """By rank, what the ranks wrote, in the format of `child.py`."""

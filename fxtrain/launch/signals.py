@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FORWARDED_SIGNALS", "forward_signals", "signal_children"]
-
 # Signals by which a scheduler or a person notifies a program; they end nothing here.
 FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 

@@ -9,8 +9,6 @@ from fxtrain._errors import LaunchError
 from fxtrain._record import at_least, shown
 from fxtrain.launch.fields import LONGEST_S, count, each, launch_record
 
-__all__ = ["LaunchSpec", "check_ranks", "rank_environment"]
-
 Streams = Literal["none", "out", "err", "both"]
 _PORT = 29_500  # torch's default
 _MOST_RANKS = 2**20  # on one machine

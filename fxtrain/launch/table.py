@@ -27,9 +27,6 @@ from fxtrain.launch.outcome import LaunchResult
 from fxtrain.launch.spec import LaunchSpec
 from fxtrain.launch.target import check_target
 
-__all__ = ["LAUNCHERS", "find_launcher", "known_launchers", "prepare", "run"]
-
-
 _BUILT_IN = (NATIVE, MPI, SLURM, DEEPSPEED, TPU, TPU_POD, RAY, KUBERNETES, SAGEMAKER)
 LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({row.name: row for row in _BUILT_IN})
 

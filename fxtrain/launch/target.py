@@ -11,8 +11,6 @@ from pathlib import Path
 from fxtrain._errors import LaunchError
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["check_target"]
-
 
 def check_target(spec: LaunchSpec) -> None:
     """Check that the script or module of a spec exists.

@@ -24,8 +24,6 @@ from fxtrain.state import (
 )
 from fxtrain.state.deepspeed import WINDOW_ENTRIES, fill_from_config, read_config
 
-__all__ = ["find_batch_size", "is_out_of_memory", "predict_batch_size"]
-
 # What allocators raise as a plain RuntimeError: CPU, MPS, CUDA libraries, XPU, NPU, XLA.
 _WORDS = (
     "DefaultCPUAllocator: can't allocate memory",

@@ -8,8 +8,6 @@ import attrs
 from fxtrain._errors import PlanError
 from fxtrain._record import at_least, record, shown
 
-__all__ = ["EarlyStopping"]
-
 
 @record
 class EarlyStopping:

@@ -25,8 +25,6 @@ from fxtrain.state import (
     shown,
 )
 
-__all__ = ["evaluate"]
-
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 

@@ -10,8 +10,6 @@ from fxtrain.checkpoint import Restored
 from fxtrain.data import Sharded
 from fxtrain.state import DistContext
 
-__all__ = ["check_changes", "layout_of"]
-
 # What decides which row a position inside an epoch stands at.
 _MEANING = {"units": "rows or batches in an epoch", "unit": "unit", "order": "order"}
 

@@ -24,8 +24,6 @@ from fxtrain.profiling import Trace
 from fxtrain.state import Batch, DistContext, Position, Report
 from fxtrain.trackers import Run
 
-__all__ = ["Entries", "entries_after", "tokens_of"]
-
 
 @attrs.define(eq=False, kw_only=True)
 class Entries:

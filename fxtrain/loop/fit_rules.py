@@ -13,8 +13,6 @@ from fxtrain.data import Sharded
 from fxtrain.loop.stepping import StepFns
 from fxtrain.state import Batch, DistContext, Position, shown
 
-__all__ = ["Rules", "check_arguments"]
-
 _MEASURES = ("epochs", "updates", "rows", "tokens")
 
 

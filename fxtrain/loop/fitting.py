@@ -28,8 +28,6 @@ from fxtrain.state import DistContext, Position, Report, Wrapped, shown
 from fxtrain.trackers import JsonLines, Run, Target
 from fxtrain.trackers.opening import own, track_in
 
-__all__ = ["fit"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -13,8 +13,6 @@ from fxtrain import ops
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import DistContext, FlatShard, StateReader, Wrapped
 
-__all__ = ["kept_state"]
-
 
 @contextmanager
 def kept_state(ctx: DistContext, model: Wrapped) -> Iterator[None]:

@@ -15,8 +15,6 @@ from fxtrain.loop.means import Mean
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.state import DistContext, Wrapped, check_connected
 
-__all__ = ["RateCurve", "find_lr"]
-
 M = TypeVar("M", bound=nn.Module)
 _MEMORY = 0.9
 _NOISY = 0.1  # share of the curve, at its beginning, whose slopes are mostly noise

@@ -13,8 +13,6 @@ from fxtrain._errors import DataError
 from fxtrain.ops.devices import as_scalar
 from fxtrain.state import DistContext, Report, Weighted, shown
 
-__all__ = ["Mean", "finite_number", "total_of"]
-
 
 @attrs.frozen(eq=False)
 class Mean:

@@ -10,8 +10,6 @@ from fxtrain import _tree
 from fxtrain._errors import DataError
 from fxtrain.state import DistContext, shown
 
-__all__ = ["compute_metric", "local_metric", "update_metric"]
-
 # What Hugging Face's metrics call the two columns that most of them take.
 _COLUMNS = ("predictions", "references")
 

@@ -9,8 +9,6 @@ from torch import Tensor
 from fxtrain._errors import PlanError
 from fxtrain._record import at_least, between, record, shown
 
-__all__ = ["NoiseScale"]
-
 
 @record
 class NoiseScale:

@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.state import Batch, DistContext, Report, Wrapped
 
-__all__ = ["PhaseClock", "phase_clock"]
-
 
 @attrs.frozen(eq=False)
 class PhaseClock:

@@ -13,8 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fxtrain.trackers import At, Start, Tracker
 
-__all__ = ["progress"]
-
 _SHOWN = ("loss", "rows_per_s", "tokens_per_s", "memory_gib")
 _UNITS = {"rows_per_s": "rows/s", "tokens_per_s": "tokens/s", "memory_gib": "GiB"}
 

@@ -14,8 +14,6 @@ from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.meters import Memory, memory
 from fxtrain.state import DistContext, Wrapped, check_open
 
-__all__ = ["Released", "empty_cache", "release"]
-
 
 @attrs.frozen(kw_only=True)
 class Released:

@@ -12,8 +12,6 @@ from fxtrain._errors import PlanError
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import Report, Wrapped, check_open, round_of, shown
 
-__all__ = ["EMA", "ema"]
-
 _HALF = (torch.bfloat16, torch.float16)
 
 

@@ -28,15 +28,6 @@ from fxtrain.state import (
     round_of,
 )
 
-__all__ = [
-    "close_window",
-    "count",
-    "is_empty",
-    "is_independent",
-    "is_one_rank",
-    "weigh_loss",
-]
-
 
 def is_independent(model: Wrapped) -> bool:
     """Whether the model makes its next update as an independent replica."""

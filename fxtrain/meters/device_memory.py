@@ -15,8 +15,6 @@ if sys.platform == "win32":
 else:
     import resource
 
-__all__ = ["Memory", "memory"]
-
 _STATUS = re.compile(rb"^(VmHWM|VmRSS):\s+(\d+) kB$", re.MULTILINE)
 
 

@@ -7,8 +7,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxtrain.state import DistContext, Wrapped
 
-__all__ = ["count_flops", "peak_flops", "peak_of_model"]
-
 # By the device's name: dense operations per second with fp32, TF32, bf16 and fp16 products. None
 # where a device has no such units. Figures of sparse matrices in data sheets are halved.
 _PEAKS: tuple[tuple[str, dict[str, float | None]], ...] = (

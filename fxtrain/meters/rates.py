@@ -10,8 +10,6 @@ import torch
 from fxtrain import ops
 from fxtrain.state import Batch, DistContext
 
-__all__ = ["Meter", "timed"]
-
 T = TypeVar("T")
 
 

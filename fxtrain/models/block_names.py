@@ -4,8 +4,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["block_names", "names_among", "own_names"]
-
 
 def block_names(module: nn.Module) -> tuple[str, ...]:
     """Class names of a model's repeated blocks: those it lists, or those in its ModuleLists."""

@@ -39,8 +39,6 @@ from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.state import DistContext, Weight, Wrapped
 
-__all__ = ["export"]
-
 _MAX_SHOWN = 10
 
 

@@ -20,21 +20,6 @@ from fxtrain._errors import CheckpointError
 from fxtrain._reading import read_file
 from fxtrain.models.safetensors_files import Entry, aligned_first, parse_json
 
-__all__ = [
-    "INDEX",
-    "LARGEST_INDEX",
-    "MARKER",
-    "SINGLE",
-    "ModelFile",
-    "commit",
-    "parse_size",
-    "split",
-    "staging",
-    "sync_folder",
-    "write_index",
-    "write_text",
-]
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LARGEST_INDEX = 100_000_000  # bytes

@@ -18,8 +18,6 @@ from fxtrain._reading import open_file
 from fxtrain.models.safetensors_files import Entry
 from fxtrain.state import Location, shown
 
-__all__ = ["GgufTensor", "gguf_name", "open_gguf"]
-
 _Values = Callable[[str], Tensor]
 _Locate = Callable[[str], Location | None]
 

@@ -19,8 +19,6 @@ from fxtrain.ops.whole_tensors import part_of, plain_name
 from fxtrain.precision import allocate, quantized_tensors
 from fxtrain.state import DistContext, Part, Quantize, Weight, Wrapped
 
-__all__ = ["Loaded", "load_model"]
-
 _MAX_SHOWN = 10
 _SEARCHED = 2000  # names searched for the nearest spelling
 

@@ -27,13 +27,6 @@ from fxtrain.precision import (
 )
 from fxtrain.state import Part, Quantize, Wrapped, shown
 
-__all__ = [
-    "LayersToLoad",
-    "prepare_layers",
-    "put_stored_layers",
-    "quantized_source",
-]
-
 _CONV1D = " Read this model with from_pretrained of transformers, and pass it to fx.wrap."
 _LARGEST_CONFIG = 10_000_000  # bytes
 

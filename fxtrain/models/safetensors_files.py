@@ -23,16 +23,6 @@ from fxtrain.models.tensor_bytes import DTYPE_NAMES, WRITABLE_DTYPES, contiguous
 from fxtrain.state import Location, shown
 from fxtrain.state import parse_json as parse
 
-__all__ = [
-    "Entry",
-    "Header",
-    "aligned_first",
-    "parse_json",
-    "read_header",
-    "to_header",
-    "writing",
-]
-
 _MAX_BYTES = 100_000_000  # bytes of a header, the limit of the safetensors package
 _MAX_DEPTH = 64  # dimensions, torch's own limit
 _MOST = 1 << 63  # limit of a size or an offset

@@ -17,15 +17,6 @@ from fxtrain.models.safetensors_files import Entry
 from fxtrain.precision import BNB4, BNB8, TORCHAO, Library, quantized_layers
 from fxtrain.state import Bnb4, Bnb8, Quantize, Weight, parse_json, shown, structure
 
-__all__ = [
-    "DESCRIPTION",
-    "StoredLayer",
-    "file_metadata",
-    "file_weights",
-    "record_of",
-    "stored_layers",
-]
-
 # Metadata of a file: fields of a record that tensors do not tell.
 DESCRIPTION = "fxtrain.quantize"
 _SUMMARY = ".weight.quant_state.bitsandbytes__"

@@ -8,16 +8,6 @@ from torch import Tensor
 
 from fxtrain._errors import CheckpointError
 
-__all__ = [
-    "DTYPES",
-    "DTYPE_NAMES",
-    "STORED_DTYPES",
-    "WRITABLE_DTYPES",
-    "contiguous",
-    "dtype_name",
-    "memory_of",
-]
-
 # The safetensors dtypes that torch supports.
 DTYPE_NAMES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,

@@ -22,10 +22,6 @@ from fxtrain.models.stored_layers import StoredLayer, stored_layers
 from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.state import Location, Part, shown
 
-__all__ = [
-    "Source", "WeightSource", "inside", "open_source", "read_hull", "renamed", "with_layers",
-]  # fmt: skip
-
 _PICKLES = (".bin", ".pt", ".pth")
 _MODEL_SUFFIXES = (".safetensors", *_PICKLES, ".gguf")
 _CHECKPOINT = "manifest.json"

@@ -12,8 +12,6 @@ from fxtrain._errors import CheckpointError
 from fxtrain.ops.whole_tensors import is_sharded, weight_of, weights_of
 from fxtrain.state import DistContext, Weight, Wrapped, check_open
 
-__all__ = ["context_of", "module_of", "problems_of", "weights_by_name"]
-
 
 def module_of(model: Any, call: str) -> nn.Module:
     """The user's module, without the wrappers around it.

@@ -9,8 +9,6 @@ from torch import nn
 
 from fxtrain.precision import TORCHAO, Library, quantized_layers, torchao_config
 
-__all__ = ["transformers_config", "warn_of_readers"]
-
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: "float32"}
 # The end of a name in a pattern of transformers.
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"

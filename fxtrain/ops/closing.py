@@ -11,8 +11,6 @@ from torch import distributed as dist
 
 from fxtrain.state import CommState, Topology
 
-__all__ = ["make_close", "make_part_close", "within"]
-
 _LONGEST_CLOSE_S = 5.0
 
 

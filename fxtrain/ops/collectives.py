@@ -33,8 +33,6 @@ from fxtrain.ops.transport.packing import (
 from fxtrain.ops.transport.pickled import dump, unpickle_all
 from fxtrain.state import DistContext
 
-__all__ = ["broadcast", "broadcast_packed", "gather", "gather_packed", "reduce"]
-
 T = TypeVar("T")
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _MAX_PAYLOAD_BYTES = 1 << 20  # of the tensors of a gather that are sent as one payload

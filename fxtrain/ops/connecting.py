@@ -37,8 +37,6 @@ from fxtrain.state import (
     with_plan,
 )
 
-__all__ = ["close", "detect", "launched_plan"]
-
 DEFAULT_TIMEOUT_S = 600.0
 LONGEST_S = 1e6  # milliseconds must fit into 31 bits
 _CONTROL = "fxtrain control"

@@ -13,8 +13,6 @@ from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
 
-__all__ = ["main_first", "on_main", "on_rank", "say"]
-
 T = TypeVar("T")
 
 

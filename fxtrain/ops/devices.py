@@ -13,15 +13,6 @@ from fxtrain._errors import ContextError
 from fxtrain.ops import xla_runtime
 from fxtrain.state import DistContext, Topology
 
-__all__ = [
-    "as_scalar",
-    "check_own_device",
-    "device_random_state",
-    "find_device",
-    "set_device_random_state",
-    "synchronize",
-]
-
 
 def find_device(
     requested: str | torch.device | None, env: Mapping[str, str], topology: Topology

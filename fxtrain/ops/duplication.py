@@ -12,8 +12,6 @@ from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.state import Comm, CommState, DistContext
 
-__all__ = ["duplicate"]
-
 
 def duplicate(ctx: DistContext) -> DistContext:
     """Make a context over the same ranks with a separate group, for another thread.

@@ -7,8 +7,6 @@ from typing import Any
 from fxtrain._errors import ContextError
 from fxtrain.state import DistContext, shown
 
-__all__ = ["RankLogger", "log"]
-
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A standard library logger that logs on rank 0 by default.

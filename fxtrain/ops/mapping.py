@@ -15,8 +15,6 @@ from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.state import DistContext
 
-__all__ = ["map"]
-
 _POLL_S = 0.02
 _Places = list[int]
 K = TypeVar("K")

@@ -13,16 +13,6 @@ from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packing import Packed
 from fxtrain.state import DistContext
 
-__all__ = [
-    "Opaque",
-    "agree",
-    "all_ranks",
-    "any_rank",
-    "barrier",
-    "broadcast_object",
-    "gather_objects",
-]
-
 T = TypeVar("T")
 
 

@@ -7,8 +7,6 @@ from torch import distributed as dist
 
 from fxtrain.state import DistContext
 
-__all__ = ["ensure_group", "export_local_rank"]
-
 
 def export_local_rank(ctx: DistContext) -> None:
     """Export the index of this rank's device on its node.

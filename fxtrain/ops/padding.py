@@ -14,8 +14,6 @@ from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packing import pack
 from fxtrain.state import DistContext
 
-__all__ = ["Padded", "extend", "pad", "unpad"]
-
 _STATIC = {"static": True}
 T = TypeVar("T")
 

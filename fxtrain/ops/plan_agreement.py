@@ -23,8 +23,6 @@ from fxtrain.state import (
 )
 from fxtrain.state.deepspeed import fill_from_config, read_config
 
-__all__ = ["check_same_plan", "digest_of_plan", "plan_for", "raise_plan_differences"]
-
 _DEFAULT = Plan()  # one object, so that a step finds by identity that plans are equal
 _DIGEST = 32  # bytes; fits in a packet at any world size
 

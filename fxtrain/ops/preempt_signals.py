@@ -12,8 +12,6 @@ from fxtrain._errors import ContextError
 from fxtrain.ops.objects import any_rank
 from fxtrain.state import DistContext, Position, check_connected
 
-__all__ = ["Preemption", "preemption"]
-
 _DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 
 

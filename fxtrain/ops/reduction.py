@@ -13,8 +13,6 @@ from fxtrain.ops.transport.exchange import Call, rank_loss_guard
 from fxtrain.ops.transport.large import pieces
 from fxtrain.state import DistContext
 
-__all__ = ["all_reduce", "check_reducible", "fold"]
-
 _OPS = {
     "mean": dist.ReduceOp.SUM,
     "sum": dist.ReduceOp.SUM,

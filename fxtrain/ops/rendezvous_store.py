@@ -16,8 +16,6 @@ from fxtrain._secret import SECRET, key_proof
 from fxtrain._version import __version__
 from fxtrain.state import Topology
 
-__all__ = ["first_line", "open_store"]
-
 # Time for the other ranks to read that the secrets differ.
 _SECRET_WAIT = timedelta(seconds=10)
 

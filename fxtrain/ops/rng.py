@@ -13,8 +13,6 @@ from fxtrain.ops import xla_runtime
 from fxtrain.ops.devices import device_random_state, set_device_random_state
 from fxtrain.state import DistContext
 
-__all__ = ["fork_rng", "seed"]
-
 
 def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
     """Seed Python's, NumPy's (if it is imported) and torch's generators.

@@ -18,8 +18,6 @@ from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packing import packed_leaves
 from fxtrain.state import Batch, DistContext
 
-__all__ = ["gather_valid"]
-
 T = TypeVar("T")
 
 _HINT = (

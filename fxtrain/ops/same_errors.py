@@ -14,14 +14,6 @@ from fxtrain.ops.transport.mismatches import by_rank, check_is_context
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
 
-__all__ = [
-    "fail_together",
-    "gather_errors",
-    "gather_with_errors",
-    "problem_of_ranks",
-    "raise_together",
-]
-
 
 def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
     """Raise on every rank if any rank has a problem, and on none otherwise.

@@ -25,8 +25,6 @@ from fxtrain.ops.transport.pickled import (
 )
 from fxtrain.state import DistContext
 
-__all__ = ["scatter"]
-
 T = TypeVar("T")
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 

@@ -10,8 +10,6 @@ from fxtrain._errors import StepError
 from fxtrain.ops.collectives import gather
 from fxtrain.state import DistContext, Plan, Wrapped, token_ranges
 
-__all__ = ["join_tokens", "positions_of", "token_positions"]
-
 T = TypeVar("T")
 
 

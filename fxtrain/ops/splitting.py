@@ -13,8 +13,6 @@ from fxtrain.ops.transport.arrays import is_array
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.state import DistContext
 
-__all__ = ["chunk_of", "length_of", "select", "split"]
-
 T = TypeVar("T")
 V = TypeVar("V")
 

@@ -25,20 +25,6 @@ from fxtrain.state import (
     shown,
 )
 
-__all__ = [
-    "DTYPES",
-    "apply",
-    "autocast",
-    "average",
-    "backward",
-    "clip_norm",
-    "clip_value",
-    "scale_grads",
-    "schedule",
-    "sync",
-    "waiting_schedulers",
-]
-
 # Of the formats that a plan names.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -14,16 +14,6 @@ from fxtrain._errors import CheckpointError
 from fxtrain.precision import is_sharded, quantized_layers, stored_tensors
 from fxtrain.state import Part, Weight
 
-__all__ = [
-    "identity",
-    "is_sharded",
-    "local_values",
-    "part_of",
-    "plain_name",
-    "weight_of",
-    "weights_of",
-]
-
 
 def weights_of(module: nn.Module) -> dict[str, Weight]:
     """Every tensor of a module by name: those of its state dict in order, then all others.

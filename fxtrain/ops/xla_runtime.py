@@ -20,22 +20,6 @@ from fxtrain._optional import optional
 from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state import DistContext, Mesh, Topology
 
-__all__ = [
-    "batch_sharding",
-    "compilations",
-    "device_mesh",
-    "load",
-    "mark_step",
-    "mean",
-    "random_state",
-    "register_subgroups",
-    "replicate",
-    "seed",
-    "start_runtime",
-    "to_device",
-    "wants_xla",
-]
-
 _PACKAGE = "torch_xla"
 _DEVICES = "PJRT_DEVICE"
 # Names of the runtime's axes; SpmdFullyShardedDataParallel requires the second name.

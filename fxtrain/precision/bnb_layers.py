@@ -13,8 +13,6 @@ from fxtrain._optional import optional
 from fxtrain.precision.library import Library, Tensors, is_sharded, quiet
 from fxtrain.state import Bnb4, Bnb8, Quantize, shown
 
-__all__ = ["BNB4", "BNB8", "float_dtype", "state_of4"]
-
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 _NESTED_BLOCK = 256
 

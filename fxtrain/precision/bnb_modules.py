@@ -12,8 +12,6 @@ from torch import Tensor
 
 from fxtrain.precision import bnb_prepacked
 
-__all__ = ["Linear4bit", "Linear8bitLt"]
-
 # Logged in each forward of each layer that is not fp16.
 logging.getLogger("bitsandbytes.autograd._functions").addFilter(
     lambda record: not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")

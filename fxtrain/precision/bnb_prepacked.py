@@ -13,8 +13,6 @@ from bitsandbytes import functional
 from bitsandbytes.functional import QuantState
 from torch import Tensor, nn
 
-__all__ = ["operands", "restore"]
-
 _ROWS = 32  # of a block, whose upper half shares bytes with its lower half
 _HAS_KERNEL = bool(functional.has_avx512bf16())
 _LOCK = threading.Lock()  # several threads may evaluate one model

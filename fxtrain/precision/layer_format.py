@@ -7,8 +7,6 @@ import attrs
 import torch
 from torch import nn
 
-__all__ = ["LayerFormat"]
-
 
 def _none(module: nn.Module, recipe: Any) -> tuple[str, ...]:
     return ()

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from fxtrain.state import Quantize
 
-__all__ = ["Library", "Tensors", "is_sharded", "like_on", "quiet"]
-
 # Tensors of one layer, by their names below the layer's.
 Tensors = Mapping[str, Tensor]
 

@@ -10,20 +10,6 @@ from fxtrain.precision.bnb_layers import BNB4, BNB8
 from fxtrain.precision.library import Library, like_on
 from fxtrain.precision.torchao_layers import TORCHAO
 
-__all__ = [
-    "LIBRARIES",
-    "allocate",
-    "has_no_memory",
-    "is_quantized",
-    "live_tensors",
-    "quantized_facts",
-    "quantized_layers",
-    "quantized_tensors",
-    "quantized_weight",
-    "stored_tensors",
-    "stream_later",
-]
-
 LIBRARIES = (BNB4, BNB8, TORCHAO)
 
 

@@ -10,8 +10,6 @@ from fxtrain.precision.plain_tensors import quantized_layers
 from fxtrain.precision.torchao_layers import TORCHAO
 from fxtrain.state import Quantize
 
-__all__ = ["difference", "gradient_problem", "packed_layer"]
-
 
 def difference(part: nn.Module, library: Library, record: Quantize) -> tuple[str, str] | None:
     """What a record asks for, and how a layer is quantised instead; None if that is the same.

@@ -18,8 +18,6 @@ from fxtrain.precision.torchao_recipes import FLOAT8_LAYERS, MX_LAYERS
 from fxtrain.precision.transformer_engine import TE_LAYERS
 from fxtrain.state import MX, TE, Float8, Recipe
 
-__all__ = ["Converted", "convert_layers", "recipe_targets"]
-
 _BY_RECORD: Mapping[type, LayerFormat] = {Float8: FLOAT8_LAYERS, MX: MX_LAYERS, TE: TE_LAYERS}
 
 

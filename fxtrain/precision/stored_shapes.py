@@ -13,8 +13,6 @@ from fxtrain.precision.bnb_layers import BNB4, BNB8, float_dtype
 from fxtrain.precision.library import Library, Tensors
 from fxtrain.state import shown
 
-__all__ = ["shape_problem"]
-
 # Shapes and dtypes; no dtypes for any.
 _Wanted = Mapping[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]
 # After an evaluation on a CPU, bitsandbytes saves scales in bf16, and reads them.

@@ -12,16 +12,6 @@ from fxtrain._errors import PlanError
 from fxtrain._record import closest
 from fxtrain.state import Quantize, Recipe, Torchao
 
-__all__ = [
-    "Targets",
-    "all_named",
-    "choose_layers",
-    "choose_linears",
-    "matches",
-    "modules_to_keep",
-    "nothing_left",
-]
-
 _MAX_SHOWN = 5
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAMED = "named in the plan"

@@ -17,8 +17,6 @@ from torchao.quantization.quantize_.workflows import (
 )
 from torchao.utils import TorchAOBaseTensor
 
-__all__ = ["Int2Tensor", "int2_of"]
-
 _LOWEST = -2
 
 

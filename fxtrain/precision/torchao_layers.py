@@ -14,8 +14,6 @@ from fxtrain.precision.library import Library, Tensors, quiet
 from fxtrain.state import Quantize, shown
 from fxtrain.state import Torchao as Record
 
-__all__ = ["LOGGERS", "TORCHAO", "has_float8", "import_torchao", "torchao_config"]
-
 _OPAQUE, _INT2 = "Int4OpaqueTensor", "Int2Tensor"
 _MODULES = (
     "torchao.quantization",

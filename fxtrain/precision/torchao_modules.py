@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torchao.float8 import convert_to_float8_training, float8_linear
+from torchao.float8 import float8_linear
 from torchao.prototype.moe_training.mxfp8_linear import mx_mm
 from torchao.prototype.mx_formats.config import (
     MXFP8Dim0CastKernelChoice,
@@ -14,8 +14,6 @@ from torchao.prototype.mx_formats.config import (
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 from fxtrain._errors import StepError
-
-__all__ = ["Float8Linear", "MXLinear", "convert_to_float8_training", "float8_linear"]
 
 _BLOCK = 32
 # Values, scales, and where products along the other dimension are cast. Rounding scales up avoids

@@ -12,8 +12,6 @@ from fxtrain.precision.library import quiet
 from fxtrain.precision.torchao_layers import LOGGERS, has_float8, import_torchao
 from fxtrain.state import MX, Float8
 
-__all__ = ["FLOAT8_LAYERS", "MX_LAYERS", "gather_in_float8"]
-
 _NEEDED_BY = "Plan(precision=fx.Precision(compute='fp8', recipe=...))"
 
 

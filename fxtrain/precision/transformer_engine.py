@@ -12,8 +12,6 @@ from fxtrain._optional import optional
 from fxtrain.precision.layer_format import LayerFormat
 from fxtrain.state import TE
 
-__all__ = ["TE_LAYERS", "engine_region", "scaling_state"]
-
 _NEEDED_BY = "Plan(precision=fx.Precision(compute='fp8', recipe=fx.TE(...)))"
 # What must divide sizes, the library's own check, and the GPUs that pass it.
 _SCALINGS: Mapping[str, tuple[int, str, str]] = {

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from fxtrain.profiling.dispatched_traffic import Collective
 from fxtrain.state import AXES, Mesh, axis_groups
 
-__all__ = ["axis_namer"]
-
 _OWN_MESH = "mesh_"
 
 

@@ -11,8 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from fxtrain.state import Traffic
 
-__all__ = ["Collective", "collectives", "sent", "summary"]
-
 # torch's operators by kind: those of c10d, and the functional ones (_c10d_functional). The latter
 # call the former below a dispatch mode, so none is counted twice.
 _KINDS = {

@@ -8,8 +8,6 @@ from torch import distributed as dist
 from fxtrain._errors import ContextError, PlanError
 from fxtrain.state import Mesh, read_topology, resolve_mesh
 
-__all__ = ["fake_group", "place"]
-
 NODE_RANKS = 8
 
 

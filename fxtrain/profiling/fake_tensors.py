@@ -18,8 +18,6 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["FakeValuesMode", "ValueRead", "is_library", "user_place"]
-
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 _DEVICE = torch.ops.prim.device.default
 _LARGEST = 1 << 26  # bytes of integers that keep their values

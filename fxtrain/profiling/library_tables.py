@@ -7,8 +7,6 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["real_tables"]
-
 _TORCHAO = ("torchao.optim.subclass_4bit", "torchao.optim.subclass_8bit")
 _TABLES = ("get_qmap_signed", "get_qmap_unsigned")
 

@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxtrain.state import PARTS, Memory
 
-__all__ = ["MemoryLog"]
-
 _SMALL = 1000  # changes below 1/1000 of the peak are invisible in a plot
 _ACTIVATIONS, _OTHER = PARTS.index("activations"), PARTS.index("other")
 

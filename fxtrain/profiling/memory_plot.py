@@ -6,8 +6,6 @@ from fxtrain._byte_units import show_bytes
 from fxtrain._optional import optional
 from fxtrain.state import PARTS, DryRun
 
-__all__ = ["plot"]
-
 # A device more than this many times larger than the peak would leave nothing of it to see.
 _MAX_DEVICE_RATIO = 4
 # The palette of Okabe and Ito, which colour-blind people can tell apart, in the order of PARTS.

@@ -16,8 +16,6 @@ from fxtrain._errors import FxError
 from fxtrain.profiling.fake_tensors import ValueRead, is_library
 from fxtrain.state import PARTS, DryRun, Mesh, Problem, resolve_mesh
 
-__all__ = ["ends_the_run", "find_problems"]
-
 _NO_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,

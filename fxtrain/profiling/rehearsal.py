@@ -26,8 +26,6 @@ from fxtrain.state import (
     resolve_mesh,
 )
 
-__all__ = ["dry_run", "rehearse"]
-
 # The first step sets up, DDP reorders its buckets in the second, the third is typical, and the
 # fourth confirms it.
 _MOST_UPDATES = 4

@@ -12,8 +12,6 @@ from fxtrain._byte_units import show_bytes
 from fxtrain._errors import escape_unprintable
 from fxtrain.state import PARTS, DryRun, Mesh, Traffic, diff
 
-__all__ = ["table"]
-
 
 def table(*runs: DryRun) -> RenderableType:
     """Tables of the results of dry runs, side by side, to print with rich.

@@ -13,8 +13,6 @@ from fxtrain.ops.splitting import chunk_of
 from fxtrain.profiling.fake_tensors import FakeValuesMode
 from fxtrain.profiling.watching import LoopRecorder
 
-__all__ = ["formattable", "lazy_chunks", "load_in_process", "swappable"]
-
 
 @contextmanager
 def load_in_process(watch: LoopRecorder) -> Iterator[None]:

@@ -30,8 +30,6 @@ from fxtrain.profiling.fake_tensors import FakeValuesMode
 from fxtrain.profiling.memory_log import MemoryLog
 from fxtrain.state import Wrapped
 
-__all__ = ["LoopRecorder", "Mark", "StepsConverged", "recording"]
-
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl  # pyright: ignore
 _DEVICE = torch.ops.prim.device.default  # without effect
 

@@ -15,8 +15,6 @@ from fxtrain.state.position import Position, position_words
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Batch", "Data_co", "Report", "Weighted"]
-
 Data_co = TypeVar("Data_co", default=Any, covariant=True)
 K = TypeVar("K")
 V = TypeVar("V")

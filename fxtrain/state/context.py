@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     import torch
     from torch import distributed as dist
 
-__all__ = ["Comm", "CommState", "DistContext", "check_connected", "with_plan"]
-
-
 Slot = TypeVar("Slot")
 
 

@@ -6,8 +6,6 @@ import attrs
 
 from fxtrain._record import at_least, record
 
-__all__ = ["CP", "token_ranges"]
-
 
 @record
 class CP:

@@ -15,11 +15,6 @@ from fxtrain.state.parsing import parse_json
 if TYPE_CHECKING:
     from fxtrain.state.plan import Plan
 
-__all__ = [
-    "WINDOW_ENTRIES", "DeepSpeed", "FromConfig", "autocast_dtype", "fill_from_config",
-    "from_config", "read_config",
-]  # fmt: skip
-
 # The rows of a micro-batch, the micro-batches of an update, and the rows of an update.
 WINDOW_ENTRIES = (
     "train_micro_batch_size_per_gpu",

@@ -7,8 +7,6 @@ import attrs
 
 from fxtrain._errors import PlanError
 
-__all__ = ["Change", "diff"]
-
 
 @attrs.frozen
 class Change:

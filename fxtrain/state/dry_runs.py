@@ -9,8 +9,6 @@ from fxtrain._record import record
 from fxtrain.state.mesh import Mesh
 from fxtrain.state.plan import Plan
 
-__all__ = ["PARTS", "DryRun", "Memory", "Problem", "Traffic"]
-
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "other")
 
 

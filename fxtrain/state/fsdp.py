@@ -9,8 +9,6 @@ import attrs
 from fxtrain._record import at_least, record
 from fxtrain.state.tensor_parallel import TP
 
-__all__ = ["FSDP"]
-
 _PATH = re.compile(r"[^\W\d]\w*(\.\w+)*:[^\W\d]\w*(\.\w+)*")
 
 

@@ -7,8 +7,6 @@ import attrs
 from fxtrain._record import above, at_least, between, record
 from fxtrain.state.position import Position
 
-__all__ = ["DiLoCo", "LocalSGD", "is_alone", "round_begins", "round_ends"]
-
 
 @record
 class LocalSGD:

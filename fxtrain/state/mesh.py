@@ -9,8 +9,6 @@ import attrs
 from fxtrain._errors import MeshError
 from fxtrain._record import closest, record
 
-__all__ = ["AXES", "Mesh", "agreed_mesh", "axis_groups", "read_mesh", "resolve_mesh"]
-
 # Outermost first: neighbouring ranks, whose links are fastest, share the innermost axis.
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 

@@ -7,8 +7,6 @@ import attrs
 from fxtrain._record import at_least, record
 from fxtrain.state.fsdp import FSDP
 
-__all__ = ["PP"]
-
 
 @record
 class PP:

@@ -25,8 +25,6 @@ from fxtrain.state.registry import BUILT_IN, Config, kind_of
 from fxtrain.state.strategy_configs import DDP, CommHook
 from fxtrain.state.tensor_parallel import TP
 
-__all__ = ["Compile", "Data", "Plan"]
-
 
 @record
 class Compile:

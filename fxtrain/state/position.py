@@ -2,8 +2,6 @@
 
 import attrs
 
-__all__ = ["Position", "position_words"]
-
 
 @attrs.frozen(kw_only=True)
 class Position:

@@ -8,8 +8,6 @@ from fxtrain._errors import PlanError
 from fxtrain._record import above, at_least, between, record
 from fxtrain.state.low_precision.recipes import MX, TE, Float8, recipe_of
 
-__all__ = ["FORMATS", "Compute", "LossScale", "Precision", "precision_of"]
-
 FORMATS = ("fp32", "bf16", "fp16", "fp8")
 
 

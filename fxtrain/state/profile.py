@@ -6,8 +6,6 @@ import attrs
 
 from fxtrain._record import at_least, record
 
-__all__ = ["Profile"]
-
 
 def _is_folder(_: Any, __: Any, value: str) -> None:
     if not value.strip() or not value.isprintable():

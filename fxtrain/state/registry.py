@@ -15,8 +15,6 @@ from fxtrain.state.strategy_configs import DDP, XLA, Single
 if TYPE_CHECKING:
     from fxtrain.state.strategy import Strategy
 
-__all__ = ["BUILT_IN", "GROUP", "Config", "installed_configs", "installed_strategies", "kind_of"]
-
 BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP, DeepSpeed, PP, XLA, Offload)
 GROUP = "fxtrain.strategies"
 

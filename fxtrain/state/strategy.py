@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = [
-    "Round",
-    "Strategy",
-    "UpdateResult",
-    "UpdateSpec",
-    "WeightedLoss",
-    "Wrapped",
-    "round_of",
-    "unsupported",
-]
-
 
 @attrs.frozen(kw_only=True)
 class UpdateSpec:

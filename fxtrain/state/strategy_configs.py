@@ -6,8 +6,6 @@ import attrs
 
 from fxtrain._record import above, at_least, record
 
-__all__ = ["DDP", "XLA", "CommHook", "PowerSGD", "Single"]
-
 
 @record
 class PowerSGD:

@@ -4,8 +4,6 @@ from typing import Literal
 
 from fxtrain._record import record
 
-__all__ = ["TP", "Style"]
-
 
 @record
 class Style:

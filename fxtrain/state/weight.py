@@ -13,8 +13,6 @@ from fxtrain._display import describe
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Location", "Part", "Weight"]
-
 # Per dimension, the rows of the full tensor that are on this rank: a slice, or indices.
 Part = tuple["slice | torch.Tensor", ...]
 

@@ -9,8 +9,6 @@ import attrs
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AccumulationWindow"]
-
 
 @attrs.define(kw_only=True, eq=False)
 class AccumulationWindow:

@@ -19,8 +19,6 @@ from fxtrain._secret import SECRET, fresh_secret
 from fxtrain.testing.starting import starter
 from fxtrain.testing.worker import CONNECTED, LOADED, work
 
-__all__ = ["Cluster", "RankFailure", "free_port"]
-
 _START_S = 90.0
 # Kinds of failures, from the most likely cause to an echo of another rank's failure.
 _ENDED, _RAISED, _SILENT, _ECHO = range(4)

@@ -9,8 +9,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fxtrain.ops import detect
 from fxtrain.state import DistContext, Mesh
 
-__all__ = ["fake_world"]
-
 
 @contextmanager
 def fake_world(n: int, *, rank: int = 0, mesh: Mesh | None = None) -> Iterator[DistContext]:

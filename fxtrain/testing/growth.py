@@ -26,8 +26,6 @@ from fxtrain.testing.traffic import wraps_tensors
 from fxtrain.testing.training import on_mesh, token_rows
 from fxtrain.testing.transformer import Transformer
 
-__all__ = ["OPERATIONS", "Cost", "costs_of", "grows_linearly"]
-
 OPERATIONS = ("wrap", "step", "save", "restore", "export", "load_model")
 _BLOCKS = (2, 3, 4)  # models that differ in the number of parameters
 _WIDTHS = (64, 96, 128)  # models that differ in the size of each parameter

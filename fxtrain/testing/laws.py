@@ -30,8 +30,6 @@ from fxtrain.testing.training import (
     token_rows,
 )
 
-__all__ = ["LAWS", "Law", "Terms", "all_at_once"]
-
 Law = Callable[..., None]
 
 

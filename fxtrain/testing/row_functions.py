@@ -15,8 +15,6 @@ from fxtrain.state import DistContext, LocalSGD, Plan, Strategy
 from fxtrain.testing.cluster import Cluster
 from fxtrain.testing.training import Task, new_model, on_mesh, one_batch, trained
 
-__all__ = ["counted", "functions_unused", "unused_functions"]
-
 
 def unused_functions(ranks: Cluster, task: Task, *, clip_value: bool) -> list[list[str]]:
     """On each rank, the functions of the row of a task's plan that nothing calls.

@@ -4,8 +4,6 @@ import multiprocessing
 import sys
 from typing import Any
 
-__all__ = ["starter"]
-
 # Importing these takes seconds.
 _LOADED = ["fxtrain.testing", "torch._dynamo"]
 

@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxtrain.profiling.dispatched_traffic import sent
 
-__all__ = ["Collective", "Traffic", "count_collectives", "wraps_tensors"]
-
 
 @attrs.frozen
 class Collective:

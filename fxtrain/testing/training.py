@@ -29,21 +29,6 @@ from fxtrain.state import (
 from fxtrain.testing.transformer import Transformer
 from fxtrain.testing.worker import MeshContext
 
-__all__ = [
-    "Run",
-    "Task",
-    "backward_once",
-    "by_hand",
-    "new_model",
-    "on_mesh",
-    "on_ranks",
-    "one_batch",
-    "sgd",
-    "stopped_and_resumed",
-    "token_rows",
-    "trained",
-]
-
 _UPDATES = 3
 # Updates and micro-batches after which whole weights are taken out, of windows of two.
 _LOOKS = ((0, 1), (2, 0), (_UPDATES, 0))

@@ -5,8 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Transformer"]
-
 
 class Transformer(nn.Module):
     """A causal language model of a few thousand parameters.

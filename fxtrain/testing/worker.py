@@ -13,8 +13,6 @@ from typing import Any
 
 import attrs
 
-__all__ = ["CONNECTED", "LOADED", "MeshContext", "work"]
-
 # Numbers of the answers that a rank sends before its first call. Between them it waits for a
 # port, because importing torch on a busy machine may take longer than the group's timeout.
 LOADED, CONNECTED = range(2)

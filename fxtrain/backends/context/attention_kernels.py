@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["PLAIN", "AttentionKernel", "choose_kernel", "padded_size"]
-
 _HEAD_ALIGNMENT = 8  # head sizes that CUDA's kernels take are multiples of it
 # Tokens to whose multiple the memory-efficient kernel pads logsumexp; AMD's kernel does not.
 _SUM_ALIGNMENT = 1 if torch.version.hip else 32

@@ -13,9 +13,6 @@ from fxtrain._errors import StepError
 from fxtrain.ops.sequence_tokens import positions_of
 from fxtrain.state import CP, DistContext, Plan
 
-__all__ = ["expose_positions", "tables"]
-
-
 # Token count of the running forward: set where it starts, read further inside.
 _Seen = list[int]
 

@@ -25,8 +25,6 @@ from fxtrain._errors import StepError
 from fxtrain.backends.context.attention_kernels import AttentionKernel, choose_kernel, padded_size
 from fxtrain.state import CP
 
-__all__ = ["Ring", "RingAttention"]
-
 _PACKAGE = "torch.distributed.tensor.experimental"
 _MOVED = find_spec(f"{_PACKAGE}._context_parallel") is not None  # since torch 2.10
 theirs: Any = import_module(f"{_PACKAGE}.{'_context_parallel.' * _MOVED}_attention")

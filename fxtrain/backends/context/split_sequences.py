@@ -12,8 +12,6 @@ from fxtrain.backends.context.positions import tables
 from fxtrain.backends.core.name_checks import unknown_patterns
 from fxtrain.state import DistContext, Plan, Strategy, Wrapped
 
-__all__ = ["sequence_problems", "with_context_parallel"]
-
 
 def sequence_problems(ctx: DistContext, plan: Plan, module: nn.Module) -> list[str]:
     """Problems with the context axis of a mesh, and with a model on split sequences."""

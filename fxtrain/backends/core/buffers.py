@@ -10,8 +10,6 @@ from fxtrain.backends.core import step_functions
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.state import UpdateResult, UpdateSpec, Wrapped, round_of
 
-__all__ = ["apply", "send_buffers"]
-
 
 def apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
     """An update on torch's own machinery; before it, replicas get the same buffers."""

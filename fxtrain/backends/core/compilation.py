@@ -11,8 +11,6 @@ from fxtrain import ops
 from fxtrain._display import counted
 from fxtrain.state import Compile, DistContext
 
-__all__ = ["compile_parts"]
-
 
 def compile_parts(
     parts: Sequence[nn.Module], config: Compile, ctx: DistContext, *, hooked: bool

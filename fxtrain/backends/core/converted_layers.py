@@ -7,8 +7,6 @@ from fxtrain.ops.same_errors import fail_together
 from fxtrain.precision import convert_layers, engine_region, quantized_layers, recipe_targets
 from fxtrain.state import FSDP, TE, DistContext, Plan, Strategy
 
-__all__ = ["convert_as_planned", "recipe_problems"]
-
 
 def recipe_problems(
     strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module

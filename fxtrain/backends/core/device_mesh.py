@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor, Placement, _redistribute, debug, d
 from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.state import AXES, DistContext, Mesh
 
-__all__ = ["DistributedParameters", "clear_sharding_caches", "device_mesh", "distribute_parameter"]
-
 # By id of a parameter, what replaced it: the same wherever the parameter occurs again.
 DistributedParameters = dict[int, nn.Parameter]
 

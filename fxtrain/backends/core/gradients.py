@@ -14,15 +14,6 @@ from torch import distributed as dist
 
 from fxtrain.state import Wrapped
 
-__all__ = [
-    "clamp_local",
-    "is_distributed",
-    "local_grads",
-    "scale_local",
-    "total_norm",
-    "unscale_local",
-]
-
 
 def is_distributed(parameters: Any) -> bool:
     """Whether any of these parameters is a DTensor."""

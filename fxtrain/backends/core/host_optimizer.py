@@ -16,14 +16,6 @@ from torch import Tensor, nn
 from fxtrain._errors import PlanError, StepError
 from fxtrain.state import Strategy
 
-__all__ = [
-    "HostOptimizer",
-    "is_host_optimizer",
-    "on_host",
-    "refuse_ready_made",
-    "without_device_named",
-]
-
 _NAME = "CPUOffloadOptimizer"
 _ASKED = f"wrap(optimizer=...): asked for torchao's {_NAME}"
 _FACTORY = (

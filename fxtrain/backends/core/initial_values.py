@@ -16,8 +16,6 @@ from fxtrain._errors import PlanError
 from fxtrain.ops.splitting import chunk_of
 from fxtrain.state import DistContext
 
-__all__ = ["InitialValues", "copy_shard", "fill_full", "fill_sharded", "record_initial_values"]
-
 
 @attrs.frozen(kw_only=True, eq=False)
 class InitialValues:

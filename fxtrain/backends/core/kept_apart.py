@@ -16,8 +16,6 @@ from fxtrain.backends.core.open_windows import PENDING
 from fxtrain.backends.core.placeholders import fsdp_parameters
 from fxtrain.state import Wrapped
 
-__all__ = ["is_foreign", "keep_apart", "put_back", "watch_outputs"]
-
 
 def is_foreign(model: Wrapped) -> bool:
     """Whether a backward that runs now is another model's, while this one's window is open."""

@@ -10,8 +10,6 @@ from torch import Tensor
 from fxtrain import _tree
 from fxtrain.state import Batch
 
-__all__ = ["join", "parts_of_batch", "split"]
-
 
 def parts_of_batch(batch: Batch, rank: int, parts: int) -> list[Batch]:
     """Split a batch into micro-batches with equally many rows.

@@ -37,8 +37,6 @@ from fxtrain.state import (
     round_of,
 )
 
-__all__ = ["load_extra", "load_state", "state_of"]
-
 _SENDS_BUFFERS = "require_forward_param_sync"
 
 

@@ -29,15 +29,6 @@ _SAVED_OPERATORS: Mapping[str, tuple[Any, ...]] = {
 
 Checkpointer = Callable[[Callable[..., Any], tuple[str, ...]], Callable[..., Any]]
 
-__all__ = [
-    "model_signature",
-    "model_values",
-    "prepare_module",
-    "send_values",
-    "unmatched_names",
-    "xla_problems",
-]
-
 
 def unmatched_names(module: nn.Module, plan: Plan) -> tuple[str, ...]:
     """Problems with class names in the plan that match no submodule."""

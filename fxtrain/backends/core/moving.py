@@ -3,8 +3,6 @@
 import torch
 from torch import nn
 
-__all__ = ["move_module"]
-
 
 def move_module(
     module: nn.Module, device: torch.device, *, dtype: torch.dtype | None = None

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from torch import nn
 
-__all__ = ["unknown_classes", "unknown_patterns"]
-
 
 def unknown_classes(module: nn.Module, names: Iterable[str], *, field: str) -> list[str]:
     """A problem for each class name that matches no submodule."""

@@ -18,15 +18,6 @@ from fxtrain.backends.core.optimizer_state import local_part, own_tensor_of_rank
 from fxtrain.backends.core.placeholders import fsdp_parameters
 from fxtrain.state import AccumulationWindow, DistContext, StateReader, Wrapped, round_of
 
-__all__ = [
-    "PENDING",
-    "counts_state",
-    "full_gradient",
-    "load_window",
-    "saved_windows",
-    "window_state",
-]
-
 # In the order of the numbers in a checkpoint; early ones end before `updates`.
 _COUNTS = ("micro", "rows", "full_rows", "real_rows", "unscaled", "updates")
 _KINDS = ("grad", "unreduced", "partial")

@@ -15,17 +15,6 @@ from fxtrain.backends.core.packed_states import is_packed, pack, unpack
 from fxtrain.backends.local.averaging_state import resumes_same_replicas
 from fxtrain.state import StateReader, Wrapped, round_of
 
-__all__ = [
-    "as_bytes",
-    "flatten_schedulers",
-    "local_part",
-    "load_optimizers",
-    "load_schedulers",
-    "names_of",
-    "own_tensor_of_ranks",
-    "optimizer_state",
-]
-
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, prefix: str, names: Mapping[int, str]

@@ -19,21 +19,6 @@ from fxtrain.backends.core.host_optimizer import (
 from fxtrain.backends.core.packed_states import has_packed_states, shard_problem, step_without_cache
 from fxtrain.state import DistContext, Strategy
 
-__all__ = [
-    "Optimizers",
-    "Params",
-    "Schedulers",
-    "disable_foreach",
-    "kind_of",
-    "local_optimizer",
-    "make_optimizers",
-    "make_schedulers",
-    "place_of_states",
-    "refuse_closures",
-    "refuse_later_parameters",
-    "settings_of",
-]
-
 Optimizers = (
     torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 )

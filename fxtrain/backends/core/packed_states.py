@@ -15,15 +15,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fxtrain._errors import CheckpointError
 
-__all__ = [
-    "has_packed_states",
-    "is_packed",
-    "pack",
-    "shard_problem",
-    "step_without_cache",
-    "unpack",
-]
-
 _SMALLEST = 4096  # values of a local part below which torchao's states are plain
 
 # A checkpoint names a class of this table, never one to import.

@@ -12,8 +12,6 @@ from fxtrain.ops.logs import log
 from fxtrain.precision import quantized_layers
 from fxtrain.state import DistContext, Plan
 
-__all__ = ["HALF", "raise_to_fp32"]
-
 HALF = (torch.bfloat16, torch.float16)
 
 

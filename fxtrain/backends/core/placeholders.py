@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from fxtrain.state import Batch, Wrapped
 
-__all__ = ["fsdp_parameters", "has_no_row", "uncounted"]
-
 
 def has_no_row(model: Wrapped, batch: Batch) -> bool:
     """Whether this rank runs a batch for the other ranks' sake."""

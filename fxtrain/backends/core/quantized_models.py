@@ -18,8 +18,6 @@ from fxtrain.precision import (
 )
 from fxtrain.state import FSDP, DistContext, Offload, Plan, Strategy
 
-__all__ = ["quantized_as_planned", "quantized_problems"]
-
 
 def quantized_problems(
     strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module

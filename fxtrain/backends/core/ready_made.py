@@ -18,8 +18,6 @@ from fxtrain.backends.core.host_optimizer import refuse_ready_made
 from fxtrain.backends.core.optimizers import refuse_closures
 from fxtrain.ops.whole_tensors import plain_name
 
-__all__ = ["as_factories", "described"]
-
 _FACTORY = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
 _BOTH = "fx.wrap(net, ctx, plan, optimizer=optimizer, scheduler=scheduler)"
 

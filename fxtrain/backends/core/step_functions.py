@@ -33,24 +33,6 @@ from fxtrain.state import (
     round_of,
 )
 
-__all__ = [
-    "NULL_CONTEXT",
-    "apply",
-    "backward",
-    "begin",
-    "clip_norm",
-    "clip_value",
-    "finite",
-    "forward",
-    "new_scaler",
-    "new_window",
-    "no_sync",
-    "run",
-    "scale_grads",
-    "scaled",
-    "to_float",
-]
-
 
 class _NullContext(nullcontext[None]):
     """As contextlib's, whose methods are Python functions; these are C functions."""

@@ -6,8 +6,6 @@ from operator import attrgetter
 import attrs
 from torch import nn
 
-__all__ = ["TrainedParameters"]
-
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _NAMED = 5  # how many names a message lists
 

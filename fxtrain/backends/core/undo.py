@@ -15,8 +15,6 @@ from typing import Any
 import attrs
 from torch import nn
 
-__all__ = ["ModuleChanges", "ModuleRecord", "record_module"]
-
 _VALUES = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
 

@@ -14,8 +14,6 @@ from fxtrain.backends.core.parameter_dtypes import HALF
 from fxtrain.ops.whole_tensors import weights_of
 from fxtrain.state import DistContext, Part, Weight, Wrapped, round_of
 
-__all__ = ["from_first_rank", "in_loaded_dtypes", "in_user_dtypes", "torch_weights"]
-
 _Gather = Callable[[], Tensor]
 _Read = Callable[[Part | None], Tensor]
 

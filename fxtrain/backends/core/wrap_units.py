@@ -12,8 +12,6 @@ from fxtrain.backends.core.name_checks import unknown_classes, unknown_patterns
 from fxtrain.models.block_names import block_names
 from fxtrain.state import FSDP
 
-__all__ = ["ignored_names", "unit_problems", "units"]
-
 
 def unit_problems(module: nn.Module, config: FSDP) -> list[str]:
     """Problems with names in a config that match nothing, and with what cannot be sharded."""

@@ -14,8 +14,6 @@ from fxtrain.backends.core.trained_parameters import TrainedParameters
 from fxtrain.ops.transport.exchange import compare
 from fxtrain.state import DistContext
 
-__all__ = ["Reduced", "StableBucketsDDP"]
-
 
 class StableBucketsDDP(DistributedDataParallel):
     """torch's wrapper, with buckets that a restart does not change.

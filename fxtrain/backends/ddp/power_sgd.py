@@ -11,8 +11,6 @@ from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.optimizer_state import own_tensor_of_ranks
 from fxtrain.state import ModelState, StateReader, Wrapped
 
-__all__ = ["load_power_sgd", "power_sgd_state"]
-
 _KEY = "power_sgd"
 _COUNTS = (
     "iter",

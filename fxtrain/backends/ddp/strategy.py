@@ -39,8 +39,6 @@ from fxtrain.state import (
     Wrapped,
 )
 
-__all__ = ["DDP_STRATEGY"]
-
 # Axes whose ranks would be redundant replicas, and the strategies that use them.
 _ALTERNATIVES = {"tensor": "FSDP(mode='none', tensor=fx.TP(...))", "pipeline": "PP()"}
 

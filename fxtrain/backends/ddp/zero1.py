@@ -9,8 +9,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fxtrain.state import DistContext
 
-__all__ = ["ShardedOptimizer"]
-
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
     """Updates this rank's parameters with the user's optimizer, and receives the others.

@@ -32,8 +32,6 @@ from fxtrain.state.deepspeed import (
     read_config,
 )
 
-__all__ = ["Inputs", "config_problems", "deepspeed_config", "hidden_size", "resolve"]
-
 _PREFETCH = f"{ZERO}.stage3_prefetch_bucket_size"
 _THRESHOLD = f"{ZERO}.stage3_param_persistence_threshold"
 _BUCKET = f"{ZERO}.reduce_bucket_size"

@@ -6,18 +6,6 @@ from typing import Any
 
 from fxtrain._errors import PlanError
 
-__all__ = [
-    "AUTO",
-    "ZERO",
-    "autocasts",
-    "autos",
-    "device",
-    "drop",
-    "get",
-    "put",
-    "section",
-]
-
 AUTO = "auto"
 ZERO = "zero_optimization"
 

@@ -22,8 +22,6 @@ from fxtrain.ops.other_libraries import ensure_group, export_local_rank
 from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import DistContext, Plan
 
-__all__ = ["check_folders", "clip_at_stage_0", "connect", "device_problems", "load", "start"]
-
 _MIN_VERSION = (0, 19)
 
 

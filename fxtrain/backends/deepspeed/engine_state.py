@@ -22,8 +22,6 @@ from fxtrain.backends.deepspeed.engine import load
 from fxtrain.backends.deepspeed.master_values import fill_local, local_state, local_values
 from fxtrain.state import FlatShard, ModelState, StateReader, Wrapped
 
-__all__ = ["engine_state", "fill_full", "load_engine_state"]
-
 _PREFIX = "optimizer.0"
 
 

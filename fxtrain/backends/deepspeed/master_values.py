@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from fxtrain.backends.deepspeed.engine import load
 from fxtrain.state import FlatShard, Wrapped
 
-__all__ = ["fill_local", "full_value", "local_state", "local_values", "plain_masters"]
-
 
 @torch.no_grad()
 def local_values(model: Wrapped) -> list[Tensor | FlatShard]:

@@ -10,8 +10,6 @@ from torch import nn
 from fxtrain.ops.step_parts import DTYPES
 from fxtrain.state import Plan
 
-__all__ = ["autocast_inside", "record_changes", "watch_gradients"]
-
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",

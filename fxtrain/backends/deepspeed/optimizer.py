@@ -14,15 +14,6 @@ from fxtrain.backends.deepspeed.engine import load
 from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import DeepSpeed, DistContext, FromConfig, from_config
 
-__all__ = [
-    "auto_values",
-    "compiled_on_cpu",
-    "is_from_config",
-    "ownership_problems",
-    "prepare_section",
-    "single_optimizer",
-]
-
 # How torch's optimizers may compute, which DeepSpeed's do not.
 _TORCH_ONLY = (
     "amsgrad",

@@ -10,8 +10,6 @@ from fxtrain._errors import PlanError
 from fxtrain.backends.deepspeed.config_entries import AUTO, ZERO, autocasts, device, section
 from fxtrain.state import DeepSpeed, LossScale, Plan
 
-__all__ = ["PlanEntry", "all_plan_entries", "power_of_two"]
-
 _OFFLOADED = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
 
 

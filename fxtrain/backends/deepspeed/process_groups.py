@@ -10,8 +10,6 @@ from torch import distributed as dist
 from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.state import DistContext
 
-__all__ = ["SequenceGroups", "release_groups", "sequence_groups"]
-
 
 @attrs.frozen(eq=False)
 class SequenceGroups:

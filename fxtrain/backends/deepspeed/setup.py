@@ -31,8 +31,6 @@ from fxtrain.backends.deepspeed.module_cleanup import (
 from fxtrain.state import DeepSpeed, DistContext, Plan, Strategy, Wrapped
 from fxtrain.state.deepspeed import read_config
 
-__all__ = ["keeps_masters", "wrap_engine", "zero_init"]
-
 
 @attrs.frozen(kw_only=True, eq=False)
 class EngineConfig:

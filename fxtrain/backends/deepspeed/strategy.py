@@ -28,8 +28,6 @@ from fxtrain.state import (
     unsupported,
 )
 
-__all__ = ["DEEPSPEED_STRATEGY"]
-
 _NULL_CONTEXT = nullcontext()
 
 

@@ -14,8 +14,6 @@ from fxtrain.backends.deepspeed.master_values import full_value, plain_masters
 from fxtrain.ops.whole_tensors import weights_of
 from fxtrain.state import Part, Weight, Wrapped
 
-__all__ = ["engine_weights"]
-
 
 def engine_weights(model: Wrapped) -> dict[str, Weight]:
     """The tensors of the module by name; parameters are gathered from their masters.

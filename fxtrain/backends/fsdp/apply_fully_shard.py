@@ -27,8 +27,6 @@ from fxtrain.ops.step_parts import DTYPES
 from fxtrain.precision import companions, gather_in_float8
 from fxtrain.state import FSDP, DistContext, Plan
 
-__all__ = ["gather_precision", "shard_module", "shard_parts"]
-
 
 def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> Callable[[], None]:
     """Shard a module over replicas of `size` ranks each, of the data and context axes.

@@ -8,8 +8,6 @@ from torch import nn
 
 from fxtrain.state import Float8, Plan
 
-__all__ = ["gathered_in_float8", "scale_before_forward"]
-
 
 def gathered_in_float8(plan: Plan) -> Float8 | None:
     """The recipe of a plan that gathers weights in float8."""

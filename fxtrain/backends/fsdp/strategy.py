@@ -24,8 +24,6 @@ from fxtrain.ops.same_errors import fail_together
 from fxtrain.precision import hold_as_parameters
 from fxtrain.state import FSDP, DistContext, Plan, Strategy, Wrapped
 
-__all__ = ["FSDP_STRATEGY", "loss_on_parts", "shard_size", "sharding_problems", "splits_logits"]
-
 # Whether the caller is inside `loss_on_parts`.
 _ON_PARTS = ContextVar("fxtrain.loss_on_parts", default=False)
 

@@ -32,8 +32,6 @@ from fxtrain.state import (
     round_of,
 )
 
-__all__ = ["MIN_WEIGHT", "average", "averaging_weight", "local_problems", "new_round"]
-
 _MINE, _ALL, _WEIGHTED = 0, 1, 2  # indices into the rows
 # Added to every weight: too small to change one, but gives replicas of weight zero a mean.
 MIN_WEIGHT = 2.0**-60

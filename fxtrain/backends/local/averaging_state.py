@@ -6,8 +6,6 @@ from torch import Tensor
 from fxtrain.backends.local.averaging import MIN_WEIGHT, averaging_weight
 from fxtrain.state import Round, StateReader
 
-__all__ = ["load_round", "resumes_same_replicas", "round_state", "weighted_mean"]
-
 
 def round_state(now: Round) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """State that is equal on all replicas, and each replica's own."""

@@ -18,8 +18,6 @@ from fxtrain.backends.pipeline.weights import TensorSlot, full_tensor_of, tensor
 from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.state import DistContext, Plan
 
-__all__ = ["split_into_stages"]
-
 
 def split_into_stages(
     module: nn.Module, ctx: DistContext, plan: Plan

@@ -20,8 +20,6 @@ from fxtrain.backends.pipeline.partition import parts_for
 from fxtrain.backends.pipeline.stage_gradients import reduce_grads
 from fxtrain.state import PP, Batch, WeightedLoss, Wrapped
 
-__all__ = ["forward", "run"]
-
 ComputeLoss = Callable[[Wrapped, Batch], WeightedLoss]
 
 

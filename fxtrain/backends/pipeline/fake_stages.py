@@ -9,8 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from fxtrain import _tree
 from fxtrain._errors import PlanError
 
-__all__ = ["OtherStageFakes", "OwnFakes", "ReceivedFakes", "StagesMixedError"]
-
 
 class StagesMixedError(Exception):
     """A value of another stage was combined with one of this stage."""

@@ -14,8 +14,6 @@ from fxtrain.backends.pipeline.fake_stages import ReceivedFakes
 from fxtrain.ops.devices import as_scalar
 from fxtrain.state import Batch, WeightedLoss, Wrapped
 
-__all__ = ["broadcast_loss", "broadcast_outputs", "fake_output"]
-
 
 @attrs.frozen
 class _LossForm:

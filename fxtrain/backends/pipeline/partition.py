@@ -13,17 +13,6 @@ from torch import nn
 from fxtrain.models.block_names import block_names
 from fxtrain.state import PP, Plan
 
-__all__ = [
-    "Layout",
-    "SCHEDULES",
-    "ScheduleKind",
-    "fitting_kind",
-    "layout_of",
-    "parts_for",
-    "pipeline_problems",
-    "schedules_fit",
-]
-
 
 @attrs.frozen
 class ScheduleKind:

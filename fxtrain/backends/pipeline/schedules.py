@@ -19,8 +19,6 @@ from fxtrain.backends.pipeline.stage import Call, Probe, Stage, TensorMeta, prob
 from fxtrain.backends.pipeline.weights import TensorSlot
 from fxtrain.state import PP, DistContext, Wrapped
 
-__all__ = ["Pipeline", "PreparedSchedule", "prepare"]
-
 _MAX_SCHEDULES = 8  # cached schedules, each with receive buffers
 
 StageTask = Callable[[Stage, tuple[Tensor, ...], int], Any]

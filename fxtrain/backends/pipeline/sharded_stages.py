@@ -23,8 +23,6 @@ from fxtrain.backends.pipeline.stage import Stage
 from fxtrain.backends.tensor.parallelize import split_layers
 from fxtrain.state import FSDP, PP, DistContext, Plan
 
-__all__ = ["make_stages", "own_units", "reshard_stage"]
-
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Axes:

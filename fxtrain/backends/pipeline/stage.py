@@ -29,8 +29,6 @@ from fxtrain.backends.pipeline.fake_stages import OtherStageFakes, ReceivedFakes
 from fxtrain.backends.pipeline.partition import Layout
 from fxtrain.state import DistContext
 
-__all__ = ["Call", "Probe", "Stage", "TensorMeta", "as_sent", "probe"]
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 _MIXED_STAGES = (

@@ -13,8 +13,6 @@ from fxtrain.backends.core.gradients import local_grads
 from fxtrain.backends.pipeline.partition import Layout
 from fxtrain.state import DistContext, Wrapped, axis_groups
 
-__all__ = ["clip_norm", "open_shared_groups", "reduce_grads"]
-
 
 def open_shared_groups(
     names: Iterable[str], layout: Layout, ctx: DistContext

@@ -14,8 +14,6 @@ from fxtrain.backends.core.open_windows import full_gradient
 from fxtrain.backends.pipeline.partition import Layout
 from fxtrain.state import ModelState, StateReader, Wrapped
 
-__all__ = ["load_state", "state_of"]
-
 
 def state_of(model: Wrapped) -> ModelState:
     """Tensors of this rank's stages, and values as one process would save them.

@@ -18,8 +18,6 @@ from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor.layer_plan import region
 from fxtrain.state import PP, DistContext, Plan, Strategy, Wrapped, unsupported
 
-__all__ = ["PIPELINE_STRATEGY"]
-
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems = list(unmatched_names(module, plan))

@@ -14,8 +14,6 @@ from fxtrain.backends.pipeline.partition import Layout
 from fxtrain.ops.whole_tensors import plain_name, weight_of
 from fxtrain.state import DistContext, Part, Weight, Wrapped
 
-__all__ = ["TensorSlot", "full_tensor_of", "pipeline_weights", "tensor_slots"]
-
 
 @attrs.frozen(eq=False)
 class TensorSlot:

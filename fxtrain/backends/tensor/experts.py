@@ -10,8 +10,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fxtrain.backends.core.device_mesh import DistributedParameters, distribute_parameter
 
-__all__ = ["local_copy", "split_experts"]
-
 
 def split_experts(part: nn.Module, mesh: DeviceMesh, distributed: DistributedParameters) -> None:
     """Give each rank its experts of a module whose expert weights are stacked.

@@ -10,8 +10,6 @@ from torch import nn
 from fxtrain.models.block_names import block_names
 from fxtrain.state import TP
 
-__all__ = ["Split", "find_splits", "region", "split_dim", "split_problems"]
-
 # Layers of blocks by the last part of their names. A fused projection of queries, keys and values,
 # as in GPT-2's c_attn, cannot be split into equal parts of whole heads; its attention is not split.
 _KNOWN: Mapping[str, str] = {

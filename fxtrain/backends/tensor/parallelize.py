@@ -20,8 +20,6 @@ from fxtrain.backends.tensor.experts import local_copy, split_experts
 from fxtrain.backends.tensor.layer_plan import Split, find_splits, region, split_dim
 from fxtrain.state import TP
 
-__all__ = ["split_layers"]
-
 _SEQUENCE = Shard(1)
 _FEATURES = Shard(-1)
 _REPLICATED = Replicate()

@@ -14,8 +14,6 @@ from fxtrain.backends.core.moving import move_module
 from fxtrain.ops import xla_runtime
 from fxtrain.state import DistContext, Plan, Wrapped
 
-__all__ = ["move_to_device", "recompute", "shard_parameters", "split_states"]
-
 Undo = Callable[[], None]
 
 

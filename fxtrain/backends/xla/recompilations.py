@@ -6,8 +6,6 @@ import attrs
 
 from fxtrain.ops import xla_runtime
 
-__all__ = ["RecompilationLog"]
-
 
 @attrs.define(kw_only=True, eq=False)
 class RecompilationLog:

@@ -34,8 +34,6 @@ from fxtrain.state import (
     unsupported,
 )
 
-__all__ = ["XLA_STRATEGY"]
-
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     xla_runtime.load(needed_by="Plan(strategy=XLA(...))")

@@ -27,8 +27,6 @@ from fxtrain.launch.outcome import Failure, LaunchResult, by_cause, describe
 from fxtrain.launch.program import QUIET
 from fxtrain.launch.spec import LaunchSpec, check_ranks, rank_environment
 
-__all__ = ["launch"]
-
 # Time for the other ranks to report their errors after one has failed, before they are ended.
 _GRACE_S = 2.0
 # Interval between checks of what other nodes report.

@@ -11,15 +11,6 @@ import attrs
 from fxtrain._errors import LaunchError
 from fxtrain.launch.launchers.native.network import reach, serve
 
-__all__ = [
-    "Nodes",
-    "connect_nodes",
-    "failed_elsewhere",
-    "open_store",
-    "tell_failure",
-    "wait_all_ended",
-]
-
 _PORT = 29_500  # torch's own
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from fxtrain._errors import MissingPackageError
 from fxtrain._optional import optional
 
-__all__ = ["is_interactive", "pack", "unpack"]
-
 # What pickle raises for a lambda, a local function or class, a lock, a generator.
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 

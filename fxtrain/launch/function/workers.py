@@ -20,8 +20,6 @@ from fxtrain.launch.function.pickling import UNPICKLABLE, is_interactive, pack
 from fxtrain.launch.orphans import MARK, end_strays, kept
 from fxtrain.launch.outcome import Failure
 
-__all__ = ["Rank", "end", "start", "watched"]
-
 _KILL_S = 3.0
 _REMEDY = (
     "Install cloudpickle with: pip install 'fxtrain[notebook]', or define the function in a "

@@ -15,8 +15,6 @@ from fxtrain.launch.launcher import PER_NODE, Launcher
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["KUBERNETES", "KubernetesOptions", "kubernetes"]
-
 _label = each(
     re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?").fullmatch,
     expected="lower-case letters, digits and -, at most 52",

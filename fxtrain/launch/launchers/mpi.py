@@ -14,8 +14,6 @@ from fxtrain.launch.process import ERRORS
 from fxtrain.launch.program import rank_command, shared_environment, threads_of
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["MPI", "MpiOptions", "mpi"]
-
 # Under the names of Open MPI and MPICH; "exclusive" is as many cores as a rank has threads.
 _BINDINGS = {
     "none": "none",

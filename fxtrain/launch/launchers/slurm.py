@@ -22,8 +22,6 @@ from fxtrain.launch.program import (
 )
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["SLURM", "SlurmOptions", "slurm"]
-
 _BINDINGS = {"node": "ldoms", "socket": "sockets", "exclusive": "cores"}
 _plain = each(re.compile(r"[^\s\"'\\#]+").fullmatch, expected="a word without spaces or quotes")
 _line = each(re.compile(r"[^\n]+").fullmatch, expected="one line")

@@ -20,8 +20,6 @@ from fxtrain.launch.program import (
 )
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["TPU", "TPU_POD", "TpuPodOptions", "pod_command", "setup_command", "tpu", "tpu_pod"]
-
 _plain = each(re.compile(r"[^\s\"'\\]+").fullmatch, expected="a word without spaces or quotes")
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Back", "as_tensor", "combinable", "is_array", "number_as_tensor"]
-
 # From a tensor back to the type of the original leaf.
 Back = Callable[[Tensor], Any]
 

@@ -10,8 +10,6 @@ from torch.autograd.function import once_differentiable
 from fxtrain._errors import CollectiveError
 from fxtrain.state import DistContext
 
-__all__ = ["check_gradients", "with_gradient"]
-
 # torch 2.13 renamed this function, and warns about the older name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -12,8 +12,6 @@ from torch import distributed as dist
 
 from fxtrain.ops.transport.packing import byte_layout, from_bytes, to_bytes, unpack_ranks
 
-__all__ = ["broadcast_all", "broadcast_values", "gather_all", "gather_values", "pieces"]
-
 PIECE_BYTES = 256 * 2**20
 
 # NCCL receives a list of tensors in a buffer of its own, and copies them from there. torch 2.13

@@ -4,8 +4,6 @@ from typing import Any
 
 from torch import distributed as dist
 
-__all__ = ["open_by_members"]
-
 _MANY = 1000  # more than a process has groups open
 
 

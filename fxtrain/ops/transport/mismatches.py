@@ -15,16 +15,6 @@ from fxtrain.ops.closing import within
 from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state import DistContext, check_connected
 
-__all__ = [
-    "by_rank",
-    "call_site",
-    "check_is_context",
-    "check_source_rank",
-    "lost_rank_error",
-    "mismatch_error",
-    "unusable_message",
-]
-
 _HERE = str(Path(__file__).resolve().parents[2])
 _POLL_INTERVAL_S = 0.05
 _NOWHERE: Mapping[int, str] = MappingProxyType({})

@@ -11,17 +11,6 @@ from torch._utils import _flatten_dense_tensors
 from fxtrain import _tree
 from fxtrain.ops.transport.arrays import Back, as_tensor, number_as_tensor
 
-__all__ = [
-    "Packed",
-    "byte_layout",
-    "from_bytes",
-    "pack",
-    "packed_leaves",
-    "signature",
-    "to_bytes",
-    "unpack_ranks",
-]
-
 _NAMES = {
     dtype: str(dtype).removeprefix("torch.")
     for dtype in vars(torch).values()

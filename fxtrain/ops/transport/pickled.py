@@ -26,16 +26,6 @@ from fxtrain._secret import SECRET, sign, verified
 from fxtrain.ops.transport.exchange import exchange_payloads
 from fxtrain.state import DistContext
 
-__all__ = [
-    "dump",
-    "error_text",
-    "pickled",
-    "pickling_error",
-    "raise_unpickling_errors",
-    "unpickle_all",
-    "unpickles_anywhere",
-]
-
 _SAFE, _UNSURE, _FAILED = range(3)
 _OWN_PREFIX = "fxtrain."
 # In addition to plain values: types that every rank's torch can unpickle, and those that pickles

@@ -8,10 +8,6 @@ import attrs
 from fxtrain._errors import PlanError
 from fxtrain._record import at_least, canonical, record
 
-__all__ = [
-    "QUANTIZE", "Bnb4", "Bnb8", "Quantize", "QuantizeKind", "Torchao", "names_of", "quantize_of",
-]  # fmt: skip
-
 QuantizeKind = Literal["bnb8", "bnb4", "torchao"]
 _to_names: Any = canonical(tuple[str, ...])
 

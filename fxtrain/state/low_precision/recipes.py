@@ -8,8 +8,6 @@ from fxtrain._errors import PlanError
 from fxtrain._record import at_least, record
 from fxtrain.state.low_precision.quantized_weights import names_of
 
-__all__ = ["MX", "RECIPES", "TE", "Float8", "Recipe", "recipe_of"]
-
 
 @record
 class Float8:

@@ -12,8 +12,6 @@ from fxtrain._display import describe
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FlatShard", "ModelState", "StateReader"]
-
 
 @attrs.frozen(kw_only=True, eq=False)
 class FlatShard:

@@ -9,8 +9,6 @@ from fxtrain._display import counted
 from fxtrain._errors import ContextError
 from fxtrain.state.topology.detection import Topology
 
-__all__ = ["checked_topology", "read_number", "with_node_numbers"]
-
 _RANK_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|NODE_|CROSS_)?(RANK|(WORLD_)?SIZE)$|MASTER_(ADDR|PORT)$|TORCHELASTIC_RUN_ID$"
     r"|OMPI_COMM_WORLD_|MV2_COMM_WORLD_|PMI_(LOCAL_)?(RANK|SIZE)$|MPI_LOCAL|PALS_(LOCAL_)?RANKID"

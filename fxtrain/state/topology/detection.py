@@ -2,8 +2,6 @@
 
 import attrs
 
-__all__ = ["Topology"]
-
 
 @attrs.frozen(kw_only=True)
 class Topology:

@@ -10,8 +10,6 @@ from fxtrain.state.topology.checks import checked_topology, read_number, with_no
 from fxtrain.state.topology.detection import Topology
 from fxtrain.state.topology.slurm import in_step, read_slurm, step_size
 
-__all__ = ["read_topology"]
-
 _Env = Mapping[str, str]
 
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")

@@ -7,8 +7,6 @@ from fxtrain._errors import ContextError
 from fxtrain.state.topology.checks import read_number
 from fxtrain.state.topology.detection import Topology
 
-__all__ = ["in_step", "read_slurm", "step_size"]
-
 # slurm.h: larger numbers are the batch script, the shell that salloc opens, and the like.
 _LAST_STEP = 0xFFFF_FFF0
 _SHELLS = ("bash", "csh", "fish", "ksh", "sh", "tcsh", "zsh")

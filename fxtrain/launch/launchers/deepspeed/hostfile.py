@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 from fxtrain._errors import LaunchError
 
-__all__ = ["Hosts", "deepspeed_argv", "filter_hosts", "read_hosts", "world_info"]
-
 Hosts = dict[str, tuple[int, ...]]  # name of a machine to the slots in use, in order
 
 # No machine has 10,000 slots: they are listed one by one.

@@ -21,8 +21,6 @@ from fxtrain.launch.process import ERRORS
 from fxtrain.launch.program import rank_command, remote_environment, shared_environment
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["DEEPSPEED", "DeepSpeedOptions", "deepspeed"]
-
 _PORT = 29_500  # DeepSpeed's default as well
 # The file from which DeepSpeed's runner reads variables for the ranks.
 _VARIABLES = "fxtrain-launch/deepspeed.env"

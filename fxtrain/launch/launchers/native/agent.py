@@ -26,8 +26,6 @@ from fxtrain.launch.launchers.native.rendezvous import BACKEND, open_handler, sa
 from fxtrain.ops.closing import within
 from fxtrain.ops.rendezvous_store import first_line
 
-__all__ = ["LostRendezvousError", "run_agent", "wait_for_nodes"]
-
 _HEARTBEAT_INTERVAL_S = 1.0
 _SILENT_S = 10.0  # after which a node that sends no heartbeat is considered lost
 _FAREWELL_S = 3.0  # for other nodes to ask the store why a rank has failed

@@ -29,8 +29,6 @@ from fxtrain.launch.rank_reports import read_reports, to_failures
 from fxtrain.launch.signals import FORWARDED_SIGNALS, forward_signals, signal_children
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["check_devices", "run_elastic"]
-
 
 def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
     """Run the elastic launcher until all ranks of this machine have exited.

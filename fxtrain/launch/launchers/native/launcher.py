@@ -10,8 +10,6 @@ from fxtrain.launch.machine import Machine, cores_of_ranks, write_cores
 from fxtrain.launch.program import rank_command, shared_environment
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["NATIVE", "native"]
-
 _STREAMS = {"none": "0", "out": "1", "err": "2", "both": "3"}
 _ON_CPU = ("node", "exclusive")
 

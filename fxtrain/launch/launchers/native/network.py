@@ -7,8 +7,6 @@ import time
 from fxtrain._errors import LaunchError
 from fxtrain._listen import listen
 
-__all__ = ["is_local", "reach", "serve"]
-
 _ONE_TRY_S = 5.0
 _PAUSE_S = 0.5
 

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import attrs
 
-__all__ = ["MemoryKills", "count_kills", "tell_kills"]
-
 
 @attrs.frozen(kw_only=True)
 class MemoryKills:

@@ -5,8 +5,6 @@ import importlib
 import sys
 from typing import Any
 
-__all__ = ["load_torch"]
-
 
 def load_torch(name: str) -> Any:
     """A module of torch.

@@ -35,8 +35,6 @@ from fxtrain.launch.orphans import end_strays
 from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state import parse_json
 
-__all__ = ["BACKEND", "StateBackend", "meet", "open_handler", "say"]
-
 BACKEND = "fxtrain"
 T = TypeVar("T")
 _EMPTY = "none"

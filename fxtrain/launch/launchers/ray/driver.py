@@ -14,8 +14,6 @@ from typing import Any
 from fxtrain._optional import optional
 from fxtrain.launch.child import end_with_parent
 
-__all__ = ["main", "node_words"]
-
 
 def main() -> int:
     """Run the launch described by the file in the first argument.

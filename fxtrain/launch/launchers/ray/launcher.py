@@ -11,8 +11,6 @@ from fxtrain.launch.launcher import PER_NODE, Launcher
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["RAY", "RayOptions", "ray"]
-
 _FILE = "fxtrain-launch/ray.json"
 
 

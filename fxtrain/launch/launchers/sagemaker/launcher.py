@@ -14,8 +14,6 @@ from fxtrain.launch.machine import Machine
 from fxtrain.launch.program import remote_environment
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["SAGEMAKER", "SageMakerOptions", "sagemaker"]
-
 _FILE = "fxtrain-launch/sagemaker.json"
 
 

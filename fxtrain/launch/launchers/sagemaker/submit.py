@@ -10,8 +10,6 @@ from pathlib import Path
 
 from fxtrain._optional import optional
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Submit the job described by the file in the first argument."""
