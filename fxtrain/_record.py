@@ -312,14 +312,6 @@ def _with_check(
 
 def _fits(kind: Any, value: Any) -> bool:
     """Whether a value is exactly of an annotated type, finite, and of 64 bits if it is an int."""
-    origin = get_origin(kind)
-    if len(members(kind)) > 1:
-        return any(_fits(one, value) for one in members(kind))
-    if origin is Literal:
-        return any(type(value) is type(one) and value == one for one in get_args(kind))
-    if origin is tuple:
-        items = _items(get_args(kind), len(value)) if type(value) is tuple else None
-        return items is not None and len(items) == len(value) and all(map(_fits, items, value))
     if kind is int:
         return type(value) is int and value in _INT64
     if kind is float:
@@ -330,6 +322,17 @@ def _fits(kind: Any, value: Any) -> bool:
         return type(value) is kind
     if kind is None or kind is Any or getattr(kind, "_is_protocol", False):
         return True
+    kinds = members(kind)
+    if len(kinds) > 1:
+        if type(value) in kinds:
+            return _fits(type(value), value)
+        return any(_fits(one, value) for one in kinds)
+    origin = get_origin(kind)
+    if origin is Literal:
+        return any(type(value) is type(one) and value == one for one in get_args(kind))
+    if origin is tuple:
+        items = _items(get_args(kind), len(value)) if type(value) is tuple else None
+        return items is not None and len(items) == len(value) and all(map(_fits, items, value))
     return isinstance(value, origin or kind)
 
 
