@@ -65,6 +65,8 @@ def peak_of_model(model: Wrapped) -> float | None:
 
     None where the peak is unknown, and for compiled models, of which torch counts only a part.
     """
+    if model.ctx.device.type != "cuda":
+        return None
     precision: str = model.plan.precision.compute
     if precision == "fp32":
         dtype = next((one.dtype for one in model.parameters()), torch.float32)
