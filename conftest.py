@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -44,7 +45,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out modules of the library without examples, which need not be imported for it."""
     if collection_path.suffix != ".py" or not collection_path.is_relative_to(_LIBRARY):
         return None
-    return True if ">>>" not in collection_path.read_text() else None
+    if ">>>" not in collection_path.read_text():
+        return True
+    # First, since pytest imports a module that its package has not imported yet, and the package
+    # would then hold the functions of another copy.
+    importlib.import_module(".".join(collection_path.parent.relative_to(_LIBRARY.parent).parts))
+    return None
 
 
 # Names of parameters that are a number of ranks, or begin with one.

@@ -29,8 +29,7 @@ def _resume(ctx, folder, kind, plan, before, after, background, workers):
     fx.ops.seed(before, ctx, per_rank=True)
     model, fns = _runs.start(ctx, kind, plan)
     report, _ = _runs.go_on(ctx, _loader(ctx, plan, 4, workers), fns, before)
-    with _runs.all_late():
-        saving = fx.save(folder, ctx, model, position=report.position, background=background)
+    saving = fx.save(folder, ctx, model, position=report.position, background=background)
     loader = _loader(ctx, plan, 4, workers).at(report.position)
     _, wanted_rows = _runs.go_on(ctx, loader, fns, after)
     wanted, values = _runs.leaves(model)

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torchao.float8 import convert_to_float8_training as convert_to_float8_training
 from torchao.float8 import float8_linear
 from torchao.prototype.moe_training.mxfp8_linear import mx_mm
 from torchao.prototype.mx_formats.config import (
