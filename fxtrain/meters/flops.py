@@ -65,12 +65,11 @@ def peak_of_model(model: Wrapped) -> float | None:
 
     None where the peak is unknown, and for compiled models, of which torch counts only a part.
     """
-    if model.ctx.device.type != "cuda":
-        return None
     precision: str = model.plan.precision.compute
     if precision == "fp32":
         dtype = next((one.dtype for one in model.parameters()), torch.float32)
-        tf32 = torch.get_float32_matmul_precision() != "highest"
+        on_cuda = model.ctx.device.type == "cuda"
+        tf32 = on_cuda and torch.get_float32_matmul_precision() != "highest"
         single = "tf32" if tf32 else "fp32"
         precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, single)
     return None if model.plan.compile else peak_flops(model.ctx, precision)
