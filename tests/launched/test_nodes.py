@@ -61,7 +61,8 @@ def test_a_wrong_port_tells_what_was_tried_and_for_how_long():
     assert "connection refused" in said
     alone = finish(first, timeout_s=60)
     assert alone.code == 2
-    (said,) = _said(alone.err)
+    waits, said = _said(alone.err)
+    assert waits == "fxtrain launch: Node 0 of 2 waits for node 1, for up to 6 s."
     assert "Node 0 of 2 waited " in said
     assert f"at 127.0.0.1:{port}, but not all nodes joined" in said
 
