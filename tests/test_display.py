@@ -25,7 +25,7 @@ RECORDS = sorted(
     key=lambda one: one.__name__,
 )
 # Records of one rank's machinery, that users neither get nor print.
-INTERNAL = {"AccumulationWindow", "Comm", "CommState", "Strategy"}
+INTERNAL = {"AccumulationWindow", "Comm", "CommState", "ModelStatus", "Strategy"}
 
 
 def _widths(text: str) -> int:

@@ -160,6 +160,7 @@ MUTABLE = {
     "fxtrain.checkpoint.background.Saving": "whether the error of a background save was reported",
     "fxtrain.checkpoint.saving._Job": "copies in place of the live tensors, or why there are none",
     "fxtrain.state.window.AccumulationWindow": "what a model counts",
+    "fxtrain.state.window.ModelStatus": "what changes in the handle of a model",
     "fxtrain.data.iterations.Iteration": "how far iterators over one loader got",
     "fxtrain.data.sharded_loader._Reached": "the batch that a loader or its epochs yielded last",
     "fxtrain.backends.xla.recompilations.RecompilationLog": "counts compilations of one model",

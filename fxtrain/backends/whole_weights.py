@@ -274,7 +274,7 @@ def _fresh(weight: Weight, device: torch.device, *, keep: bool) -> Tensor | None
 def _install_weights(model: Wrapped, whole: dict[tuple[str, str], Tensor]) -> Iterator[None]:
     """Close the handle and, if there are full weights, put them into the bare module."""
     put_back = model.bare()
-    model.closed.append("gathered")
+    model.status.closed = "gathered"
     try:
         parts = dict(model.module.named_modules())
         while whole:
@@ -286,4 +286,4 @@ def _install_weights(model: Wrapped, whole: dict[tuple[str, str], Tensor]) -> It
         yield
     finally:
         put_back()
-        model.closed.remove("gathered")
+        model.status.closed = ""

@@ -166,7 +166,7 @@ def unwrap(model: Wrapped[N]) -> N:
     if model.window.micro:
         for parameter in module.parameters():
             parameter.grad = None
-    model.closed.append("unwrap")
+    model.status.closed = "unwrap"
     return module
 
 
@@ -315,7 +315,7 @@ def _check_types(model: Any, ctx: Any, plan: Any, strategy: Any) -> None:
             f"config such as fx.FSDP() into the plan: fx.Plan(strategy=fx.FSDP())."
         )
     handle = ctx.comm.state.wrapped.get(model, _nothing)()
-    if isinstance(handle, Wrapped) and not {"unwrap", "release"} & set(handle.closed):
+    if isinstance(handle, Wrapped) and handle.status.closed not in ("unwrap", "release"):
         raise PlanError(
             f"wrap: this {type(model).__name__} is wrapped already, and the two handles would "
             f"change the same parameters. Use the first one, or call fx.unwrap on it before."

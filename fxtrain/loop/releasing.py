@@ -76,7 +76,7 @@ def release(*objects: Wrapped | nn.Module | torch.optim.Optimizer) -> Released:
                 f"release takes wrapped models, modules and optimizers, found "
                 f"{type(one).__name__}. A tensor is freed when nothing refers to it: use del."
             )
-        if isinstance(one, Wrapped) and "gathered" in one.closed:
+        if isinstance(one, Wrapped) and one.status.closed == "gathered":
             check_open(one, "release", PlanError)
     ctx = _context(objects)
     before = memory(ctx)
@@ -117,8 +117,7 @@ def _parameters(one: nn.Module | torch.optim.Optimizer) -> list[Any]:
 
 def _release(one: Any) -> None:
     if isinstance(one, Wrapped):
-        if "release" not in one.closed:
-            one.closed.append("release")
+        one.status.closed = "release"
         for optimizer in one.optimizers:
             _empty_optimizer(optimizer)
         _empty_module(one.module)

@@ -203,14 +203,14 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
         )
     model, plan = fns.model, fns.model.plan
     fits = type(batch) is Batch and batch.plan is plan and model.optimizers
-    if not fits or model.closed or type(ctx) is not DistContext or ctx.comm.state.closed:
+    if not fits or model.status.closed or type(ctx) is not DistContext or ctx.comm.state.closed:
         check_step("step", ctx, batch, model)
     position, window = batch.position, model.window
     window.closes = due = window.micro + 1 >= plan.accumulate or (position.is_last and plan.flush)
     independent = plan.local is not None and weighting.is_independent(model)
     outcome = _NO_UPDATE
     try:
-        if not (model.by_hand or window.micro):
+        if not (model.status.added_grads or window.micro):
             model.strategy.begin(model)
         if not due or window.micro:  # else the window is this batch
             weighting.count(batch, model, independent=independent)
@@ -280,7 +280,7 @@ def update(ctx: DistContext, batch: Batch, model: Wrapped, loss: Tensor | Weight
     """
     fits = type(ctx) is DistContext and type(batch) is Batch and isinstance(model, Wrapped)
     fits = fits and batch.plan is model.plan and model.optimizers
-    if not fits or model.closed or ctx.comm.state.closed:
+    if not fits or model.status.closed or ctx.comm.state.closed:
         check_step("update", ctx, batch, model)
     if model.plan.precision.compute != "fp32":
         _check_dtype(loss, model)
@@ -404,7 +404,7 @@ def _update(
             update_spec, scale=scale, skip=skip, keep_parameters=keep_parameters
         )
     outcome = model.strategy.apply(model, update_spec)
-    model.by_hand.clear()
+    model.status.added_grads = False
     rows = window.real_rows if window.micro else sum(batch.rows)
     window.end()
     if problem is not None and plan.nonfinite == "raise":
@@ -444,21 +444,22 @@ def _nonfinite_problem(ctx: DistContext, batch: Batch, model: Wrapped) -> StepEr
 def _advance_schedulers(batch: Batch, model: Wrapped, steps: int) -> None:
     """Advance the schedulers, which the loop has left alone since the last update."""
     updates = model.window.updates
-    if not model.advanced:
+    status = model.status
+    if status.advanced_at is None:
         _warn_of_lengths(model, batch, steps)
-    update, counts = model.advanced or (None, ())
-    if update == updates - 1:
-        for scheduler, count in zip(model.schedulers, counts, strict=True):
+    if status.advanced_at == updates - 1:
+        for scheduler, count in zip(model.schedulers, status.schedule_counts, strict=True):
             if getattr(scheduler, "last_epoch", 0) > count:
                 raise StepError(
-                    f"The loop called {type(scheduler).__name__}.step() after update {update}, and "
-                    f"a step of fxtrain advances this scheduler after every update. Remove the "
-                    f"call. A scheduler that advances once per epoch is not passed to fx.wrap."
+                    f"The loop called {type(scheduler).__name__}.step() after update "
+                    f"{updates - 1}, and a step of fxtrain advances this scheduler after every "
+                    f"update. Remove the call. A scheduler that advances once per epoch is not "
+                    f"passed to fx.wrap."
                 )
     for scheduler in model.schedulers:
         _advance(scheduler, steps, capped=model.plan.schedule == "ranks")
-    counts = [getattr(scheduler, "last_epoch", 0) for scheduler in model.schedulers]
-    model.advanced[:] = updates, counts
+    status.advanced_at = updates
+    status.schedule_counts = tuple(getattr(one, "last_epoch", 0) for one in model.schedulers)
 
 
 def _steps_per_update(model: Wrapped, rows: int) -> int:

@@ -43,7 +43,7 @@ def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None
         ...     with fx.ops.sync(model, enabled=False):
         ...         fx.ops.backward(model(torch.ones(1, 2)).sum(), model)
     """
-    if not isinstance(model, Wrapped) or model.closed:
+    if not isinstance(model, Wrapped) or model.status.closed:
         check_open(model, "ops.sync")
     return model.strategy.sync(model, enabled)
 
@@ -90,16 +90,14 @@ def backward(loss: Tensor, model: Wrapped) -> None:
         ...     model.module.weight.grad
         tensor([[1., 1.]])
     """
-    if not isinstance(model, Wrapped) or model.closed:
+    if not isinstance(model, Wrapped) or model.status.closed:
         check_open(model, "ops.backward")
     check_loss(loss)
-    if not model.by_hand:
-        model.by_hand.append("ops.backward")
-    model.own_backward.append("ops.backward")
+    model.status.added_grads = model.status.in_backward = True
     try:
         model.strategy.backward(loss, model)
     finally:
-        model.own_backward.clear()
+        model.status.in_backward = False
 
 
 def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
@@ -114,7 +112,7 @@ def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
         ...     model.module.weight.grad
         tensor([[0.5000, 0.5000]])
     """
-    if not isinstance(model, Wrapped) or model.closed:
+    if not isinstance(model, Wrapped) or model.status.closed:
         check_open(model, "ops.scale_grads")
     model.strategy.scale_grads(model, factor)
 
@@ -151,7 +149,7 @@ def clip_norm(
         ...     fx.ops.clip_norm(model, 1.0)
         tensor(2.)
     """
-    if not isinstance(model, Wrapped) or model.closed:
+    if not isinstance(model, Wrapped) or model.status.closed:
         check_open(model, "ops.clip_norm")
     if norm_type == 2 and parameters is None:
         return model.strategy.clip_norm(model, max_norm)
@@ -183,7 +181,7 @@ def clip_value(model: Wrapped, max_value: float) -> None:
         ...     model.module.weight.grad
         tensor([[0.2500, 0.2500]])
     """
-    if not isinstance(model, Wrapped) or model.closed:
+    if not isinstance(model, Wrapped) or model.status.closed:
         check_open(model, "ops.clip_value")
     model.strategy.clip_value(model, max_value)
 
@@ -209,7 +207,7 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
         ...     fx.ops.apply(model).applied
         True
     """
-    if not isinstance(model, Wrapped) or model.closed:
+    if not isinstance(model, Wrapped) or model.status.closed:
         check_open(model, "ops.apply")
     if not model.optimizers:
         raise StepError(
@@ -217,7 +215,7 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
             "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params)).",
             code="FX504",
         )
-    model.by_hand.clear()
+    model.status.added_grads = False
     result = model.strategy.apply(model, update)
     model.window.end()
     return result
@@ -242,7 +240,7 @@ def average(model: Wrapped, position: Position | None = None) -> None:
         ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx, fx.Plan(local=fx.LocalSGD(every=8)))
         ...     fx.ops.average(model, fx.Position(updates=8))
     """
-    if not isinstance(model, Wrapped) or model.closed:
+    if not isinstance(model, Wrapped) or model.status.closed:
         check_open(model, "ops.average")
     if round_of(model) is not None:
         model.strategy.average(model, position)
@@ -274,7 +272,7 @@ def schedule(metric: float | Tensor, model: Wrapped) -> None:
         ...     model.optimizer.param_groups[0]["lr"]
         0.05
     """
-    if not isinstance(model, Wrapped) or model.closed:
+    if not isinstance(model, Wrapped) or model.status.closed:
         check_open(model, "ops.schedule")
     waiting = waiting_schedulers(model)
     if not waiting:

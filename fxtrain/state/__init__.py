@@ -61,7 +61,7 @@ from fxtrain.state.tensor_parallel import TP, Style
 from fxtrain.state.topology.detection import Topology
 from fxtrain.state.topology.environments import read_topology
 from fxtrain.state.weight import Location, Part, Weight
-from fxtrain.state.window import AccumulationWindow
+from fxtrain.state.window import AccumulationWindow, ModelStatus
 
 __all__ = [
     "AXES",
@@ -96,6 +96,7 @@ __all__ = [
     "Memory",
     "Mesh",
     "ModelState",
+    "ModelStatus",
     "Offload",
     "PARTS",
     "PLAN_VARIABLE",

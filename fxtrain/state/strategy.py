@@ -18,7 +18,7 @@ from fxtrain.state.placement import Placement
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position
 from fxtrain.state.weight import Weight
-from fxtrain.state.window import AccumulationWindow
+from fxtrain.state.window import AccumulationWindow, ModelStatus
 
 if TYPE_CHECKING:
     import torch
@@ -137,21 +137,11 @@ class Wrapped(ModuleNames[M_co]):
             function is called, which restores everything. Values are not changed.
         formats: By name, the original dtypes of parameters and buffers.
         placement: Under `Offload`, where each unit of the model is held; None otherwise.
-        closed: Why the handle cannot be used: empty while it can, then "unwrap" or "release" for
-            good, or "gathered" during a block of `fx.gathered`. The one mutable state of this
-            record, and a list, because the handle and its copies with other fields (`StepFns`,
-            `attrs.evolve`) share one module and must all see it.
         strategy_state: What only this strategy keeps, as a record of its own type: a `Round`
             under `Plan.local`, the config of DeepSpeed's engine, XLA's count of compilations;
             None if there is nothing.
-        by_hand: Empty, or "ops.backward" while there are gradients that this call added: the
-            next step adds to them. A list for the same reason.
-        own_backward: Empty, or the call that computes gradients of this model now: a backward that
-            reaches it otherwise is that of another model.
-        put_aside: Gradients of the open window while another model's backward runs: (holder,
-            attribute, gradient).
-        advanced: Empty, or the number of the last update that advanced the schedulers, and what
-            each had counted then: by these a step notices that the loop advanced them as well.
+        status: The mutable part of the handle, shared by its copies with other fields
+            (`attrs.evolve`), which have the same module.
     """
 
     module: M_co
@@ -170,16 +160,12 @@ class Wrapped(ModuleNames[M_co]):
     bare: Callable[[], Callable[[], None]] = attrs.field(default=lambda: _nothing, repr=False)
     formats: Mapping[str, torch.dtype] = attrs.field(factory=dict, repr=False)
     placement: Placement | None = attrs.field(default=None, repr=False)
-    closed: list[str] = attrs.field(factory=list)
-    by_hand: list[str] = attrs.field(factory=list, repr=False)
-    own_backward: list[str] = attrs.field(factory=list, repr=False)
-    put_aside: list[tuple[Any, str, Any]] = attrs.field(factory=list, repr=False)
-    advanced: list[Any] = attrs.field(factory=list, repr=False)
+    status: ModelStatus = attrs.field(factory=ModelStatus, repr=False)
 
     # As torch has it for `nn.Module`, whose type says nothing of `forward`: a protocol with its
     # parameters is no `nn.Module`, and the strategy may change the outputs.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.closed:
+        if self.status.closed:
             check_open(self, "calling the model")
         return self.strategy.forward(self, args, kwargs)
 

@@ -1,13 +1,43 @@
-"""What a model counts: its updates, and the micro-batches of its open accumulation window."""
+"""What changes in a wrapped model: its status, its updates and its open accumulation window."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import attrs
 
 if TYPE_CHECKING:
     import torch
+
+
+@attrs.define(kw_only=True)
+class ModelStatus:
+    """What changes in the handle of a model, beside the sums of its window.
+
+    Attributes:
+        closed: The call because of which the handle cannot be used: `fx.unwrap` or `fx.release`
+            for good, or `fx.gathered` until its block ends; empty while it can be used.
+        in_backward: Whether gradients of this model are computed now, by a step or by
+            `ops.backward`: a backward that reaches it at another time is that of another model.
+        added_grads: Whether `ops.backward` added gradients, to which the next step adds its own.
+        advanced_at: The number of the last update that advanced the schedulers; None before it.
+        schedule_counts: What each scheduler had counted then. By these a step notices that the
+            loop advanced them as well.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
+        ...     with fx.gathered(model):
+        ...         model.status.closed
+        'gathered'
+    """
+
+    closed: Literal["", "gathered", "unwrap", "release"] = ""
+    in_backward: bool = False
+    added_grads: bool = False
+    advanced_at: int | None = None
+    schedule_counts: tuple[int, ...] = ()
 
 
 @attrs.define(kw_only=True, eq=False)

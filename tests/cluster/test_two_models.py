@@ -1,5 +1,7 @@
 """Two models that train each other: a window sums what was computed in it, and nothing else."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,6 +59,12 @@ def _makers_loss(judge, maker, noise):
     return F.softplus(-judge(maker(noise))).mean()
 
 
+def _windows(batches, plan):
+    batches = iter(batches)
+    while window := list(itertools.islice(batches, plan.accumulate)):
+        yield window
+
+
 def _adversaries(ctx, plan, way="step"):
     """Parameters of both models after training under a plan."""
     maker, judge = (fx.wrap(net, ctx, plan, optimizer=_sgd) for net in _nets())
@@ -65,16 +73,17 @@ def _adversaries(ctx, plan, way="step"):
     of_judge = fx.StepFns(model=judge, loss=lambda m, b: _judges_loss(m, maker, *b))
     of_maker = fx.StepFns(model=maker, loss=lambda m, b: _makers_loss(judge, m, b[0]))
     for epoch in loader.epochs(EPOCHS):
-        for batch in epoch:
-            if way == "step":
-                fx.step(ctx, batch, of_judge)
-                fx.step(ctx, batch, of_maker)
-                continue
-            of_both = _judges_loss(judge, maker, *batch), _makers_loss(judge, maker, batch[0])
-            fx.update(ctx, batch, judge, of_both[0])
-            if batch.position.micro == 0:  # the judge was updated
-                of_both = None, _makers_loss(judge, maker, batch[0])
-            fx.update(ctx, batch, maker, of_both[1])
+        for window in _windows(epoch, plan):
+            for batch in window:
+                if way == "step":
+                    fx.step(ctx, batch, of_judge)
+                else:
+                    fx.update(ctx, batch, judge, _judges_loss(judge, maker, *batch))
+            for batch in window:
+                if way == "step":
+                    fx.step(ctx, batch, of_maker)
+                else:
+                    fx.update(ctx, batch, maker, _makers_loss(judge, maker, batch[0]))
     return [p.detach().clone() for m in (maker, judge) for p in fx.unwrap(m).parameters()]
 
 
@@ -82,26 +91,18 @@ def _adversaries_by_hand(plan):
     maker, judge = _nets()
     optimizers = [_sgd(net.parameters()) for net in (maker, judge)]
     for _ in range(EPOCHS):
-        for index, (noise, real) in enumerate(DataLoader(_data(), batch_size=GLOBAL), 1):
+        for window in _windows(DataLoader(_data(), batch_size=GLOBAL), plan):
             for net, optimizer, loss in (
-                (judge, optimizers[1], lambda: _judges_loss(judge, maker, noise, real)),  # noqa: B023
-                (maker, optimizers[0], lambda: _makers_loss(judge, maker, noise)),  # noqa: B023
+                (judge, optimizers[1], lambda *batch: _judges_loss(judge, maker, *batch)),
+                (maker, optimizers[0], lambda noise, _: _makers_loss(judge, maker, noise)),
             ):
-                others = [p.requires_grad_(p in {*net.parameters()}) for p in _both(maker, judge)]
-                (loss() / plan.accumulate).backward()
-                for p in others:
-                    p.requires_grad_(True)
-                if index % plan.accumulate:
-                    continue
+                optimizer.zero_grad()
+                for batch in window:
+                    (loss(*batch) / plan.accumulate).backward()
                 if plan.clip_norm is not None:
                     nn.utils.clip_grad_norm_(net.parameters(), plan.clip_norm)
                 optimizer.step()
-                optimizer.zero_grad()
-    return [p.detach() for p in _both(maker, judge)]
-
-
-def _both(maker, judge):
-    return [*maker.parameters(), *judge.parameters()]
+    return [p.detach() for net in (maker, judge) for p in net.parameters()]
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -115,13 +116,46 @@ def test_adversaries_equal_the_raw_loop(cluster, name):
 
 @pytest.mark.parametrize("way", ["step", "update"])
 @pytest.mark.parametrize("name", WINDOWS)
-def test_an_open_window_is_kept_apart_from_the_other_models_backward(clusters, name, way):
+def test_adversaries_in_turns_of_windows_equal_the_raw_loop(clusters, name, way):
     plan = WINDOWS[name]
     wanted = _adversaries_by_hand(plan)
     for pool in (clusters[1], clusters[2]):
         for got in pool.run(_adversaries, plan, way):
             for a, b in zip(got, wanted, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def _inside_a_window(ctx, plan, reaches):
+    """The error of a maker's backward in the first window of the judge."""
+    maker, judge = (fx.wrap(net, ctx, plan, optimizer=_sgd) for net in _nets())
+    of_judge = fx.StepFns(model=judge, loss=lambda m, b: _judges_loss(m, maker, *b))
+    of_maker = fx.StepFns(model=maker, loss=lambda m, b: reaches(judge, m, b[0]))
+    batch = next(iter(fx.shard(DataLoader(_data(), batch_size=2), ctx, plan)))
+    fx.step(ctx, batch, of_judge)
+    try:
+        fx.step(ctx, batch, of_maker)
+    except fx.StepError as error:
+        return str(error)
+    return None
+
+
+def _penalty(judge, maker, noise):
+    """A loss for which the judge is differentiated, and which leaves no gradient in it."""
+    made = maker(noise)
+    seen = made.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(judge(seen).sum(), [seen], create_graph=True)
+    return (made * slope.detach()).mean()
+
+
+def test_a_gradient_that_adds_nothing_is_none():
+    with fx.detect(env={}, device="cpu") as ctx:
+        assert _inside_a_window(ctx, WINDOWS["ddp"], _penalty) is None
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_the_other_models_backward_inside_a_window_is_an_error(pair, name):
+    for words in pair.run(_inside_a_window, WINDOWS[name], _makers_loss):
+        assert words.startswith("The backward of another model's loss reached this")
 
 
 def _left_behind(ctx, by_hand):

@@ -21,7 +21,7 @@ from fxtrain.state import AccumulationWindow, DistContext, StateReader, Wrapped,
 # In the order of the numbers in a checkpoint; early ones end before `updates`.
 _COUNTS = ("micro", "rows", "full_rows", "real_rows", "unscaled", "updates")
 _KINDS = ("grad", "unreduced", "partial")
-PENDING = "unsharded_accumulated_grad"
+_PENDING = "unsharded_accumulated_grad"
 
 
 def window_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
@@ -39,7 +39,7 @@ def window_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Tensor], 
             if grad is not None:
                 partial = any(one.is_partial() for one in getattr(grad, "placements", ()))
                 own[f"partial.{name}" if partial else f"{kind}.{name}"] = local_part(grad)
-    tensors = _means(model, losses) if window.micro or model.by_hand else {}
+    tensors = _means(model, losses) if window.micro or model.status.added_grads else {}
     facts = {"layout": _layout(model), "losses": losses.world_size, "replicas": _replicas(model)}
     return tensors, own, {"window": facts}
 
@@ -77,7 +77,7 @@ def _parameters(model: Wrapped) -> Iterator[tuple[str, Any, Any]]:
 
 def _unreduced(part: Any) -> Tensor | None:
     """The unsharded gradient that FSDP has not reduced yet."""
-    grad = getattr(part, PENDING, None)
+    grad = getattr(part, _PENDING, None)
     if grad is None and hasattr(part, "_unsharded_param"):  # gathered before
         return part._unsharded_param.grad
     return grad
@@ -124,8 +124,8 @@ def load_window(model: Wrapped, saved: StateReader) -> None:
         parameter.grad = None
         if hasattr(part, "_unsharded_param"):
             part._unsharded_param.grad = None
-        if kept := part is not None and PENDING in vars(part):  # until torch 2.13
-            setattr(part, PENDING, None)
+        if kept := part is not None and _PENDING in vars(part):  # until torch 2.13
+            setattr(part, _PENDING, None)
         if exact and (kept or part is None):
             _set_own(parameter, part, *[saved.own(f"{kind}.{name}", saved.rank) for kind in _KINDS])
         elif f"grad.{name}" in saved.shapes:
@@ -157,7 +157,7 @@ def _set_own(
     if part is None:
         parameter.grad = pending
     else:
-        setattr(part, PENDING, pending)
+        setattr(part, _PENDING, pending)
 
 
 def _placed(local: Tensor, parameter: Any, mesh: Any, placements: Any) -> Tensor:

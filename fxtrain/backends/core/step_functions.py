@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from fxtrain import _tree, ops
+from fxtrain._errors import StepError
 from fxtrain.backends.core.gradients import (
     clamp_local,
     is_distributed,
@@ -18,7 +19,6 @@ from fxtrain.backends.core.gradients import (
     total_norm,
     unscale_local,
 )
-from fxtrain.backends.core.kept_apart import put_back, watch_outputs
 from fxtrain.backends.core.placeholders import has_no_row, uncounted
 from fxtrain.ops import autocast
 from fxtrain.state import (
@@ -62,9 +62,41 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             out = run(*args, **kwargs)
     else:
         out = run(*args, **kwargs)
-    if model.plan.accumulate > 1 and not model.own_backward and torch.is_grad_enabled():
-        watch_outputs(out, model)
+    if model.plan.accumulate > 1:
+        refuse_backward_of_others(out, model)
     return _tree.map_leaves(to_float, out) if precision.output == "fp32" else out
+
+
+def refuse_backward_of_others(out: Any, model: Wrapped) -> None:
+    """Have the backward of another model's loss fail inside this one's accumulation window.
+
+    The loss of a generator that calls its discriminator leaves gradients in both. Those in the
+    discriminator are dropped when its next window begins, but would be added to one that is open.
+
+    Args:
+        out: What forward returned; only tensors that `_tree.flatten` finds are watched.
+    """
+    status = model.status
+    if status.in_backward or not torch.is_grad_enabled():
+        return
+    if not any(parameter.requires_grad for parameter in model.module.parameters()):
+        return
+
+    def begins(_: Tensor) -> None:
+        # With create_graph=True it computes a term of a loss, such as a gradient penalty.
+        if status.in_backward or not model.window.micro or torch.is_grad_enabled():
+            return
+        name = type(model.module).__name__
+        raise StepError(
+            f"The backward of another model's loss reached this {name} inside an accumulation "
+            f"window, after {model.window.micro} of {model.plan.accumulate} micro-batches, and "
+            f"would add its gradients to those of the window. Train the models in turns of whole "
+            f"windows, or use Plan(accumulate=1) for this one."
+        )
+
+    for leaf in _tree.flatten(out)[0]:
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            leaf.register_hook(begins)
 
 
 def no_sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
@@ -101,9 +133,7 @@ def run(
 ) -> WeightedLoss:
     """Forward, loss, backward."""
     strategy = model.strategy
-    if model.put_aside:  # the backward of another model raised an error
-        put_back(model)
-    model.own_backward.append("step")
+    model.status.in_backward = True
     try:
         with strategy.sync(model, reduce):
             if 0 in batch.sizes and has_no_row(model, batch):
@@ -115,7 +145,7 @@ def run(
                 weighted = compute_loss(model, batch)
                 strategy.backward(weighted.loss, model)
     finally:
-        model.own_backward.clear()
+        model.status.in_backward = False
     return weighted
 
 

@@ -35,7 +35,6 @@ class StableBucketsDDP(DistributedDataParallel):
     add_hook: Callable[["StableBucketsDDP"], None] | None = None  # adds the communication hook
     data: DistContext | None = None  # over whose ranks gradients are averaged
     hook_state: Any = None  # of the communication hook
-    in_foreign_backward: Callable[[], bool] = bool
     in_block = False  # whether inside an `ops.sync` that reduces
     _uses_all = False  # whether every backward has to reach all parameters
     _expects = False  # whether the reducer expects a backward
@@ -118,8 +117,7 @@ class StableBucketsDDP(DistributedDataParallel):
         roots = list(outputs) if self.find_unused_parameters else []
 
         def begins(_: Tensor) -> None:
-            decides = self._undecided and self.require_backward_grad_sync
-            if decides and not self.in_foreign_backward():
+            if self._undecided and self.require_backward_grad_sync:
                 self._expect(roots)
             self._undecided = False
             roots.clear()  # they hold this function

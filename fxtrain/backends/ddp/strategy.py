@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import step_functions
-from fxtrain.backends.core.kept_apart import is_foreign
 from fxtrain.backends.core.module_changes import (
     model_values,
     send_values,
@@ -123,7 +122,6 @@ def _wrap(
         send_values(model_values(module), data)
         return attrs.evolve(plain, strategy_state=new_round(module, ctx, plan))
     engine = _replicate(module, ctx, data, plan.strategy)
-    engine.in_foreign_backward = partial(is_foreign, plain)
     return attrs.evolve(plain, engine=engine, strategy_state=new_round(module, ctx, plan))
 
 

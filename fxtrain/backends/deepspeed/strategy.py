@@ -11,7 +11,6 @@ from fxtrain import _tree
 from fxtrain._errors import PlanError, StepError
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.buffers import send_buffers
-from fxtrain.backends.core.kept_apart import watch_outputs
 from fxtrain.backends.core.module_changes import unmatched_names
 from fxtrain.backends.deepspeed import engine as engines
 from fxtrain.backends.deepspeed.engine_state import engine_state, load_engine_state
@@ -93,8 +92,8 @@ def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     # The module enters autocast itself; DeepSpeed refuses a region around its engine.
     with torch.autocast(model.ctx.device.type, enabled=False):
         out = run(*args, **kwargs)
-    if model.plan.accumulate > 1 and not model.own_backward and torch.is_grad_enabled():
-        watch_outputs(out, model, _refuse_foreign)
+    if model.plan.accumulate > 1:
+        step_functions.refuse_backward_of_others(out, model)
     wide = model.plan.precision.output == "fp32"
     return _tree.map_leaves(step_functions.to_float, out) if wide else out
 
@@ -109,14 +108,6 @@ def _check_trained(model: Wrapped) -> None:
             f"fx.DDP() or fx.FSDP().",
             code="FX505",
         )
-
-
-def _refuse_foreign(model: Wrapped) -> None:
-    raise StepError(
-        f"The backward of another model's loss reached this {type(model.module).__name__} between "
-        f"two micro-batches of its window. DeepSpeed cannot keep its gradients apart from those of "
-        f"the window. Use Plan(accumulate=1) for this model, or Plan(strategy=fx.FSDP())."
-    )
 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001

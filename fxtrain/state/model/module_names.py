@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from fxtrain.state.context import DistContext
     from fxtrain.state.plan import Plan
+    from fxtrain.state.window import ModelStatus
 
 M_co = TypeVar("M_co", bound="nn.Module", default="nn.Module", covariant=True)
 
@@ -46,7 +47,7 @@ class ModuleNames(Displayed, Generic[M_co]):
         @property
         def strategy(self) -> Any: ...
         @property
-        def closed(self) -> list[str]: ...
+        def status(self) -> ModelStatus: ...
         @property
         def optimizers(self) -> tuple[Any, ...]: ...
 
@@ -54,7 +55,7 @@ class ModuleNames(Displayed, Generic[M_co]):
         parts = [type(self.module).__name__, self.strategy.name, self.plan.precision.compute]
         parts += [type(one).__name__ for one in self.optimizers]
         where = f"rank {self.ctx.rank} of {self.ctx.world_size} on {self.ctx.device}"
-        closed = [f"closed by fx.{word}" for word in self.closed]
+        closed = [f"closed by fx.{self.status.closed}"] if self.status.closed else []
         return f"Wrapped({', '.join([*parts, where, *closed])})"
 
     def _details(self) -> tuple[tuple[str, str], ...]:
@@ -69,7 +70,7 @@ class ModuleNames(Displayed, Generic[M_co]):
             ("optimizer", optimizers or "none"),
             ("context", repr(self.ctx)),
             ("plan", repr(self.plan)),
-            ("closed", ", ".join(self.closed) or "no"),
+            ("closed", self.status.closed or "no"),
         )
 
     def train(self) -> Self:
@@ -143,7 +144,7 @@ class ModuleNames(Displayed, Generic[M_co]):
             AttributeError: the module has none, or this rank cannot run it alone.
         """
         method: Any = getattr(self.module, "generate")  # noqa: B009 - not every module has it
-        if not self.closed and not _runs_alone(self):
+        if not self.status.closed and not _runs_alone(self):
             raise AttributeError("generate")
         handle: Any = self
         inner = attrs.evolve(handle, module=method, engine=method)
@@ -216,18 +217,18 @@ def check_open(model: ModuleNames[nn.Module], call: str, kind: type[FxError] = S
             f"{call} takes a wrapped model, found {type(model).__name__}. Use "
             f"model = fx.wrap(net, ctx, plan, optimizer=...)."
         )
-    if "unwrap" in model.closed:
+    if model.status.closed == "unwrap":
         raise kind(
             f"{call}: this model was unwrapped, which closed its handle. To continue training, "
             f"wrap the module again. To get full weights during training, use fx.weights(model) or "
             f"`with fx.gathered(model) as net:` instead of fx.unwrap."
         )
-    if "release" in model.closed:
+    if model.status.closed == "release":
         raise kind(
             f"{call}: fx.release has freed this model and its optimizers. Build the module again, "
             f"and wrap it."
         )
-    if model.closed:
+    if model.status.closed:
         raise kind(
             f"{call}: this model is inside fx.gathered, which puts full weights into its module "
             f"until the block ends. Inside the block use the module that it yields; call this "
