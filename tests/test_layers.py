@@ -157,6 +157,8 @@ MUTABLE = {
     "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
     "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
     "fxtrain.checkpoint.local_storage._EagerFlush": "how much of a file is flushed",
+    "fxtrain.backends.wrapping._WrappedModules": "the handle of each module that was wrapped",
+    "fxtrain.checkpoint.background.CheckpointState": "what the last save and restore left",
     "fxtrain.checkpoint.background.Saving": "whether the error of a background save was reported",
     "fxtrain.checkpoint.saving._Job": "copies in place of the live tensors, or why there are none",
     "fxtrain.state.window.AccumulationWindow": "what a model counts",

@@ -48,6 +48,15 @@ _SLOW_FP16 = (
 )
 
 
+@attrs.define(eq=False)
+class _WrappedModules:
+    """The handle of each module that was wrapped for a communicator, as its `slot`."""
+
+    handles: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Wrapped]] = attrs.field(
+        factory=weakref.WeakKeyDictionary
+    )
+
+
 def wrap(
     model: N,
     ctx: DistContext,
@@ -134,7 +143,7 @@ def wrap(
         undo()
         raise
     made = attrs.evolve(made, undo=undo, bare=changes.hide, formats=formats)
-    ctx.comm.state.wrapped[model] = weakref.ref(made)
+    ctx.comm.slot(_WrappedModules).handles[model] = weakref.ref(made)
     return made
 
 
@@ -314,7 +323,7 @@ def _check_types(model: Any, ctx: Any, plan: Any, strategy: Any) -> None:
             f"wrap(strategy=...) takes a Strategy record, found {type(strategy).__name__}. Put a "
             f"config such as fx.FSDP() into the plan: fx.Plan(strategy=fx.FSDP())."
         )
-    handle = ctx.comm.state.wrapped.get(model, _nothing)()
+    handle = ctx.comm.slot(_WrappedModules).handles.get(model, _nothing)()
     if isinstance(handle, Wrapped) and handle.status.closed not in ("unwrap", "release"):
         raise PlanError(
             f"wrap: this {type(model).__name__} is wrapped already, and the two handles would "

@@ -2,6 +2,8 @@
 
 import atexit
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,13 +15,27 @@ from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._errors import CheckpointError
-from fxtrain._exiting import exit_with
 from fxtrain._host_memory import pinned_buffer
 from fxtrain.checkpoint.write_plan import TensorChunk
 from fxtrain.ops.transport.exchange import release_thread
 from fxtrain.state import DistContext
 
 _LOG = logging.getLogger(__name__)
+
+
+@attrs.define(kw_only=True, eq=False)
+class CheckpointState:
+    """What saves and restores keep about a communicator, as its `slot`.
+
+    Attributes:
+        background: The ranks over a separate group, for background saves.
+        buffer: Host memory to which saves copy tensors, uint8, reused by the next save.
+        restored_from: The checkpoint of the last restore, which no save may prune.
+    """
+
+    background: DistContext | None = None
+    buffer: Tensor | None = attrs.field(default=None, repr=False)
+    restored_from: str | None = None
 
 
 def _done() -> "Future[None]":
@@ -74,7 +90,30 @@ class Saving:
             "This background save failed, and the program ended without checking its result. "
             "Call result() on the handle from fx.save, or fx.close(ctx)."
         )
-        exit_with(error, self._at_exit)
+        _exit_with(error, self._at_exit)
+
+
+def _exit_with(error: BaseException, caller: Callable[[], object]) -> None:
+    """End the program as an uncaught exception does.
+
+    Once the script has ended, Python has no other way to change the exit code: it prints and
+    discards what functions of `atexit` raise. The remaining functions therefore run from here,
+    which closes process groups and trackers, and then the process exits.
+
+    Args:
+        error: What failed.
+        caller: The function of `atexit` that calls this one.
+    """
+    # If the script itself failed, a launcher keeps the first error that the hook received.
+    failed = getattr(sys, "last_value", None) is not None
+    try:
+        (sys.__excepthook__ if failed else sys.excepthook)(type(error), error, error.__traceback__)
+        atexit.unregister(caller)
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(1)
 
 
 def wait_for_earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving | None:
@@ -96,7 +135,7 @@ def wait_for_earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving 
 
 def has_background_group(ctx: DistContext) -> bool:
     """Whether this rank has a group for background saves in which no rank has failed."""
-    group = ctx.comm.state.save_context
+    group = ctx.comm.slot(CheckpointState).background
     return group is not None and group.comm.state.failure is None
 
 
@@ -109,14 +148,14 @@ def start_background(
         open_group: Open the group, because a rank has none or a rank in it has failed; equal on
             every rank.
     """
-    state = ctx.comm.state
-    if open_group or state.save_context is None:
+    state = ctx.comm.slot(CheckpointState)
+    if open_group or state.background is None:
         try:
-            state.save_context = ops.duplicate(ctx)
+            state.background = ops.duplicate(ctx)
         except RuntimeError as error:  # from torch, if a rank has exited
             raise CheckpointError(f"{path} was not saved: {error}", code="FX606") from error
     future: Future[None] = Future()
-    group = state.save_context
+    group = state.background
     saving = Saving(path=path, future=future)
 
     def work() -> None:
@@ -130,7 +169,7 @@ def start_background(
         else:
             future.set_result(None)
 
-    state.background_tasks.append(saving)
+    ctx.comm.state.background_tasks.append(saving)
     release_thread(group)  # the previous save's thread has ended
     # Not a daemon: the interpreter waits for it at exit.
     threading.Thread(target=work, name="fxtrain save").start()
@@ -155,12 +194,10 @@ def stage(ctx: DistContext, chunks: Sequence[TensorChunk]) -> list[TensorChunk]:
 
 
 def _buffer(ctx: DistContext, size: int) -> Tensor:
-    state = ctx.comm.state
-    if state.save_buffer is None or state.save_buffer.numel() < size:
-        state.save_buffer = None  # freed before the larger one is made
-        state.save_buffer, refused = pinned_buffer(
-            size, ctx.device.type if _accelerated(ctx) else "cpu"
-        )
+    state = ctx.comm.slot(CheckpointState)
+    if state.buffer is None or state.buffer.numel() < size:
+        state.buffer = None  # freed before the larger one is made
+        state.buffer, refused = pinned_buffer(size, ctx.device.type if _accelerated(ctx) else "cpu")
         if refused:
             _LOG.warning(
                 "save(background=True): %d MiB of host memory could not be pinned (%s), so copying "
@@ -168,7 +205,7 @@ def _buffer(ctx: DistContext, size: int) -> Tensor:
                 size >> 20,
                 refused,
             )
-    return state.save_buffer
+    return state.buffer
 
 
 def _accelerated(ctx: DistContext) -> bool:

@@ -12,6 +12,7 @@ from fxtrain import ops
 from fxtrain._display import describe
 from fxtrain._errors import CheckpointError, CollectiveError, FxError
 from fxtrain._reading import StrPath
+from fxtrain.checkpoint.background import CheckpointState
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
 from fxtrain.checkpoint.json_values import decode
 from fxtrain.checkpoint.local_storage import open_storage
@@ -123,7 +124,7 @@ def restore(
     models = by_name(model)
     problem: BaseException | None = None
     restored = None
-    state = ctx.comm.state
+    state = ctx.comm.slot(CheckpointState)
     earlier = state.restored_from
     try:
         mine: Any = _choose_checkpoint(path) if ctx.is_main else None

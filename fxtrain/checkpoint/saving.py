@@ -15,6 +15,7 @@ from fxtrain._errors import CheckpointError, CollectiveError, FxError
 from fxtrain._reading import StrPath
 from fxtrain._version import __version__
 from fxtrain.checkpoint.background import (
+    CheckpointState,
     Saving,
     has_background_group,
     stage,
@@ -40,7 +41,7 @@ from fxtrain.checkpoint.write_plan import (
 )
 from fxtrain.ops.same_errors import gather_with_errors
 from fxtrain.ops.transport.pickled import error_text
-from fxtrain.state import CommState, DistContext, Position, Wrapped, check_connected
+from fxtrain.state import DistContext, Position, Wrapped, check_connected
 
 # A network file system may show a file late that another machine has written.
 _VISIBLE_AFTER_S = 5.0
@@ -243,7 +244,7 @@ def _prepare(
             chunks=chunks_to_write(ctx, proposals, captured, writable),
             keep=keep,
             lock=lock,
-            comm_state=ctx.comm.state,
+            state=ctx.comm.slot(CheckpointState),
         )
         return job, not all(proposal.has_background_group for proposal in proposals)
     except BaseException:
@@ -264,7 +265,7 @@ def save_alone(path: Any, captured: Snapshot) -> str:
         chunks=[*writable_chunks(captured.tensors).values()],
         keep=RetentionRule(),
         lock=lock,
-        comm_state=ctx.comm.state,
+        state=ctx.comm.slot(CheckpointState),
     )
     job.run(ctx)
     return job.path
@@ -293,7 +294,7 @@ class _Job:
     chunks: Sequence[TensorChunk]
     keep: RetentionRule
     lock: Lock | None  # on rank 0, of the folder
-    comm_state: CommState  # of the context of `save`; a background save runs in another
+    state: CheckpointState  # of the context of `save`; a background save runs in another
     problem: Exception | None = None  # why this rank cannot write
 
     @property
@@ -375,7 +376,7 @@ class _Job:
         # Damaged checkpoints, whose order is unknown, are never newer.
         for name in to_prune([*checkpoints, new], self.keep, this_process()):
             # Looked up each time, since the run may go back while this is written.
-            if self.folder.join(name).key() != self.comm_state.restored_from:
+            if self.folder.join(name).key() != self.state.restored_from:
                 with suppress(FileNotFoundError):  # removed by hand meanwhile
                     self.folder.remove(name)
 

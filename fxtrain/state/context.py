@@ -35,30 +35,20 @@ class CommState:
         background_tasks: Background work that still needs the ranks, with a `result()`; closing
             waits for it.
         open_runs: Iterators of `fit`; closing ends them first, since they save their runs.
-        save_context: The ranks over a separate group, for background saves.
-        save_buffer: Host memory to which saves copy tensors, uint8, reused by the next save.
-        restored_from: The checkpoint of the last restore, which no save may prune.
         at_close: Functions that closing calls, after no more calls are accepted.
         opened_groups: Process groups that were opened for this context, to be closed with it.
         closed: Whether the context was closed, so that no call can be made.
         children: The axes and duplicates of this communicator, which are closed with it.
-        wrapped: The handle of each module that was wrapped.
         slots: The record of each layer, by its class.
     """
 
     failure: str | None = None
     background_tasks: list[Any] = attrs.field(factory=list)
     open_runs: weakref.WeakSet[Any] = attrs.field(factory=weakref.WeakSet, repr=False)
-    save_context: DistContext | None = None
-    save_buffer: torch.Tensor | None = attrs.field(default=None, repr=False)
-    restored_from: str | None = None
     at_close: list[Callable[[], None]] = attrs.field(factory=list)
     opened_groups: list[Any] = attrs.field(factory=list)
     closed: bool = False
     children: weakref.WeakSet[CommState] = attrs.field(factory=weakref.WeakSet, repr=False)
-    wrapped: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[object]] = attrs.field(
-        factory=weakref.WeakKeyDictionary, repr=False
-    )
     slots: dict[type, Any] = attrs.field(factory=dict, repr=False)
 
     def close(self) -> None:

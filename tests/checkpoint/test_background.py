@@ -10,6 +10,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.checkpoint import saving as implementation
+from fxtrain.checkpoint.background import CheckpointState
 from tests.checkpoint import _runs
 
 
@@ -98,10 +99,10 @@ def _background(ctx, folder):
     report, _ = _runs.go_on(ctx, loader.at(report.position), fns, 2)  # while it is written
     second = fx.save(folder, ctx, model, position=report.position, background=True)
     assert first.done()  # the second waited for it
-    buffer = ctx.comm.state.save_buffer.data_ptr()
+    buffer = ctx.comm.slot(CheckpointState).buffer.data_ptr()
     second.result()
     third = fx.save(folder, ctx, model, position=fx.Position(updates=8), background=True)
-    assert ctx.comm.state.save_buffer.data_ptr() == buffer
+    assert ctx.comm.slot(CheckpointState).buffer.data_ptr() == buffer
     third.result(20)
     other = _runs.start(ctx, "plain", model.plan)[0]
     fx.restore(first.path, ctx, other)

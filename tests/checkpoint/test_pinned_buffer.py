@@ -45,7 +45,7 @@ def test_the_buffer_of_a_save_is_pinned_where_it_is(refused, runtime, monkeypatc
     assert not runtime.unread
     assert runtime.calls == [("register", address, 3 << 20, 1)]
     del buffer
-    ctx.comm.state.save_buffer = None
+    ctx.comm.slot(background.CheckpointState).buffer = None
     assert runtime.calls[1:] == ([] if refused else [("unregister", address)])
     assert ("3 MiB of host memory could not be pinned" in caplog.text) == bool(refused)
 
