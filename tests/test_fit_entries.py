@@ -74,7 +74,7 @@ def test_mfu_is_the_counted_operations_over_the_peak_of_the_device(ctx, tmp_path
     assert "mfu" not in fit(tmp_path / "unknown", fx.Plan())
     asked = []
     monkeypatch.setattr(
-        "fxtrain.meters.flops.peak_flops",
+        "fxtrain.meters.peak_flops",
         lambda ctx, precision: asked.append(precision) or 1e9,
     )
     values = fit(tmp_path / "known", fx.Plan())

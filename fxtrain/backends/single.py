@@ -1,22 +1,15 @@
 """One rank: the module as it is."""
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import nn
 
-from fxtrain.backends.context.positions import expose_positions
-from fxtrain.backends.context.split_sequences import with_context_parallel
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.model_state import load_state, state_of
-from fxtrain.backends.core.module_changes import prepare_module, unmatched_names, xla_problems
-from fxtrain.backends.core.moving import move_module
-from fxtrain.backends.core.optimizers import (
-    make_optimizers,
-    make_schedulers,
-    refuse_later_parameters,
+from fxtrain.backends.core.module_changes import (
+    unmatched_names,
+    xla_problems,
 )
 from fxtrain.backends.core.weights import torch_weights
+from fxtrain.backends.handle import wrap_without_engine
 from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped, unsupported
 
 
@@ -28,63 +21,6 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             f"train separate models. Use DDP(), or launch one process."
         )
     return tuple(problems)
-
-
-def _nothing() -> None:
-    pass
-
-
-def wrap_without_engine(
-    strategy: Strategy,
-    module: nn.Module,
-    ctx: DistContext,
-    plan: Plan,
-    optimizer: Any,
-    scheduler: Any,
-    *,
-    change: Any = None,
-) -> Wrapped:
-    """Wrap a module that is its own engine; `change` replaces each optimizer."""
-    move_module(module, ctx.device)
-    expose_positions(module, ctx, plan)
-    prepare_module(module, plan, ctx)
-    return make_handle(strategy, module, ctx, plan, optimizer, scheduler, change=change)
-
-
-def make_handle(
-    strategy: Strategy,
-    module: nn.Module,
-    ctx: DistContext,
-    plan: Plan,
-    optimizer: Any,
-    scheduler: Any,
-    *,
-    undo: Callable[[], None] = _nothing,
-    change: Any = None,
-) -> Wrapped:
-    """Call the factories on a module in its final form, and build the handle.
-
-    Args:
-        undo: Reverts what wrapping did to the values of the module.
-        change: Replaces each optimizer.
-    """
-    made, optimizers = make_optimizers(optimizer, module, strategy, change)
-    refuse_later_parameters(optimizers, module, ctx)
-    planned, schedulers = make_schedulers(scheduler, made)
-    return Wrapped(
-        module=module,
-        engine=module,
-        optimizer=made,
-        scheduler=planned,
-        optimizers=optimizers,
-        schedulers=schedulers,
-        scaler=step_functions.new_scaler(ctx, plan) if optimizers else None,
-        ctx=ctx,
-        plan=plan,
-        strategy=with_context_parallel(strategy, ctx, plan),
-        window=step_functions.new_window(ctx),
-        undo=undo,
-    )
 
 
 def _unwrap(model: Wrapped) -> nn.Module:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fxtrain import ops
 from fxtrain._errors import CollectiveError, FxError, PlanError
-from fxtrain.backends.core.name_checks import unknown_patterns
+from fxtrain.backends.core.module_changes import unknown_patterns
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import DistContext, Weight, Wrapped, check_open
 

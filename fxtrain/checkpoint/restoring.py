@@ -18,8 +18,7 @@ from fxtrain.checkpoint.json_values import decode
 from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import Reader, open_reader
-from fxtrain.checkpoint.rng_state import set_random_state
-from fxtrain.checkpoint.snapshot import by_name
+from fxtrain.checkpoint.snapshot import by_name, set_random_state
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import (

@@ -2,6 +2,6 @@
 
 from fxtrain.cli.app import main
 from fxtrain.cli.commands import COMMANDS
-from fxtrain.cli.exit_codes import Exit
+from fxtrain.cli.output import Exit
 
 __all__ = ["COMMANDS", "Exit", "main"]

@@ -13,7 +13,7 @@ from fxtrain import __version__
 from fxtrain._errors import FxError, LaunchError, escape_unprintable
 from fxtrain._other_names import hint
 from fxtrain.cli.commands import COMMANDS, load
-from fxtrain.cli.exit_codes import Exit
+from fxtrain.cli.output import Exit
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,8 +9,7 @@ import click
 
 from fxtrain._display import counted
 from fxtrain._errors import LaunchError
-from fxtrain.cli.exit_codes import Exit
-from fxtrain.cli.output import as_json, print_json, say, warn
+from fxtrain.cli.output import Exit, as_json, print_json, say, warn
 
 
 @click.command("verify")

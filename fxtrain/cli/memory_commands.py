@@ -24,7 +24,7 @@ from fxtrain.models.memory_estimates import (
 )
 from fxtrain.models.weight_list import Weights, read_hub, read_weights
 from fxtrain.state import Placement, Plan, Quantize, read_plan, unstructure, write_record
-from fxtrain.state.low_precision.quantized_weights import quantize_of
+from fxtrain.state.quantized_weights import quantize_of
 
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 _WORDS = {

@@ -1,5 +1,6 @@
-"""Output of commands: tables and lines for people, JSON for programs."""
+"""Output of commands: tables and lines for people, JSON for programs; exit codes."""
 
+import enum
 import io
 import json
 import shutil
@@ -18,7 +19,6 @@ from fxtrain._optional import optional
 from fxtrain._reading import write_file
 
 F = TypeVar("F", bound=Callable[..., Any])
-
 PICTURES = (".svg", ".png", ".pdf")
 # Width of a table in a file or a pipe, which have none.
 _PAGE = 120
@@ -94,3 +94,24 @@ def say(text: str) -> None:
 def warn(text: str) -> None:
     """Print a line on standard error, separate from JSON."""
     click.echo(escape_unprintable(text), err=True)
+
+
+class Exit(enum.IntEnum):
+    """The exit code of `fxtrain`.
+
+    `fxtrain launch` exits with the code of the rank that failed first, and with 128 + n when
+    signal n ended that rank or the launcher.
+
+    Attributes:
+        WELL: The command succeeded.
+        FOUND: The command completed, and what it checked has problems: a rank failed, a test did
+            not pass, a file contains errors.
+        WRONG: Arguments, settings or files are invalid or cannot be read or written, or a package
+            is missing.
+        INTERRUPTED: Ctrl-C, or the user aborted a question.
+    """
+
+    WELL = 0
+    FOUND = 1
+    WRONG = 2
+    INTERRUPTED = 130

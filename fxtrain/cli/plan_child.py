@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtrain._errors import FxError
-from fxtrain.cli.exit_codes import Exit
+from fxtrain.cli.output import Exit
 from fxtrain.ops.connecting import launched_plan
 from fxtrain.profiling import rehearse
 from fxtrain.state import dumps

@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from fxtrain._errors import CheckpointError, LaunchError
-from fxtrain.cli.exit_codes import Exit
-from fxtrain.cli.output import as_json, print_json, print_table
+from fxtrain.cli.output import Exit, as_json, print_json, print_table
 from fxtrain.launch import LaunchSpec, check_target, describe, run
 
 _SHOWN = 20

@@ -17,8 +17,15 @@ from rich.text import Text
 from fxtrain._byte_units import show_bytes
 from fxtrain._errors import PlanError, escape_unprintable
 from fxtrain._reading import write_file
-from fxtrain.cli.exit_codes import Exit
-from fxtrain.cli.output import PICTURES, as_json, print_json, print_renderable, save_picture, say
+from fxtrain.cli.output import (
+    PICTURES,
+    Exit,
+    as_json,
+    print_json,
+    print_renderable,
+    save_picture,
+    say,
+)
 from fxtrain.curves import (
     Curve,
     Followed,

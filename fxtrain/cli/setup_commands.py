@@ -16,8 +16,7 @@ import click
 
 from fxtrain._errors import LaunchError
 from fxtrain._reading import read_text
-from fxtrain.cli.exit_codes import Exit
-from fxtrain.cli.output import as_json, print_json, print_table, warn
+from fxtrain.cli.output import Exit, as_json, print_json, print_table, warn
 from fxtrain.diagnosis import collect, fact_problems, facts_here
 from fxtrain.launch import (
     LAUNCHERS,

@@ -4,8 +4,7 @@ Nothing here imports torch, since that would take longer than most reports.
 """
 
 from fxtrain.curves.curve import Curve, downsample, sparkline
-from fxtrain.curves.page import page_of
-from fxtrain.curves.picture import picture_of
+from fxtrain.curves.page import page_of, picture_of
 from fxtrain.curves.reading import Followed, RunCurves, file_of, follow, read_curves
 
 __all__ = [

@@ -12,10 +12,9 @@ from fxtrain.data.already_sharded import presharded_source
 from fxtrain.data.dispatch import dispatch_source
 from fxtrain.data.iterable import PlainStream
 from fxtrain.data.rank_slices import Layout
-from fxtrain.data.row_functions import function_source
 from fxtrain.data.sequence_slices import make_splitter
 from fxtrain.data.sharded_loader import Sharded
-from fxtrain.data.sources import RowSlots, Source, row_source, stream_source
+from fxtrain.data.sources import RowSlots, Source, function_source, row_source, stream_source
 from fxtrain.data.user_loader import read_loader, share_of
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import DistContext, Plan, Position, check_connected

@@ -12,7 +12,6 @@ from fxtrain import _tree, ops
 from fxtrain._errors import DataError, PlanError
 from fxtrain.data import Sharded, every_row
 from fxtrain.loop.means import Mean
-from fxtrain.loop.metric_objects import compute_metric, local_metric, update_metric
 from fxtrain.loop.stepping import check_loss_function
 from fxtrain.state import (
     PP,
@@ -27,9 +26,9 @@ from fxtrain.state import (
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
-
-
 _Value = Tensor | float | Weighted | list[float]
+# What Hugging Face's metrics call the two columns that most of them take.
+_COLUMNS = ("predictions", "references")
 
 
 @overload
@@ -265,3 +264,72 @@ def _evaluation_mode(model: Wrapped) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def local_metric(metric: Any, ctx: DistContext) -> Iterator[None]:
+    """Begin an evaluation with a metric, which sees the rows of all ranks on each of them.
+
+    Raises:
+        DataError: it has none of the methods of a metric.
+    """
+    if not callable(getattr(metric, "compute", None)) or not (
+        hasattr(metric, "add_batch") or hasattr(metric, "update")
+    ):
+        raise DataError(
+            f"evaluate(metrics=...): {shown(metric)} is no metric. Pass an object with `update` or "
+            f"`add_batch`, and `compute`, such as torchmetrics.classification.MulticlassAccuracy."
+        )
+    if hasattr(metric, "add_batch"):
+        yield
+        return
+    if hasattr(metric, "to"):
+        metric.to(ctx.device)
+    if hasattr(metric, "reset"):
+        metric.reset()
+    # torchmetrics would add up the states of all ranks, which are the same.
+    parts = [one for one in _parts(metric) if hasattr(one, "distributed_available_fn")]
+    before = [one.distributed_available_fn for one in parts]
+    for one in parts:
+        one.distributed_available_fn = _never
+    try:
+        yield
+    finally:
+        for one, earlier in zip(parts, before, strict=True):
+            one.distributed_available_fn = earlier
+
+
+def update_metric(metric: Any, arguments: Any) -> None:
+    """Give a metric the rows of one global batch."""
+    update = metric.update if not hasattr(metric, "add_batch") else metric.add_batch
+    if hasattr(metric, "add_batch"):
+        arguments = _tree.map_leaves(_plain, arguments)
+        if type(arguments) is tuple:
+            arguments = dict(zip(_COLUMNS, arguments, strict=True))
+    if isinstance(arguments, Mapping):
+        update(**arguments)
+    elif type(arguments) is tuple:
+        update(*arguments)
+    else:
+        update(arguments)
+
+
+def compute_metric(metric: Any) -> Any:
+    """The value of a metric, with floats in the place of scalar tensors."""
+    return _tree.map_leaves(_float, metric.compute())
+
+
+def _parts(metric: Any) -> list[Any]:
+    return list(metric.modules()) if hasattr(metric, "modules") else [metric]
+
+
+def _never() -> bool:
+    return False
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.tolist() if isinstance(leaf, Tensor) else leaf
+
+
+def _float(leaf: Any) -> Any:
+    return leaf.item() if getattr(leaf, "shape", None) == () else leaf

@@ -1,4 +1,4 @@
-"""What `fit` is asked for: how long a run is, and what happens when."""
+"""What `fit` is asked for, and which of it may change when a run continues."""
 
 import sys
 from collections.abc import Iterator, MutableMapping
@@ -6,14 +6,20 @@ from itertools import chain
 from typing import Any, ClassVar, Literal
 
 import attrs
+from torch.utils.data import BatchSampler, SequentialSampler
 
+from fxtrain import ops
 from fxtrain._errors import DataError, PlanError
 from fxtrain._record import above, at_least, record
+from fxtrain.checkpoint import Restored
 from fxtrain.data import Sharded
 from fxtrain.loop.stepping import StepFns
 from fxtrain.state import Batch, DistContext, Position, shown
 
 _MEASURES = ("epochs", "updates", "rows", "tokens")
+
+# What decides which row a position inside an epoch stands at.
+_MEANING = {"units": "rows or batches in an epoch", "unit": "unit", "order": "order"}
 
 
 @record
@@ -120,3 +126,51 @@ def check_arguments(
         wrong.append("keep_best compares what evaluate gives; pass evaluate too")
     if wrong:
         raise PlanError(f"fit: {'; '.join(wrong)}.")
+
+
+def layout_of(loader: Sharded) -> dict[str, Any]:
+    """What a checkpoint records of the data: plain values, equal on every rank."""
+    layout, source = loader._layout, loader._loader
+    sampler = getattr(source, "batch_sampler", None)
+    if sampler is None or type(sampler) is BatchSampler:
+        sampler = getattr(sampler or source, "sampler", None)
+    order = type(sampler).__name__
+    if type(sampler) is not SequentialSampler:
+        order += f" with seed {loader.plan.seed}"
+    if loader.plan.data.source == "sharded":
+        order += ", sharded already"
+    return {
+        "units": loader._source.length(),
+        "unit": layout.unit,
+        "order": order,
+        "batch": layout.stride,
+        "even": layout.even,
+    }
+
+
+def check_changes(ctx: DistContext, restored: Restored, loader: Sharded) -> None:
+    """Compare the data of a checkpoint with those that continue it; `restore` compares the plan.
+
+    Effects:
+        Logs one line with what differs.
+
+    Raises:
+        DataError: the position is inside an epoch, and stands at another row of this data.
+    """
+    position, saved, now = restored.position, restored.extra["layout"], layout_of(loader)
+    changes = [f"{name} {saved[name]} → {now[name]}" for name in now if saved[name] != now[name]]
+    moved = [
+        f"{words} {saved[name]} when it was saved, {now[name]} now"
+        for name, words in _MEANING.items()
+        if saved[name] != now[name] and None not in (saved[name], now[name])
+    ]
+    if moved and position.index and not position.is_last:
+        raise DataError(
+            f"fit: {restored.path} was saved inside epoch {position.epoch}, at index "
+            f"{position.index}, which is another row of the data that is given: "
+            f"{'; '.join(moved)}. Pass the data, batch sampler and seed that it was saved with. To "
+            f"train on other data, use another folder, and load the model with fx.restore.",
+            code="FX401",
+        )
+    if changes:
+        ops.log(ctx).info("fit: %s continues on other data: %s.", restored.path, "; ".join(changes))

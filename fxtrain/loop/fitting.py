@@ -16,9 +16,8 @@ from fxtrain.checkpoint import Restored, Saving, latest, restore, save
 from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.data import Sharded
 from fxtrain.data.sharding import in_windows
-from fxtrain.loop.fit_changes import check_changes, layout_of
 from fxtrain.loop.fit_entries import Entries, entries_after, tokens_of
-from fxtrain.loop.fit_rules import Rules, check_arguments
+from fxtrain.loop.fit_rules import Rules, check_arguments, check_changes, layout_of
 from fxtrain.loop.means import finite_number
 from fxtrain.loop.progress import progress
 from fxtrain.loop.reports import Reports, body_failed

@@ -6,8 +6,11 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
 
 from fxtrain import _tree
+from fxtrain._errors import CollectiveError
 from fxtrain._words import canonical_text
 from fxtrain.ops.reduction import all_reduce, check_reducible, fold
 from fxtrain.ops.transport.exchange import (
@@ -18,7 +21,6 @@ from fxtrain.ops.transport.exchange import (
     exchange_rows,
     rank_loss_guard,
 )
-from fxtrain.ops.transport.gradients import check_gradients, with_gradient
 from fxtrain.ops.transport.large import broadcast_all, gather_all
 from fxtrain.ops.transport.mismatches import check_is_context, check_source_rank
 from fxtrain.ops.transport.packing import (
@@ -36,6 +38,8 @@ from fxtrain.state import DistContext
 T = TypeVar("T")
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _MAX_PAYLOAD_BYTES = 1 << 20  # of the tensors of a gather that are sent as one payload
+# torch 2.13 renamed this function, and warns about the older name.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gather(tree: T, ctx: DistContext, *, grad: bool = False) -> T:
@@ -300,3 +304,55 @@ def _broadcast_large(ctx: DistContext, call: Call, tensors: list[Tensor], src: i
         for i, tensor in zip(places, got, strict=True):
             out[i] = tensor
     return out
+
+
+def check_gradients(ctx: DistContext) -> None:
+    """Check that gradients can be sent between the ranks of a context.
+
+    Raises:
+        CollectiveError: torch_xla, whose collectives are not torch's, connects them.
+    """
+    if ctx.world_size > 1 and ctx.device.type == "xla":
+        raise CollectiveError(
+            "gather(grad=True) is not supported on xla. Call torch_xla's all_gather, which is "
+            "differentiable, in the loss."
+        )
+
+
+def with_gradient(own: Tensor, whole: Tensor, ctx: DistContext) -> Tensor:
+    """The rows of all ranks, differentiable with respect to those of this rank.
+
+    Args:
+        own: What this rank has passed to the gather, (r, ...) or 0-d.
+        whole: What the gather has returned, (world size · r, ...).
+
+    Effects:
+        Backward sends one reduce-scatter over the ranks.
+    """
+    return _Gathered.apply(own, _Rows(whole, ctx))
+
+
+class _Rows:
+    """Arguments that autograd does not look into, so that the rows are not copied."""
+
+    def __init__(self, whole: Tensor, ctx: DistContext) -> None:
+        self.whole = whole
+        self.ctx = ctx
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(state: Any, own: Tensor, rows: _Rows) -> Tensor:  # type: ignore[override]
+        state.ctx, state.shape = rows.ctx, own.shape
+        return rows.whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(state: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx: DistContext = state.ctx
+        if ctx.world_size == 1:
+            return grad.reshape(state.shape), None
+        mine = grad.new_empty(state.shape)
+        group = ctx.comm.control if grad.is_cpu else ctx.comm.group
+        _reduce_scatter(mine.view(-1), grad.reshape(-1), group=group)
+        return mine, None

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fxtrain._errors import PlanError
-from fxtrain.precision.layer_format import LayerFormat
+from fxtrain.precision.library import LayerFormat
 from fxtrain.precision.targets import Targets, all_named, choose_linears, nothing_left
 from fxtrain.precision.torchao_recipes import FLOAT8_LAYERS, MX_LAYERS
 from fxtrain.precision.transformer_engine import TE_LAYERS

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtrain.precision.layer_format import LayerFormat
-from fxtrain.precision.library import quiet
+from fxtrain.precision.library import LayerFormat, quiet
 from fxtrain.precision.torchao_layers import LOGGERS, has_float8, import_torchao
 from fxtrain.state import MX, Float8
 

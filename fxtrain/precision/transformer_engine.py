@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain._optional import optional
-from fxtrain.precision.layer_format import LayerFormat
+from fxtrain.precision.library import LayerFormat
 from fxtrain.state import TE
 
 _NEEDED_BY = "Plan(precision=fx.Precision(compute='fp8', recipe=fx.TE(...)))"

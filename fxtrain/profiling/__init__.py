@@ -10,11 +10,9 @@ import sys
 
 from fxtrain._byte_units import read_bytes, show_bytes
 from fxtrain._packages import Package
-from fxtrain.profiling.fake_ranks import place
-from fxtrain.profiling.memory_plot import plot
-from fxtrain.profiling.rehearsal import dry_run, rehearse
+from fxtrain.profiling.rehearsal import dry_run, place, rehearse
 from fxtrain.profiling.step_times import RankTimes, StepTimes, Summary, summary
-from fxtrain.profiling.tables import table
+from fxtrain.profiling.tables import plot, table
 from fxtrain.profiling.tracing import Trace, profile
 
 __all__ = [

@@ -1,26 +1,34 @@
-"""Run a user's function or script as one simulated rank."""
+"""Run a user's function or script as one rank of a simulated world, which transfers nothing."""
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
+
+from torch import distributed as dist
 
 from fxtrain import ops
 from fxtrain._byte_units import read_bytes
-from fxtrain._errors import StepError
+from fxtrain._errors import ContextError, PlanError, StepError
 from fxtrain.ops.connecting import launched_plan
-from fxtrain.profiling.axes import axis_namer
 from fxtrain.profiling.dispatched_traffic import Collective, summary
-from fxtrain.profiling.fake_ranks import fake_group, place
 from fxtrain.profiling.fake_tensors import FakeValuesMode
-from fxtrain.profiling.library_tables import real_tables
 from fxtrain.profiling.problems import ends_the_run, find_problems
-from fxtrain.profiling.torch_patches import formattable, lazy_chunks, load_in_process, swappable
+from fxtrain.profiling.torch_patches import (
+    formattable,
+    lazy_chunks,
+    load_in_process,
+    real_tables,
+    swappable,
+)
 from fxtrain.profiling.watching import LoopRecorder, Mark, StepsConverged, recording
 from fxtrain.state import (
+    AXES,
     PLAN_VARIABLE,
     DistContext,
     DryRun,
     Mesh,
+    axis_groups,
     dumps,
     read_topology,
     resolve_mesh,
@@ -30,6 +38,8 @@ from fxtrain.state import (
 # fourth confirms it.
 _MOST_UPDATES = 4
 _MOMENTS = 240
+_OWN_MESH = "mesh_"
+NODE_RANKS = 8
 
 
 def dry_run(
@@ -159,3 +169,89 @@ def figures(watch: LoopRecorder, axis_of: Callable[[Collective], str]) -> dict[s
         "step": summary(traffic[start.traffic : stop.traffic] if watch.marks else (), axis_of),
         "timeline": moments,
     }
+
+
+def axis_namer(mesh: Mesh, rank: int) -> Callable[[Collective], str]:
+    """A function that maps a collective to the mesh axis along which it runs.
+
+    Args:
+        mesh: The resolved mesh.
+        rank: A rank that takes part in every collective.
+
+    Example:
+        >>> name = axis_namer(Mesh(replicate=2, shard=2, tensor=2), 0)
+        >>> for ranks in (0, 1), (0, 2), (0, 2, 4, 6), (0, 3):
+        ...     print(name(Collective("all_reduce", ranks, "", 4)))
+        tensor
+        shard
+        data
+        2 ranks
+    """
+    real = [axis for axis in AXES if mesh.sizes[axis] > 1]
+    names: dict[tuple[int, ...], str] = {}
+    for count in range(1, len(real) + 1):
+        for axes in itertools.combinations(real, count):
+            (own,) = (group for group in axis_groups(mesh, axes) if rank in group)
+            name = "data" if axes == ("replicate", "shard") else " + ".join(axes)
+            names.setdefault(tuple(own), "world" if axes == tuple(real) and count > 1 else name)
+
+    def name_of(call: Collective) -> str:
+        if call.ranks in names:
+            return names[call.ranks]
+        # A DeviceMesh of the script.
+        axis = call.label.startswith(_OWN_MESH) and call.label[len(_OWN_MESH) :]
+        return axis or f"{len(call.ranks)} ranks"
+
+    return name_of
+
+
+def place(world: int, rank: int, mesh: Mesh | None) -> dict[str, str]:
+    """The environment variables of one rank, as a launcher sets them.
+
+    Raises:
+        PlanError: the rank does not exist.
+        ContextError: the mesh does not fit the world size.
+    """
+    if type(world) is not int or world < 1:
+        raise PlanError(f"A dry run with world={world!r}: pass a number of ranks, 1 or more.")
+    if type(rank) is not int or not 0 <= rank < world:
+        raise PlanError(
+            f"A dry run as rank={rank!r} of {world}: choose a rank from 0 to {world - 1}."
+        )
+    resolve_mesh(mesh or Mesh(), world)
+    # The largest node size that divides the world size.
+    local = next(size for size in range(min(world, NODE_RANKS), 0, -1) if world % size == 0)
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank % local,
+        "LOCAL_WORLD_SIZE": local,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 1,
+    }
+    return {name: str(value) for name, value in variables.items()}
+
+
+@contextmanager
+def fake_group(variables: Mapping[str, str]) -> Iterator[None]:
+    """Open the fake process group that these variables describe.
+
+    Effects:
+        Opens and closes torch's default process group in this process.
+
+    Raises:
+        ContextError: a process group is already open.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ContextError(
+            "dry_run: this process already has a process group, and a dry run opens its own. "
+            "Close the context first, or use `fxtrain plan`, which starts a new process."
+        )
+    at = read_topology(variables)
+    dist.init_process_group("fake", store=FakeStore(), rank=at.rank, world_size=at.world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -3,7 +3,6 @@
 from fxtrain._record import few, shown
 from fxtrain.state.batch import Batch, Report, Weighted
 from fxtrain.state.context import Comm, CommState, DistContext, check_connected, with_plan
-from fxtrain.state.context_parallel import CP, token_ranges
 from fxtrain.state.converters import converter_for, fingerprint, structure, unstructure
 from fxtrain.state.deepspeed import (
     DeepSpeed,
@@ -22,15 +21,9 @@ from fxtrain.state.files import (
     write_plan,
     write_record,
 )
-from fxtrain.state.fsdp import FSDP
-from fxtrain.state.local_sgd import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
-from fxtrain.state.low_precision.quantized_weights import Bnb4, Bnb8, Quantize, Torchao
-from fxtrain.state.low_precision.recipes import MX, TE, Float8, Recipe
 from fxtrain.state.mesh import AXES, Mesh, agreed_mesh, axis_groups, read_mesh, resolve_mesh
-from fxtrain.state.model.module_names import check_open
-from fxtrain.state.model.stored_state import FlatShard, ModelState, StateReader
+from fxtrain.state.module_names import check_open
 from fxtrain.state.parsing import Format, parse_json, parse_text, unique_keys
-from fxtrain.state.pipeline import PP
 from fxtrain.state.placement import (
     DtypeRule,
     Limit,
@@ -45,7 +38,10 @@ from fxtrain.state.plan import Compile, Data, Plan
 from fxtrain.state.position import Position
 from fxtrain.state.precision import LossScale, Precision
 from fxtrain.state.profile import Profile
+from fxtrain.state.quantized_weights import Bnb4, Bnb8, Quantize, Torchao
+from fxtrain.state.recipes import MX, TE, Float8, Recipe
 from fxtrain.state.registry import Config, installed_configs, installed_strategies
+from fxtrain.state.stored_state import FlatShard, ModelState, StateReader
 from fxtrain.state.strategy import (
     Round,
     Strategy,
@@ -56,9 +52,25 @@ from fxtrain.state.strategy import (
     round_of,
     unsupported,
 )
-from fxtrain.state.strategy_configs import DDP, XLA, CommHook, PowerSGD, Single
-from fxtrain.state.tensor_parallel import TP, Style
-from fxtrain.state.topology.detection import Topology
+from fxtrain.state.strategy_configs import (
+    CP,
+    DDP,
+    FSDP,
+    PP,
+    TP,
+    XLA,
+    CommHook,
+    DiLoCo,
+    LocalSGD,
+    PowerSGD,
+    Single,
+    Style,
+    is_alone,
+    round_begins,
+    round_ends,
+    token_ranges,
+)
+from fxtrain.state.topology.checks import Topology
 from fxtrain.state.topology.environments import read_topology
 from fxtrain.state.weight import Location, Part, Weight
 from fxtrain.state.window import AccumulationWindow, ModelStatus

@@ -8,9 +8,10 @@ import attrs
 from fxtrain._errors import PlanError
 from fxtrain._other_names import value_hint
 from fxtrain._record import above, at_least, closest, record
-from fxtrain.state.context_parallel import CP
-from fxtrain.state.local_sgd import DiLoCo, LocalSGD
-from fxtrain.state.low_precision.quantized_weights import (
+from fxtrain.state.mesh import Mesh, read_mesh
+from fxtrain.state.precision import FORMATS, Compute, Precision, precision_of
+from fxtrain.state.profile import Profile
+from fxtrain.state.quantized_weights import (
     Bnb4,
     Bnb8,
     QuantizeKind,
@@ -18,12 +19,8 @@ from fxtrain.state.low_precision.quantized_weights import (
     names_of,
     quantize_of,
 )
-from fxtrain.state.mesh import Mesh, read_mesh
-from fxtrain.state.precision import FORMATS, Compute, Precision, precision_of
-from fxtrain.state.profile import Profile
 from fxtrain.state.registry import BUILT_IN, Config, kind_of
-from fxtrain.state.strategy_configs import DDP, CommHook
-from fxtrain.state.tensor_parallel import TP
+from fxtrain.state.strategy_configs import CP, DDP, TP, CommHook, DiLoCo, LocalSGD
 
 
 @record

@@ -6,7 +6,7 @@ import attrs
 
 from fxtrain._errors import PlanError
 from fxtrain._record import above, at_least, between, record
-from fxtrain.state.low_precision.recipes import MX, TE, Float8, recipe_of
+from fxtrain.state.recipes import MX, TE, Float8, recipe_of
 
 FORMATS = ("fp32", "bf16", "fp16", "fp8")
 

@@ -7,10 +7,8 @@ import attrs
 from fxtrain._errors import PlanError
 from fxtrain._installed import installed_rows
 from fxtrain.state.deepspeed import DeepSpeed
-from fxtrain.state.fsdp import FSDP
-from fxtrain.state.pipeline import PP
 from fxtrain.state.placement import Offload
-from fxtrain.state.strategy_configs import DDP, XLA, Single
+from fxtrain.state.strategy_configs import DDP, FSDP, PP, XLA, Single
 
 if TYPE_CHECKING:
     from fxtrain.state.strategy import Strategy

@@ -12,11 +12,11 @@ from fxtrain._display import describe, number
 from fxtrain._errors import PlanError
 from fxtrain.state.batch import Batch
 from fxtrain.state.context import DistContext
-from fxtrain.state.model.module_names import M_co, ModuleNames, check_open
-from fxtrain.state.model.stored_state import ModelState, StateReader
+from fxtrain.state.module_names import M_co, ModuleNames, check_open
 from fxtrain.state.placement import Placement
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position
+from fxtrain.state.stored_state import ModelState, StateReader
 from fxtrain.state.weight import Weight
 from fxtrain.state.window import AccumulationWindow, ModelStatus
 

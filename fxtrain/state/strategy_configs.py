@@ -1,10 +1,15 @@
-"""Strategy configs: how a plan distributes a model. Data only."""
+"""Strategy configs and parts of them: how a plan distributes a model and its data. Data only."""
 
-from typing import Literal
+import re
+from collections.abc import Callable
+from typing import Any, Literal, cast
 
 import attrs
 
-from fxtrain._record import above, at_least, record
+from fxtrain._record import above, at_least, between, record
+from fxtrain.state.position import Position
+
+_PATH = re.compile(r"[^\W\d]\w*(\.\w+)*:[^\W\d]\w*(\.\w+)*")
 
 
 @record
@@ -110,3 +115,273 @@ class XLA:
     blocks: tuple[str, ...] = ()
     downcast: bool = False
     warn_recompiles: bool = True
+
+
+@record
+class Style:
+    """How to split the modules whose names match a pattern over the tensor axis.
+
+    Attributes:
+        modules: Pattern of module names, such as `layers.*.mlp.up_proj`.
+        style: colwise: a linear layer computes its part of the outputs, which are not gathered;
+            colwise_gather: they are gathered; rowwise: a linear layer takes such parts, or an
+            embedding has a part of the vocabulary, and outputs are summed; reduce: parameters are
+            not split, and each rank's gradient is a part of a sum, as for a norm over heads;
+            expert: a mixture of experts, with `num_experts` and their stacked weights, gives each
+            rank whole experts. Its forward takes tokens (T, D), the experts of each (T, K) and
+            their weights (T, K); `num_experts` as an expert means none.
+    """
+
+    modules: str
+    style: Literal["colwise", "colwise_gather", "rowwise", "reduce", "expert"]
+
+
+@record
+class TP:
+    """Layers split over the ranks of the mesh's tensor axis, by torch's DTensor.
+
+    Attributes:
+        styles: How to split which modules. Empty uses the plan of a transformers model, or one
+            for layers named as in Llama or GPT-2.
+        sequence: Between the first block and the last, split activations outside split layers
+            along the sequence (dimension 1), which divides their memory as well.
+        loss: Keep logits of `colwise_gather` modules sharded, and compute cross-entropy on the
+            shards: the loss function gets a DTensor and uses only `cross_entropy` on it.
+    """
+
+    styles: tuple[Style, ...] = ()
+    sequence: bool = False
+    loss: bool = False
+
+
+def _path_of(value: str | Callable[..., bool] | None) -> str | None:
+    """The path of a function, if it has one; any other value unchanged."""
+    path = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+    return path if callable(value) and _PATH.fullmatch(path) else cast(str | None, value)
+
+
+def _is_path(_: Any, __: Any, value: str) -> None:
+    if not _PATH.fullmatch(value):
+        raise ValueError("choose a path such as 'package.module:function'.")
+
+
+@record
+class FSDP:
+    """Parameters, gradients and optimizer states sharded over ranks: torch's FSDP2.
+
+    At one data rank this is the plain model.
+
+    Attributes:
+        mode: full: parameters are gathered block by block, and freed after forward and again
+            after backward (ZeRO-3); grads_and_optimizer: parameters stay gathered between
+            forward and backward (ZeRO-2); none: nothing is sharded, one replica per rank (as DDP).
+        shard: Ranks over which one replica is sharded; the other data ranks hold further
+            replicas (hybrid sharding). None uses the mesh's shard axis, or all data ranks if that
+            is 1.
+        wrap: Class names of the blocks to gather one by one. Empty uses the model's own list
+            (`_no_split_modules` of transformers), or else the elements of its ModuleLists.
+        min_params: Instead of class names: gather modules with at least this many parameters.
+        wrap_by: Instead of those: a function of a module's name and the module that returns
+            whether to gather it separately. The plan stores its path, `package.module:function`.
+        ignore: Patterns (`embed.*`) of names of parameters that are not sharded.
+        param_dtype: Dtype in which parameters are gathered and used; plan is the plan's
+            precision.
+        reduce_dtype: Dtype in which gradients are summed, if the plan's precision is not fp32.
+        cast_inputs: Cast floating-point inputs of blocks to the dtype of their parameters.
+        offload: Keep parameters, gradients and optimizer states in host memory.
+        pin: Pin that memory, for faster copies.
+        forward_prefetch: Blocks to gather ahead in forward; 0 leaves it to torch.
+        backward_prefetch: Blocks to gather ahead in backward; 0 leaves it to torch.
+        unused_parameters: Ranks may skip different parameters of a block, which count as zero.
+            All ranks must run the same blocks.
+        tensor: How to split layers over the mesh's tensor axis, in addition to the data axes.
+    """
+
+    kind: Literal["fsdp"] = attrs.field(default="fsdp", init=False)
+    mode: Literal["full", "grads_and_optimizer", "none"] = "full"
+    shard: int | None = attrs.field(default=None, validator=at_least(1))
+    wrap: tuple[str, ...] = ()
+    min_params: int | None = attrs.field(default=None, validator=at_least(1))
+    wrap_by: str | None = attrs.field(
+        default=None,
+        converter=_path_of,
+        validator=_is_path,
+        metadata={"choose": "a function at the top of a module, or 'package.module:function'"},
+    )
+    ignore: tuple[str, ...] = ()
+    param_dtype: Literal["plan", "fp32", "bf16", "fp16"] = "plan"
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    cast_inputs: bool = True
+    offload: bool = False
+    pin: bool = True
+    forward_prefetch: int = attrs.field(default=0, validator=at_least(0))
+    backward_prefetch: int = attrs.field(default=0, validator=at_least(0))
+    unused_parameters: bool = False
+    tensor: TP | None = None
+
+
+@record
+class PP:
+    """Consecutive parts of the model on consecutive ranks: torch's pipeline schedules.
+
+    The ranks of the mesh's pipeline axis read the same rows, and each runs some stages of the
+    model; those of the data axes hold replicas or shards, whose gradients are averaged. At one
+    rank this is the plain model.
+
+    Attributes:
+        schedule: Order of the forward and backward passes of micro-batches: gpipe, 1f1b, with
+            one stage per rank; looped_bfs, interleaved_1f1b, interleaved_zero_bubble, with several
+            in a loop over the ranks; zbv_zero_bubble and dualpipe_v, with two, there and back.
+        microbatches: Micro-batches into which each rank's batch is split; None is one per stage.
+        split: Names of the modules with which the second and later stages begin, in the order
+            in which they run. Empty splits at the model's blocks, into stages with similar
+            numbers of parameters.
+        stages_per_rank: Stages that a rank runs; None is 1, or 2 if the schedule has several.
+        shared: Patterns (`head.*`) of names of parameters that every stage holds, with summed
+            gradients; for those that run in another order than they are registered in.
+        stages: How each stage is held on the other axes: sharded over the data axes and, with
+            `tensor` in it, split over the tensor axis. None holds replicas.
+        outputs: Whether a forward without gradients returns the outputs on every rank, or only
+            on the rank of the last stage, and None on the others.
+    """
+
+    kind: Literal["pp"] = attrs.field(default="pp", init=False)
+    schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "looped_bfs",
+        "interleaved_1f1b",
+        "interleaved_zero_bubble",
+        "zbv_zero_bubble",
+        "dualpipe_v",
+    ] = "1f1b"
+    microbatches: int | None = attrs.field(default=None, validator=at_least(1))
+    split: tuple[str, ...] = ()
+    stages_per_rank: int | None = attrs.field(default=None, validator=at_least(1))
+    shared: tuple[str, ...] = ()
+    stages: FSDP | None = None
+    outputs: Literal["all", "last"] = "all"
+
+
+@record
+class CP:
+    """Sequences split over the ranks of the mesh's context axis: torch's ring attention.
+
+    Attributes:
+        batch: Patterns of names of the tensors in a batch to split, such as `input_ids`, or `0`
+            for the first of a tuple. Empty splits every tensor that has dimension `dim`.
+        dim: Their token dimension.
+        tables: Patterns of names of parameters and buffers with one row per position, such as
+            learned position embeddings or rotary angles; forward sees the rows of this rank's
+            tokens.
+        balance: Give each rank two parts, one from the start and its mirror image from the end,
+            so that causal attention costs every rank the same.
+        rotate: How keys and values reach the other ranks: allgather: all at once; alltoall:
+            from neighbour to neighbour, which stores the parts of two ranks at a time.
+        causal: Treat attention as causal whatever the model passes, and drop masks. For models
+            that build a mask from positions, as those of transformers do.
+    """
+
+    batch: tuple[str, ...] = ()
+    dim: int = attrs.field(default=1, validator=at_least(0))
+    tables: tuple[str, ...] = ()
+    balance: bool = True
+    rotate: Literal["allgather", "alltoall"] = "allgather"
+    causal: bool = False
+
+
+def token_ranges(
+    length: int, ranks: int, rank: int, *, balance: bool
+) -> tuple[tuple[int, int], ...] | None:
+    """Start and number of the tokens that a rank gets of a sequence, in their local order.
+
+    None if the length is not divisible by the ranks, or by twice as many with balance.
+
+    Example:
+        >>> token_ranges(8, 2, 0, balance=True), token_ranges(8, 2, 1, balance=True)
+        (((0, 2), (6, 2)), ((2, 2), (4, 2)))
+        >>> token_ranges(8, 2, 1, balance=False)
+        ((4, 4),)
+    """
+    if ranks == 1:
+        return ((0, length),)
+    parts = 2 * ranks if balance else ranks
+    if length % parts:
+        return None
+    size = length // parts
+    mine = (rank, parts - 1 - rank) if balance else (rank,)
+    return tuple((part * size, size) for part in mine)
+
+
+@record
+class LocalSGD:
+    """Every replica trains independently, and all are averaged every few updates.
+
+    With `every=1` and plain SGD this is DDP within rounding. With one replica it has no effect.
+
+    Attributes:
+        every: Optimizer updates between averages. The end of an epoch also averages.
+        warmup: First updates of the run that all replicas make together, as under DDP.
+    """
+
+    kind: Literal["local_sgd"] = attrs.field(default="local_sgd", init=False)
+    every: int = attrs.field(validator=at_least(1))
+    warmup: int = attrs.field(default=0, validator=at_least(0))
+
+
+@record
+class DiLoCo:
+    """Like `LocalSGD`, but an outer SGD moves the parameters towards the average.
+
+    The mean change of the replicas since the last round is the negative of its gradient. With
+    `outer_lr=1` and `outer_momentum=0` this is `LocalSGD`.
+
+    Attributes:
+        every: Optimizer updates in a round. The end of an epoch also ends one.
+        warmup: First updates of the run that all replicas make together, as under DDP.
+        outer_lr: Learning rate of the outer SGD.
+        outer_momentum: Its momentum.
+        nesterov: Whether to use Nesterov momentum.
+    """
+
+    kind: Literal["diloco"] = attrs.field(default="diloco", init=False)
+    every: int = attrs.field(validator=at_least(1))
+    warmup: int = attrs.field(default=0, validator=at_least(0))
+    outer_lr: float = attrs.field(default=0.7, validator=above(0))
+    outer_momentum: float = attrs.field(
+        default=0.9, validator=between(0, 1, open_low=False, words="of at least 0 and below 1")
+    )
+    nesterov: bool = True
+
+
+def is_alone(local: LocalSGD | DiLoCo, position: Position) -> bool:
+    """Whether each replica makes the update of the batch before a position independently.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> is_alone(fx.LocalSGD(every=4, warmup=2), fx.Position(updates=2, micro=1))
+        True
+    """
+    return position.updates + (position.micro > 0) > local.warmup
+
+
+def round_begins(local: LocalSGD | DiLoCo, position: Position) -> bool:
+    """Whether the warm-up ends at a position."""
+    return position.updates == local.warmup and position.micro == 0
+
+
+def round_ends(local: LocalSGD | DiLoCo, position: Position) -> bool:
+    """Whether replicas are averaged at a position: every few updates, and where the data ends.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> local = fx.LocalSGD(every=4, warmup=2)
+        >>> [n for n in range(12) if round_ends(local, fx.Position(updates=n))]
+        [6, 10]
+        >>> round_ends(local, fx.Position(updates=7, is_last=True))
+        True
+    """
+    if not is_alone(local, position):
+        return False
+    made = position.updates - local.warmup
+    return position.is_last or (position.micro == 0 and made % local.every == 0)

@@ -2,11 +2,10 @@
 collectives, and the laws of strategies."""
 
 from fxtrain.testing.cluster import Cluster, RankFailure, free_port
-from fxtrain.testing.fake_backend import fake_world
 from fxtrain.testing.growth import Cost, costs_of, grows_linearly
 from fxtrain.testing.laws import LAWS, Law, Terms, all_at_once
 from fxtrain.testing.traffic import Collective, Traffic, count_collectives
-from fxtrain.testing.training import Run, Task, by_hand, on_ranks
+from fxtrain.testing.training import Run, Task, by_hand, fake_world, on_ranks
 from fxtrain.testing.transformer import Transformer
 
 __all__ = [

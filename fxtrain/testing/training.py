@@ -1,4 +1,4 @@
-"""Runs of the small transformer that laws compare: on ranks under a plan, and a reference."""
+"""Runs of the small transformer that laws compare: on ranks, simulated or real, and a reference."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,6 +8,8 @@ import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, TensorDataset
 
 from fxtrain import ops
@@ -15,6 +17,7 @@ from fxtrain.backends import gathered, unwrap, weights, wrap
 from fxtrain.checkpoint import restore, save
 from fxtrain.data import shard
 from fxtrain.loop import StepFns, step
+from fxtrain.ops import detect
 from fxtrain.state import (
     Batch,
     DistContext,
@@ -298,3 +301,23 @@ def _loss(task: Task, poke_at: int | None) -> Callable[[Any, Any], Any]:
 def _total(report: Any) -> Tensor:
     weight = torch.as_tensor(report.weight, dtype=torch.float64, device=report.loss.device)
     return torch.stack([report.loss.double() * weight, weight])
+
+
+@contextmanager
+def fake_world(n: int, *, rank: int = 0, mesh: Mesh | None = None) -> Iterator[DistContext]:
+    """The context of one rank of `n`, whose collectives transfer nothing.
+
+    Effects:
+        Opens and closes torch's default process group in this process.
+
+    Example:
+        >>> from fxtrain.testing import fake_world
+        >>> with fake_world(1024, rank=3) as ctx:
+        ...     ctx.rank, ctx.world_size
+        (3, 1024)
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=n)
+    try:
+        yield detect({}, device="cpu", mesh=mesh)
+    finally:
+        dist.destroy_process_group()

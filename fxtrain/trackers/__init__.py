@@ -9,7 +9,7 @@
 import sys
 
 from fxtrain._packages import Package
-from fxtrain.trackers.json_lines import JsonLines
+from fxtrain.trackers.json_lines import JsonLines, RunLog, read_run
 from fxtrain.trackers.libraries.aim import Aim
 from fxtrain.trackers.libraries.clearml import ClearML
 from fxtrain.trackers.libraries.comet import Comet
@@ -20,7 +20,6 @@ from fxtrain.trackers.libraries.tensorboard import TensorBoard
 from fxtrain.trackers.libraries.trackio import Trackio
 from fxtrain.trackers.libraries.wandb import WandB
 from fxtrain.trackers.opening import track
-from fxtrain.trackers.reading_runs import RunLog, read_run
 from fxtrain.trackers.run import Run
 from fxtrain.trackers.table import TRACKERS, trackers
 from fxtrain.trackers.terminal import Terminal

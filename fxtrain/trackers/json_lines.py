@@ -1,4 +1,4 @@
-"""Metrics as lines of JSON in a file: the tracker that needs no package."""
+"""Metrics as lines of JSON in a file: the tracker that needs no package, and reading its runs."""
 
 import io
 import json
@@ -16,10 +16,12 @@ from urllib.parse import quote
 import attrs
 from torch import Tensor
 
-from fxtrain._reading import write_file
+from fxtrain._display import describe
+from fxtrain._errors import PlanError
+from fxtrain._reading import StrPath, lines_of, open_file, write_file
 from fxtrain._record import record
 from fxtrain.state import Position
-from fxtrain.trackers.run_folder import draft_of, remove_drafts
+from fxtrain.trackers.run_folder import draft_of, folder_of, read_identity, remove_drafts
 from fxtrain.trackers.tracker import At, Start, Tracker, is_name
 
 
@@ -37,8 +39,14 @@ class JsonLines:
 
 # How every line begins, so that a long file can be truncated without parsing it.
 _HEAD = re.compile(rb'\{"step":(\d+)(?:,"rows":(\d+))?[,}]')
+
+
 _COLOURS = {1: 0, 3: 2, 4: 6}  # PNG's numbers of grey, RGB and RGBA, by channels
+
+
 _LONGEST_NAME = 200  # of a file, in bytes
+
+
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -182,3 +190,83 @@ JSON_LINES = Tracker(
     artifact=_artifact,
     close=_close,
 )
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class RunLog:
+    """The entries of one rank of a run.
+
+    Attributes:
+        id: Id of the run.
+        starts: Each start of the run, with `step` and `params`: the first, and one for each time it
+            was resumed.
+        entries: All other lines in order: `step`, `rows`, `epoch`, `time`, and one of
+            `values`, `text`, `image`, `table` and `artifact`, by name.
+        damaged: Number of invalid lines that were skipped.
+    """
+
+    id: str
+    starts: tuple[dict[str, Any], ...] = attrs.field(repr=describe)
+    entries: tuple[dict[str, Any], ...] = attrs.field(repr=describe)
+    damaged: int = 0
+
+    def curve(self, name: str, over: str = "step") -> list[tuple[float, float]]:
+        """The values of one metric.
+
+        Args:
+            over: The other axis: step, rows or time.
+        """
+        return [
+            (entry[over], float(entry["values"][name]))
+            for entry in self.entries
+            if name in entry.get("values", ())
+        ]
+
+
+def read_run(path: StrPath, *, file: str = "metrics.jsonl", rank: int = 0) -> RunLog:
+    """Read the run in a folder.
+
+    Args:
+        file: File name in the tracker's config.
+        rank: The rank to read; other than 0 only if all ranks tracked.
+
+    Raises:
+        PlanError: the folder has no run, or not this file.
+
+    Example:
+        >>> import fxtrain as fx, tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     with fx.track(folder, ctx, settings={"lr": 0.1}) as run:
+        ...         run.log({"loss": float("nan")}, 1)
+        >>> log = read_run(folder)
+        >>> log.curve("loss"), log.starts[0]["params"]["lr"]
+        ([(1, nan)], 0.1)
+    """
+    folder = folder_of(path)
+    place = folder / file_name(file, rank)
+    try:
+        identity = read_identity(folder)
+        with open_file(place) as lines:
+            entries = [_read(line) for line in lines_of(lines)]
+    except OSError as error:
+        raise PlanError(f"read_run({str(path)!r}): {error}.") from error
+    if identity is None:
+        raise PlanError(
+            f"read_run({str(path)!r}): this folder has no run.json, so there is no run in it."
+        )
+    valid = [entry for entry in entries if entry is not None]
+    return RunLog(
+        id=identity.id,
+        starts=tuple({**entry, **entry["start"]} for entry in valid if "start" in entry),
+        entries=tuple(entry for entry in valid if "start" not in entry),
+        damaged=len(entries) - len(valid),
+    )
+
+
+def _read(line: bytes | None) -> dict[str, Any] | None:
+    try:
+        data = None if line is None else json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) and type(data.get("step")) is int else None

@@ -10,7 +10,7 @@ import fxtrain as fx
 from fxtrain import ops
 from fxtrain.ops import rendezvous_store
 from fxtrain.testing import Transformer, free_port
-from fxtrain.testing.starting import starter
+from fxtrain.testing.cluster import starter
 
 
 def _env(rank, world, port):

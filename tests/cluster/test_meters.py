@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from fxtrain.meters.flops import _peak_of
+from fxtrain.meters import _peak_of
 
 
 def _metered(ctx, rows):

@@ -30,7 +30,7 @@ import numpy
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from fxtrain.testing.starting import starter
+from fxtrain.testing.cluster import starter
 
 # What launchers and scripts of tests import.
 _LOADED = (

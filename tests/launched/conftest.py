@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from fxtrain.testing.starting import starter
+from fxtrain.testing.cluster import starter
 
 
 @pytest.fixture

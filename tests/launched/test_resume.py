@@ -8,7 +8,7 @@ import pytest
 
 from fxtrain.cli import Exit, main, resume_command
 from fxtrain.diagnosis import rerun
-from fxtrain.testing.starting import starter
+from fxtrain.testing.cluster import starter
 from tests.launched._run import FXTRAIN, PYTHON, ROOT, SCRIPTS, finish, run_fork, start_fork
 
 pytestmark = pytest.mark.timeout(330)

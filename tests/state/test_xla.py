@@ -12,7 +12,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.backends.core.module_changes import xla_problems
-from fxtrain.backends.xla.recompilations import RecompilationLog
+from fxtrain.backends.xla.strategy import RecompilationLog
 from fxtrain.data import to_device
 from fxtrain.ops import xla_runtime
 from fxtrain.state import Topology

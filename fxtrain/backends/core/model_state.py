@@ -9,6 +9,12 @@ from torch import Tensor, nn
 
 from fxtrain._errors import CheckpointError
 from fxtrain.backends.core.initial_values import copy_shard
+from fxtrain.backends.core.local_sgd import (
+    load_round,
+    resumes_same_replicas,
+    round_state,
+    weighted_mean,
+)
 from fxtrain.backends.core.open_windows import load_window, window_state
 from fxtrain.backends.core.optimizer_state import (
     as_bytes,
@@ -20,12 +26,6 @@ from fxtrain.backends.core.optimizer_state import (
 )
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.core.parameter_dtypes import HALF
-from fxtrain.backends.local.averaging_state import (
-    load_round,
-    resumes_same_replicas,
-    round_state,
-    weighted_mean,
-)
 from fxtrain.models.tensor_bytes import contiguous, memory_of
 from fxtrain.ops.whole_tensors import is_sharded, plain_name
 from fxtrain.precision import quantized_facts, quantized_tensors, scaling_state, stored_tensors

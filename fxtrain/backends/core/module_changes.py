@@ -1,5 +1,7 @@
 """Changes to a module that a plan asks for; `fx.unwrap` reverts them (`undo.py`)."""
 
+import difflib
+import fnmatch
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +14,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from fxtrain import ops
 from fxtrain._display import counted
 from fxtrain.backends.core.compilation import compile_parts
-from fxtrain.backends.core.name_checks import unknown_classes
 from fxtrain.precision import quantized_layers, quantized_tensors
 from fxtrain.state import DistContext, Plan
 
@@ -26,7 +27,6 @@ _SAVED_OPERATORS: Mapping[str, tuple[Any, ...]] = {
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
     ),
 }
-
 Checkpointer = Callable[[Callable[..., Any], tuple[str, ...]], Callable[..., Any]]
 
 
@@ -118,3 +118,53 @@ def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:
 
 def _named(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
     return [part for part in module.modules() if type(part).__name__ in names]
+
+
+def move_module(
+    module: nn.Module, device: torch.device, *, dtype: torch.dtype | None = None
+) -> None:
+    """Move a module to a device in place, and cast it if a dtype is given.
+
+    Effects:
+        On devices whose memory torch cannot exchange with the host's (XLA, devices of other
+        packages), the module gets new parameters. `nn.Module.to` makes one for each name there;
+        here, names that shared a parameter still share one.
+    """
+    tied = _tied_names(module)
+    module.to(device, dtype)
+    for first, *others in tied:
+        parameter = module.get_parameter(first)
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            module.get_submodule(owner)._parameters[leaf] = parameter
+
+
+def _tied_names(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [found for found in names.values() if len(found) > 1]
+
+
+def unknown_classes(module: nn.Module, names: Iterable[str], *, field: str) -> list[str]:
+    """A problem for each class name that matches no submodule."""
+    known = sorted({type(part).__name__ for part in module.modules()})
+    return [
+        f"{field} names the class {name!r}, but no submodule of {type(module).__name__} has it. "
+        f"Did you mean {', '.join(difflib.get_close_matches(name, known, n=3) or known[:10])}?"
+        for name in names
+        if name not in known
+    ]
+
+
+def unknown_patterns(
+    patterns: Iterable[str], names: list[str], *, field: str, what: str = "parameter"
+) -> list[str]:
+    """A problem for each pattern that matches no name."""
+    return [
+        f"{field}: no {what} matches {pattern!r}. "
+        f"Did you mean {', '.join(difflib.get_close_matches(pattern, names, n=3) or names[:5])}?"
+        for pattern in patterns
+        if not fnmatch.filter(names, pattern)
+    ]

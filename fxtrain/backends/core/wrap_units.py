@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtrain.backends.core.name_checks import unknown_classes, unknown_patterns
+from fxtrain.backends.core.module_changes import unknown_classes, unknown_patterns
 from fxtrain.models.block_names import block_names
 from fxtrain.state import FSDP
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import step_functions
+from fxtrain.backends.core.local_sgd import average, new_round
 from fxtrain.backends.core.module_changes import (
     model_values,
     send_values,
@@ -24,8 +25,8 @@ from fxtrain.backends.core.module_changes import (
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.ddp.engine import Reduced, StableBucketsDDP
 from fxtrain.backends.ddp.power_sgd import load_power_sgd, power_sgd_state
-from fxtrain.backends.local.averaging import average, new_round
-from fxtrain.backends.single import SINGLE, wrap_without_engine
+from fxtrain.backends.handle import wrap_without_engine
+from fxtrain.backends.single import SINGLE
 from fxtrain.precision import quantized_layers, quantized_tensors
 from fxtrain.state import (
     DDP,

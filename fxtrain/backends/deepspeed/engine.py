@@ -18,7 +18,7 @@ from fxtrain._errors import MissingPackageError, PlanError
 from fxtrain._optional import optional
 from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
 from fxtrain.backends.deepspeed.process_groups import release_groups, sequence_groups
-from fxtrain.ops.other_libraries import ensure_group, export_local_rank
+from fxtrain.ops.connecting import ensure_group, export_local_rank
 from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import DistContext, Plan
 

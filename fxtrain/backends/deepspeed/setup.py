@@ -1,17 +1,18 @@
-"""From a user's module to a wrapped one under DeepSpeed."""
+"""From a user's module to a wrapped one under DeepSpeed, and what that leaves on the module."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
 import attrs
+import torch
 from torch import nn
 
 from fxtrain._errors import PlanError
 from fxtrain.backends.core import step_functions
-from fxtrain.backends.core.module_changes import prepare_module, send_values
-from fxtrain.backends.core.moving import move_module
+from fxtrain.backends.core.module_changes import move_module, prepare_module, send_values
 from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
 from fxtrain.backends.core.trained_parameters import TrainedParameters
 from fxtrain.backends.deepspeed import engine as engines
@@ -23,13 +24,19 @@ from fxtrain.backends.deepspeed.config import (
     resolve,
 )
 from fxtrain.backends.deepspeed.config_entries import ZERO, autocasts
-from fxtrain.backends.deepspeed.module_cleanup import (
-    autocast_inside,
-    record_changes,
-    watch_gradients,
-)
+from fxtrain.ops.step_parts import DTYPES
 from fxtrain.state import DeepSpeed, DistContext, Plan, Strategy, Wrapped
 from fxtrain.state.deepspeed import read_config
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -172,3 +179,67 @@ def _with_engine(
         scheduler=planned,
         schedulers=schedulers,
     )
+
+
+def record_changes(module: nn.Module) -> Callable[[], None]:
+    """Record a module's attributes, hooks and dtypes; return a function that restores them.
+
+    Values of parameters are not recorded: training changes them.
+    """
+    parts = [(part, set(vars(part)), _hook_keys(part)) for part in module.modules()]
+    tensors = [
+        (tensor, tensor.dtype, set(vars(tensor)))
+        for tensor in (*module.parameters(), *module.buffers())
+    ]
+
+    def restore() -> None:
+        for part, names, keys in parts:
+            part._parameters = dict(part._parameters)
+            for name in vars(part).keys() - names:
+                del part.__dict__[name]
+            for name, known in keys.items():
+                hooks = getattr(part, name)
+                for key in [key for key in hooks if key not in known]:
+                    del hooks[key]
+        for tensor, dtype, names in tensors:
+            tensor.data = tensor.data.to(dtype)
+            for name in vars(tensor).keys() - names:
+                delattr(tensor, name)
+
+    return restore
+
+
+def _hook_keys(part: nn.Module) -> dict[str, set[Any]]:
+    return {name: set(getattr(part, name)) for name in _HOOKS}
+
+
+def autocast_inside(module: nn.Module, plan: Plan, device: str) -> None:
+    """Run a module's forward under autocast, inside what the engine puts around it.
+
+    DeepSpeed disables an autocast region that it finds around an engine. Over weights in the same
+    dtype, autocast only affects the inputs.
+    """
+    if plan.precision.compute != "fp32":
+        dtype = DTYPES[plan.precision.compute]
+        module.forward = functools.partial(_under_autocast, module.forward, device, dtype)
+
+
+def _under_autocast(
+    forward: Callable[..., Any], device: str, dtype: torch.dtype, *args: Any, **kwargs: Any
+) -> Any:
+    with torch.autocast(device, dtype=dtype):
+        return forward(*args, **kwargs)
+
+
+def watch_gradients(module: nn.Module, count: torch.Tensor) -> None:
+    """Count non-finite gradients as backward computes them.
+
+    Afterwards they are in the engine's buffers, in a form that depends on stage and offload.
+    """
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(functools.partial(_note, count))
+
+
+def _note(count: torch.Tensor, grad: torch.Tensor) -> None:
+    count.add_(~torch.isfinite(grad).all())

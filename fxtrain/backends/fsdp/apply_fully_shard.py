@@ -1,5 +1,6 @@
 """torch's fully_shard, applied to a module as a plan says, and undone."""
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,11 +22,10 @@ from fxtrain.backends.core.device_mesh import device_mesh
 from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module, send_values
 from fxtrain.backends.core.wrap_units import ignored_names, units
-from fxtrain.backends.fsdp.float8_gathers import gathered_in_float8, scale_before_forward
 from fxtrain.backends.tensor.parallelize import split_layers
 from fxtrain.ops.step_parts import DTYPES
 from fxtrain.precision import companions, gather_in_float8
-from fxtrain.state import FSDP, DistContext, Plan
+from fxtrain.state import FSDP, DistContext, Float8, Plan
 
 
 def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> Callable[[], None]:
@@ -154,3 +154,28 @@ def _gathered(module: nn.Module, device: torch.device) -> list[tuple[nn.Module, 
                 whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
             places.append((part, name, whole[id(parameter)]))
     return places
+
+
+def gathered_in_float8(plan: Plan) -> Float8 | None:
+    """The recipe of a plan that gathers weights in float8."""
+    recipe = plan.precision.recipe
+    return recipe if isinstance(recipe, Float8) and recipe.gather == "fp8" else None
+
+
+def scale_before_forward(module: nn.Module) -> None:
+    """Compute the scales of all weights in one all-reduce before each forward.
+
+    Without it, each weight needs an all-reduce of its own before it is gathered. torchao suggests
+    to do this after each optimizer step, but restored and averaged weights need new scales too.
+
+    Effects:
+        Adds a hook to the module, before torch's own.
+    """
+    compute = importlib.import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp
+
+    scale: Any = torch.compiler.disable(compute)  # type: ignore[no-untyped-call]
+
+    def before(*_: Any) -> None:
+        scale(module)
+
+    module.register_forward_pre_hook(before, prepend=True)

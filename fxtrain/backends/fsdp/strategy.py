@@ -14,11 +14,12 @@ from fxtrain import ops
 from fxtrain._errors import StepError
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import buffers, step_functions
+from fxtrain.backends.core.local_sgd import average, new_round
 from fxtrain.backends.core.module_changes import unmatched_names, xla_problems
 from fxtrain.backends.core.optimizers import disable_foreach
 from fxtrain.backends.core.wrap_units import unit_problems
-from fxtrain.backends.local.averaging import average, new_round
-from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
+from fxtrain.backends.handle import make_handle, wrap_without_engine
+from fxtrain.backends.single import SINGLE
 from fxtrain.backends.tensor.layer_plan import split_problems
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.precision import hold_as_parameters

@@ -9,12 +9,13 @@ from fxtrain.backends.core import buffers, step_functions
 from fxtrain.backends.core.module_changes import unmatched_names
 from fxtrain.backends.core.optimizers import disable_foreach
 from fxtrain.backends.fsdp.strategy import sharding_problems
+from fxtrain.backends.handle import make_handle, wrap_without_engine
 from fxtrain.backends.pipeline.execute import forward, run
 from fxtrain.backends.pipeline.partition import SCHEDULES, pipeline_problems
 from fxtrain.backends.pipeline.stage_gradients import clip_norm
 from fxtrain.backends.pipeline.stage_state import load_state, state_of
 from fxtrain.backends.pipeline.weights import pipeline_weights
-from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
+from fxtrain.backends.single import SINGLE
 from fxtrain.backends.tensor.layer_plan import region
 from fxtrain.state import PP, DistContext, Plan, Strategy, Wrapped, unsupported
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain import _tree
-from fxtrain.backends.core.module_changes import prepare_module
-from fxtrain.backends.core.moving import move_module
+from fxtrain.backends.core.module_changes import move_module, prepare_module
 from fxtrain.ops import xla_runtime
 from fxtrain.state import DistContext, Plan, Wrapped
 

@@ -1,5 +1,6 @@
 """torch_xla: a step is traced, compiled once and run as one graph."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,14 +12,14 @@ from fxtrain.backends.core import buffers, step_functions
 from fxtrain.backends.core.model_state import load_state
 from fxtrain.backends.core.module_changes import send_values, unmatched_names
 from fxtrain.backends.core.weights import in_user_dtypes, torch_weights
-from fxtrain.backends.single import SINGLE, make_handle
+from fxtrain.backends.handle import make_handle
+from fxtrain.backends.single import SINGLE
 from fxtrain.backends.xla.module_placement import (
     move_to_device,
     recompute,
     shard_parameters,
     split_states,
 )
-from fxtrain.backends.xla.recompilations import RecompilationLog
 from fxtrain.models.block_names import block_names
 from fxtrain.ops import xla_runtime
 from fxtrain.state import (
@@ -33,6 +34,50 @@ from fxtrain.state import (
     Wrapped,
     unsupported,
 )
+
+
+@attrs.define(kw_only=True, eq=False)
+class RecompilationLog:
+    """Compilations inside the steps of one model.
+
+    It only counts and warns.
+
+    Attributes:
+        quiet_steps: Steps that may compile: the first ones create gradients and optimizer states.
+            None never warns.
+        steps: Micro-batches so far.
+        compiled: Those that were compiled.
+        before: Compilations in the process when the step began.
+    """
+
+    quiet_steps: int | None
+    steps: int = 0
+    compiled: int = 0
+    before: int | None = None
+
+    def begin(self) -> None:
+        """Start a step; compilations before it are not its own."""
+        self.before = xla_runtime.compilations()
+
+    def end(self) -> None:
+        """End a step; warn if it was compiled, at increasing intervals."""
+        now = xla_runtime.compilations()
+        before, self.before = self.before, now
+        self.steps += 1
+        if before is None or now == before:
+            return
+        self.compiled += 1
+        if self.quiet_steps is None or self.steps <= self.quiet_steps:
+            return
+        often = self.compiled
+        if often & (often - 1) and often > self.quiet_steps + 1:  # at powers of two only
+            return
+        warnings.warn(
+            f"XLA recompiled step {self.steps} of this model; {often} of its steps have been "
+            f"compiled. Each new shape, and each Python number that changes from or to 0 or 1, "
+            f"makes a new graph. Use DataLoader(drop_last=True) or pad rows to a few lengths.",
+            stacklevel=6,
+        )
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:

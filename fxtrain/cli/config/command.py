@@ -13,8 +13,7 @@ from fxtrain._errors import PlanError
 from fxtrain._optional import optional
 from fxtrain._reading import read_text, write_file
 from fxtrain.cli.config.prompts import choose_prompt, interview
-from fxtrain.cli.exit_codes import Exit
-from fxtrain.cli.output import as_json, print_json, print_table, say, warn
+from fxtrain.cli.output import Exit, as_json, print_json, print_table, say, warn
 from fxtrain.diagnosis.setups import section_problems
 from fxtrain.interop.accelerate_config import convert_accelerate
 from fxtrain.launch.config.defaults import Machine, detect_machine, suggested

@@ -1,4 +1,4 @@
-"""Numbers from environment variables, and a consistent topology."""
+"""The rank of a process, as a launcher describes it in variables: read, completed, checked."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,6 @@ import attrs
 
 from fxtrain._display import counted
 from fxtrain._errors import ContextError
-from fxtrain.state.topology.detection import Topology
 
 _RANK_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|NODE_|CROSS_)?(RANK|(WORLD_)?SIZE)$|MASTER_(ADDR|PORT)$|TORCHELASTIC_RUN_ID$"
@@ -16,6 +15,38 @@ _RANK_VARIABLES = re.compile(
     r"|SLURM_STEP_(ID|NUM|TASKS|NODELIST)"
 )
 _SHOWN_CHARS = 60
+
+
+@attrs.frozen(kw_only=True)
+class Topology:
+    """The rank of this process, and the address to which ranks connect, by a launcher.
+
+    Attributes:
+        rank: Number of this rank, from 0.
+        world_size: Number of ranks.
+        local_rank: Number of this rank on its node.
+        local_world_size: Ranks on this node.
+        node_rank: Number of this node.
+        num_nodes: Number of nodes.
+        launcher: torchrun, slurm, openmpi, mpich, pjrt, plain or none.
+        main_address: Host name or address of the node of rank 0.
+        main_port: TCP port there; 0 at one rank.
+        store_is_served: Whether the launcher already serves the store at that port, so that
+            rank 0 connects to it like the others.
+        attempt: Number of the restart under an elastic launcher; each uses separate keys.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    launcher: str = "none"
+    main_address: str = "127.0.0.1"
+    main_port: int = 0
+    store_is_served: bool = False
+    attempt: int = 0
 
 
 def read_number(

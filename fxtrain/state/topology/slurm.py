@@ -4,8 +4,7 @@ import re
 from collections.abc import Mapping
 
 from fxtrain._errors import ContextError
-from fxtrain.state.topology.checks import read_number
-from fxtrain.state.topology.detection import Topology
+from fxtrain.state.topology.checks import Topology, read_number
 
 # slurm.h: larger numbers are the batch script, the shell that salloc opens, and the like.
 _LAST_STEP = 0xFFFF_FFF0

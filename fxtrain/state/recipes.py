@@ -6,7 +6,7 @@ import attrs
 
 from fxtrain._errors import PlanError
 from fxtrain._record import at_least, record
-from fxtrain.state.low_precision.quantized_weights import names_of
+from fxtrain.state.quantized_weights import names_of
 
 
 @record
@@ -135,7 +135,7 @@ def recipe_of(value: Recipe | str | None) -> Recipe | None:
     """The recipe of a short form, such as "rowwise" or "mxfp8"; everything else as it is.
 
     Example:
-        >>> from fxtrain.state.low_precision.recipes import recipe_of
+        >>> from fxtrain.state.recipes import recipe_of
         >>> recipe_of("mxfp4").format
         'mxfp4'
     """

@@ -1,3 +1,0 @@
-"""Local SGD and DiLoCo: replicas that train independently between averages."""
-
-__all__: list[str] = []

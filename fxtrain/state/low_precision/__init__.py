@@ -1,3 +1,0 @@
-"""Records of weights with few bits."""
-
-__all__: list[str] = []
