@@ -41,6 +41,7 @@ test-shadow: $(VENV)/.test
 	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m shadow tests/devices
 
 # On machines made of namespaces, as root. All of them: -m nodes.
+test-nodes: export PYTHONDONTWRITEBYTECODE :=
 test-nodes: $(VENV)/.test
 	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'nodes and not slow' tests/nodes
 

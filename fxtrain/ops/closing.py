@@ -12,6 +12,8 @@ from torch import distributed as dist
 from fxtrain.state import CommState, Topology
 
 _LONGEST_CLOSE_S = 5.0
+# To write a word, which waits for no answer, but behind a question that was never answered.
+_WORD_S = 0.25
 
 
 def make_close(
@@ -25,7 +27,8 @@ def make_close(
             return
         word = "" if error is None else f"{type(error).__name__}: {error}"
         patience_s = min(_LONGEST_CLOSE_S, timeout_s)
-        within(patience_s + 1, lambda: _announce_exit(topology, store, word, patience_s))
+        longest_s = patience_s + 1 if error is None else _WORD_S
+        within(longest_s, lambda: _announce_exit(topology, store, word, patience_s))
         if error is None:
             dist.destroy_process_group()
         else:

@@ -28,7 +28,7 @@ def stuck(monkeypatch):
     released.set()
     monkeypatch.undo()
     for thread in threading.enumerate():
-        if thread.name == "fxtrain-abort":
+        if thread.name == "fxtrain-within":
             thread.join()
 
 

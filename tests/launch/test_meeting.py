@@ -101,9 +101,17 @@ def test_clocks_may_differ():
 def test_a_deleted_state_is_an_error_at_once():
     store = HashStore()
     backend = StateBackend(store, "run")
+    state = pickle.dumps(dynamic_rendezvous._RendezvousState())
+    token = _got(backend.set_state(state))[1]
     store.delete_key(KEY)
     with pytest.raises(RendezvousStateError, match="state was deleted: another program"):
         backend.get_state()
+    # torch's handler writes it again and again, for as long as another node may be quicker.
+    changed = dynamic_rendezvous._RendezvousState()
+    changed.closed = True
+    for expected in (token, None):
+        with pytest.raises(RendezvousStateError, match="state was deleted: another program"):
+            backend.set_state(pickle.dumps(changed), expected)
 
 
 def test_a_store_that_does_not_answer_is_an_error():

@@ -105,7 +105,7 @@ class Node:
     programs: int = 0
     server: subprocess.Popen | None = None
     clock: dict[str, str] = attrs.field(factory=dict)  # variables of a wrong one
-    _server_pid: int = 0  # by its number on the node
+    _server_pid: int = 0  # by its number on the node; 0 until it has loaded torch
 
     @property
     def name(self) -> str:
@@ -125,8 +125,8 @@ class Node:
 
     def start(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Program:
         """Start `python WORDS` in the node's own folder, with torch loaded."""
-        if self.server is None or self.server.poll() is not None:
-            self.server = self._serve()
+        self.serve()
+        self._server_number()
         self.programs += 1
         variables = {**self.lab.variables, **self.lab.variables_of_run, **self.clock, **(env or {})}
         order = {
@@ -215,7 +215,7 @@ class Node:
 
     def left(self) -> dict[int, str]:
         """Processes other than the server of forks, as `processes` has them."""
-        server = self._outside().get(self._server_pid)
+        server = self._outside().get(self._server_number()) if self.server else None
         return {number: words for number, words in self.processes().items() if number != server}
 
     def stacks(self) -> str:
@@ -243,16 +243,26 @@ class Node:
         for path in self.disk.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def _serve(self) -> subprocess.Popen:
-        server = subprocess.Popen(
+    def serve(self) -> None:
+        """Start to load torch, if that is not done: it takes long on a busy machine."""
+        if self.server is not None and self.server.poll() is None:
+            return
+        self.server = subprocess.Popen(
             (*self._enter(), sys.executable, "-m", "tests.nodes._server"),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/",
             # torch reads it when it is loaded; launchers set it for the programs that they start.
             env={**self.lab.variables, **self.clock, "TORCH_CPP_LOG_LEVEL": "ERROR"},
         )  # fmt: skip
-        assert server.stdout is not None
-        self._server_pid = int(server.stdout.readline())
-        return server
+        self._server_pid = 0
+
+    def _server_number(self) -> int:
+        """The server, by its number on the node, once it has loaded torch."""
+        if not self._server_pid:
+            assert self.server is not None and self.server.stdout is not None
+            line = self.server.stdout.readline()
+            assert line, f"the server of {self.name} ended with {self.server.wait()}"
+            self._server_pid = int(line)
+        return self._server_pid
 
     def _outside(self) -> dict[int, int]:
         """By the number of a process on the node, its number outside."""
@@ -315,7 +325,7 @@ class Lab:
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "PYTHONFAULTHANDLER": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", ""),
         }
 
     def address(self, number: int) -> str:
@@ -414,7 +424,7 @@ class Lab:
             self._switch("ip", "link", "set", f"p{node.number}", "master", "br0")
 
     def reset(self) -> None:
-        """As new: see `Node.reset`."""
+        """As new: see `Node.reset`. All nodes load torch at the same time."""
         self.variables_of_run.clear()
         self.heal()
         for node in self.nodes:
@@ -422,6 +432,8 @@ class Lab:
         for path in self.shared.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.hosts("good")
+        for node in self.nodes:
+            node.serve()
 
     def close(self) -> None:
         for node in self.nodes:

@@ -79,10 +79,18 @@ def test_a_machine_joins_a_run(lab):
 def test_a_machine_comes_back(lab):
     programs = _training(lab, "--min-nodes=2", rows=960)
     lab.nodes[1].kill_all()
-    time.sleep(2)
+    programs[0].wait_for("Waiting for node 1 (10.91.7.11) of the attempt before")
     again = _start(lab, 1, "--min-nodes=2", rows=960)
     _finish([programs[0], again], 150)
     every_row_once(lab, 960)
+    assert programs[0].text.count("of the attempt before") == 1
+
+
+@SLOW
+def test_nodes_that_have_not_joined_are_counted(lab):
+    first = _start(lab, 0, "--connect-timeout=9")
+    first.wait_for("1 of 2 nodes have joined; waiting for the others for up to 9 s.")
+    assert first.finish(40) == 2
 
 
 @SLOW
@@ -117,12 +125,13 @@ def test_a_stranger_that_deletes_keys_is_told(lab, secret):
     """It ends the run, within the time limit and with its name."""
     variables = {"FXTRAIN_RUN_SECRET": secret} if secret else {}
     lab.variables_of_run |= variables
-    programs = _training(lab, "--shutdown=5", rows=960)
+    programs = _training(lab, "--shutdown=5", rows=9600)
     stranger = lab.nodes[2].start(SCRIPTS / "stranger.py", "n0")
     assert stranger.finish(30) == 0, stranger.text
     start = time.monotonic()
     codes = [program.finish(40) for program in programs]
     assert time.monotonic() - start < TIMEOUT_S + 15, [program.text for program in programs]
-    assert all(codes), [program.text for program in programs]
-    for program in programs:
-        assert "the rendezvous state was deleted: another program" in program.text
+    # The launcher that notices it first stops its ranks, and so those of the other one.
+    assert set(codes) <= {0, 2} and any(codes), [program.text for program in programs]
+    for program, code in zip(programs, codes, strict=True):
+        assert not code or "the rendezvous state was deleted: another program" in program.text

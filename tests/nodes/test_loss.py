@@ -24,11 +24,15 @@ def _training(lab, *words, count=2):
     return programs
 
 
-def _ends(lab, programs, within_s):
-    """All programs end with an error in time, and leave nothing behind."""
+def _ends(programs, timeout_s=TIMEOUT_S):
+    """All programs tell an error two seconds after the timeout, end soon, and leave nothing."""
     start = time.monotonic()
     for program in programs:
-        assert program.finish(within_s - (time.monotonic() - start)) not in (0, None)
+        # The updates before the error take half a second; the rest is for a busy machine.
+        program.wait_for("fxtrain launch: Rank", start + timeout_s + 4.5 - time.monotonic())
+    for program in programs:
+        # The launcher that serves the store lets ranks of other machines ask it for a while.
+        assert program.finish(8)
     time.sleep(0.5)
     for program in programs:
         assert [*program.node.left().values()] == []
@@ -37,7 +41,7 @@ def _ends(lab, programs, within_s):
 def test_a_killed_rank_is_named_with_its_machine(lab):
     programs = _training(lab)
     lab.nodes[1].send_signal(programs[1].rank(1), 9)
-    _ends(lab, programs, 15)
+    _ends(programs, 0.0)
     assert "rank 1 on n1: never joined" in programs[0].text
     assert "Rank 1 of 2 was ended by SIGKILL" in programs[1].text
 
@@ -46,7 +50,7 @@ def test_a_killed_rank_is_named_with_its_machine(lab):
 def test_a_pulled_cable_is_an_error_on_both_sides(lab, number):
     programs = _training(lab)
     lab.nodes[number].cut()
-    _ends(lab, programs, TIMEOUT_S + 12)
+    _ends(programs)
     assert "rank 1 on n1: never joined" in programs[0].text
     assert "The store of this run does not answer" in programs[1].text
 
@@ -55,10 +59,10 @@ def test_a_pulled_cable_is_an_error_on_both_sides(lab, number):
 def test_a_machine_without_power_is_an_error_on_the_other(lab, number):
     programs = _training(lab)
     lab.nodes[number].power_off()
-    _ends(lab, [programs[1 - number]], TIMEOUT_S + 12)
+    _ends([programs[1 - number]])
 
 
 def test_a_frozen_machine_is_an_error_on_the_other(lab):
     programs = _training(lab)
     lab.nodes[1].freeze()
-    _ends(lab, programs[:1], TIMEOUT_S + 12)
+    _ends(programs[:1])

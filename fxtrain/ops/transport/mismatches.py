@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,10 @@ from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state import DistContext, check_connected
 
 _HERE = str(Path(__file__).resolve().parents[2])
+# A lost rank is an error at most two seconds after the timeout, the end of the process included.
+_ANSWER_S = 1.0  # for the store to answer at all
+_ASK_S = 1.75  # for the other ranks to fail too, and to write where they waited
+_LAST_ANSWER_S = 0.15
 _POLL_INTERVAL_S = 0.05
 _NOWHERE: Mapping[int, str] = MappingProxyType({})
 
@@ -88,7 +92,7 @@ def lost_rank_error(
 
     Effects:
         Marks the communicator as broken. Writes this rank's view to the store and reads
-        those of the others, for two seconds at most.
+        those of the others, for 1.9 seconds at most; for 1 if the store does not answer.
     """
     op, args = call[0], call[1]
     told = _ask_others(ctx, {"op": op, "site": site, "waited_s": round(waited_s, 1)})
@@ -146,24 +150,36 @@ def _ask_others(ctx: DistContext, view: dict[str, Any]) -> _Told:
     told = _Told({ctx.rank: view})
     store = ctx.comm.store
     if store is not None:
-        patience_s = min(2.0, ctx.comm.timeout_s / 2)
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + min(_ASK_S, ctx.comm.timeout_s / 2)
+
+        def tell() -> None:
+            store.set(f"{ctx.comm.name}/lost/{ctx.rank}", json.dumps(view))
+            told.hosts.update(_hosts(ctx))
 
         def ask() -> None:
-            try:
-                store.set(f"{ctx.comm.name}/lost/{ctx.rank}", json.dumps(view))
-                if ctx.num_nodes > 1:
-                    told.hosts.update(_hosts(ctx))
-                while time.monotonic() < deadline and _read_others(ctx, told):
-                    time.sleep(_POLL_INTERVAL_S)
-            except RuntimeError:
-                told.problem.append(_NO_STORE)
+            while _read_others(ctx, told, deadline) and time.monotonic() < deadline:
+                time.sleep(_POLL_INTERVAL_S)
 
-        if not within(patience_s + 1, ask):
+        answered = _answered(_ANSWER_S, tell)
+        left_s = max(0.0, deadline - time.monotonic())
+        if not (answered and _answered(left_s + _LAST_ANSWER_S, ask)):
             told.problem.append(_NO_STORE)
     return attrs.evolve(
         told, views={**told.views}, words={**told.words}, hosts={**told.hosts}
     )  # a thread that is still waiting may write later
+
+
+def _answered(patience_s: float, question: Callable[[], None]) -> bool:
+    """Ask the store something; whether it answered in time."""
+    errors: list[RuntimeError] = []
+
+    def ask() -> None:
+        try:
+            question()
+        except RuntimeError as error:
+            errors.append(error)
+
+    return within(patience_s, ask) and not errors
 
 
 _NO_STORE = (
@@ -175,16 +191,19 @@ _NO_STORE = (
 
 def _hosts(ctx: DistContext) -> dict[int, str]:
     """The machine of each rank; empty beside a process group that `detect` did not open."""
+    # Asked on one machine too: writing to a store that is gone is no error.
     keys = [f"host/{rank}" for rank in ctx.comm.ranks]
-    if not ctx.comm.store.check(keys):
+    if not ctx.comm.store.check(keys) or ctx.num_nodes == 1:
         return {}
     return {rank: name.decode() for rank, name in enumerate(ctx.comm.store.multi_get(keys))}
 
 
-def _read_others(ctx: DistContext, told: _Told) -> bool:
+def _read_others(ctx: DistContext, told: _Told, deadline: float) -> bool:
     """Read what other ranks have written since; whether some have written nothing."""
     store, name = ctx.comm.store, ctx.comm.name
     for rank in set(range(ctx.world_size)) - told.views.keys() - told.words.keys():
+        if time.monotonic() > deadline:  # a question per rank takes long at thousands of them
+            break
         lost_key, left_key = f"{name}/lost/{rank}", f"world/left/{ctx.comm.ranks[rank]}"
         if store.check([lost_key]):
             told.views[rank] = json.loads(store.get(lost_key))

@@ -4,6 +4,7 @@ torch's own agent waits up to five minutes for the others after its ranks have s
 another agent was stopped or lost its machine, and says nothing about ranks that it starts again.
 """
 
+import atexit
 import contextlib
 import os
 import threading
@@ -22,13 +23,13 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
 )
 
+from fxtrain.launch.launchers.native.network import FAREWELL, FAREWELL_S
 from fxtrain.launch.launchers.native.rendezvous import BACKEND, open_handler, say
 from fxtrain.ops.closing import within
 from fxtrain.ops.rendezvous_store import first_line
 
 _HEARTBEAT_INTERVAL_S = 1.0
 _SILENT_S = 10.0  # after which a node that sends no heartbeat is considered lost
-_FAREWELL_S = 3.0  # for other nodes to ask the store why a rank has failed
 _POLL_INTERVAL_S = 0.1
 # Fields of torch's records that older versions lack.
 _NEWER = ("duplicate_stdout_filters", "duplicate_stderr_filters", "virtual_local_rank")
@@ -118,13 +119,21 @@ class _Agent(LocalElasticAgent):
             reason, stopped = f"was stopped by {error.sigval.name}", True
             raise
         finally:
-            if self._store is not None:
-                leave = _Leave(self._store, self._worker_group.group_rank or 0, self.serves)
-                within(_FAREWELL_S, lambda: leave.tell(reason))
-                if self.serves and reason and not stopped:
-                    within(_FAREWELL_S, lambda: leave.wait(self._worker_group.group_world_size))
-            if not stopped:  # a node that was stopped may be replaced
-                self._rdzv_handler.shutdown()
+            # Beside what the launcher does next, which is to show the error.
+            farewell = threading.Thread(
+                target=self._farewell, args=(reason, stopped), name=FAREWELL, daemon=True
+            )
+            farewell.start()
+            atexit.register(farewell.join, FAREWELL_S)
+
+    def _farewell(self, reason: str, stopped: bool) -> None:  # noqa: FBT001 - internal
+        if self._store is not None:
+            leave = _Leave(self._store, self._worker_group.group_rank or 0, self.serves)
+            leave.tell(reason)
+            if self.serves and reason and not stopped:
+                within(FAREWELL_S, lambda: leave.wait(self._worker_group.group_world_size))
+        if not stopped:  # a node that was stopped may be replaced
+            self._rdzv_handler.shutdown()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         look: Any = super()._monitor_workers

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,7 +20,13 @@ from fxtrain._errors import LaunchError
 from fxtrain._listen import listen
 from fxtrain._secret import SECRET, derive_key, fresh_secret, key_proof
 from fxtrain.launch.invocation import Invocation
-from fxtrain.launch.launchers.native.network import is_local, reach, serve
+from fxtrain.launch.launchers.native.network import (
+    FAREWELL,
+    FAREWELL_S,
+    is_local,
+    reach,
+    serve,
+)
 from fxtrain.launch.launchers.native.oom import count_kills, tell_kills
 from fxtrain.launch.launchers.native.preload import load_torch
 from fxtrain.launch.orphans import MARK, end_strays, kept, mark_within
@@ -48,6 +55,9 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
     for name, level in QUIET.items():
         os.environ.setdefault(name, level)
     os.environ[MARK] = mark_within(os.environ)
+    for thread in threading.enumerate():
+        if thread.name == FAREWELL:  # an earlier launch of this process may still use the port
+            thread.join(FAREWELL_S)
     door = _open_rendezvous(spec)
     with door or nullcontext():
         if spec.log_dir:

@@ -7,6 +7,8 @@ import time
 from fxtrain._errors import LaunchError
 from fxtrain._listen import listen
 
+FAREWELL = "fxtrain farewell"  # the thread in which a launcher tells other nodes of its end
+FAREWELL_S = 3.0  # for other nodes to ask the store why a rank has failed
 _ONE_TRY_S = 5.0
 _PAUSE_S = 0.5
 

@@ -67,7 +67,8 @@ def open_handler(params: RendezvousParameters) -> Any:
     if params.config["meets"] == "c10d":
         last_call_s = float(params.config.get("last_call_timeout", 30))
         backend = StateBackend(store, params.run_id, last_call_s)
-        return _CleaningRendezvous(dynamic.create_handler(store, backend, params), params)
+        handler = dynamic.create_handler(store, backend, params)
+        return _CleaningRendezvous(handler, params, backend)
     return _CleaningRendezvous(
         _StaticRendezvous(store, params, (host.strip("[]"), int(port))), params
     )
@@ -86,10 +87,23 @@ class _CleaningRendezvous:
 
     It does not end ranks that still run where the store does not answer: they notice by themselves
     if they have lost each other, within the time that their script allows.
+
+    Effects:
+        Writes a line to standard error if nodes that join and leave are missing after a few
+        seconds.
     """
 
-    def __init__(self, handler: RendezvousHandler, params: RendezvousParameters) -> None:
+    def __init__(
+        self,
+        handler: RendezvousHandler,
+        params: RendezvousParameters,
+        backend: "StateBackend | None" = None,
+    ) -> None:
         self._handler = handler
+        self._backend = backend
+        self._before: dict[Any, int] = {}  # nodes of the attempt before
+        self._nodes = params.min_nodes
+        self._wait_s = float(params.config["connect_timeout_s"])
         self._mark = params.config["mark"]
         self._patience_s = float(params.config["shutdown_s"])
         self._place = params.endpoint
@@ -98,7 +112,35 @@ class _CleaningRendezvous:
     def next_rendezvous(self) -> RendezvousInfo:
         """As of the handler."""
         end_strays(self._mark, patience_s=self._patience_s, ask=True)
-        return self._handler.next_rendezvous()
+        timer = threading.Timer(_SILENT_S, self._tell_missing)
+        timer.daemon = True
+        timer.start()
+        try:
+            info = self._handler.next_rendezvous()
+        finally:
+            timer.cancel()
+        if self._backend is not None and self._backend.seen is not None:
+            self._before = dict(self._backend.seen.participants)
+        return info
+
+    def _tell_missing(self) -> None:
+        state = None if self._backend is None else self._backend.seen
+        if state is None:
+            return
+        # Those of a complete state are of the attempt before.
+        joined = state.wait_list if state.complete else state.participants
+        missing = {rank: node.addr for node, rank in self._before.items() if node not in joined}
+        if missing:
+            nodes = ", ".join(f"{rank} ({addr})" for rank, addr in sorted(missing.items()))
+            say(
+                f"Waiting for node{'s' * (len(missing) > 1)} {nodes} of the attempt before, or for "
+                f"others in their place, for up to {self._wait_s:.0f} s."
+            )
+        elif len(joined) < self._nodes:
+            say(
+                f"{len(joined)} of {self._nodes} nodes have joined; waiting for the others for up "
+                f"to {self._wait_s:.0f} s."
+            )
 
     def num_nodes_waiting(self) -> int:
         """As of the handler; 0 while the store does not answer."""
@@ -218,6 +260,7 @@ class StateBackend(dynamic.RendezvousBackend):
         self._key = f"fxtrain.rendezvous.{run_id}"
         self._clock = _Clock(last_call_s)
         self._question: threading.Thread | None = None
+        self.seen: Any = None  # the state that was read last
         # A store waits for a key that does not exist.
         self._exchange("", _EMPTY)
 
@@ -234,7 +277,11 @@ class StateBackend(dynamic.RendezvousBackend):
         """See base class."""
         # Created by this process's own handler.
         text = write_state(self._clock.of_writers(pickle.loads(state)))
-        found = self._exchange(_EMPTY if token is None else token, text)
+        expected = _EMPTY if token is None else token
+        found = self._exchange(expected, text)
+        # A store answers so for a key that does not exist, and torch's handler would ask forever.
+        if found.decode() == expected != text:
+            raise _deleted()
         given = self._given(found)
         return None if given is None else (*given, given[1] == text)
 
@@ -242,15 +289,13 @@ class StateBackend(dynamic.RendezvousBackend):
         """A state as torch's handler takes it, and the text by which the store compares it."""
         if found == _EMPTY.encode():
             return None
-        return pickle.dumps(self._clock.of_here(read_state(found))), found.decode()
+        self.seen = self._clock.of_here(read_state(found))
+        return pickle.dumps(self.seen), found.decode()
 
     def _get(self) -> bytes:
         # For a key that does not exist, a store would wait.
         if not self._store.check([self._key]):
-            raise RendezvousStateError(
-                "the rendezvous state was deleted: another program writes to the store. Set "
-                f"{SECRET}, the same on every node, and choose another main_port."
-            )
+            raise _deleted()
         return self._store.get(self._key)
 
     def _exchange(self, expected: str, text: str) -> bytes:
@@ -283,6 +328,13 @@ class StateBackend(dynamic.RendezvousBackend):
         if errors:
             raise RendezvousConnectionError(first_line(errors[0])) from errors[0]
         return answers[0]
+
+
+def _deleted() -> RendezvousStateError:
+    return RendezvousStateError(
+        "the rendezvous state was deleted: another program writes to the store. Set "
+        f"{SECRET}, the same on every node, and choose another main_port."
+    )
 
 
 class _Clock:
