@@ -30,6 +30,31 @@ def test_a_shared_folder_is_saved_and_restored(lab):
         assert "save done" in text and "restore done" in text
 
 
+def test_an_object_store_of_each_process_is_refused_too(lab):
+    """`memory://` is one, as is a store on each machine behind one name."""
+    for text in _both(lab, SCRIPTS / "save.py", "memory://runs", "save", "latest"):
+        assert "is not the same folder on every machine: rank 0 on n0 does not see" in text
+        assert "latest is None" in text
+
+
+def test_files_of_several_machines_in_one_export_need_a_shared_folder(lab):
+    for text in _both(lab, SCRIPTS / "save.py", "model", "export sharded"):
+        assert "rank 1 cannot see the folder that rank 0 created. Use a folder that all" in text
+    assert [*lab.nodes[0].disk.glob("model/*")] == []
+    for text in _both(lab, SCRIPTS / "save.py", lab.shared / "model", "export sharded"):
+        assert "export sharded done" in text
+    assert len([*(lab.shared / "model").glob("*.safetensors")]) == 2
+
+
+@pytest.mark.parametrize("action", ["export", "track"])
+def test_what_only_rank_0_writes_may_be_in_a_folder_of_each_machine(lab, action):
+    for _ in range(2):  # over a model that is there, and to continue a tracked run
+        for text in _both(lab, SCRIPTS / "save.py", "runs", action):
+            assert f"{action} done" in text
+    assert [*(lab.nodes[0].disk / "runs").iterdir()] != []
+    assert [*lab.nodes[1].disk.glob("runs/*")] == []
+
+
 def test_a_run_with_damaged_checkpoints_only_does_not_begin_again(lab):
     _both(lab, SCRIPTS / "save.py", lab.shared / "runs", "save")
     (lab.shared / "runs/update-0000000001/rank-00001.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""Save and restore in the folder of the first argument; print errors."""
+"""Save, restore, export and track in the folder of the first argument; print errors."""
 
 import sys
 
@@ -13,6 +13,15 @@ with fx.detect(device="cpu", timeout_s=20) as ctx:
         try:
             if action == "save":
                 fx.save(sys.argv[1], ctx, model, position=fx.Position(updates=1))
+            elif action == "export":
+                fx.export(model, sys.argv[1])
+            elif action == "export sharded":
+                fx.export(model, sys.argv[1], "20KB", sharded=True)
+            elif action == "track":
+                with fx.track(
+                    sys.argv[1], ctx, resume="folder", position=fx.Position(updates=1)
+                ) as run:
+                    run.log({"loss": 0.5}, fx.Position(updates=2))
             elif action == "latest":
                 print("latest is", fx.latest(sys.argv[1]), flush=True)
             else:
