@@ -3,7 +3,7 @@
 import fnmatch
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from fxtrain import ops
 from fxtrain._errors import CollectiveError, FxError, PlanError
 from fxtrain.backends.core.module_changes import unknown_patterns
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import DistContext, Weight, Wrapped, check_open
 
@@ -121,16 +122,9 @@ def gathered(model: Wrapped[Any], *, ranks: _Ranks = "all") -> Iterator[Any]:
     ops.agree(ranks, model.ctx, name="ranks that get the module")
     mine = ranks == "all" or model.ctx.is_main
     whole = _collect(model, keep=mine)
-    try:
-        with _install_weights(model, whole):
-            del whole  # its memory is free when the block ends
-            yield model.module if mine else None
-    except Exception as error:
-        # This rank raises its own error; the others get a CollectiveError.
-        with suppress(type(error), CollectiveError):
-            ops.raise_together(error, model.ctx)
-        raise
-    ops.raise_together(None, model.ctx)
+    with fail_together(model.ctx), _install_weights(model, whole):
+        del whole  # its memory is free when the block ends
+        yield model.module if mine else None
 
 
 def _check(model: Any, ranks: Any, call: str) -> None:

@@ -12,6 +12,7 @@ from fxtrain._errors import DataError
 from fxtrain.data.rank_slices import Slot
 from fxtrain.data.windows import Cursor, Step, advance
 from fxtrain.ops.plan_agreement import digest_of_plan, raise_plan_differences
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.state import DistContext, Plan
 
 _HAS, _ENDED, _FAILED = range(3)  # states of a rank
@@ -146,8 +147,8 @@ def _seek(
         # As many steps as cannot overshoot, so that one exchange covers many.
         known = [steps for steps in most if steps is not None]
         least = max(1, (wanted - seen) // sum(known)) if len(known) == len(most) else 1
-        mine, problem = _take(source, least)
-        ops.raise_together(problem, ctx)
+        with fail_together(ctx):
+            mine = list(itertools.islice(source, least))
         units += sum(found[1] for found in mine)
         behind += least - len(mine)
         passed = sum(ops.gather_objects(sum(found[0] for found in mine), ctx))
@@ -162,15 +163,6 @@ def _seek(
             code="FX401",
         )
     return (local.open(epoch, units, None) if opened is None else opened), behind
-
-
-def _take(
-    source: Iterator[tuple[int, int]], count: int
-) -> tuple[list[tuple[int, int]], Exception | None]:
-    try:
-        return list(itertools.islice(source, count)), None
-    except Exception as error:
-        return [], error
 
 
 def _gather_sizes(

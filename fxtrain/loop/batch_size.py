@@ -12,6 +12,7 @@ from fxtrain import ops
 from fxtrain._errors import PlanError
 from fxtrain.loop.releasing import empty_cache
 from fxtrain.ops.plan_agreement import plan_for
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.profiling import dry_run
 from fxtrain.state import (
     DeepSpeed,
@@ -232,13 +233,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _fits(ctx: DistContext, trial: Callable[[int, Plan], object], size: int, plan: Plan) -> bool:
     """Whether a size fits on every rank; nothing of the trial is left."""
-    fits, problem = True, None
-    try:
-        fits = trial(size, plan) is not False
-    except Exception as error:  # any error must be reported to the other ranks
-        traceback.clear_frames(error.__traceback__)  # whose variables hold tensors
-        fits = False
-        problem = None if is_out_of_memory(error) else error
-    empty_cache(ctx.device)
-    ops.raise_together(problem, ctx)
+    fits = False
+    with fail_together(ctx):
+        try:
+            fits = trial(size, plan) is not False
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # whose variables hold tensors
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            empty_cache(ctx.device)
     return ops.all_ranks(fits, ctx)

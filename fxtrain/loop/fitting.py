@@ -10,7 +10,7 @@ import attrs
 from torch import nn
 
 from fxtrain import ops
-from fxtrain._errors import FxError, PlanError
+from fxtrain._errors import PlanError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint import Restored, Saving, latest, restore, save
 from fxtrain.checkpoint.folder_lock import Lock
@@ -22,6 +22,7 @@ from fxtrain.loop.means import finite_number
 from fxtrain.loop.progress import progress
 from fxtrain.loop.reports import Reports, body_failed
 from fxtrain.loop.stepping import StepFns
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.profiling import profile
 from fxtrain.state import DistContext, Position, Report, Wrapped, shown
 from fxtrain.trackers import JsonLines, Run, Target
@@ -325,12 +326,8 @@ def _signals(ctx: DistContext, names: tuple[str, ...]) -> AbstractContextManager
 
 def _restored(ctx: DistContext, model: Wrapped, rules: Rules) -> Restored | None:
     """The state of the latest checkpoint, if there is one; rank 0 looks."""
-    found, problem = None, None
-    try:
+    with fail_together(ctx):
         found = latest(rules.checkpoints) if ctx.is_main else None
-    except FxError as error:
-        problem = error
-    ops.raise_together(problem, ctx)
     if (found := ops.broadcast_object(found, ctx)) is None:
         return None
     kept = dict.fromkeys(("run", "stopped", "data", "layout", *Entries.SAVED))

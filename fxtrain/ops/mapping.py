@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeVar, overload
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fxtrain._errors import CollectiveError, DataError, FxError
+from fxtrain._errors import CollectiveError, DataError
 from fxtrain.ops.objects import agree, gather_objects
-from fxtrain.ops.same_errors import raise_together
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.splitting import length_of, select, split
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.transport.mismatches import check_is_context
@@ -104,17 +104,17 @@ def map(
     count = _checked(items, batch, order)
     agree((count, batch, order), ctx, name="what to map (items, batch, order)")
     taken: dict[int, Any] = {}
-    problem: FxError | None = None
     key = f"{ctx.comm.name}/map/{ctx.comm.slot(CallState).count}"
-    try:
-        for places in _shares(count, ctx, batch or 1, order, key):
-            taken.update(zip(places, _call(fn, items, places, batch, ctx), strict=True))
-            _note_progress(ctx, key)
-    except DataError as error:
-        problem = error
-        _stop_others(ctx, key, count)
-    _wait_for_others(ctx, key)
-    raise_together(problem, ctx)
+    with fail_together(ctx):
+        try:
+            for places in _shares(count, ctx, batch or 1, order, key):
+                taken.update(zip(places, _call(fn, items, places, batch, ctx), strict=True))
+                _note_progress(ctx, key)
+        except DataError:
+            _stop_others(ctx, key, count)
+            _wait_for_others(ctx, key)
+            raise
+        _wait_for_others(ctx, key)
     found: dict[int, Any] = {}
     for part in gather_objects(taken, ctx):
         found |= part

@@ -66,7 +66,12 @@ def fail_together(ctx: DistContext | None, action: str = "") -> Iterator[None]:
             raise  # every rank has it
         problem = error
     if not action and ctx is not None:
-        raise_together(problem, ctx)
+        try:
+            raise_together(problem, ctx)
+        except CollectiveError:
+            if problem is not None:  # and perhaps why the exchange failed
+                raise problem from problem.__cause__
+            raise
     elif ctx is None or ctx.world_size == 1:
         if isinstance(problem, OSError):
             raise CheckpointError(_problem_text(problem, action)) from problem
