@@ -27,8 +27,7 @@ from fxtrain.models.folder import (
 from fxtrain.models.safetensors_files import Entry, writing
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.models.tensor_sources import Source, WeightSource, read_hull
-from fxtrain.state import Location
-from fxtrain.state import Part as RowsByDim
+from fxtrain.state import Location, TensorIndex
 
 _PARAMETERS = "module."
 
@@ -164,7 +163,7 @@ def _find_weights(path: StrPath, model: str | None) -> _Weights:
 def _open(found: _Weights) -> Iterator[Source]:
     with open_reader(found.storage, found.manifest) as reader:
 
-        def read(name: str, part: RowsByDim | None) -> Tensor:
+        def read(name: str, part: TensorIndex | None) -> Tensor:
             entry, saved = found.entries[name], found.prefix + name
             if part is None or not part:
                 return reader.new(saved)

@@ -12,8 +12,8 @@ from fxtrain._errors import DataError
 from fxtrain.data.fetch import StartWorker, call_set_epoch
 from fxtrain.data.iterable import StreamMemory
 from fxtrain.data.permutation import hash_key
-from fxtrain.data.rank_slices import Layout
-from fxtrain.data.sources import RowSlots, Source, row_source
+from fxtrain.data.rank_slices import Batching
+from fxtrain.data.sources import RowBatches, Source, row_source
 from fxtrain.data.uneven_streams import UnevenStream, uneven_batches
 from fxtrain.data.user_loader import LoaderSpec, read_loader, rebuild
 from fxtrain.data.windows import Cursor
@@ -22,7 +22,7 @@ from fxtrain.state import DistContext, Plan, Position
 
 def presharded_source(
     loader: DataLoader[Any], ctx: DistContext, plan: Plan
-) -> tuple[Source, Layout]:
+) -> tuple[Source, Batching]:
     """Batches of loaders that each yield one rank's rows only.
 
     Effects:
@@ -32,14 +32,14 @@ def presharded_source(
         DataError: the plan needs something that cannot be known for such loaders; on every rank.
     """
     reading = read_loader(loader, ctx.world_size, plan)
-    if reading.layout.unit == "batch" and plan.batch == "global":
+    if reading.batching.unit == "batch" and plan.batch == "global":
         raise DataError(
             'batch="global" with Data(source="sharded"): the batch sampler of this loader '
             'yields batches for one rank. Use batch="per_rank".'
         )
     # Each rank reads as if it were alone, so nothing is padded within a rank.
-    even = "drop" if reading.layout.even == "drop" else "pad"
-    reading = attrs.evolve(reading, layout=attrs.evolve(reading.layout, ranks=1, even=even))
+    even = "drop" if reading.batching.even == "drop" else "pad"
+    reading = attrs.evolve(reading, batching=attrs.evolve(reading.batching, ranks=1, even=even))
     if isinstance(loader.dataset, IterableDataset):
         local = _stream(loader, reading, ctx, plan)
     else:
@@ -51,25 +51,25 @@ def presharded_source(
         shuffled=local.shuffled,
         stateful=isinstance(loader.dataset, IterableDataset) and not loader.num_workers,
     )
-    return source, reading.layout
+    return source, reading.batching
 
 
 def _rows(
     loader: DataLoader[Any], reading: LoaderSpec, ctx: DistContext, plan: Plan
 ) -> UnevenStream:
     """A map-style dataset that holds only this rank's rows; their order differs between ranks."""
-    slots = RowSlots(reading, hash_key(plan.seed, "rank", ctx.rank))
-    source = row_source(loader, slots, attrs.evolve(plan, even="pad"), (0,))
+    batches = RowBatches(reading, hash_key(plan.seed, "rank", ctx.rank))
+    source = row_source(loader, batches, attrs.evolve(plan, even="pad"), (0,))
 
     def read(epoch: int, units: int, state: Any) -> Iterator[tuple[int, Any, Any]]:
         for step, (data,) in source.run(Cursor(Position(epoch=epoch, index=units))):
-            yield step.slot.rows[0], data, None
+            yield step.batch.rows[0], data, None
 
     return UnevenStream(
         open=read,
-        sizes=lambda epoch: ((slot.rows[0], slot.units) for slot in slots.cut(epoch, 0, ())),
-        most=None if reading.layout.unit == "batch" else reading.layout.per_rank,
-        shuffled=slots.shuffled,
+        sizes=lambda epoch: ((batch.rows[0], batch.units) for batch in batches.cut(epoch, 0, ())),
+        most=None if reading.batching.unit == "batch" else reading.batching.per_rank,
+        shuffled=batches.shuffled,
     )
 
 
@@ -78,15 +78,15 @@ def _stream(
 ) -> UnevenStream:
     """An iterable dataset that yields only this rank's (and, in workers, this worker's) rows."""
     dataset = _Dataset(loader.dataset)
-    items = reading.layout.unit == "item"
+    items = reading.batching.unit == "item"
     # A worker's state would have to reach the worker that continues its rows.
     memory = None if loader.num_workers else dataset.memory
     changes: dict[str, Any] = {"collate_fn": _Counted(loader.collate_fn, memory, items=items)}
     if loader.num_workers:
         dataset.epoch.share_memory_()
         changes["worker_init_fn"] = StartWorker(loader.worker_init_fn)
-    size = None if items else reading.layout.per_rank
-    drops = not items and reading.layout.even == "drop"
+    size = None if items else reading.batching.per_rank
+    drops = not items and reading.batching.even == "drop"
     over = rebuild(loader, dataset, batch_size=size, drop_last=drops, **changes)
 
     def read(epoch: int, units: int, state: Any) -> Iterator[tuple[int, Any, Any]]:
@@ -100,7 +100,7 @@ def _stream(
     return UnevenStream(
         open=read,
         sizes=None,
-        most=None if items else reading.layout.per_rank,
+        most=None if items else reading.batching.per_rank,
         shuffled=lambda: False,  # only the author of a stream knows whether it shuffles
     )
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from fxtrain import ops
 from fxtrain._errors import DataError
-from fxtrain.data.rank_slices import Layout
+from fxtrain.data.rank_slices import Batching
 from fxtrain.data.sources import Loaded, Source
 from fxtrain.data.windows import Cursor
 from fxtrain.ops.objects import Opaque
@@ -15,8 +15,8 @@ from fxtrain.state import DistContext, Plan
 
 
 def dispatch_source(
-    make: Callable[[], tuple[Source, Layout]], ctx: DistContext, plan: Plan
-) -> tuple[Source, Layout]:
+    make: Callable[[], tuple[Source, Batching]], ctx: DistContext, plan: Plan
+) -> tuple[Source, Batching]:
     """Batches that rank 0 reads; the other ranks never touch the dataset.
 
     Args:
@@ -29,7 +29,7 @@ def dispatch_source(
         DataError: rank 0 could not create its source; rank 0 raises its own error.
         PlanError: the ranks pass different plans; on every rank.
     """
-    inner, layout, length, stateful = _broadcast_layout(make, ctx, plan)
+    inner, batching, length, stateful = _broadcast_layout(make, ctx, plan)
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         steps = iter(()) if inner is None else inner.run(cursor)
@@ -52,19 +52,19 @@ def dispatch_source(
         shuffled=(lambda: False) if inner is None else inner.shuffled,
         stateful=stateful,
     )
-    return source, layout
+    return source, batching
 
 
 def _broadcast_layout(
-    make: Callable[[], tuple[Source, Layout]], ctx: DistContext, plan: Plan
-) -> tuple[Source | None, Layout, int | None, bool]:
-    """Rank 0's source and, on every rank, its layout, the length of an epoch, and `stateful`."""
+    make: Callable[[], tuple[Source, Batching]], ctx: DistContext, plan: Plan
+) -> tuple[Source | None, Batching, int | None, bool]:
+    """Rank 0's source and, on every rank, its batching, the length of an epoch, and `stateful`."""
     source, problem, facts = None, None, {}
     if ctx.is_main:
         try:
-            source, layout = make()
+            source, batching = make()
             facts = {
-                "layout": layout,
+                "batching": batching,
                 "length": source.length(),
                 "stateful": source.stateful,
             }
@@ -78,7 +78,7 @@ def _broadcast_layout(
         raise problem
     if "failed" in facts:
         raise _failed(facts["failed"])
-    return source, facts["layout"], facts["length"], facts["stateful"]
+    return source, facts["batching"], facts["length"], facts["stateful"]
 
 
 def _messages(
@@ -97,7 +97,7 @@ def _messages(
         return [{}] * ctx.world_size, None, None
     step, data = found
     # Only the reading rank needs the indices.
-    head = Opaque(step._replace(slot=step.slot._replace(keys=()), state=None))
+    head = Opaque(step._replace(batch=step.batch._replace(keys=()), state=None))
     letters = [{"step": head, "data": data[rank]} for rank in range(ctx.world_size)]
     return letters, None, step.state
 

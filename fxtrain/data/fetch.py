@@ -10,7 +10,7 @@ from fxtrain._errors import DataError
 from fxtrain.data.generators import BorrowedGenerators, seed_all
 from fxtrain.data.iterable import PlainStream, StreamMemory, StreamReader
 from fxtrain.data.permutation import hash_key
-from fxtrain.data.rank_slices import Layout, Slot, slot_of
+from fxtrain.data.rank_slices import Batching, GlobalBatch, global_batch
 
 
 class RowRequest(NamedTuple):
@@ -79,13 +79,13 @@ class StreamReply(NamedTuple):
     """The answer to a `StreamRequest`.
 
     Attributes:
-        slot: The global batch, without keys.
+        batch: The global batch, without keys.
         is_last: Whether no other batch follows.
         data: Collated rows of each served rank.
         state: Of the stream just after the batch, where it keeps one.
     """
 
-    slot: Slot
+    batch: GlobalBatch
     is_last: bool
     data: list[Any]
     state: Any
@@ -107,11 +107,11 @@ class StreamFetch(Dataset["StreamReply | None"]):
         self,
         dataset: Any,
         collate: Callable[[Any], Any],
-        layout: Layout,
+        batching: Batching,
         ranks: Sequence[int],
         seed: int | None,
     ) -> None:
-        self.memory, self.collate, self.layout = StreamMemory(dataset), collate, layout
+        self.memory, self.collate, self.batching = StreamMemory(dataset), collate, batching
         self.ranks, self.seed = ranks, seed
         self.reader: StreamReader | None = None
 
@@ -127,24 +127,27 @@ class StreamFetch(Dataset["StreamReply | None"]):
         units = reader.read(ask.step)
         if units is None:
             return None
-        first = ask.start + ask.step * self.layout.stride
-        items = self.layout.unit == "item"
-        ranks = range(self.layout.ranks) if items else self.ranks
-        borrows = any(self.layout.borrows(rank, len(units)) for rank in ranks)
+        first = ask.start + ask.step * self.batching.stride
+        items = self.batching.unit == "item"
+        ranks = range(self.batching.ranks) if items else self.ranks
+        borrows = any(self.batching.borrows(rank, len(units)) for rank in ranks)
         head = reader.head() if borrows else units
-        slot = slot_of(self.layout, first, units, head, ranks)
+        batch = global_batch(self.batching, first, units, head, ranks)
         data = [
             self._collate(rows, ask.epoch, first, rank)
-            for rank, rows in zip(ranks, slot.keys, strict=True)
+            for rank, rows in zip(ranks, batch.keys, strict=True)
         ]
         if items:  # each is a batch that is ready
             counts = [self._count(batch) for batch in data]
             rows, sizes = (
                 tuple(count * has for count, has in zip(counts, which, strict=True))
-                for which in (slot.rows, slot.sizes)
+                for which in (batch.rows, batch.sizes)
             )
-            slot, data = slot._replace(rows=rows, sizes=sizes), [data[rank] for rank in self.ranks]
-        return StreamReply(slot._replace(keys=()), reader.is_last, data, reader.state)
+            batch, data = (
+                batch._replace(rows=rows, sizes=sizes),
+                [data[rank] for rank in self.ranks],
+            )
+        return StreamReply(batch._replace(keys=()), reader.is_last, data, reader.state)
 
     def _count(self, batch: Any) -> int:
         """The rows of a batch that is ready."""
@@ -162,11 +165,11 @@ class StreamFetch(Dataset["StreamReply | None"]):
         lent = None
         if self.seed is not None:
             lent = BorrowedGenerators(hash_key(self.seed, ask.epoch))
-        return StreamReader(self.layout, self.ranks, ask[:3], lent, self.memory, ask.state)
+        return StreamReader(self.batching, self.ranks, ask[:3], lent, self.memory, ask.state)
 
     def _collate(self, rows: Any, epoch: int, first: int, rank: int) -> Any:
         if self.seed is not None:
-            seed_all(fetch_key(self.layout, self.seed, epoch, first, rank))
+            seed_all(fetch_key(self.batching, self.seed, epoch, first, rank))
         return self.collate(rows)
 
 
@@ -186,15 +189,15 @@ class StartWorker:
             self._init_fn(worker)
 
 
-def fetch_key(layout: Layout, seed: int, epoch: int, first: int, rank: int) -> int:
+def fetch_key(batching: Batching, seed: int, epoch: int, first: int, rank: int) -> int:
     """The seed of the generators for one rank's part of a global batch.
 
     It depends on the index of the part's first unit only, so that the same rows get the same
     random numbers at every world size at which they are collated together.
     """
-    if layout.shared:
+    if batching.shared:
         return hash_key(seed, epoch, first, rank)
-    return hash_key(seed, epoch, first + rank * layout.per_rank)
+    return hash_key(seed, epoch, first + rank * batching.per_rank)
 
 
 def collate_nothing(found: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from fxtrain._errors import DataError
 from fxtrain.data.generators import BorrowedGenerators
-from fxtrain.data.rank_slices import Layout
+from fxtrain.data.rank_slices import Batching
 
 _END = object()
 
@@ -23,7 +23,7 @@ class StreamReader:
     Rows of ranks that are not served here are replaced by None.
 
     Args:
-        layout: How rows make global batches.
+        batching: How rows make global batches.
         ranks: The served ranks.
         opened: (pass, epoch, rows to skip) for which it was opened.
         lent: Generators for the stream to draw from; None for the process's own.
@@ -33,7 +33,7 @@ class StreamReader:
 
     def __init__(
         self,
-        layout: Layout,
+        batching: Batching,
         ranks: Sequence[int],
         opened: tuple[int, int, int],
         lent: BorrowedGenerators | None,
@@ -42,20 +42,20 @@ class StreamReader:
     ) -> None:
         self.opened, self.step, self.is_last = opened, 0, False
         self.state: Any = None
-        self._layout, self._lent = layout, lent
+        self._batching, self._lent = batching, lent
         self._memory, self._from = memory, state
         # Rows of a batch that is ready are counted by whoever sees it.
-        self._served = frozenset(range(layout.ranks) if layout.unit == "item" else ranks)
+        self._served = frozenset(range(batching.ranks) if batching.unit == "item" else ranks)
         self._rows: Iterator[Any] | None = None
         self._place = 0 if state is None else opened[2]
         self._first: Any = None
         self._buffer: deque[Any] = deque()
         # With drop, a batch is not last only if a whole global batch follows it.
-        self._look = layout.stride if layout.even == "drop" else 1
+        self._look = batching.stride if batching.even == "drop" else 1
 
     def read(self, step: int) -> list[Any] | None:
         """The rows of a global batch, this one or a later one; None past the end."""
-        stride = self._layout.stride
+        stride = self._batching.stride
         with _hide_worker_info(), nullcontext() if self._lent is None else self._lent():
             while self.step < step and self._fill(stride):
                 self._drop(stride)
@@ -65,7 +65,7 @@ class StreamReader:
             self._fill(stride + self._look)
         self.step += 1
         count = min(stride, len(self._buffer))
-        if count == 0 or (count < stride and self._layout.even == "drop"):
+        if count == 0 or (count < stride and self._batching.even == "drop"):
             return None
         rows = [self._buffer.popleft() for _ in range(count)]
         self.is_last = len(self._buffer) < self._look
@@ -75,7 +75,7 @@ class StreamReader:
         """The first rows of the epoch, read again."""
         lent = None if self._lent is None else self._lent.again()
         with _hide_worker_info(), nullcontext() if lent is None else lent():
-            found = list(itertools.islice(self._memory.again(), self._layout.stride))
+            found = list(itertools.islice(self._memory.again(), self._batching.stride))
         # A stream that can be read only once yields nothing now.
         return found or [self._first]
 
@@ -87,7 +87,7 @@ class StreamReader:
         """Read until this many rows are buffered; whether there were any."""
         if self._rows is None:
             self._rows = self._memory.open(self._from)
-        start, layout, buffer = self.opened[2], self._layout, self._buffer
+        start, batching, buffer = self.opened[2], self._batching, self._buffer
         while len(buffer) < count:
             row = next(self._rows, _END)
             if row is _END:
@@ -101,7 +101,7 @@ class StreamReader:
             if self._place == 0:
                 self._first = row
             if self._place >= start:
-                rank = (self._place - start) % layout.stride // layout.per_rank
+                rank = (self._place - start) % batching.stride // batching.per_rank
                 buffer.append(row if rank in self._served else None)
             self._place += 1
         return bool(buffer)

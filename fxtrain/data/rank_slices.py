@@ -18,7 +18,7 @@ _FIRST_BLOCK, _BLOCK = 1 << 10, 1 << 14  # indices computed at a time
 
 
 @attrs.frozen(kw_only=True)
-class Layout:
+class Batching:
     """How global batches are formed from the units of an epoch.
 
     Attributes:
@@ -60,7 +60,7 @@ class Layout:
         return whole + (rest > 0 and self.even != "drop")
 
 
-class Slot(NamedTuple):
+class GlobalBatch(NamedTuple):
     """One global batch: the same on every rank except for the keys.
 
     Attributes:
@@ -78,55 +78,55 @@ class Slot(NamedTuple):
     keys: tuple[Any, ...]
 
 
-def slots_of_order(
-    layout: Layout, order: EpochOrder, start: int, ranks: Sequence[int]
-) -> Iterator[Slot]:
+def batches_of_order(
+    batching: Batching, order: EpochOrder, start: int, ranks: Sequence[int]
+) -> Iterator[GlobalBatch]:
     """Global batches from an index of an order on, with keys for some of the ranks.
 
     Raises:
         DataError: the order ends before the index.
     """
-    stride = layout.stride
+    stride = batching.stride
     if start > order.length:
         raise _beyond(start, order.length)
     whole, rest = divmod(order.length - start, stride)
-    yield from _full(layout, order, start, whole, ranks)
+    yield from _full(batching, order, start, whole, ranks)
     first = start + whole * stride
-    if rest and layout.even != "drop":
+    if rest and batching.even != "drop":
         units = order.take(torch.arange(first, order.length, device="cpu"))
         head = order.take(torch.arange(min(stride, order.length), device="cpu")) if ranks else units
-        yield slot_of(layout, first, units, head, ranks)
+        yield global_batch(batching, first, units, head, ranks)
 
 
-def slots_of_stream(
-    layout: Layout, units: Iterable[Any], start: int, ranks: Sequence[int]
-) -> Iterator[Slot]:
+def batches_of_stream(
+    batching: Batching, units: Iterable[Any], start: int, ranks: Sequence[int]
+) -> Iterator[GlobalBatch]:
     """Global batches from an index of a stream of units on, with keys for some of the ranks.
 
     Raises:
         DataError: the stream ends before the index.
     """
-    stride, source = layout.stride, iter(units)
+    stride, source = batching.stride, iter(units)
     head = list(itertools.islice(source, min(stride, start)))
     skipped = len(head) + sum(1 for _ in itertools.islice(source, max(0, start - stride)))
     if skipped < start:
         raise _beyond(start, skipped)
     first = start
     while units := list(itertools.islice(source, stride)):
-        if len(units) < stride and layout.even == "drop":
+        if len(units) < stride and batching.even == "drop":
             return
         head += units[: stride - len(head)]
-        yield slot_of(layout, first, units, head, ranks)
+        yield global_batch(batching, first, units, head, ranks)
         first += len(units)
 
 
-def slot_of(
-    layout: Layout,
+def global_batch(
+    batching: Batching,
     first: int,
     units: Sequence[Any],
     head: Sequence[Any],
     ranks: Sequence[int],
-) -> Slot:
+) -> GlobalBatch:
     """Distribute the units of one global batch.
 
     Args:
@@ -134,20 +134,20 @@ def slot_of(
             `uneven` they are placeholders of size 0 on ranks without a unit, so that every rank
             has data for the step.
     """
-    if layout.shared:
-        return _shared_slot(layout, first, list(units[0]), ranks)
-    dealt = [_rank_units(layout, units, head, rank) for rank in range(layout.ranks)]
-    rows, sizes = zip(*[_rows(layout, found, real) for found, real in dealt], strict=True)
-    keys = tuple(_key(layout, dealt[rank][0]) for rank in ranks)
-    return Slot(first, len(units), rows, sizes, keys)
+    if batching.shared:
+        return _shared_slot(batching, first, list(units[0]), ranks)
+    dealt = [_rank_units(batching, units, head, rank) for rank in range(batching.ranks)]
+    rows, sizes = zip(*[_rows(batching, found, real) for found, real in dealt], strict=True)
+    keys = tuple(_key(batching, dealt[rank][0]) for rank in ranks)
+    return GlobalBatch(first, len(units), rows, sizes, keys)
 
 
 def _full(
-    layout: Layout, order: EpochOrder, start: int, whole: int, ranks: Sequence[int]
-) -> Iterator[Slot]:
+    batching: Batching, order: EpochOrder, start: int, whole: int, ranks: Sequence[int]
+) -> Iterator[GlobalBatch]:
     """Each full global batch, with keys for the served ranks, computed in blocks."""
-    size, stride = layout.per_rank, layout.stride
-    sizes, by_row = (size,) * layout.ranks, layout.unit == "row"
+    size, stride = batching.per_rank, batching.stride
+    sizes, by_row = (size,) * batching.ranks, batching.unit == "row"
     across = torch.arange(size, device="cpu")
     low, length = 0, _FIRST_BLOCK  # small at first, for a fast first batch
     while low < whole:
@@ -159,40 +159,40 @@ def _full(
             at = number * size
             keys = [units[at : at + size] for units in found]
             if not by_row:
-                keys = [_key(layout, units) for units in keys]
+                keys = [_key(batching, units) for units in keys]
             first = start + (low + number) * stride
-            yield Slot(first, stride, sizes, sizes, tuple(keys))
+            yield GlobalBatch(first, stride, sizes, sizes, tuple(keys))
         low, length = low + steps, min(2 * length, _BLOCK)
 
 
 def _rank_units(
-    layout: Layout, units: Sequence[Any], head: Sequence[Any], rank: int
+    batching: Batching, units: Sequence[Any], head: Sequence[Any], rank: int
 ) -> tuple[list[Any], int]:
     """One rank's units, and how many of them are real."""
-    low, size = rank * layout.per_rank, layout.per_rank
+    low, size = rank * batching.per_rank, batching.per_rank
     found = list(units[low : low + size])
     real = len(found)
-    if layout.borrows(rank, len(units)):
+    if batching.borrows(rank, len(units)):
         # Padding continues from the start of the epoch, counted over all ranks.
         after = max(0, low - len(units))
         found += [head[(after + n) % len(head)] for n in range(size - real)]
     return found, real
 
 
-def _rows(layout: Layout, found: list[Any], real: int) -> tuple[int, int]:
+def _rows(batching: Batching, found: list[Any], real: int) -> tuple[int, int]:
     """Rows on a rank: the real ones, and all including padding."""
-    if layout.unit == "batch":
+    if batching.unit == "batch":
         size = len(found[0])
         if not size:
             raise DataError("The batch sampler of this loader returned an empty batch.")
-        return (size, size) if real else (0, size if layout.pads else 0)
-    return real, len(found) if layout.pads else real
+        return (size, size) if real else (0, size if batching.pads else 0)
+    return real, len(found) if batching.pads else real
 
 
-def _key(layout: Layout, found: list[Any]) -> Any:
-    if layout.unit == "item":
+def _key(batching: Batching, found: list[Any]) -> Any:
+    if batching.unit == "item":
         return found[0]
-    return list(found[0]) if layout.unit == "batch" else found
+    return list(found[0]) if batching.unit == "batch" else found
 
 
 def _beyond(start: int, length: int) -> DataError:
@@ -203,13 +203,15 @@ def _beyond(start: int, length: int) -> DataError:
     )
 
 
-def _shared_slot(layout: Layout, first: int, batch: list[Any], ranks: Sequence[int]) -> Slot:
-    part, rest = divmod(len(batch), layout.ranks)
+def _shared_slot(
+    batching: Batching, first: int, batch: list[Any], ranks: Sequence[int]
+) -> GlobalBatch:
+    part, rest = divmod(len(batch), batching.ranks)
     if rest:
         raise DataError(
             f'batch="global": batch {first} of the batch sampler has {len(batch)} rows, which '
-            f"{layout.ranks} ranks cannot share equally. Make every batch a multiple of "
-            f'{layout.ranks} rows, or use batch="per_rank".'
+            f"{batching.ranks} ranks cannot share equally. Make every batch a multiple of "
+            f'{batching.ranks} rows, or use batch="per_rank".'
         )
-    even = (part,) * layout.ranks
-    return Slot(first, 1, even, even, tuple(batch[r * part : (r + 1) * part] for r in ranks))
+    even = (part,) * batching.ranks
+    return GlobalBatch(first, 1, even, even, tuple(batch[r * part : (r + 1) * part] for r in ranks))

@@ -12,7 +12,7 @@ from fxtrain import _tree, ops
 from fxtrain._display import Displayed, counted
 from fxtrain._errors import DataError
 from fxtrain.data.iterable import PlainStream
-from fxtrain.data.rank_slices import Layout
+from fxtrain.data.rank_slices import Batching
 from fxtrain.data.sources import Source
 from fxtrain.data.to_device import on_device, valid_mask
 from fxtrain.data.windows import Cursor, to_epoch
@@ -93,7 +93,7 @@ class Sharded(Displayed, Generic[Data_co]):
     ctx: DistContext
     plan: Plan
     _source: Source = attrs.field(alias="source")
-    _layout: Layout = attrs.field(alias="layout")
+    _batching: Batching = attrs.field(alias="batching")
     _loader: Any = attrs.field(alias="loader")
     _split: Callable[[Any], Any] | None = attrs.field(default=None, alias="cut")
     _trail: Iteration = attrs.field(factory=lambda: Iteration(Cursor(Position())), alias="trail")
@@ -125,7 +125,7 @@ class Sharded(Displayed, Generic[Data_co]):
     @property
     def batch_size(self) -> int | None:
         """Rows on this rank in a full batch; None if a batch sampler or the data decides."""
-        return self._layout.per_rank if self._layout.unit == "row" else None
+        return self._batching.per_rank if self._batching.unit == "row" else None
 
     @property
     def number(self) -> int:
@@ -175,7 +175,7 @@ class Sharded(Displayed, Generic[Data_co]):
                 "total_updates: this loader has no length, because its dataset or sampler has none "
                 "or its ranks see only their own rows. Count updates by batch.position.updates."
             )
-        batches, every = self._layout.count(length), self.plan.accumulate
+        batches, every = self._batching.count(length), self.plan.accumulate
         return n * -(-batches // every) if self.plan.flush else n * batches // every
 
     @property
@@ -374,7 +374,7 @@ class Sharded(Displayed, Generic[Data_co]):
                 "len: this loader has no length, because its dataset or sampler has none or "
                 "its ranks see only their own rows. Count batches while iterating."
             )
-        return 0 if self.position.is_last else self._layout.count(left)
+        return 0 if self.position.is_last else self._batching.count(left)
 
     def __iter__(self) -> Iterator[Batch[Data_co]]:
         if self._trail.passes == 1 and self._source.shuffled():
@@ -398,17 +398,17 @@ class Sharded(Displayed, Generic[Data_co]):
         if split is not None:
             loaded = ((step, (split(found[0]),)) for step, found in loaded)
         for step, found in on_device(loaded, self.ctx, plan, ahead=self._source.apart):
-            slot, data = step.slot, found[0]
+            shared, data = step.batch, found[0]
             # A rank without a row gets placeholders of size 0, so that it can take part.
-            size = slot.sizes[rank] or _tree.row_count(data) or self._layout.per_rank
-            shape = size, slot.rows[rank]
+            size = shared.sizes[rank] or _tree.row_count(data) or self._batching.per_rank
+            shape = size, shared.rows[rank]
             if shape not in masks:
                 masks[shape] = valid_mask(*shape, self.ctx, plan)
             position = step.position
             if not position.micro:
                 held = 0
             elif held is not None:
-                held += sum(slot.sizes)
+                held += sum(shared.sizes)
             trail.reached, trail.held = position, held
             self._reached.position, self._reached.state = position, step.state
             seen += 1
@@ -418,8 +418,8 @@ class Sharded(Displayed, Generic[Data_co]):
                 data=data,
                 position=position,
                 valid=masks[shape],
-                rows=slot.rows,
-                sizes=slot.sizes,
+                rows=shared.rows,
+                sizes=shared.sizes,
                 window_rows=step.window_rows,
                 plan=plan,
                 run_updates=self._run_updates,
@@ -438,7 +438,7 @@ class Sharded(Displayed, Generic[Data_co]):
         if self.position.is_last or self.position.index == 0:
             return self.position.is_last
         left = self._left()
-        return left is not None and self._layout.count(left) == 0
+        return left is not None and self._batching.count(left) == 0
 
     def _agree(self) -> None:
         """Check, before the first batch, that all ranks are about to read the same."""
@@ -448,7 +448,7 @@ class Sharded(Displayed, Generic[Data_co]):
                 rows: Any = self._source.length()
             except DataError as error:  # raised below, together with the other ranks
                 rows, problem = f"unknown ({error})", error
-            asked = {"rows": rows, "layout": self._layout, "position": self.position}
+            asked = {"rows": rows, "batching": self._batching, "position": self.position}
             check_same_plan("iterating", self.ctx, self.plan, asked)
             if problem is not None:
                 raise problem

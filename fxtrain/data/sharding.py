@@ -11,10 +11,10 @@ from fxtrain._errors import DataError
 from fxtrain.data.already_sharded import presharded_source
 from fxtrain.data.dispatch import dispatch_source
 from fxtrain.data.iterable import PlainStream
-from fxtrain.data.rank_slices import Layout
+from fxtrain.data.rank_slices import Batching
 from fxtrain.data.sequence_slices import make_splitter
 from fxtrain.data.sharded_loader import Sharded
-from fxtrain.data.sources import RowSlots, Source, function_source, row_source, stream_source
+from fxtrain.data.sources import RowBatches, Source, function_source, row_source, stream_source
 from fxtrain.data.user_loader import read_loader, share_of
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import DistContext, Plan, Position, check_connected
@@ -100,7 +100,7 @@ def shard(
             While iterating: a sequence not divisible by the context ranks, on all of those.
         PlanError: the ranks pass different plans; on every rank, when iterating starts or, with
             `Data(source="dispatch")`, here.
-        CollectiveError: the ranks differ in rows, layout or position; likewise.
+        CollectiveError: the ranks differ in rows, batching or position; likewise.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -194,7 +194,7 @@ def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) 
             "the rows to evaluate."
         )
     found = _shard(given, ctx, attrs.evolve(plan, even="uneven"))
-    if found._layout.even == "drop":
+    if found._batching.even == "drop":
         raise DataError(
             "evaluate: a metric is computed over every row of the data, and this loader leaves "
             "rows out (drop_last=True). Use DataLoader(..., drop_last=False)."
@@ -215,28 +215,30 @@ def _shard(loader: Any, ctx: DistContext, plan: Plan) -> Sharded:
     data = ctx.axis("data")
     everyone = range(data.world_size)
     if plan.data.source == "dispatch" and data.world_size > 1:
-        source, layout = dispatch_source(
+        source, batching = dispatch_source(
             lambda: _source(loader, data.world_size, plan, everyone), data, plan
         )
     elif plan.data.source == "sharded":
-        source, layout = presharded_source(loader, data, plan)
+        source, batching = presharded_source(loader, data, plan)
     else:
-        source, layout = _source(loader, data.world_size, plan, everyone[data.rank : data.rank + 1])
+        source, batching = _source(
+            loader, data.world_size, plan, everyone[data.rank : data.rank + 1]
+        )
     cut = make_splitter(ctx, plan)
-    return Sharded(ctx=data, plan=plan, source=source, layout=layout, loader=loader, cut=cut)
+    return Sharded(ctx=data, plan=plan, source=source, batching=batching, loader=loader, cut=cut)
 
 
-def _source(loader: Any, world_size: int, plan: Plan, ranks: range) -> tuple[Source, Layout]:
+def _source(loader: Any, world_size: int, plan: Plan, ranks: range) -> tuple[Source, Batching]:
     """A loader read for some of the ranks."""
     if isinstance(loader, _RowFunction):
         size = loader.batch_size
         size = share_of(size, world_size) if plan.batch == "global" else size
-        layout = Layout(per_rank=size, ranks=world_size, even=plan.even)
-        return function_source(loader.dataset, layout, plan, ranks), layout
+        batching = Batching(per_rank=size, ranks=world_size, even=plan.even)
+        return function_source(loader.dataset, batching, plan, ranks), batching
     reading = read_loader(loader, world_size, plan)
     if isinstance(loader.dataset, IterableDataset):
-        return stream_source(loader, reading.layout, plan, ranks), reading.layout
-    return row_source(loader, RowSlots(reading, plan.seed), plan, ranks), reading.layout
+        return stream_source(loader, reading.batching, plan, ranks), reading.batching
+    return row_source(loader, RowBatches(reading, plan.seed), plan, ranks), reading.batching
 
 
 def _check_types(loader: Any, ctx: Any, plan: Any) -> None:

@@ -25,13 +25,13 @@ from fxtrain.data.fetch import (
 from fxtrain.data.loader_errors import reading
 from fxtrain.data.order import CustomOrder, EpochOrder, find_order, length_of
 from fxtrain.data.permutation import hash_key
-from fxtrain.data.rank_slices import Layout, Slot, slots_of_order, slots_of_stream
+from fxtrain.data.rank_slices import Batching, GlobalBatch, batches_of_order, batches_of_stream
 from fxtrain.data.user_loader import FedSampler, LoaderSpec, rebuild
-from fxtrain.data.windows import Cursor, Step, advance, assign_windows, in_blocks, totals
+from fxtrain.data.windows import Cursor, PositionedBatch, advance, assign_windows, in_blocks, totals
 from fxtrain.state import Plan, Position
 
 # A step, and the data of each served rank.
-Loaded = tuple[Step, Sequence[Any]]
+Loaded = tuple[PositionedBatch, Sequence[Any]]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -53,7 +53,7 @@ class Source:
     stateful: bool = False
 
 
-class RowSlots:
+class RowBatches:
     """The global batches of a map-style dataset, by index.
 
     Args:
@@ -65,15 +65,15 @@ class RowSlots:
         self.reading, self.seed = reading, seed
         self._latest: EpochOrder | CustomOrder | None = None
 
-    def cut(self, epoch: int, start: int, ranks: Sequence[int]) -> Iterator[Slot]:
+    def cut(self, epoch: int, start: int, ranks: Sequence[int]) -> Iterator[GlobalBatch]:
         """From an index to the end of the epoch, with keys for some of the ranks."""
-        layout, sampler = self.reading.layout, self.reading.sampler
+        batching, sampler = self.reading.batching, self.reading.sampler
         order = find_order(sampler, self.seed, epoch)
         if order is not None:
             self._latest = order
-            return slots_of_order(layout, order, start, ranks)
+            return batches_of_order(batching, order, start, ranks)
         self._latest = custom = CustomOrder(sampler, self.seed, epoch)
-        return slots_of_stream(layout, custom, start, ranks)
+        return batches_of_stream(batching, custom, start, ranks)
 
     def length(self) -> int | None:
         """Units in an epoch, if the sampler has a length."""
@@ -81,10 +81,10 @@ class RowSlots:
 
     def later(self) -> Iterator[int]:
         """Rows, including padding, of the global batches of consecutive whole epochs."""
-        layout, length = self.reading.layout, self.length()
-        if layout.unit == "batch" or length is None or layout.count(length) == 0:
+        batching, length = self.reading.batching, self.length()
+        if batching.unit == "batch" or length is None or batching.count(length) == 0:
             return iter(())
-        return itertools.chain.from_iterable(totals(layout, length) for _ in itertools.count())
+        return itertools.chain.from_iterable(totals(batching, length) for _ in itertools.count())
 
     @property
     def is_computed(self) -> bool:
@@ -97,58 +97,58 @@ class RowSlots:
 
 
 def row_source(
-    loader: DataLoader[Any], slots: RowSlots, plan: Plan, ranks: Sequence[int]
+    loader: DataLoader[Any], batches: RowBatches, plan: Plan, ranks: Sequence[int]
 ) -> Source:
     """A map-style dataset, read by index for some of the ranks."""
-    layout, feed = slots.reading.layout, FedSampler()
+    batching, feed = batches.reading.batching, FedSampler()
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
     asks = loader.num_workers > 0 or len(ranks) != 1
-    over = _over_rows(loader, slots.reading, feed, asks=asks)
+    over = _over_rows(loader, batches.reading, feed, asks=asks)
 
-    def ask(slot: Slot, epoch: int) -> RowRequest:
-        seeds = [fetch_key(layout, slots.seed, epoch, slot.first, rank) for rank in ranks]
-        return RowRequest(epoch, slot.keys, tuple(seeds) if reseeds else ())
+    def ask(batch: GlobalBatch, epoch: int) -> RowRequest:
+        seeds = [fetch_key(batching, batches.seed, epoch, batch.first, rank) for rank in ranks]
+        return RowRequest(epoch, batch.keys, tuple(seeds) if reseeds else ())
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         epoch = cursor.position.epoch
         if not asks:
             call_set_epoch(loader.dataset, epoch)
-        found = slots.cut(epoch, cursor.position.index, ranks)
-        made: deque[Step] = deque()
+        found = batches.cut(epoch, cursor.position.index, ranks)
+        made: deque[PositionedBatch] = deque()
 
         def indices() -> Iterator[Any]:
-            steps = assign_windows(found, cursor, plan, slots.later)
+            steps = assign_windows(found, cursor, plan, batches.later)
             # A custom sampler is read no further ahead than necessary.
-            for block in in_blocks(steps, ahead=slots.is_computed):
+            for block in in_blocks(steps, ahead=batches.is_computed):
                 for step in block:
                     made.append(step)
-                    yield ask(step.slot, epoch) if asks else step.slot.keys[0]
+                    yield ask(step.batch, epoch) if asks else step.batch.keys[0]
 
         feed.give(indices())
         _seed_workers(over, plan, epoch, ranks)
 
         def asked() -> str:
-            return f"the rows {_short_keys(made[0].slot.keys)}" if made else "its rows"
+            return f"the rows {_short_keys(made[0].batch.keys)}" if made else "its rows"
 
         for data in reading(loader, over, asked):
             yield made.popleft(), data if asks else (data,)
 
     return Source(
         run=run,
-        length=slots.length,
-        shuffled=slots.shuffled,
+        length=batches.length,
+        shuffled=batches.shuffled,
         apart=loader.num_workers > 0,
     )
 
 
 def stream_source(
-    loader: DataLoader[Any], layout: Layout, plan: Plan, ranks: Sequence[int]
+    loader: DataLoader[Any], batching: Batching, plan: Plan, ranks: Sequence[int]
 ) -> Source:
     """An iterable dataset, read in its own order for some of the ranks."""
     feed, passes = FedSampler(), itertools.count()
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
     fetch = StreamFetch(
-        loader.dataset, loader.collate_fn, layout, tuple(ranks), plan.seed if reseeds else None
+        loader.dataset, loader.collate_fn, batching, tuple(ranks), plan.seed if reseeds else None
     )
     over = _over_fetch(loader, fetch, feed)
 
@@ -166,10 +166,10 @@ def stream_source(
             for told in reading(loader, over):
                 if told is None:
                     return
-                slot, is_last, data, state = told
+                batch, is_last, data, state = told
                 # Older torch turns tuples into lists when it pins memory.
-                slot = Slot(slot[0], slot[1], tuple(slot[2]), tuple(slot[3]), ())
-                step = _stream_step(slot, position, plan, held, is_last=is_last)
+                batch = GlobalBatch(batch[0], batch[1], tuple(batch[2]), tuple(batch[3]), ())
+                step = _stream_step(batch, position, plan, held, is_last=is_last)
                 position, held = step.position, 0
                 yield step._replace(state=state), data
                 if is_last:
@@ -211,12 +211,12 @@ def _seed_workers(over: DataLoader[Any], plan: Plan, epoch: int, ranks: Sequence
 
 
 def _stream_step(
-    slot: Slot, position: Position, plan: Plan, held: int | None, *, is_last: bool
-) -> Step:
-    after = advance(position, slot, plan, is_last=is_last)
+    batch: GlobalBatch, position: Position, plan: Plan, held: int | None, *, is_last: bool
+) -> PositionedBatch:
+    after = advance(position, batch, plan, is_last=is_last)
     # A window of several batches may end with the data, whose end is not known yet.
-    rows = None if held is None or plan.accumulate > 1 else held + sum(slot.sizes)
-    return Step(slot, after, rows)
+    rows = None if held is None or plan.accumulate > 1 else held + sum(batch.sizes)
+    return PositionedBatch(batch, after, rows)
 
 
 def _short_keys(keys: Sequence[Any]) -> str:
@@ -226,14 +226,14 @@ def _short_keys(keys: Sequence[Any]) -> str:
 
 
 def function_source(
-    make: Callable[[Position], Any], layout: Layout, plan: Plan, ranks: Sequence[int]
+    make: Callable[[Position], Any], batching: Batching, plan: Plan, ranks: Sequence[int]
 ) -> Source:
     """An epoch without an end, of which a function makes the rows for some of the ranks.
 
     The function is called when its batch is due, and not before.
     """
-    size, stride = layout.per_rank, layout.stride
-    sizes = (size,) * layout.ranks
+    size, stride = batching.per_rank, batching.stride
+    sizes = (size,) * batching.ranks
     shared = plan.batch == "global"
 
     def rows_of(position: Position) -> list[Any]:
@@ -256,10 +256,10 @@ def function_source(
         while True:
             if not position.micro:
                 window = plan.accumulate * stride
-            slot = Slot(position.index, stride, sizes, sizes, ())
+            batch = GlobalBatch(position.index, stride, sizes, sizes, ())
             data = rows_of(position)
-            position = advance(position, slot, plan, is_last=False)
-            yield Step(slot, position, window), data
+            position = advance(position, batch, plan, is_last=False)
+            yield PositionedBatch(batch, position, window), data
 
     return Source(run=run, length=lambda: None, shuffled=lambda: False)
 

@@ -6,7 +6,7 @@ import torch
 
 from fxtrain import _tree, ops
 from fxtrain._errors import DataError
-from fxtrain.data.rank_slices import Slot
+from fxtrain.data.rank_slices import GlobalBatch
 from fxtrain.data.sequence_slices import make_splitter
 from fxtrain.data.to_device import to_device, valid_mask
 from fxtrain.data.windows import Cursor, advance, to_epoch
@@ -81,10 +81,10 @@ def batch(
     split = make_splitter(ctx, plan)
     if after.is_last:
         after = to_epoch(Cursor(after), after.epoch + 1).position
-    slot = Slot(after.index, sum(rows), rows, rows, ())
+    batch = GlobalBatch(after.index, sum(rows), rows, rows, ())
     return Batch(
         data=data if split is None else split(data),
-        position=advance(after, slot, plan, is_last=last),
+        position=advance(after, batch, plan, is_last=last),
         valid=valid_mask(size, rows[axis.rank], ctx, plan),
         rows=rows,
         sizes=rows,

@@ -9,8 +9,8 @@ import torch
 
 from fxtrain import ops
 from fxtrain._errors import DataError
-from fxtrain.data.rank_slices import Slot
-from fxtrain.data.windows import Cursor, Step, advance
+from fxtrain.data.rank_slices import GlobalBatch
+from fxtrain.data.windows import Cursor, PositionedBatch, advance
 from fxtrain.ops.plan_agreement import digest_of_plan, raise_plan_differences
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.state import DistContext, Plan
@@ -50,7 +50,7 @@ class _RankBatch:
 
 def uneven_batches(
     local: UnevenStream, cursor: Cursor, ctx: DistContext, plan: Plan
-) -> Iterator[tuple[Step, tuple[Any]]]:
+) -> Iterator[tuple[PositionedBatch, tuple[Any]]]:
     """Global batches made of one batch of every rank.
 
     Under `pad`, a rank whose data has ended repeats it until all have ended. Under `uneven`
@@ -85,22 +85,22 @@ def uneven_batches(
         after = next(own)
         coming = _gather_sizes(after, ctx)
         is_last = ends(state != _HAS for state, _ in coming)
-        slot = _slot(number, table, plan)
-        position = advance(position, slot, plan, is_last=is_last)
-        total = None if held is None or plan.accumulate > 1 else held + sum(slot.sizes)
+        batch = _global_batch(number, table, plan)
+        position = advance(position, batch, plan, is_last=is_last)
+        total = None if held is None or plan.accumulate > 1 else held + sum(batch.sizes)
         state = None
         if ended or now.stream is not None:
             state = {"stream": None if ended else now.stream, "behind": behind}
-        yield Step(slot, position, total, state), (now.data,)
+        yield PositionedBatch(batch, position, total, state), (now.data,)
         if is_last:
             return
         now, table, held = after, coming, 0
 
 
-def _slot(number: int, table: list[tuple[int, int]], plan: Plan) -> Slot:
+def _global_batch(number: int, table: list[tuple[int, int]], plan: Plan) -> GlobalBatch:
     rows = tuple(size if state == _HAS else 0 for state, size in table)
     sizes = rows if plan.even == "uneven" else tuple(size for _, size in table)
-    return Slot(number, sum(rows), rows, sizes, ())
+    return GlobalBatch(number, sum(rows), rows, sizes, ())
 
 
 def _rank_batches(batches: Iterator[tuple[int, Any, Any]], state: int) -> Iterator[_RankBatch]:

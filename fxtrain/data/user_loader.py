@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from fxtrain._errors import DataError
 from fxtrain.data.order import refuse_split
-from fxtrain.data.rank_slices import Layout
+from fxtrain.data.rank_slices import Batching
 from fxtrain.state import Plan
 
 # Settings that a loader keeps when it reads other indices.
@@ -30,12 +30,12 @@ class LoaderSpec:
     """How a loader finds its units.
 
     Attributes:
-        layout: How they are distributed over the ranks.
+        batching: How they are distributed over the ranks.
         sampler: Iterable over units; None for an iterable dataset.
         collates: Whether rows are collated into batches.
     """
 
-    layout: Layout
+    batching: Batching
     sampler: Any
     collates: bool
 
@@ -73,19 +73,19 @@ def read_loader(loader: DataLoader[Any], ranks: int, plan: Plan) -> LoaderSpec:
     if sampler is not None and plan.data.source != "sharded":
         refuse_split(sampler)
     if rows is None and collates:
-        layout = Layout(per_rank=1, ranks=ranks, even=even, unit="batch", shared=shares)
-        return LoaderSpec(layout=layout, sampler=sampler, collates=True)
+        batching = Batching(per_rank=1, ranks=ranks, even=even, unit="batch", shared=shares)
+        return LoaderSpec(batching=batching, sampler=sampler, collates=True)
     if rows is None:
         if shares and ranks > 1:
             raise DataError(
                 f'batch="global": a loader with batch_size=None yields single items, which '
                 f'{ranks} ranks cannot share. Give it a batch_size, or use batch="per_rank".'
             )
-        layout = Layout(per_rank=1, ranks=ranks, even=even, unit="item")
-        return LoaderSpec(layout=layout, sampler=sampler, collates=False)
+        batching = Batching(per_rank=1, ranks=ranks, even=even, unit="item")
+        return LoaderSpec(batching=batching, sampler=sampler, collates=False)
     size = share_of(rows[0], ranks) if shares else rows[0]
-    layout = Layout(per_rank=size, ranks=ranks, even=even)
-    return LoaderSpec(layout=layout, sampler=sampler, collates=collates)
+    batching = Batching(per_rank=size, ranks=ranks, even=even)
+    return LoaderSpec(batching=batching, sampler=sampler, collates=collates)
 
 
 def rebuild(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:

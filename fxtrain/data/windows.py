@@ -6,23 +6,23 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from fxtrain.data.rank_slices import Layout, Slot
+from fxtrain.data.rank_slices import Batching, GlobalBatch
 from fxtrain.state import Plan, Position
 
 _BLOCK = 32  # steps made at a time
 
 
-class Step(NamedTuple):
+class PositionedBatch(NamedTuple):
     """One global batch and its position in the run; equal on every rank except for the keys.
 
     Attributes:
-        slot: The global batch.
+        batch: The global batch.
         position: The cursor just after it.
         window_rows: Rows, including padding, in its whole accumulation window, where known.
         state: Of the stream just after its rows; None where there is none. May differ by rank.
     """
 
-    slot: Slot
+    batch: GlobalBatch
     position: Position
     window_rows: int | None
     state: Any = None
@@ -42,14 +42,14 @@ class Cursor(NamedTuple):
     state: Any = None
 
 
-def advance(position: Position, slot: Slot, plan: Plan, *, is_last: bool) -> Position:
+def advance(position: Position, batch: GlobalBatch, plan: Plan, *, is_last: bool) -> Position:
     """The position just after a global batch."""
     micro = position.micro + 1
     closes = micro >= plan.accumulate or (is_last and plan.flush)
     return Position(
         epoch=position.epoch,
-        index=position.index + slot.units,
-        samples=position.samples + sum(slot.rows),
+        index=position.index + batch.units,
+        samples=position.samples + sum(batch.rows),
         updates=position.updates + closes,
         micro=0 if closes else micro,
         is_last=is_last,
@@ -63,44 +63,44 @@ def to_epoch(cursor: Cursor, epoch: int) -> Cursor:
 
 
 def assign_windows(
-    slots: Iterable[Slot],
+    batches: Iterable[GlobalBatch],
     cursor: Cursor,
     plan: Plan,
     later: Callable[[], Iterator[int]] | None = None,
-) -> Iterator[Step]:
+) -> Iterator[PositionedBatch]:
     """Assign global batches to accumulation windows, reading one window ahead.
 
     Args:
-        slots: From the cursor to the end of its epoch.
+        batches: From the cursor to the end of its epoch.
         later: Rows, including padding, of each global batch of the following epochs, if known.
     """
     position, held = cursor.position, cursor.held
-    window: list[Slot] = []
-    ahead = iter(slots)
+    window: list[GlobalBatch] = []
+    ahead = iter(batches)
     following = next(ahead, None)
     while following is not None:
-        slot, following = following, next(ahead, None)
+        batch, following = following, next(ahead, None)
         is_last = following is None
         if plan.accumulate == 1 and held == 0:  # every window is one batch
-            position = advance(position, slot, plan, is_last=is_last)
-            yield Step(slot, position, sum(slot.sizes))
+            position = advance(position, batch, plan, is_last=is_last)
+            yield PositionedBatch(batch, position, sum(batch.sizes))
             continue
-        window.append(slot)
+        window.append(batch)
         open_for = plan.accumulate - position.micro - len(window)
         if open_for > 0 and not is_last:
             continue
-        rows = None if held is None else held + sum([sum(slot.sizes) for slot in window])
+        rows = None if held is None else held + sum([sum(batch.sizes) for batch in window])
         if open_for > 0 and not plan.flush:
             rows = _with_later_rows(rows, later, open_for)
         ends = len(window) - 1
         for number, inside in enumerate(window):
             position = advance(position, inside, plan, is_last=is_last and number == ends)
-            yield Step(inside, position, rows)
+            yield PositionedBatch(inside, position, rows)
         window.clear()
         held = 0
 
 
-def in_blocks(steps: Iterator[Step], *, ahead: bool) -> Iterator[list[Step]]:
+def in_blocks(steps: Iterator[PositionedBatch], *, ahead: bool) -> Iterator[list[PositionedBatch]]:
     """The same steps, made several at a time if they may be made ahead of their use.
 
     Between batches, the data and the training step displace this code from the caches, which makes
@@ -110,12 +110,12 @@ def in_blocks(steps: Iterator[Step], *, ahead: bool) -> Iterator[list[Step]]:
     return iter(lambda: list(itertools.islice(steps, size)), [])
 
 
-def totals(layout: Layout, length: int) -> Iterator[int]:
+def totals(batching: Batching, length: int) -> Iterator[int]:
     """Rows, including padding, of every global batch of one epoch with this many rows."""
-    whole, rest = divmod(length, layout.stride)
-    yield from itertools.repeat(layout.stride, whole)
-    if rest and layout.even != "drop":
-        yield layout.stride if layout.pads else rest
+    whole, rest = divmod(length, batching.stride)
+    yield from itertools.repeat(batching.stride, whole)
+    if rest and batching.even != "drop":
+        yield batching.stride if batching.pads else rest
 
 
 def _with_later_rows(

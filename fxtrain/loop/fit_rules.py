@@ -130,7 +130,7 @@ def check_arguments(
 
 def layout_of(loader: Sharded) -> dict[str, Any]:
     """What a checkpoint records of the data: plain values, equal on every rank."""
-    layout, source = loader._layout, loader._loader
+    batching, source = loader._batching, loader._loader
     sampler = getattr(source, "batch_sampler", None)
     if sampler is None or type(sampler) is BatchSampler:
         sampler = getattr(sampler or source, "sampler", None)
@@ -141,10 +141,10 @@ def layout_of(loader: Sharded) -> dict[str, Any]:
         order += ", sharded already"
     return {
         "units": loader._source.length(),
-        "unit": layout.unit,
+        "unit": batching.unit,
         "order": order,
-        "batch": layout.stride,
-        "even": layout.even,
+        "batch": batching.stride,
+        "even": batching.even,
     }
 
 

@@ -17,7 +17,7 @@ from fxtrain.models.tensors import context_of, module_of, weights_by_name
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import part_of, plain_name
 from fxtrain.precision import allocate, quantized_tensors
-from fxtrain.state import DistContext, Part, Quantize, Weight, Wrapped
+from fxtrain.state import DistContext, Quantize, TensorIndex, Weight, Wrapped
 
 _MAX_SHOWN = 10
 _SEARCHED = 2000  # names searched for the nearest spelling
@@ -307,10 +307,10 @@ def _fill(
 
 def _read_by_all(
     source: Source, name: str, ranks: DistContext | None
-) -> Callable[[Part | None], Tensor]:
+) -> Callable[[TensorIndex | None], Tensor]:
     """A function that reads a tensor, and raises on every rank if a rank fails to read it."""
 
-    def read(part: Part | None) -> Tensor:
+    def read(part: TensorIndex | None) -> Tensor:
         value = None
         with fail_together(ranks, "load_model"):
             value = source.read(name, part)

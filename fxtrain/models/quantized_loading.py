@@ -25,7 +25,7 @@ from fxtrain.precision import (
     quantized_layers,
     shape_problem,
 )
-from fxtrain.state import Part, Quantize, Wrapped, shown
+from fxtrain.state import Quantize, TensorIndex, Wrapped, shown
 
 _CONV1D = " Read this model with from_pretrained of transformers, and pass it to fx.wrap."
 _LARGEST_CONFIG = 10_000_000  # bytes
@@ -196,7 +196,7 @@ def _quantizing(found: Source, module: nn.Module, record: Quantize) -> Source:
             entries[name] = Entry(name=name, dtype=one.dtype, shape=tuple(one.shape))
     last: dict[str, Mapping[str, Tensor]] = {}
 
-    def read(name: str, part: Part | None) -> Tensor:
+    def read(name: str, part: TensorIndex | None) -> Tensor:
         if name not in owners:
             return found.read(name, part)
         layer, key = owners[name]

@@ -20,7 +20,7 @@ from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.safetensors_files import Entry, parse_json, read_header
 from fxtrain.models.stored_layers import StoredLayer, stored_layers
 from fxtrain.ops.whole_tensors import is_sharded
-from fxtrain.state import Location, Part, shown
+from fxtrain.state import Location, TensorIndex, shown
 
 _PICKLES = (".bin", ".pt", ".pth")
 _MODEL_SUFFIXES = (".safetensors", *_PICKLES, ".gguf")
@@ -28,7 +28,7 @@ _CHECKPOINT = "manifest.json"
 # The last one as in Accelerate's guide to big models.
 _OTHER_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "index.json")
 
-Read = Callable[[str, Part | None], Tensor]
+Read = Callable[[str, TensorIndex | None], Tensor]
 Locate = Callable[[str], Location | None]
 
 
@@ -178,7 +178,7 @@ def with_layers(source: Source) -> Source:
             offsets[name] = value
             entries[name] = Entry(name=name, dtype=value.dtype, shape=tuple(value.shape))
 
-    def read(name: str, part: Part | None) -> Tensor:
+    def read(name: str, part: TensorIndex | None) -> Tensor:
         return offsets[name] if name in offsets else source.read(name, part)
 
     def locate(name: str) -> Location | None:
@@ -287,7 +287,7 @@ def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
             f"{path}: safetensors cannot read this file: {error}.", code="FX602"
         ) from error
 
-    def read(name: str, part: Part | None) -> Tensor:
+    def read(name: str, part: TensorIndex | None) -> Tensor:
         entry = header.entries[name]
         if part is None or not part or not entry.nbytes:
             full = file.get_tensor(name)
@@ -307,7 +307,7 @@ def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
 def _of_gguf(path: Path, stack: contextlib.ExitStack) -> Source:
     entries, values, locate = stack.enter_context(open_gguf(path))
 
-    def read(name: str, part: Part | None) -> Tensor:
+    def read(name: str, part: TensorIndex | None) -> Tensor:
         return values(name) if part is None else _select(values(name), part)
 
     return Source(what=str(path), entries=entries, others={}, read=read, locate=locate)
@@ -329,7 +329,7 @@ def _of_tensors(tensors: dict[Any, Any], what: str) -> Source:
             f"the model's state dict."
         )
 
-    def read(name: str, part: Part | None) -> Tensor:
+    def read(name: str, part: TensorIndex | None) -> Tensor:
         tensor: Any = tensors[name]
         full = tensor.full_tensor() if is_sharded(tensor) else tensor.detach()
         return full if part is None else _select(full, part)
@@ -361,7 +361,7 @@ def _join(what: str, files: list[Source]) -> Source:
 
 
 def read_hull(
-    part: Part, dtype: torch.dtype, read: Callable[[tuple[slice, ...]], Tensor]
+    part: TensorIndex, dtype: torch.dtype, read: Callable[[tuple[slice, ...]], Tensor]
 ) -> Tensor:
     """Read a part of a tensor as the smallest box that contains it, and select from that."""
     hull = tuple(_hull(rows) for rows in part)
@@ -380,7 +380,7 @@ def _within(rows: slice | Tensor) -> slice | Tensor:
     return slice(0, rows.stop - rows.start) if isinstance(rows, slice) else rows - rows.min()
 
 
-def _select(tensor: Tensor, part: Part) -> Tensor:
+def _select(tensor: Tensor, part: TensorIndex) -> Tensor:
     for dim, rows in enumerate(part):
         if isinstance(rows, slice):
             tensor = tensor.narrow(dim, rows.start, rows.stop - rows.start)

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fxtrain._errors import CheckpointError
 from fxtrain.precision import is_sharded, quantized_layers, stored_tensors
-from fxtrain.state import Part, Weight
+from fxtrain.state import TensorIndex, Weight
 
 
 def weights_of(module: nn.Module) -> dict[str, Weight]:
@@ -74,7 +74,7 @@ def identity(tensor: Tensor) -> Hashable:
     return (*where, tuple(tensor.shape), tensor.stride())
 
 
-def part_of(tensor: Any) -> Part | None:
+def part_of(tensor: Any) -> TensorIndex | None:
     """The indices, by dimension, of a DTensor's local part; None for a plain tensor.
 
     Effects:
@@ -118,6 +118,6 @@ def _full_tensor(tensor: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _fill(tensor: Any, read: Callable[[Part | None], Tensor]) -> None:
+def _fill(tensor: Any, read: Callable[[TensorIndex | None], Tensor]) -> None:
     value = read(part_of(tensor))
     local_values(tensor).copy_(value)

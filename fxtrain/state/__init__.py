@@ -72,7 +72,7 @@ from fxtrain.state.strategy_configs import (
 )
 from fxtrain.state.topology.checks import Topology
 from fxtrain.state.topology.environments import read_topology
-from fxtrain.state.weight import Location, Part, Weight
+from fxtrain.state.weight import Location, TensorIndex, Weight
 from fxtrain.state.window import AccumulationWindow, ModelStatus
 
 __all__ = [
@@ -113,7 +113,7 @@ __all__ = [
     "PARTS",
     "PLAN_VARIABLE",
     "PP",
-    "Part",
+    "TensorIndex",
     "Placement",
     "Plan",
     "Position",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 # Per dimension, the rows of the full tensor that are on this rank: a slice, or indices.
-Part = tuple["slice | torch.Tensor", ...]
+TensorIndex = tuple["slice | torch.Tensor", ...]
 
 
 @attrs.frozen(kw_only=True)
@@ -66,9 +66,9 @@ class Weight:
     key: Hashable
     here: bool = True
     gather: Callable[[], torch.Tensor] = attrs.field(repr=False)
-    fill: Callable[[Callable[[Part | None], torch.Tensor]], None] = attrs.field(repr=False)
-    place: Callable[[Callable[[Part | None], torch.Tensor], Location | None], None] | None = (
-        attrs.field(default=None, repr=False)
-    )
+    fill: Callable[[Callable[[TensorIndex | None], torch.Tensor]], None] = attrs.field(repr=False)
+    place: (
+        Callable[[Callable[[TensorIndex | None], torch.Tensor], Location | None], None] | None
+    ) = attrs.field(default=None, repr=False)
     together: bool = False
     stored: bool = True

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from fxtrain.backends.pipeline.partition import layout_of
+from fxtrain.backends.pipeline.partition import partition_of
 from fxtrain.backends.pipeline.stage import TensorMeta, as_sent
 from fxtrain.testing import (
     LAWS,
@@ -78,13 +78,13 @@ def test_every_schedule_trains_as_one_process(clusters, name):
 
 def test_stages_are_balanced_and_tied_parameters_are_on_both_ends():
     net = nn.Sequential(*(nn.Linear(n, 1, bias=False) for n in (9, 1, 1, 1, 5, 4)))
-    layout = layout_of(net, fx.PP(), 3)
-    assert layout.starts == ("1", "5") and layout.ranks == (0, 1, 2)
-    layout = layout_of(Transformer(), fx.PP(schedule="zbv_zero_bubble", split=FOUR), 2)
-    assert layout.ranks == (0, 1, 1, 0)
-    assert layout.stages["head.weight"] == layout.stages["embed.weight"] == {0, 3}
-    assert layout.holders("head.weight") == (0,) and layout.holders("gain") == (0, 1)
-    assert layout.stages["blocks.1.up.bias"] == {2}
+    partition = partition_of(net, fx.PP(), 3)
+    assert partition.starts == ("1", "5") and partition.ranks == (0, 1, 2)
+    partition = partition_of(Transformer(), fx.PP(schedule="zbv_zero_bubble", split=FOUR), 2)
+    assert partition.ranks == (0, 1, 1, 0)
+    assert partition.stages["head.weight"] == partition.stages["embed.weight"] == {0, 3}
+    assert partition.holders("head.weight") == (0,) and partition.holders("gain") == (0, 1)
+    assert partition.stages["blocks.1.up.bias"] == {2}
 
 
 class Net(nn.Module):

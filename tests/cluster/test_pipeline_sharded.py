@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from fxtrain.backends.pipeline.partition import layout_of
+from fxtrain.backends.pipeline.partition import partition_of
 from fxtrain.backends.pipeline.sharded_stages import own_units
 from fxtrain.testing import LAWS, Task, Transformer, all_at_once, count_collectives, on_ranks
 from fxtrain.testing.training import backward_once, by_hand, on_mesh
@@ -161,8 +161,8 @@ def test_an_overflow_where_numbers_of_two_formats_meet(clusters):
 def test_units_are_what_runs_in_one_stage_from_beginning_to_end():
     net = Transformer()
     config = fx.FSDP(wrap=("Block", "Head", "Attention"))
-    layout = layout_of(net, fx.PP(split=("blocks.0.norm_2",)), 2)
-    first, second = (list(own_units(net, layout, index, config)) for index in (0, 1))
+    partition = partition_of(net, fx.PP(split=("blocks.0.norm_2",)), 2)
+    first, second = (list(own_units(net, partition, index, config)) for index in (0, 1))
     assert first == [[net.blocks[0].attention]]  # a block that is left in its middle is none
     assert second == [[net.blocks[1].attention], [net.blocks[1]]]  # nor is the tied head
 

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from fxtrain import ops
 from fxtrain.backends.core.parameter_dtypes import HALF
 from fxtrain.ops.whole_tensors import weights_of
-from fxtrain.state import DistContext, Part, Weight, Wrapped, round_of
+from fxtrain.state import DistContext, TensorIndex, Weight, Wrapped, round_of
 
 _Gather = Callable[[], Tensor]
-_Read = Callable[[Part | None], Tensor]
+_Read = Callable[[TensorIndex | None], Tensor]
 
 
 def torch_weights(model: Wrapped) -> dict[str, Weight]:

@@ -1,4 +1,4 @@
-"""A model under DeepSpeed for a checkpoint: tensors by name, as of any other strategy.
+"""A model under DeepSpeed: tensors by name for a checkpoint, and full weights.
 
 Each rank saves the flat shards that it holds, so a checkpoint resumes at another world size, at
 another stage, or without DeepSpeed.
@@ -13,14 +13,22 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain._errors import CheckpointError
+from fxtrain._errors import CheckpointError, PlanError
 from fxtrain.backends.core.model_state import load_extra, load_state, state_of
 from fxtrain.backends.core.open_windows import counts_state, saved_windows
 from fxtrain.backends.core.optimizer_state import flatten_schedulers, load_schedulers
+from fxtrain.backends.core.weights import from_first_rank, in_user_dtypes, torch_weights
 from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
 from fxtrain.backends.deepspeed.engine import load
-from fxtrain.backends.deepspeed.master_values import fill_local, local_state, local_values
-from fxtrain.state import FlatShard, ModelState, StateReader, Wrapped
+from fxtrain.backends.deepspeed.master_values import (
+    fill_local,
+    full_value,
+    local_state,
+    local_values,
+    plain_masters,
+)
+from fxtrain.ops.whole_tensors import weights_of
+from fxtrain.state import FlatShard, ModelState, StateReader, TensorIndex, Weight, Wrapped
 
 _PREFIX = "optimizer.0"
 
@@ -384,3 +392,50 @@ def _load_scale(optimizer: Any, facts: Mapping[str, Any] | None) -> None:
         return
     for name in facts.keys() & vars(optimizer.loss_scaler).keys():
         setattr(optimizer.loss_scaler, name, facts[name])
+
+
+def engine_weights(model: Wrapped) -> dict[str, Weight]:
+    """The tensors of the module by name; parameters are gathered from their masters.
+
+    Raises:
+        PlanError: AutoTP has replaced layers.
+    """
+    if model.ctx.mesh.tensor > 1:
+        raise PlanError(
+            "DeepSpeed(tensor_parallel=...): AutoTP has replaced layers of the module by layers "
+            "with a part of each weight. Write full weights with "
+            "model.engine.save_16bit_model(folder)."
+        )
+    if model.engine is model.module:
+        return torch_weights(model)
+    masters = plain_masters(model.engine.optimizer)
+    fill = fill_full(model)
+    found = weights_of(model.module)
+    for name, weight in found.items():
+        if isinstance(weight.like, nn.Parameter):
+            dtype = model.formats.get(name, weight.dtype)
+            found[name] = attrs.evolve(
+                weight,
+                shape=tuple(getattr(weight.like, "ds_shape", weight.shape)),
+                dtype=dtype,
+                gather=functools.partial(_gathered, weight.like, masters, dtype),
+                fill=functools.partial(_fill, weight.like, fill),
+                together=True,
+            )
+        else:
+            found[name] = from_first_rank(weight, model.ctx.axis("data"))
+    return in_user_dtypes(found, model)
+
+
+def _gathered(
+    parameter: nn.Parameter, masters: dict[nn.Parameter, Tensor], dtype: torch.dtype
+) -> Tensor:
+    return full_value(parameter, masters).to(dtype)
+
+
+def _fill(
+    parameter: nn.Parameter,
+    fill: Callable[[Tensor, Tensor], None],
+    read: Callable[[TensorIndex | None], Tensor],
+) -> None:
+    fill(parameter, read(None))

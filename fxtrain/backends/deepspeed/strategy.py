@@ -13,9 +13,8 @@ from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.buffers import send_buffers
 from fxtrain.backends.core.module_changes import unmatched_names
 from fxtrain.backends.deepspeed import engine as engines
-from fxtrain.backends.deepspeed.engine_state import engine_state, load_engine_state
+from fxtrain.backends.deepspeed.engine_state import engine_state, engine_weights, load_engine_state
 from fxtrain.backends.deepspeed.setup import wrap_engine
-from fxtrain.backends.deepspeed.weights import engine_weights
 from fxtrain.state import (
     DeepSpeed,
     DistContext,

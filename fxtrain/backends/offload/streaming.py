@@ -26,10 +26,10 @@ from fxtrain.backends.offload.mapped_files import (
 from fxtrain.backends.offload.offload_folder import write_unit
 from fxtrain.backends.offload.units import PlacedTensor, StreamedUnit
 from fxtrain.precision import has_no_memory
-from fxtrain.state import Location, Part
+from fxtrain.state import Location, TensorIndex
 from fxtrain.state.placement import DISK
 
-_Read = Callable[[Part | None], Tensor]
+_Read = Callable[[TensorIndex | None], Tensor]
 _THREADS = 4
 # Parts of a unit, which threads take in order: small ones, so that what is read at the same time is
 # close together, as the system's own read-ahead expects.

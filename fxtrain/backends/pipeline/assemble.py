@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from fxtrain._errors import StepError
 from fxtrain.backends.core.initial_values import fill_full, record_initial_values
-from fxtrain.backends.pipeline.partition import Layout, layout_of
+from fxtrain.backends.pipeline.partition import Partition, partition_of
 from fxtrain.backends.pipeline.schedules import Pipeline
 from fxtrain.backends.pipeline.sharded_stages import make_stages, reshard_stage
 from fxtrain.backends.pipeline.stage import Stage
@@ -34,18 +34,18 @@ def split_into_stages(
         all ranks of the pipeline at once.
     """
     axis = ctx.axis("pipeline")
-    layout = layout_of(module, plan.strategy, axis.world_size)
+    partition = partition_of(module, plan.strategy, axis.world_size)
     start = record_initial_values(module, ctx)
-    mine = {name for name in layout.stages if axis.rank in layout.holders(name)}
+    mine = {name for name in partition.stages if axis.rank in partition.holders(name)}
     fill_full(module, start, ctx, keep=mine, seed=plan.seed)
     names = [name for name, _ in module.named_parameters()]
-    sums, opened = open_shared_groups(names, layout, ctx)
+    sums, opened = open_shared_groups(names, partition, ctx)
     places = tensor_slots(module)
-    stages, twins = make_stages(module, layout, ctx, plan)
-    _keep(places, layout, stages)
+    stages, twins = make_stages(module, partition, ctx, plan)
+    _keep(places, partition, stages)
     engine = Pipeline(
         module=module,
-        layout=layout,
+        partition=partition,
         axis=axis,
         stages=stages,
         fake_stages=twins,
@@ -66,10 +66,10 @@ def split_into_stages(
     return engine, undo
 
 
-def _keep(places: Iterable[TensorSlot], layout: Layout, stages: dict[int, Stage]) -> None:
+def _keep(places: Iterable[TensorSlot], partition: Partition, stages: dict[int, Stage]) -> None:
     """Reduce a module to the parameters and buffers of this rank's stages, as they hold them."""
     for place in places:
-        found = [stage for index, stage in stages.items() if index in layout.stages[place.name]]
+        found = [stage for index, stage in stages.items() if index in partition.stages[place.name]]
         if not found:
             place.held[place.key] = None
         elif isinstance(place.like, nn.Parameter):
@@ -82,7 +82,7 @@ def _restore_full_tensors(engine: Pipeline, ctx: DistContext) -> None:
     done: dict[int, Tensor] = {}
     for place in engine.places:
         if id(place.like) not in done:
-            value = full_tensor_of(place, engine.layout, engine.axis, ctx.device)
+            value = full_tensor_of(place, engine.partition, engine.axis, ctx.device)
             here = place.held[place.key]
             if here is not None and not is_sharded(here):
                 value = here  # the same object, which others may reference
@@ -102,10 +102,10 @@ def _refuse_forward(module: nn.Module, engine: Pipeline) -> None:
 
 
 def _refuse(engine: Pipeline, path: str, *_: Any, **__: Any) -> NoReturn:
-    stages = ", ".join(map(str, engine.layout.on(engine.axis.rank)))
+    stages = ", ".join(map(str, engine.partition.on(engine.axis.rank)))
     raise StepError(
         f"PP: {f'model.module.{path}' if path else 'model.module'} was called, but this rank has "
-        f"only stage {stages} of {len(engine.layout.ranks)} of the model. To evaluate, call the "
+        f"only stage {stages} of {len(engine.partition.ranks)} of the model. To evaluate, call the "
         f"wrapped model under torch.no_grad(); for generate() and other functions of the module, "
         f"use `with fx.gathered(model) as net: net.generate(...)`."
     )

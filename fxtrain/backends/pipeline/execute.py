@@ -107,14 +107,14 @@ def run(
 
 def _micro_batches_of(model: Wrapped, batch: Batch) -> list[Batch]:
     """The micro-batches of a batch."""
-    layout = model.engine.layout
-    parts = parts_for(model.plan, layout, batch.sizes)
+    partition = model.engine.partition
+    parts = parts_for(model.plan, partition, batch.sizes)
     if not parts:
         raise PlanError(
-            f"PP runs {layout.parts} micro-batches, but a batch of "
+            f"PP runs {partition.parts} micro-batches, but a batch of "
             f"{', '.join(map(str, sorted(set(batch.sizes))))} rows on a rank is not divisible by "
-            f"that. Use a batch size that is a multiple of {layout.parts}, or PP(microbatches=...) "
-            f"with a divisor of it."
+            f"that. Use a batch size that is a multiple of {partition.parts}, or "
+            f"PP(microbatches=...) with a divisor of it."
         )
     return parts_of_batch(batch, model.ctx.axis("data").rank, parts)
 
@@ -170,7 +170,7 @@ def _parts_of_forward(model: Wrapped, rows: int) -> int:
     everywhere = {rows}
     if model.plan.strategy.stages is not None and data.world_size > 1:
         everywhere = set(ops.gather_objects(rows, data))
-    most: int = model.engine.layout.parts
+    most: int = model.engine.partition.parts
     return max(n for n in range(1, most + 1) if all(rows % n == 0 for rows in everywhere))
 
 

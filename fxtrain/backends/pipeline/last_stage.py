@@ -90,7 +90,7 @@ def broadcast_outputs(model: Wrapped, ready: Any, whole: Any, fake: Callable[[],
 
 def fake_output(model: Wrapped, ready: Any, call: Any) -> Any:
     """What a simulated last stage returns for a micro-batch, without values."""
-    last = len(model.engine.layout.ranks) - 1
+    last = len(model.engine.partition.ranks) - 1
     mode = ReceivedFakes()
     received = tuple(mode.like(meta, model.ctx.device) for meta in ready.sends[last - 1])
     with ops.autocast(model):

@@ -57,7 +57,7 @@ _ANY: Mapping[str, str] = {
 
 
 @attrs.frozen
-class Layout:
+class Partition:
     """How a model is split over the ranks of a pipeline.
 
     Attributes:
@@ -82,14 +82,14 @@ class Layout:
         return tuple(sorted({self.ranks[stage] for stage in self.stages[name]}))
 
 
-def layout_of(module: nn.Module, config: PP, ranks: int) -> Layout:
-    """The layout over some ranks of a module that has no problems."""
+def partition_of(module: nn.Module, config: PP, ranks: int) -> Partition:
+    """The partition over some ranks of a module that has no problems."""
     count = ranks * _per_rank(config)
     starts = config.split or _balanced_starts(module, count)
     order = list(range(ranks))
     if SCHEDULES[config.schedule].v_shaped:
         order += order[::-1]
-    return Layout(
+    return Partition(
         starts=starts,
         ranks=tuple(order[stage % len(order)] for stage in range(count)),
         parts=config.microbatches or count,
@@ -97,18 +97,18 @@ def layout_of(module: nn.Module, config: PP, ranks: int) -> Layout:
     )
 
 
-def parts_for(plan: Plan, layout: Layout, sizes: Sequence[int]) -> int:
+def parts_for(plan: Plan, partition: Partition, sizes: Sequence[int]) -> int:
     """Micro-batches for these rows on each data rank, equal on all; 0 if they do not divide.
 
     Example:
         >>> import fxtrain as fx
-        >>> layout = Layout(starts=(), ranks=(0,), parts=4, stages={})
-        >>> parts_for(fx.Plan(even="uneven"), layout, (9, 0, 6)), parts_for(fx.Plan(), layout, (6,))
-        (3, 0)
+        >>> partition = Partition(starts=(), ranks=(0,), parts=4, stages={})
+        >>> parts_for(fx.Plan(even="uneven"), partition, (9, 0, 6))
+        3
     """
     if plan.even != "uneven":
-        return 0 if any(size % layout.parts or not size for size in sizes) else layout.parts
-    fits = range(layout.parts, 0, -1)
+        return 0 if any(size % partition.parts or not size for size in sizes) else partition.parts
+    fits = range(partition.parts, 0, -1)
     return next(parts for parts in fits if not any(size % parts for size in sizes))
 
 
@@ -142,8 +142,8 @@ def pipeline_problems(module: nn.Module, plan: Plan, ranks: int) -> list[str]:
         problems += _too_few_blocks(module, ranks * _per_rank(config))
     if problems:
         return problems
-    layout = layout_of(module, config, ranks)
-    return _inside_problems(module, plan, layout.starts) + _idle_problems(module, layout)
+    partition = partition_of(module, config, ranks)
+    return _inside_problems(module, plan, partition.starts) + _idle_problems(module, partition)
 
 
 def schedules_fit() -> bool:
@@ -248,23 +248,23 @@ def _inside_problems(module: nn.Module, plan: Plan, starts: tuple[str, ...]) -> 
     ]
 
 
-def _idle_problems(module: nn.Module, layout: Layout) -> list[str]:
+def _idle_problems(module: nn.Module, partition: Partition) -> list[str]:
     """Ranks that would have no parameter, or none to train while others do."""
     named = list(module.named_parameters(remove_duplicate=False))
     if not any(parameter.requires_grad for _, parameter in named):
         return []
-    busy = {rank for name, p in named if p.requires_grad for rank in layout.holders(name)}
-    idle = sorted(set(layout.ranks) - busy)
+    busy = {rank for name, p in named if p.requires_grad for rank in partition.holders(name)}
+    idle = sorted(set(partition.ranks) - busy)
     return [
-        f"PP: the stage that begins with {_beginning(layout, rank)}, on pipeline rank {rank}, has "
-        f"no parameter to train. Split elsewhere with PP(split=(...))."
+        f"PP: the stage that begins with {_beginning(partition, rank)}, on pipeline rank {rank}, "
+        f"has no parameter to train. Split elsewhere with PP(split=(...))."
         for rank in idle
     ]
 
 
-def _beginning(layout: Layout, rank: int) -> str:
-    stage = layout.on(rank)[0]
-    return layout.starts[stage - 1] if stage else "the model's first module"
+def _beginning(partition: Partition, rank: int) -> str:
+    stage = partition.on(rank)[0]
+    return partition.starts[stage - 1] if stage else "the model's first module"
 
 
 def _blocks(module: nn.Module) -> list[str]:

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from fxtrain import _tree, ops
 from fxtrain._errors import FxError, PlanError
-from fxtrain.backends.pipeline.partition import Layout, fitting_kind
+from fxtrain.backends.pipeline.partition import Partition, fitting_kind
 from fxtrain.backends.pipeline.sharded_stages import reshard_stage
 from fxtrain.backends.pipeline.stage import Call, Probe, Stage, TensorMeta, probe
 from fxtrain.backends.pipeline.weights import TensorSlot
@@ -47,7 +47,7 @@ class Pipeline:
 
     Attributes:
         module: The user's, with this rank's parameters only.
-        layout: The whole pipeline's.
+        partition: The whole pipeline's.
         axis: The ranks of the pipeline.
         stages: This rank's stages, by number.
         fake_stages: The same without values, for sharded stages: finding the shapes of one rank's
@@ -59,7 +59,7 @@ class Pipeline:
     """
 
     module: nn.Module = attrs.field(repr=False)
-    layout: Layout
+    partition: Partition
     axis: DistContext = attrs.field(repr=False)
     stages: dict[int, Stage] = attrs.field(repr=False)
     fake_stages: dict[int, Stage] = attrs.field(repr=False)
@@ -70,7 +70,7 @@ class Pipeline:
     @property
     def source(self) -> int:
         """The rank of the last stage."""
-        return self.layout.ranks[-1]
+        return self.partition.ranks[-1]
 
     def train(self, mode: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch's
         """Put the module and its stages into training mode, or out of it."""
@@ -178,7 +178,7 @@ def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared
         probes.update(found)
     if problems := _problems(engine, probes):
         raise PlanError("\n".join(problems))
-    count = len(engine.layout.ranks)
+    count = len(engine.partition.ranks)
     sends = {number: probes[number + 1].needs for number in range(count - 1)}
     stages: list[Any] = [
         _StaticShapeStage(
@@ -194,7 +194,7 @@ def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared
         for number, stage in engine.stages.items()
     ]
     for stage in stages:
-        stage.stage_index_to_group_rank = dict(enumerate(engine.layout.ranks))
+        stage.stage_index_to_group_rank = dict(enumerate(engine.partition.ranks))
         vote = getattr(stage, "_warmup_backward_result", None)  # in torch 2.13, not in 2.15
         if vote is not None and model.ctx.comm.simulated:
             stage._warmup_backward_result = functools.partial(_all_stages_ready, vote)
@@ -210,7 +210,7 @@ def _all_stages_ready(vote: Callable[..., Tensor], received_result: Tensor | Non
 
 def _schedule(model: Wrapped, stages: list[Any], parts: int, *, train: bool) -> Any:
     config: PP = model.plan.strategy
-    kind = fitting_kind(config, len(set(model.engine.layout.ranks)), parts)
+    kind = fitting_kind(config, len(set(model.engine.partition.ranks)), parts)
     one = kind.stages == (1, 1)
     if not train:
         made = torch_schedules.ScheduleGPipe if one else _ForwardSchedule
@@ -288,7 +288,7 @@ def _problems(engine: Pipeline, probes: Mapping[int, Probe]) -> list[str]:
                 "it needs a value that neither it nor the previous stage has computed. Only the "
                 "arguments of a stage's first module are sent from one stage to the next"
             )
-        if text is None and number == len(engine.layout.ranks) - 1 and "other" in found.gives:
+        if text is None and number == len(engine.partition.ranks) - 1 and "other" in found.gives:
             text = (
                 "the outputs need a value of an earlier stage that is not an argument of this "
                 "stage's first module, or a parameter of a module that is registered before the "
@@ -296,7 +296,7 @@ def _problems(engine: Pipeline, probes: Mapping[int, Probe]) -> list[str]:
             )
         if text is not None:
             where = (
-                f"before {engine.layout.starts[number - 1]}" if number else "at its first module"
+                f"before {engine.partition.starts[number - 1]}" if number else "at its first module"
             )
             problems.append(f"PP cannot split {name} {where}, the start of stage {number}: {text}.")
     return problems

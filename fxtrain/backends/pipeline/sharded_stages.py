@@ -18,7 +18,7 @@ from fxtrain.backends.core.wrap_units import ignored_names, units
 from fxtrain.backends.fsdp.apply_fully_shard import gather_precision, shard_parts
 from fxtrain.backends.fsdp.strategy import shard_size
 from fxtrain.backends.pipeline.fake_stages import OwnFakes
-from fxtrain.backends.pipeline.partition import Layout
+from fxtrain.backends.pipeline.partition import Partition
 from fxtrain.backends.pipeline.stage import Stage
 from fxtrain.backends.tensor.parallelize import split_layers
 from fxtrain.state import FSDP, PP, DistContext, Plan
@@ -46,7 +46,7 @@ class _Axes:
 
 
 def make_stages(
-    module: nn.Module, layout: Layout, ctx: DistContext, plan: Plan
+    module: nn.Module, partition: Partition, ctx: DistContext, plan: Plan
 ) -> tuple[dict[int, Stage], dict[int, Stage]]:
     """The stages of this rank, and value-free copies of those that are sharded.
 
@@ -57,24 +57,24 @@ def make_stages(
         stages have others in their place where they are split or sharded.
     """
     config: PP = plan.strategy
-    axes = None if config.stages is None else _axes(module, layout, ctx, plan)
+    axes = None if config.stages is None else _axes(module, partition, ctx, plan)
     stages: dict[int, Stage] = {}
     twins: dict[int, Stage] = {}
-    for index in layout.on(ctx.axis("pipeline").rank):
-        stages[index] = stage = _split_stage(module, layout, index, ctx, axes)
+    for index in partition.on(ctx.axis("pipeline").rank):
+        stages[index] = stage = _split_stage(module, partition, index, ctx, axes)
         sharded = axes is not None and ctx.axis("data").world_size > 1
         prepare_module(stage.shell, plan, ctx, hooked=sharded)
         if axes is not None and sharded:
             # Split before the copy is sharded, so that it has the same parameters.
-            twins[index] = _split_stage(module, layout, index, ctx, axes)
+            twins[index] = _split_stage(module, partition, index, ctx, axes)
             _empty(twins[index], axes.formats)
-            twins[index].prepare(layout, index)
-            _shard(stage, layout, index, ctx, axes)
+            twins[index].prepare(partition, index)
+            _shard(stage, partition, index, ctx, axes)
         else:
             stage.show()
-        stage.prepare(layout, index)
+        stage.prepare(partition, index)
     if ctx.comm.simulated:
-        twins |= _fake_stages(module, layout, ctx, axes)
+        twins |= _fake_stages(module, partition, ctx, axes)
     return stages, twins
 
 
@@ -85,11 +85,13 @@ def reshard_stage(stage: Stage) -> None:
             part.reshard()
 
 
-def _axes(module: nn.Module, layout: Layout, ctx: DistContext, plan: Plan) -> _Axes:
+def _axes(module: nn.Module, partition: Partition, ctx: DistContext, plan: Plan) -> _Axes:
     config: FSDP = plan.strategy.stages
     held = attrs.evolve(plan, strategy=config)
     # What several stages of a rank hold cannot belong to each of them.
-    several = {n for n, stages in layout.stages.items() if len(layout.holders(n)) < len(stages)}
+    several = {
+        n for n, stages in partition.stages.items() if len(partition.holders(n)) < len(stages)
+    }
     whole = ignored_names(module, config) | several
     format = gather_precision(held).param_dtype if ctx.axis("data").world_size > 1 else None
     named = dict(module.named_parameters(remove_duplicate=False))
@@ -104,11 +106,11 @@ def _axes(module: nn.Module, layout: Layout, ctx: DistContext, plan: Plan) -> _A
 
 
 def _split_stage(
-    module: nn.Module, layout: Layout, index: int, ctx: DistContext, axes: _Axes | None
+    module: nn.Module, partition: Partition, index: int, ctx: DistContext, axes: _Axes | None
 ) -> Stage:
     if axes is None:
-        return Stage(module, layout, index, ctx, {})
-    stage = Stage(module, layout, index, ctx, axes.formats)
+        return Stage(module, partition, index, ctx, {})
+    stage = Stage(module, partition, index, ctx, axes.formats)
     config: FSDP = axes.plan.strategy
     if axes.format is not None and config.cast_inputs:
         # Not by torch: other stages' units as well, so that every stage knows the dtype it is sent.
@@ -123,18 +125,18 @@ def _split_stage(
 
 
 def _fake_stages(
-    module: nn.Module, layout: Layout, ctx: DistContext, axes: _Axes | None
+    module: nn.Module, partition: Partition, ctx: DistContext, axes: _Axes | None
 ) -> dict[int, Stage]:
     """Copies of the stages that other ranks run."""
     if axes is not None:  # stages send full tensors, so layers need not be split
         config = attrs.evolve(axes.plan.strategy, tensor=None)
         axes = attrs.evolve(axes, plan=attrs.evolve(axes.plan, strategy=config))
-    mine = layout.on(ctx.axis("pipeline").rank)
+    mine = partition.on(ctx.axis("pipeline").rank)
     twins: dict[int, Stage] = {}
-    for index in set(range(len(layout.ranks))).difference(mine):
-        twins[index] = _split_stage(module, layout, index, ctx, axes)
+    for index in set(range(len(partition.ranks))).difference(mine):
+        twins[index] = _split_stage(module, partition, index, ctx, axes)
         _empty(twins[index], {} if axes is None else axes.formats)
-        twins[index].prepare(layout, index)
+        twins[index].prepare(partition, index)
     return twins
 
 
@@ -178,19 +180,19 @@ def _fake_parameter(like: nn.Parameter, dtype: torch.dtype, mode: OwnFakes) -> n
     return nn.Parameter(made, requires_grad=like.requires_grad)
 
 
-def _shard(stage: Stage, layout: Layout, index: int, ctx: DistContext, axes: _Axes) -> None:
+def _shard(stage: Stage, partition: Partition, index: int, ctx: DistContext, axes: _Axes) -> None:
     """Make a stage the root of torch's fully_shard, which manages the stage's own parameters."""
     own = {id(parameter) for parameter in stage.own()}
     named = list(stage.shell.named_parameters(remove_duplicate=False))
     ignored = {p for name, p in named if id(p) not in own or name in axes.whole}
-    parts = list(own_units(stage.shell, layout, index, axes.plan.strategy))
+    parts = list(own_units(stage.shell, partition, index, axes.plan.strategy))
     stage.add_module("inside", stage.shell)
     config: FSDP = attrs.evolve(axes.plan.strategy, cast_inputs=False)
     shard_parts(stage, parts, ignored, axes.mesh, ctx, attrs.evolve(axes.plan, strategy=config))
 
 
 def own_units(
-    shell: nn.Module, layout: Layout, index: int, config: FSDP
+    shell: nn.Module, partition: Partition, index: int, config: FSDP
 ) -> Iterator[list[nn.Module]]:
     """The units that run completely in this stage."""
     paths = {id(part): path for path, part in shell.named_modules()}
@@ -201,8 +203,8 @@ def own_units(
         left = [
             start
             for part in parts
-            for start in layout.starts
+            for start in partition.starts
             if start.startswith(f"{paths[id(part)]}.")
         ]
-        if not left and all(layout.stages[name] == {index} for name in names):
+        if not left and all(partition.stages[name] == {index} for name in names):
             yield parts

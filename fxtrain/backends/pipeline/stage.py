@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 from fxtrain import _tree, ops
 from fxtrain._errors import PlanError
 from fxtrain.backends.pipeline.fake_stages import OtherStageFakes, ReceivedFakes, StagesMixedError
-from fxtrain.backends.pipeline.partition import Layout
+from fxtrain.backends.pipeline.partition import Partition
 from fxtrain.state import DistContext
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -114,7 +114,7 @@ class Stage(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        layout: Layout,
+        partition: Partition,
         index: int,
         ctx: DistContext,
         formats: Mapping[str, torch.dtype],
@@ -122,9 +122,9 @@ class Stage(nn.Module):
         super().__init__()
         self._hollow = OtherStageFakes()
         self._visit: _StageForward | None = None
-        self.first, self.last = index == 0, index == len(layout.ranks) - 1
+        self.first, self.last = index == 0, index == len(partition.ranks) - 1
         # In a tuple, hidden from parameters(): most of it is fake.
-        self._inside = (_shell(module, layout, index, ctx, self._hollow, formats),)
+        self._inside = (_shell(module, partition, index, ctx, self._hollow, formats),)
         self.job: Callable[..., Any] = _no_task
 
     @property
@@ -145,13 +145,13 @@ class Stage(nn.Module):
         """Let torch see the parameters: zero-bubble schedules iterate over the trained ones."""
         self.held = nn.ParameterList(self.own())
 
-    def prepare(self, layout: Layout, index: int) -> None:
+    def prepare(self, partition: Partition, index: int) -> None:
         """Add the hooks that reduce the forward of the whole model to this stage's part.
 
         After every other change to modules: received tensors are then in place before other hooks.
         """
         shell = self.shell
-        starts = [shell.get_submodule(name) for name in layout.starts]
+        starts = [shell.get_submodule(name) for name in partition.starts]
         for part in _outermost(shell, starts, self._without_parameters):
             for inner in part.modules():
                 vars(inner).pop("_compiled_call_impl", None)  # nothing to compile there
@@ -328,7 +328,7 @@ def _numbered(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _shell(
     module: nn.Module,
-    layout: Layout,
+    partition: Partition,
     index: int,
     ctx: DistContext,
     fake_mode: OtherStageFakes,
@@ -337,7 +337,7 @@ def _shell(
     """A copy of a module's structure with this stage's own parameters and no others."""
     memo: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()}
     for name, parameter in module.named_parameters():
-        if index in layout.stages[name]:
+        if index in partition.stages[name]:
             memo[id(parameter)] = parameter
             continue
         with fake_mode:

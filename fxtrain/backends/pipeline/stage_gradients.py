@@ -10,12 +10,12 @@ from torch import distributed as dist
 from fxtrain import ops
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.gradients import local_grads
-from fxtrain.backends.pipeline.partition import Layout
+from fxtrain.backends.pipeline.partition import Partition
 from fxtrain.state import DistContext, Wrapped, axis_groups
 
 
 def open_shared_groups(
-    names: Iterable[str], layout: Layout, ctx: DistContext
+    names: Iterable[str], partition: Partition, ctx: DistContext
 ) -> tuple[tuple[tuple[Any, tuple[str, ...]], ...], list[Any]]:
     """The groups of ranks that hold the same parameters.
 
@@ -31,8 +31,8 @@ def open_shared_groups(
     axis = ctx.axis("pipeline")
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name in names:
-        if len(layout.holders(name)) > 1:
-            by_ranks.setdefault(layout.holders(name), []).append(name)
+        if len(partition.holders(name)) > 1:
+            by_ranks.setdefault(partition.holders(name), []).append(name)
     sums: list[tuple[Any, tuple[str, ...]]] = []
     opened: list[Any] = []
     for ranks, shared in sorted(by_ranks.items()):
@@ -94,6 +94,6 @@ def clip_norm(model: Wrapped, max_norm: float, **options: Any) -> Tensor:
     copies = frozenset(
         id(parameter)
         for name, parameter in model.module.named_parameters()
-        if engine.layout.holders(name)[0] != engine.axis.rank
+        if engine.partition.holders(name)[0] != engine.axis.rank
     )
     return step_functions.clip_norm(model, max_norm, copies, **options)

@@ -11,7 +11,7 @@ from fxtrain import ops
 from fxtrain._errors import CheckpointError
 from fxtrain.backends.core import model_state
 from fxtrain.backends.core.open_windows import full_gradient
-from fxtrain.backends.pipeline.partition import Layout
+from fxtrain.backends.pipeline.partition import Partition
 from fxtrain.state import ModelState, StateReader, Wrapped
 
 
@@ -32,7 +32,7 @@ def state_of(model: Wrapped) -> ModelState:
     if model.window.micro:
         state = attrs.evolve(state, tensors={**state.tensors, **_shared_gradients(model, state)})
     found = ops.gather_objects(state.values, engine.axis)
-    return attrs.evolve(state, values=_merged(found, list(engine.layout.stages)))
+    return attrs.evolve(state, values=_merged(found, list(engine.partition.stages)))
 
 
 def _shared_gradients(model: Wrapped, state: ModelState) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
     if engine is model.module:
         model_state.load_state(model, saved)
         return
-    model_state.load_state(model, _own_part(saved, engine.layout, engine.axis.rank))
+    model_state.load_state(model, _own_part(saved, engine.partition, engine.axis.rank))
     own = dict(model.module.named_buffers())
     for name, buffer in next(iter(engine.stages.values())).shell.named_buffers():
         # Buffers of other stages, with which a stage computes what depends on no parameter.
@@ -64,11 +64,11 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
             saved.fill(f"module.{name}", buffer)
 
 
-def _own_part(saved: StateReader, layout: Layout, rank: int) -> StateReader:
-    others = {name for name in layout.stages if rank not in layout.holders(name)}
+def _own_part(saved: StateReader, partition: Partition, rank: int) -> StateReader:
+    others = {name for name in partition.stages if rank not in partition.holders(name)}
     tensors = {f"module.{name}" for name in others}
     # Of a gradient that stages share, and sum when their window closes, one gets the sum so far.
-    tensors |= {f"grad.{name}" for name in layout.stages if layout.holders(name)[0] != rank}
+    tensors |= {f"grad.{name}" for name in partition.stages if partition.holders(name)[0] != rank}
     optimizers = [
         {
             **one,
@@ -82,7 +82,7 @@ def _own_part(saved: StateReader, layout: Layout, rank: int) -> StateReader:
     extra = {
         name: value
         for name, value in saved.values["module"].items()
-        if not _is_on_other_ranks(name, layout, others)
+        if not _is_on_other_ranks(name, partition, others)
     }
     return attrs.evolve(
         saved,
@@ -91,10 +91,10 @@ def _own_part(saved: StateReader, layout: Layout, rank: int) -> StateReader:
     )
 
 
-def _is_on_other_ranks(name: str, layout: Layout, others: set[str]) -> bool:
+def _is_on_other_ranks(name: str, partition: Partition, others: set[str]) -> bool:
     """Whether every tensor of the owner of some extra state is on other ranks."""
     path = name.removeprefix("module.").rpartition("_extra_state")[0]
-    held = [one for one in layout.stages if one.startswith(path)]
+    held = [one for one in partition.stages if one.startswith(path)]
     return bool(held) and all(one in others for one in held)
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fxtrain.backends.core.weights import from_first_rank, in_loaded_dtypes, torch_weights
-from fxtrain.backends.pipeline.partition import Layout
+from fxtrain.backends.pipeline.partition import Partition
 from fxtrain.ops.whole_tensors import plain_name, weight_of
-from fxtrain.state import DistContext, Part, Weight, Wrapped
+from fxtrain.state import DistContext, TensorIndex, Weight, Wrapped
 
 
 @attrs.frozen(eq=False)
@@ -53,7 +53,7 @@ def tensor_slots(module: nn.Module) -> tuple[TensorSlot, ...]:
 
 
 def full_tensor_of(
-    place: TensorSlot, layout: Layout, axis: DistContext, device: torch.device
+    place: TensorSlot, partition: Partition, axis: DistContext, device: torch.device
 ) -> Tensor:
     """The full value of an entry, on every rank of the pipeline.
 
@@ -61,7 +61,7 @@ def full_tensor_of(
         Gathers it if it is sharded; the first rank that holds it sends it to the pipeline if some
         rank does not hold it.
     """
-    held = layout.holders(place.name)
+    held = partition.holders(place.name)
     everywhere = len(held) == axis.world_size
     # Every rank that holds a part joins the gather, also those to which the full value is sent.
     tensor = place.held[place.key]
@@ -89,7 +89,7 @@ def pipeline_weights(model: Wrapped) -> dict[str, Weight]:
     for place in engine.places:
         here = place.held[place.key] is not None
         gather = functools.partial(
-            full_tensor_of, place, engine.layout, engine.axis, model.ctx.device
+            full_tensor_of, place, engine.partition, engine.axis, model.ctx.device
         )
         weight = Weight(
             like=place.held[place.key] if here else place.like,
@@ -108,7 +108,7 @@ def pipeline_weights(model: Wrapped) -> dict[str, Weight]:
 
 
 def _fill(
-    place: TensorSlot, of_stage: Tensor | None, read: Callable[[Part | None], Tensor]
+    place: TensorSlot, of_stage: Tensor | None, read: Callable[[TensorIndex | None], Tensor]
 ) -> None:
     """Fill what this rank holds, and buffers of other stages with which its own compute."""
     tensor = place.held[place.key]
