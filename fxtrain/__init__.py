@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fxtrain.data import Sharded as Sharded
     from fxtrain.data import batch as batch
     from fxtrain.data import shard as shard
+    from fxtrain.data import tokens as tokens
     from fxtrain.launch import given_plan as given_plan
     from fxtrain.launch import launch as launch
     from fxtrain.loop import EMA as EMA
@@ -102,7 +103,9 @@ if TYPE_CHECKING:
     from fxtrain.state import FromConfig as FromConfig
     from fxtrain.state import LocalSGD as LocalSGD
     from fxtrain.state import LossScale as LossScale
+    from fxtrain.state import MegatronTokens as MegatronTokens
     from fxtrain.state import Mesh as Mesh
+    from fxtrain.state import NanoGPTTokens as NanoGPTTokens
     from fxtrain.state import Offload as Offload
     from fxtrain.state import Placement as Placement
     from fxtrain.state import Plan as Plan
@@ -147,7 +150,7 @@ _HOMES = {
     "fxtrain.checkpoint": (
         "Restored Saving Verified best latest merge restore save saved_weights verify"
     ),
-    "fxtrain.data": "Sharded batch shard",
+    "fxtrain.data": "Sharded batch shard tokens",
     "fxtrain.launch": "given_plan launch",
     "fxtrain.loop": (
         "EMA EarlyStopping Mean NoiseScale RateCurve Released StepFns ema evaluate find_batch_size "
@@ -159,9 +162,9 @@ _HOMES = {
     "fxtrain.profiling": "dry_run profile",
     "fxtrain.state": (
         "Batch Bnb4 Bnb8 CP Change CommHook Compile DDP Data DeepSpeed DiLoCo DistContext DryRun "
-        "FSDP Float8 FromConfig LocalSGD LossScale MX Mesh Offload PP Placement Plan Position "
-        "PowerSGD Precision Profile Report Single Style TE TP Torchao Weighted Wrapped XLA diff "
-        "dumps fingerprint from_config loads read_plan write_plan"
+        "FSDP Float8 FromConfig LocalSGD LossScale MX MegatronTokens Mesh NanoGPTTokens Offload PP "
+        "Placement Plan Position PowerSGD Precision Profile Report Single Style TE TP Torchao "
+        "Weighted Wrapped XLA diff dumps fingerprint from_config loads read_plan write_plan"
     ),
     "fxtrain.trackers": (
         "Aim ClearML Comet DVCLive JsonLines MLflow Run SwanLab TensorBoard Terminal Trackio "

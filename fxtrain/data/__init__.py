@@ -3,5 +3,6 @@
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import every_row, shard
 from fxtrain.data.tensor_batches import batch
+from fxtrain.data.token_rows import tokens
 
-__all__ = ["Sharded", "batch", "every_row", "shard"]
+__all__ = ["Sharded", "batch", "every_row", "shard", "tokens"]
