@@ -27,6 +27,7 @@ def test_env_shows_another_launch_file(tmp_path, capsys):
 
 def test_the_package_is_the_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fxtrain", "--version"])
+    monkeypatch.delitem(sys.modules, "fxtrain.__main__", raising=False)  # runpy warns of it
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("fxtrain", run_name="__main__")
     assert ended.value.code == 0 and capsys.readouterr().out.startswith("fxtrain ")
