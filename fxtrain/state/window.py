@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @attrs.define(kw_only=True)
 class ModelStatus:
-    """What changes in the handle of a model, beside the sums of its window.
+    """The mutable part of the handle of a model, beside the sums of its window.
 
     Attributes:
         closed: The call because of which the handle cannot be used: `fx.unwrap` or `fx.release`
