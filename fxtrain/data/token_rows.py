@@ -153,12 +153,15 @@ class _Opened:
             bisect.bisect_left(range(len(self.bounds) - 1), at, key=self._first_token)
             for at in (start, start + len(found))
         )
-        starts = [self._first_token(document) - start for document in range(begin, stop)]
-        if any(not 0 <= at < len(found) for at in starts):
+        sequences = self.bounds[begin:stop]
+        known = (sequences >= 0) & (sequences < len(self.pointers))
+        pointers = self.pointers[sequences.where(known, 0)]
+        starts = pointers // self.tokens.element_size() - start
+        if not (known & (starts >= 0) & (starts < len(found))).all():
             raise DataError(
                 "tokens: the documents of an .idx file are not in order. Write it anew."
             )
-        return torch.tensor(starts, dtype=torch.int64, device="cpu")
+        return starts
 
     def _first_token(self, document: int) -> int:
         assert self.pointers is not None and self.bounds is not None

@@ -128,6 +128,15 @@ def test_damaged_files_are_errors(tmp_path, name, damage, message):
         fx.tokens(source, world(1)[0], length=2, batch_size=1)
 
 
+@pytest.mark.parametrize("bounds", [(0, 7, 1, 3), (0, -1, 1, 3)])
+def test_documents_of_no_sequence_are_errors(tmp_path, bounds):
+    source = write_megatron(tmp_path, [[1, 2], [3, 4], [5, 6]])
+    path = tmp_path / "a.idx"
+    path.write_bytes(path.read_bytes()[:-32] + struct.pack("<4q", *bounds))
+    with pytest.raises(fx.DataError, match=r"Write (it|the file) anew"):
+        list(fx.tokens(source, world(1)[0], length=6, batch_size=1))
+
+
 @pytest.mark.parametrize("wrong", [{"length": 0}, {"batch_size": 0}, {"source": "a.bin"}])
 def test_wrong_arguments_are_errors(tmp_path, wrong):
     given = {"source": write_nanogpt(tmp_path, [[1]]), "length": 1, "batch_size": 1, **wrong}
