@@ -78,8 +78,8 @@ def test_every_row_comes_once_on_any_number_of_ranks(tmp_path, documents, length
 TIMES = iter(range(1, 10**6))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_a_loader_resumes_at_another_world_size(tmp_path, workers):
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_loader_resumes_at_another_world_size(tmp_path, ranks):
     source = write_megatron(tmp_path, [list(range(1, 50)), list(range(50, 97))])
     plan = fx.Plan(batch="global", seed=3)
     (ctx,) = world(1)
@@ -90,7 +90,7 @@ def test_a_loader_resumes_at_another_world_size(tmp_path, workers):
             found_rows(b)
             for b in fx.tokens(source, c, plan, length=4, batch_size=4).at(first.position)
         ]
-        for c in world(workers)
+        for c in world(ranks)
     ]
     assert [[row for part in batch for row in part] for batch in zip(*parts, strict=True)] == whole[
         1:
