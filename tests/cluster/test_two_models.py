@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain import ops
+from tests.cluster._two_models import data, error_inside_a_window, makers_loss, nets
 
 EPOCHS, ROWS, GLOBAL = 1, 48, 8  # rows of the data, and of a batch over all ranks
 
@@ -35,28 +36,9 @@ def _sgd(params):
     return torch.optim.SGD(params, lr=0.2, momentum=0.5)
 
 
-def _nets():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        sizes = ((2, 6, 3), (3, 6, 1))
-        return [
-            nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, c)).double() for a, b, c in sizes
-        ]
-
-
-def _data():
-    generator = torch.Generator().manual_seed(2)
-    columns = torch.randn(ROWS, 2, generator=generator), torch.randn(ROWS, 3, generator=generator)
-    return TensorDataset(*(column.double() for column in columns))
-
-
 def _judges_loss(judge, maker, noise, real):
     made = judge(maker(noise).detach())
     return F.softplus(-judge(real)).mean() + F.softplus(made).mean()
-
-
-def _makers_loss(judge, maker, noise):
-    return F.softplus(-judge(maker(noise))).mean()
 
 
 def _windows(batches, plan):
@@ -67,11 +49,11 @@ def _windows(batches, plan):
 
 def _adversaries(ctx, plan, way="step"):
     """Parameters of both models after training under a plan."""
-    maker, judge = (fx.wrap(net, ctx, plan, optimizer=_sgd) for net in _nets())
+    maker, judge = (fx.wrap(net, ctx, plan, optimizer=_sgd) for net in nets())
     size = GLOBAL // ctx.axis("data").world_size
-    loader = fx.shard(DataLoader(_data(), batch_size=size), ctx, plan)
+    loader = fx.shard(DataLoader(data(ROWS), batch_size=size), ctx, plan)
     of_judge = fx.StepFns(model=judge, loss=lambda m, b: _judges_loss(m, maker, *b))
-    of_maker = fx.StepFns(model=maker, loss=lambda m, b: _makers_loss(judge, m, b[0]))
+    of_maker = fx.StepFns(model=maker, loss=lambda m, b: makers_loss(judge, m, b[0]))
     for epoch in loader.epochs(EPOCHS):
         for window in _windows(epoch, plan):
             for batch in window:
@@ -83,18 +65,18 @@ def _adversaries(ctx, plan, way="step"):
                 if way == "step":
                     fx.step(ctx, batch, of_maker)
                 else:
-                    fx.update(ctx, batch, maker, _makers_loss(judge, maker, batch[0]))
+                    fx.update(ctx, batch, maker, makers_loss(judge, maker, batch[0]))
     return [p.detach().clone() for m in (maker, judge) for p in fx.unwrap(m).parameters()]
 
 
 def _adversaries_by_hand(plan):
-    maker, judge = _nets()
+    maker, judge = nets()
     optimizers = [_sgd(net.parameters()) for net in (maker, judge)]
     for _ in range(EPOCHS):
-        for window in _windows(DataLoader(_data(), batch_size=GLOBAL), plan):
+        for window in _windows(DataLoader(data(ROWS), batch_size=GLOBAL), plan):
             for net, optimizer, loss in (
                 (judge, optimizers[1], lambda *batch: _judges_loss(judge, maker, *batch)),
-                (maker, optimizers[0], lambda noise, _: _makers_loss(judge, maker, noise)),
+                (maker, optimizers[0], lambda noise, _: makers_loss(judge, maker, noise)),
             ):
                 optimizer.zero_grad()
                 for batch in window:
@@ -126,17 +108,7 @@ def test_adversaries_in_turns_of_windows_equal_the_raw_loop(clusters, name, way)
 
 
 def _inside_a_window(ctx, plan, reaches):
-    """The error of a maker's backward in the first window of the judge."""
-    maker, judge = (fx.wrap(net, ctx, plan, optimizer=_sgd) for net in _nets())
-    of_judge = fx.StepFns(model=judge, loss=lambda m, b: _judges_loss(m, maker, *b))
-    of_maker = fx.StepFns(model=maker, loss=lambda m, b: reaches(judge, m, b[0]))
-    batch = next(iter(fx.shard(DataLoader(_data(), batch_size=2), ctx, plan)))
-    fx.step(ctx, batch, of_judge)
-    try:
-        fx.step(ctx, batch, of_maker)
-    except fx.StepError as error:
-        return str(error)
-    return None
+    return error_inside_a_window(ctx, plan, _sgd, _judges_loss, reaches)
 
 
 def _penalty(judge, maker, noise):
@@ -154,7 +126,7 @@ def test_a_gradient_that_adds_nothing_is_none():
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_the_other_models_backward_inside_a_window_is_an_error(pair, name):
-    for words in pair.run(_inside_a_window, WINDOWS[name], _makers_loss):
+    for words in pair.run(_inside_a_window, WINDOWS[name], makers_loss):
         assert words.startswith("The backward of another model's loss reached this")
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from tests.cluster._two_models import data, error_inside_a_window, makers_loss, nets
 from tests.deepspeed._ranks import on_rank, sgd
 
 pytestmark = pytest.mark.deepspeed
@@ -19,20 +19,6 @@ PLANS = {
 }
 
 
-def _nets():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        sizes = ((2, 6, 3), (3, 6, 1))
-        return [nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, c)) for a, b, c in sizes]
-
-
-def _data():
-    generator = torch.Generator().manual_seed(2)
-    return TensorDataset(
-        torch.randn(16, 2, generator=generator), torch.randn(16, 3, generator=generator)
-    )
-
-
 def _judges_loss(judge, maker, noise, real):
     with torch.no_grad():
         made = maker(noise)
@@ -40,17 +26,13 @@ def _judges_loss(judge, maker, noise, real):
     return F.softplus(-real).mean() + F.softplus(made).mean()
 
 
-def _makers_loss(judge, maker, noise):
-    return F.softplus(-judge(maker(noise))).mean()
-
-
 @on_rank
 def _adversaries(ctx, config):
     plan = fx.Plan(strategy=config)
-    maker, judge = (fx.wrap(net, ctx, plan, optimizer=sgd) for net in _nets())
-    loader = fx.shard(DataLoader(_data(), batch_size=4), ctx, plan)
+    maker, judge = (fx.wrap(net, ctx, plan, optimizer=sgd) for net in nets(torch.float32))
+    loader = fx.shard(DataLoader(data(16, torch.float32), batch_size=4), ctx, plan)
     of_judge = fx.StepFns(model=judge, loss=lambda m, b: _judges_loss(m, maker, *b))
-    of_maker = fx.StepFns(model=maker, loss=lambda m, b: _makers_loss(judge, m, b[0]))
+    of_maker = fx.StepFns(model=maker, loss=lambda m, b: makers_loss(judge, m, b[0]))
     for epoch in loader.epochs(2):
         for batch in epoch:
             fx.step(ctx, batch, of_judge)
@@ -59,15 +41,15 @@ def _adversaries(ctx, config):
 
 
 def _by_hand():
-    maker, judge = _nets()
+    maker, judge = nets(torch.float32)
     of_maker, of_judge = sgd(maker.parameters()), sgd(judge.parameters())
     for _ in range(2):
-        for noise, real in DataLoader(_data(), batch_size=8):
+        for noise, real in DataLoader(data(16, torch.float32), batch_size=8):
             of_judge.zero_grad()
             _judges_loss(judge, maker, noise, real).backward()
             of_judge.step()
             of_maker.zero_grad()
-            _makers_loss(judge, maker, noise).backward()
+            makers_loss(judge, maker, noise).backward()
             of_maker.step()
     return [p.detach() for net in (maker, judge) for p in net.parameters()]
 
@@ -82,16 +64,7 @@ def test_adversaries_equal_the_raw_loop(pair, name):
 @on_rank
 def _inside_a_window(ctx):
     plan = fx.Plan(strategy=fx.DeepSpeed(stage=1), accumulate=2)
-    maker, judge = (fx.wrap(net, ctx, plan, optimizer=sgd) for net in _nets())
-    of_judge = fx.StepFns(model=judge, loss=lambda m, b: _judges_loss(m, maker, *b))
-    of_maker = fx.StepFns(model=maker, loss=lambda m, b: _makers_loss(judge, m, b[0]))
-    batch = next(iter(fx.shard(DataLoader(_data(), batch_size=4), ctx, plan)))
-    fx.step(ctx, batch, of_judge)
-    try:
-        fx.step(ctx, batch, of_maker)
-    except fx.StepError as error:
-        return str(error)
-    return None
+    return error_inside_a_window(ctx, plan, sgd, _judges_loss, makers_loss, torch.float32)
 
 
 def test_another_models_backward_inside_a_window_is_refused(pair):
