@@ -110,21 +110,23 @@ class _CleaningRendezvous:
         self._lost = False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """As of the handler."""
+        """See `RendezvousHandler`."""
         end_strays(self._mark, patience_s=self._patience_s, ask=True)
-        timer = threading.Timer(_SILENT_S, self._tell_missing)
+        if self._backend is None:  # numbered nodes, which say themselves for whom they wait
+            return self._handler.next_rendezvous()
+        timer = threading.Timer(_SILENT_S, self._tell_missing, [self._backend])
         timer.daemon = True
         timer.start()
         try:
             info = self._handler.next_rendezvous()
         finally:
             timer.cancel()
-        if self._backend is not None and self._backend.seen is not None:
+        if self._backend.seen is not None:
             self._before = dict(self._backend.seen.participants)
         return info
 
-    def _tell_missing(self) -> None:
-        state = None if self._backend is None else self._backend.seen
+    def _tell_missing(self, backend: "StateBackend") -> None:
+        state = backend.seen
         if state is None:
             return
         # Those of a complete state are of the attempt before.
@@ -143,7 +145,7 @@ class _CleaningRendezvous:
             )
 
     def num_nodes_waiting(self) -> int:
-        """As of the handler; 0 while the store does not answer."""
+        """See `RendezvousHandler`; 0 while the store does not answer."""
         try:
             return self._handler.num_nodes_waiting()
         except RendezvousConnectionError as error:
