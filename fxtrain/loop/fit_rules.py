@@ -18,7 +18,7 @@ from fxtrain.state import Batch, DistContext, Position, shown
 
 _MEASURES = ("epochs", "updates", "rows", "tokens")
 
-# What decides which row a position inside an epoch stands at.
+# Settings that determine to which row a position inside an epoch refers.
 _MEANING = {"units": "rows or batches in an epoch", "unit": "unit", "order": "order"}
 
 
@@ -155,7 +155,7 @@ def check_changes(ctx: DistContext, restored: Restored, loader: Sharded) -> None
         Logs one line with what differs.
 
     Raises:
-        DataError: the position is inside an epoch, and stands at another row of this data.
+        DataError: the position is inside an epoch, and refers to another row of this data.
     """
     position, saved, now = restored.position, restored.extra["layout"], layout_of(loader)
     changes = [f"{name} {saved[name]} → {now[name]}" for name in now if saved[name] != now[name]]
