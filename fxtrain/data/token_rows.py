@@ -96,7 +96,7 @@ class _Rows(Dataset[dict[str, Tensor]]):
 
     source: MegatronTokens | NanoGPTTokens
     length: int
-    changed_ns: int  # a file written anew is opened anew
+    changed_ns: int  # so that a file that has changed is mapped again
 
     def __len__(self) -> int:
         return -(-len(_opened(self.source, self.changed_ns).tokens) // self.length)
@@ -131,12 +131,14 @@ class _Opened:
     """Maps of a source.
 
     Attributes:
+        path: The file that says where documents end.
         tokens: All of them.
         end: The token that ends a document.
         pointers: For every sequence, its first byte.
         bounds: For every document, its first sequence; then the number of sequences.
     """
 
+    path: str
     tokens: Tensor
     end: int | None = None
     pointers: Tensor | None = None
@@ -158,18 +160,16 @@ class _Opened:
         pointers = self.pointers[sequences.where(known, 0)]
         starts = pointers // self.tokens.element_size() - start
         if not (known & (starts >= 0) & (starts < len(found))).all():
-            raise DataError(
-                "tokens: the documents of an .idx file are not in order. Write it anew."
-            )
+            raise _damaged(self.path, "has documents that are not in order")
         return starts
 
     def _first_token(self, document: int) -> int:
         assert self.pointers is not None and self.bounds is not None
         sequence = int(self.bounds[document])
         if not 0 <= sequence <= len(self.pointers):
-            raise DataError(
-                f"tokens: document {document} of an .idx file starts at sequence {sequence} of "
-                f"{len(self.pointers)}. Write the file anew."
+            sequences = len(self.pointers)
+            raise _damaged(
+                self.path, f"starts document {document} at sequence {sequence} of {sequences}"
             )
         if sequence == len(self.pointers):
             return len(self.tokens)
@@ -187,7 +187,8 @@ def _changed_ns(source: MegatronTokens | NanoGPTTokens) -> int:
 @functools.lru_cache(maxsize=_OPEN_MAPS // 2)
 def _opened(source: MegatronTokens | NanoGPTTokens, _changed_ns: int) -> _Opened:
     if isinstance(source, NanoGPTTokens):
-        return _Opened(tokens=_all(source.path, getattr(torch, source.dtype)), end=source.end)
+        tokens = _all(source.path, getattr(torch, source.dtype))
+        return _Opened(path=source.path, tokens=tokens, end=source.end)
     path = f"{source.path}.idx"
     index = _mapped(path)
     if len(index) < _HEAD.size:
@@ -210,7 +211,7 @@ def _opened(source: MegatronTokens | NanoGPTTokens, _changed_ns: int) -> _Opened
     expected = int(pointers[-1]) + int(lengths[-1]) * tokens.element_size()
     if expected != len(tokens) * tokens.element_size():
         raise _damaged(path, f"describes {expected} bytes of tokens, not those of its .bin file")
-    return _Opened(tokens=tokens, pointers=pointers, bounds=starts)
+    return _Opened(path=path, tokens=tokens, pointers=pointers, bounds=starts)
 
 
 def _all(path: str, dtype: torch.dtype) -> Tensor:
@@ -236,4 +237,4 @@ def _unreadable(path: str, error: OSError) -> DataError:
 
 
 def _damaged(path: str, found: str) -> DataError:
-    return DataError(f"tokens: {path} {found}. Check the format, or write the file anew.")
+    return DataError(f"tokens: {path} {found}. Check the format, or create the file again.")
