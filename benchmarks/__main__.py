@@ -15,6 +15,7 @@ from benchmarks import (
     report,
     startup,
     step,
+    tokens,
 )
 
 if __name__ == "__main__":
@@ -33,5 +34,6 @@ if __name__ == "__main__":
         faults,
         placement,
         report,
+        tokens,
     ):
         each.main()
