@@ -135,7 +135,7 @@ def _look(folder, last):
     found = collections.Counter({"kills": 1, "in the middle of a save": bool(left)})
     newest = fx.latest(folder)
     try:
-        found["latest verifies"] += fx.verify(newest).path == newest
+        found["latest verifies"] += fx.checkpoint.verify(newest).path == newest
     except fx.CheckpointError:
         found["latest verifies"] += 0
     with fx.detect(env={}, device="cpu") as ctx:
@@ -172,7 +172,7 @@ def _complaint(path, restoring):
     """What `verify` or `restore` says of a checkpoint."""
     try:
         if not restoring:
-            fx.verify(path)
+            fx.checkpoint.verify(path)
             return ""
         with fx.detect(env={}, device="cpu") as ctx:
             model = fx.wrap(nn.Linear(128, 128), ctx, optimizer=lambda p: torch.optim.AdamW(p))

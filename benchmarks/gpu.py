@@ -135,7 +135,7 @@ def _throughput(times, ctx, tokens):
     """Products as torch counts them, and their share of what the device can do."""
     model = gpt().to(DEVICE)
     there = tokens[:1].to(DEVICE)
-    flops = ROWS * fx.count_flops(lambda: model(there, labels=there).loss.backward())
+    flops = ROWS * fx.meters.count_flops(lambda: model(there, labels=there).loss.backward())
     peak = fx.meters.peak_flops(ctx, "bf16")
     return [
         [

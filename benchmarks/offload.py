@@ -251,7 +251,7 @@ def _cold_forward(ctx, at, names, sizes, prompt):
 
 def _placement(disk):
     units = tuple(Unit(name=name, device="disk") for name in disk)
-    return fx.Placement(units=(Unit(name="", device="cpu"), *units), prefetch=2)
+    return fx.state.Placement(units=(Unit(name="", device="cpu"), *units), prefetch=2)
 
 
 def _streamed(ctx, net, at, disk):

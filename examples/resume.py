@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--every", type=int, default=40, help="updates between checkpoints")
     options = parser.parse_args()
-    with fx.detect() as ctx, fx.preemption(ctx) as notice:
+    with fx.detect() as ctx, fx.ops.preemption(ctx) as notice:
         model, loader = start(ctx, options.folder)
         fns = fx.StepFns(model=model, loss=loss)
         told: dict[str, Any] = {"updates": loader.position.updates, "left": False, "accuracy": None}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fxtrain import state as state
     from fxtrain import testing as testing
     from fxtrain import trackers as trackers
+    from fxtrain import tuning as tuning
     from fxtrain._errors import CheckpointError as CheckpointError
     from fxtrain._errors import CollectiveError as CollectiveError
     from fxtrain._errors import ContextError as ContextError
@@ -33,18 +34,10 @@ if TYPE_CHECKING:
     from fxtrain.backends import unwrap as unwrap
     from fxtrain.backends import weights as weights
     from fxtrain.backends import wrap as wrap
-    from fxtrain.backends.deepspeed import deepspeed_config as deepspeed_config
     from fxtrain.backends.deepspeed import zero_init as zero_init
-    from fxtrain.checkpoint import Restored as Restored
-    from fxtrain.checkpoint import Saving as Saving
-    from fxtrain.checkpoint import Verified as Verified
-    from fxtrain.checkpoint import best as best
     from fxtrain.checkpoint import latest as latest
-    from fxtrain.checkpoint import merge as merge
     from fxtrain.checkpoint import restore as restore
     from fxtrain.checkpoint import save as save
-    from fxtrain.checkpoint import saved_weights as saved_weights
-    from fxtrain.checkpoint import verify as verify
     from fxtrain.data import Sharded as Sharded
     from fxtrain.data import batch as batch
     from fxtrain.data import shard as shard
@@ -54,30 +47,17 @@ if TYPE_CHECKING:
     from fxtrain.loop import EMA as EMA
     from fxtrain.loop import EarlyStopping as EarlyStopping
     from fxtrain.loop import Mean as Mean
-    from fxtrain.loop import NoiseScale as NoiseScale
-    from fxtrain.loop import RateCurve as RateCurve
-    from fxtrain.loop import Released as Released
     from fxtrain.loop import StepFns as StepFns
     from fxtrain.loop import ema as ema
     from fxtrain.loop import evaluate as evaluate
-    from fxtrain.loop import find_batch_size as find_batch_size
-    from fxtrain.loop import find_lr as find_lr
     from fxtrain.loop import fit as fit
-    from fxtrain.loop import predict_batch_size as predict_batch_size
     from fxtrain.loop import release as release
     from fxtrain.loop import step as step
     from fxtrain.loop import update as update
-    from fxtrain.meters import Memory as Memory
-    from fxtrain.meters import Meter as Meter
-    from fxtrain.meters import count_flops as count_flops
-    from fxtrain.meters import memory as memory
-    from fxtrain.meters import timed as timed
     from fxtrain.models import export as export
     from fxtrain.models import load_model as load_model
     from fxtrain.ops import close as close
     from fxtrain.ops import detect as detect
-    from fxtrain.ops import log as log
-    from fxtrain.ops import preemption as preemption
     from fxtrain.profiling import dry_run as dry_run
     from fxtrain.profiling import profile as profile
     from fxtrain.state import CP as CP
@@ -91,23 +71,19 @@ if TYPE_CHECKING:
     from fxtrain.state import Batch as Batch
     from fxtrain.state import Bnb4 as Bnb4
     from fxtrain.state import Bnb8 as Bnb8
-    from fxtrain.state import Change as Change
     from fxtrain.state import CommHook as CommHook
     from fxtrain.state import Compile as Compile
     from fxtrain.state import Data as Data
     from fxtrain.state import DeepSpeed as DeepSpeed
     from fxtrain.state import DiLoCo as DiLoCo
     from fxtrain.state import DistContext as DistContext
-    from fxtrain.state import DryRun as DryRun
     from fxtrain.state import Float8 as Float8
-    from fxtrain.state import FromConfig as FromConfig
     from fxtrain.state import LocalSGD as LocalSGD
     from fxtrain.state import LossScale as LossScale
     from fxtrain.state import MegatronTokens as MegatronTokens
     from fxtrain.state import Mesh as Mesh
     from fxtrain.state import NanoGPTTokens as NanoGPTTokens
     from fxtrain.state import Offload as Offload
-    from fxtrain.state import Placement as Placement
     from fxtrain.state import Plan as Plan
     from fxtrain.state import Position as Position
     from fxtrain.state import PowerSGD as PowerSGD
@@ -120,23 +96,13 @@ if TYPE_CHECKING:
     from fxtrain.state import Weighted as Weighted
     from fxtrain.state import Wrapped as Wrapped
     from fxtrain.state import diff as diff
-    from fxtrain.state import dumps as dumps
     from fxtrain.state import fingerprint as fingerprint
     from fxtrain.state import from_config as from_config
-    from fxtrain.state import loads as loads
     from fxtrain.state import read_plan as read_plan
     from fxtrain.state import write_plan as write_plan
-    from fxtrain.trackers import Aim as Aim
-    from fxtrain.trackers import ClearML as ClearML
-    from fxtrain.trackers import Comet as Comet
-    from fxtrain.trackers import DVCLive as DVCLive
     from fxtrain.trackers import JsonLines as JsonLines
     from fxtrain.trackers import MLflow as MLflow
-    from fxtrain.trackers import Run as Run
-    from fxtrain.trackers import SwanLab as SwanLab
     from fxtrain.trackers import TensorBoard as TensorBoard
-    from fxtrain.trackers import Terminal as Terminal
-    from fxtrain.trackers import Trackio as Trackio
     from fxtrain.trackers import WandB as WandB
     from fxtrain.trackers import track as track
 
@@ -146,35 +112,26 @@ _HOMES = {
         "MissingPackageError PlanError StepError"
     ),
     "fxtrain.backends": "gathered unwrap weights wrap",
-    "fxtrain.backends.deepspeed": "deepspeed_config zero_init",
-    "fxtrain.checkpoint": (
-        "Restored Saving Verified best latest merge restore save saved_weights verify"
-    ),
+    "fxtrain.backends.deepspeed": "zero_init",
+    "fxtrain.checkpoint": "latest restore save",
     "fxtrain.data": "Sharded batch shard tokens",
     "fxtrain.launch": "given_plan launch",
-    "fxtrain.loop": (
-        "EMA EarlyStopping Mean NoiseScale RateCurve Released StepFns ema evaluate find_batch_size "
-        "find_lr fit predict_batch_size release step update"
-    ),
-    "fxtrain.meters": "Memory Meter count_flops memory timed",
+    "fxtrain.loop": "EMA EarlyStopping Mean StepFns ema evaluate fit release step update",
     "fxtrain.models": "export load_model",
-    "fxtrain.ops": "close detect log preemption",
+    "fxtrain.ops": "close detect",
     "fxtrain.profiling": "dry_run profile",
     "fxtrain.state": (
-        "Batch Bnb4 Bnb8 CP Change CommHook Compile DDP Data DeepSpeed DiLoCo DistContext DryRun "
-        "FSDP Float8 FromConfig LocalSGD LossScale MX MegatronTokens Mesh NanoGPTTokens Offload PP "
-        "Placement Plan Position PowerSGD Precision Profile Report Single Style TE TP Torchao "
-        "Weighted Wrapped XLA diff dumps fingerprint from_config loads read_plan write_plan"
+        "Batch Bnb4 Bnb8 CP CommHook Compile DDP Data DeepSpeed DiLoCo DistContext FSDP Float8 "
+        "LocalSGD LossScale MX MegatronTokens Mesh NanoGPTTokens Offload PP Plan Position "
+        "PowerSGD Precision Profile Report Single Style TE TP Torchao Weighted Wrapped XLA diff "
+        "fingerprint from_config read_plan write_plan"
     ),
-    "fxtrain.trackers": (
-        "Aim ClearML Comet DVCLive JsonLines MLflow Run SwanLab TensorBoard Terminal Trackio "
-        "WandB track"
-    ),
+    "fxtrain.trackers": "JsonLines MLflow TensorBoard WandB track",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = (
     *("big", "checkpoint", "interop", "meters", "ops", "profiling", "quality", "state", "testing"),
-    "trackers",
+    *("trackers", "tuning"),
 )
 
 __all__ = sorted([*_HOME, "ops", "state"])  # pyright: ignore[reportUnsupportedDunderAll]
@@ -197,9 +154,13 @@ def _instead_of(name: str) -> str:
     if name.startswith("_"):
         return ""
     names = importlib.import_module("fxtrain._other_names")
-    ops = importlib.import_module("fxtrain.ops").__all__
-    own = f" Use fx.ops.{name}." if name in ops else ""
-    found = names.call_hint(name) or own or names.closest(name, __all__)
+    homes = (
+        home for home in _MODULES if name in importlib.import_module(f"fxtrain.{home}").__all__
+    )
+    found = names.call_hint(name)
+    if not found and (home := next(homes, None)):
+        found = f" Use fx.{home}.{name}."
+    found = found or names.closest(name, __all__)
     return f".{found}" if found else ""
 
 

@@ -57,9 +57,9 @@ class Meter:
         >>> import fxtrain as fx, torch
         >>> from torch.utils.data import DataLoader
         >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     meter = fx.Meter()
+        ...     meter = fx.meters.Meter()
         ...     loader = fx.shard(DataLoader(torch.ones(6, 4), batch_size=2), ctx)
-        ...     for batch, waited_s in fx.timed(loader):
+        ...     for batch, waited_s in fx.meters.timed(loader):
         ...         meter = meter.update(batch, tokens=batch.data.numel(), waited_s=waited_s)
         ...     meter.rows, meter.tokens, sorted(meter.rates(ctx))
         (6, 24, ['rows_per_s', 'tokens_per_s', 'waiting'])
@@ -125,7 +125,7 @@ def timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:
 
     Example:
         >>> import fxtrain as fx
-        >>> [(number, waited_s >= 0) for number, waited_s in fx.timed([1, 2])]
+        >>> [(number, waited_s >= 0) for number, waited_s in fx.meters.timed([1, 2])]
         [(1, True), (2, True)]
     """
     asked = time.perf_counter()
@@ -143,7 +143,7 @@ def count_flops(fn: Callable[[], object]) -> int:
 
     Example:
         >>> import fxtrain as fx, torch
-        >>> fx.count_flops(lambda: torch.ones(2, 3) @ torch.ones(3, 4))
+        >>> fx.meters.count_flops(lambda: torch.ones(2, 3) @ torch.ones(3, 4))
         48
     """
     counter = FlopCounterMode(display=False)
@@ -214,7 +214,7 @@ def memory(ctx: DistContext) -> Memory:
     Example:
         >>> import fxtrain as fx
         >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     found = fx.memory(ctx)
+        ...     found = fx.meters.memory(ctx)
         >>> 0 < found.now <= found.peak
         True
     """

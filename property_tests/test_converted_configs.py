@@ -187,7 +187,7 @@ def _is_accepted(spec, plan):
             row = built_in(type(plan.strategy))
             model = stand_in(planned.mesh)
             if isinstance(plan.strategy, fx.DeepSpeed):
-                fx.deepspeed_config(plan, ranks=placed.axis("data").world_size)
+                fx.interop.deepspeed_config(plan, ranks=placed.axis("data").world_size)
             return problems_of(row, placed, without_names(plan), model) == ()
     except fx.FxError:
         return False

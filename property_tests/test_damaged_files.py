@@ -56,7 +56,7 @@ def _write(path, raw):
 @pytest.mark.parametrize("form", ["json", "toml", "yaml"])
 @given(data=st.data())
 def test_a_damaged_plan_is_read_or_refused(folder, form, data):
-    path = _write(folder / f"plan.{form}", data.draw(damaged(fx.dumps(PLAN, form).encode())))
+    path = _write(folder / f"plan.{form}", data.draw(damaged(fx.state.dumps(PLAN, form).encode())))
     only(fx.PlanError, fx.read_plan, path)
 
 
@@ -93,7 +93,7 @@ def test_a_damaged_config_of_deepspeed_is_read_or_refused(folder, how, data):
         raw = json.dumps(data.draw(misshapen(DEEPSPEED)), default=str)
     path = _write(folder / "deepspeed.json", raw)
     plan = fx.Plan(strategy=fx.DeepSpeed(config=str(path)), precision="bf16", clip_norm=1.0)
-    only(fx.PlanError, fx.deepspeed_config, plan)
+    only(fx.PlanError, fx.interop.deepspeed_config, plan)
 
 
 @pytest.mark.parametrize("slots", ["9" * 12, "9" * 5000])
@@ -113,9 +113,9 @@ def test_a_damaged_hostfile_is_read_or_refused(folder, data):
 
 @given(data=st.data())
 def test_a_damaged_earlier_plan_run_is_read_or_refused(folder, data):
-    text = fx.dumps(fx.DryRun(name="train.py", world=8))
+    text = fx.state.dumps(fx.state.DryRun(name="train.py", world=8))
     raw = data.draw(damaged(text.encode())).decode(errors="replace")
-    only(fx.PlanError, fx.loads, raw, fx.DryRun)
+    only(fx.PlanError, fx.state.loads, raw, fx.state.DryRun)
 
 
 # YAML itself

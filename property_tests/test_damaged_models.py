@@ -130,5 +130,5 @@ def test_a_damaged_data_file_is_found(saved, data):
     whole = path.read_bytes()
     changed = data.draw(damaged(whole))
     with replaced(path, lambda _: changed):
-        assert only(fx.CheckpointError, fx.verify, saved) == (changed == whole)
+        assert only(fx.CheckpointError, fx.checkpoint.verify, saved) == (changed == whole)
         assert only(fx.CheckpointError, _restore, saved) or changed != whole

@@ -36,7 +36,7 @@ def _hosts(path):
 
 
 def _deepspeed(path):
-    fx.deepspeed_config(fx.Plan(strategy=fx.DeepSpeed(config=str(path))))
+    fx.interop.deepspeed_config(fx.Plan(strategy=fx.DeepSpeed(config=str(path))))
 
 
 def _load(path):
@@ -66,8 +66,8 @@ READERS = {
     "plan, json": ("a.json", fx.read_plan),
     "plan, toml": ("a.toml", fx.read_plan),
     "plan, yaml": ("a.yaml", fx.read_plan),
-    "placement": ("a.toml", lambda path: read_record(path, fx.Placement)),
-    "dry run": ("a.json", lambda path: read_record(path, fx.DryRun)),
+    "placement": ("a.toml", lambda path: read_record(path, fx.state.Placement)),
+    "dry run": ("a.json", lambda path: read_record(path, fx.state.DryRun)),
     "launch file, toml": ("a.toml", read_launch_file),
     "launch file, yaml": ("a.yaml", read_launch_file),
     "launch file, checked": ("a.toml", _command("config", "check")),
@@ -77,7 +77,7 @@ READERS = {
     "times": ("summary.json", lambda path: summary(path.parent)),
     "metrics": ("metrics.jsonl", lambda path: read_curves([path.parent])),
     "run": ("run.json", lambda path: read_run(path.parent)),
-    "manifest": ("manifest.json", lambda path: fx.verify(path.parent)),
+    "manifest": ("manifest.json", lambda path: fx.checkpoint.verify(path.parent)),
     "model": ("a.safetensors", _load),
     "pickled model": ("a.pt", _load),
     "index": ("a.safetensors.index.json", _load),
@@ -224,7 +224,7 @@ def test_a_damaged_identity_of_a_run_is_read_or_refused(folder, data):
     only(fx.PlanError, read_run, folder)
 
 
-PLACEMENT = fx.Placement(
+PLACEMENT = fx.state.Placement(
     units=(fx.state.Unit(name="layers.0", device="disk", bytes=400),), room=800
 )
 
@@ -233,5 +233,5 @@ PLACEMENT = fx.Placement(
 @given(data=st.data())
 def test_a_damaged_placement_is_read_or_refused(folder, form, data):
     path = folder / f"placement.{form}"
-    path.write_bytes(data.draw(damaged(fx.dumps(PLACEMENT, form).encode())))
-    only(fx.PlanError, read_record, path, fx.Placement)
+    path.write_bytes(data.draw(damaged(fx.state.dumps(PLACEMENT, form).encode())))
+    only(fx.PlanError, read_record, path, fx.state.Placement)

@@ -67,7 +67,7 @@ problems = st.builds(
     Problem, kind=st.sampled_from(["memory", "value"]), text=words, where=words, fatal=st.booleans()
 )
 runs = st.builds(
-    fx.DryRun,
+    fx.state.DryRun,
     name=words,
     world=sizes,
     plan=st.none() | st.builds(fx.Plan, accumulate=sizes),
@@ -83,7 +83,7 @@ runs = st.builds(
 
 @given(run=runs)
 def test_a_dry_run_survives_its_text(run):
-    assert fx.loads(fx.dumps(run), fx.DryRun) == run
+    assert fx.state.loads(fx.state.dumps(run), fx.state.DryRun) == run
     assert run.fits == all(not problem.fatal for problem in run.problems)
     assert len(plot(run).axes) == 1
 

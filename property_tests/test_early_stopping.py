@@ -32,7 +32,7 @@ def test_a_checkpoint_keeps_it(metrics, at):
     whole = stopped = fx.EarlyStopping(least=0.5)
     for count, metric in enumerate(metrics):
         if count == at:
-            stopped = fx.loads(fx.dumps(stopped), fx.EarlyStopping)
+            stopped = fx.state.loads(fx.state.dumps(stopped), fx.EarlyStopping)
         whole, stopped = whole.update(metric), stopped.update(metric)
     assert whole == stopped
 

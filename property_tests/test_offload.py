@@ -67,7 +67,7 @@ def _placement(net, data):
     for name, layer, home in zip(names, net.layers, homes, strict=True):
         home = first.setdefault(id(layer[0].weight), home)
         units.append(Unit(name=name, device=home))
-    return fx.Placement(
+    return fx.state.Placement(
         units=tuple(units),
         prefetch=data.draw(st.integers(0, 4)),
         offload_buffers=data.draw(st.booleans()),

@@ -143,7 +143,7 @@ def test_a_refusal_tells_a_budget_that_suffices(sizes, rooms, asked):
 def test_a_placement_survives_text(sizes, rooms, asked, form):
     placement = placed(sizes, rooms, asked)
     if placement is not None:
-        again = fx.loads(fx.dumps(placement, form), fx.Placement, form)
+        again = fx.state.loads(fx.state.dumps(placement, form), fx.state.Placement, form)
         assert again == placement and hash(again) == hash(placement)
         assert fx.fingerprint(again) == fx.fingerprint(placement)
         assert fx.diff(again, placement) == ()

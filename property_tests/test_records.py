@@ -80,7 +80,7 @@ def test_structure_after_unstructure_is_the_identity(record):
 
 @given(plan=plans, form=st.sampled_from(["json", "toml", "yaml"]))
 def test_text_formats_are_the_identity(plan, form):
-    again = fx.loads(fx.dumps(plan, form), fx.Plan, form)
+    again = fx.state.loads(fx.state.dumps(plan, form), fx.Plan, form)
     assert again == plan and hash(again) == hash(plan)
     assert fx.fingerprint(again) == fx.fingerprint(plan)
 
@@ -89,7 +89,7 @@ def test_text_formats_are_the_identity(plan, form):
 def test_a_plan_by_launch_by_file_and_by_argument_is_one_value(plan, form):
     name, _, value = plan_variable(plan).partition("=")
     launched = fx.given_plan(env={name: value})
-    written = fx.loads(fx.dumps(plan, form), fx.Plan, form)
+    written = fx.state.loads(fx.state.dumps(plan, form), fx.Plan, form)
     assert launched == written == plan and len({launched, written, plan}) == 1
 
 
@@ -189,7 +189,7 @@ def test_values_made_in_python_and_read_from_files_get_the_same_checks(value):
 @given(text=st.text(max_size=60), form=st.sampled_from(["json", "toml", "yaml"]))
 def test_any_text_is_a_plan_or_a_plan_error(text, form):
     try:
-        assert isinstance(fx.loads(text, fx.Plan, form), fx.Plan)
+        assert isinstance(fx.state.loads(text, fx.Plan, form), fx.Plan)
     except fx.PlanError as error:
         assert str(error)
 

@@ -81,7 +81,7 @@ def test_a_resumed_run_is_equal_in_every_bit(
     plan = _runs.plan_of(kind, accumulate, even=even, **HOW[how])
     with tempfile.TemporaryDirectory() as folder:
         found = cluster.run(_resume, folder, kind, plan, before, after, background, workers)
-        assert fx.verify(folder).world_size == cluster.n
+        assert fx.checkpoint.verify(folder).world_size == cluster.n
     for differing, values, rows, _ in found:
         assert differing == []
         assert values and rows

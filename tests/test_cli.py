@@ -221,7 +221,7 @@ def test_completion_of_a_shell_calls_this_program(shell, capsys):
 @pytest.mark.parametrize(
     "code",
     [
-        "import fxtrain as fx; fx.loads(fx.dumps(fx.Plan(precision='bf16', context=fx.CP())))",
+        "from fxtrain.state import *; loads(dumps(Plan(precision='bf16', context=CP())))",
         "import fxtrain.state as state; state.read_topology({})",
         "from fxtrain.cli import main; main('launch -c run.toml -n2 --dry train.py'.split())",
     ],

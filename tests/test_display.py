@@ -106,7 +106,7 @@ def test_a_plan_prints_what_differs_from_the_default():
     assert repr(fx.Plan()) == "Plan()"
     plan = fx.Plan(strategy="fsdp", accumulate=4, recompute="Block")
     assert repr(plan) == "Plan(strategy=FSDP(), accumulate=4, recompute=('Block',))"
-    curve = fx.RateCurve(rates=tuple(map(float, range(1, 101))), losses=(0.5,) * 100)
+    curve = fx.tuning.RateCurve(rates=tuple(map(float, range(1, 101))), losses=(0.5,) * 100)
     assert repr(curve) == (
         "RateCurve(rates=(1.0, 2.0, 3.0, ... 97 more), losses=(0.5, 0.5, 0.5, ... 97 more))"
     )

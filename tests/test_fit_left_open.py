@@ -114,7 +114,7 @@ def test_the_end_of_the_script_does_not_save_it(tmp_path, ranks, way):
     assert "SIGABRT" not in ended.err
     assert f"the run in {folder} is still open at the end of the script" in ended.err
     assert _saved(folder) == [2]
-    fx.verify(fx.latest(folder))
+    fx.checkpoint.verify(fx.latest(folder))
 
 
 def test_a_run_that_has_ended_leaves_nothing(tmp_path):

@@ -82,7 +82,7 @@ def theirs(tmp_path, monkeypatch):
 
 def test_a_strategy_is_found_by_its_config(theirs):
     plan = fx.Plan(strategy=theirs.Mine())
-    assert fx.loads(fx.dumps(plan)) == plan
+    assert fx.state.loads(fx.state.dumps(plan)) == plan
     with fx.detect({}, device="cpu") as ctx:
         assert fx.wrap(torch.nn.Linear(2, 1), ctx, plan).strategy.name == "Mine"
 

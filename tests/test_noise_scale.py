@@ -33,7 +33,7 @@ def test_expectations_of_a_linear_model_give_the_analytic_value(sizes):
         batches = torch.tensor(list(itertools.product(range(len(rows)), repeat=size)))
         squares = rows[batches].mean(1).square().sum(1)
         pairs.append((math.sqrt(squares.mean()), size))
-    scale = fx.NoiseScale(decay=0.0).update(*pairs)
+    scale = fx.tuning.NoiseScale(decay=0.0).update(*pairs)
     assert scale.value == pytest.approx(_analytic(), rel=1e-9)
     for _ in range(3):  # moving averages of equal values change nothing
         scale = attrs_with_decay(scale, 0.9).update(*pairs)
@@ -41,14 +41,14 @@ def test_expectations_of_a_linear_model_give_the_analytic_value(sizes):
 
 
 def attrs_with_decay(scale, decay):
-    return fx.NoiseScale(decay=decay, noise=scale.noise, signal=scale.signal)
+    return fx.tuning.NoiseScale(decay=decay, noise=scale.noise, signal=scale.signal)
 
 
 def test_random_gradients_of_known_trace_and_mean_are_measured():
     """Means of b rows are drawn directly: their covariance is that of rows, divided by b."""
     generator = torch.Generator().manual_seed(4)
     mean, deviations = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([3.0, 1.0, 2.0])
-    scale = fx.NoiseScale(decay=0.999)
+    scale = fx.tuning.NoiseScale(decay=0.999)
     for small, large in [(4, 64), (8, 128)] * 1500:
 
         def norm(rows):
@@ -70,7 +70,7 @@ def test_a_loop_measures_it():
         model = fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
         loader = fx.shard(DataLoader(TensorDataset(X, Y), shuffle=True), ctx, plan)
         fns = fx.StepFns(model=model, loss=lambda m, b: 0.5 * (m(b[0]) - b[1]).square().mean())
-        scale, squares = fx.NoiseScale(decay=0.0), []
+        scale, squares = fx.tuning.NoiseScale(decay=0.0), []
         large = None
         for epoch in loader.epochs(7 * 8):
             for batch in epoch:
@@ -90,12 +90,12 @@ def test_a_loop_measures_it():
 
 
 def test_values_without_an_estimate():
-    scale = fx.NoiseScale()
+    scale = fx.tuning.NoiseScale()
     assert scale.value is None
     assert scale.update((float("inf"), 1), (1.0, 2)) == scale
     assert scale.update((1e200, 1), (1.0, 2)) == scale  # its square is no float
-    assert fx.NoiseScale(decay=0.0).update((10.0, 1), (1.0, 2)).value is None
-    assert fx.NoiseScale(decay=0.0).update((1.0, 1), (1.0, 4)).value == 0.0
+    assert fx.tuning.NoiseScale(decay=0.0).update((10.0, 1), (1.0, 2)).value is None
+    assert fx.tuning.NoiseScale(decay=0.0).update((1.0, 1), (1.0, 4)).value == 0.0
 
 
 @pytest.mark.parametrize(
@@ -103,4 +103,4 @@ def test_values_without_an_estimate():
 )
 def test_wrong_arguments_are_named(how):
     with pytest.raises(fx.PlanError, match="NoiseScale"):
-        fx.NoiseScale().update(*how)
+        fx.tuning.NoiseScale().update(*how)

@@ -89,7 +89,7 @@ CALLS = {
     "deepspeed": (
         ".json",
         fx.PlanError,
-        lambda path: fx.deepspeed_config(fx.Plan(strategy=fx.DeepSpeed(config=str(path)))),
+        lambda path: fx.interop.deepspeed_config(fx.Plan(strategy=fx.DeepSpeed(config=str(path)))),
     ),
     "load_model": (".safetensors", fx.CheckpointError, lambda p: fx.load_model(p, nn.Linear(2, 2))),
     "load_model, pickle": (".pt", fx.CheckpointError, lambda p: fx.load_model(p, nn.Linear(2, 2))),

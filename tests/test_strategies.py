@@ -55,7 +55,7 @@ def test_a_third_party_row_is_found_by_its_config(installed):
         with pytest.raises(fx.PlanError, match="Mine does not support it"):
             fx.ops.clip_value(model, 1.0)
     for form in ("json", "toml", "yaml"):
-        assert fx.loads(fx.dumps(plan, form), fx.Plan, form) == plan
+        assert fx.state.loads(fx.state.dumps(plan, form), fx.Plan, form) == plan
     assert fx.fingerprint(plan) != fx.fingerprint(fx.Plan())
 
 
@@ -80,7 +80,7 @@ def test_a_checkpoint_gives_the_plan_of_an_installed_strategy_back(installed, tm
     "read",
     [
         strategies,
-        lambda: fx.loads("{}"),
+        lambda: fx.state.loads("{}"),
         lambda: structure({}, fx.Plan),
         lambda: parse("", "toml"),
         lambda: fx.wrap(torch.nn.Linear(2, 1), fx.detect({}), fx.Plan(strategy=Mine())),

@@ -177,7 +177,7 @@ def main(ctx: fx.DistContext, settings: Settings) -> dict[str, float]:
     if report is not None and report.position.updates < updates:
         return {"updates": report.position.updates}  # preempted; the next start resumes
 
-    fx.restore(fx.best(settings.folder, "max") or settings.folder, ctx, model)
+    fx.restore(fx.checkpoint.best(settings.folder, "max") or settings.folder, ctx, model)
     found = fx.evaluate(ctx, model, held_out, measures)
     apart = export(ctx, model, tokenizer, collate(unseen[:16]), f"{settings.folder}/model")
     return {"updates": updates, **found, "apart": apart}

@@ -63,7 +63,7 @@ def estimate(placement: Placement, speeds: Speeds | None = None) -> Estimate:
     Example:
         >>> import fxtrain as fx
         >>> unit = fx.state.Unit(name="head", device="disk", bytes=4_000_000)
-        >>> placement = fx.Placement(units=(unit,), device="cpu")
+        >>> placement = fx.state.Placement(units=(unit,), device="cpu")
         >>> fx.big.estimate(placement, fx.big.Speeds(disk=1e9)).least_s
         0.004
     """
@@ -130,7 +130,7 @@ def table(
         ... )
         >>> console = Console(width=70)
         >>> with console.capture() as shown:
-        ...     console.print(fx.big.table(fx.Placement(units=units)))
+        ...     console.print(fx.big.table(fx.state.Placement(units=units)))
         >>> [line.split() for line in shown.get().splitlines() if "layers" in line]
         [['layers.0', 'to', 'layers.2', '3', 'disk', '30.0', 'MB']]
     """

@@ -123,7 +123,7 @@ def best(path: StrPath, mode: Literal["min", "max"] = "min") -> str | None:
         ...     for updates, loss in enumerate([3.0, 1.0, 2.0]):
         ...         position = fx.Position(updates=updates)
         ...         _ = fx.save(folder, ctx, model, position=position, metric=loss)
-        >>> fx.best(folder).split("/")[-1]
+        >>> fx.checkpoint.best(folder).split("/")[-1]
         'update-0000000001'
     """
     if mode not in ("min", "max"):

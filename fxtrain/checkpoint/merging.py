@@ -65,7 +65,7 @@ def merge(
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
         ...     saving = fx.save(tempfile.mkdtemp(), ctx, model)
-        ...     [file.name for file in fx.merge(saving.path, tempfile.mkdtemp())]
+        ...     [file.name for file in fx.checkpoint.merge(saving.path, tempfile.mkdtemp())]
         ['model.safetensors']
     """
     found = _find_weights(path, model)
@@ -110,7 +110,7 @@ def saved_weights(path: StrPath, *, model: str | None = None) -> WeightSource:
         >>> net, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     saving = fx.save(tempfile.mkdtemp(), ctx, fx.wrap(net, ctx))
-        >>> fx.load_model(fx.saved_weights(saving.path), other)
+        >>> fx.load_model(fx.checkpoint.saved_weights(saving.path), other)
         Loaded(missing=(), unexpected=())
         >>> torch.equal(net.weight, other.weight)
         True

@@ -64,7 +64,7 @@ def verify(path: StrPath) -> Verified:
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
         ...     saving = fx.save(tempfile.mkdtemp(), ctx, model)
-        ...     fx.verify(saving.path).world_size
+        ...     fx.checkpoint.verify(saving.path).world_size
         1
     """
     storage = checkpoint_at(path)

@@ -202,7 +202,7 @@ def trial(ctx: DistContext, plan: Plan, *, mib: float) -> dict[str, Any]:
 def _main() -> None:
     out, plan, mib = sys.argv[1:]
     with fx.detect() as ctx:
-        told = trial(ctx, fx.loads(plan), mib=float(mib))
+        told = trial(ctx, fx.state.loads(plan), mib=float(mib))
         if ctx.is_main:
             Path(out).write_text(json.dumps(told), encoding="utf-8")
 

@@ -1,5 +1,6 @@
 """Checkpoints and configs of other libraries."""
 
+from fxtrain.backends.deepspeed import deepspeed_config
 from fxtrain.interop.accelerate_checkpoints import AcceleratorState, read_accelerate
 from fxtrain.interop.accelerate_config import Converted, Note, convert_accelerate
 from fxtrain.interop.converting import import_checkpoint
@@ -13,6 +14,7 @@ __all__ = [
     "DeepSpeedState",
     "Note",
     "convert_accelerate",
+    "deepspeed_config",
     "import_checkpoint",
     "read_accelerate",
     "read_dcp",

@@ -71,7 +71,7 @@ def load_model(
         source: A safetensors file, an index over several, a folder with either, or tensors
             by name. A file of `torch.save` is read with `weights_only=True`. A GGUF file is
             dequantised, one tensor at a time. For a checkpoint of `fx.save`,
-            `fx.saved_weights(path)`.
+            `fx.checkpoint.saved_weights(path)`.
         model: A model from `wrap`, or a module.
         strict: Raise if names in the source and in the model differ.
         cast: Convert dtypes that differ, instead of raising.

@@ -85,8 +85,8 @@ def open_source(source: Any) -> Iterator[Source]:
         return
     if not isinstance(source, str | os.PathLike):
         raise CheckpointError(
-            f"load_model reads a file, a folder, a dict of tensors or fx.saved_weights(...), found "
-            f"{type(source).__name__}."
+            "load_model reads a file, a folder, a dict of tensors or "
+            f"fx.checkpoint.saved_weights(...), found {type(source).__name__}."
         )
     if problem := path_problem(source):
         raise CheckpointError(f"load_model(source=...): {problem}.")
@@ -203,7 +203,7 @@ def _in_folder(folder: Path) -> Path:
     if any(folder.glob(_CHECKPOINT)) or any(folder.glob(f"*/{_CHECKPOINT}")):
         raise CheckpointError(
             f"{folder} contains a checkpoint and no model files. Load its weights with "
-            f"fx.load_model(fx.saved_weights({str(folder)!r}), model).",
+            f"fx.load_model(fx.checkpoint.saved_weights({str(folder)!r}), model).",
             code="FX601",
         )
     found = sorted(path.name for path in folder.iterdir())[:10]

@@ -66,12 +66,12 @@ def log(ctx: DistContext, name: str = "fxtrain.run") -> RankLogger:
     Example:
         >>> import fxtrain as fx, logging
         >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     fx.log(ctx).warning("loss %.1f", 0.25, everyone=True)
+        ...     fx.ops.log(ctx).warning("loss %.1f", 0.25, everyone=True)
     """
     if not isinstance(ctx, DistContext):
         raise ContextError(
             f"log takes a context, found {shown(ctx)}. For example: "
-            f"fx.log(ctx).info('loss %.3f', report.loss)."
+            f"fx.ops.log(ctx).info('loss %.3f', report.loss)."
         )
     if not isinstance(name, str):
         raise ContextError(f"log(ctx, name={shown(name)}): pass the name of a logger, a string.")

@@ -80,7 +80,7 @@ def preemption(
 
     Example:
         >>> import fxtrain as fx
-        >>> with fx.detect(env={}, device="cpu") as ctx, fx.preemption(ctx) as notice:
+        >>> with fx.detect(env={}, device="cpu") as ctx, fx.ops.preemption(ctx) as notice:
         ...     notice.due(fx.Position(updates=1))
         False
     """

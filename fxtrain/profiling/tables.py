@@ -29,7 +29,7 @@ def table(*runs: DryRun) -> RenderableType:
         >>> import fxtrain as fx
         >>> from fxtrain.profiling import table
         >>> from rich.console import Console
-        >>> small, large = (fx.DryRun(name="train.py", world=n) for n in (8, 1024))
+        >>> small, large = (fx.state.DryRun(name="train.py", world=n) for n in (8, 1024))
         >>> console = Console(width=60)
         >>> with console.capture() as shown:
         ...     console.print(table(small, large))
@@ -147,7 +147,7 @@ def plot(run: DryRun) -> Any:
         >>> import fxtrain as fx
         >>> from fxtrain.profiling import plot
         >>> moments = fx.state.Memory(parameters=5), fx.state.Memory(parameters=5, activations=3)
-        >>> figure = plot(fx.DryRun(name="train.py", world=8, peak=8, timeline=moments))
+        >>> figure = plot(fx.state.DryRun(name="train.py", world=8, peak=8, timeline=moments))
         >>> figure.axes[0].get_title(loc="left")
         'train.py, rank 0 of 8: peak 8 B'
     """

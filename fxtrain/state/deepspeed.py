@@ -91,7 +91,7 @@ class DeepSpeed:
     Example:
         >>> import fxtrain as fx
         >>> plan = fx.Plan(strategy=fx.DeepSpeed(stage=3), precision="bf16")
-        >>> fx.deepspeed_config(plan)["zero_optimization"]
+        >>> fx.interop.deepspeed_config(plan)["zero_optimization"]
         {'stage': 3}
     """
 

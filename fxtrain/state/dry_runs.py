@@ -102,8 +102,8 @@ class DryRun:
 
     Example:
         >>> import fxtrain as fx
-        >>> run = fx.DryRun(name="train.py", world=2, device_memory=10, setup_peak=12)
-        >>> run.fits, fx.loads(fx.dumps(run), fx.DryRun) == run
+        >>> run = fx.state.DryRun(name="train.py", world=2, device_memory=10, setup_peak=12)
+        >>> run.fits, fx.state.loads(fx.state.dumps(run), fx.state.DryRun) == run
         (True, True)
     """
 

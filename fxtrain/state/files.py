@@ -34,7 +34,8 @@ def dumps(record: object, format: Format = "json") -> str:
 
     Example:
         >>> import fxtrain as fx
-        >>> fx.loads(fx.dumps(fx.Plan(accumulate=2), "toml"), fx.Plan, "toml").accumulate
+        >>> text = fx.state.dumps(fx.Plan(accumulate=2), "toml")
+        >>> fx.state.loads(text, fx.Plan, "toml").accumulate
         2
     """
     data = plain(record)
@@ -58,7 +59,7 @@ def loads(text: str, cls: type[T] = Plan, format: Format = "json") -> T:
 
     Example:
         >>> import fxtrain as fx
-        >>> fx.loads('{"accumulat": 2}')
+        >>> fx.state.loads('{"accumulat": 2}')
         Traceback (most recent call last):
         fxtrain._errors.PlanError: plan: unknown key 'accumulat' (did you mean 'accumulate'?); ...
     """

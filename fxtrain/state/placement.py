@@ -95,10 +95,10 @@ class Placement:
     Example:
         >>> import fxtrain as fx
         >>> unit = fx.state.Unit(name="layers.0", device="disk", bytes=400)
-        >>> placement = fx.Placement(units=(unit,), device="cpu", room=800)
+        >>> placement = fx.state.Placement(units=(unit,), device="cpu", room=800)
         >>> placement.streamed == (unit,), placement.bytes_on("cpu")
         (True, 800)
-        >>> fx.loads(fx.dumps(placement), fx.Placement) == placement
+        >>> fx.state.loads(fx.state.dumps(placement), fx.state.Placement) == placement
         True
     """
 

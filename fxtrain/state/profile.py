@@ -47,7 +47,7 @@ class Profile:
     Example:
         >>> import fxtrain as fx
         >>> plan = fx.Plan(profile=fx.Profile(skip_first=10, active=5))
-        >>> fx.loads(fx.dumps(plan), fx.Plan).profile.active
+        >>> fx.state.loads(fx.state.dumps(plan), fx.Plan).profile.active
         5
     """
 

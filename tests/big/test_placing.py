@@ -200,17 +200,17 @@ def test_placements_are_compared_and_kept_in_files(tmp_path):
     assert all(path.startswith("units[") and path.endswith("].device") for path in changes)
     for suffix in ("json", "toml", "yaml"):
         write_record(first, tmp_path / f"placement.{suffix}")
-        assert read_record(tmp_path / f"placement.{suffix}", fx.Placement) == first
+        assert read_record(tmp_path / f"placement.{suffix}", fx.state.Placement) == first
     with pytest.raises(fx.PlanError, match="'bias' is listed twice"):
-        fx.Placement(units=(first.units[0], first.units[0]))
+        fx.state.Placement(units=(first.units[0], first.units[0]))
     with pytest.raises(fx.PlanError, match="nothing computes on disk"):
-        fx.Placement(units=(), device="disk")
+        fx.state.Placement(units=(), device="disk")
 
 
 def test_offload_is_a_value_too():
     strategy = fx.Offload(memory={"cuda:0": "10GiB", "cpu": "50%"}, dtypes={"*norm*": "float32"})
     for form in ("json", "toml", "yaml"):
-        assert fx.loads(fx.dumps(strategy, form), fx.Offload, form) == strategy
+        assert fx.state.loads(fx.state.dumps(strategy, form), fx.Offload, form) == strategy
     for wrong in ({"memory": {"cpu": "10XB"}}, {"activations": "120%"}, {"policy": "autoo"}):
         with pytest.raises(fx.PlanError):
             fx.Offload(**wrong)

@@ -86,5 +86,5 @@ def test_the_end_waits_for_a_save_and_tells_of_its_failure(tmp_path):
         whole = fx.latest(tmp_path / way)
         assert (whole is not None) == way.startswith("works")
         if whole is not None:
-            fx.verify(whole)
+            fx.checkpoint.verify(whole)
     assert "Call result()" in said["fails:ends"]

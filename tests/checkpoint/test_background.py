@@ -85,7 +85,7 @@ def _slow(ctx, folder):
 def test_after_a_save_that_timed_out_others_work(pair, tmp_path):
     wanted = str(tmp_path / "update-0000000002")
     assert pair.run(_slow, str(tmp_path)) == [wanted, wanted]
-    assert fx.verify(tmp_path).path == wanted
+    assert fx.checkpoint.verify(tmp_path).path == wanted
 
 
 def _background(ctx, folder):

@@ -1,4 +1,4 @@
-"""`fx.best`: the checkpoint with the best metric, of those that are complete."""
+"""`fx.checkpoint.best`: the checkpoint with the best metric, of those that are complete."""
 
 import tempfile
 
@@ -30,20 +30,20 @@ def test_the_newest_with_the_best_metric(metrics):
         known = [(metric, number) for number, metric in enumerate(metrics) if metric is not None]
         for mode, sign in (("min", -1), ("max", 1)):
             wanted = max(((sign * metric, number) for metric, number in known), default=None)
-            assert fx.best(folder, mode) == (wanted and paths[wanted[1]])
+            assert fx.checkpoint.best(folder, mode) == (wanted and paths[wanted[1]])
 
 
 def test_a_truncated_one_is_skipped(tmp_path):
     paths = _save(tmp_path, [2.0, 1.0, 3.0])
     data = next((tmp_path / "update-0000000001").glob("*.safetensors"))
     data.write_bytes(data.read_bytes()[:-1])
-    assert fx.best(tmp_path) == paths[0]
+    assert fx.checkpoint.best(tmp_path) == paths[0]
 
 
 def test_another_word_is_an_error(tmp_path):
     with pytest.raises(fx.CheckpointError, match=r"best\(mode='maximum'\): choose 'min' or 'max'"):
-        fx.best(tmp_path, "maximum")
+        fx.checkpoint.best(tmp_path, "maximum")
 
 
 def test_a_folder_without_checkpoints_has_none(tmp_path):
-    assert fx.best(tmp_path) is None
+    assert fx.checkpoint.best(tmp_path) is None

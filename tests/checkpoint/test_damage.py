@@ -46,7 +46,7 @@ def _restore(ctx, path):
 def _told(pair, path):
     """What `restore` says on both ranks, and `verify`."""
     try:
-        fx.verify(path)
+        fx.checkpoint.verify(path)
         found = None
     except fx.CheckpointError as error:
         found = str(error)
@@ -73,13 +73,13 @@ def test_a_flipped_bit_is_found_and_named(pair, copy, name):
         place, bit = draw.randrange(size), draw.randrange(8)
         _flip(path, place, bit)
         with pytest.raises(fx.CheckpointError, match=name):
-            fx.verify(copy)
+            fx.checkpoint.verify(copy)
         if number % 4 == 0:
             for text in pair.run(_restore, str(copy)):
                 assert text is not None, (place, bit)
                 assert name in text
         _flip(path, place, bit)
-    fx.verify(copy)
+    fx.checkpoint.verify(copy)
 
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
@@ -130,14 +130,14 @@ def test_an_extra_file_is_named_by_verify_and_ignored_by_restore(pair, copy):
     shutil.copy(copy / FILES[0], copy / "rank-00002.safetensors")
     assert pair.run(_restore, str(copy)) == [None, None]
     with pytest.raises(fx.CheckpointError, match=r"rank-00002\.safetensors does not belong"):
-        fx.verify(copy)
+        fx.checkpoint.verify(copy)
 
 
 def test_every_damaged_file_is_named_at_once(copy):
     os.remove(copy / FILES[0])
     os.truncate(copy / FILES[1], 99)
     with pytest.raises(fx.CheckpointError) as caught:
-        fx.verify(copy)
+        fx.checkpoint.verify(copy)
     assert all(name in str(caught.value) for name in FILES)
 
 
@@ -158,7 +158,7 @@ def test_latest_passes_over_what_is_not_whole(good, damage, tmp_path):
     elif damage == "cut file":
         os.truncate(there / FILES[0], 999)
     assert fx.latest(tmp_path) == str(tmp_path / FIRST)
-    assert fx.verify(tmp_path).path == str(tmp_path / FIRST)
+    assert fx.checkpoint.verify(tmp_path).path == str(tmp_path / FIRST)
 
 
 def test_the_header_must_be_that_of_the_manifest(copy):
@@ -183,4 +183,4 @@ def test_the_header_must_be_that_of_the_manifest(copy):
     with pytest.raises(
         fx.CheckpointError, match="is not at the offset given by the header of rank-00000"
     ):
-        fx.verify(copy)
+        fx.checkpoint.verify(copy)

@@ -75,7 +75,7 @@ def _fill_up(ctx, folder, left, background):
         names = sorted(os.listdir(folder))
         fx.ops.barrier(ctx)
     fx.ops.barrier(ctx)
-    whole = fx.verify(folder).position.updates
+    whole = fx.checkpoint.verify(folder).position.updates
     fx.ops.barrier(ctx)
     save(3)
     return texts, names, whole
@@ -93,7 +93,7 @@ def test_a_save_fails_on_every_rank_and_the_next_one_succeeds(pair, tiny_disk, l
     for texts, names, whole in pair.run(_fill_up, folder, left, background):
         assert texts[0] is None and NO_ROOM in texts[1] and texts[2] is None
         assert (names, whole) == (["filler", FIRST], 1)
-    assert fx.verify(folder).position.updates == 3
+    assert fx.checkpoint.verify(folder).position.updates == 3
 
 
 def _export(ctx, folder, left, sharded):
@@ -132,11 +132,11 @@ def test_a_merge_leaves_the_earlier_files(tiny_disk, tmp_path, capsys):
     with fx.detect(env={}, device="cpu") as ctx:
         fx.save(tmp_path, ctx, _model(ctx), position=fx.Position(updates=1))
     out = Path(tiny_disk, "model")
-    fx.merge(tmp_path, out)
+    fx.checkpoint.merge(tmp_path, out)
     before = (out / "model.safetensors").read_bytes()
     with _full(tiny_disk, 50_000):
         with pytest.raises(fx.CheckpointError, match=NO_ROOM):
-            fx.merge(tmp_path, out)
+            fx.checkpoint.merge(tmp_path, out)
         assert main(["merge-weights", str(tmp_path), str(out)]) == 2
     assert NO_ROOM in capsys.readouterr().err
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
@@ -163,10 +163,12 @@ def test_a_run_continues_once_there_is_room(tiny_disk):
                 filler = _full(tiny_disk)
                 filler.__enter__()
     filler.__exit__(None, None, None)
-    saved = fx.verify(tiny_disk).position.updates  # the save of update 4 is in the background
+    saved = fx.checkpoint.verify(
+        tiny_disk
+    ).position.updates  # the save of update 4 is in the background
     assert saved in (2, 4)
     assert list(_run(tiny_disk)) == list(range(saved + 1, 7))
-    assert fx.verify(tiny_disk).position.updates == 6
+    assert fx.checkpoint.verify(tiny_disk).position.updates == 6
 
 
 def test_a_tracker_names_lost_entries_and_leaves_whole_lines(tiny_disk, caplog):

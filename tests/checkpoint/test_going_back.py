@@ -79,7 +79,7 @@ class History:
         self._check_kept(update, keep)
         self.order = [path for path in self.order if os.path.exists(path)]
         self.flipped &= set(self.order)
-        fx.verify(saving.path)
+        fx.checkpoint.verify(saving.path)
         assert fx.latest(self.folder) == saving.path
 
     def _check_kept(self, update, keep):
@@ -131,7 +131,7 @@ class History:
         assert fx.latest(self.folder) == (self.order[-1] if self.order else None)
         for path in self.order:
             if path not in self.flipped:
-                fx.verify(path)
+                fx.checkpoint.verify(path)
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def test_a_disk_that_fails_on_one_rank(pair, obstacle, word, rank, background, t
     for text, left in found:
         assert text is not None and f"rank {rank}: OSError" in text and word in text
         assert left == [FIRST]
-    assert fx.verify(tmp_path).position.updates == 3
+    assert fx.checkpoint.verify(tmp_path).position.updates == 3
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -128,7 +128,7 @@ def test_no_memory_for_the_copy_on_one_rank(pair, rank, tmp_path):
     for text, left in pair.run(_hindered, str(tmp_path), "memory", rank, True):
         assert text is not None and f"rank {rank}: MemoryError" in text
         assert left == [FIRST]
-    assert fx.verify(tmp_path).position.updates == 3
+    assert fx.checkpoint.verify(tmp_path).position.updates == 3
 
 
 def _as_nobody(ctx, folder):
@@ -160,7 +160,7 @@ def test_a_folder_that_is_read_only(pair):
             assert text is not None and "PermissionError" in text
         os.chmod(folder, 0o755)
         assert os.listdir(folder) == [FIRST]
-        fx.verify(folder)
+        fx.checkpoint.verify(folder)
 
 
 # A rank that dies
@@ -195,16 +195,16 @@ def test_a_rank_that_dies_while_it_writes(pair, rank, where, background, tmp_pat
     found = pair.outcomes(_die, str(tmp_path), rank, where, background)
     assert isinstance(found[1 - rank], fx.CheckpointError)
     assert fx.latest(tmp_path) == str(tmp_path / FIRST)
-    fx.verify(tmp_path)
+    fx.checkpoint.verify(tmp_path)
     # What it left is no checkpoint, and the next save removes it.
     with fx.detect(env={}, device="cpu") as ctx:
         _plainly(ctx, str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == [f"{FIRST}.1"]
-    fx.verify(tmp_path)
+    fx.checkpoint.verify(tmp_path)
 
 
 @pytest.mark.slow
 def test_one_of_four_ranks_is_gone_before_a_save(clusters, tmp_path):
     found = clusters[4].outcomes(_die, str(tmp_path), 2, "first", False)
     assert all(isinstance(found[rank], fx.CheckpointError) for rank in (0, 1, 3))
-    assert fx.verify(tmp_path).path == str(tmp_path / FIRST)
+    assert fx.checkpoint.verify(tmp_path).path == str(tmp_path / FIRST)

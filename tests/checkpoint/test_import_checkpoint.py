@@ -81,7 +81,7 @@ def test_a_run_of_accelerate_goes_on(accelerate_folder, tmp_path, capsys):
     )
     assert main([*words, "--model", "made:make_model"]) == 0
     path = json.loads(capsys.readouterr().out)["path"]
-    assert fx.verify(path).position.updates == 4
+    assert fx.checkpoint.verify(path).position.updates == 4
     _goes_on("new", accelerate_folder, schedules=True)
     assert main([*words, "--model", "made:nothing"]) == 2
     assert "MODULE:FUNCTION" in capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_a_run_of_torchs_own_checkpoints_goes_on(tmp_path):
     path = fx.interop.import_checkpoint(
         tmp_path / "old", tmp_path / "new", module=make_model(), position=fx.Position(updates=4)
     )
-    assert fx.verify(path).world_size == 1
+    assert fx.checkpoint.verify(path).world_size == 1
     wanted = {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
     _goes_on(tmp_path / "new", wanted, schedules=False)
 
@@ -126,4 +126,4 @@ def test_an_optimizer_in_another_order_is_noticed(tmp_path):
     with pytest.raises(fx.CheckpointError, match="in a different order"):
         fx.interop.import_checkpoint(tmp_path / "old", tmp_path / "new", module=make_model())
     path = fx.interop.import_checkpoint(tmp_path / "old", tmp_path / "new", optimizer=False)
-    assert fx.verify(path).tensors >= 3
+    assert fx.checkpoint.verify(path).tensors >= 3

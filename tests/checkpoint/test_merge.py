@@ -31,7 +31,7 @@ def _save(ctx, folder, sharded):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_parts_of_all_ranks_become_one_model(pair, sharded, tmp_path):
     pair.run(_save, str(tmp_path / "runs"), sharded)
-    files = fx.merge(tmp_path / "runs", tmp_path / "out", max_shard=300)
+    files = fx.checkpoint.merge(tmp_path / "runs", tmp_path / "out", max_shard=300)
     assert len(files) > 1 if not sharded else len(files) == 1
     net = _net() if not sharded else _net()[1:2]
     wanted = {name: tensor.clone() for name, tensor in net.state_dict().items()}
@@ -47,13 +47,13 @@ def test_a_model_of_several_is_chosen(tmp_path):
         models = {name: fx.wrap(_net(), ctx) for name in ("student", "teacher")}
         fx.save(tmp_path / "runs", ctx, models)
     with pytest.raises(fx.CheckpointError, match="'student' or 'teacher'"):
-        fx.merge(tmp_path / "runs", tmp_path / "out")
+        fx.checkpoint.merge(tmp_path / "runs", tmp_path / "out")
     with pytest.raises(fx.CheckpointError, match="no model 'critic'"):
-        fx.merge(tmp_path / "runs", tmp_path / "out", model="critic")
-    (file,) = fx.merge(tmp_path / "runs", tmp_path / "out", model="teacher")
+        fx.checkpoint.merge(tmp_path / "runs", tmp_path / "out", model="critic")
+    (file,) = fx.checkpoint.merge(tmp_path / "runs", tmp_path / "out", model="teacher")
     assert set(load_file(file)) == {"0.weight", "1.weight", "1.bias"}
     with pytest.raises(fx.CheckpointError, match="No checkpoint"):
-        fx.merge(tmp_path / "elsewhere", tmp_path / "out")
+        fx.checkpoint.merge(tmp_path / "elsewhere", tmp_path / "out")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -62,10 +62,10 @@ def test_weights_of_a_checkpoint_are_loaded(pair, sharded, tmp_path):
     wanted, net = (_net() if not sharded else _net()[1:2] for _ in range(2))
     for parameter in net.parameters():
         nn.init.zeros_(parameter)
-    assert fx.load_model(fx.saved_weights(tmp_path / "runs"), net) == fx.models.Loaded()
+    assert fx.load_model(fx.checkpoint.saved_weights(tmp_path / "runs"), net) == fx.models.Loaded()
     for name, tensor in wanted.state_dict().items():
         assert torch.equal(net.state_dict()[name], tensor), name
-    with pytest.raises(fx.CheckpointError, match=r"fx\.load_model\(fx\.saved_weights"):
+    with pytest.raises(fx.CheckpointError, match=r"fx\.load_model\(fx\.checkpoint\.saved_weights"):
         fx.load_model(tmp_path / "runs", net)
 
 
@@ -73,7 +73,7 @@ def _load_shards(ctx, path):
     """Load a checkpoint into a sharded model; returns its whole weights and the bytes read."""
     plan = fx.Plan(strategy=fx.FSDP(wrap=("Linear",)))
     model = fx.wrap(nn.Sequential(nn.Linear(8, 8)), ctx, plan)
-    fx.load_model(fx.saved_weights(path, model="net"), model)
+    fx.load_model(fx.checkpoint.saved_weights(path, model="net"), model)
     return {name: weight.tolist() for name, weight in fx.weights(model)}
 
 
@@ -90,14 +90,14 @@ def test_a_checkpoint_is_streamed(pair, sharded, tmp_path):
     pair.run(_save, str(tmp_path / "runs"), sharded)
     wanted = _net() if not sharded else _net()[1:2]
     row = torch.tensor([1, 2]) if not sharded else torch.eye(8)
-    on_disk = fx.Placement(units=(fx.state.Unit(name="", device="disk"),))
+    on_disk = fx.state.Placement(units=(fx.state.Unit(name="", device="disk"),))
     config = fx.Offload(placement=on_disk, offload_folder=str(tmp_path / "units"))
     with fx.detect(env={}, device="cpu") as ctx:
         net = _net() if not sharded else _net()[1:2]
         for parameter in net.parameters():
             nn.init.zeros_(parameter)
         model = fx.wrap(net.to("meta"), ctx, fx.Plan(strategy=config))
-        fx.load_model(fx.saved_weights(tmp_path / "runs"), model)
+        fx.load_model(fx.checkpoint.saved_weights(tmp_path / "runs"), model)
         assert torch.equal(model.module(row), wanted(row))
         # What one rank saved whole is used where it is.
         assert bool(list((tmp_path / "units").glob("*"))) == sharded
@@ -122,7 +122,7 @@ def test_the_commands(tmp_path, capsys):
 
 def _merge(ctx, folder, out):
     """The files that this rank merged, and how many of them are complete at the end."""
-    files = fx.merge(folder, out, max_shard=300)
+    files = fx.checkpoint.merge(folder, out, max_shard=300)
     fx.ops.barrier(ctx)
     return [file.name for file in files], sum(file.is_file() for file in files)
 
@@ -152,7 +152,7 @@ def test_without_locks_another_merge_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", no_locks)
     monkeypatch.setattr("fxtrain.checkpoint.merging.write_index", lambda source, _: another(source))
     with pytest.raises(fx.CheckpointError, match="another process exports into this folder"):
-        fx.merge(tmp_path / "runs", tmp_path / "out")
+        fx.checkpoint.merge(tmp_path / "runs", tmp_path / "out")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable")

@@ -104,7 +104,7 @@ def test_what_a_run_that_still_runs_saved_is_not_pruned(ctx, clusters, tmp_path)
         _save_many(ctx, folder, [updates[1], updates[1] + 1], 1)
         theirs, mine = [f"update-{updates[1]:010d}"], [f"update-{updates[1] + 1:010d}"]
         assert sorted(os.listdir(folder)) == [*theirs, *mine]
-        fx.verify(folder)
+        fx.checkpoint.verify(folder)
     assert fx.latest(folder).endswith(mine[0])
 
 

@@ -210,7 +210,9 @@ def _tied(ctx, folder):
     other = make()
     fx.restore(folder, ctx, other)
     assert other.module[0].weight is other.module[1].weight
-    return torch.equal(model.module[0].weight, other.module[1].weight), fx.verify(saving.path).size
+    return torch.equal(model.module[0].weight, other.module[1].weight), fx.checkpoint.verify(
+        saving.path
+    ).size
 
 
 def test_tied_weights_are_stored_once(pair, tmp_path):
@@ -241,7 +243,7 @@ def _in_memory(ctx, url):
         fx.save(url, ctx, model, position=fx.Position(updates=update), keep_last=2)
     other = _runs.start(ctx, "plain", fx.Plan())[0]
     fx.restore(url, ctx, other)
-    fx.verify(url)
+    fx.checkpoint.verify(url)
     import fsspec
 
     system = fsspec.filesystem("memory")

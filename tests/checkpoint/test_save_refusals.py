@@ -116,7 +116,7 @@ def test_a_rank_that_fails_is_heard_on_all(pair, where, word, tmp_path):
     told = pair.run(_one_rank_fails, str(tmp_path), where)
     assert all(text and word in text for text in told)
     assert fx.latest(tmp_path) == str(tmp_path / "update-0000000001")
-    fx.verify(tmp_path)
+    fx.checkpoint.verify(tmp_path)
     left = [name for name in os.listdir(tmp_path) if name not in ("blocked", "update-0000000001")]
     assert left == []
 

@@ -36,12 +36,12 @@ def _restore(ctx, path):
 READERS = {
     "latest": lambda ctx, folder, path, out: fx.latest(folder),
     "before": lambda ctx, folder, path, out: before(folder, 9),
-    "verify the folder": lambda ctx, folder, path, out: fx.verify(folder),
-    "verify": lambda ctx, folder, path, out: fx.verify(path),
+    "verify the folder": lambda ctx, folder, path, out: fx.checkpoint.verify(folder),
+    "verify": lambda ctx, folder, path, out: fx.checkpoint.verify(path),
     "restore the folder": lambda ctx, folder, path, out: _restore(ctx, folder),
     "restore": lambda ctx, folder, path, out: _restore(ctx, path),
-    "merge the folder": lambda ctx, folder, path, out: fx.merge(folder, out),
-    "merge": lambda ctx, folder, path, out: fx.merge(path, out),
+    "merge the folder": lambda ctx, folder, path, out: fx.checkpoint.merge(folder, out),
+    "merge": lambda ctx, folder, path, out: fx.checkpoint.merge(path, out),
     "compare": lambda ctx, folder, path, out: list(fx.checkpoint.compare(path, path)),
     "save": lambda ctx, folder, path, out: _save(ctx, folder, 3, keep_last=1),
 }
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_is_an_error(ctx, what, name, code, tmp_path, monkey
     said = str(caught.value)
     assert os.strerror(code) in said and name in said and "damaged" not in said
     assert sorted(os.listdir(folder)) == ["update-0000000001", "update-0000000002"]
-    assert fx.verify(folder).path == path
+    assert fx.checkpoint.verify(folder).path == path
 
 
 @pytest.mark.parametrize("what", ["verify", "restore", "merge"])
@@ -222,12 +222,12 @@ def test_a_store_that_fails_is_not_an_empty_one(ctx, method, error, tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(system, method, fail)
-        for read in (fx.latest, fx.verify, lambda url: _restore(ctx, url)):
+        for read in (fx.latest, fx.checkpoint.verify, lambda url: _restore(ctx, url)):
             with pytest.raises(fx.CheckpointError, match="cannot be read"):
                 read(url)
         with pytest.raises(fx.CheckpointError, match="cannot be read"):
             _save(ctx, url, 3, keep_last=1)
-    assert fx.verify(url).path == f"{url}/update-0000000002"
+    assert fx.checkpoint.verify(url).path == f"{url}/update-0000000002"
     _save(ctx, url, 3, keep_last=1)
     names = [one.rpartition("/")[2] for one in system.ls(f"/{tmp_path.name}", detail=False)]
     assert names == ["update-0000000003"]

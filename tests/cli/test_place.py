@@ -25,7 +25,7 @@ def test_a_folder_is_placed_shown_and_written(folder, capsys):
     assert main(["place", folder, *memory, "-o", out]) == Exit.WELL
     shown = capsys.readouterr().out
     assert "0 to 1" in shown and "cuda:0" in shown and "s per token" in shown
-    placement = read_record(out, fx.Placement)
+    placement = read_record(out, fx.state.Placement)
     assert [unit.device for unit in placement.units].count("cuda:0") == 2
     assert placement.bytes_on("cuda:0") <= 4096 and placement.bytes_on("cpu") <= 3100
 
@@ -59,7 +59,7 @@ def test_quantised_layers_are_measured_as_such(form, tmp_path, capsys):
     for asked in ("bnb4", str(plan)):
         words = ["place", f"{__name__}:build", "--memory", "cpu=1GiB", "--quantize", asked]
         assert main([*words, "-o", str(at)]) == Exit.WELL
-        placement = read_record(at, fx.Placement)
+        placement = read_record(at, fx.state.Placement)
         assert placement.bytes_on("cpu") == wanted.bytes < 0.3 * fx.big.sizes(build).bytes
     with fx.detect(env={}, device="cpu") as ctx:
         strategy = fx.Offload(placement=placement)

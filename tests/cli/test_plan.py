@@ -72,8 +72,8 @@ def test_a_script_runs_unchanged_as_one_rank(script, tmp_path):
     )  # fmt: skip
     assert ended.code == 0, ended.err
     assert "from ['1'] 3" in ended.err  # what the script prints is not the result
-    found = fx.loads(ended.out, fx.DryRun)
-    assert found == fx.loads(saved.read_text(), fx.DryRun)
+    found = fx.state.loads(ended.out, fx.state.DryRun)
+    assert found == fx.state.loads(saved.read_text(), fx.state.DryRun)
     assert (found.name, found.world, found.rank) == ("train.py", 64, 11)
     assert found.mesh == fx.Mesh(replicate=32, shard=2) and found.problems == ()
     assert found.memory.parameters == (9 * 5 + 5) * 4
@@ -119,7 +119,7 @@ def test_the_plan_of_a_launch_file_is_used(tmp_path, monkeypatch, capsys, here):
         ("--profile", "big"): fx.Plan(accumulate=2, seed=9),
     }.items():
         assert main([*words, *more, str(path), "1"]) == Exit.WELL, capsys.readouterr().err
-        assert fx.loads(saved.read_text(), fx.DryRun).plan == found
+        assert fx.state.loads(saved.read_text(), fx.state.DryRun).plan == found
     assert main([*words, "--config", "none.toml", str(path), "1"]) == Exit.WRONG
     assert "none.toml" in capsys.readouterr().err
 
@@ -134,7 +134,7 @@ def test_a_refused_plan_is_a_finding(tmp_path, capsys, here):
     path, saved = tmp_path / "single.py", tmp_path / "run.json"
     path.write_text(TRAIN.replace("accumulate=int(sys.argv[1])", "strategy=fx.Single()"))
     assert main(["plan", "--world", "8", "--save", str(saved), str(path)]) == Exit.FOUND
-    (problem,) = fx.loads(saved.read_text(), fx.DryRun).problems
+    (problem,) = fx.state.loads(saved.read_text(), fx.state.DryRun).problems
     assert problem.kind == "plan"
     assert problem.where == f"{path}:9"
 
@@ -194,6 +194,6 @@ def test_an_example_runs_as_it_is(tmp_path, capsys, here):
     saved = tmp_path / "run.json"
     words = ["plan", "--world", "16", "--save", str(saved), str(ROOT / "examples" / "chars.py")]
     assert main(words) == Exit.WELL
-    found = fx.loads(saved.read_text(), fx.DryRun)
+    found = fx.state.loads(saved.read_text(), fx.state.DryRun)
     assert {row.kind for row in found.step} == {"all_reduce", "all_gather"}
     assert {row.ranks for row in found.step} == {16}

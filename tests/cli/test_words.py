@@ -127,10 +127,10 @@ def test_what_is_no_path_is_an_error_of_ours(path):
             lambda: fx.save(path, ctx, net),
             lambda: fx.restore(path, ctx, net),
             lambda: fx.latest(path),
-            lambda: fx.verify(path),
+            lambda: fx.checkpoint.verify(path),
             lambda: fx.export(net, path),
             lambda: fx.load_model(path, net),
-            lambda: fx.merge(path, "out"),
+            lambda: fx.checkpoint.merge(path, "out"),
             lambda: fx.read_plan(path),
             lambda: fx.write_plan(fx.Plan(), path),
         ):

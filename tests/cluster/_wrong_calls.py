@@ -95,7 +95,7 @@ WRONG = {
         "For example: fx.detect(mesh=fx.Mesh(tensor=2)).",
     ),
     "preemption, a model": (
-        lambda ctx, model, loader, batch: fx.preemption(model).__enter__(),
+        lambda ctx, model, loader, batch: fx.ops.preemption(model).__enter__(),
         "ContextError: preemption: ctx is a Wrapped, not a context from fx.detect().",
     ),
     "fit, epochs as text": (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from fxtrain.loop.batch_size import is_out_of_memory
+from fxtrain.tuning.batch_size import is_out_of_memory
 
 
 def _found(ctx, start, limits, accumulate, shrink):
@@ -23,7 +23,7 @@ def _found(ctx, start, limits, accumulate, shrink):
 
     plan = fx.Plan(accumulate=accumulate)
     try:
-        size, scaled = fx.find_batch_size(ctx, trial, start, plan, shrink=shrink)
+        size, scaled = fx.tuning.find_batch_size(ctx, trial, start, plan, shrink=shrink)
         return size, scaled.accumulate, tried
     except fx.PlanError as error:
         return str(error), None, tried
@@ -67,7 +67,7 @@ def _other_error(ctx):
             raise KeyError("mine")
 
     try:
-        fx.find_batch_size(ctx, trial, 4)
+        fx.tuning.find_batch_size(ctx, trial, 4)
     except (KeyError, fx.CollectiveError) as error:
         return type(error).__name__, str(error)
 
@@ -93,7 +93,7 @@ def test_nothing_is_left_of_a_try():
 
     gc.disable()
     try:
-        assert fx.find_batch_size(fx.DistContext(), trial, 8)[0] == 2
+        assert fx.tuning.find_batch_size(fx.DistContext(), trial, 8)[0] == 2
     finally:
         gc.enable()
     assert len(held) == 3
@@ -103,7 +103,7 @@ def test_a_trial_that_answers_no_does_not_fit():
     def trial(size, plan):
         return size * 4000 <= 20_000
 
-    size, plan = fx.find_batch_size(fx.DistContext(), trial, 16)
+    size, plan = fx.tuning.find_batch_size(fx.DistContext(), trial, 16)
     assert (size, plan.accumulate) == (4, 4)
 
 
@@ -117,7 +117,7 @@ def _predicted(memory, train=None, **how):
         for batch in fx.shard(DataLoader(rows, batch_size=size), ctx, plan):
             fx.step(ctx, batch, fns)
 
-    return fx.predict_batch_size(train or default, 64, world=4, device_memory=memory, **how)
+    return fx.tuning.predict_batch_size(train or default, 64, world=4, device_memory=memory, **how)
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def _one_rank_runs_out(ctx):
         fx.ops.reduce(torch.ones(3), ctx, op="sum")
 
     try:
-        return fx.find_batch_size(ctx, trial, 8)[0]
+        return fx.tuning.find_batch_size(ctx, trial, 8)[0]
     except fx.CollectiveError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -189,7 +189,7 @@ def test_the_allocator_of_this_torch_is_recognised():
 @pytest.mark.parametrize("how", [{"start": 0}, {"start": "8"}, {"start": 8, "shrink": 1.0}])
 def test_wrong_arguments_are_named(how):
     with pytest.raises(fx.PlanError, match="find_batch_size"):
-        fx.find_batch_size(fx.DistContext(), print, **how)
+        fx.tuning.find_batch_size(fx.DistContext(), print, **how)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_wrong_arguments_are_named(how):
 )
 def test_a_function_with_other_arguments_is_refused_before_the_first_size(function, words):
     with fx.detect(env={}, device="cpu") as ctx, pytest.raises(fx.PlanError) as error:
-        fx.find_batch_size(ctx, function, 8)
+        fx.tuning.find_batch_size(ctx, function, 8)
     assert words in str(error.value)
     with pytest.raises(fx.PlanError, match=r"train\(ctx, size, plan\)"):
-        fx.predict_batch_size(lambda ctx, size: None, 8, world=2, device_memory="1GB")
+        fx.tuning.predict_batch_size(lambda ctx, size: None, 8, world=2, device_memory="1GB")

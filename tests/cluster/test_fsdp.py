@@ -65,7 +65,7 @@ def test_a_function_chooses_blocks_and_the_plan_keeps_its_path():
     config = fx.FSDP(wrap_by=is_block)
     assert config.wrap_by == "tests.cluster._models:is_block"
     assert config == fx.FSDP(wrap_by="tests.cluster._models:is_block")
-    assert fx.loads(fx.dumps(fx.Plan(strategy=config)), fx.Plan).strategy == config
+    assert fx.state.loads(fx.state.dumps(fx.Plan(strategy=config)), fx.Plan).strategy == config
     net = Transformer()
     assert units(net, config) == [[net.blocks[1]], [net.blocks[0]]]
     for wrong in (lambda name, part: True, "is_block", "tests.cluster:", 3):

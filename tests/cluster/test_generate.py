@@ -21,7 +21,7 @@ STYLES = tuple(
         ("mlp.down_proj", "rowwise"),
     )
 )
-STREAMED = fx.Placement(
+STREAMED = fx.state.Placement(
     units=(
         fx.state.Unit(name="", device="cpu"),
         fx.state.Unit(name="model.layers.0", device="disk"),

@@ -46,7 +46,7 @@ def test_single(clusters, law):
     law(clusters[1], fx.Plan(strategy=fx.Single()))
 
 
-RESIDENT = fx.Placement(units=(fx.state.Unit(name="", device="cpu"),))
+RESIDENT = fx.state.Placement(units=(fx.state.Unit(name="", device="cpu"),))
 
 
 @pytest.mark.parametrize("n", [1, 2])

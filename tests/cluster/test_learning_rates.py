@@ -45,10 +45,10 @@ def _trained(ctx, plan, finds, error=None):
     for epoch in loader.epochs(2):
         if finds:
             how = {"start": 1e-4, "stop": 1e3, "updates": 12}
-            curves.append(fx.find_lr(ctx, fns, loader.at(epoch.position), **how))
+            curves.append(fx.tuning.find_lr(ctx, fns, loader.at(epoch.position), **how))
             broken = fx.StepFns(model=model, loss=_break_second)
             with pytest.raises(KeyError):
-                fx.find_lr(ctx, broken, loader, **how)
+                fx.tuning.find_lr(ctx, broken, loader, **how)
         losses += [float(fx.step(ctx, batch, fns).loss) for batch in epoch]
     weights = {name: value.tolist() for name, value in fx.weights(model, device="cpu")}
     rates = [group["lr"] for group in model.optimizer.param_groups]
@@ -82,7 +82,7 @@ def _quadratic(ctx, **how):
     model = fx.wrap(net, ctx, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
     fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).square().mean())
     loader = fx.shard(DataLoader(torch.ones(4, 1), batch_size=2), ctx)
-    return fx.find_lr(ctx, fns, loader, **how)
+    return fx.tuning.find_lr(ctx, fns, loader, **how)
 
 
 def test_losses_are_those_of_the_rates():
@@ -106,18 +106,18 @@ def test_suggestions_of_a_curve_with_noise():
         3 - 2 / (1 + (0.01 / rate) ** 2) + rate**2 / 50 + more
         for rate, more in zip(rates, noise, strict=True)
     )
-    curve = fx.RateCurve(rates=rates, losses=losses)
+    curve = fx.tuning.RateCurve(rates=rates, losses=losses)
     assert 0.005 < curve.steepest < 0.02
     assert 0.005 < curve.tenth_of_minimum < 0.08
 
 
 def test_a_loss_that_never_falls_suggests_nothing():
-    curve = fx.RateCurve(rates=(0.1, 1.0, 10.0), losses=(1.0, 2.0, 3.0))
+    curve = fx.tuning.RateCurve(rates=(0.1, 1.0, 10.0), losses=(1.0, 2.0, 3.0))
     assert curve.suggestion is None
-    empty = fx.RateCurve(rates=(), losses=())
+    empty = fx.tuning.RateCurve(rates=(), losses=())
     assert empty.suggestion is None and empty.tenth_of_minimum is None
     with pytest.raises(fx.PlanError, match="2 rates and 1 losses"):
-        fx.RateCurve(rates=(0.1, 1.0), losses=(1.0,))
+        fx.tuning.RateCurve(rates=(0.1, 1.0), losses=(1.0,))
 
 
 @pytest.mark.parametrize("how", [{"start": 0.0}, {"stop": 1e-9}, {"updates": 1}, {"diverged": 1}])
@@ -137,15 +137,15 @@ def test_an_open_window_is_refused():
         fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
         fx.step(ctx, next(iter(loader)), fns)
         with pytest.raises(fx.StepError, match="window is open"):
-            fx.find_lr(ctx, fns, loader)
+            fx.tuning.find_lr(ctx, fns, loader)
 
 
 def test_values_in_other_places_are_refused():
-    place = fx.Placement(units=(fx.state.Unit(name="", device="cpu"),))
+    place = fx.state.Placement(units=(fx.state.Unit(name="", device="cpu"),))
     plan = fx.Plan(strategy=fx.Offload(placement=place))
     with fx.detect(env={}, device="cpu") as ctx:
         model = fx.wrap(nn.Linear(1, 1), ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
         loader = fx.shard(DataLoader(torch.ones(4, 1)), ctx, plan)
         fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
         with pytest.raises(fx.PlanError, match="Offload keeps"):
-            fx.find_lr(ctx, fns, loader)
+            fx.tuning.find_lr(ctx, fns, loader)

@@ -19,9 +19,9 @@ def test_logging_knows_its_rank(ctx, caplog):
     import attrs
 
     with caplog.at_level("INFO"):
-        fx.log(ctx).info("main %d", 1)
-        fx.log(attrs.evolve(ctx, rank=1)).info("hidden")
-        fx.log(attrs.evolve(ctx, rank=1)).info("loud", everyone=True)
+        fx.ops.log(ctx).info("main %d", 1)
+        fx.ops.log(attrs.evolve(ctx, rank=1)).info("hidden")
+        fx.ops.log(attrs.evolve(ctx, rank=1)).info("loud", everyone=True)
     assert [r.getMessage() for r in caplog.records] == ["main 1", "[rank 1] loud"]
     assert caplog.records[0].filename == Path(__file__).name
 
@@ -31,41 +31,43 @@ def test_unknown_keywords_are_an_error_on_every_rank(ctx, rank):
     import attrs
 
     with pytest.raises(TypeError, match="main_process_only"):
-        fx.log(attrs.evolve(ctx, rank=rank)).debug("never shown", main_process_only=False)
+        fx.ops.log(attrs.evolve(ctx, rank=rank)).debug("never shown", main_process_only=False)
 
 
 def test_keywords_of_the_standard_library_reach_it(ctx, caplog):
     try:
         raise KeyError("x")
     except KeyError:
-        fx.log(ctx).exception("failed", extra={"run": "a"})
+        fx.ops.log(ctx).exception("failed", extra={"run": "a"})
     assert caplog.records[0].exc_info[0] is KeyError
     assert caplog.records[0].run == "a"
 
 
 @pytest.mark.parametrize("wrong", [{"loss": 1}, None, "loss"])
 def test_a_logger_wants_a_context(wrong):
-    with pytest.raises(fx.ContextError, match=r"log takes a context, found .*fx\.log\(ctx\)\.info"):
-        fx.log(wrong)
+    with pytest.raises(
+        fx.ContextError, match=r"log takes a context, found .*fx\.ops\.log\(ctx\)\.info"
+    ):
+        fx.ops.log(wrong)
 
 
 def test_a_logger_wants_a_name(ctx):
     with pytest.raises(fx.ContextError, match=r"name=3"):
-        fx.log(ctx, 3)
+        fx.ops.log(ctx, 3)
 
 
 SPEAKING = """
 import logging, sys, attrs, fxtrain as fx
 with fx.detect(env={}, device="cpu") as ctx:
-    fx.log(ctx).info("main %d", 1)
-    fx.log(ctx).debug("detail")
+    fx.ops.log(ctx).info("main %d", 1)
+    fx.ops.log(ctx).debug("detail")
     other = attrs.evolve(ctx, rank=1)
-    fx.log(other).info("silent")
-    fx.log(other).info("asked", everyone=True)
+    fx.ops.log(other).info("silent")
+    fx.ops.log(other).info("asked", everyone=True)
     logging.getLogger("fxtrain").setLevel("ERROR")
-    fx.log(ctx).warning("below the user's level")
+    fx.ops.log(ctx).warning("below the user's level")
     logging.basicConfig(format="user: %(message)s", level="INFO")
-    fx.log(ctx, "mine").info("by the user's handler")
+    fx.ops.log(ctx, "mine").info("by the user's handler")
 """
 
 

@@ -12,7 +12,7 @@ from fxtrain.meters import _peak_of
 
 
 def _metered(ctx, rows):
-    meter = fx.Meter(started_s=time.perf_counter() - 10)
+    meter = fx.meters.Meter(started_s=time.perf_counter() - 10)
     loader = fx.shard(DataLoader(torch.arange(float(rows)), batch_size=2), ctx)
     for batch in loader:
         mine = batch.rows[ctx.rank]
@@ -38,7 +38,7 @@ def test_sums_over_ranks_are_the_whole(cluster, rows):
 
 def _calls(ctx):
     batch = next(iter(fx.shard(DataLoader(torch.zeros(2)), ctx)))
-    meter, count = fx.Meter(), 0
+    meter, count = fx.meters.Meter(), 0
 
     def profile(frame, event, arg):
         nonlocal count
@@ -46,7 +46,7 @@ def _calls(ctx):
 
     sys.setprofile(profile)
     try:
-        for one, waited_s in fx.timed([batch] * 100):
+        for one, waited_s in fx.meters.timed([batch] * 100):
             meter = meter.update(one, tokens=3, waited_s=waited_s)
     finally:
         sys.setprofile(None)
@@ -65,7 +65,7 @@ def test_time_in_the_body_is_not_waiting():
             yield number
 
     waited = 0.0
-    for _, seconds in fx.timed(batches()):
+    for _, seconds in fx.meters.timed(batches()):
         time.sleep(0.2)
         waited += seconds
     assert 0.06 <= waited < 0.2
@@ -73,8 +73,10 @@ def test_time_in_the_body_is_not_waiting():
 
 def test_flops_are_torchs_own():
     net = torch.nn.Linear(8, 4)
-    assert fx.count_flops(lambda: net(torch.ones(2, 8))) == 2 * 2 * 8 * 4
-    assert fx.count_flops(lambda: net(torch.ones(2, 8)).sum().backward()) == 2 * (2 * 2 * 8 * 4)
+    assert fx.meters.count_flops(lambda: net(torch.ones(2, 8))) == 2 * 2 * 8 * 4
+    assert fx.meters.count_flops(lambda: net(torch.ones(2, 8)).sum().backward()) == 2 * (
+        2 * 2 * 8 * 4
+    )
 
 
 DEVICES = {
@@ -97,8 +99,8 @@ def test_peaks_are_those_of_the_device(device):
 
 def test_memory_is_what_the_process_uses():
     with fx.detect(env={}, device="cpu") as ctx:
-        before = fx.memory(ctx)
+        before = fx.meters.memory(ctx)
         held = torch.ones(64 << 20, dtype=torch.uint8)
-        after = fx.memory(ctx)
+        after = fx.meters.memory(ctx)
     assert after.now - before.now >= 48 << 20
     assert after.peak >= after.now > 0 and held[0]

@@ -17,7 +17,7 @@ HALF, FULL = torch.bfloat16, torch.float32
 TENSOR = fx.TP(
     styles=(fx.Style(modules="1", style="colwise"), fx.Style(modules="2", style="rowwise"))
 )
-RESIDENT = fx.Placement(units=(Unit(name="", device="cpu"),))
+RESIDENT = fx.state.Placement(units=(Unit(name="", device="cpu"),))
 ROWS = TensorDataset(torch.randn(16, 8, generator=torch.Generator().manual_seed(1)))
 PLANS = {
     "single": (1, fx.Plan(precision="bf16"), fx.Mesh()),
@@ -119,7 +119,7 @@ def test_trained_parameters_are_fp32_under_mixed_precision(clusters, name, tmp_p
             assert found[where]
             assert set(found[where].values()) == {HALF}, where
         assert found["tied"] == (True, True)
-    with fx.saved_weights(tmp_path / "run").open() as saved:
+    with fx.checkpoint.saved_weights(tmp_path / "run").open() as saved:
         kinds = {tensor: entry.dtype for tensor, entry in saved.entries.items()}
     assert {kinds["1.weight"], kinds["3.weight"]} == {FULL, HALF}
 
@@ -225,7 +225,7 @@ def test_weights_of_a_checkpoint_fill_fp32_parameters_without_a_cast(tmp_path):
         position = _train(saved, ctx, plan)
         fx.save(tmp_path, ctx, saved, position=position)
         model = fx.wrap(_net(), ctx, plan, optimizer=_adam)
-        fx.load_model(fx.saved_weights(tmp_path), model)
+        fx.load_model(fx.checkpoint.saved_weights(tmp_path), model)
         for mine, other in zip(model.parameters(), saved.parameters(), strict=True):
             assert torch.equal(mine, other)
 

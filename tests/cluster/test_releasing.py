@@ -98,7 +98,7 @@ def test_other_objects_are_refused_before_anything_is_freed(wrong):
 def test_memory_in_the_heap_is_returned_too():
     with fx.detect(env={}, device="cpu") as ctx:
         kept, freed = [], [torch.ones(1 << 16) for _ in range(400)]  # 100 MB
-        before = fx.memory(ctx).now
+        before = fx.meters.memory(ctx).now
         while freed:
             freed.pop()
             kept.append(torch.ones(16))  # between them, so that the heap does not shrink by itself

@@ -132,7 +132,7 @@ def _raise(*_):
 
 TRACKERS = (
     fx.JsonLines(),
-    fx.Terminal(),
+    fx.trackers.Terminal(),
     Tracker(name="seeds", open=_seeds),
     Tracker(name="broken", log=_raise, image=_raise, params=_raise, flush=_raise, close=_raise),
     Tracker(name="closed", open=_raise),

@@ -13,7 +13,7 @@ from fxtrain.testing.training import on_mesh
 from tests.cluster._models import PIPELINES
 
 DECAY = 0.8
-RESIDENT = fx.Placement(units=(fx.state.Unit(name="", device="cpu"),))
+RESIDENT = fx.state.Placement(units=(fx.state.Unit(name="", device="cpu"),))
 PLANS = {
     "single": (1, fx.Plan()),
     "ddp": (2, fx.Plan(accumulate=2)),

@@ -163,7 +163,7 @@ def _with_a_file_on_rank_0(ctx, folder, action):
             elif action == "shard":
                 fx.shard(DataLoader(rows(), batch_size=4), ctx, plan)
             else:
-                fx.find_batch_size(ctx, lambda size, plan: None, 8, plan)
+                fx.tuning.find_batch_size(ctx, lambda size, plan: None, 8, plan)
         except fx.PlanError as error:
             return str(error)
     return ""
@@ -177,7 +177,7 @@ def test_a_file_that_one_rank_lacks_is_the_same_error_on_all(pair, action, tmp_p
 
 @on_rank
 def _found_window(ctx, path):
-    size, plan = fx.find_batch_size(
+    size, plan = fx.tuning.find_batch_size(
         ctx, lambda size, plan: size <= 4, 8, fx.Plan(strategy=fx.DeepSpeed(config=path))
     )
     model = fx.wrap(net(), ctx, plan, optimizer=adamw)

@@ -14,7 +14,7 @@ def _averaged(ctx, folder, strategy):
     loader, fns = parts(ctx, plan)
     torch.manual_seed(0)
     before = {name: value.tolist() for name, value in fx.weights(fns.model, device="cpu")}
-    curve = fx.find_lr(ctx, fns, loader, start=1e-5, stop=1.0, updates=5)
+    curve = fx.tuning.find_lr(ctx, fns, loader, start=1e-5, stop=1.0, updates=5)
     after = {name: value.tolist() for name, value in fx.weights(fns.model, device="cpu")}
     average, wanted = fx.ema(fns.model, decay=0.5), None
     for batch in loader:

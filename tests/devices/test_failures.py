@@ -55,7 +55,7 @@ def _batch_size(ctx):
         return held.numel()
 
     before = torch.cuda.memory_allocated() if is_gpu(ctx) else 0
-    size, plan = fx.find_batch_size(ctx, trial, 128, fx.Plan(), shrink=0.5)
+    size, plan = fx.tuning.find_batch_size(ctx, trial, 128, fx.Plan(), shrink=0.5)
     after = torch.cuda.memory_allocated() if is_gpu(ctx) else 0
     return size, plan.accumulate, after - before < 1 << 24
 

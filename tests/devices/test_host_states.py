@@ -92,7 +92,7 @@ def _searched(ctx):
         loader, fns = parts(ctx, fx.Plan(), optimizer=offload)
     fx.step(ctx, next(iter(loader)), fns)
     before = values(fns.model.module), states(fns.model)
-    curve = fx.find_lr(ctx, fns, loader, start=1e-4, stop=1.0, updates=10)
+    curve = fx.tuning.find_lr(ctx, fns, loader, start=1e-4, stop=1.0, updates=10)
     after = values(fns.model.module), states(fns.model)
     fx.step(ctx, next(iter(loader)), fns)
     return before, after, len(curve.rates), fns.model.optimizer.param_groups[0]["lr"]

@@ -18,7 +18,7 @@ from fxtrain.state import structure, unstructure
 
 _OBJECTS = {
     "batch": fx.Batch, "ctx": fx.DistContext, "loader": fx.Sharded, "model": fx.Wrapped,
-    "report": fx.Report, "run": fx.Run,
+    "report": fx.Report, "run": fx.trackers.Run,
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ TOKENS = torch.arange(6)[None]
 def placement(*names, **fields):
     """These units on disk, all else on the CPU."""
     disk = tuple(Unit(name=name, device="disk") for name in names)
-    return fx.Placement(units=(Unit(name="", device="cpu"), *disk), **fields)
+    return fx.state.Placement(units=(Unit(name="", device="cpu"), *disk), **fields)
 
 
 BLOCKS = placement("blocks.0", "blocks.1")

@@ -184,11 +184,13 @@ def test_placements_that_do_not_fit_the_model_or_the_machine(ctx):
         return str(error.value)
 
     assert "no module or tensor 'layers.0'" in refusal(placement("layers.0"))
-    lacks = fx.Placement(units=(Unit(name="blocks", device="cpu"),))
+    lacks = fx.state.Placement(units=(Unit(name="blocks", device="cpu"),))
     assert "says nothing of the tensor 'position'" in refusal(lacks)
     assert "it computes on 'cuda:3'" in refusal(attrs.evolve(BLOCKS, device="cuda:3"))
     units = (Unit(name="", device="cuda:7"),)
-    assert "places units on 'cuda:7', and this machine has" in refusal(fx.Placement(units=units))
+    assert "places units on 'cuda:7', and this machine has" in refusal(
+        fx.state.Placement(units=units)
+    )
 
 
 def test_memory_of_a_device_that_is_not_there(ctx, folder):

@@ -18,7 +18,7 @@ from fxtrain.testing.training import on_mesh
 from tests.offload._streamed import COPIES, placement
 
 UNITS = ("net.blocks.0", "net.blocks.1", "net.embed")
-PLACED = fx.Placement(
+PLACED = fx.state.Placement(
     units=(
         Unit(name="", device="cpu"),
         *(Unit(name=name, device="disk") for name in UNITS),

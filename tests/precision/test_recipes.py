@@ -173,7 +173,7 @@ def test_short_forms_and_files():
     assert fx.Precision(compute="fp8", recipe="rowwise").recipe == fx.Float8(scaling="rowwise")
     for recipe in ("tensorwise", "nvfp4", "te"):
         plan = fx.Plan(precision=fx.Precision(compute="fp8", recipe=recipe))
-        assert fx.loads(fx.dumps(plan)) == plan
+        assert fx.state.loads(fx.state.dumps(plan)) == plan
 
 
 @needs_torchao

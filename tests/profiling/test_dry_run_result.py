@@ -53,13 +53,13 @@ def test_another_mesh_than_asked_is_told():
 
 def test_a_run_is_a_value():
     run = dry_linear(device_memory="1GB")
-    text = fx.dumps(run)
-    assert fx.loads(text, fx.DryRun) == run
-    assert hash(run) == hash(fx.loads(text, fx.DryRun))
+    text = fx.state.dumps(run)
+    assert fx.state.loads(text, fx.state.DryRun) == run
+    assert hash(run) == hash(fx.state.loads(text, fx.state.DryRun))
     with pytest.raises(fx.PlanError, match="unknown key 'gradient'"):
-        fx.loads(text.replace('"gradients"', '"gradient"', 1), fx.DryRun)
+        fx.state.loads(text.replace('"gradients"', '"gradient"', 1), fx.state.DryRun)
     with pytest.raises(fx.PlanError, match="whole number"):
-        fx.loads(text.replace('"world": 8', '"world": 8.0'), fx.DryRun)
+        fx.state.loads(text.replace('"world": 8', '"world": 8.0'), fx.state.DryRun)
 
 
 def test_two_plans_side_by_side():

@@ -256,7 +256,7 @@ def test_a_field_of_a_type_that_files_do_not_know_is_a_plan_error():
         kind: str = "odd"
 
     with pytest.raises(fx.PlanError, match=r"Plan contains b'', which cannot be written"):
-        fx.dumps(fx.Plan(strategy=Odd()))
+        fx.state.dumps(fx.Plan(strategy=Odd()))
     with pytest.raises(fx.PlanError, match=r"Plan contains b'', which cannot be written"):
         fx.fingerprint(fx.Plan(strategy=Odd()))
     assert unstructure(Odd(b"x")) == {"device": b"x", "kind": "odd"}

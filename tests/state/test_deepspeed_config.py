@@ -55,7 +55,7 @@ def _plan(config=None, *, fields=None, **kwargs):
 
 def test_every_auto_gets_the_value_that_users_of_such_files_expect():
     plan = _plan(FILE, precision="bf16", accumulate=4, clip_norm=1.0)
-    got = fx.deepspeed_config(plan, _model(hidden_size=64), LOADER, ranks=2, values=VALUES)
+    got = fx.interop.deepspeed_config(plan, _model(hidden_size=64), LOADER, ranks=2, values=VALUES)
     assert got["train_micro_batch_size_per_gpu"] == 8 and got["train_batch_size"] == 64
     assert got["gradient_accumulation_steps"] == 4 and got["gradient_clipping"] == 1.0
     assert got["bf16"] == {"enabled": True} and got["fp16"] == {"enabled": False}
@@ -85,13 +85,13 @@ def test_every_auto_gets_the_value_that_users_of_such_files_expect():
 )
 def test_the_hidden_size_is_found_where_models_keep_it(fields, hidden):
     plan = _plan({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}})
-    got = fx.deepspeed_config(plan, _model(**fields))
+    got = fx.interop.deepspeed_config(plan, _model(**fields))
     assert got["zero_optimization"]["reduce_bucket_size"] == hidden * hidden
 
 
 def test_without_a_hidden_size_the_three_entries_are_named():
     with pytest.raises(fx.PlanError) as found:
-        fx.deepspeed_config(_plan(FILE), torch.nn.Linear(2, 2), values=VALUES)
+        fx.interop.deepspeed_config(_plan(FILE), torch.nn.Linear(2, 2), values=VALUES)
     for name in (
         "reduce_bucket_size",
         "stage3_prefetch_bucket_size",
@@ -111,7 +111,7 @@ def test_all_differences_are_listed_at_once():
     plan = _plan(file, fields={"stage": 2, "overlap": True}, precision="bf16", accumulate=4)
     plan = attrs.evolve(plan, clip_norm=1.0)
     with pytest.raises(fx.PlanError) as found:
-        fx.deepspeed_config(plan, loader=LOADER)
+        fx.interop.deepspeed_config(plan, loader=LOADER)
     lines = str(found.value).splitlines()[1:-1]
     assert [line.split(":")[0].strip() for line in lines] == [
         "gradient_accumulation_steps",
@@ -125,7 +125,7 @@ def test_all_differences_are_listed_at_once():
 
 
 def test_batch_sizes_follow_from_each_other():
-    rows = lambda **file: fx.deepspeed_config(_plan(file, accumulate=2), ranks=3)  # noqa: E731
+    rows = lambda **file: fx.interop.deepspeed_config(_plan(file, accumulate=2), ranks=3)  # noqa: E731
     assert rows(train_batch_size=24)["train_micro_batch_size_per_gpu"] == 4
     assert rows(train_micro_batch_size_per_gpu=5)["train_batch_size"] == 30
     with pytest.raises(fx.PlanError, match="make 24, the config has 25"):
@@ -135,18 +135,20 @@ def test_batch_sizes_follow_from_each_other():
             rows(train_batch_size=wrong)
     both = _plan(fields={"micro_batch": 4})
     with pytest.raises(fx.PlanError, match="the loader has 8, micro_batch has 4"):
-        fx.deepspeed_config(both, loader=LOADER)
-    whole = fx.deepspeed_config(_plan(batch="global"), loader=LOADER, ranks=4)
+        fx.interop.deepspeed_config(both, loader=LOADER)
+    whole = fx.interop.deepspeed_config(_plan(batch="global"), loader=LOADER, ranks=4)
     assert whole["train_micro_batch_size_per_gpu"] == 2 and whole["train_batch_size"] == 8
 
 
 def test_an_auto_without_a_value_is_named_with_what_gives_it():
     with pytest.raises(fx.PlanError, match=r"optimizer.params.lr.*from_config\(lr=...\)"):
-        fx.deepspeed_config(_plan({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}))
+        fx.interop.deepspeed_config(
+            _plan({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}})
+        )
     with pytest.raises(fx.PlanError, match=r"aio\.block_size"):
-        fx.deepspeed_config(_plan({"aio": {"block_size": "auto"}}))
+        fx.interop.deepspeed_config(_plan({"aio": {"block_size": "auto"}}))
     own = {"data_types": {"keep_in_fp32_modules": "auto"}}
-    assert fx.deepspeed_config(_plan(own))["data_types"] == own["data_types"]
+    assert fx.interop.deepspeed_config(_plan(own))["data_types"] == own["data_types"]
 
 
 def test_what_is_not_known_here_passes_through():
@@ -157,20 +159,20 @@ def test_what_is_not_known_here_passes_through():
         },
         "wall_clock_breakdown": True,
     }
-    got = fx.deepspeed_config(_plan(file))
+    got = fx.interop.deepspeed_config(_plan(file))
     assert got["zero_optimization"] == file["zero_optimization"] and got["wall_clock_breakdown"]
     assert got["managed_gradient_accumulation"] is False
     own = {"topk_ratio": 0.1, "select_strategy": "auto", "update_interval": "auto"}
-    got = fx.deepspeed_config(_plan({"zero_optimization": {"stage": 2, "zenflow": own}}))
+    got = fx.interop.deepspeed_config(_plan({"zero_optimization": {"stage": 2, "zenflow": own}}))
     assert got["zero_optimization"]["zenflow"] == own
     assert "managed_gradient_accumulation" not in got
 
 
 def test_torch_autocast_in_the_file_stands_for_the_precision():
     file = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    assert "bf16" not in fx.deepspeed_config(_plan(file, precision="bf16"))
+    assert "bf16" not in fx.interop.deepspeed_config(_plan(file, precision="bf16"))
     with pytest.raises(fx.PlanError, match=r"torch_autocast.dtype: Plan.precision has 'fp16'"):
-        fx.deepspeed_config(_plan(file, precision="fp16"))
+        fx.interop.deepspeed_config(_plan(file, precision="fp16"))
 
 
 FILES = [
@@ -187,7 +189,7 @@ FILES = [
 @pytest.mark.parametrize(("file", "fields"), FILES, ids=range(len(FILES)))
 def test_a_plan_takes_from_the_file_what_it_leaves_at_its_default(file, fields, caplog):
     wanted = _plan(file, **fields)
-    assert fx.deepspeed_config(_plan(file)) == fx.deepspeed_config(wanted)
+    assert fx.interop.deepspeed_config(_plan(file)) == fx.interop.deepspeed_config(wanted)
     loader = torch.utils.data.DataLoader(torch.ones(4, 2))
     with caplog.at_level(logging.INFO), fx.detect(env={}, device="cpu") as ctx:
         assert fx.shard(loader, ctx, _plan(file)).plan == wanted
@@ -198,29 +200,29 @@ def test_a_plan_takes_from_the_file_what_it_leaves_at_its_default(file, fields, 
 
 def test_a_conflict_names_the_precision_of_the_plan():
     with pytest.raises(fx.PlanError, match=r"bf16.enabled: Plan.precision has 'fp16', the config"):
-        fx.deepspeed_config(_plan({"bf16": {"enabled": True}}, precision="fp16"))
+        fx.interop.deepspeed_config(_plan({"bf16": {"enabled": True}}, precision="fp16"))
 
 
 def test_the_peak_of_a_warm_up_has_a_value_of_its_own():
     file = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
     for values, peak in (({"lr": 0.1}, 0.1), ({"warmup_max_lr": 0.2, "lr": 0.1}, 0.2)):
-        found = fx.deepspeed_config(_plan(file), values=fx.from_config(**values))
+        found = fx.interop.deepspeed_config(_plan(file), values=fx.from_config(**values))
         assert found["scheduler"]["params"]["warmup_max_lr"] == peak
     with pytest.raises(fx.PlanError, match=r"fx.from_config\(warmup_max_lr=...\)"):
-        fx.deepspeed_config(_plan(file))
+        fx.interop.deepspeed_config(_plan(file))
     file["scheduler"]["params"] = {"cycle_max_lr": "auto"}  # fx.from_config does not have it
     with pytest.raises(fx.PlanError) as error:
-        fx.deepspeed_config(_plan(file))
+        fx.interop.deepspeed_config(_plan(file))
     assert "cycle_max_lr" in str(error.value) and "from_config" not in str(error.value)
 
 
 def test_fp16_scales_as_torch_does():
-    got = fx.deepspeed_config(_plan(precision="fp16"))["fp16"]
+    got = fx.interop.deepspeed_config(_plan(precision="fp16"))["fp16"]
     assert got["initial_scale_power"] == 16 and got["loss_scale_window"] == 2000
     assert got["hysteresis"] == 1 and got["loss_scale"] == 0
     odd = fx.Precision(compute="fp16", scale=fx.LossScale(initial=1000.0))
     with pytest.raises(fx.PlanError, match="power of two"):
-        fx.deepspeed_config(_plan(precision=odd))
+        fx.interop.deepspeed_config(_plan(precision=odd))
 
 
 MISFITS = {
@@ -244,7 +246,7 @@ MISFITS = {
 def test_what_does_not_go_together_is_refused(name):
     fields, words = MISFITS[name]
     with pytest.raises(fx.PlanError, match=words):
-        fx.deepspeed_config(_plan(fields=fields), ranks=4)
+        fx.interop.deepspeed_config(_plan(fields=fields), ranks=4)
 
 
 def test_a_sum_over_ranks_is_refused():
@@ -265,24 +267,24 @@ BAD = {
 def test_a_config_that_is_none_is_refused(name):
     config, words = BAD[name]
     with pytest.raises(fx.PlanError, match=words):
-        fx.deepspeed_config(_plan(config))
+        fx.interop.deepspeed_config(_plan(config))
 
 
 def test_files_are_read(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
-    assert fx.deepspeed_config(_plan(str(path)))["zero_optimization"] == {"stage": 1}
+    assert fx.interop.deepspeed_config(_plan(str(path)))["zero_optimization"] == {"stage": 1}
     for text, words in (("[1]", "holds a list"), ("nothing", "is not JSON")):
         path.write_text(text)
         with pytest.raises(fx.PlanError, match=words):
-            fx.deepspeed_config(_plan(str(path)))
+            fx.interop.deepspeed_config(_plan(str(path)))
 
 
 def test_equal_configs_make_equal_plans():
     one = _plan({"b": 1, "a": {"d": 2, "c": 3}})
     two = _plan('{"a": {"c": 3, "d": 2},   "b": 1}')
     assert one == two and hash(one) == hash(two) and fx.fingerprint(one) == fx.fingerprint(two)
-    assert fx.loads(fx.dumps(one)) == one
+    assert fx.state.loads(fx.state.dumps(one)) == one
 
 
 def test_from_config_is_refused_where_no_config_is():
@@ -293,4 +295,4 @@ def test_from_config_is_refused_where_no_config_is():
     with pytest.raises(TypeError, match="learning_rate"):
         fx.from_config(learning_rate=0.1)
     with pytest.raises(fx.PlanError, match="strategy is DDP"):
-        fx.deepspeed_config(fx.Plan())
+        fx.interop.deepspeed_config(fx.Plan())

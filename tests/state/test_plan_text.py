@@ -36,14 +36,14 @@ TEXTS = [
 @pytest.mark.parametrize(("form", "text", "words"), TEXTS, ids=range(len(TEXTS)))
 def test_text_that_is_no_plan_is_a_plan_error(form, text, words):
     with pytest.raises(fx.PlanError) as caught:
-        fx.loads(text, fx.Plan, form)
+        fx.state.loads(text, fx.Plan, form)
     assert words in str(caught.value)
     assert len(str(caught.value)) < 500
 
 
 def test_yaml_merges_tables_and_later_keys_win():
     text = "compile: {<<: {backend: eager, fullgraph: true}, fullgraph: false}"
-    assert fx.loads(text, fx.Plan, "yaml").compile == fx.Compile(backend="eager")
+    assert fx.state.loads(text, fx.Plan, "yaml").compile == fx.Compile(backend="eager")
 
 
 def test_a_plan_file_is_named_in_its_errors(tmp_path):
@@ -91,7 +91,7 @@ KINDS = {
 def test_a_strategy_by_its_kind(kind):
     config = KINDS.get(kind, fx.XLA)
     assert fx.Plan(strategy=kind) == fx.Plan(strategy=config())
-    assert fx.loads(json.dumps({"strategy": kind})) == fx.Plan(strategy=config())
+    assert fx.state.loads(json.dumps({"strategy": kind})) == fx.Plan(strategy=config())
 
 
 @pytest.mark.parametrize("wrong", ["fdsp", "fspd", ""])
@@ -99,7 +99,7 @@ def test_an_unknown_kind_of_strategy_names_the_nearest(wrong):
     near = "Did you mean 'fsdp'?" if wrong else "'ddp'"
     for make in (
         lambda: fx.Plan(strategy=wrong),
-        lambda: fx.loads(json.dumps({"strategy": wrong})),
+        lambda: fx.state.loads(json.dumps({"strategy": wrong})),
     ):
         with pytest.raises(fx.PlanError) as raised:
             make()
@@ -116,12 +116,12 @@ def test_an_unknown_kind_of_strategy_names_the_nearest(wrong):
     ],
 )
 def test_short_forms(short, long):
-    assert fx.Plan(**short) == fx.Plan(**long) == fx.loads(json.dumps(short))
+    assert fx.Plan(**short) == fx.Plan(**long) == fx.state.loads(json.dumps(short))
 
 
 @pytest.mark.parametrize("wrong", [{"compile": 1}, {"compile": "yes"}, {"recompute": 3}])
 def test_other_values_are_no_short_forms(wrong):
-    for make in (lambda: fx.Plan(**wrong), lambda: fx.loads(json.dumps(wrong))):
+    for make in (lambda: fx.Plan(**wrong), lambda: fx.state.loads(json.dumps(wrong))):
         with pytest.raises(fx.PlanError, match=next(iter(wrong))):
             make()
 

@@ -22,13 +22,13 @@ from tests.trackers._readers import READERS
 CONFIGS = {
     "tensorboard": fx.TensorBoard(),
     "wandb": fx.WandB(project="p", mode="offline", tags=("a",)),
-    "trackio": fx.Trackio(project="p"),
-    "comet": fx.Comet(project="p", online=False),
-    "aim": fx.Aim(experiment="p"),
+    "trackio": fx.trackers.Trackio(project="p"),
+    "comet": fx.trackers.Comet(project="p", online=False),
+    "aim": fx.trackers.Aim(experiment="p"),
     "mlflow": fx.MLflow(experiment="p"),
-    "clearml": fx.ClearML(project="p", online=False),
-    "dvclive": fx.DVCLive(),
-    "swanlab": fx.SwanLab(project="p", mode="offline"),
+    "clearml": fx.trackers.ClearML(project="p", online=False),
+    "dvclive": fx.trackers.DVCLive(),
+    "swanlab": fx.trackers.SwanLab(project="p", mode="offline"),
 }
 LOSSES = {1: 1.0, 2: 0.5, 3: 0.25, 4: 0.125}
 

@@ -9,7 +9,16 @@ import attrs
 import pytest
 
 import fxtrain as fx
-from fxtrain.trackers import read_run, trackers
+from fxtrain.trackers import (
+    Aim,
+    ClearML,
+    Comet,
+    DVCLive,
+    SwanLab,
+    Trackio,
+    read_run,
+    trackers,
+)
 from tests.trackers._trackers import own_tracker
 
 
@@ -52,15 +61,20 @@ def test_all_are_the_trackers_whose_packages_are_installed(ctx, tmp_path, monkey
     (tmp_path / "wandb").mkdir()  # what an earlier run of wandb left where the script starts
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    packages = {fx.JsonLines: "", fx.Aim: "torch", fx.WandB: "wandb", fx.Comet: "no_such_package"}
+    packages = {
+        fx.JsonLines: "",
+        fx.trackers.Aim: "torch",
+        fx.WandB: "wandb",
+        fx.trackers.Comet: "no_such_package",
+    }
     rows = [
         attrs.evolve(own_tracker()[1], config=config, package=package)
         for config, package in packages.items()
     ]
     monkeypatch.setattr("fxtrain.trackers.table.TRACKERS", rows)
     with fx.track("run", ctx, "all") as run:
-        assert run.native(fx.JsonLines) == run.native(fx.Aim) == []
-        for config in (fx.WandB, fx.Comet):
+        assert run.native(fx.JsonLines) == run.native(fx.trackers.Aim) == []
+        for config in (fx.WandB, fx.trackers.Comet):
             with pytest.raises(fx.PlanError, match="this run has JsonLines, Aim"):
                 run.native(config)
 
@@ -69,11 +83,11 @@ def test_all_are_the_trackers_whose_packages_are_installed(ctx, tmp_path, monkey
     ("config", "name", "call"),
     [
         (fx.WandB(project="p", init={"notes": "n", "settings": {"x": 1}}), "wandb", "init"),
-        (fx.Trackio(init={"private": True}), "trackio", "init"),
-        (fx.SwanLab(init={"description": "d", "project": "other"}), "swanlab", "init"),
-        (fx.Aim(init={"log_system_params": True}), "aim", "Run"),
-        (fx.DVCLive(init={"report": "md"}), "dvclive", "Live"),
-        (fx.Comet(init={"log_code": True}), "comet_ml", "ExperimentConfig"),
+        (Trackio(init={"private": True}), "trackio", "init"),
+        (SwanLab(init={"description": "d", "project": "other"}), "swanlab", "init"),
+        (Aim(init={"log_system_params": True}), "aim", "Run"),
+        (DVCLive(init={"report": "md"}), "dvclive", "Live"),
+        (Comet(init={"log_code": True}), "comet_ml", "ExperimentConfig"),
     ],
     ids=lambda value: getattr(value, "kind", None),
 )
@@ -126,9 +140,9 @@ def test_an_unknown_tracker_is_named_with_the_nearest(ctx, tmp_path, to, words):
 @pytest.mark.parametrize(
     "config",
     [
-        fx.TensorBoard(), fx.WandB(project="p"), fx.Trackio(project="p"), fx.Comet(project="p"),
-        fx.Aim(experiment="p"), fx.MLflow(experiment="p"), fx.ClearML(project="p"), fx.DVCLive(),
-        fx.SwanLab(project="p"),
+        fx.TensorBoard(), fx.WandB(project="p"), fx.MLflow(experiment="p"), DVCLive(),
+        Trackio(project="p"), Comet(project="p"), Aim(experiment="p"), ClearML(project="p"),
+        SwanLab(project="p"),
     ],
     ids=lambda config: config.kind,
 )  # fmt: skip
@@ -141,20 +155,20 @@ def test_a_package_that_is_missing_is_named_with_its_extra(ctx, tmp_path, monkey
         return find(name)
 
     monkeypatch.setattr("fxtrain._optional.importlib.import_module", missing)
-    words = rf"fx.{type(config).__name__}\(.*pip install 'fxtrain\[{config.kind}\]'"
+    words = rf"^fx\.(trackers\.)?{type(config).__name__}\(.*pip install 'fxtrain\[{config.kind}\]'"
     with pytest.raises(fx.MissingPackageError, match=words):
         fx.track(tmp_path, ctx, [config])
 
 
 def test_configs_are_values_that_files_hold():
     config = fx.WandB(project="p", tags=("a", "b"), mode="offline")
-    assert fx.loads(fx.dumps(config), fx.WandB) == config and hash(config)
+    assert fx.state.loads(fx.state.dumps(config), fx.WandB) == config and hash(config)
     with pytest.raises(fx.PlanError, match="online"):
         fx.WandB(project="p", mode="ofline")
     with pytest.raises(fx.PlanError, match="printable"):
         fx.WandB(project=" ")
     own = fx.WandB(init={"notes": "n", "settings": {"api_key": "secret"}})
-    assert fx.loads(fx.dumps(own), fx.WandB) == own and hash(own) == hash(fx.WandB())
+    assert fx.state.loads(fx.state.dumps(own), fx.WandB) == own and hash(own) == hash(fx.WandB())
     assert "secret" not in repr(own)
     with pytest.raises(fx.PlanError, match="a table of arguments by name"):
         fx.WandB(init=3)

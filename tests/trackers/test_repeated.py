@@ -84,7 +84,7 @@ def test_clearml_continues_a_task_at_its_own_steps(ctx, tmp_path, monkeypatch):
             return SimpleNamespace(id="t1", set_initial_iteration=offsets.append)
 
     monkeypatch.setitem(sys.modules, "clearml", SimpleNamespace(Task=Task))
-    config = fx.ClearML(project="p", online=True)
+    config = fx.trackers.ClearML(project="p", online=True)
     start = SimpleNamespace(name="run", identity="t1", resumed=True)
     CLEARML.open(config, start)
     assert offsets[-1] == 0

@@ -238,7 +238,7 @@ def test_log_makes_no_random_number_and_opening_takes_none(ctx, tmp_path):
 
 
 def test_the_terminal_shows_lines_now_and_then(ctx, tmp_path, capsys):
-    with fx.track(tmp_path, ctx, [fx.Terminal(every_s=1000, digits=3)]) as run:
+    with fx.track(tmp_path, ctx, [fx.trackers.Terminal(every_s=1000, digits=3)]) as run:
         for step in range(1, 5):
             run.log({"loss": 1 / step, "a\x1b": 1}, fx.Position(updates=step, samples=step))
         run.text("note", "hello", 4)

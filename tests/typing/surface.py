@@ -158,7 +158,7 @@ def launched() -> None:
 def trackers(ctx: fx.DistContext, settings: Mapping[str, Any]) -> None:
     """A single tracker or several."""
     with fx.track("runs/a", ctx, fx.JsonLines(), settings=settings) as run:
-        assert_type(run, fx.Run)
+        assert_type(run, fx.trackers.Run)
         run.log({"loss": 0.5}, 1)
 
 

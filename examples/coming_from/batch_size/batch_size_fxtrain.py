@@ -23,6 +23,6 @@ def fit(size, plan, epochs=1):
     return model
 
 
-size, plan = fx.find_batch_size(ctx, fit, OPTIONS.size)
+size, plan = fx.tuning.find_batch_size(ctx, fit, OPTIONS.size)
 model = fit(size, plan, OPTIONS.epochs)
 fx.ops.say([size / OPTIONS.size, *norms(model.parameters())], ctx)

@@ -16,5 +16,5 @@ for train in fx.shard(train, ctx, plan).epochs(OPTIONS.epochs):
     for batch in train:
         loss = model(**batch).loss
         fx.update(ctx, batch, model, loss)
-    fx.ops.say(f"peak {fx.memory(ctx).peak / 2**20:.0f} MiB", ctx)
+    fx.ops.say(f"peak {fx.meters.memory(ctx).peak / 2**20:.0f} MiB", ctx)
 fx.ops.say(norms(weight for _, weight in fx.weights(model)), ctx)

@@ -85,7 +85,7 @@ def deepspeed_config(
     Example:
         >>> import fxtrain as fx
         >>> plan = fx.Plan(strategy=fx.DeepSpeed(stage=1), accumulate=4, clip_norm=1.0)
-        >>> config = fx.deepspeed_config(plan, ranks=2)
+        >>> config = fx.interop.deepspeed_config(plan, ranks=2)
         >>> config["gradient_accumulation_steps"], config["gradient_clipping"]
         (4, 1.0)
     """

@@ -28,7 +28,7 @@ class Aim:
     init: Mapping[str, object] = arguments()
 
 
-_NEEDED_BY = "fx.Aim(...)"
+_NEEDED_BY = "fx.trackers.Aim(...)"
 
 
 def _library() -> Any:

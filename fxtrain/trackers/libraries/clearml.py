@@ -34,11 +34,11 @@ class ClearML:
 
 
 def _open(config: ClearML, start: Start) -> Any:
-    task = optional("clearml", extra="clearml", needed_by="fx.ClearML(...)").Task
+    task = optional("clearml", extra="clearml", needed_by="fx.trackers.ClearML(...)").Task
     if (other := task.current_task()) is not None:
         raise PlanError(
-            f"fx.ClearML(project={config.project!r}): ClearML allows one task per process, but "
-            f"the task {other.name!r} is open. Close it first."
+            f"fx.trackers.ClearML(project={config.project!r}): ClearML allows one task per "
+            f"process, but the task {other.name!r} is open. Close it first."
         )
     if not config.online:
         task.set_offline(True)

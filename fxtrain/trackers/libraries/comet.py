@@ -33,7 +33,7 @@ class Comet:
     init: Mapping[str, object] = arguments()
 
 
-_NEEDED_BY = "fx.Comet(...)"
+_NEEDED_BY = "fx.trackers.Comet(...)"
 # What Comet would log of the process by default.
 _BY_ITSELF = (
     "log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch", "log_env_gpu",

@@ -29,7 +29,7 @@ class DVCLive:
     init: Mapping[str, object] = arguments()
 
 
-_NEEDED_BY = "fx.DVCLive()"
+_NEEDED_BY = "fx.trackers.DVCLive()"
 
 
 def _open(config: DVCLive, start: Start) -> Any:

@@ -33,7 +33,7 @@ class SwanLab:
 
 
 def _library() -> Any:
-    return optional("swanlab", extra="swanlab", needed_by="fx.SwanLab(...)")
+    return optional("swanlab", extra="swanlab", needed_by="fx.trackers.SwanLab(...)")
 
 
 def _open(config: SwanLab, start: Start) -> Any:

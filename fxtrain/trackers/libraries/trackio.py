@@ -28,7 +28,7 @@ class Trackio:
     init: Mapping[str, object] = arguments()
 
 
-_NEEDED_BY = "fx.Trackio(...)"
+_NEEDED_BY = "fx.trackers.Trackio(...)"
 
 
 def _library() -> Any:

@@ -12,7 +12,7 @@ import fxtrain as fx
 
 
 def main():
-    with fx.detect() as ctx, fx.preemption(ctx) as notice:
+    with fx.detect() as ctx, fx.ops.preemption(ctx) as notice:
         plan = fx.Plan(accumulate=2)
         model = fx.wrap(
             torch.nn.Linear(2, 1), ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)

@@ -80,7 +80,7 @@ def find_batch_size(
         ...     if size > 10:
         ...         raise MemoryError
         >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     size, plan = fx.find_batch_size(ctx, trial, 32, fx.Plan(accumulate=2))
+        ...     size, plan = fx.tuning.find_batch_size(ctx, trial, 32, fx.Plan(accumulate=2))
         ...     size, plan.accumulate
         (8, 8)
     """
@@ -137,7 +137,7 @@ def predict_batch_size(
         ...     fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
         ...     for batch in fx.shard(loader, ctx, plan):
         ...         fx.step(ctx, batch, fns)
-        >>> size, plan = fx.predict_batch_size(train, 64, world=8, device_memory="100kB")
+        >>> size, plan = fx.tuning.predict_batch_size(train, 64, world=8, device_memory="100kB")
         >>> size, plan.accumulate
         (16, 4)
     """

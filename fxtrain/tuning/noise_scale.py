@@ -31,7 +31,7 @@ class NoiseScale:
 
     Example:
         >>> import fxtrain as fx
-        >>> scale = fx.NoiseScale().update(small=(3.0, 2), large=(2.0, 8))
+        >>> scale = fx.tuning.NoiseScale().update(small=(3.0, 2), large=(2.0, 8))
         >>> round(scale.value, 3)
         5.714
     """

@@ -35,7 +35,7 @@ class RateCurve:
 
     Example:
         >>> import fxtrain as fx
-        >>> curve = fx.RateCurve(rates=(1e-3, 1e-2, 1e-1, 1.0), losses=(9.0, 8.0, 1.0, 9.0))
+        >>> curve = fx.tuning.RateCurve(rates=(1e-3, 1e-2, 1e-1, 1.0), losses=(9.0, 8.0, 1.0, 9.0))
         >>> curve.steepest, curve.tenth_of_minimum
         (0.01, 0.001)
     """
@@ -128,7 +128,7 @@ def find_lr(
         ...                     optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
         ...     fns = fx.StepFns(model=model, loss=lambda model, x: model(x.data).square().mean())
         ...     loader = fx.shard(DataLoader(torch.ones(4, 1), batch_size=2), ctx)
-        ...     curve = fx.find_lr(ctx, fns, loader, start=1e-4, stop=1.0, updates=20)
+        ...     curve = fx.tuning.find_lr(ctx, fns, loader, start=1e-4, stop=1.0, updates=20)
         >>> 1e-4 < curve.suggestion < 1.0, model.optimizer.param_groups[0]["lr"]
         (True, 0.1)
     """
