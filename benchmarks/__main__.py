@@ -10,6 +10,7 @@ from benchmarks import (
     growth,
     imports,
     loader,
+    muon,
     offload,
     placement,
     report,
@@ -35,5 +36,6 @@ if __name__ == "__main__":
         placement,
         report,
         tokens,
+        muon,
     ):
         each.main()

@@ -16,6 +16,7 @@ from fxtrain.backends.core.host_optimizer import (
     on_host,
     without_device_named,
 )
+from fxtrain.backends.core.muon import divide_muon, matrices_named
 from fxtrain.backends.core.packed_states import has_packed_states, shard_problem, step_without_cache
 from fxtrain.state import DistContext, Strategy
 
@@ -90,7 +91,7 @@ def make_optimizers(
             f"wrap(optimizer=...): no parameter of {type(module).__name__} requires grad, "
             f"so there is nothing to train. Omit the optimizer, or call requires_grad_() first."
         )
-    with without_device_named(params):
+    with without_device_named(params), matrices_named(params.named()):
         made = factory(params)
     found = _checked_list(made, torch.optim.Optimizer, "optimizer", _FACTORY)
     refuse_closures(found)
@@ -111,7 +112,7 @@ def _changed(
 ) -> torch.optim.Optimizer:
     if is_host_optimizer(made):
         return on_host(made, module, strategy, change)
-    return made if change is None else change(made)
+    return divide_muon(made) if change is None else change(made)
 
 
 class _KnownParameters:

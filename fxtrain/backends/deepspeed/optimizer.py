@@ -81,12 +81,18 @@ def single_optimizer(optimizers: tuple[torch.optim.Optimizer, ...]) -> torch.opt
     """The optimizer that an engine steps.
 
     Raises:
-        PlanError: there are several.
+        PlanError: there are several, or it is one that updates whole matrices.
     """
     if len(optimizers) != 1:
         raise PlanError(
             f"DeepSpeed steps one optimizer per model, but the factory returned "
             f"{len(optimizers)}. Use parameter groups of one optimizer."
+        )
+    if isinstance(optimizers[0], torch.optim.Muon):
+        raise PlanError(
+            "wrap(optimizer=...): asked for torch's Muon under DeepSpeed, which flattens "
+            "parameters, and Muon updates whole matrices. Use FSDP, or DeepSpeed's own: "
+            '"type": "Muon" in the section "optimizer" of its config, and optimizer=fx.from_config.'
         )
     return optimizers[0]
 

@@ -1,0 +1,174 @@
+"""Muon on two ranks: who computes, what is sent, what is saved, and what is refused."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import _muon
+
+import fxtrain as fx
+from fxtrain.backends.deepspeed.optimizer import single_optimizer
+from fxtrain.testing import count_collectives
+
+SHAPES = [(8, 8), (8, 4), (4, 8), (6, 4)]
+PLANS = {
+    "replicas": fx.Plan(strategy=fx.DDP()),
+    "shards": fx.Plan(strategy=fx.FSDP(min_params=1)),
+    "sharded states": fx.Plan(strategy=fx.DDP(shard_optimizer=True)),
+}
+
+
+@pytest.fixture
+def ctx():
+    with fx.detect({}, device="cpu") as alone:
+        yield alone
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(n, m) for m, n in SHAPES)
+
+    def forward(self, x):
+        return sum(layer(x[:, : layer.in_features]).square().sum() for layer in self.layers)
+
+
+def _pair_of_optimizers(params):
+    matrices = [p for p in params if p.ndim == 2]
+    others = [p for p in params if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(others, lr=0.01)]
+
+
+def _wrap(ctx, plan):
+    steps = torch.optim.lr_scheduler.StepLR
+    return fx.wrap(
+        Net(),
+        ctx,
+        plan,
+        optimizer=_pair_of_optimizers,
+        scheduler=lambda made: [steps(optimizer, 1, 0.5) for optimizer in made],
+    )
+
+
+def _update(ctx, model, number):
+    batch = fx.batch(torch.linspace(-1, 1, 8)[None] + number, ctx, model.plan)
+    return fx.update(ctx, batch, model, model(batch.data))
+
+
+def _counted(ctx, plan):
+    model, calls = _wrap(ctx, plan), []
+    compute = _muon._zeropower_via_newtonschulz
+
+    def counting(matrix, *options):
+        calls.append(tuple(matrix.shape))
+        return compute(matrix, *options)
+
+    _muon._zeropower_via_newtonschulz = counting
+    try:
+        with fx.ops.sync(model):
+            fx.ops.backward(model(torch.ones(1, 8)), model)
+        with count_collectives() as traffic:
+            model.optimizer[0].step()
+    finally:
+        _muon._zeropower_via_newtonschulz = compute
+    return calls, traffic.counts, traffic.bytes
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_each_matrix_is_computed_on_one_rank(pair, name):
+    answers = pair.run(_counted, PLANS[name])
+    computed = [calls for calls, _, _ in answers]
+    assert sorted(itertools.chain.from_iterable(computed)) == sorted(SHAPES)
+    assert min(map(len, computed)) >= 1
+    elements = sum(m * n for m, n in SHAPES)
+    for _, counts, _ in answers:
+        if name == "replicas":
+            assert counts == {"all_to_all": 1}
+        elif name == "shards":
+            assert counts == {"all_to_all": 2}
+    if name != "sharded states":  # bf16, and a rank's own parts are not sent
+        assert sum(sent["all_to_all"] for _, _, sent in answers) == 2 * elements
+
+
+def _resumed(ctx, plan, folder, start, stop):
+    model, position = _wrap(ctx, plan), None
+    if start:
+        fx.restore(folder, ctx, model)
+    for number in range(start, stop):
+        position = _update(ctx, model, number).position
+    rates = [group["lr"] for one in model.optimizers for group in one.param_groups]
+    if not start:
+        fx.save(folder, ctx, model, position=position)
+    return {name: value.clone() for name, value in fx.weights(model)}, rates
+
+
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(PLANS, 2)])
+def test_a_checkpoint_is_that_of_torch(pair, ctx, tmp_path, before, after):
+    wanted, rates = _resumed(ctx, fx.Plan(), tmp_path / "alone", 0, 4)
+    folder = str(tmp_path / "run")
+    pair.run(_resumed, PLANS[before], folder, 0, 2)
+    for weights, found in pair.run(_resumed, PLANS[after], folder, 2, 4):
+        assert found == rates
+        for name, value in wanted.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+    weights, _ = _resumed(ctx, fx.Plan(), folder, 2, 4)
+    for name, value in wanted.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+def _ready_made(ctx, plan):
+    net = Net()
+    optimizer = torch.optim.Muon([p for p in net.parameters() if p.ndim == 2], lr=0.1)
+    rest = torch.optim.AdamW([p for p in net.parameters() if p.ndim != 2], lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model = fx.wrap(net, ctx, plan, optimizer=[optimizer, rest], scheduler=scheduler)
+    _update(ctx, model, 0)
+    return model.optimizers[0].param_groups[0]["lr"], dict(fx.weights(model))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_ready_made_optimizer_and_its_scheduler(pair, ctx, name):
+    _, wanted = _ready_made(ctx, fx.Plan())
+    for rate, weights in pair.run(_ready_made, PLANS[name]):
+        assert rate == 0.05
+        for key, value in wanted.items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-6)
+
+
+def _between_averages(ctx):
+    """Independent replicas have different gradients, so each computes its own updates."""
+    plan = fx.Plan(strategy=fx.DDP(), local=fx.LocalSGD(every=2))
+    model = fx.wrap(Net(), ctx, plan, optimizer=lambda params: _pair_of_optimizers(params)[0])
+    return type(model.optimizer)
+
+
+def test_replicas_that_differ_share_no_work(pair):
+    assert pair.run(_between_averages) == [torch.optim.Muon] * 2
+
+
+def test_a_dry_run_counts_its_exchanges():
+    def loop(ctx):
+        model = fx.wrap(
+            Net(),
+            ctx,
+            PLANS["shards"],
+            optimizer=lambda params: torch.optim.Muon([p for p in params if p.ndim == 2]),
+        )
+        for number in range(3):
+            _update(ctx, model, number)
+
+    found = fx.dry_run(loop, world=8)
+    assert [(one.count, one.ranks) for one in found.step if one.kind == "all_to_all"] == [(2, 8)]
+
+
+def test_parameters_that_are_no_matrices_are_named(ctx):
+    with pytest.raises(fx.PlanError, match=r"4 parameters are none: layers\.0\.bias, .*AdamW"):
+        fx.wrap(Net(), ctx, optimizer=torch.optim.Muon)
+
+
+def test_deepspeed_refuses_it():
+    made = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(fx.PlanError, match=r'flattens parameters.*"type": "Muon"'):
+        single_optimizer((made,))
