@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
 
@@ -140,17 +141,24 @@ class ModuleNames(Displayed, Generic[M_co]):
     def generate(self) -> Callable[..., Any]:
         """`generate` of a module that has it, in the plan's precision.
 
+        Where ranks hold shards (`FSDP`, `TP`), all ranks call it at the same time, those of the
+        tensor axis with the same arguments. It then runs with `synced_gpus=True`, so that ranks
+        whose sequences have ended take part in the forwards of the others.
+
         Raises:
-            AttributeError: the module has none, or this rank cannot run it alone.
+            AttributeError: the module has none, or one without `synced_gpus` that this rank cannot
+                run alone, or its ranks run different layers or parts of sequences.
         """
         method: Any = getattr(self.module, "generate")  # noqa: B009 - not every module has it
-        if not self.status.closed and not _runs_alone(self):
+        together = not self.status.closed and not _runs_alone(self)
+        if together and not _generates_together(self, method):
             raise AttributeError("generate")
         handle: Any = self
         inner = attrs.evolve(handle, module=method, engine=method)
 
         def generate(*args: Any, **kwargs: Any) -> Any:
-            return self.strategy.forward(inner, args, kwargs)
+            options = {"synced_gpus": True, **kwargs} if together else kwargs
+            return self.strategy.forward(inner, args, options)
 
         return generate
 
@@ -174,7 +182,7 @@ class ModuleNames(Displayed, Generic[M_co]):
             if name.startswith("__") or name == "module":
                 raise AttributeError(name)
             use = call_hint(name, "model") or f" Use model.module.{name}, if the module has it."
-            if name == "generate" and not _runs_alone(self):
+            if name == "generate" and hasattr(self.module, name):
                 use = " Use with fx.gathered(model) as net: net.generate(...)."
             raise AttributeError(f"A wrapped model has no attribute {name!r}.{use}")
 
@@ -182,6 +190,12 @@ class ModuleNames(Displayed, Generic[M_co]):
 def _runs_alone(model: ModuleNames[Any]) -> bool:
     """Whether this rank can run the module without the other ranks."""
     return model.ctx.mesh.context == 1 and _has_full_weights(model)
+
+
+def _generates_together(model: ModuleNames[Any], generate: Callable[..., Any]) -> bool:
+    """Whether all ranks together can run a module's `generate`, at lengths that differ."""
+    takes_part = "synced_gpus" in inspect.signature(generate).parameters
+    return takes_part and model.strategy.generates_together and model.ctx.mesh.context == 1
 
 
 def _has_full_weights(model: ModuleNames[Any], *, same_dtype: bool = False) -> bool:

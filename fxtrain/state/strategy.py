@@ -221,6 +221,8 @@ class Strategy:
             compute with them.
         updates_on_host: Whether it supports torchao's CPUOffloadOptimizer: its parameters,
             gradients and updates are those of the module.
+        generates_together: Whether the forward of the user's module runs on all ranks together
+            and gives each the outputs of its own rows, so that they may call its `generate`.
         average: (model, position) → None: with independent replicas, ends the round that ends
             at a position, or begins the first; at None ends one. Only called if the model has a
             `Round`.
@@ -252,6 +254,7 @@ class Strategy:
     full_parameters: bool = False
     splits_quantized: bool = False
     updates_on_host: bool = False
+    generates_together: bool = False
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
         lambda: unsupported("average", by="This strategy")
     )

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import fxtrain as fx
+from fxtrain.testing import count_collectives
 from fxtrain.testing.training import on_mesh
 from tests.cluster._models import PIPELINES, llama
 
@@ -68,3 +69,50 @@ def test_tokens_of_a_pipeline_are_those_of_one_process(pair):
     wanted = [_tokens(net, prompt) for prompt in PROMPTS]
     found = pair.run(_generated, fx.PP(), fx.Mesh(pipeline=2), "static")
     assert found == [wanted, wanted]
+
+
+TOGETHER = {
+    "FSDP": (2, fx.FSDP(), None),
+    "TP": (2, fx.FSDP(mode="none", tensor=fx.TP(styles=STYLES)), fx.Mesh(tensor=2)),
+    "FSDP and TP": (4, fx.FSDP(tensor=fx.TP(styles=STYLES)), fx.Mesh(shard=2, tensor=2)),
+}
+
+
+def _together(ctx, strategy, mesh):
+    """One prompt for each data rank; their lengths differ."""
+    with on_mesh(ctx, mesh) as placed:
+        model = fx.wrap(llama(), placed, fx.Plan(strategy=strategy))
+        prompt = PROMPTS[placed.axis("data").rank]
+        first = _tokens(model, prompt)
+        with count_collectives() as traffic:
+            assert _tokens(model, prompt) == first
+        return prompt, first, traffic.counts
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if TOGETHER[n][0] == 4 else []) for n in TOGETHER],
+)
+def test_ranks_generate_together(clusters, name):
+    ranks, strategy, mesh = TOGETHER[name]
+    net = llama()
+    answers = clusters[ranks].run(_together, strategy, mesh)
+    for prompt, tokens, _ in answers:
+        assert tokens == _tokens(net, prompt)
+    assert len({str(counts) for _, _, counts in answers}) == 1
+    assert ("all_gather" in answers[0][2]) == (name != "TP")  # weights are never gathered whole
+
+
+class _Own(torch.nn.Linear):
+    def generate(self, rows):
+        return self(rows)
+
+
+def _own_generate(ctx):
+    model = fx.wrap(_Own(2, 2), ctx, fx.Plan(strategy=fx.FSDP()))
+    with pytest.raises(AttributeError, match=r"Use with fx\.gathered\(model\)"):
+        model.generate(torch.ones(1, 2))
+
+
+def test_one_that_cannot_wait_for_other_ranks_is_refused(pair):
+    pair.run(_own_generate)

@@ -33,7 +33,6 @@ class Row:
 
 
 COMPILED = {"compile": fx.Compile(backend="eager", blocks=BLOCKS), "recompute": BLOCKS}
-SHARDED = {"state_dict": False, "generate": False}
 ROWS = {
     "Single": Row(n=1, options={"strategy": fx.Single(), **COMPILED}),
     "DDP": Row(options={"strategy": fx.DDP()}),
@@ -41,18 +40,20 @@ ROWS = {
     "DDP, bf16": Row(options={"strategy": fx.DDP(), "precision": "bf16"}),
     "DDP, sharded optimizer": Row(options={"strategy": fx.DDP(shard_optimizer=True)}),
     "DDP, replicas": Row(options={"local": fx.LocalSGD(every=2)}, state_dict=False),
-    "FSDP": Row(options={"strategy": fx.FSDP()}, **SHARDED),
+    "FSDP": Row(options={"strategy": fx.FSDP()}, state_dict=False),
     "TP": Row(
         options={"strategy": fx.FSDP(mode="none", tensor=fx.TP())},
         mesh=fx.Mesh(tensor=2),
-        **SHARDED,
+        state_dict=False,
     ),
     "CP": Row(
         options={"strategy": fx.DDP(), "context": fx.CP(causal=True)},
         mesh=fx.Mesh(context=2),
         generate=False,
     ),
-    "PP": Row(options={"strategy": fx.PP()}, mesh=fx.Mesh(pipeline=2), **SHARDED),
+    "PP": Row(
+        options={"strategy": fx.PP()}, mesh=fx.Mesh(pipeline=2), state_dict=False, generate=False
+    ),
 }
 
 

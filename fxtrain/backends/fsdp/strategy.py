@@ -257,6 +257,7 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     full_parameters=False,
     splits_quantized=True,
     updates_on_host=False,
+    generates_together=True,
     check=_check,
     wrap=_wrap,
     sync=_sync,
