@@ -42,6 +42,8 @@ class LaunchResult:
         left: Exit code of the external launcher, such as mpirun, if one was started; otherwise 0.
         launcher: Its name.
         memory: What the kernel's out-of-memory killer did; empty if unknown.
+        node: Name of the node with the failures, if there are several nodes.
+        culprit: What failed first on another node, in words; empty if nothing did.
     """
 
     ranks: int
@@ -50,6 +52,8 @@ class LaunchResult:
     left: int = 0
     launcher: str = ""
     memory: str = ""
+    node: str = ""
+    culprit: str = ""
 
     @property
     def code(self) -> int:
@@ -59,6 +63,8 @@ class LaunchResult:
         code = self.failures[0].code if self.failures else self.left
         if self.failures and not code:
             code = self.left or 1
+        if self.culprit and not code:
+            code = 1
         return 128 - code if code and code < 0 else code or 0
 
 
@@ -76,7 +82,7 @@ def by_cause(failures: list[Failure]) -> tuple[Failure, ...]:
         >>> [failure.rank for failure in by_cause([lost, own])]
         [1, 0]
     """
-    return tuple(sorted(failures, key=lambda f: (_distance(f), f.time_ns, f.rank)))
+    return tuple(sorted(failures, key=lambda f: (distance(f), f.time_ns, f.rank)))
 
 
 def describe(result: LaunchResult) -> str:
@@ -90,13 +96,14 @@ def describe(result: LaunchResult) -> str:
     if result.signal is not None:
         return f"Stopped by {_signal_name(result.signal)}."
     if not result.failures:
-        return _launcher_failed(result)
+        return result.culprit or _launcher_failed(result)
     first, *others = result.failures
-    lines = [_one(first, result, most_lines=None)]
+    lines = [result.culprit] if result.culprit else []
+    lines.append(one_line(first, result, most_lines=None))
     if first.traceback:
         lines.append(_frames(first))
     # Ranks that were ended because of the first failure are omitted.
-    lines += [_one(other, result) for other in others if other.error or _own_code(other)]
+    lines += [one_line(other, result) for other in others if other.error or _own_code(other)]
     return "\n".join(lines)
 
 
@@ -115,8 +122,10 @@ _PERHAPS_WATCHDOG = (
 )
 
 
-def _distance(failure: Failure) -> int:
-    """The priority: 0 for an error of its own, 1 for a lost peer, 2 for ended from outside.
+def distance(failure: Failure) -> int:
+    """How far a failure is from the cause.
+
+    0 for an error of the rank's own, 1 for a lost peer, 2 for a rank that was ended from outside.
 
     A rank that aborts without an exception may have waited for a peer: NCCL's watchdog aborts a
     process whose collective times out.
@@ -161,8 +170,9 @@ def is_own(failure: Failure) -> bool:
     return failure.kind.startswith("fxtrain.")
 
 
-def _one(failure: Failure, result: LaunchResult, *, most_lines: int | None = 1) -> str:
-    who = f"Rank {failure.rank} of {result.ranks}"
+def one_line(failure: Failure, result: LaunchResult, *, most_lines: int | None = 1) -> str:
+    """How a rank failed; the first lines of its error."""
+    who = f"Rank {failure.rank} of {result.ranks}" + (f" on {result.node}" if result.node else "")
     if failure.error:
         shown = "\n".join(failure.error.splitlines()[:most_lines])
         return f"{who} failed: {shown}"

@@ -37,7 +37,9 @@ def test_ranks_start_again_after_one_was_killed(lab):
     lab.nodes[1].send_signal(programs[1].rank(1), 9)
     _finish(programs)
     every_row_once(lab, 240)
-    assert "Attempt 1 failed; 3 more to come. Rank 1 of 2 was ended by SIGKILL" in programs[1].text
+    told = "Rank 1 of 2 on node 1 (n1) was ended by SIGKILL"
+    assert f"The ranks of this node start again. {told}" in programs[0].text
+    assert f"Attempt 1 failed; 3 more to come. {told}" in programs[1].text
 
 
 @SLOW
@@ -95,9 +97,13 @@ def test_nodes_that_have_not_joined_are_counted(lab):
 
 @SLOW
 def test_a_network_that_parts_for_longer_than_the_timeout_costs_a_restart(lab):
-    programs = _training(lab, rows=960, timeout_s=4.0)
+    """The rendezvous answers again within the 5 s that a launcher waits for it.
+
+    TCP asks 3 s and 6.2 s after the first packet that was lost.
+    """
+    programs = _training(lab, rows=960, timeout_s=3.0)
     lab.split(1)
-    later(6, lab.heal)
+    later(5, lab.heal)
     _finish(programs, 150)
     every_row_once(lab, 960)
 
@@ -132,6 +138,6 @@ def test_a_stranger_that_deletes_keys_is_told(lab, secret):
     codes = [program.finish(40) for program in programs]
     assert time.monotonic() - start < TIMEOUT_S + 15, [program.text for program in programs]
     # The launcher that notices it first stops its ranks, and so those of the other one.
-    assert set(codes) <= {0, 2} and any(codes), [program.text for program in programs]
-    for program, code in zip(programs, codes, strict=True):
-        assert not code or "the rendezvous state was deleted: another program" in program.text
+    assert set(codes) <= {1, 2} and 2 in codes, [program.text for program in programs]
+    for program in programs:
+        assert "the rendezvous state was deleted: another program" in program.text, program.text

@@ -33,8 +33,7 @@ def test_a_launcher_that_is_stopped_does_not_keep_the_other_one(lab, number):
     codes = [program.finish(20) for program in programs]
     assert time.monotonic() - start < 15
     assert codes[number] == 143 and codes[1 - number] == 0
-    if number == 1:
-        assert "Node 1 was stopped by SIGTERM." in programs[0].text
+    assert f"Node {number} (n{number}) was stopped by SIGTERM." in programs[1 - number].text
 
 
 def test_a_launcher_that_is_killed_does_not_keep_the_other_one(lab):
@@ -43,9 +42,9 @@ def test_a_launcher_that_is_killed_does_not_keep_the_other_one(lab):
         program.wait_for(f"rank {number} met")
     start = time.monotonic()
     programs[1].send_signal(9)
-    programs[0].finish(30)
+    assert programs[0].finish(30) == 1
     assert time.monotonic() - start < 25
-    assert "Node 1 sent nothing for 10 s" in programs[0].text, programs[0].text
+    assert "Node 1 (n1) sent nothing for 10 s" in programs[0].text, programs[0].text
 
 
 def test_a_node_that_takes_longer_is_waited_for(lab):
@@ -65,8 +64,9 @@ def test_attempts_that_failed_are_told(lab):
     )
     programs = _launched(lab, lab.shared / "once.py", options=("--restarts=2",))
     assert [program.finish(40) for program in programs] == [0, 0]
-    assert "Attempt 1 failed; 2 more to come. Rank 1 of 2 failed: ValueError: only once" in (
-        programs[1].text
+    assert (
+        "Attempt 1 failed; 2 more to come. Rank 1 of 2 on node 1 (n1) failed: ValueError: only once"
+        in (programs[1].text)
     )
 
 

@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,13 +23,15 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from fxtrain.launch.launchers.native.network import FAREWELL, FAREWELL_S
+from fxtrain.launch.launchers.native.node_ends import NodeEnd, NodeEnds
 from fxtrain.launch.launchers.native.rendezvous import BACKEND, open_handler, say
-from fxtrain.ops.closing import within
+from fxtrain.launch.outcome import LaunchResult, distance, one_line
 from fxtrain.ops.rendezvous_store import first_line
 
-_HEARTBEAT_INTERVAL_S = 1.0
-_SILENT_S = 10.0  # after which a node that sends no heartbeat is considered lost
-_POLL_INTERVAL_S = 0.1
+_MAIN_LOST = (
+    "The launcher that serves the store of this run ended before this one, or does not answer, so "
+    "it is not known whether the ranks of other nodes succeeded."
+)
 # Fields of torch's records that older versions lack.
 _NEWER = ("duplicate_stdout_filters", "duplicate_stderr_filters", "virtual_local_rank")
 
@@ -45,8 +46,9 @@ def run_agent(
     arguments: list[Any],
     *,
     serves: bool,
-    tell_attempt: Callable[[int, dict[int, int]], None],
-) -> RunResult:
+    ended: Callable[[dict[int, int], str], LaunchResult],
+    tell_attempt: Callable[[int, LaunchResult], None],
+) -> LaunchResult:
     """Start the ranks of this node and wait until they and those of other nodes have ended.
 
     Args:
@@ -54,8 +56,10 @@ def run_agent(
         program: What each rank runs.
         arguments: Its arguments.
         serves: Whether this process serves the store, and therefore leaves last.
-        tell_attempt: Called with the number of an attempt that failed, and with the exit codes of
-            the ranks of this node that did, before the next one.
+        ended: Gives the result, from the exit codes of ranks of this node that failed and from the
+            name of this node.
+        tell_attempt: Called with the number of an attempt that failed, and with its result, before
+            the next one.
 
     Raises:
         SignalException: this process was told to end.
@@ -95,7 +99,8 @@ def run_agent(
         log_line_prefix_template=config.log_line_prefix_template,
         **timeout,
     )
-    agent.serves, agent.tell_attempt = serves, tell_attempt
+    agent.serves, agent.elastic = serves, config.rdzv_configs["meets"] == "c10d"
+    agent.ended, agent.tell_attempt = ended, tell_attempt
     return agent.run_and_leave()
 
 
@@ -105,33 +110,56 @@ def _has_timeout(config: Any) -> bool:
 
 class _Agent(LocalElasticAgent):
     serves: bool
-    tell_attempt: Callable[[int, dict[int, int]], None]
+    elastic: bool
+    ended: Callable[[dict[int, int], str], LaunchResult]
+    tell_attempt: Callable[[int, LaunchResult], None]
     _failures: dict[int, Any]
+    _ends: NodeEnds | None = None
+    _culprit: str = ""
 
-    def run_and_leave(self) -> RunResult:
+    def run_and_leave(self) -> LaunchResult:
         """Run to the end; the other nodes learn how this one ended."""
-        reason, stopped = "ended with an error", False
+        end, stopped = NodeEnd(text="ended with an error"), False
         try:
             result: Any = self.run()
-            reason = "has a rank that failed" if result.is_failed() else ""
-            return result
+            end = None  # the others know
+            if not result.is_failed():
+                return attrs.evolve(self.ended({}, ""), culprit=self._culprit)
+            return self._told(self._ended(result.failures))
         except SignalException as error:
-            reason, stopped = f"was stopped by {error.sigval.name}", True
+            end, stopped = NodeEnd(text=f"was stopped by {error.sigval.name}.", stopped=True), True
+            raise
+        except Exception as error:
+            end = NodeEnd(text=f"ended with an error: {first_line(error)}")
             raise
         finally:
             # Beside what the launcher does next, which is to show the error.
             farewell = threading.Thread(
-                target=self._farewell, args=(reason, stopped), name=FAREWELL, daemon=True
+                target=self._farewell, args=(end, stopped), name=FAREWELL, daemon=True
             )
             farewell.start()
             atexit.register(farewell.join, FAREWELL_S)
 
-    def _farewell(self, reason: str, stopped: bool) -> None:  # noqa: FBT001 - internal
-        if self._store is not None:
-            leave = _Leave(self._store, self._worker_group.group_rank or 0, self.serves)
-            leave.tell(reason)
-            if self.serves and reason and not stopped:
-                within(FAREWELL_S, lambda: leave.wait(self._worker_group.group_world_size))
+    def _ended(self, failures: dict[int, Any]) -> LaunchResult:
+        name = self._ends.name if self._ends else ""
+        return self.ended({rank: failure.exitcode for rank, failure in failures.items()}, name)
+
+    def _told(self, ending: LaunchResult) -> LaunchResult:
+        if self._ends is None or self._ends.count == 1:
+            return ending
+        first = ending.failures[0]
+        mine = NodeEnd(text=one_line(first, ending), distance=distance(first))
+        if (culprit := self._ends.culprit_of(mine)) is None:
+            self._ends = None
+        return attrs.evolve(ending, culprit=culprit or "")
+
+    def _farewell(self, end: NodeEnd | None, stopped: bool) -> None:  # noqa: FBT001 - internal
+        if self._ends is not None:
+            with contextlib.suppress(RuntimeError):  # the node that serves the store has ended
+                if end is not None:
+                    name = self._ends.name[:1].upper() + self._ends.name[1:]
+                    self._ends.tell(attrs.evolve(end, text=f"{name} {end.text}"))
+                self._ends.leave()
         if not stopped:  # a node that was stopped may be replaced
             self._rdzv_handler.shutdown()
 
@@ -146,7 +174,13 @@ class _Agent(LocalElasticAgent):
         spec = worker_group.spec
         if worker_group.state.name != "HEALTHY":
             attempt = spec.max_restarts - self._remaining_restarts - 1
-            self.tell_attempt(attempt, {r: f.exitcode for r, f in self._failures.items()})
+            ending = self._ended(self._failures)
+            if self.elastic:  # where numbered nodes start their ranks again, each does by itself
+                ending = self._told(ending)
+            self.tell_attempt(attempt, ending)
+        elif self._ends:
+            why = self._ends.told() or "Nodes join or leave."
+            say(f"The ranks of this node start again. {why}")
         restart: Any = super()._restart_workers  # decorated without types
         try:
             restart(worker_group)
@@ -156,73 +190,12 @@ class _Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         join: Any = super()._rendezvous
         join(worker_group)
-        if not self.serves and worker_group.group_rank is not None:
-            _start_heartbeats(self._store, worker_group.group_rank)
+        count = worker_group.group_world_size or 1
+        self._ends = NodeEnds(self._store, worker_group.group_rank or 0, count, self.serves)
+        self._ends.begin()
 
     def _exit_barrier(self) -> None:
-        group = self._worker_group
-        leave = _Leave(self._store, group.group_rank or 0, self.serves)
-        try:
-            leave.tell("")
-            if self.serves:
-                leave.wait(group.group_world_size or 1)
-        except RuntimeError as error:  # of the store: the node that serves it has ended
-            say(f"The main node ended before this one: {str(error).splitlines()[0]}")
-
-
-@attrs.frozen
-class _Leave:
-    """The end of a node: it tells the others, and the one that serves the store leaves last."""
-
-    store: Any
-    node: int
-    serves: bool
-
-    def tell(self, reason: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the node that serves the store has ended
-            self.store.set(f"ended/{self.node}", reason)
-
-    def wait(self, count: int | None) -> None:
-        wait_for_nodes(self.store, [n for n in range(count or 1) if n != self.node])
-
-
-def wait_for_nodes(store: Any, nodes: list[int]) -> None:
-    """Wait until nodes have ended, or are no longer heard of.
-
-    Effects:
-        Writes a line to standard error for each node that ended otherwise than by success.
-    """
-    beats = {node: (-1, time.monotonic()) for node in nodes}
-    while beats:
-        for node, (seen, since) in [*beats.items()]:
-            beat, now = store.add(f"alive/{node}", 0), time.monotonic()
-            if store.check([f"ended/{node}"]):
-                if reason := store.get(f"ended/{node}").decode():
-                    say(f"Node {node} {reason}.")
-                del beats[node]
-            elif beat != seen:
-                beats[node] = beat, now
-            elif now - since > _SILENT_S:
-                say(
-                    f"Node {node} sent nothing for {_SILENT_S:.0f} s, so this node does not wait "
-                    f"for it: its launcher or machine ended, or the network between them is down."
-                )
-                del beats[node]
-        time.sleep(_POLL_INTERVAL_S)
-
-
-def _start_heartbeats(store: Any, node: int) -> None:
-    """Count up in the store to the end of this process."""
-    if not hasattr(store, "clone"):  # torch 2.9: calls of this thread would block the agent's
-        return
-    own = store.clone()
-
-    def beat() -> None:
-        try:
-            while True:
-                own.add(f"alive/{node}", 1)
-                time.sleep(_HEARTBEAT_INTERVAL_S)
-        except RuntimeError:
-            return  # the node that serves the store has ended
-
-    threading.Thread(target=beat, name="fxtrain heartbeats", daemon=True).start()
+        culprit = self._ends.wait() if self._ends else ""
+        if culprit is None:
+            self._ends, culprit = None, _MAIN_LOST
+        self._culprit = culprit

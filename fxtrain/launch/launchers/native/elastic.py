@@ -83,12 +83,12 @@ def _run(spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool) -
     distributed = importlib.import_module("torch.distributed")
     start, begun = time.monotonic(), time.time()
 
-    def ended(codes: dict[int, int]) -> LaunchResult:
-        reports = read_reports(_last_attempt(logs, since=begun))
-        return LaunchResult(ranks=spec.world_size, failures=by_cause(to_failures(codes, reports)))
+    def ended(codes: dict[int, int], node: str) -> LaunchResult:
+        reports = read_reports(_last_attempt(logs, since=begun)) if codes else {}
+        failures = by_cause(to_failures(codes, reports))
+        return LaunchResult(ranks=spec.world_size, failures=failures, node=node)
 
-    def tell_attempt(attempt: int, codes: dict[int, int]) -> None:
-        result = ended(codes)
+    def tell_attempt(attempt: int, result: LaunchResult) -> None:
         why = describe(result) if result.failures else "A rank of another node ended."
         left = spec.restarts - attempt
         sys.stderr.write(
@@ -98,16 +98,13 @@ def _run(spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool) -
 
     try:
         with forward_signals(FORWARDED_SIGNALS, signal_children), _end_leftovers(spec):
-            result = agent.run_agent(*call, serves=serves, tell_attempt=tell_attempt)
+            return agent.run_agent(*call, serves=serves, ended=ended, tell_attempt=tell_attempt)
     except signals.SignalException as error:
         return LaunchResult(ranks=spec.world_size, signal=int(error.sigval))
     except agent.LostRendezvousError as error:
         raise LaunchError(_lost_rendezvous(spec, error), code="FX701") from error
     except (meeting.RendezvousError, distributed.DistError) as error:
         raise LaunchError(_rendezvous_error(spec, error, time.monotonic() - start)) from error
-    if result.is_failed():
-        return ended({rank: failure.exitcode for rank, failure in result.failures.items()})
-    return LaunchResult(ranks=spec.world_size)
 
 
 @contextmanager
