@@ -213,6 +213,10 @@ def _in_folder(
         yield None
         return
     position = loader.position
+    if restored is not None:
+        ops.log(ctx).info(
+            "fit: the run in %s continues after update %d.", rules.path, position.updates
+        )
     loader = attrs.evolve(loader, run_updates=rules.total_updates(loader))
     known = restored.extra["run"] if restored else "folder" if rules.resume else None
     run = track_in(

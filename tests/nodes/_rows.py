@@ -1,6 +1,8 @@
 """Which rows the updates of a run had, by the files that scripts/train.py writes."""
 
+import itertools
 import json
+import re
 from collections import Counter
 
 EPOCHS = 2
@@ -36,3 +38,15 @@ def every_row_once(lab, count, copies=1):
         updates = range(1 + epoch * per_epoch, 1 + (epoch + 1) * per_epoch)
         seen = Counter(row for update in updates for row in rows[update])
         assert seen == dict.fromkeys(range(count), copies)
+
+
+def went_back(lab, texts):
+    """Every update that was made again comes after one that a restart has named."""
+    named = {int(n) for text in texts for n in re.findall(r"continues after update (\d+)\.", text)}
+    begun: set[int] = set()
+    for node in lab.nodes:
+        for path in node.disk.glob("rows-*.jsonl"):
+            updates = [json.loads(line)["update"] for line in path.read_text().splitlines()]
+            pairs = itertools.pairwise(updates)
+            begun |= {after - 1 for before, after in pairs if after != before + 1}
+    assert begun <= named | {0}, (begun, named)

@@ -1,6 +1,7 @@
 """A law of losses: whatever happens to machines, a run ends in time or goes on, and continues."""
 
 import contextlib
+import re
 import time
 
 import attrs
@@ -8,10 +9,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
+import fxtrain as fx
 from tests.nodes._lab import SCRIPTS, later
-from tests.nodes._rows import every_row_once
+from tests.nodes._rows import every_row_once, went_back
 
-pytestmark = [pytest.mark.nodes, pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(580)]
 TIMEOUT_S = 5.0
 ROWS = 240
 EVER = 0.0
@@ -35,6 +37,7 @@ class Event:
 
 
 KINDS = ("rank killed", "launcher killed", "launcher stopped", "frozen", "cable", "parted", "power")
+NETWORK = ("cable", "parted", "frozen", "power")
 EVENTS = st.builds(
     Event,
     st.sampled_from(KINDS),
@@ -42,12 +45,16 @@ EVENTS = st.builds(
     st.sampled_from((0.0, 0.7, 2.0)),
     st.sampled_from((EVER, 2.0)),
 )
+# Whom a message blames: the machine that was waited for, or else the one where it failed.
+LOST = re.compile(r"rank (\d) on n\d: (?:never joined|left)")
+SILENT = re.compile(r"The store of this run does not answer|The launcher that serves the store")
+FAILED = re.compile(r"[Nn]ode (\d) \(n\d\)")
 
 
 def _happen(lab, programs, event):
     node, program = lab.nodes[event.node], programs[event.node]
     undo = {"frozen": node.thaw, "cable": lambda: node.link("up"), "parted": lab.heal}
-    with contextlib.suppress(KeyError, ProcessLookupError):  # it has ended by now
+    with contextlib.suppress(KeyError, IndexError, ProcessLookupError):  # it has ended by now
         {
             "rank killed": lambda: node.send_signal(program.rank(event.node), 9),
             "launcher killed": lambda: program.send_signal(9),
@@ -61,26 +68,46 @@ def _happen(lab, programs, event):
         later(event.lasts_s, undo[event.kind]).join()
 
 
+def _start(lab, node, *options):
+    return node.launch(
+        *("--main-address=n0", "--shutdown=3", *options, SCRIPTS / "train.py"),
+        *("--folder", lab.shared / "runs", "--sleep", "0.2", "--timeout", str(TIMEOUT_S)),
+    )
+
+
 def _run(lab):
-    return [
-        node.launch(
-            *("--nodes=2", "--main-address=n0", "--shutdown=3", SCRIPTS / "train.py"),
-            *("--folder", lab.shared / "runs", "--sleep", "0.2", "--timeout", str(TIMEOUT_S)),
-        )
-        for node in lab.nodes[:2]
-    ]
+    return [_start(lab, node, "--nodes=2") for node in lab.nodes[:2]]
 
 
+def _bounded(examples):
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+@pytest.mark.slow
 @given(history=st.lists(EVENTS, min_size=1, max_size=3))
-@example([Event("rank killed", 1)])
 @example([Event("parted", 1, 0.0, 2.0), Event("power", 0)])
-@settings(
-    max_examples=4,
-    deadline=None,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@example([Event("launcher killed", 1)])
+@example([Event("launcher killed", 0)])
+@_bounded(5)
 def test_every_history_ends_in_time_and_continues(lab, history):
+    _history(lab, history)
+
+
+@pytest.mark.parametrize(
+    "history",
+    [[Event("rank killed", 1), Event("rank killed", 0)], [Event("launcher stopped", 1)]],
+    ids=["killed", "stopped"],
+)
+def test_a_short_history_ends_in_time_and_continues(lab, history):
+    _history(lab, history)
+
+
+def _history(lab, history):
     lab.reset()
     programs = _run(lab)
     programs[0].wait_for("update 5.")
@@ -96,11 +123,44 @@ def test_every_history_ends_in_time_and_continues(lab, history):
     waited_s = time.monotonic() - start
     if any(ended):
         assert waited_s < TIMEOUT_S + 15, (history, waited_s, [p.text[-800:] for p in there])
-    for program, code in zip(there, ended, strict=True):
-        if code > 0:
-            assert "fxtrain launch: " in program.text, program.text
+    _same_culprit(history, there)
+    for program in there:
         _nothing_left(program.node)
+    _whole_files(lab)
     _continue(lab)
+
+
+def _same_culprit(history, programs):
+    """Codes and messages of launchers agree on the machine, and it is one to which it happened."""
+    killed = {e.node for e in history if e.kind == "launcher killed"}
+    stopped = {e.node for e in history if e.kind == "launcher stopped"}
+    told = [program for program in programs if program.node.number not in killed]
+    said = {
+        program.node.number: _blamed(program)
+        for program in told
+        if program.code not in (0, 143)  # success, and stopped by SIGTERM
+    }
+    texts = [history, [program.text[-1500:] for program in programs]]
+    hit = {event.node for event in history}
+    network = any(event.kind in NETWORK for event in history)
+    # Of two machines that do not reach each other, each blames the other.
+    assert set(said.values()) <= (hit | {0, 1} if network else hit), texts
+    if not network and 0 not in killed:
+        assert len({*said.values()}) <= 1, texts
+    if not network and not stopped and history:
+        assert all(program.code for program in told), texts
+
+
+def _blamed(program):
+    final = program.text.rpartition("fxtrain launch: ")[2]
+    first = final.splitlines()[0]
+    if (peer := LOST.search(final)) and "CollectiveError" in first:
+        return int(peer[1])
+    if SILENT.search(final):
+        return 0
+    failed = FAILED.search(first)
+    assert failed, program.text
+    return int(failed[1])
 
 
 def _nothing_left(node):
@@ -109,6 +169,12 @@ def _nothing_left(node):
     while left := node.left():
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+def _whole_files(lab):
+    """Every folder with the name of a checkpoint is one."""
+    for path in (lab.shared / "runs").glob("update-*"):
+        fx.checkpoint.verify(path)
 
 
 def _continue(lab):
@@ -121,5 +187,6 @@ def _continue(lab):
     programs = _run(lab)
     assert [program.finish(60) for program in programs] == [0, 0], programs[0].text
     every_row_once(lab, ROWS)
+    went_back(lab, [programs[0].text])
     drafts = [path.name for path in (lab.shared / "runs").iterdir() if "partial" in path.name]
     assert drafts == []
