@@ -1,0 +1,183 @@
+"""Files of tokens, mapped into memory and checked against their headers."""
+
+import functools
+import mmap
+import os
+import struct
+from typing import Any
+
+import attrs
+
+from fxtrain._errors import DataError
+from fxtrain._optional import optional
+from fxtrain.state import MegatronTokens, NanoGPTTokens
+
+# The codes of integer types in `.idx` files.
+_CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, document bounds
+_OPEN_MAPS = 32  # of one process
+_FAN = 16  # parts into which a step of a search divides what is left
+_PROBES = 64  # sequences that a start compares with their successors
+
+# What tells a file from another one at the same path: inode, bytes, time of change.
+FileState = tuple[int, int, int]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Opened:
+    """Maps of a source, as numpy arrays.
+
+    Attributes:
+        path: The file that says where documents end.
+        tokens: All of them.
+        end: The token that ends a document.
+        pointers: For every sequence, its first byte. Not aligned, so numpy copies all of it for
+            anything but indexing.
+        bounds: For every document, its first sequence; then the number of sequences. Likewise.
+    """
+
+    path: str
+    tokens: Any
+    end: int | None = None
+    pointers: Any = None
+    bounds: Any = None
+
+    def starts(self, begins: Any, length: int) -> tuple[Any, Any]:
+        """Where documents start in stretches of tokens.
+
+        Args:
+            begins: int64, the first token of each stretch; for files with bounds.
+            length: Tokens of a stretch.
+
+        Returns:
+            For each document that starts in one: the number of the stretch, and the place there.
+
+        Raises:
+            DataError: documents are not in order, or refer to sequences that do not exist.
+        """
+        numpy = _numpy()
+        stops = numpy.minimum(begins + length, len(self.tokens))
+        low, high = self._search(numpy.stack([begins, stops]))
+        counts = (high - low).clip(0)
+        stretch = numpy.repeat(numpy.arange(len(begins)), counts)
+        inside = numpy.arange(len(stretch)) - numpy.repeat(counts.cumsum() - counts, counts)
+        places = self._first_tokens(self.bounds[low[stretch] + inside]) - begins[stretch]
+        disorder = (places[1:] < places[:-1]) & (stretch[1:] == stretch[:-1])
+        if (high < low).any() or (places < 0).any() or (places >= length).any() or disorder.any():
+            raise damaged(self.path, "has documents that are not in order")
+        return stretch, places
+
+    def _search(self, targets: Any) -> Any:
+        """How many documents start before each token; all of them searched together."""
+        low, size = targets * 0, len(self.bounds)
+        last, fans = size - 1, _numpy().arange(1, _FAN)
+        while size > 1:
+            size = -(-size // _FAN)
+            probes = (low[..., None] + size * fans - 1).clip(None, last)
+            before = self._first_tokens(self.bounds[probes]) < targets[..., None]
+            low = low + size * before.sum(-1)
+        return low
+
+    def _first_tokens(self, sequences: Any) -> Any:
+        wrong = (sequences < 0) | (sequences > len(self.pointers))
+        if wrong.any():
+            raise damaged(
+                self.path,
+                f"starts a document at sequence {sequences[wrong][0]} of {len(self.pointers)}",
+            )
+        beyond = sequences == len(self.pointers)  # documents without tokens, at the end
+        size = self.tokens.itemsize
+        starts = self.pointers[sequences - beyond] // size
+        return ~beyond * starts + beyond * len(self.tokens)
+
+
+def file_states(source: MegatronTokens | NanoGPTTokens) -> tuple[FileState, ...]:
+    """What the files of a source are now.
+
+    Raises:
+        DataError: one is missing.
+    """
+    paths = (
+        (source.path,)
+        if isinstance(source, NanoGPTTokens)
+        else (f"{source.path}.idx", f"{source.path}.bin")
+    )
+    found: list[FileState] = []
+    for path in paths:
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=_OPEN_MAPS // 2)
+def opened(source: MegatronTokens | NanoGPTTokens, _states: tuple[FileState, ...]) -> Opened:
+    """The maps of a source; files that have changed are mapped again.
+
+    Raises:
+        DataError: a file is missing or empty, or its header and its size disagree.
+    """
+    numpy = _numpy()
+    if isinstance(source, NanoGPTTokens):
+        tokens = _all(numpy, source.path, source.dtype)
+        return Opened(path=source.path, tokens=tokens, end=source.end)
+    path = f"{source.path}.idx"
+    index = _mapped(path)
+    if len(index) < _HEAD.size:
+        raise damaged(path, f"has {len(index)} bytes, fewer than its header")
+    magic, version, code, sequences, bounds = _HEAD.unpack_from(index)
+    if magic != b"MMIDIDX\0\0" or version != 1 or code not in _CODES:
+        raise damaged(path, "is not an index of integers of version 1")
+    size = _HEAD.size + 12 * sequences + 8 * bounds
+    # Multimodal data has one more byte for each sequence.
+    if not sequences or not bounds or len(index) not in (size, size + sequences):
+        raise damaged(
+            path, f"has {len(index)} bytes; {sequences} sequences, {bounds} bounds need {size}"
+        )
+    lengths = numpy.frombuffer(index, "<i4", sequences, _HEAD.size)
+    pointers = numpy.frombuffer(index, "<i8", sequences, _HEAD.size + 4 * sequences)
+    starts = numpy.frombuffer(index, "<i8", bounds, _HEAD.size + 12 * sequences)
+    tokens = _all(numpy, f"{source.path}.bin", _CODES[code])
+    expected = int(pointers[-1]) + int(lengths[-1]) * tokens.itemsize
+    if expected != tokens.nbytes:
+        raise damaged(path, f"describes {expected} bytes of tokens, not those of its .bin file")
+    probes = numpy.linspace(0, sequences - 1, min(_PROBES, sequences)).astype("i8")[:-1]
+    ends = pointers[probes] + lengths[probes].astype("i8") * tokens.itemsize
+    if (starts[0], starts[-1]) != (0, sequences):
+        raise damaged(path, f"has documents from sequence {starts[0]} to {starts[-1]}")
+    if pointers[0] or (wrong := ends != pointers[probes + 1]).any():
+        number = probes[wrong][0] + 1 if not pointers[0] else 0
+        raise damaged(path, f"has a sequence, {number}, that does not follow the one before")
+    return Opened(path=path, tokens=tokens, pointers=pointers, bounds=starts)
+
+
+def _numpy() -> Any:
+    return optional("numpy", extra="tokens", needed_by="fx.tokens")
+
+
+def damaged(path: str, problem: str) -> DataError:
+    """The error of a file that is not what its header says."""
+    return DataError(f"tokens: {path} {problem}. Check the format, or create the file again.")
+
+
+def _all(numpy: Any, path: str, dtype: str) -> Any:
+    data = _mapped(path)
+    if len(data) % numpy.dtype(dtype).itemsize:
+        raise damaged(path, f"has {len(data)} bytes, which is no number of {dtype} tokens")
+    return numpy.frombuffer(data, numpy.dtype(dtype).newbyteorder("<"))
+
+
+def _mapped(path: str) -> mmap.mmap:
+    try:
+        with open(path, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise damaged(path, "is empty")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: OSError) -> DataError:
+    return DataError(f"tokens: cannot read {path}: {error.strerror}. Check the path.")
