@@ -3,6 +3,7 @@
 from benchmarks import (
     checkpoint,
     ddp,
+    experts,
     faults,
     fit,
     fsdp,
@@ -22,6 +23,7 @@ from benchmarks import (
 if __name__ == "__main__":
     for each in (
         step,
+        experts,
         fit,
         loader,
         gather,

@@ -195,6 +195,8 @@ class FSDP:
         unused_parameters: Ranks may skip different parameters of a block, which count as zero.
             All ranks must run the same blocks.
         tensor: How to split layers over the mesh's tensor axis, in addition to the data axes.
+        expert: Ranks of a replica over which the experts of each mixture are spread: tokens travel
+            to the ranks of their experts. The rest is sharded over all ranks of the replica.
     """
 
     kind: Literal["fsdp"] = attrs.field(default="fsdp", init=False)
@@ -218,6 +220,7 @@ class FSDP:
     backward_prefetch: int = attrs.field(default=0, validator=at_least(0))
     unused_parameters: bool = False
     tensor: TP | None = None
+    expert: int | None = attrs.field(default=None, validator=at_least(2))
 
 
 @record

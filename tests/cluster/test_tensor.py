@@ -141,7 +141,7 @@ def _tokens():
     return torch.arange(64).reshape(8, 8) * 7 % 24
 
 
-def _train(ctx, name, mesh, plan):
+def train(ctx, name, mesh, plan):
     placed = fx.detect({}, device="cpu", mesh=mesh, timeout_s=60)
     model = fx.wrap(MODELS[name](), placed, plan, optimizer=_sgd)
     loader = fx.shard(
@@ -157,7 +157,7 @@ def _train(ctx, name, mesh, plan):
     return norms, logits, {n: p.detach() for n, p in fx.unwrap(model).named_parameters()}
 
 
-def _by_hand(name, clip):
+def by_hand(name, clip):
     net = MODELS[name]()
     optimizer = _sgd(net.parameters())
     norms = []
@@ -192,9 +192,9 @@ def test_models_of_transformers_train_as_in_one_process(clusters, name, n, mesh,
     held = fx.FSDP(tensor=fx.TP(**options))
     strategy = fx.PP(stages=held) if mesh.pipeline > 1 else held
     plan = fx.Plan(strategy=strategy, clip_norm=0.5)
-    wanted_norms, wanted_logits, wanted = _by_hand(name, 0.5)
+    wanted_norms, wanted_logits, wanted = by_hand(name, 0.5)
     within = 1e-4 if name == "mixtral" else 1e-7  # of which all, or the norms, are in fp32
-    for norms, logits, parameters in clusters[n].run(_train, name, mesh, plan):
+    for norms, logits, parameters in clusters[n].run(train, name, mesh, plan):
         torch.testing.assert_close(norms, wanted_norms, rtol=within, atol=0)
         torch.testing.assert_close(logits, wanted_logits, rtol=10 * within, atol=10 * within)
         for key, value in wanted.items():

@@ -23,13 +23,13 @@ class MeshState:
     """What models need of the ranks of one communicator, opened once for all of them.
 
     Attributes:
-        meshes: torch's meshes of these ranks, by the context's mesh and the number of ranks that
-            share a replica.
+        meshes: torch's meshes of these ranks, by the context's mesh, the number of ranks that
+            share a replica, and that of those which spread experts.
         groups: Groups opened for models that split ranks differently from the mesh, by how they
             split them.
     """
 
-    meshes: dict[tuple[Mesh, int], DeviceMesh] = attrs.field(factory=dict)
+    meshes: dict[tuple[Mesh, int, int], DeviceMesh] = attrs.field(factory=dict)
     groups: dict[str, Any] = attrs.field(factory=dict)
 
 
@@ -50,12 +50,39 @@ def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
         `shard` where the context's own mesh splits the data ranks differently.
     """
     meshes = ctx.comm.slot(MeshState).meshes
-    if (ctx.mesh, shard) not in meshes:
-        meshes[ctx.mesh, shard] = _new_mesh(ctx, shard)
+    if (ctx.mesh, shard, 1) not in meshes:
+        meshes[ctx.mesh, shard, 1] = _new_mesh(ctx, shard)
         ctx.comm.state.at_close.append(clear_sharding_caches)
     elif not hasattr(debug, "_clear_sharding_prop_cache"):  # torch 2.9 fails on what it has cached
         clear_sharding_caches()
-    return meshes[ctx.mesh, shard]
+    return meshes[ctx.mesh, shard, 1]
+
+
+def expert_mesh(ctx: DistContext, shard: int, expert: int) -> DeviceMesh:
+    """The data ranks as replicas of `shard` ranks, split into groups of `expert` ranks.
+
+    Returns:
+        A mesh of the axes replicate (if there are several), shard and expert, in which `shard` are
+        the ranks of a replica that hold the same experts.
+
+    Effects:
+        As `device_mesh`.
+    """
+    meshes = ctx.comm.slot(MeshState).meshes
+    if (ctx.mesh, shard, expert) not in meshes:
+        device_mesh(ctx, shard)
+        sizes = {"replicate": ctx.world_size // shard, "shard": shard // expert, "expert": expert}
+        shown = {axis: n for axis, n in sizes.items() if n > 1 or axis != "replicate"}
+        layout = torch.arange(ctx.world_size, device="cpu").view(*shown.values())
+        groups: list[Any] = [
+            ctx.comm.group if n == ctx.world_size else _opened(ctx, n, layout.movedim(dim, -1))
+            for dim, n in enumerate(shown.values())
+        ]
+        ctx.comm.state.opened_groups += [one for one in groups if one is not ctx.comm.group]
+        meshes[ctx.mesh, shard, expert] = DeviceMesh.from_group(
+            groups, ctx.device.type, layout, mesh_dim_names=tuple(shown)
+        )
+    return meshes[ctx.mesh, shard, expert]
 
 
 def _new_mesh(ctx: DistContext, shard: int) -> DeviceMesh:

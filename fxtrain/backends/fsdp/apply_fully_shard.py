@@ -18,10 +18,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fxtrain.backends.context.positions import expose_positions
-from fxtrain.backends.core.device_mesh import device_mesh
+from fxtrain.backends.core.device_mesh import device_mesh, expert_mesh
 from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module, send_values
 from fxtrain.backends.core.wrap_units import ignored_names, units
+from fxtrain.backends.fsdp.experts import expert_modules, shard_experts
 from fxtrain.backends.tensor.parallelize import split_layers
 from fxtrain.ops.step_parts import DTYPES
 from fxtrain.precision import companions, gather_in_float8
@@ -47,7 +48,8 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
     expose_positions(module, ctx, plan)
     prepare_module(module, plan, ctx, hooked=True)
     if ctx.axis("loss").world_size > 1:
-        _apply(module, mesh, ctx, plan)
+        spread = None if config.expert is None else expert_mesh(ctx, size, config.expert)
+        _apply(module, mesh, spread, ctx, plan)
     fill_sharded(module, start, ctx, offload=config.offload, seed=plan.seed)
     send_values(companions(module), ctx)
 
@@ -60,14 +62,22 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
     return undo
 
 
-def _apply(module: nn.Module, mesh: DeviceMesh, ctx: DistContext, plan: Plan) -> None:
+def _apply(
+    module: nn.Module, mesh: DeviceMesh, spread: DeviceMesh | None, ctx: DistContext, plan: Plan
+) -> None:
     names = ignored_names(module, plan.strategy)
     named = dict(module.named_parameters(remove_duplicate=False))
     ignored = {named[name] for name in names}
     for parameter in ignored:
         if not parameter.is_meta:
             parameter.data = parameter.data.to(ctx.device)
-    shard_parts(module, units(module, plan.strategy), ignored, mesh, ctx, plan)
+    parts = units(module, plan.strategy)
+    if spread is not None:
+        experts = list(expert_modules(module).values())
+        parts = [unit for unit in parts if all(unit[0] is not one for one in experts)]
+        for part in experts:
+            shard_experts(part, spread, ctx, _options(spread, None, ctx, plan))
+    shard_parts(module, parts, ignored, mesh, ctx, plan)
     if gathered_in_float8(plan) is not None:
         scale_before_forward(module)
 
@@ -86,16 +96,7 @@ def shard_parts(
         ignored: Parameters that are not sharded.
     """
     config: FSDP = plan.strategy
-    # An independent replica is sharded over its own ranks only.
-    wanted = ("shard",) if plan.local is not None else ("replicate", "shard")
-    axes = tuple(axis for axis in wanted if axis in (mesh.mesh_dim_names or ()))
-    options: dict[str, Any] = {
-        "mesh": mesh[axes],
-        "reshard_after_forward": None if config.mode == "full" else False,
-        "mp_policy": gather_precision(plan),
-        "offload_policy": _offload(config, ctx),
-        "ignored_params": ignored or None,
-    }
+    options = _options(mesh, ignored, ctx, plan)
     shards: list[Any] = []
     for unit in parts:
         fully_shard(unit if len(unit) > 1 else unit[0], **options)
@@ -105,6 +106,23 @@ def shard_parts(
     if config.unused_parameters:
         root: Any = module
         root.set_reduce_scatter_unused_params(True)
+
+
+def _options(
+    mesh: DeviceMesh, ignored: set[nn.Parameter] | None, ctx: DistContext, plan: Plan
+) -> dict[str, Any]:
+    """Arguments of fully_shard."""
+    config: FSDP = plan.strategy
+    # An independent replica is sharded over its own ranks only.
+    wanted = ("shard",) if plan.local is not None else ("replicate", "shard")
+    axes = tuple(axis for axis in wanted if axis in (mesh.mesh_dim_names or ()))
+    return {
+        "mesh": mesh[axes],
+        "reshard_after_forward": None if config.mode == "full" else False,
+        "mp_policy": gather_precision(plan),
+        "offload_policy": _offload(config, ctx),
+        "ignored_params": ignored or None,
+    }
 
 
 def gather_precision(plan: Plan) -> MixedPrecisionPolicy:

@@ -39,7 +39,17 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             f"fx.Mesh(...)."
         )
     problems += sequence_problems(ctx, plan, module)
-    return (*problems, *sharding_problems(ctx, config, module))
+    problems += sharding_problems(ctx, config, module)
+    if config.expert is not None and plan.local is not None:
+        problems.append(
+            f"FSDP(expert={config.expert}) cannot be combined with Plan(local=...): experts are "
+            f"shared by ranks. Remove one of them."
+        )
+    if config.expert is not None and not problems:
+        from fxtrain.backends.fsdp.experts import expert_problems
+
+        problems += expert_problems(ctx, config, module, shard_size(ctx, config))
+    return tuple(problems)
 
 
 def sharding_problems(ctx: DistContext, config: FSDP, module: nn.Module) -> list[str]:

@@ -28,6 +28,8 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems += _plan_problems(plan)
     if plan.strategy.stages is not None:
         problems += sharding_problems(ctx, plan.strategy.stages, module)
+        if plan.strategy.stages.expert is not None:
+            problems.append("PP(stages=fx.FSDP(expert=...)) is not supported. Omit expert.")
         problems += _stage_problems(ctx, plan.strategy, module)
     if ctx.mesh.pipeline > 1:
         problems += pipeline_problems(module, plan, ctx.mesh.pipeline)
