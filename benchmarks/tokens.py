@@ -39,8 +39,8 @@ def main():
     with tempfile.TemporaryDirectory() as name, fx.detect({}, device="cpu") as ctx:
         folder = Path(name)
         _write(folder)
-        nanogpt = fx.NanoGPTTokens(path=str(folder / "a.bin"))
-        megatron = fx.MegatronTokens(path=str(folder / "a"))
+        nanogpt = fx.data.NanoGPTTokens(path=str(folder / "a.bin"))
+        megatron = fx.data.MegatronTokens(path=str(folder / "a"))
         apart = f"Megatron, documents of {TOKENS // DOCUMENTS} kept apart"
         sources = {
             "nanoGPT": (nanogpt, False),

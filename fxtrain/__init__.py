@@ -11,6 +11,8 @@ from fxtrain._version import __version__ as __version__
 if TYPE_CHECKING:
     from fxtrain import big as big
     from fxtrain import checkpoint as checkpoint
+    from fxtrain import data as data
+    from fxtrain import errors as errors
     from fxtrain import interop as interop
     from fxtrain import meters as meters
     from fxtrain import ops as ops
@@ -20,16 +22,6 @@ if TYPE_CHECKING:
     from fxtrain import testing as testing
     from fxtrain import trackers as trackers
     from fxtrain import tuning as tuning
-    from fxtrain._errors import CheckpointError as CheckpointError
-    from fxtrain._errors import CollectiveError as CollectiveError
-    from fxtrain._errors import ContextError as ContextError
-    from fxtrain._errors import DataError as DataError
-    from fxtrain._errors import FxError as FxError
-    from fxtrain._errors import LaunchError as LaunchError
-    from fxtrain._errors import MeshError as MeshError
-    from fxtrain._errors import MissingPackageError as MissingPackageError
-    from fxtrain._errors import PlanError as PlanError
-    from fxtrain._errors import StepError as StepError
     from fxtrain.backends import gathered as gathered
     from fxtrain.backends import unwrap as unwrap
     from fxtrain.backends import weights as weights
@@ -42,6 +34,10 @@ if TYPE_CHECKING:
     from fxtrain.data import batch as batch
     from fxtrain.data import shard as shard
     from fxtrain.data import tokens as tokens
+    from fxtrain.errors import CheckpointError as CheckpointError
+    from fxtrain.errors import CollectiveError as CollectiveError
+    from fxtrain.errors import FxError as FxError
+    from fxtrain.errors import PlanError as PlanError
     from fxtrain.launch import given_plan as given_plan
     from fxtrain.launch import launch as launch
     from fxtrain.loop import EMA as EMA
@@ -80,9 +76,7 @@ if TYPE_CHECKING:
     from fxtrain.state import Float8 as Float8
     from fxtrain.state import LocalSGD as LocalSGD
     from fxtrain.state import LossScale as LossScale
-    from fxtrain.state import MegatronTokens as MegatronTokens
     from fxtrain.state import Mesh as Mesh
-    from fxtrain.state import NanoGPTTokens as NanoGPTTokens
     from fxtrain.state import Offload as Offload
     from fxtrain.state import Plan as Plan
     from fxtrain.state import Position as Position
@@ -107,10 +101,7 @@ if TYPE_CHECKING:
     from fxtrain.trackers import track as track
 
 _HOMES = {
-    "fxtrain._errors": (
-        "CheckpointError CollectiveError ContextError DataError FxError LaunchError MeshError "
-        "MissingPackageError PlanError StepError"
-    ),
+    "fxtrain.errors": "CheckpointError CollectiveError FxError PlanError",
     "fxtrain.backends": "gathered unwrap weights wrap",
     "fxtrain.backends.deepspeed": "zero_init",
     "fxtrain.checkpoint": "latest restore save",
@@ -122,7 +113,7 @@ _HOMES = {
     "fxtrain.profiling": "dry_run profile",
     "fxtrain.state": (
         "Batch Bnb4 Bnb8 CP CommHook Compile DDP Data DeepSpeed DiLoCo DistContext FSDP Float8 "
-        "LocalSGD LossScale MX MegatronTokens Mesh NanoGPTTokens Offload PP Plan Position "
+        "LocalSGD LossScale MX Mesh Offload PP Plan Position "
         "PowerSGD Precision Profile Report Single Style TE TP Torchao Weighted Wrapped XLA diff "
         "fingerprint from_config read_plan write_plan"
     ),
@@ -130,8 +121,8 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = (
-    *("big", "checkpoint", "interop", "meters", "ops", "profiling", "quality", "state", "testing"),
-    *("trackers", "tuning"),
+    *("big", "checkpoint", "data", "errors", "interop", "meters", "ops", "profiling", "quality"),
+    *("state", "testing", "trackers", "tuning"),
 )
 
 __all__ = sorted([*_HOME, "ops", "state"])  # pyright: ignore[reportUnsupportedDunderAll]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import attrs
 
-from fxtrain._errors import ContextError
 from fxtrain._listen import is_loopback
+from fxtrain.errors import ContextError
 
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
     "KI": 2**10,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any, TypeVar
 
-from fxtrain._errors import FxError
+from fxtrain.errors import FxError
 
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")

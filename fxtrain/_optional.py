@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-from fxtrain._errors import MissingPackageError
+from fxtrain.errors import MissingPackageError
 
 
 def optional(name: str, *, extra: str, needed_by: str) -> ModuleType:

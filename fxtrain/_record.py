@@ -20,8 +20,8 @@ from typing import (
 import attrs
 
 from fxtrain._display import html_table
-from fxtrain._errors import FxError, PlanError
 from fxtrain._other_names import closest, field_hint, value_hint
+from fxtrain.errors import FxError, PlanError
 
 T = TypeVar("T")
 _Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]

@@ -4,7 +4,7 @@ import hashlib
 import hmac
 import secrets
 
-from fxtrain._errors import ContextError
+from fxtrain.errors import ContextError
 
 # The variable in which every rank gets its secret.
 SECRET = "FXTRAIN_RUN_SECRET"

@@ -18,7 +18,7 @@ def test_a_value_that_is_no_number_is_named(data, case):
     _, env = case
     name = data.draw(st.sampled_from(sorted(env.keys() - FREE_TEXT)))
     env[name] = data.draw(st.sampled_from(NO_NUMBERS))
-    with pytest.raises(fx.ContextError, match=name):
+    with pytest.raises(fx.errors.ContextError, match=name):
         read_topology(env)
 
 
@@ -48,7 +48,7 @@ def test_a_missing_variable_is_named(data, case):
         names = names | NEEDED_BY_NODES[topology.launcher]
     name = data.draw(st.sampled_from(sorted(names & env.keys())))
     del env[name]
-    with pytest.raises(fx.ContextError, match=name):
+    with pytest.raises(fx.errors.ContextError, match=name):
         read_topology(env)
 
 
@@ -75,7 +75,7 @@ def test_a_number_beyond_its_count_is_a_contradiction(names, limit, case, beyond
     assume(name is not None)
     # As many ranks on one node as there are in all is fine; one more is not.
     env[name] = str(getattr(topology, limit) + beyond + (names is LOCAL_SIZES))
-    with pytest.raises(fx.ContextError, match=rf"{name}={env[name]}"):
+    with pytest.raises(fx.errors.ContextError, match=rf"{name}={env[name]}"):
         read_topology(env)
 
 
@@ -85,13 +85,13 @@ def test_a_world_size_beside_a_scheduler_must_agree(case, world):
     if world == topology.world_size:
         assert read_topology({**env, "WORLD_SIZE": str(world)}) == topology
     else:
-        with pytest.raises(fx.ContextError, match=f"WORLD_SIZE={world}"):
+        with pytest.raises(fx.errors.ContextError, match=f"WORLD_SIZE={world}"):
             read_topology({**env, "WORLD_SIZE": str(world)})
 
 
 @given(case=launched(), port=st.one_of(st.just(0), st.integers(65_536, 1 << 30)))
 def test_an_impossible_port_is_named(case, port):
-    with pytest.raises(fx.ContextError, match=f"MASTER_PORT='{port}'"):
+    with pytest.raises(fx.errors.ContextError, match=f"MASTER_PORT='{port}'"):
         read_topology({**case[1], "MASTER_PORT": str(port)})
 
 
@@ -124,7 +124,7 @@ def _check_is_a_place(found):
 def test_any_environment_is_a_place_or_a_context_error(env):
     try:
         found = read_topology(env)
-    except fx.ContextError as error:
+    except fx.errors.ContextError as error:
         assert str(error)
     else:
         _check_is_a_place(found)
@@ -134,7 +134,7 @@ def test_any_environment_is_a_place_or_a_context_error(env):
 def test_any_damage_is_a_place_or_a_context_error(case, damage):
     try:
         found = read_topology({**case[1], **damage})
-    except fx.ContextError as error:
+    except fx.errors.ContextError as error:
         assert str(error)
     else:
         _check_is_a_place(found)

@@ -100,7 +100,7 @@ def test_a_damaged_config_of_deepspeed_is_read_or_refused(folder, how, data):
 def test_a_machine_has_not_so_many_slots(folder, slots):
     path = _write(folder / "hosts", f"a slots={slots}\n")
     spec = LaunchSpec(target=__file__, launcher="deepspeed", options={"hostfile": str(path)})
-    assert not only(fx.LaunchError, prepare, spec)
+    assert not only(fx.errors.LaunchError, prepare, spec)
 
 
 @given(data=st.data())
@@ -108,7 +108,7 @@ def test_a_damaged_hostfile_is_read_or_refused(folder, data):
     path = _write(folder / "hosts", data.draw(damaged(HOSTS.encode())))
     options = {"hostfile": str(path)}
     spec = LaunchSpec(target=__file__, launcher="deepspeed", options=options)
-    only(fx.LaunchError, prepare, spec)
+    only(fx.errors.LaunchError, prepare, spec)
 
 
 @given(data=st.data())

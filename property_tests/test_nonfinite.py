@@ -71,7 +71,7 @@ def _train(ctx, mesh, plan, poisons):
         for batch in loader:
             try:
                 report = fx.step(placed, batch, fns)
-            except fx.StepError as error:
+            except fx.errors.StepError as error:
                 ends.append(str(error))
             else:
                 if report.applied or report.skipped:

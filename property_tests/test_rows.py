@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from fxtrain import CollectiveError, DataError, ops
+from fxtrain import CollectiveError, ops
 from fxtrain._words import canonical_text
+from fxtrain.errors import DataError
 
 ON_RANKS = settings(
     max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]

@@ -94,7 +94,7 @@ def test_an_error_that_quotes_another_has_the_code_of_that_one():
     assert str(outer) == (
         "Another rank failed:\n  rank 1: x.safetensors was changed. Copy it. [FX602]"
     )
-    assert str(fx.LaunchError(f"Rank 1: {outer}")).count("[FX602]") == 1
+    assert str(fx.errors.LaunchError(f"Rank 1: {outer}")).count("[FX602]") == 1
 
 
 def test_an_error_of_a_call_ends_with_a_code():

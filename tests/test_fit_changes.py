@@ -46,7 +46,7 @@ def test_a_position_that_means_another_row_is_refused(ctx, tmp_path, name):
     how, words = MOVED[name]
     _fit(ctx, tmp_path, updates=3)
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(fx.DataError, match=words):
+    with pytest.raises(fx.errors.DataError, match=words):
         _fit(ctx, tmp_path, updates=5, **how)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     _fit(ctx, tmp_path, updates=6)  # to the end of the epoch, where an epoch of other data begins

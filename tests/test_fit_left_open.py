@@ -58,7 +58,7 @@ def test_a_context_that_closes_inside_the_run_leaves_it_alone(tmp_path):
         fx.close(ctx)
         return 1.0
 
-    with pytest.raises(fx.ContextError, match="closed"):
+    with pytest.raises(fx.errors.ContextError, match="closed"):
         _left_open(ctx, tmp_path, evaluate=evaluate, evaluate_every=1)
 
 

@@ -95,9 +95,9 @@ def test_a_launcher_is_found_by_its_name_and_started(theirs, tmp_path, capfd):
     assert prepare(spec).argv[-2:] == ("slots=3", target)
     assert run(spec).code == 0
     assert capfd.readouterr().out == f"queued slots=3 {target}\n"
-    with pytest.raises(fx.LaunchError, match="The launcher queue has no option 'slot'"):
+    with pytest.raises(fx.errors.LaunchError, match="The launcher queue has no option 'slot'"):
         prepare(LaunchSpec(target=target, launcher="queue", options={"slot": "3"}))
-    with pytest.raises(fx.LaunchError, match="does not support restarts=2"):
+    with pytest.raises(fx.errors.LaunchError, match="does not support restarts=2"):
         prepare(LaunchSpec(target=target, launcher="queue", restarts=2))
 
 
@@ -134,8 +134,8 @@ def test_a_collective_is_a_function_of_public_ones(theirs, pair):
 def test_a_wrong_launcher_is_named(tmp_path, monkeypatch, value, words):
     _install(tmp_path, f"[fxtrain.launchers]\nmine = {value}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(fx.LaunchError, match=words):
+    with pytest.raises(fx.errors.LaunchError, match=words):
         known_launchers()
-    with pytest.raises(fx.LaunchError, match=words):
+    with pytest.raises(fx.errors.LaunchError, match=words):
         find_launcher(LaunchSpec(target="train.py", launcher="unknown"))
     assert find_launcher(LaunchSpec(target="train.py", launcher="mpi")).name == "mpi"

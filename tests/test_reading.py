@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain._errors import escape_unprintable
 from fxtrain._reading import open_file, read_file, read_text
 from fxtrain.cli import main
+from fxtrain.errors import escape_unprintable
 from fxtrain.interop import read_dcp
 from fxtrain.launch import LaunchSpec, prepare
 from fxtrain.models.weight_list import read_weights
@@ -97,7 +97,7 @@ CALLS = {
     "estimate": (".json", fx.PlanError, lambda path: read_weights(str(path))),
     "hostfile": (
         "",
-        fx.LaunchError,
+        fx.errors.LaunchError,
         lambda path: prepare(
             LaunchSpec(target=__file__, launcher="deepspeed", options={"hostfile": str(path)})
         ),

@@ -80,10 +80,10 @@ def test_launch_is_a_function_even_after_its_package_was_imported():
 
 @pytest.mark.parametrize("name", sorted(BUILTINS))
 def test_errors_are_one_tree(name):
-    error = getattr(fx, name)
+    error = getattr(fx.errors, name)
     assert issubclass(error, fx.FxError)
     assert issubclass(error, BUILTINS[name])
-    assert set(BUILTINS) | {"FxError"} == {n for n in fx.__all__ if n.endswith("Error")}
+    assert set(BUILTINS) | {"FxError"} == {n for n in fx.errors.__all__}
 
 
 @pytest.mark.slow

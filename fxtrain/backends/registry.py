@@ -2,7 +2,7 @@
 
 import importlib
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 from fxtrain.state import (
     DDP,
     FSDP,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fxtrain import ops
-from fxtrain._errors import CollectiveError, FxError, PlanError
 from fxtrain.backends.core.module_changes import unknown_patterns
+from fxtrain.errors import CollectiveError, FxError, PlanError
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import DistContext, Weight, Wrapped, check_open

@@ -11,7 +11,6 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain._errors import MeshError, PlanError
 from fxtrain.backends.core.converted_layers import convert_as_planned, recipe_problems
 from fxtrain.backends.core.local_sgd import local_problems
 from fxtrain.backends.core.module_changes import model_signature
@@ -21,6 +20,7 @@ from fxtrain.backends.core.quantized_models import quantized_as_planned, quantiz
 from fxtrain.backends.core.ready_made import as_factories, described
 from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.registry import strategy_of
+from fxtrain.errors import MeshError, PlanError
 from fxtrain.models.loading import Loaded
 from fxtrain.ops.logs import log
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for

@@ -10,8 +10,8 @@ import attrs
 import torch
 
 from fxtrain._byte_units import read_bytes
-from fxtrain._errors import PlanError
 from fxtrain._record import record
+from fxtrain.errors import PlanError
 from fxtrain.state import Limit, Room
 from fxtrain.state.placement import DISK, limits_of, share_of
 

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fxtrain._byte_units import show_bytes
-from fxtrain._errors import escape_unprintable
 from fxtrain._record import above, record
 from fxtrain.big.budgets import Budget
+from fxtrain.errors import escape_unprintable
 from fxtrain.state import Placement, Unit
 
 _SAMPLE = 256 << 20  # bytes

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain._errors import MissingPackageError, PlanError
+from fxtrain.errors import MissingPackageError, PlanError
 from fxtrain.models.block_names import names_among, own_names
 from fxtrain.models.memory_estimates import BYTES, layer_of
 from fxtrain.models.quantized_loading import put_stored_layers

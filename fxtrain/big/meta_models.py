@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 
 N = TypeVar("N", bound=nn.Module)
 

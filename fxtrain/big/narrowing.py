@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple, NoReturn
 import attrs
 
 from fxtrain._byte_units import show_bytes
-from fxtrain._errors import PlanError
 from fxtrain._record import closest, few
 from fxtrain.big.budgets import Budget, device_name
 from fxtrain.big.estimating import Speeds
 from fxtrain.big.measuring import Sizes
+from fxtrain.errors import PlanError
 from fxtrain.models.memory_estimates import cache_bytes, layer_of
 from fxtrain.state import Placement, Room, Unit, owner_of
 from fxtrain.state.placement import DISK, POLICIES, names_above

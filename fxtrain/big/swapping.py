@@ -7,9 +7,9 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain._errors import PlanError, StepError
 from fxtrain._record import closest
 from fxtrain._tree import map_leaves
+from fxtrain.errors import PlanError, StepError
 from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.state import Wrapped
 

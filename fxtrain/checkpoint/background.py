@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fxtrain import ops
-from fxtrain._errors import CheckpointError
 from fxtrain._host_memory import pinned_buffer
 from fxtrain.checkpoint.write_plan import TensorChunk
+from fxtrain.errors import CheckpointError
 from fxtrain.ops.transport.exchange import release_thread
 from fxtrain.state import DistContext
 

@@ -16,9 +16,9 @@ import time
 
 import attrs
 
-from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint.owner import Owner, is_running, owner_from, this_process
 from fxtrain.checkpoint.storage import Storage
+from fxtrain.errors import CheckpointError
 from fxtrain.state import parse_json
 
 _LOG = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import attrs
 
-from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.manifest import (
@@ -21,6 +20,7 @@ from fxtrain.checkpoint.manifest import (
 from fxtrain.checkpoint.owner import Owner
 from fxtrain.checkpoint.reading import file_problems
 from fxtrain.checkpoint.storage import Storage, UnreadableError
+from fxtrain.errors import CheckpointError
 
 _NAME = re.compile(r"update-(\d{10,18})(?:\.(\d{1,9}))?")
 _LARGEST = 1 << 30

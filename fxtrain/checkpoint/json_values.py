@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fxtrain._errors import CheckpointError
+from fxtrain.errors import CheckpointError
 from fxtrain.state import unstructure
 
 _MAX_DEPTH = 64

@@ -16,13 +16,13 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
 from fxtrain._reading import path_problem
 from fxtrain.checkpoint.manifest import MANIFEST
 from fxtrain.checkpoint.remote_storage import RemoteStorage
 from fxtrain.checkpoint.storage import CompleteWriter as _Whole
 from fxtrain.checkpoint.storage import Storage, Writer, reading
+from fxtrain.errors import CheckpointError
 
 _TEMPORARY = ".partial-"
 _LOCK, _OWNER = ".lock-", "owner.json"

@@ -18,8 +18,8 @@ import xxhash
 from cattrs.v import transform_error
 
 from fxtrain._display import counted
-from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint.owner import Owner, owner_from
+from fxtrain.errors import CheckpointError
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.state import Position, parse_json, structure, unstructure
 

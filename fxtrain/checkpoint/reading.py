@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint.manifest import (
     CHUNK,
     DataFile,
@@ -21,6 +20,7 @@ from fxtrain.checkpoint.manifest import (
 )
 from fxtrain.checkpoint.storage import Storage
 from fxtrain.checkpoint.write_plan import box_of, boxes_in
+from fxtrain.errors import CheckpointError
 from fxtrain.models.tensor_bytes import DTYPES, memory_of
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import FlatShard

@@ -6,9 +6,9 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import CheckpointError, FxError
 from fxtrain.checkpoint.manifest import MANIFEST
 from fxtrain.checkpoint.storage import CompleteWriter, Writer, reading
+from fxtrain.errors import CheckpointError, FxError
 
 _LOCK, _END = ".lock-", ".json"
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._display import describe
-from fxtrain._errors import CheckpointError, CollectiveError, FxError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.background import CheckpointState
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
@@ -19,6 +18,7 @@ from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.checkpoint.snapshot import by_name, set_random_state
+from fxtrain.errors import CheckpointError, CollectiveError, FxError
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import (

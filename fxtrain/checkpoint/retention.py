@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import attrs
 
-from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint.folders import CheckpointInfo
 from fxtrain.checkpoint.owner import Owner, is_running
+from fxtrain.errors import CheckpointError
 
 # Commits by other processes after which a process on another machine is considered ended.
 _SILENT_CHECKPOINTS = 3

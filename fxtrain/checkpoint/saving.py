@@ -11,7 +11,6 @@ import attrs
 import torch
 
 from fxtrain import ops
-from fxtrain._errors import CheckpointError, CollectiveError, FxError
 from fxtrain._reading import StrPath
 from fxtrain._version import __version__
 from fxtrain.checkpoint.background import (
@@ -39,6 +38,7 @@ from fxtrain.checkpoint.write_plan import (
     varying_digests,
     writable_chunks,
 )
+from fxtrain.errors import CheckpointError, CollectiveError, FxError
 from fxtrain.ops.same_errors import gather_with_errors
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext, Position, Wrapped, check_connected

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fxtrain import ops
-from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint.json_values import encode
+from fxtrain.errors import CheckpointError
 from fxtrain.ops.devices import device_random_state, set_device_random_state
 from fxtrain.state import (
     DistContext,

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from fxtrain._errors import CheckpointError
+from fxtrain.errors import CheckpointError
 
 # Errors that mean "does not exist" or "is not a plain file" rather than "reading failed".
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG}

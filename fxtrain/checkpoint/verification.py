@@ -6,7 +6,6 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
 from fxtrain.checkpoint.manifest import (
@@ -19,6 +18,7 @@ from fxtrain.checkpoint.manifest import (
 )
 from fxtrain.checkpoint.reading import file_problems, files_of, header_of
 from fxtrain.checkpoint.storage import Storage, UnreadableError
+from fxtrain.errors import CheckpointError
 from fxtrain.models.tensor_bytes import STORED_DTYPES
 from fxtrain.state import Position, parse_json
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint.manifest import digest_of
 from fxtrain.checkpoint.snapshot import Snapshot
+from fxtrain.errors import CheckpointError
 from fxtrain.models.tensor_bytes import contiguous, dtype_name, memory_of
 from fxtrain.ops.same_errors import gather_with_errors
 from fxtrain.ops.transport.mismatches import by_rank

@@ -10,10 +10,10 @@ import click
 from click.shell_completion import get_completion_class
 
 from fxtrain import __version__
-from fxtrain._errors import FxError, LaunchError, escape_unprintable
 from fxtrain._other_names import hint
 from fxtrain.cli.commands import COMMANDS, load
 from fxtrain.cli.output import Exit
+from fxtrain.errors import FxError, LaunchError, escape_unprintable
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from fxtrain._display import counted
-from fxtrain._errors import LaunchError
 from fxtrain.cli.output import Exit, as_json, print_json, say, warn
+from fxtrain.errors import LaunchError
 
 
 @click.command("verify")
@@ -17,10 +17,10 @@ from fxtrain.cli.output import Exit, as_json, print_json, say, warn
 @click.argument("path")
 def VERIFY(path: str, json_: bool) -> int:  # noqa: FBT001
     """Compare every byte of a checkpoint, or of the latest in a folder, with its digests."""
-    from fxtrain._errors import CheckpointError
     from fxtrain.checkpoint import verify
     from fxtrain.checkpoint.manifest import NewerFormatError
     from fxtrain.checkpoint.storage import UnreadableError
+    from fxtrain.errors import CheckpointError
 
     try:
         found = verify(path)

@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 import click
 
-from fxtrain._errors import PlanError
 from fxtrain.cli.output import as_json, check_picture, print_renderable, save_picture
+from fxtrain.errors import PlanError
 from fxtrain.models.weight_list import import_function
 from fxtrain.state import TE, Plan, Precision, read_plan
 from fxtrain.state.precision import FORMATS

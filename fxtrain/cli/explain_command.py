@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import click
 
-from fxtrain import _errors
+from fxtrain import errors
 from fxtrain._other_names import closest
 from fxtrain.cli.output import as_json, print_json, print_table, say
 
@@ -98,7 +98,7 @@ def _codes_of(word: str) -> list[ErrorCode]:
 
 def _title(code: ErrorCode) -> str:
     """What happened; for the code of a class, the first sentence of its docstring."""
-    about: str = getattr(_errors, code.error).__doc__
+    about: str = getattr(errors, code.error).__doc__
     return code.title or about.partition("\n")[0].rstrip(".")
 
 

@@ -11,7 +11,7 @@ import attrs
 import click
 from click.shell_completion import CompletionItem
 
-from fxtrain._errors import LaunchError, escape_unprintable
+from fxtrain.errors import LaunchError, escape_unprintable
 from fxtrain.launch import (
     FLAGS,
     LAUNCHERS,

@@ -10,8 +10,8 @@ import click
 
 from fxtrain import big
 from fxtrain._byte_units import read_bytes
-from fxtrain._errors import PlanError
 from fxtrain.cli.output import as_json, print_json, print_renderable, print_table, say, warn
+from fxtrain.errors import PlanError
 from fxtrain.models.memory_estimates import (
     BYTES,
     OPTIMIZERS,

@@ -14,9 +14,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fxtrain._errors import PlanError, escape_unprintable
 from fxtrain._optional import optional
 from fxtrain._reading import write_file
+from fxtrain.errors import PlanError, escape_unprintable
 
 F = TypeVar("F", bound=Callable[..., Any])
 PICTURES = (".svg", ".png", ".pdf")

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fxtrain._errors import FxError
 from fxtrain.cli.output import Exit
+from fxtrain.errors import FxError
 from fxtrain.ops.connecting import launched_plan
 from fxtrain.profiling import rehearse
 from fxtrain.state import dumps

@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from fxtrain._errors import LaunchError
 from fxtrain._reading import read_text, write_file
 from fxtrain.cli.output import Exit, as_json, check_picture, save_picture
+from fxtrain.errors import LaunchError
 from fxtrain.launch import LaunchSpec, check_target, plan_variable
 from fxtrain.launch.fields import name_values
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from fxtrain._errors import CheckpointError, LaunchError
 from fxtrain.cli.output import Exit, as_json, print_json, print_table
+from fxtrain.errors import CheckpointError, LaunchError
 from fxtrain.launch import LaunchSpec, check_target, describe, run
 
 _SHOWN = 20

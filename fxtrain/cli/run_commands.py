@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from fxtrain._byte_units import show_bytes
-from fxtrain._errors import PlanError, escape_unprintable
 from fxtrain._reading import write_file
 from fxtrain.cli.output import (
     PICTURES,
@@ -36,6 +35,7 @@ from fxtrain.curves import (
     read_curves,
     sparkline,
 )
+from fxtrain.errors import PlanError, escape_unprintable
 
 _BARS = 30
 _MOST_ROWS = 500

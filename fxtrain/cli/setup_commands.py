@@ -14,10 +14,10 @@ from typing import Any
 import attrs
 import click
 
-from fxtrain._errors import LaunchError
 from fxtrain._reading import read_text
 from fxtrain.cli.output import Exit, as_json, print_json, print_table, warn
 from fxtrain.diagnosis import collect, fact_problems, facts_here
+from fxtrain.errors import LaunchError
 from fxtrain.launch import (
     LAUNCHERS,
     LaunchSpec,

@@ -11,12 +11,12 @@ from difflib import get_close_matches
 from importlib.resources import files
 from typing import Any, Literal
 
-from fxtrain._errors import PlanError
 from fxtrain._optional import optional
 from fxtrain._version import __version__
 from fxtrain.curves.curve import Curve
 from fxtrain.curves.reading import RunCurves
 from fxtrain.curves.tables import tables_of, text_of
+from fxtrain.errors import PlanError
 
 _ASSETS = files("fxtrain.curves") / "assets"
 # Metrics that `fx.fit` logs first, in this order; then all others as they were logged.

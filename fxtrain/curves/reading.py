@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import PlanError
 from fxtrain._reading import LONGEST_LINE, open_file, path_problem
 from fxtrain.curves.curve import Curve
 from fxtrain.curves.lines import Contents, LoggedTable, joined, parse_lines
+from fxtrain.errors import PlanError
 
 _READ_BYTES = 16 << 20
 _CURVE_POINTS = 20_000  # of one curve in a page

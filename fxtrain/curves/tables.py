@@ -7,10 +7,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from fxtrain._errors import escape_unprintable
 from fxtrain.curves.curve import Curve
 from fxtrain.curves.lines import LoggedTable
 from fxtrain.curves.reading import RunCurves
+from fxtrain.errors import escape_unprintable
 
 _HOUR = 3600
 

@@ -4,5 +4,14 @@ from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import every_row, shard
 from fxtrain.data.tensor_batches import batch
 from fxtrain.data.token_rows import tokens
+from fxtrain.state import MegatronTokens, NanoGPTTokens
 
-__all__ = ["Sharded", "batch", "every_row", "shard", "tokens"]
+__all__ = [
+    "MegatronTokens",
+    "NanoGPTTokens",
+    "Sharded",
+    "batch",
+    "every_row",
+    "shard",
+    "tokens",
+]

@@ -8,7 +8,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree
-from fxtrain._errors import DataError
 from fxtrain.data.fetch import StartWorker, call_set_epoch
 from fxtrain.data.iterable import StreamMemory
 from fxtrain.data.permutation import hash_key
@@ -17,6 +16,7 @@ from fxtrain.data.sources import RowBatches, Source, row_source
 from fxtrain.data.uneven_streams import UnevenStream, uneven_batches
 from fxtrain.data.user_loader import LoaderSpec, read_loader, rebuild
 from fxtrain.data.windows import Cursor
+from fxtrain.errors import DataError
 from fxtrain.state import DistContext, Plan, Position
 
 

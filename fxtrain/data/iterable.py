@@ -10,9 +10,9 @@ from typing import Any
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
-from fxtrain._errors import DataError
 from fxtrain.data.generators import BorrowedGenerators
 from fxtrain.data.rank_slices import Batching
+from fxtrain.errors import DataError
 
 _END = object()
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from fxtrain._errors import DataError
+from fxtrain.errors import DataError
 
 # How torch's messages begin for an error inside a worker, and for a worker that ended.
 _CAUGHT = "Caught "

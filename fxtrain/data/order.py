@@ -15,10 +15,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fxtrain._errors import DataError
 from fxtrain.data.generators import BorrowedGenerators
 from fxtrain.data.loader_errors import safe_length
 from fxtrain.data.permutation import hash_key, permutation, round_keys, uniform, uniform_below
+from fxtrain.errors import DataError
 
 _SAMPLER_CHUNK = 512  # units requested from a custom sampler at a time
 

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 import attrs
 import torch
 
-from fxtrain._errors import DataError
 from fxtrain.data.order import EpochOrder
+from fxtrain.errors import DataError
 
 _FIRST_BLOCK, _BLOCK = 1 << 10, 1 << 14  # indices computed at a time
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxtrain import _tree
-from fxtrain._errors import DataError
+from fxtrain.errors import DataError
 from fxtrain.state import CP, DistContext, Plan, token_ranges
 
 _KEY = re.compile(r"\['?(.*?)'?\]|\.(\w+)")

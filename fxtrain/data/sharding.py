@@ -7,7 +7,6 @@ import attrs
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from fxtrain._errors import DataError
 from fxtrain.data.already_sharded import presharded_source
 from fxtrain.data.dispatch import dispatch_source
 from fxtrain.data.iterable import PlainStream
@@ -16,6 +15,7 @@ from fxtrain.data.sequence_slices import make_splitter
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sources import RowBatches, Source, function_source, row_source, stream_source
 from fxtrain.data.user_loader import read_loader, share_of
+from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import DistContext, Plan, Position, check_connected
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fxtrain import _tree
-from fxtrain._errors import DataError
 from fxtrain.data.fetch import (
     RowFetch,
     RowRequest,
@@ -28,6 +27,7 @@ from fxtrain.data.permutation import hash_key
 from fxtrain.data.rank_slices import Batching, GlobalBatch, batches_of_order, batches_of_stream
 from fxtrain.data.user_loader import FedSampler, LoaderSpec, rebuild
 from fxtrain.data.windows import Cursor, PositionedBatch, advance, assign_windows, in_blocks, totals
+from fxtrain.errors import DataError
 from fxtrain.state import Plan, Position
 
 # A step, and the data of each served rank.

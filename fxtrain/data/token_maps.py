@@ -8,8 +8,8 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import DataError
 from fxtrain._optional import optional
+from fxtrain.errors import DataError
 from fxtrain.state import MegatronTokens, NanoGPTTokens
 
 # The codes of integer types in `.idx` files.

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from fxtrain._errors import DataError
 from fxtrain._optional import optional
 from fxtrain.data.fetch import collate_nothing
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import shard
 from fxtrain.data.token_maps import FileState, file_states, opened
+from fxtrain.errors import DataError
 from fxtrain.state import DistContext, MegatronTokens, NanoGPTTokens, Plan
 
 _NO_LABEL = -100  # `ignore_index` of torch's cross-entropy
@@ -71,7 +71,7 @@ def tokens(
         >>> with tempfile.TemporaryDirectory() as folder, fx.detect(env={}, device="cpu") as ctx:
         ...     path = pathlib.Path(folder, "train.bin")
         ...     _ = path.write_bytes(array.array("H", [5, 6, 0, 7, 8, 9, 0]).tobytes())
-        ...     source = fx.NanoGPTTokens(path=str(path), end=0)
+        ...     source = fx.data.NanoGPTTokens(path=str(path), end=0)
         ...     for batch in fx.tokens(source, ctx, length=4, batch_size=1, shuffle=False):
         ...         batch.data["tokens"].tolist(), batch.data["labels"].tolist()
         ...     loader = fx.tokens(source, ctx, length=7, batch_size=1, documents=True)
@@ -82,8 +82,8 @@ def tokens(
     """
     if not isinstance(source, MegatronTokens | NanoGPTTokens):
         raise DataError(
-            f"tokens: source is a {type(source).__name__}. Pass fx.MegatronTokens(path=...) or "
-            f"fx.NanoGPTTokens(path=...)."
+            f"tokens: source is a {type(source).__name__}. Pass fx.data.MegatronTokens(path=...) "
+            f"or fx.data.NanoGPTTokens(path=...)."
         )
     for name, value, least in (
         ("length", length, 1),

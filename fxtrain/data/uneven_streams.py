@@ -8,9 +8,9 @@ import attrs
 import torch
 
 from fxtrain import ops
-from fxtrain._errors import DataError
 from fxtrain.data.rank_slices import GlobalBatch
 from fxtrain.data.windows import Cursor, PositionedBatch, advance
+from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import digest_of_plan, raise_plan_differences
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.state import DistContext, Plan

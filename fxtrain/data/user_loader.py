@@ -7,9 +7,9 @@ import attrs
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from fxtrain._errors import DataError
 from fxtrain.data.order import refuse_split
 from fxtrain.data.rank_slices import Batching
+from fxtrain.errors import DataError
 from fxtrain.state import Plan
 
 # Settings that a loader keeps when it reads other indices.

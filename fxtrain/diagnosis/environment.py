@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from fxtrain import __version__
-from fxtrain._errors import ContextError, PlanError
 from fxtrain.diagnosis.secrets import hidden, hidden_words, shown
+from fxtrain.errors import ContextError, PlanError
 from fxtrain.launch.config import Setting, Settings, resolve
 from fxtrain.state import read_topology
 

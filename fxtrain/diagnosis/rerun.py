@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 import fxtrain
 from fxtrain import checkpoint, loop
-from fxtrain._errors import StepError
 from fxtrain.checkpoint import Saving
+from fxtrain.errors import StepError
 
 
 def main(argv: list[str]) -> None:

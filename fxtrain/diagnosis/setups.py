@@ -6,10 +6,10 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain._errors import FxError, LaunchError, MissingPackageError, PlanError
 from fxtrain.backends.deepspeed.config import Inputs, config_problems, resolve
 from fxtrain.backends.registry import strategies
 from fxtrain.backends.wrapping import problems_of
+from fxtrain.errors import FxError, LaunchError, MissingPackageError, PlanError
 from fxtrain.launch import LaunchSpec, prepare
 from fxtrain.launch.config.launch_file import NO_TARGET, Section
 from fxtrain.launch.launched_plan import OWN_RANKS

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain._errors import FxError
 from fxtrain.diagnosis.facts import clock_problems, fact_problems, facts_here
+from fxtrain.errors import FxError
 from fxtrain.state import DistContext, Plan
 
 _SMALL = 2  # float32 entries

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fxtrain._display import describe
-from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
 from fxtrain._reading import StrPath
+from fxtrain.errors import CheckpointError
 from fxtrain.interop.dcp_checkpoints import read_dcp, tree_of
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.tensor_sources import inside, open_source
@@ -71,7 +71,7 @@ def read_accelerate(folder: StrPath) -> AcceleratorState:
         >>> from fxtrain.interop import read_accelerate
         >>> read_accelerate("runs/nowhere")
         Traceback (most recent call last):
-        fxtrain._errors.CheckpointError: runs/nowhere contains no model of Accelerate...
+        fxtrain.errors.CheckpointError: runs/nowhere contains no model of Accelerate...
     """
     root = Path(folder)
     names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []

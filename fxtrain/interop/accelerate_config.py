@@ -5,8 +5,8 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import PlanError
 from fxtrain.backends import strategies
+from fxtrain.errors import PlanError
 from fxtrain.interop.accelerate_rules import (
     FP8,
     Facts,

@@ -8,11 +8,11 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.json_values import encode
 from fxtrain.checkpoint.saving import save_alone
 from fxtrain.checkpoint.snapshot import MODEL, Snapshot
+from fxtrain.errors import CheckpointError
 from fxtrain.interop.accelerate_checkpoints import read_accelerate
 from fxtrain.interop.dcp_checkpoints import read_dcp, tree_of
 from fxtrain.interop.deepspeed_checkpoints import is_deepspeed, read_deepspeed
@@ -68,7 +68,7 @@ def import_checkpoint(
         >>> import fxtrain as fx
         >>> fx.interop.import_checkpoint("runs/nowhere", "runs/a")
         Traceback (most recent call last):
-        fxtrain._errors.CheckpointError: No folder runs/nowhere. [FX601]
+        fxtrain.errors.CheckpointError: No folder runs/nowhere. [FX601]
     """
     found = _read(Path(source), optimizer=optimizer)
     aliases = {**found.tied, **_tied(found.tensors, module)}

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fxtrain._display import describe
-from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath, open_file, read_file
+from fxtrain.errors import CheckpointError
 from fxtrain.models.pickles import Placeholder, load_records, load_weights_only
 from fxtrain.models.tensor_sources import inside
 from fxtrain.state import shown
@@ -86,7 +86,7 @@ def read_dcp(
         >>> from fxtrain.interop import read_dcp
         >>> read_dcp("runs/nowhere")
         Traceback (most recent call last):
-        fxtrain._errors.CheckpointError: runs/nowhere contains no .metadata, ...
+        fxtrain.errors.CheckpointError: runs/nowhere contains no .metadata, ...
     """
     root = Path(folder)
     if not (root / _METADATA).is_file():

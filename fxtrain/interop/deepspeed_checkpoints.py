@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fxtrain._display import describe
-from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath, read_text
+from fxtrain.errors import CheckpointError
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.tensor_sources import inside
 from fxtrain.state import shown
@@ -91,7 +91,7 @@ def read_deepspeed(folder: StrPath, *, optimizer: bool = True) -> DeepSpeedState
         >>> from fxtrain.interop import read_deepspeed
         >>> read_deepspeed("runs/nowhere")
         Traceback (most recent call last):
-        fxtrain._errors.CheckpointError: runs/nowhere is not a DeepSpeed checkpoint...
+        fxtrain.errors.CheckpointError: runs/nowhere is not a DeepSpeed checkpoint...
     """
     root = _tagged(Path(folder))
     models, optims = _load(root)

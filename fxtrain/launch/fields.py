@@ -5,9 +5,9 @@ from typing import Any, TypeVar, dataclass_transform, get_origin
 
 import attrs
 
-from fxtrain._errors import LaunchError
 from fxtrain._other_names import hint
 from fxtrain._record import at_least, check_of, closest, members, record, shown
+from fxtrain.errors import LaunchError
 
 T = TypeVar("T")
 LONGEST_S = 1_000_000  # maximum timeout: systems count milliseconds in 31 bits

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from fxtrain._errors import escape_unprintable
+from fxtrain.errors import escape_unprintable
 
 
 @attrs.frozen(kw_only=True)

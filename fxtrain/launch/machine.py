@@ -11,10 +11,10 @@ from pathlib import Path
 import attrs
 
 from fxtrain._addresses import GLOO, NCCL, Route
-from fxtrain._errors import LaunchError
 from fxtrain._listen import free_port
 from fxtrain._reading import read_text
 from fxtrain._secret import SECRET
+from fxtrain.errors import LaunchError
 from fxtrain.launch.launchers.native.preload import load_torch
 from fxtrain.launch.spec import LaunchSpec
 

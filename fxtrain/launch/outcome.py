@@ -77,7 +77,7 @@ def by_cause(failures: list[Failure]) -> tuple[Failure, ...]:
 
     Example:
         >>> from fxtrain.launch import Failure, by_cause
-        >>> lost = Failure(rank=0, kind="fxtrain._errors.CollectiveError", error="...", time_ns=1)
+        >>> lost = Failure(rank=0, kind="fxtrain.errors.CollectiveError", error="...", time_ns=1)
         >>> own = Failure(rank=1, kind="ValueError", error="ValueError: bad", time_ns=2)
         >>> [failure.rank for failure in by_cause([lost, own])]
         [1, 0]

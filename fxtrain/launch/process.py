@@ -11,7 +11,7 @@ from pathlib import Path
 
 import attrs
 
-from fxtrain._errors import LaunchError
+from fxtrain.errors import LaunchError
 from fxtrain.launch.child import end_with_parent
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launchers.native.oom import count_kills, tell_kills

@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import attrs
 
-from fxtrain._errors import LaunchError
 from fxtrain._record import at_least, shown
+from fxtrain.errors import LaunchError
 from fxtrain.launch.fields import LONGEST_S, count, each, launch_record
 
 Streams = Literal["none", "out", "err", "both"]

@@ -7,9 +7,9 @@ from types import MappingProxyType
 import attrs
 
 from fxtrain._addresses import Route, find_route, loopback_route
-from fxtrain._errors import LaunchError
 from fxtrain._installed import installed_rows
 from fxtrain._record import closest
+from fxtrain.errors import LaunchError
 from fxtrain.launch.fields import options_from
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launcher import COMMON, Launcher

@@ -5,8 +5,8 @@ from typing import Literal, SupportsFloat
 
 import attrs
 
-from fxtrain._errors import PlanError
 from fxtrain._record import at_least, record, shown
+from fxtrain.errors import PlanError
 
 
 @record

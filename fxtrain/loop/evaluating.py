@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fxtrain import _tree, ops
-from fxtrain._errors import DataError, PlanError
 from fxtrain.data import Sharded, every_row
+from fxtrain.errors import DataError, PlanError
 from fxtrain.loop.means import Mean
 from fxtrain.loop.stepping import check_loss_function
 from fxtrain.state import (

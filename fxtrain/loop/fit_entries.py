@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxtrain import ops
-from fxtrain._errors import PlanError
 from fxtrain._tree import flatten
 from fxtrain.checkpoint import Restored
+from fxtrain.errors import PlanError
 from fxtrain.loop.means import Mean, total_of
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.meters import count_flops, memory, peak_of_model

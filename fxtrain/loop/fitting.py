@@ -10,12 +10,12 @@ import attrs
 from torch import nn
 
 from fxtrain import ops
-from fxtrain._errors import PlanError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint import Restored, Saving, latest, restore, save
 from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.data import Sharded
 from fxtrain.data.sharding import in_windows
+from fxtrain.errors import PlanError
 from fxtrain.loop.fit_entries import Entries, entries_after, tokens_of
 from fxtrain.loop.fit_rules import Rules, check_arguments, check_changes, layout_of
 from fxtrain.loop.means import finite_number

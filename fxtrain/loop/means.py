@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._display import number
-from fxtrain._errors import DataError
+from fxtrain.errors import DataError
 from fxtrain.ops.devices import as_scalar
 from fxtrain.state import DistContext, Report, Weighted, shown
 

@@ -8,9 +8,9 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain._errors import PlanError
 from fxtrain.backends.core.host_optimizer import HostOptimizer
 from fxtrain.backends.core.optimizers import local_optimizer
+from fxtrain.errors import PlanError
 from fxtrain.meters import Memory, memory
 from fxtrain.state import DistContext, Wrapped, check_open
 

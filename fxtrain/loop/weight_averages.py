@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import Report, Wrapped, check_open, round_of, shown
 

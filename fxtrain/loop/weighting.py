@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fxtrain import _tree, ops
-from fxtrain._errors import StepError
+from fxtrain.errors import StepError
 from fxtrain.ops.devices import as_scalar
 from fxtrain.state import (
     Batch,

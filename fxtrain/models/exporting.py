@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fxtrain import ops
 from fxtrain._display import counted
-from fxtrain._errors import CheckpointError
 from fxtrain._reading import path_problem
+from fxtrain.errors import CheckpointError
 from fxtrain.models.folder import (
     ModelFile,
     commit,

@@ -16,8 +16,8 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import CheckpointError
 from fxtrain._reading import read_file
+from fxtrain.errors import CheckpointError
 from fxtrain.models.safetensors_files import Entry, aligned_first, parse_json
 
 SINGLE = "model.safetensors"

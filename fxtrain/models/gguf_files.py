@@ -12,9 +12,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
 from fxtrain._reading import open_file
+from fxtrain.errors import CheckpointError
 from fxtrain.models.safetensors_files import Entry
 from fxtrain.state import Location, shown
 

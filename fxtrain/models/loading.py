@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain._errors import CheckpointError
+from fxtrain.errors import CheckpointError
 from fxtrain.models.quantized_loading import prepare_layers
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source, renamed
 from fxtrain.models.tensors import context_of, module_of, weights_by_name

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import attrs
 from torch import nn
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 from fxtrain.models.weight_list import (
     KvCache,
     Weight,

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fxtrain._errors import CheckpointError
 from fxtrain._reading import open_file
+from fxtrain.errors import CheckpointError
 
 _ZIP = b"PK\x03\x04"
 _MAX_REASON_LENGTH = 500  # characters of torch's message

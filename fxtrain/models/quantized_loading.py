@@ -10,8 +10,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain._errors import CheckpointError, FxError
 from fxtrain._reading import read_file
+from fxtrain.errors import CheckpointError, FxError
 from fxtrain.models.safetensors_files import Entry, parse_json
 from fxtrain.models.stored_layers import StoredLayer, record_of
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source

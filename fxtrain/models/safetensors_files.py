@@ -17,8 +17,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from fxtrain._errors import CheckpointError
 from fxtrain._reading import open_file
+from fxtrain.errors import CheckpointError
 from fxtrain.models.tensor_bytes import DTYPE_NAMES, WRITABLE_DTYPES, contiguous, memory_of
 from fxtrain.state import Location, shown
 from fxtrain.state import parse_json as parse

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain._errors import CheckpointError, FxError
+from fxtrain.errors import CheckpointError, FxError
 from fxtrain.models.safetensors_files import Entry
 from fxtrain.precision import BNB4, BNB8, TORCHAO, Library, quantized_layers
 from fxtrain.state import Bnb4, Bnb8, Quantize, Weight, parse_json, shown, structure

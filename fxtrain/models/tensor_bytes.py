@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fxtrain._errors import CheckpointError
+from fxtrain.errors import CheckpointError
 
 # The safetensors dtypes that torch supports.
 DTYPE_NAMES: Mapping[str, torch.dtype] = {

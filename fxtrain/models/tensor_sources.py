@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fxtrain._errors import CheckpointError
 from fxtrain._reading import path_problem, read_file
+from fxtrain.errors import CheckpointError
 from fxtrain.models.folder import INDEX, LARGEST_INDEX, MARKER, SINGLE
 from fxtrain.models.gguf_files import open_gguf
 from fxtrain.models.pickles import load_weights_only

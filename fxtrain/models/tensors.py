@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxtrain._errors import CheckpointError
+from fxtrain.errors import CheckpointError
 from fxtrain.ops.whole_tensors import is_sharded, weight_of, weights_of
 from fxtrain.state import DistContext, Weight, Wrapped, check_open
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import CheckpointError, PlanError
 from fxtrain._optional import optional
 from fxtrain._reading import open_file, read_file
 from fxtrain._record import closest
+from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.state import parse_json, shown
 
 # The limit of the safetensors package; a longer header means a damaged file.

@@ -10,8 +10,8 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from fxtrain import _tree
-from fxtrain._errors import CollectiveError
 from fxtrain._words import canonical_text
+from fxtrain.errors import CollectiveError
 from fxtrain.ops.reduction import all_reduce, check_reducible, fold
 from fxtrain.ops.transport.exchange import (
     Call,

@@ -13,8 +13,8 @@ import torch
 from torch import distributed as dist
 
 from fxtrain._addresses import GLOO, find_route
-from fxtrain._errors import ContextError
 from fxtrain._secret import SECRET, derive_key
+from fxtrain.errors import ContextError
 from fxtrain.ops import xla_runtime
 from fxtrain.ops.closing import make_close, make_part_close
 from fxtrain.ops.devices import check_own_device, find_device

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from fxtrain._errors import CollectiveError
+from fxtrain.errors import CollectiveError
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.same_errors import gather_errors
 from fxtrain.ops.transport.exchange import CallState

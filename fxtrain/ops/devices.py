@@ -9,7 +9,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fxtrain._display import counted
-from fxtrain._errors import ContextError
+from fxtrain.errors import ContextError
 from fxtrain.ops import xla_runtime
 from fxtrain.state import DistContext, Topology
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from fxtrain._errors import ContextError
+from fxtrain.errors import ContextError
 from fxtrain.state import DistContext, shown
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, overload
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fxtrain._errors import CollectiveError, DataError
+from fxtrain.errors import CollectiveError, DataError
 from fxtrain.ops.objects import agree, gather_objects
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.splitting import length_of, select, split

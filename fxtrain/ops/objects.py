@@ -4,9 +4,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from fxtrain._errors import CollectiveError
 from fxtrain._tree import TreeSpec
 from fxtrain._words import canonical_text
+from fxtrain.errors import CollectiveError
 from fxtrain.ops.collectives import broadcast_packed, gather_packed
 from fxtrain.ops.transport.exchange import compare, exchange_payloads
 from fxtrain.ops.transport.mismatches import check_is_context

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxtrain._display import describe
-from fxtrain._errors import DataError
+from fxtrain.errors import DataError
 from fxtrain.ops.transport.exchange import exchange_payloads
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packing import pack

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import attrs
 import torch
 
-from fxtrain._errors import CollectiveError, PlanError
+from fxtrain.errors import CollectiveError, PlanError
 from fxtrain.ops.logs import log
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.same_errors import problem_of_ranks

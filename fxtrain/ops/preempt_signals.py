@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import ContextError
+from fxtrain.errors import ContextError
 from fxtrain.ops.objects import any_rank
 from fxtrain.state import DistContext, Position, check_connected
 

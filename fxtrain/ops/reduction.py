@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fxtrain._errors import CollectiveError
+from fxtrain.errors import CollectiveError
 from fxtrain.ops.transport.arrays import combinable
 from fxtrain.ops.transport.exchange import Call, rank_loss_guard
 from fxtrain.ops.transport.large import pieces

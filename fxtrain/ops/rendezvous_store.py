@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from fxtrain._errors import ContextError
 from fxtrain._listen import listen
 from fxtrain._secret import SECRET, key_proof
 from fxtrain._version import __version__
+from fxtrain.errors import ContextError
 from fxtrain.state import Topology
 
 # Time for the other ranks to read that the secrets differ.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 from fxtrain.ops import xla_runtime
 from fxtrain.ops.devices import device_random_state, set_device_random_state
 from fxtrain.state import DistContext

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxtrain import _tree
 from fxtrain._display import counted
-from fxtrain._errors import DataError
+from fxtrain.errors import DataError
 from fxtrain.ops.collectives import gather_packed
 from fxtrain.ops.padding import extend
 from fxtrain.ops.same_errors import raise_together

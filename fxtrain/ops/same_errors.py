@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fxtrain._errors import CheckpointError, CollectiveError
+from fxtrain.errors import CheckpointError, CollectiveError
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.transport.exchange import exchange_payloads
 from fxtrain.ops.transport.mismatches import by_rank, check_is_context

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fxtrain import _tree
-from fxtrain._errors import CollectiveError
+from fxtrain.errors import CollectiveError
 from fxtrain.ops.transport.arrays import Back
 from fxtrain.ops.transport.exchange import Call, exchange_payloads, rank_loss_guard
 from fxtrain.ops.transport.mismatches import check_is_context, check_source_rank

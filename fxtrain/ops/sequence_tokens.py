@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fxtrain import _tree
-from fxtrain._errors import StepError
+from fxtrain.errors import StepError
 from fxtrain.ops.collectives import gather
 from fxtrain.state import DistContext, Plan, Wrapped, token_ranges
 

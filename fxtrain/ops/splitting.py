@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from fxtrain._errors import DataError
+from fxtrain.errors import DataError
 from fxtrain.ops.transport.arrays import is_array
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.state import DistContext

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath, path_problem, write_file
+from fxtrain.errors import CheckpointError
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.precision import is_sharded

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fxtrain._errors import CheckpointError
+from fxtrain.errors import CheckpointError
 from fxtrain.precision import is_sharded, quantized_layers, stored_tensors
 from fxtrain.state import TensorIndex, Weight
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fxtrain import _tree
-from fxtrain._errors import ContextError, MissingPackageError
 from fxtrain._optional import optional
+from fxtrain.errors import ContextError, MissingPackageError
 from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state import DistContext, Mesh, Topology
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
+from fxtrain.errors import CheckpointError
 from fxtrain.precision.library import Library, Tensors, is_sharded, quiet
 from fxtrain.state import Bnb4, Bnb8, Quantize, shown
 

@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 from fxtrain.precision.bnb_layers import BNB4, BNB8
 from fxtrain.precision.library import Library, is_sharded
 from fxtrain.precision.plain_tensors import is_quantized, quantized_layers

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 from fxtrain.precision.library import LayerFormat
 from fxtrain.precision.targets import Targets, all_named, choose_linears, nothing_left
 from fxtrain.precision.torchao_recipes import FLOAT8_LAYERS, MX_LAYERS

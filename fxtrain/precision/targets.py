@@ -8,8 +8,8 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain._errors import PlanError
 from fxtrain._record import closest
+from fxtrain.errors import PlanError
 from fxtrain.state import Quantize, Recipe, Torchao
 
 _MAX_SHOWN = 5

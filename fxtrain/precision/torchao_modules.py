@@ -14,7 +14,7 @@ from torchao.prototype.mx_formats.config import (
 )
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-from fxtrain._errors import StepError
+from fxtrain.errors import StepError
 
 _BLOCK = 32
 # Values, scales, and where products along the other dimension are cast. Rounding scales up avoids

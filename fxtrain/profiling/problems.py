@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from fxtrain._byte_units import show_bytes
-from fxtrain._errors import FxError
+from fxtrain.errors import FxError
 from fxtrain.profiling.fake_tensors import ValueRead, is_library
 from fxtrain.state import PARTS, DryRun, Mesh, Problem, resolve_mesh
 

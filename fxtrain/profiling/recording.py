@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 from fxtrain.profiling.step_times import Event, events_of
 from fxtrain.state import DistContext, Profile
 

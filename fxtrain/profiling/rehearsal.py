@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from fxtrain import ops
 from fxtrain._byte_units import read_bytes
-from fxtrain._errors import ContextError, PlanError, StepError
+from fxtrain.errors import ContextError, PlanError, StepError
 from fxtrain.ops.connecting import launched_plan
 from fxtrain.profiling.dispatched_traffic import Collective, summary
 from fxtrain.profiling.fake_tensors import FakeValuesMode

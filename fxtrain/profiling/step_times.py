@@ -13,8 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from torch.autograd import DeviceType
 
-from fxtrain._errors import PlanError
 from fxtrain._record import at_least, record
+from fxtrain.errors import PlanError
 from fxtrain.state import read_record
 
 _PHASES = ("optimizer", "backward", "data", "forward")

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fxtrain._byte_units import show_bytes
-from fxtrain._errors import escape_unprintable
 from fxtrain._optional import optional
+from fxtrain.errors import escape_unprintable
 from fxtrain.state import PARTS, DryRun, Mesh, Traffic, diff
 
 # A device more than this many times larger than the peak would leave nothing of it to see.

@@ -11,7 +11,7 @@ from torch.autograd.profiler import profile as Profiler
 from torch.autograd.profiler_util import EventList
 
 from fxtrain import ops
-from fxtrain._errors import FxError, PlanError, StepError
+from fxtrain.errors import FxError, PlanError, StepError
 from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.profiling.recording import Recording, activities_of, is_profiling
 from fxtrain.profiling.step_times import RankTimes, StepTimes, Summary, step_times

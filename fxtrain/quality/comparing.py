@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from fxtrain import _tree, ops
 from fxtrain._display import counted
-from fxtrain._errors import DataError, PlanError
 from fxtrain.backends import unwrap, wrap
 from fxtrain.data import shard
+from fxtrain.errors import DataError, PlanError
 from fxtrain.loop import StepFns, step
 from fxtrain.precision import stored_tensors
 from fxtrain.quality.layer_outputs import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain import _tree
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 
 OUTPUTS = ""  # the name of the model's own outputs
 

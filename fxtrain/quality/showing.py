@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fxtrain._byte_units import show_bytes
-from fxtrain._errors import escape_unprintable
 from fxtrain._optional import optional
+from fxtrain.errors import escape_unprintable
 from fxtrain.quality.records import Compared, Comparison
 
 # The palette of Okabe and Ito, which colour-blind people can tell apart.

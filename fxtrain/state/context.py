@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 
 from fxtrain._display import Displayed
-from fxtrain._errors import ContextError, MeshError
+from fxtrain.errors import ContextError, MeshError
 from fxtrain.state.mesh import Mesh
 from fxtrain.state.plan import Plan
 

@@ -10,9 +10,9 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
-from fxtrain._errors import FxError, PlanError
 from fxtrain._other_names import hint, value_hint
 from fxtrain._record import Check, canonical, check_of, closest, few, members, shown
+from fxtrain.errors import FxError, PlanError
 from fxtrain.state.registry import BUILT_IN, installed_configs, kind_of
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def structure(data: object, cls: type[T], configs: tuple[type, ...] | None = Non
         2
         >>> structure({"even": "padd", "seed": "7"}, fx.Plan)
         Traceback (most recent call last):
-        fxtrain._errors.PlanError: plan.even: found 'padd'; choose one of ... Did you mean 'pad'?
+        fxtrain.errors.PlanError: plan.even: found 'padd'; choose one of ... Did you mean 'pad'?
         plan.seed: found '7'; choose a whole number. Write 7, without quotes. [FX200]
     """
     if not (isinstance(cls, type) and attrs.has(cls)):

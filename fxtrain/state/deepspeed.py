@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import attrs
 
-from fxtrain._errors import PlanError
 from fxtrain._reading import read_text
 from fxtrain._record import at_least, record, shown
+from fxtrain.errors import PlanError
 from fxtrain.state.parsing import parse_json
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 
 
 @attrs.frozen

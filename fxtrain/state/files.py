@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fxtrain._errors import PlanError
 from fxtrain._optional import optional
 from fxtrain._reading import path_problem, read_text, write_file
+from fxtrain.errors import PlanError
 from fxtrain.state.converters import plain, structure
 from fxtrain.state.parsing import Format, from_environment, merge, parse_text, put
 from fxtrain.state.plan import Plan
@@ -61,7 +61,7 @@ def loads(text: str, cls: type[T] = Plan, format: Format = "json") -> T:
         >>> import fxtrain as fx
         >>> fx.state.loads('{"accumulat": 2}')
         Traceback (most recent call last):
-        fxtrain._errors.PlanError: plan: unknown key 'accumulat' (did you mean 'accumulate'?); ...
+        fxtrain.errors.PlanError: plan: unknown key 'accumulat' (did you mean 'accumulate'?); ...
     """
     return structure(parse_text(text, format), cls)
 

@@ -6,8 +6,8 @@ import re
 
 import attrs
 
-from fxtrain._errors import MeshError
 from fxtrain._record import closest, record
+from fxtrain.errors import MeshError
 
 # Outermost first: neighbouring ranks, whose links are fastest, share the innermost axis.
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")

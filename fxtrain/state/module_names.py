@@ -10,8 +10,8 @@ import attrs
 from typing_extensions import TypeVar
 
 from fxtrain._display import Displayed
-from fxtrain._errors import FxError, StepError
 from fxtrain._other_names import call_hint
+from fxtrain.errors import FxError, StepError
 
 if TYPE_CHECKING:
     import torch

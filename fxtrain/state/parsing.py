@@ -7,9 +7,9 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
-from fxtrain._errors import PlanError
 from fxtrain._optional import optional
 from fxtrain._record import closest, shown
+from fxtrain.errors import PlanError
 from fxtrain.state.mesh import read_mesh
 
 Format = Literal["json", "toml", "yaml"]

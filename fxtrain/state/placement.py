@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeVar
 import attrs
 
 from fxtrain._byte_units import read_bytes
-from fxtrain._errors import PlanError
 from fxtrain._record import at_least, canonical, closest, record
+from fxtrain.errors import PlanError
 
 DISK = "disk"
 POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import attrs
 
-from fxtrain._errors import PlanError
 from fxtrain._other_names import value_hint
 from fxtrain._record import above, at_least, closest, record
+from fxtrain.errors import PlanError
 from fxtrain.state.mesh import Mesh, read_mesh
 from fxtrain.state.precision import FORMATS, Compute, Precision, precision_of
 from fxtrain.state.profile import Profile

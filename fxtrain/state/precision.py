@@ -4,8 +4,8 @@ from typing import Literal
 
 import attrs
 
-from fxtrain._errors import PlanError
 from fxtrain._record import above, at_least, between, record
+from fxtrain.errors import PlanError
 from fxtrain.state.recipes import MX, TE, Float8, recipe_of
 
 FORMATS = ("fp32", "bf16", "fp16", "fp8")

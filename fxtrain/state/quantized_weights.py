@@ -5,8 +5,8 @@ from typing import Any, Literal, cast
 
 import attrs
 
-from fxtrain._errors import PlanError
 from fxtrain._record import at_least, canonical, record
+from fxtrain.errors import PlanError
 
 QuantizeKind = Literal["bnb8", "bnb4", "torchao"]
 _to_names: Any = canonical(tuple[str, ...])

@@ -4,8 +4,8 @@ from typing import Any, Literal, cast
 
 import attrs
 
-from fxtrain._errors import PlanError
 from fxtrain._record import at_least, record
+from fxtrain.errors import PlanError
 from fxtrain.state.quantized_weights import names_of
 
 

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
-from fxtrain._errors import PlanError
 from fxtrain._installed import installed_rows
+from fxtrain.errors import PlanError
 from fxtrain.state.deepspeed import DeepSpeed
 from fxtrain.state.placement import Offload
 from fxtrain.state.strategy_configs import DDP, FSDP, PP, XLA, Single

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attrs
 
 from fxtrain._display import describe, number
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 from fxtrain.state.batch import Batch
 from fxtrain.state.context import DistContext
 from fxtrain.state.module_names import M_co, ModuleNames, check_open
@@ -285,7 +285,7 @@ def unsupported(what: str, *, by: str) -> Callable[..., NoReturn]:
         >>> from fxtrain.state import unsupported
         >>> unsupported("clip_value", by="XLA")()
         Traceback (most recent call last):
-        fxtrain._errors.PlanError: XLA does not support clip_value. [FX202]
+        fxtrain.errors.PlanError: XLA does not support clip_value. [FX202]
     """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:

@@ -16,7 +16,7 @@ class MegatronTokens:
 
     Example:
         >>> import fxtrain as fx
-        >>> fx.MegatronTokens(path="wiki_text_document").path
+        >>> fx.data.MegatronTokens(path="wiki_text_document").path
         'wiki_text_document'
     """
 
@@ -34,7 +34,7 @@ class NanoGPTTokens:
 
     Example:
         >>> import fxtrain as fx
-        >>> fx.NanoGPTTokens(path="train.bin", end=50256).dtype
+        >>> fx.data.NanoGPTTokens(path="train.bin", end=50256).dtype
         'uint16'
     """
 

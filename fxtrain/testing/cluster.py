@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import attrs
 
 from fxtrain._addresses import loopback_route
-from fxtrain._errors import CollectiveError
 from fxtrain._listen import free_port
 from fxtrain._secret import SECRET, fresh_secret
+from fxtrain.errors import CollectiveError
 from fxtrain.testing.worker import CONNECTED, LOADED, work
 
 _START_S = 90.0

@@ -168,7 +168,7 @@ def _answer(ctx: Any, request: bytes) -> bytes:
     except BaseException as error:
         # After a CollectiveError a communicator works unless it recorded a failure. After any
         # other error the ranks may be at different calls.
-        from fxtrain._errors import CollectiveError
+        from fxtrain.errors import CollectiveError
 
         healthy = isinstance(error, CollectiveError) and ctx.comm.state.failure is None
         return _failed(number, error, healthy=healthy)

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 from fxtrain.state import Position, Weighted, shown
 from fxtrain.trackers.tracker import At
 

@@ -17,9 +17,9 @@ import attrs
 from torch import Tensor
 
 from fxtrain._display import describe
-from fxtrain._errors import PlanError
 from fxtrain._reading import StrPath, lines_of, open_file, write_file
 from fxtrain._record import record
+from fxtrain.errors import PlanError
 from fxtrain.state import Position
 from fxtrain.trackers.run_folder import draft_of, folder_of, read_identity, remove_drafts
 from fxtrain.trackers.tracker import At, Start, Tracker, is_name

@@ -15,10 +15,10 @@ import attrs
 import torch
 
 from fxtrain import ops
-from fxtrain._errors import FxError, MissingPackageError, PlanError
 from fxtrain._reading import StrPath
 from fxtrain._version import __version__
 from fxtrain.checkpoint.folder_lock import Lock
+from fxtrain.errors import FxError, MissingPackageError, PlanError
 from fxtrain.state import (
     DistContext,
     Plan,

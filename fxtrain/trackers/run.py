@@ -10,9 +10,9 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import PlanError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folder_lock import Lock
+from fxtrain.errors import PlanError
 from fxtrain.state import Position, shown
 from fxtrain.trackers.entries import Entry, artifact_of, at, hold, image_of, table_of
 from fxtrain.trackers.tracker import At, Tracker

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from fxtrain._errors import PlanError
 from fxtrain._installed import installed_rows
 from fxtrain._record import closest, shown
+from fxtrain.errors import PlanError
 from fxtrain.state.registry import kind_of
 from fxtrain.trackers.json_lines import JSON_LINES
 from fxtrain.trackers.libraries.aim import AIM

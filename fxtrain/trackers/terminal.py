@@ -9,8 +9,8 @@ import attrs
 from torch import Tensor
 
 from fxtrain._display import counted
-from fxtrain._errors import escape_unprintable
 from fxtrain._record import at_least, record
+from fxtrain.errors import escape_unprintable
 from fxtrain.trackers.tracker import At, Start, Tracker
 
 

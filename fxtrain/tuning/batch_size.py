@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from fxtrain import ops
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 from fxtrain.loop.releasing import empty_cache
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.ops.same_errors import fail_together

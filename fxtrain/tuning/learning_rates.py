@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain import ops
-from fxtrain._errors import PlanError, StepError
 from fxtrain._record import record, shown
 from fxtrain.data import Sharded
+from fxtrain.errors import PlanError, StepError
 from fxtrain.loop.means import Mean
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.ops.whole_tensors import local_values

@@ -6,8 +6,8 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from fxtrain._errors import PlanError
 from fxtrain._record import at_least, between, record, shown
+from fxtrain.errors import PlanError
 
 
 @record

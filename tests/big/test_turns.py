@@ -80,7 +80,7 @@ def test_a_wrapped_model_takes_turns():
 def test_a_model_that_calls_another_is_an_error(three):
     _, models, turns = three
     models["text"].register_forward_pre_hook(lambda *_: models["unet"](X) and None)
-    with pytest.raises(fx.StepError, match="forward of 'text' runs"):
+    with pytest.raises(fx.errors.StepError, match="forward of 'text' runs"):
         models["text"](X)
     assert turns.running == [] and turns.resident == ["text"]
 

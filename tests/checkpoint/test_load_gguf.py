@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fxtrain as fx
+from fxtrain.errors import MissingPackageError
 from fxtrain.models.tensor_sources import open_source
 from tests._packaged_models import SMOLLM2, packaged, smollm2_config
 
@@ -95,7 +96,7 @@ def test_a_unit_on_disk_is_used_where_it_is_in_a_gguf_file(tmp_path):
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     write(tmp_path / "a.gguf", Decoder(), gguf.GGMLQuantizationType.Q8_0)
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(fx.MissingPackageError, match=r"gguf.*pip install 'fxtrain\[models\]'"):
+    with pytest.raises(MissingPackageError, match=r"gguf.*pip install 'fxtrain\[models\]'"):
         fx.load_model(tmp_path / "a.gguf", Decoder())
 
 

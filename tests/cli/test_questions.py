@@ -286,5 +286,5 @@ def test_ctrl_c_leaves_without_a_file():
 
 def test_without_questionary_the_command_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "questionary", None)
-    with pytest.raises(fx.MissingPackageError, match=r"fxtrain\[cli\]"):
+    with pytest.raises(fx.errors.MissingPackageError, match=r"fxtrain\[cli\]"):
         arrow_keys(Question(path="p", text="?"))

@@ -88,7 +88,7 @@ def _run(ctx, plan, case, way):
         for count, batch in enumerate(epoch):
             try:
                 report = way(ctx, batch, model, case)
-            except fx.StepError as error:
+            except fx.errors.StepError as error:
                 told.append(str(error))
                 continue
             told.append((report.applied, report.skipped, report.position, float(report.weight)))

@@ -108,7 +108,7 @@ def _by_module(model):
     try:
         with torch.no_grad():
             return model.module.generate(PROMPT, max_new_tokens=4, do_sample=False).tolist()
-    except fx.StepError as error:
+    except fx.errors.StepError as error:
         return str(error)
 
 

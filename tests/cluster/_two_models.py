@@ -43,6 +43,6 @@ def error_inside_a_window(ctx, plan, optimizer, judges_loss, reaches, dtype=torc
     fx.step(ctx, batch, of_judge)
     try:
         fx.step(ctx, batch, of_maker)
-    except fx.StepError as error:
+    except fx.errors.StepError as error:
         return str(error)
     return None

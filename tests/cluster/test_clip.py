@@ -61,7 +61,7 @@ def test_norms_are_those_of_torch_on_one_process(pair, name, p, part):
 def test_parameters_of_another_model_and_norms_that_are_none_are_refused():
     with fx.detect(env={}, device="cpu") as ctx:
         model = fx.wrap(_net(), ctx)
-        with pytest.raises(fx.StepError, match="2 of these 2 are not"):
+        with pytest.raises(fx.errors.StepError, match="2 of these 2 are not"):
             ops.clip_norm(model, 1.0, parameters=_net()[0].parameters())
-        with pytest.raises(fx.StepError, match="number above 0"):
+        with pytest.raises(fx.errors.StepError, match="number above 0"):
             ops.clip_norm(model, 1.0, norm_type=0)

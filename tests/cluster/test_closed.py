@@ -44,7 +44,7 @@ def _after_closing(ctx, folder, mesh):
     for name, use in uses.items():
         try:
             use()
-        except fx.ContextError as error:
+        except fx.errors.ContextError as error:
             found[name] = str(error)
         else:
             found[name] = "no error"
@@ -63,5 +63,5 @@ def test_a_closed_context_of_one_rank_refuses_every_use(tmp_path):
         uses = _uses(ctx, str(tmp_path))
     fx.close(ctx)
     for name, use in uses.items():
-        with pytest.raises(fx.ContextError, match=CLOSED):
+        with pytest.raises(fx.errors.ContextError, match=CLOSED):
             pytest.fail(f"{name}: {use()}")

@@ -81,7 +81,7 @@ def _copy_of_handle(ctx):
 
 
 def test_a_copy_of_the_handle_is_closed_too(clusters):
-    with pytest.raises(fx.StepError, match=r"this model was unwrapped"):
+    with pytest.raises(fx.errors.StepError, match=r"this model was unwrapped"):
         clusters[1].run(_copy_of_handle)
 
 

@@ -26,14 +26,14 @@ def _env(rank, world, port):
 
 def test_a_missing_rank_is_named_within_the_timeout():
     started = time.monotonic()
-    with pytest.raises(fx.ContextError, match="never joined: 1, 2"):
+    with pytest.raises(fx.errors.ContextError, match="never joined: 1, 2"):
         fx.detect(_env(0, 3, free_port()), device="cpu", timeout_s=2)
     assert time.monotonic() - started < 10
 
 
 def test_an_address_where_nobody_listens_is_named():
     port = free_port()
-    with pytest.raises(fx.ContextError, match=f"127.0.0.1:{port} within 2 s"):
+    with pytest.raises(fx.errors.ContextError, match=f"127.0.0.1:{port} within 2 s"):
         fx.detect(_env(1, 2, port), device="cpu", timeout_s=2)
 
 
@@ -43,12 +43,12 @@ def test_an_address_where_nobody_listens_is_named():
 def test_a_device_that_is_not_there_is_refused(device, words):
     if torch.accelerator.is_available():
         pytest.skip("this machine has an accelerator")
-    with pytest.raises(fx.ContextError, match=words):
+    with pytest.raises(fx.errors.ContextError, match=words):
         fx.detect({}, device=device)
 
 
 def test_a_timeout_is_positive():
-    with pytest.raises(fx.ContextError, match="timeout"):
+    with pytest.raises(fx.errors.ContextError, match="timeout"):
         fx.detect({}, device="cpu", timeout_s=0)
 
 

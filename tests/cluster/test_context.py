@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.data.sequence_slices import make_splitter
+from fxtrain.errors import DataError, StepError
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.testing import Transformer, fake_world
@@ -94,7 +95,7 @@ def test_a_batch_that_cannot_be_cut_is_refused_on_every_context_rank(name):
     for rank in (0, 1):
         with fake_world(2, rank=rank, mesh=PAIR) as ctx:
             cut = make_splitter(ctx, _cp(**options))
-            with pytest.raises(fx.DataError, match=words):
+            with pytest.raises(DataError, match=words):
                 cut(batch)
 
 
@@ -151,21 +152,22 @@ class _Attends(nn.Module):
 def test_attention_that_cannot_go_over_ranks_is_refused(options, words):
     with fake_world(2, rank=1, mesh=PAIR) as ctx:
         model = fx.wrap(_Attends(**options), ctx, _cp())
-        with pytest.raises(fx.StepError, match=words):
+        with pytest.raises(StepError, match=words):
             model(torch.ones(1, 4))
 
 
 def test_positions_need_tokens_and_tables_that_are_long_enough():
     with fake_world(2, rank=1, mesh=PAIR) as ctx:
         model = fx.wrap(Transformer(), ctx, _cp(tables=("position",)))
-        with pytest.raises(fx.StepError, match="has 8 rows, but sequences have 16 tokens"):
+        with pytest.raises(StepError, match="has 8 rows, but sequences have 16 tokens"):
             model(torch.zeros(1, 8, dtype=torch.int64))
         assert model.module.position.shape[0] == 8
         with pytest.raises(
-            fx.StepError, match="chunks of equal length of every sequence, but found 3 tokens"
+            StepError,
+            match="chunks of equal length of every sequence, but found 3 tokens",
         ):
             ops.token_positions(3, model)
-        with pytest.raises(fx.StepError, match="no tensor with a dimension 1"):
+        with pytest.raises(StepError, match="no tensor with a dimension 1"):
             model(torch.zeros(8, dtype=torch.int64))
 
 
@@ -190,7 +192,7 @@ def _train_llama(ctx, mesh):
     if mesh is not None:
         try:
             model(input_ids=torch.zeros(1, 4).long(), labels=torch.zeros(1, 4).long())
-        except fx.StepError as error:
+        except StepError as error:
             refused = "shifts labels itself" in str(error)
     return norms, {n: p.detach() for n, p in fx.unwrap(model).named_parameters()}, refused
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from fxtrain import CollectiveError, DataError, ops
+from fxtrain import CollectiveError, ops
+from fxtrain.errors import DataError
 
 
 def _fails(ctx, who, nested):

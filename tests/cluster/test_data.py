@@ -5,7 +5,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import fxtrain as fx
-from fxtrain import CollectiveError, DataError, ops
+from fxtrain import CollectiveError, ops
+from fxtrain.errors import DataError
 from tests.data._streams import Numbers
 
 DISPATCH = fx.Data(source="dispatch")

@@ -15,7 +15,7 @@ def _code_of_rank_1(ctx, error):
     ("error", "code"),
     [
         (fx.CheckpointError("x was changed.", code="FX602"), "FX602"),
-        (fx.DataError("Row 7 is empty."), "FX400"),
+        (fx.errors.DataError("Row 7 is empty."), "FX400"),
         (fx.CollectiveError("Another rank failed: [FX400]"), "FX400"),
     ],
     ids=["precise", "class", "quoted"],

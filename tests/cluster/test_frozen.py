@@ -154,7 +154,7 @@ REFUSED = {
 def test_a_change_that_a_strategy_cannot_follow_is_refused(pair, name):
     options, change, words = REFUSED[name]
     for kind, told in pair.run(_refused, options, change):
-        assert kind is fx.StepError and told.startswith(words) and told.endswith("[FX505]")
+        assert kind is fx.errors.StepError and told.startswith(words) and told.endswith("[FX505]")
 
 
 def _unfreeze_on_rank_1(ctx):

@@ -224,7 +224,7 @@ def test_a_non_finite_shard_is_everyones(pair):
         assert run.applied == [True, False, True]
         assert all(torch.isfinite(value).all() for value in run.parameters.values())
     for error in pair.outcomes(_nonfinite, "raise"):
-        assert isinstance(error, fx.StepError)
+        assert isinstance(error, fx.errors.StepError)
         first, second = str(error).splitlines()[1:3]
         assert first == "  rank 0: 0 non-finite losses; gradients are non-finite"
         assert second.startswith("  rank 1: 1 non-finite loss; ")

@@ -58,7 +58,7 @@ def _penalty(ctx):
         (slope,) = torch.autograd.grad(out, x, create_graph=True)
         return out + slope.square().sum()
 
-    with pytest.raises(fx.StepError, match="needs them a second time") as caught:
+    with pytest.raises(fx.errors.StepError, match="needs them a second time") as caught:
         fx.step(ctx, next(iter(fx.shard(data(), ctx, PLAN))), fx.StepFns(model, loss))
     return str(caught.value)
 

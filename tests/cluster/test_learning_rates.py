@@ -136,7 +136,7 @@ def test_an_open_window_is_refused():
         loader = fx.shard(DataLoader(torch.ones(4, 1), batch_size=1), ctx, plan)
         fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
         fx.step(ctx, next(iter(loader)), fns)
-        with pytest.raises(fx.StepError, match="window is open"):
+        with pytest.raises(fx.errors.StepError, match="window is open"):
             fx.tuning.find_lr(ctx, fns, loader)
 
 

@@ -46,13 +46,13 @@ def test_keywords_of_the_standard_library_reach_it(ctx, caplog):
 @pytest.mark.parametrize("wrong", [{"loss": 1}, None, "loss"])
 def test_a_logger_wants_a_context(wrong):
     with pytest.raises(
-        fx.ContextError, match=r"log takes a context, found .*fx\.ops\.log\(ctx\)\.info"
+        fx.errors.ContextError, match=r"log takes a context, found .*fx\.ops\.log\(ctx\)\.info"
     ):
         fx.ops.log(wrong)
 
 
 def test_a_logger_wants_a_name(ctx):
-    with pytest.raises(fx.ContextError, match=r"name=3"):
+    with pytest.raises(fx.errors.ContextError, match=r"name=3"):
         fx.ops.log(ctx, 3)
 
 

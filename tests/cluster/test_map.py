@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxtrain import ops
-from fxtrain._errors import CollectiveError, DataError
+from fxtrain.errors import CollectiveError, DataError
 
 
 def _squares(ctx, count, batch, order):

@@ -73,7 +73,7 @@ def _refused(ctx, name):
     loader = DataLoader(TensorDataset(torch.zeros(5, 2)), batch_size=2)
     try:
         return fx.evaluate(ctx, model, loader, fn, metrics=metrics)
-    except fx.DataError as error:
+    except fx.errors.DataError as error:
         return str(error)
 
 
@@ -94,7 +94,7 @@ def _loaders(ctx):
     ):
         try:
             fx.evaluate(ctx, model, loader, lambda model, batch: batch[0])
-        except fx.DataError as error:
+        except fx.errors.DataError as error:
             found.append(str(error))
     return found
 
@@ -122,5 +122,5 @@ def test_a_running_mean_is_that_of_all_ranks(cluster):
 
 
 def test_what_is_no_number_has_no_mean():
-    with pytest.raises(fx.DataError, match=r"found tensor\("):
+    with pytest.raises(fx.errors.DataError, match=r"found tensor\("):
         fx.Mean().update(torch.zeros(2))

@@ -97,7 +97,7 @@ def test_a_compiled_handle_can_be_called_and_not_trained():
         compiled = torch.compile(model, backend="eager")
         rows = torch.ones(3, 2)
         assert torch.equal(compiled(rows), model(rows))
-        with pytest.raises(fx.StepError, match=r"Use fx\.Plan\(compile=True\)"):
+        with pytest.raises(fx.errors.StepError, match=r"Use fx\.Plan\(compile=True\)"):
             fx.StepFns(compiled, lambda model, batch: model(batch).sum())
 
 
@@ -106,5 +106,5 @@ def test_a_handle_of_a_module_that_was_given_back_refuses_calls():
         model = fx.wrap(torch.nn.Linear(2, 1), ctx)
         fx.unwrap(model)
         for call in (model.named_parameters, model.named_modules, model.state_dict):
-            with pytest.raises(fx.StepError, match="closed its handle"):
+            with pytest.raises(fx.errors.StepError, match="closed its handle"):
                 call()

@@ -98,5 +98,5 @@ def test_one_rank_is_a_node():
     with fx.detect(env={}, device="cpu") as ctx:
         assert ctx.axis("node").world_size == 1
         assert ops.on_main(lambda: "once", ctx.axis("node")) == "once"
-    with pytest.raises(fx.ContextError):
+    with pytest.raises(fx.errors.ContextError):
         ops.barrier(ctx.axis("node"))

@@ -7,8 +7,9 @@ import attrs
 import pytest
 import torch
 
-from fxtrain import DataError, ops
+from fxtrain import ops
 from fxtrain._tree import map_leaves
+from fxtrain.errors import DataError
 
 Point = namedtuple("Point", "x y")
 

@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from fxtrain import CollectiveError, ContextError, ops
+from fxtrain import CollectiveError, ops
+from fxtrain.errors import ContextError
 
 
 def _numbers(ctx):

@@ -4,7 +4,8 @@ import pytest
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 import fxtrain as fx
-from fxtrain import CollectiveError, DataError
+from fxtrain import CollectiveError
+from fxtrain.errors import DataError
 
 DECLARED = fx.Data(source="sharded")
 

@@ -143,7 +143,7 @@ def _step_between(ctx, wrapped, sharded):
     batch = next(iter(fx.shard(DataLoader(torch.ones(8, 2), batch_size=2), ctx, sharded)))
     try:
         return fx.step(ctx, batch, fns).applied
-    except fx.StepError as error:
+    except fx.errors.StepError as error:
         assert torch.equal(net.weight, before) and net.weight.grad is None
         return str(error)
 

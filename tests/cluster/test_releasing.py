@@ -40,7 +40,7 @@ def test_memory_is_smaller_afterwards():
         assert released.freed == released.before.now - released.after.now
         assert released.freed > 15_000_000  # of 30 MB: weights and two states
         assert {one.device.type for one in net.state_dict().values()} == {"meta"}
-        with pytest.raises(fx.StepError, match=r"fx\.release"):
+        with pytest.raises(fx.errors.StepError, match=r"fx\.release"):
             model(torch.ones(2, WIDTH))
         again = fx.release(model)
         assert again.after.now > 0

@@ -96,7 +96,7 @@ def _meet(keys):
         topology = Topology(rank=rank, world_size=len(keys), main_port=port)
         try:
             return open_store(topology, 20.0, key=keys[rank])
-        except fx.ContextError as error:
+        except fx.errors.ContextError as error:
             return str(error)
 
     with ThreadPoolExecutor(len(keys)) as pool:
@@ -117,5 +117,5 @@ def test_ranks_with_the_same_secret_meet(key):
 
 
 def test_a_secret_that_can_be_guessed_is_refused():
-    with pytest.raises(fx.ContextError, match=f"{SECRET} has 5 characters"):
+    with pytest.raises(fx.errors.ContextError, match=f"{SECRET} has 5 characters"):
         fx.detect({SECRET: "12345"}, device="cpu")

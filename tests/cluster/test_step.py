@@ -143,7 +143,7 @@ def test_non_finite_values_are_ignored_if_asked(pair):
 
 def test_non_finite_values_raise_everywhere(pair):
     for error in pair.outcomes(_nonfinite, "raise"):
-        assert isinstance(error, fx.StepError)
+        assert isinstance(error, fx.errors.StepError)
         assert "update 2" in str(error) and "rank 1: 1 non-finite loss;" in str(error)
 
 

@@ -74,7 +74,7 @@ def test_sequences_need_blocks_and_a_length_that_divides():
         with pytest.raises(fx.PlanError, match=r"attn\.c_attn, .* are not split"):
             fx.wrap(gpt2(), ctx, _tp(sequence=True))
         model = fx.wrap(Transformer(), ctx, _tp(*ATTENTION, UP, DOWN, sequence=True))
-        with pytest.raises(fx.StepError, match="has 7 tokens"):
+        with pytest.raises(fx.errors.StepError, match="has 7 tokens"):
             model(torch.zeros(1, 7, dtype=torch.int64))
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain import DataError
+from fxtrain.errors import DataError
 
 # Rows of each rank, for each batch in turn.
 ROWS = ((3, 1), (2, 2), (0, 4), (5, 0))

@@ -74,7 +74,7 @@ class _Spiteful:
 
 
 def _missing(config, start):
-    raise fx.MissingPackageError("mine needs a package")
+    raise fx.errors.MissingPackageError("mine needs a package")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
+from fxtrain.errors import StepError
 from tests._slow import slow_after
 from tests.cluster._both_ways import Case, both_ways, check_equal
 from tests.cluster._models import PIPELINES
@@ -147,7 +148,7 @@ def _pipeline(ctx):
         batch = next(iter(loader))
         try:
             fx.update(placed, batch, model, F.cross_entropy(model(batch[0]), batch[1]))
-        except fx.StepError as error:
+        except StepError as error:
             return str(error)
         return None
 
@@ -159,7 +160,7 @@ def test_a_pipeline_says_why_it_cannot(pair):
 
 
 def _refused(ctx, words, *args):
-    with pytest.raises(fx.StepError, match=words):
+    with pytest.raises(StepError, match=words):
         fx.update(ctx, *args)
 
 
@@ -186,10 +187,10 @@ def test_what_is_refused(ctx):
 def test_a_loss_outside_of_autocast_is_refused_with_the_lines_that_do_it(ctx, compute):
     model, loader = _wrapped(ctx, fx.Plan(precision=compute))
     batch = next(iter(loader))
-    with pytest.raises(fx.StepError, match=r"`with fx\.ops\.autocast\(model\): loss = \.\.\.`"):
+    with pytest.raises(StepError, match=r"`with fx\.ops\.autocast\(model\): loss = \.\.\.`"):
         fx.update(ctx, batch, model, F.cross_entropy(model(batch[0]), batch[1]))
     total = F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
-    with pytest.raises(fx.StepError, match=f"precision='{compute}'"):
+    with pytest.raises(StepError, match=f"precision='{compute}'"):
         fx.update(ctx, batch, model, fx.Weighted(total, len(batch[1])))
     assert fx.update(ctx, batch, model, F.cross_entropy(model(batch[0]).float(), batch[1]))
 
@@ -212,7 +213,7 @@ def _with_own_calls(ctx, call):
                 scheduler.step()
             if call == "restored":
                 scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 0})
-    except fx.StepError as error:
+    except StepError as error:
         return str(error)
     return scheduler.last_epoch
 

@@ -261,7 +261,7 @@ def _stage(ctx):
         for call in (net, net.embed, net.head):
             try:
                 call(torch.zeros(2, 6, dtype=torch.int64))
-            except (fx.StepError, RuntimeError) as error:
+            except (fx.errors.StepError, RuntimeError) as error:
                 said.append(str(error))
         whole = fx.unwrap(model)
         return said, whole(torch.zeros(2, 6, dtype=torch.int64)).shape

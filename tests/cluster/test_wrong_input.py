@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from fxtrain.errors import StepError
 from tests.cluster._small_nets import SGD, small_data, small_net, square_loss, train_small
 
 
@@ -55,7 +56,7 @@ BAD_LOSSES = {
 def test_a_loss_that_cannot_be_trained_on_is_refused(ctx, name):
     loss, words = BAD_LOSSES[name]
     model = fx.wrap(small_net(), ctx, optimizer=SGD)
-    with pytest.raises(fx.StepError, match=words):
+    with pytest.raises(StepError, match=words):
         fx.step(ctx, _one_batch(ctx), fx.StepFns(model=model, loss=loss))
 
 
@@ -120,7 +121,7 @@ def _with_unused(ctx, strategy, accumulate):
     for batch in fx.shard(DataLoader(small_data(), batch_size=4), ctx, plan):
         try:
             fx.step(ctx, batch, fns)
-        except fx.StepError as error:
+        except StepError as error:
             words.append(str(error))
     return words
 
@@ -138,13 +139,13 @@ def test_a_parameter_without_gradient_is_named_with_what_allows_it(pair, accumul
 
 def test_step_refuses_what_is_no_batch_and_no_trained_model(ctx):
     model = fx.wrap(small_net(), ctx, optimizer=SGD)
-    with pytest.raises(fx.StepError, match=r"fx\.shard"):
+    with pytest.raises(StepError, match=r"fx\.shard"):
         fx.step(ctx, small_data()[0], fx.StepFns(model=model, loss=square_loss))
-    with pytest.raises(fx.StepError, match="no optimizer"):
+    with pytest.raises(StepError, match="no optimizer"):
         fx.step(ctx, _one_batch(ctx), fx.StepFns(model=fx.wrap(small_net(), ctx), loss=square_loss))
-    with pytest.raises(fx.StepError, match=r"fx\.wrap"):
+    with pytest.raises(StepError, match=r"fx\.wrap"):
         fx.StepFns(model=small_net(), loss=square_loss)
-    with pytest.raises(fx.StepError, match="function"):
+    with pytest.raises(StepError, match="function"):
         fx.StepFns(model=model, loss=None)
 
 
@@ -212,5 +213,5 @@ def test_step_functions_by_position(ctx):
 )
 def test_a_criterion_as_a_loss_is_answered_by_the_function_to_write(ctx, loss):
     model = fx.wrap(small_net(), ctx, optimizer=SGD)
-    with pytest.raises(fx.StepError, match=r"lambda model, batch: .*\(model\(batch\[0\]\), batch"):
+    with pytest.raises(StepError, match=r"lambda model, batch: .*\(model\(batch\[0\]\), batch"):
         fx.StepFns(model, loss)

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain._errors import PlanError, escape_unprintable
 from fxtrain.cli import main
 from fxtrain.curves import page_of, picture_of, read_curves
+from fxtrain.errors import PlanError, escape_unprintable
 from fxtrain.trackers import read_run
 from tests._slow import slow_after
 from tests.curves._runs import written

@@ -16,10 +16,10 @@ def write_megatron(folder, documents, sequences=None, name="a"):
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, n, len(bounds))
     index = struct.pack(f"<{n}i{n}q{len(bounds)}q", *sizes, *starts, *bounds)
     (folder / f"{name}.idx").write_bytes(head + index)
-    return fx.MegatronTokens(path=str(folder / name))
+    return fx.data.MegatronTokens(path=str(folder / name))
 
 
 def write_nanogpt(folder, documents, name="a"):
     flat = [token for document in documents for token in (*document, 0)]
     (folder / name).write_bytes(struct.pack(f"<{len(flat)}H", *flat))
-    return fx.NanoGPTTokens(path=str(folder / name), end=0)
+    return fx.data.NanoGPTTokens(path=str(folder / name), end=0)

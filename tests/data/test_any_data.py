@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import fxtrain as fx
-from fxtrain import DataError
+from fxtrain.errors import DataError
 from fxtrain.state import DistContext
 
 

@@ -109,7 +109,7 @@ def test_a_global_batch_of_a_batch_sampler_is_shared():
 def test_a_global_batch_that_does_not_divide_is_an_error_on_every_rank():
     for loader in shards(2, fx.Plan(batch="global"), batch_sampler=Fixed([0, 1], [2, 3, 4])):
         batches = iter(loader)
-        with pytest.raises(fx.DataError, match="batch 1 of the batch sampler has 3 rows"):
+        with pytest.raises(fx.errors.DataError, match="batch 1 of the batch sampler has 3 rows"):
             list(batches)
 
 
@@ -174,7 +174,7 @@ def test_keys_need_not_be_numbers():
 
 def test_a_position_beyond_the_sampler_stems_from_other_data():
     (loader,) = shards(1, batch_sampler=Fixed([0], [1]))
-    with pytest.raises(fx.DataError, match="ends at 2"):
+    with pytest.raises(fx.errors.DataError, match="ends at 2"):
         list(loader.at(fx.Position(index=3)))
 
 
@@ -186,5 +186,5 @@ def test_workers_change_nothing(workers):
 
 def test_a_batch_of_no_rows_is_refused():
     for loader in shards(2, fx.Plan(even="uneven"), batch_sampler=Fixed([0], [1], [], [2])):
-        with pytest.raises(fx.DataError, match="empty batch"):
+        with pytest.raises(fx.errors.DataError, match="empty batch"):
             list(loader)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import fxtrain as fx
 from fxtrain import ops
+from fxtrain.errors import DataError
 from fxtrain.state import DistContext
 
 
@@ -64,7 +65,7 @@ def _read(dataset, **settings):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_of_fewer_rows_than_it_says(workers):
-    with pytest.raises(fx.DataError, match=r"Claims raised IndexError while reading the rows") as e:
+    with pytest.raises(DataError, match=r"Claims raised IndexError while reading the rows") as e:
         _read(Claims(16), num_workers=workers)
     assert "8, 9, 10, 11" in str(e.value) and "row 10 of 10" in str(e.value)
     assert "len(dataset) is 16" in str(e.value) and "__len__" in str(e.value)
@@ -73,10 +74,10 @@ def test_a_dataset_of_fewer_rows_than_it_says(workers):
 
 @pytest.mark.parametrize("length", [-1, 2**70])
 def test_a_length_that_is_none(length):
-    with pytest.raises(fx.DataError, match=r"length of the SequentialSampler.*0 or more"):
+    with pytest.raises(DataError, match=r"length of the SequentialSampler.*0 or more"):
         _read(Claims(length))
     sharded = fx.shard(DataLoader(Claims(length), batch_size=4), DistContext())
-    with pytest.raises(fx.DataError, match="0 or more"):
+    with pytest.raises(DataError, match="0 or more"):
         len(sharded)
 
 
@@ -85,14 +86,14 @@ def test_a_length_that_turns_negative_under_a_shuffle():
     loader = DataLoader(dataset, batch_size=2, sampler=RandomSampler(dataset))
     sharded = fx.shard(loader, DistContext())
     dataset.length = -4
-    with pytest.raises(fx.DataError, match="0 or more"):
+    with pytest.raises(DataError, match="0 or more"):
         list(sharded)
 
 
 # torch's handler of SIGCHLD may raise a second time, inside its own iterator's __del__.
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_is_killed():
-    with pytest.raises(fx.DataError, match=r"a worker process of this DataLoader \(num_workers=1"):
+    with pytest.raises(DataError, match=r"a worker process of this DataLoader \(num_workers=1"):
         _read(Dies(), num_workers=1)
 
 

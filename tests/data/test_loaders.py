@@ -200,7 +200,7 @@ def test_every_setting_is_kept(monkeypatch):
 
 def test_batches_out_of_order_are_refused():
     loader = DataLoader(range(8), num_workers=1, in_order=False)
-    with pytest.raises(fx.DataError, match="in_order=True"):
+    with pytest.raises(fx.errors.DataError, match="in_order=True"):
         fx.shard(loader, DistContext())
 
 
@@ -217,7 +217,7 @@ class Named(DataLoader):
 
 
 def test_a_subclass_is_refused_only_where_it_would_be_bypassed():
-    with pytest.raises(fx.DataError, match=r"Doubling overrides DataLoader\.__iter__"):
+    with pytest.raises(fx.errors.DataError, match=r"Doubling overrides DataLoader\.__iter__"):
         fx.shard(Doubling(range(3)), DistContext())
     assert read(Named(range(4), batch_size=2)) == [[1, 5]]
 
@@ -257,7 +257,7 @@ def test_without_batching_items_are_dealt(workers):
     assert [b.valid.tolist() for b in found[1]] == [[True], [True], [False]]
     assert found[0][-1].position == fx.Position(index=5, samples=5, updates=3, is_last=True)
     assert found[0][-1].sizes == (1, 1)
-    with pytest.raises(fx.DataError, match="single items"):
+    with pytest.raises(fx.errors.DataError, match="single items"):
         fx.shard(loader, world(2)[0], fx.Plan(batch="global"))
 
 

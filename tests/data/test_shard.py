@@ -193,7 +193,7 @@ class _Counting(IterableDataset):
     ],
 )
 def test_wrong_calls_say_what_to_do(call, says):
-    with pytest.raises(fx.DataError, match=says):
+    with pytest.raises(fx.errors.DataError, match=says):
         call(DistContext())
 
 
@@ -207,12 +207,12 @@ def test_an_unknown_length_does_not_stop_list():
 @pytest.mark.parametrize(("size", "ways"), [(10, "8 or 12"), (3, "4")])
 def test_a_global_batch_that_does_not_divide_names_sizes_that_do(size, ways):
     for ctx in world(4):
-        with pytest.raises(fx.DataError, match=f"Use batch_size={ways}, or"):
+        with pytest.raises(fx.errors.DataError, match=f"Use batch_size={ways}, or"):
             fx.shard(DataLoader(range(40), batch_size=size), ctx, fx.Plan(batch="global"))
 
 
 def test_a_distributed_sampler_is_refused():
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
-    with pytest.raises(fx.DataError, match="without it") as caught:
+    with pytest.raises(fx.errors.DataError, match="without it") as caught:
         fx.shard(DataLoader(range(8), sampler=sampler), DistContext())
     assert 'source="sharded"' in str(caught.value)

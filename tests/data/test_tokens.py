@@ -41,7 +41,7 @@ def _shift_bounds(path):
 def test_damaged_files_are_errors(tmp_path, name, damage, message):
     source = write_megatron(tmp_path, [[1, 2, 3], [4, 5]])
     damage(tmp_path / name)
-    with pytest.raises(fx.DataError, match=message):
+    with pytest.raises(fx.errors.DataError, match=message):
         fx.tokens(source, world(1)[0], length=2, batch_size=1)
 
 
@@ -51,7 +51,7 @@ def test_documents_of_no_sequence_are_errors(tmp_path, bounds):
     path = tmp_path / "a.idx"
     path.write_bytes(path.read_bytes()[:-32] + struct.pack("<4q", *bounds))
     with pytest.raises(
-        fx.DataError,
+        fx.errors.DataError,
         match=r"a\.idx (has documents that are not in order|starts a document at sequence)",
     ):
         list(fx.tokens(source, world(1)[0], length=6, batch_size=1, documents=True))
@@ -62,7 +62,7 @@ def test_documents_of_no_sequence_are_errors(tmp_path, bounds):
 )
 def test_wrong_arguments_are_errors(tmp_path, wrong):
     given = {"source": write_nanogpt(tmp_path, [[1]]), "length": 1, "batch_size": 1, **wrong}
-    with pytest.raises(fx.DataError, match=next(iter(wrong))):
+    with pytest.raises(fx.errors.DataError, match=next(iter(wrong))):
         fx.tokens(given.pop("source"), world(1)[0], **given)
 
 
@@ -86,7 +86,7 @@ def test_pointers_that_do_not_follow_each_other_are_errors(tmp_path, number):
     data = bytearray((tmp_path / "a.idx").read_bytes())
     struct.pack_into("<q", data, 34 + 3 * 4 + 8 * number, 2)
     (tmp_path / "a.idx").write_bytes(data)
-    with pytest.raises(fx.DataError, match=r"does not follow|describes"):
+    with pytest.raises(fx.errors.DataError, match=r"does not follow|describes"):
         fx.tokens(source, world(1)[0], length=2, batch_size=1)
 
 

@@ -59,14 +59,14 @@ def test_the_loader_has_its_batch():
 
 @pytest.mark.parametrize("call", [lambda one: one.updates(-1), lambda one: one.updates("3")])
 def test_a_wrong_number_is_named(call):
-    with pytest.raises(fx.DataError, match="pass the number of updates of the run"):
+    with pytest.raises(fx.errors.DataError, match="pass the number of updates of the run"):
         call(_loader())
-    with pytest.raises(fx.DataError, match=r"epochs=1.5.: pass the number of epochs"):
+    with pytest.raises(fx.errors.DataError, match=r"epochs=1.5.: pass the number of epochs"):
         _loader().updates(3, epochs=1.5)
 
 
 def test_epochs_without_a_batch_never_get_there():
-    with pytest.raises(fx.DataError, match="epoch 0 has no batch"):
+    with pytest.raises(fx.errors.DataError, match="epoch 0 has no batch"):
         list(_loader(1, drop_last=True).updates(3))
 
 

@@ -131,7 +131,7 @@ def test_an_update_with_a_non_finite_loss_is_left_out(pair, stage):
 def _message(ctx, plan):
     try:
         _with_a_bad_loss(ctx, plan, "gradient")
-    except fx.StepError as error:
+    except fx.errors.StepError as error:
         return str(error)
     return ""
 
@@ -214,7 +214,7 @@ def _inference(ctx, stage):
     refused = ""
     try:
         fx.ops.backward(model(torch.ones(3, 8)).sum(), model)
-    except fx.StepError as error:
+    except fx.errors.StepError as error:
         refused = str(error)
     return out, refused, float(module[1].running_mean[0])
 

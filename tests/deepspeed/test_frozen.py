@@ -14,7 +14,7 @@ pytestmark = pytest.mark.deepspeed
 def _on_ranks(ctx, stage, trained):
     try:
         return on_ranks(ctx, fx.DeepSpeed(stage=stage), trained)
-    except fx.StepError as error:
+    except fx.errors.StepError as error:
         return str(error)
 
 

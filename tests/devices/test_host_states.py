@@ -182,7 +182,7 @@ def _later(ctx):
     another = nn.Parameter(torch.ones(2, device=ctx.device))
     try:
         model.optimizer.add_param_group({"params": [another]})
-    except fx.StepError as error:
+    except fx.errors.StepError as error:
         found.append(str(error))
     for optimizer in (ready, model.optimizer):
         try:

@@ -131,7 +131,7 @@ def _counted(ctx, kind):
     try:
         for batch in list(loader)[:3]:
             fx.step(ctx, batch, fns)
-    except fx.StepError as error:
+    except fx.errors.StepError as error:
         return str(error)
     return [group["count"] for group in fns.model.optimizer.param_groups]
 

@@ -34,7 +34,7 @@ def test_a_hostfile_is_read_in_its_order():
     ],
 )
 def test_a_hostfile_that_is_none_is_refused(text, words):
-    with pytest.raises(fx.LaunchError, match=words):
+    with pytest.raises(fx.errors.LaunchError, match=words):
         read_hosts(text)
 
 
@@ -63,7 +63,7 @@ def test_filters_keep_the_order_of_the_hostfile(include, exclude, left):
     ],
 )
 def test_filters_that_do_not_fit_are_refused(include, exclude, words):
-    with pytest.raises(fx.LaunchError, match=words):
+    with pytest.raises(fx.errors.LaunchError, match=words):
         filter_hosts(HOSTS, include, exclude)
 
 
@@ -91,7 +91,7 @@ def test_the_command_line_holds_machines_slots_and_words():
     assert environment == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-p 2222"}
     assert "--module" in deepspeed_argv({"a": (0,)}, ("pkg.train",), folder="/", module=True)[0]
     for hosts, command in (({}, ("x",)), ({"a": (0,)}, ())):
-        with pytest.raises(fx.LaunchError, match="machines and a script"):
+        with pytest.raises(fx.errors.LaunchError, match="machines and a script"):
             deepspeed_argv(hosts, command, folder="/")
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from fxtrain import LaunchError
+from fxtrain.errors import LaunchError
 from fxtrain.launch import LaunchSpec, load_torch
 from fxtrain.launch.launchers.native.elastic import check_devices
 

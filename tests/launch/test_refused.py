@@ -5,7 +5,7 @@ import os
 import attrs
 import pytest
 
-from fxtrain import LaunchError
+from fxtrain.errors import LaunchError
 from fxtrain.launch import (
     LaunchSpec,
     MpiOptions,

@@ -6,7 +6,6 @@ import sys
 import attrs
 import pytest
 
-import fxtrain as fx
 from fxtrain import _addresses
 from fxtrain._addresses import (
     Route,
@@ -14,6 +13,7 @@ from fxtrain._addresses import (
     interface_of,
     loopback_route,
 )
+from fxtrain.errors import ContextError
 from fxtrain.launch import LaunchSpec, Machine, native
 
 FAR = Route(address="10.0.0.2", interface="eth3")
@@ -53,7 +53,7 @@ def test_several_networks_behind_a_main_name_of_loopback(monkeypatch):
     own = {"lo": "127.0.0.1", "eth0": "10.0.0.2", "ib0": "10.1.0.2"}
     monkeypatch.setattr(_addresses, "_towards", lambda host, port: "127.0.1.1")
     monkeypatch.setattr(_addresses, "_interfaces", lambda: own)
-    with pytest.raises(fx.ContextError, match=r"10.0.0.2 \(eth0\), 10.1.0.2 \(ib0\).*--local-add"):
+    with pytest.raises(ContextError, match=r"10.0.0.2 \(eth0\), 10.1.0.2 \(ib0\).*--local-add"):
         find_route("n0", 29500)
 
 

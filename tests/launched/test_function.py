@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain import LaunchError, ops
+from fxtrain import ops
+from fxtrain.errors import LaunchError
 from fxtrain.launch import Failure, LaunchResult, by_cause, describe
 from fxtrain.launch.machine import usable_cores
 from tests.launched._run import PYTHON, SCRIPTS, run, run_text

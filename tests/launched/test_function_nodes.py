@@ -8,7 +8,7 @@ import types
 import pytest
 
 import fxtrain as fx
-from fxtrain import LaunchError
+from fxtrain.errors import LaunchError
 from tests.launched._run import PYTHON, finish, start_fork
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -130,10 +130,10 @@ ADDRESS = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.1", "MASTER_P
 
 def test_a_script_that_asks_for_another_mesh_than_the_launch_is_refused_before_it_waits():
     env = {**ADDRESS, **_variables(fx.Plan(mesh="tensor=2"))}
-    with pytest.raises(fx.MeshError) as error:
+    with pytest.raises(fx.errors.MeshError) as error:
         fx.detect(env, device="cpu", mesh=fx.Mesh(shard=2))
     assert "shard=2" in str(error.value) and "tensor=2" in str(error.value)
-    with pytest.raises(fx.MeshError, match="this run has 1"):
+    with pytest.raises(fx.errors.MeshError, match="this run has 1"):
         fx.detect(_variables(fx.Plan(mesh="tensor=2")), device="cpu")
 
 
@@ -154,7 +154,7 @@ def test_the_same_mesh_in_the_script_and_in_the_launch(pair):
     for answer in pair.run(_axes, env, mesh):
         assert answer == (fx.Mesh(replicate=1, shard=2), [0, 1], (mesh, None))
     for answer in pair.run(_axes, env, fx.Mesh(replicate=2)):
-        assert isinstance(answer, fx.MeshError) and "differently" in str(answer)
+        assert isinstance(answer, fx.errors.MeshError) and "differently" in str(answer)
 
 
 def test_a_plan_with_another_mesh_than_the_context_names_both():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fxtrain as fx
-from fxtrain import LaunchError
+from fxtrain.errors import LaunchError
 from fxtrain.launch import orphans
 from tests.launched._run import FXTRAIN, PYTHON, SCRIPTS, finish, run, start
 from tests.launched.scripts.ranks import is_running, stubborn

@@ -28,7 +28,7 @@ def test_axes_of_a_mesh(rank, want):
             assert (axis.rank, axis.world_size) == (place, sizes[name])
             assert axis.comm.ranks[axis.rank] == rank
         assert ctx.axis("pipeline").world_size == ctx.axis("context").world_size == 1
-        with pytest.raises(fx.MeshError, match="no such axis"):
+        with pytest.raises(fx.errors.MeshError, match="no such axis"):
             ctx.axis("expert")
 
 
@@ -53,16 +53,16 @@ def test_data_is_split_over_the_data_axis_only():
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(mesh, words):
-    with pytest.raises(fx.MeshError, match=words):
+    with pytest.raises(fx.errors.MeshError, match=words):
         resolve_mesh(mesh, 8)
 
 
 def test_a_mesh_that_does_not_fit_is_refused_before_a_rank_waits_for_another():
     # Nobody answers there.
     env = {"RANK": "1", "WORLD_SIZE": "6", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "9"}
-    with pytest.raises(fx.MeshError, match="has 6") as error:
+    with pytest.raises(fx.errors.MeshError, match="has 6") as error:
         fx.detect(env, device="cpu", mesh=fx.Mesh(replicate=-1, shard=4))
-    assert isinstance(error.value, fx.PlanError) and isinstance(error.value, fx.ContextError)
+    assert isinstance(error.value, fx.PlanError) and isinstance(error.value, fx.errors.ContextError)
 
 
 def test_axis_groups_partition_the_world():

@@ -116,5 +116,5 @@ def test_blocks_compile_inside_the_region(ctx, monkeypatch):
 
 def test_a_missing_package_names_its_pip_command(ctx, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    with pytest.raises(fx.MissingPackageError, match=r"pip install 'fxtrain\[te\]'"):
+    with pytest.raises(fx.errors.MissingPackageError, match=r"pip install 'fxtrain\[te\]'"):
         fx.wrap(net(), ctx, PLAN)

@@ -180,7 +180,7 @@ def test_a_loop_that_ends_early_is_told():
 
 
 def test_a_function_that_never_trains_is_an_error():
-    with pytest.raises(fx.StepError, match="dry run of idle recorded no update"):
+    with pytest.raises(fx.errors.StepError, match="dry run of idle recorded no update"):
 
         def idle(ctx):
             return ctx.world_size
@@ -194,7 +194,7 @@ def test_a_function_that_never_trains_is_an_error():
         ({"world": 0}, fx.PlanError, "world=0"),
         ({"world": True}, fx.PlanError, "world=True"),
         ({"world": 4, "rank": 4}, fx.PlanError, "a rank from 0 to 3"),
-        ({"world": 6, "mesh": fx.Mesh(shard=4)}, fx.ContextError, "this run has 6"),
+        ({"world": 6, "mesh": fx.Mesh(shard=4)}, fx.errors.ContextError, "this run has 6"),
         ({"world": 2, "device_memory": "80 litres"}, fx.PlanError, "80GB"),
         ({"world": 2, "device_memory": -1}, fx.PlanError, "device_memory=-1"),
     ],
@@ -206,7 +206,7 @@ def test_impossible_worlds_are_refused(changes, error, says):
 
 
 def test_a_rank_of_a_real_group_cannot_pretend():
-    with fake_world(2), pytest.raises(fx.ContextError, match="fxtrain plan"):
+    with fake_world(2), pytest.raises(fx.errors.ContextError, match="fxtrain plan"):
         fx.dry_run(train_linear, world=4)
 
 

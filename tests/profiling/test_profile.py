@@ -192,10 +192,10 @@ def test_an_error_in_the_loop_ends_the_profiler(ctx, tmp_path):
 
 def test_a_nested_profiler_is_refused(ctx, tmp_path):
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    running = pytest.raises(fx.StepError, match="another profiler of torch is running")
+    running = pytest.raises(fx.errors.StepError, match="another profiler of torch is running")
     with torch.profiler.profile(activities=cpu), running:
         fx.profile(ctx, _spec(tmp_path)).__enter__()
-    ended = pytest.raises(fx.StepError, match="another profiler of torch has ended this one")
+    ended = pytest.raises(fx.errors.StepError, match="another profiler of torch has ended this one")
     outer = fx.Profile(folder=str(tmp_path / "outer"), wait=0, warmup=0, active=1)
     with ended, fx.profile(ctx, outer) as trace:
         with torch.profiler.profile(activities=cpu):

@@ -153,7 +153,7 @@ def test_what_cannot_be_compared(ctx, change, more, words):
 
 
 def test_no_batch_is_an_error(ctx):
-    with pytest.raises(fx.DataError, match=r"0 batches for 1 data rank\."):
+    with pytest.raises(fx.errors.DataError, match=r"0 batches for 1 data rank\."):
         fx.quality.compare(attrs.evolve(CASE, batches=[]), BF16, ctx)
 
 

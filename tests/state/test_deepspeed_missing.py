@@ -25,7 +25,7 @@ def test_a_missing_package_names_the_command(monkeypatch):
         return usual(name, *rest)
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(fx.MissingPackageError, match=r"pip install 'fxtrain\[deepspeed\]'"):
+    with pytest.raises(fx.errors.MissingPackageError, match=r"pip install 'fxtrain\[deepspeed\]'"):
         _wrap()
 
 
@@ -33,5 +33,5 @@ def test_an_old_package_names_the_command(monkeypatch):
     old = types.ModuleType("deepspeed")
     old.__version__ = "0.14.4"
     monkeypatch.setitem(sys.modules, "deepspeed", old)
-    with pytest.raises(fx.MissingPackageError, match=r"0\.14\.4 is installed.*--upgrade"):
+    with pytest.raises(fx.errors.MissingPackageError, match=r"0\.14\.4 is installed.*--upgrade"):
         _wrap()

@@ -14,6 +14,7 @@ import fxtrain as fx
 from fxtrain.backends.core.module_changes import xla_problems
 from fxtrain.backends.xla.strategy import RecompilationLog
 from fxtrain.data import to_device
+from fxtrain.errors import ContextError, MissingPackageError
 from fxtrain.ops import xla_runtime
 from fxtrain.state import Topology
 
@@ -40,19 +41,22 @@ def absent(monkeypatch):
 
 @pytest.mark.parametrize("asked", [{"device": "xla"}, {"env": {"PJRT_DEVICE": "TPU"}}])
 def test_a_missing_package_names_the_command(absent, asked):
-    with pytest.raises(fx.MissingPackageError, match=r"pip install 'fxtrain\[xla\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'fxtrain\[xla\]'"):
         fx.detect(**({"env": {}} | asked))
 
 
 def test_a_plan_for_it_names_the_command_too(absent):
-    with fx.detect({}, device="cpu") as ctx, pytest.raises(fx.MissingPackageError, match="Plan"):
+    with (
+        fx.detect({}, device="cpu") as ctx,
+        pytest.raises(MissingPackageError, match="Plan"),
+    ):
         fx.wrap(torch.nn.Linear(1, 1), ctx, fx.Plan(strategy=fx.XLA()))
 
 
 def test_a_package_for_another_torch_names_both_versions(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.9.0")
-    with pytest.raises(fx.MissingPackageError, match=r"torch==1\.9\.0 torch_xla==1\.9\.0"):
+    with pytest.raises(MissingPackageError, match=r"torch==1\.9\.0 torch_xla==1\.9\.0"):
         xla_runtime.load()
 
 
@@ -81,7 +85,7 @@ def test_hosts_of_a_pod_that_drive_several_devices_each_are_told_what_to_do(
         process_count=lambda: 2,
     )
     monkeypatch.setattr(xla_runtime, "load", lambda *_, **__: host)
-    with pytest.raises(fx.ContextError, match=words):
+    with pytest.raises(ContextError, match=words):
         xla_runtime.start_runtime(None, {"PJRT_DEVICE": "TPU"}, Topology(world_size=ranks))
 
 

@@ -156,7 +156,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(ctx, tmp_path, monkey
 
     monkeypatch.setattr("fxtrain._optional.importlib.import_module", missing)
     words = rf"^fx\.(trackers\.)?{type(config).__name__}\(.*pip install 'fxtrain\[{config.kind}\]'"
-    with pytest.raises(fx.MissingPackageError, match=words):
+    with pytest.raises(fx.errors.MissingPackageError, match=words):
         fx.track(tmp_path, ctx, [config])
 
 

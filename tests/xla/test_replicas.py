@@ -83,7 +83,7 @@ def _opened(ctx):
     problem = ""
     try:
         xla_runtime.replicate(Topology(world_size=4), ctx.device)
-    except fx.ContextError as error:
+    except fx.errors.ContextError as error:
         problem = str(error)
     connecting._open_group(Topology(), ctx.device, dist.HashStore(), wait)
     try:

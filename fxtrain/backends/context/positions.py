@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxtrain import _tree
-from fxtrain._errors import StepError
+from fxtrain.errors import StepError
 from fxtrain.ops.sequence_tokens import positions_of
 from fxtrain.state import CP, DistContext, Plan
 

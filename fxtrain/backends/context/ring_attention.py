@@ -21,8 +21,8 @@ from torch.autograd import _make_grads
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
-from fxtrain._errors import StepError
 from fxtrain.backends.context.attention_kernels import AttentionKernel, choose_kernel, padded_size
+from fxtrain.errors import StepError
 from fxtrain.state import CP
 
 _PACKAGE = "torch.distributed.tensor.experimental"

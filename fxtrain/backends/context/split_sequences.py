@@ -7,9 +7,9 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-from fxtrain._errors import StepError
 from fxtrain.backends.context.positions import tables
 from fxtrain.backends.core.module_changes import unknown_patterns
+from fxtrain.errors import StepError
 from fxtrain.state import DistContext, Plan, Strategy, Wrapped
 
 

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.precision import convert_layers, engine_region, quantized_layers, recipe_targets
 from fxtrain.state import FSDP, TE, DistContext, Plan, Strategy

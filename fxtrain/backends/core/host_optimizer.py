@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxtrain._errors import PlanError, StepError
+from fxtrain.errors import PlanError, StepError
 from fxtrain.state import Strategy
 
 _NAME = "CPUOffloadOptimizer"

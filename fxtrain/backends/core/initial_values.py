@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fxtrain import ops
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 from fxtrain.ops.splitting import chunk_of
 from fxtrain.state import DistContext
 

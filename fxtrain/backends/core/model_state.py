@@ -7,7 +7,6 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from fxtrain._errors import CheckpointError
 from fxtrain.backends.core.initial_values import copy_shard
 from fxtrain.backends.core.local_sgd import (
     load_round,
@@ -26,6 +25,7 @@ from fxtrain.backends.core.optimizer_state import (
 )
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.core.parameter_dtypes import HALF
+from fxtrain.errors import CheckpointError
 from fxtrain.models.tensor_bytes import contiguous, memory_of
 from fxtrain.ops.whole_tensors import is_sharded, plain_name
 from fxtrain.precision import quantized_facts, quantized_tensors, scaling_state, stored_tensors

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.optim import _muon
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 
 Place = tuple[int, ...]  # the index of a rank in each of several groups
 

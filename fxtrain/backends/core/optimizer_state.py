@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxtrain._errors import CheckpointError
 from fxtrain.backends.core.local_sgd import resumes_same_replicas
 from fxtrain.backends.core.optimizers import kind_of, local_optimizer, place_of_states
 from fxtrain.backends.core.packed_states import is_packed, pack, unpack
+from fxtrain.errors import CheckpointError
 from fxtrain.state import StateReader, Wrapped, round_of
 
 

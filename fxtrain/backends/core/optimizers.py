@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fxtrain._errors import PlanError, StepError
 from fxtrain.backends.core.host_optimizer import (
     HostOptimizer,
     is_host_optimizer,
@@ -18,6 +17,7 @@ from fxtrain.backends.core.host_optimizer import (
 )
 from fxtrain.backends.core.muon import divide_muon, matrices_named
 from fxtrain.backends.core.packed_states import has_packed_states, shard_problem, step_without_cache
+from fxtrain.errors import PlanError, StepError
 from fxtrain.state import DistContext, Strategy
 
 Optimizers = (

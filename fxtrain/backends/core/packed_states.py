@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor, Shard
 
-from fxtrain._errors import CheckpointError
+from fxtrain.errors import CheckpointError
 
 _SMALLEST = 4096  # values of a local part below which torchao's states are plain
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fxtrain import _tree
-from fxtrain._errors import PlanError
 from fxtrain.backends.core.host_optimizer import refuse_ready_made
 from fxtrain.backends.core.optimizers import refuse_closures
+from fxtrain.errors import PlanError
 from fxtrain.ops.whole_tensors import plain_name
 
 _FACTORY = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from fxtrain import _tree, ops
-from fxtrain._errors import StepError
 from fxtrain.backends.core.gradients import (
     clamp_local,
     is_distributed,
@@ -20,6 +19,7 @@ from fxtrain.backends.core.gradients import (
     unscale_local,
 )
 from fxtrain.backends.core.placeholders import has_no_row, uncounted
+from fxtrain.errors import StepError
 from fxtrain.ops import autocast
 from fxtrain.state import (
     AccumulationWindow,

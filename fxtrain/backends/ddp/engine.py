@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fxtrain import _tree
-from fxtrain._errors import StepError
 from fxtrain.backends.core.trained_parameters import TrainedParameters
+from fxtrain.errors import StepError
 from fxtrain.ops.transport.exchange import compare
 from fxtrain.state import DistContext
 

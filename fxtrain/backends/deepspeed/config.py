@@ -11,7 +11,6 @@ from typing import Any
 import attrs
 from torch import nn
 
-from fxtrain._errors import PlanError
 from fxtrain.backends.deepspeed.config_entries import (
     AUTO,
     ZERO,
@@ -24,6 +23,7 @@ from fxtrain.backends.deepspeed.config_entries import (
     section,
 )
 from fxtrain.backends.deepspeed.plan_entries import PlanEntry, all_plan_entries, power_of_two
+from fxtrain.errors import PlanError
 from fxtrain.state import DeepSpeed, FromConfig, Plan
 from fxtrain.state.deepspeed import (
     WINDOW_ENTRIES,

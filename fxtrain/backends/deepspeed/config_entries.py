@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 
 AUTO = "auto"
 ZERO = "zero_optimization"

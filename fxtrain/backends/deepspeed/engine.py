@@ -16,9 +16,9 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from fxtrain._errors import MissingPackageError, PlanError
 from fxtrain._optional import optional
 from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
+from fxtrain.errors import MissingPackageError, PlanError
 from fxtrain.ops.connecting import ensure_group, export_local_rank
 from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.ops.transport.member_groups import open_by_members

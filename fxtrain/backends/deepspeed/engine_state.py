@@ -13,7 +13,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain._errors import CheckpointError, PlanError
 from fxtrain.backends.core.model_state import load_extra, load_state, state_of
 from fxtrain.backends.core.open_windows import counts_state, saved_windows
 from fxtrain.backends.core.optimizer_state import flatten_schedulers, load_schedulers
@@ -27,6 +26,7 @@ from fxtrain.backends.deepspeed.master_values import (
     local_values,
     plain_masters,
 )
+from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.ops.whole_tensors import weights_of
 from fxtrain.state import FlatShard, ModelState, StateReader, TensorIndex, Weight, Wrapped
 

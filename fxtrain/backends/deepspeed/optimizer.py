@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 import torch
 
-from fxtrain._errors import PlanError
 from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
 from fxtrain.backends.deepspeed.engine import load
+from fxtrain.errors import PlanError
 from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import DeepSpeed, DistContext, FromConfig, from_config
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import PlanError
 from fxtrain.backends.deepspeed.config_entries import AUTO, ZERO, autocasts, device, section
+from fxtrain.errors import PlanError
 from fxtrain.state import DeepSpeed, LossScale, Plan
 
 _OFFLOADED = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}

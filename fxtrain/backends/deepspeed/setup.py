@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain._errors import PlanError
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.module_changes import move_module, prepare_module, send_values
 from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
@@ -24,6 +23,7 @@ from fxtrain.backends.deepspeed.config import (
     resolve,
 )
 from fxtrain.backends.deepspeed.config_entries import ZERO, autocasts
+from fxtrain.errors import PlanError
 from fxtrain.ops.step_parts import DTYPES
 from fxtrain.state import DeepSpeed, DistContext, Plan, Strategy, Wrapped
 from fxtrain.state.deepspeed import read_config

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain import _tree
-from fxtrain._errors import PlanError, StepError
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.buffers import send_buffers
 from fxtrain.backends.core.module_changes import unmatched_names
 from fxtrain.backends.deepspeed import engine as engines
 from fxtrain.backends.deepspeed.engine_state import engine_state, engine_weights, load_engine_state
 from fxtrain.backends.deepspeed.setup import wrap_engine
+from fxtrain.errors import PlanError, StepError
 from fxtrain.state import (
     DeepSpeed,
     DistContext,

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fxtrain import ops
-from fxtrain._errors import StepError
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import buffers, step_functions
 from fxtrain.backends.core.local_sgd import average, new_round
@@ -21,6 +20,7 @@ from fxtrain.backends.core.wrap_units import unit_problems
 from fxtrain.backends.handle import make_handle, wrap_without_engine
 from fxtrain.backends.single import SINGLE
 from fxtrain.backends.tensor.layer_plan import split_problems
+from fxtrain.errors import StepError
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.precision import hold_as_parameters
 from fxtrain.state import FSDP, DistContext, Plan, Strategy, Wrapped

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain import _tree
-from fxtrain._errors import PlanError
 from fxtrain.backends.offload.device_copies import DeviceCopies
 from fxtrain.backends.offload.streaming import Streaming
+from fxtrain.errors import PlanError
 
 _CACHES = ("past_key_values", "past_key_value", "cache_params")  # where layers put them
 _Undo = Callable[[], None]

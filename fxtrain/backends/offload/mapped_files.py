@@ -16,8 +16,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from fxtrain._errors import CheckpointError
 from fxtrain._reading import open_file
+from fxtrain.errors import CheckpointError
 from fxtrain.state import Location
 
 try:

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fxtrain._errors import CheckpointError
 from fxtrain._reading import open_file
+from fxtrain.errors import CheckpointError
 from fxtrain.models.safetensors_files import Entry, aligned_first, read_header, writing
 from fxtrain.state import Location
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from fxtrain import big, ops
 from fxtrain._byte_units import read_bytes
-from fxtrain._errors import CheckpointError, PlanError
 from fxtrain.backends.core import buffers
 from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import (
@@ -34,6 +33,7 @@ from fxtrain.backends.offload.streaming import (
 )
 from fxtrain.backends.offload.units import PlacedTensor, placed_tensors, streamed_units
 from fxtrain.backends.single import SINGLE
+from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.models import load_model
 from fxtrain.models.quantized_loading import quantized_source
 from fxtrain.ops.same_errors import fail_together

@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain._errors import CheckpointError, PlanError
 from fxtrain.backends.offload.device_copies import DeviceCopies
 from fxtrain.backends.offload.mapped_files import (
     MappedFile,
@@ -25,6 +24,7 @@ from fxtrain.backends.offload.mapped_files import (
 )
 from fxtrain.backends.offload.offload_folder import write_unit
 from fxtrain.backends.offload.units import PlacedTensor, StreamedUnit
+from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.precision import has_no_memory
 from fxtrain.state import Location, TensorIndex
 from fxtrain.state.placement import DISK

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from fxtrain._errors import StepError
 from fxtrain.backends.core.initial_values import fill_full, record_initial_values
 from fxtrain.backends.pipeline.partition import Partition, partition_of
 from fxtrain.backends.pipeline.schedules import Pipeline
@@ -15,6 +14,7 @@ from fxtrain.backends.pipeline.sharded_stages import make_stages, reshard_stage
 from fxtrain.backends.pipeline.stage import Stage
 from fxtrain.backends.pipeline.stage_gradients import open_shared_groups
 from fxtrain.backends.pipeline.weights import TensorSlot, full_tensor_of, tensor_slots
+from fxtrain.errors import StepError
 from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.state import DistContext, Plan
 

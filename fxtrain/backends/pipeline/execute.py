@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fxtrain import _tree, ops
-from fxtrain._errors import PlanError, StepError
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.microbatches import join, parts_of_batch, split
 from fxtrain.backends.core.placeholders import has_no_row, uncounted
@@ -18,6 +17,7 @@ from fxtrain.backends.fsdp.strategy import loss_on_parts, splits_logits
 from fxtrain.backends.pipeline.last_stage import broadcast_loss, broadcast_outputs, fake_output
 from fxtrain.backends.pipeline.partition import parts_for
 from fxtrain.backends.pipeline.stage_gradients import reduce_grads
+from fxtrain.errors import PlanError, StepError
 from fxtrain.state import PP, Batch, WeightedLoss, Wrapped
 
 ComputeLoss = Callable[[Wrapped, Batch], WeightedLoss]

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fxtrain import _tree
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 
 
 class StagesMixedError(Exception):

@@ -12,11 +12,11 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from fxtrain import _tree, ops
-from fxtrain._errors import FxError, PlanError
 from fxtrain.backends.pipeline.partition import Partition, fitting_kind
 from fxtrain.backends.pipeline.sharded_stages import reshard_stage
 from fxtrain.backends.pipeline.stage import Call, Probe, Stage, TensorMeta, probe
 from fxtrain.backends.pipeline.weights import TensorSlot
+from fxtrain.errors import FxError, PlanError
 from fxtrain.state import PP, DistContext, Wrapped
 
 _MAX_SCHEDULES = 8  # cached schedules, each with receive buffers

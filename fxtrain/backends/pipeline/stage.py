@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 from fxtrain import _tree, ops
-from fxtrain._errors import PlanError
 from fxtrain.backends.pipeline.fake_stages import OtherStageFakes, ReceivedFakes, StagesMixedError
 from fxtrain.backends.pipeline.partition import Partition
+from fxtrain.errors import PlanError
 from fxtrain.state import DistContext
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fxtrain import ops
-from fxtrain._errors import CheckpointError
 from fxtrain.backends.core import model_state
 from fxtrain.backends.core.open_windows import full_gradient
 from fxtrain.backends.pipeline.partition import Partition
+from fxtrain.errors import CheckpointError
 from fxtrain.state import ModelState, StateReader, Wrapped
 
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import (
     Shard,
 )
 
-from fxtrain._errors import StepError
 from fxtrain.backends.core.device_mesh import DistributedParameters, distribute_parameter
 from fxtrain.backends.tensor.layer_plan import Split, find_splits, region, split_dim
+from fxtrain.errors import StepError
 from fxtrain.state import TP
 
 _SEQUENCE = Shard(1)

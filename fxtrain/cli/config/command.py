@@ -9,12 +9,12 @@ from typing import Any
 import attrs
 import click
 
-from fxtrain._errors import PlanError
 from fxtrain._optional import optional
 from fxtrain._reading import read_text, write_file
 from fxtrain.cli.config.prompts import choose_prompt, interview
 from fxtrain.cli.output import Exit, as_json, print_json, print_table, say, warn
 from fxtrain.diagnosis.setups import section_problems
+from fxtrain.errors import PlanError
 from fxtrain.interop.accelerate_config import convert_accelerate
 from fxtrain.launch.config.defaults import Machine, detect_machine, suggested
 from fxtrain.launch.config.launch_file import (

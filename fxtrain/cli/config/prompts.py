@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from fxtrain._errors import PlanError
 from fxtrain._optional import optional
 from fxtrain.cli.config.questions import (
     Question,
@@ -16,6 +15,7 @@ from fxtrain.cli.config.questions import (
     read_answer,
     section_of,
 )
+from fxtrain.errors import PlanError
 from fxtrain.launch.config.defaults import Machine
 from fxtrain.launch.config.launch_file import Section
 

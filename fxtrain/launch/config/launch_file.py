@@ -6,9 +6,9 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import LaunchError, PlanError
 from fxtrain._other_names import hint
 from fxtrain._reading import read_text
+from fxtrain.errors import LaunchError, PlanError
 from fxtrain.launch import LAUNCHERS, LaunchSpec, find_launcher, options_from
 from fxtrain.state import Format, Plan, few, installed_configs, parse_text, shown, structure
 from fxtrain.state.parsing import merge, near

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import PlanError
+from fxtrain.errors import PlanError
 from fxtrain.launch import LaunchSpec
 from fxtrain.launch.config.launch_file import (
     NO_TARGET,

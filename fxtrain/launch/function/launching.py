@@ -9,8 +9,8 @@ from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 from fxtrain._addresses import find_route, loopback_route
-from fxtrain._errors import LaunchError
 from fxtrain._secret import SECRET, fresh_secret
+from fxtrain.errors import LaunchError
 from fxtrain.launch.fields import check_seconds
 from fxtrain.launch.function.nodes import (
     Nodes,

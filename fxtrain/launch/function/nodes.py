@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import LaunchError
+from fxtrain.errors import LaunchError
 from fxtrain.launch.launchers.native.network import reach, serve
 
 _PORT = 29_500  # torch's own

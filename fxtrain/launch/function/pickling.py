@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fxtrain._errors import MissingPackageError
 from fxtrain._optional import optional
+from fxtrain.errors import MissingPackageError
 
 # What pickle raises for a lambda, a local function or class, a lock, a generator.
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)

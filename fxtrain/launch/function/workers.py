@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import LaunchError
+from fxtrain.errors import LaunchError
 from fxtrain.launch.child import end_with_parent
 from fxtrain.launch.function.pickling import UNPICKLABLE, is_interactive, pack
 from fxtrain.launch.orphans import MARK, end_strays, kept

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import attrs
 
-from fxtrain._errors import LaunchError
+from fxtrain.errors import LaunchError
 from fxtrain.launch.fields import count, each, launch_record, name_values
 from fxtrain.launch.flags import flag_words
 from fxtrain.launch.invocation import Invocation

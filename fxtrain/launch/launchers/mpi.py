@@ -4,8 +4,8 @@ from typing import Literal
 
 import attrs
 
-from fxtrain._errors import LaunchError
 from fxtrain._secret import SECRET
+from fxtrain.errors import LaunchError
 from fxtrain.launch.fields import count, launch_record
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launcher import RENDEZVOUS_FIELDS, Launcher

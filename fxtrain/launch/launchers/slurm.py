@@ -7,8 +7,8 @@ from pathlib import PurePath
 
 import attrs
 
-from fxtrain._errors import LaunchError
 from fxtrain._secret import SECRET
+from fxtrain.errors import LaunchError
 from fxtrain.launch.fields import count, each, launch_record, name_values
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launcher import RENDEZVOUS_FIELDS, Launcher

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from fxtrain._errors import LaunchError
+from fxtrain.errors import LaunchError
 from fxtrain.launch.fields import each, launch_record
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launcher import Launcher

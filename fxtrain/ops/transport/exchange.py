@@ -22,7 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxtrain._errors import CollectiveError
+from fxtrain.errors import CollectiveError
 from fxtrain.ops.transport.mismatches import (
     call_site,
     lost_rank_error,

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import CollectiveError, ContextError
+from fxtrain.errors import CollectiveError, ContextError
 from fxtrain.ops.closing import within
 from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state import DistContext, check_connected

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._utils import _rebuild_tensor_v2
 from torch.storage import TypedStorage, _load_from_bytes
 
-from fxtrain._errors import CollectiveError
 from fxtrain._secret import SECRET, sign, verified
+from fxtrain.errors import CollectiveError
 from fxtrain.ops.transport.exchange import exchange_payloads
 from fxtrain.state import DistContext
 

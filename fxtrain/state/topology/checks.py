@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import attrs
 
 from fxtrain._display import counted
-from fxtrain._errors import ContextError
+from fxtrain.errors import ContextError
 
 _RANK_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|NODE_|CROSS_)?(RANK|(WORLD_)?SIZE)$|MASTER_(ADDR|PORT)$|TORCHELASTIC_RUN_ID$"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
-from fxtrain._errors import ContextError
+from fxtrain.errors import ContextError
 from fxtrain.state.topology.checks import Topology, checked_topology, read_number, with_node_numbers
 from fxtrain.state.topology.slurm import in_step, read_slurm, step_size
 

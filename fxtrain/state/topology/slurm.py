@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from fxtrain._errors import ContextError
+from fxtrain.errors import ContextError
 from fxtrain.state.topology.checks import Topology, read_number
 
 # slurm.h: larger numbers are the batch script, the shell that salloc opens, and the like.

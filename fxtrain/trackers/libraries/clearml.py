@@ -7,9 +7,9 @@ from typing import Any, Literal
 import attrs
 from torch import Tensor
 
-from fxtrain._errors import PlanError
 from fxtrain._optional import optional
 from fxtrain._record import record
+from fxtrain.errors import PlanError
 from fxtrain.trackers.libraries.pictures import array
 from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
 

@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from fxtrain._errors import LaunchError
+from fxtrain.errors import LaunchError
 
 Hosts = dict[str, tuple[int, ...]]  # name of a machine to the slots in use, in order
 

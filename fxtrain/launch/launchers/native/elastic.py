@@ -16,9 +16,9 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import LaunchError
 from fxtrain._listen import listen
 from fxtrain._secret import SECRET, derive_key, fresh_secret, key_proof
+from fxtrain.errors import LaunchError
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launchers.native.network import (
     FAREWELL,

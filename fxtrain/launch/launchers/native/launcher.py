@@ -2,7 +2,7 @@
 
 import attrs
 
-from fxtrain._errors import LaunchError
+from fxtrain.errors import LaunchError
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launcher import Launcher
 from fxtrain.launch.launchers.native.elastic import run_elastic

@@ -4,8 +4,8 @@ import errno
 import socket
 import time
 
-from fxtrain._errors import LaunchError
 from fxtrain._listen import listen
+from fxtrain.errors import LaunchError
 
 FAREWELL = "fxtrain farewell"  # the thread in which a launcher tells other nodes of its end
 FAREWELL_S = 3.0  # for other nodes to ask the store why a rank has failed

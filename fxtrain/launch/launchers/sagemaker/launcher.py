@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import LaunchError
+from fxtrain.errors import LaunchError
 from fxtrain.launch.fields import count, launch_record
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launcher import Launcher

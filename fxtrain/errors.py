@@ -5,6 +5,19 @@ It ends with a code, whose cause and cure are in `fxtrain/cli/error_codes.md`.
 
 import re
 
+__all__ = [
+    "CheckpointError",
+    "CollectiveError",
+    "ContextError",
+    "DataError",
+    "FxError",
+    "LaunchError",
+    "MeshError",
+    "MissingPackageError",
+    "PlanError",
+    "StepError",
+]
+
 
 def escape_unprintable(text: str) -> str:
     """Text that is safe to print: characters that a terminal interprets are escaped, as in `repr`.
@@ -37,7 +50,7 @@ class FxError(Exception):
 
     Example:
         >>> import fxtrain as fx
-        >>> cause = fx.DataError("Row 7 is empty. Remove it.")
+        >>> cause = fx.errors.DataError("Row 7 is empty. Remove it.")
         >>> str(cause), cause.message
         ('Row 7 is empty. Remove it. [FX400]', 'Row 7 is empty. Remove it.')
         >>> str(fx.CollectiveError(f"Another rank failed: {cause}"))
