@@ -177,7 +177,7 @@ def _whole_files(lab):
         fx.checkpoint.verify(path)
 
 
-def _continue(lab):
+def _continue(lab, texts=()):
     """On the same machines, repaired: every row is trained once."""
     for node in lab.nodes[:2]:
         node.thaw()
@@ -187,6 +187,69 @@ def _continue(lab):
     programs = _run(lab)
     assert [program.finish(60) for program in programs] == [0, 0], programs[0].text
     every_row_once(lab, ROWS)
-    went_back(lab, [programs[0].text])
+    went_back(lab, [*texts, programs[0].text])
     drafts = [path.name for path in (lab.shared / "runs").iterdir() if "partial" in path.name]
     assert drafts == []
+
+
+ELASTIC = st.lists(
+    st.builds(
+        Event,
+        st.sampled_from(("rank killed", "machine killed", "launcher stopped", "join")),
+        st.integers(1, 2),
+        st.sampled_from((0.0, 1.0, 4.0)),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.mark.slow
+@given(history=ELASTIC)
+@example([Event("join", 2), Event("rank killed", 1, 4.0)])
+@example([Event("machine killed", 1), Event("join", 1, 1.0)])
+@_bounded(2)
+def test_machines_join_and_leave_an_elastic_run(lab, history):
+    """The one that serves the rendezvous stays: it ends with success, whatever the others do."""
+    lab.reset()
+    # Shorter than torch's own times, which are 15 and 30 s.
+    settings = ("keep_alive_interval=1", "last_call_timeout=2")
+    options = (
+        "--rendezvous=c10d",
+        "--nodes=3",
+        "--min-nodes=1",
+        "--restarts=9",
+        "--connect-timeout=20",
+    )
+    options += tuple(f"--rendezvous-option={setting}" for setting in settings)
+    programs = {node: _start(lab, lab.nodes[node], *options) for node in (0, 1)}
+    everyone = [*programs.values()]
+    programs[0].wait_for("update 5.")
+    for event in history:
+        time.sleep(event.pause_s)
+        node = lab.nodes[event.node]
+        program = programs.get(event.node)
+        there = program is not None and program.code is None and node.left()
+        if event.kind == "join" and not there and programs[0].code is None:
+            programs[event.node] = _start(lab, node, *options)
+            everyone.append(programs[event.node])
+        elif event.kind == "machine killed" and there:
+            node.kill_all()
+            del programs[event.node]
+        elif there and event.kind != "join":
+            with contextlib.suppress(KeyError, IndexError, ProcessLookupError):
+                if event.kind == "launcher stopped":
+                    program.send_signal(15)
+                else:
+                    lines = re.findall(r"rank \d ready pid (\d+)", program.text)
+                    node.send_signal(int(lines[-1]), 9)
+    texts = [history, [program.text[-1500:] for program in everyone]]
+    code = programs[0].finish(150)
+    assert code == 0, texts
+    for program in programs.values():
+        # One that comes when the run is over finds no rendezvous.
+        assert program.finish(45) in (0, 1, 2, 143), texts
+        _nothing_left(program.node)
+    _whole_files(lab)
+    # A stopped machine asks all ranks to save and end; what is left is trained now.
+    _continue(lab, [program.text for program in everyone])

@@ -8,12 +8,18 @@ import atexit
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import attrs
 from torch.distributed import DistNetworkError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
@@ -28,6 +34,7 @@ from fxtrain.launch.launchers.native.rendezvous import BACKEND, open_handler, sa
 from fxtrain.launch.outcome import LaunchResult, distance, one_line
 from fxtrain.ops.rendezvous_store import first_line
 
+_WAITING_S = 20.0  # for nodes that start their ranks again to be seen waiting
 _MAIN_LOST = (
     "The launcher that serves the store of this run ended before this one, or does not answer, so "
     "it is not known whether the ranks of other nodes succeeded."
@@ -116,6 +123,7 @@ class _Agent(LocalElasticAgent):
     _failures: dict[int, Any]
     _ends: NodeEnds | None = None
     _culprit: str = ""
+    _stopped_at: float | None = None
 
     def run_and_leave(self) -> LaunchResult:
         """Run to the end; the other nodes learn how this one ended."""
@@ -167,7 +175,19 @@ class _Agent(LocalElasticAgent):
         look: Any = super()._monitor_workers
         result: RunResult = look(worker_group)
         self._failures = result.failures
+        if self.elastic and result.state is WorkerState.SUCCEEDED and self._starts_again():
+            return RunResult(state=WorkerState.HEALTHY)
         return result
+
+    def _starts_again(self) -> bool:
+        """Whether ranks that ended well only stopped since those of another node start again.
+
+        A script that saves and stops at SIGTERM does so on all ranks. The agent starts them again
+        once it sees that nodes wait; if none does, its ranks have ended.
+        """
+        if self._stopped_at is None and self._ends and self._ends.interrupted():
+            self._stopped_at = time.monotonic()
+        return self._stopped_at is not None and time.monotonic() - self._stopped_at < _WAITING_S
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         # Called with one restart less left after a failure, and with as many for new nodes.
@@ -181,6 +201,8 @@ class _Agent(LocalElasticAgent):
         elif self._ends:
             why = self._ends.told() or "Nodes join or leave."
             say(f"The ranks of this node start again. {why}")
+        if self.elastic and self._ends:
+            self._ends.interrupt()
         restart: Any = super()._restart_workers  # decorated without types
         try:
             restart(worker_group)
@@ -193,6 +215,7 @@ class _Agent(LocalElasticAgent):
         count = worker_group.group_world_size or 1
         self._ends = NodeEnds(self._store, worker_group.group_rank or 0, count, self.serves)
         self._ends.begin()
+        self._stopped_at = None
 
     def _exit_barrier(self) -> None:
         culprit = self._ends.wait() if self._ends else ""

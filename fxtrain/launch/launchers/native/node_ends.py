@@ -17,7 +17,7 @@ from fxtrain.state import parse_json
 
 _HEARTBEAT_INTERVAL_S = 1.0
 _SILENT_S = 10.0  # after which a node that sends no heartbeat is considered lost
-_LOOK_S = 1.0  # for another node to tell that it failed first
+_LOOK_S = 0.5  # for another node to tell that it failed first
 _POLL_INTERVAL_S = 0.1
 _LONGEST_TEXT = 4000
 
@@ -157,6 +157,16 @@ class NodeEnds:
             f"node does not wait for it: its launcher or machine ended, or the network between "
             f"them is down."
         )
+
+    def interrupt(self) -> None:
+        """Tell the others that ranks of this node are ended to start again."""
+        _answered(lambda: self.store.set("interrupted", ""), _LOOK_S)
+
+    def interrupted(self) -> bool:
+        """Whether another node ends its ranks to start them again."""
+        found: list[bool] = []
+        _answered(lambda: found.append(self.store.check(["interrupted"])), _LOOK_S)
+        return found == [True]
 
     def told(self) -> str:
         """What other nodes told of their failures; empty if they told nothing."""
