@@ -1,12 +1,12 @@
 """Experts spread over ranks: any routes give the update of one process on the whole batch."""
 
 import torch
-import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
+from tests.cluster._models import Experts
 
 ON_RANKS = settings(
     max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
@@ -14,30 +14,12 @@ ON_RANKS = settings(
 WIDTH = 4
 
 
-class Experts(nn.Module):
-    """Stacked weights of linear experts."""
-
-    def __init__(self, count):
-        super().__init__()
-        self.num_experts = count
-        self.weight = nn.Parameter(torch.randn(count, WIDTH, WIDTH))
-        self.bias = nn.Parameter(torch.randn(count, WIDTH))
-
-    def forward(self, tokens, index, weights):
-        out = torch.zeros_like(tokens)
-        for expert in range(self.num_experts):
-            row, place = torch.where(index == expert)
-            made = F.linear(tokens[row], self.weight[expert], self.bias[expert])
-            out = out.index_add(0, row, made * weights[row, place, None])
-        return out
-
-
 class Block(nn.Module):
     def __init__(self, count, chosen, skew):
         super().__init__()
         self.chosen = chosen
         self.gate = nn.Linear(WIDTH, count)
-        self.experts = Experts(count)
+        self.experts = Experts(torch.randn(count, WIDTH, WIDTH), torch.randn(count, WIDTH))
         with torch.no_grad():
             self.gate.bias.copy_(torch.linspace(0, skew, count))
 

@@ -3,6 +3,8 @@
 import attrs
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import fxtrain as fx
 from fxtrain.backends.pipeline.partition import schedules_fit
@@ -34,6 +36,23 @@ def is_none(name, part):
 def synced_each(ranks, plan, mesh=None):
     """The law on everything at once, with gradients that are reduced for every micro-batch."""
     all_at_once(ranks, attrs.evolve(plan, sync_each=True), mesh)
+
+
+class Experts(nn.Module):
+    """A mixture of linear experts with stacked weights (experts, out, in) and biases."""
+
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.num_experts = len(weight)
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+
+    def forward(self, tokens, index, weights):
+        out = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            row, place = torch.where(index == expert)
+            made = F.linear(tokens[row], self.weight[expert], self.bias[expert])
+            out = out.index_add(0, row, made * weights[row, place, None])
+        return out
 
 
 _SIZES = {

@@ -14,6 +14,7 @@ from tests.cluster._models import (
     DOWN,
     PIPELINES,
     UP,
+    Experts,
     gpt2,
     llama,
     mixtral,
@@ -229,22 +230,8 @@ def test_split_logits_and_a_loss_of_the_loop_are_a_step_in_every_bit(pair):
             torch.testing.assert_close(got, of_step, rtol=0, atol=0)
 
 
-class _Experts(nn.Module):
-    """A mixture of linear experts."""
-
-    def __init__(self, count=4):
-        super().__init__()
-        self.num_experts = count
-        self.weight = nn.Parameter(torch.arange(count * 4.0).reshape(count, 2, 2))
-        self.bias = nn.Parameter(torch.ones(count, 2))
-
-    def forward(self, tokens, index, weights):
-        out = torch.zeros_like(tokens)
-        for expert in range(self.num_experts):
-            row, place = torch.where(index == expert)
-            made = F.linear(tokens[row], self.weight[expert], self.bias[expert])
-            out = out.index_add(0, row, made * weights[row, place, None])
-        return out
+def _experts(count=4):
+    return Experts(torch.arange(count * 4.0).reshape(count, 2, 2), torch.ones(count, 2))
 
 
 EXPERT = fx.Style(modules="0", style="expert")
@@ -253,7 +240,7 @@ EXPERT = fx.Style(modules="0", style="expert")
 def _mixed(ctx, cut):
     placed = fx.detect({}, device="cpu", mesh=PAIR, timeout_s=60) if cut else ctx
     plan = _tp(EXPERT) if cut else fx.Plan()
-    model = fx.wrap(nn.Sequential(_Experts()), placed, plan)
+    model = fx.wrap(nn.Sequential(_experts()), placed, plan)
     experts = model.module[0]
     tokens = torch.arange(6.0).reshape(3, 2).requires_grad_()
     index = torch.tensor([[0, 3], [1, 2], [3, 1]])
@@ -284,7 +271,7 @@ class _Apart(nn.ModuleList):
 @pytest.mark.parametrize(
     ("net", "words"),
     [
-        (nn.Sequential(_Experts(3)), "0 has 3 experts, not divisible by 2 tensor ranks"),
+        (nn.Sequential(_experts(3)), "0 has 3 experts, not divisible by 2 tensor ranks"),
         (nn.Sequential(nn.Linear(4, 4)), "0 is a Linear, but expert splits a module that has"),
         (nn.Sequential(_Apart([nn.Linear(2, 2)] * 2)), "0 is a _Apart, but expert splits a module"),
     ],

@@ -187,7 +187,7 @@ def _orthogonalized(
     owners = _owners(matrices, tuple(group.size() for group in groups))
     held = [{m.place(here): part} for m, part in zip(matrices, parts, strict=True)]
     for dim in range(len(groups)):
-        _collect(matrices, owners, held, here, dim)
+        _move(matrices, owners, held, here, dim, back=False)
     for matrix, owner, found in zip(matrices, owners, held, strict=True):
         if owner == here:
             whole = _assembled(matrix, found)
@@ -196,7 +196,7 @@ def _orthogonalized(
             )
             found.update((place, update[at]) for place, at in matrix.shards.items())
     for dim in reversed(range(len(groups))):
-        _return(matrices, owners, held, here, dim)
+        _move(matrices, owners, held, here, dim, back=True)
     return [found[m.place(here)] for m, found in zip(matrices, held, strict=True)]
 
 
@@ -222,58 +222,37 @@ def _assembled(matrix: _Matrix, found: Mapping[Place, Tensor]) -> Tensor:
     return whole
 
 
-def _collect(
+def _move(
     matrices: Sequence[_Matrix],
     owners: Sequence[Place],
     held: list[dict[Place, Tensor]],
     here: Place,
     dim: int,
+    *,
+    back: bool,
 ) -> None:
-    """Send the shards of each matrix to the rank of a group through which its owner is reached."""
+    """Send shards to the ranks of a group through which their owners are reached, or back."""
     group = matrices[0].groups[dim]
     ranks = range(group.size())
     passing = [
-        i for i, m in enumerate(matrices) if m.is_sharded[dim] and owners[i][:dim] == here[:dim]
+        i
+        for i, matrix in enumerate(matrices)
+        if owners[i][:dim] == here[:dim] and (back or matrix.is_sharded[dim])
     ]
     if not passing:
         return
-    sent = [
-        [
-            held[i][at]
-            for i in passing
-            if owners[i][dim] == to
-            for at in matrices[i].reached(here, dim, here[dim])
-        ]
-        for to in ranks
-    ]
-    mine = [i for i in passing if owners[i][dim] == here[dim]]
-    received = [[(i, at) for i in mine for at in matrices[i].reached(here, dim, k)] for k in ranks]
-    _exchange(matrices, sent, received, held, group)
 
+    def shards(owner: int, rank: int) -> list[tuple[int, Place]]:
+        """Those of a rank of the group, of the matrices whose owner another one reaches."""
+        mine = [i for i in passing if owners[i][dim] == owner]
+        return [(i, place) for i in mine for place in matrices[i].reached(here, dim, rank)]
 
-def _return(
-    matrices: Sequence[_Matrix],
-    owners: Sequence[Place],
-    held: list[dict[Place, Tensor]],
-    here: Place,
-    dim: int,
-) -> None:
-    """Send to each rank of a group its shards, and those that it passes on."""
-    group = matrices[0].groups[dim]
-    ranks = range(group.size())
-    passing = [i for i, owner in enumerate(owners) if owner[:dim] == here[:dim]]
-    mine = [i for i in passing if owners[i][dim] == here[dim]]
-    sent = [[held[i][at] for i in mine for at in matrices[i].reached(here, dim, k)] for k in ranks]
-    received = [
-        [
-            (i, at)
-            for i in passing
-            if owners[i][dim] == sender
-            for at in matrices[i].reached(here, dim, here[dim])
-        ]
-        for sender in ranks
-    ]
-    _exchange(matrices, sent, received, held, group)
+    me = here[dim]
+    given = [shards(owner, me) for owner in ranks]
+    taken = [shards(me, rank) for rank in ranks]
+    sent, received = (taken, given) if back else (given, taken)
+    parts = [[held[i][place] for i, place in keys] for keys in sent]
+    _exchange(matrices, parts, received, held, group)
 
 
 def _exchange(
