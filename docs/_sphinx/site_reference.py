@@ -70,7 +70,7 @@ def _modules() -> list[ModuleType]:
     packages = [
         importlib.import_module(f"fxtrain.{one.name}")
         for one in pkgutil.iter_modules(fxtrain.__path__)
-        if one.ispkg and one.name not in _NO_PAGE
+        if one.name in fxtrain._MODULES or (one.ispkg and one.name not in _NO_PAGE)
     ]
     own = [
         module
@@ -302,7 +302,8 @@ def _error_page(shown: list[tuple[str, str, str, str]]) -> str:
         level, name = ("###", f"{one.code}: {one.title}") if one.title else ("##", one.error)
         page += [f"({one.code.lower()})=", f"{level} {name}", ""]
         if not one.title:
-            directive = f".. autoexception:: fxtrain.{one.error}\n   :show-inheritance:\n"
+            home = "fxtrain" if one.error in fxtrain.__all__ else "fxtrain.errors"
+            directive = f".. autoexception:: {home}.{one.error}\n   :show-inheritance:\n"
             page += [f"Code: `{one.code}`", "", _described(directive)]
         see = f" See [{_page_name(one.see)}](../{_with_suffix(one.see)})." if one.see else ""
         page += [f"**Cause:** {one.cause}", "", f"**Cure:** {one.cure}{see}", ""]

@@ -10,7 +10,7 @@ import attrs
 
 from fxtrain._optional import optional
 from fxtrain.errors import DataError
-from fxtrain.state import MegatronTokens, NanoGPTTokens
+from fxtrain.state.token_files import MegatronTokens, NanoGPTTokens
 
 # The codes of integer types in `.idx` files.
 _CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}

@@ -14,7 +14,8 @@ from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import shard
 from fxtrain.data.token_maps import FileState, file_states, opened
 from fxtrain.errors import DataError
-from fxtrain.state import DistContext, MegatronTokens, NanoGPTTokens, Plan
+from fxtrain.state import DistContext, Plan
+from fxtrain.state.token_files import MegatronTokens, NanoGPTTokens
 
 _NO_LABEL = -100  # `ignore_index` of torch's cross-entropy
 

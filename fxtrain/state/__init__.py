@@ -70,7 +70,6 @@ from fxtrain.state.strategy_configs import (
     round_ends,
     token_ranges,
 )
-from fxtrain.state.token_files import MegatronTokens, NanoGPTTokens
 from fxtrain.state.topology.checks import Topology
 from fxtrain.state.topology.environments import read_topology
 from fxtrain.state.weight import Location, TensorIndex, Weight
@@ -106,12 +105,10 @@ __all__ = [
     "Location",
     "LossScale",
     "MX",
-    "MegatronTokens",
     "Memory",
     "Mesh",
     "ModelState",
     "ModelStatus",
-    "NanoGPTTokens",
     "Offload",
     "PARTS",
     "PLAN_VARIABLE",
