@@ -117,6 +117,7 @@ class _CleaningRendezvous:
         timer = threading.Timer(_SILENT_S, self._tell_missing, [self._backend])
         timer.daemon = True
         timer.start()
+        self._backend.settle()
         try:
             info = self._handler.next_rendezvous()
         finally:
@@ -302,6 +303,11 @@ class StateBackend(dynamic.RendezvousBackend):
 
     def _exchange(self, expected: str, text: str) -> bytes:
         return self._asked(lambda: self._store.compare_set(self._key, expected, text))
+
+    def settle(self) -> None:
+        """Wait a last time for a question that is still open, such as while a network heals."""
+        if self._question is not None:
+            self._question.join(_ANSWER_S)
 
     def _asked(self, action: Callable[[], bytes]) -> bytes:
         """An answer of the store.
