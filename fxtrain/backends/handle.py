@@ -30,12 +30,15 @@ def wrap_without_engine(
     scheduler: Any,
     *,
     change: Any = None,
+    replicas: Any = None,
 ) -> Wrapped:
-    """Wrap a module that is its own engine; `change` replaces each optimizer."""
+    """Wrap a module that is its own engine; `change` and `replicas` as `make_optimizers`."""
     move_module(module, ctx.device)
     expose_positions(module, ctx, plan)
     prepare_module(module, plan, ctx)
-    return make_handle(strategy, module, ctx, plan, optimizer, scheduler, change=change)
+    return make_handle(
+        strategy, module, ctx, plan, optimizer, scheduler, change=change, replicas=replicas
+    )
 
 
 def make_handle(
@@ -48,14 +51,16 @@ def make_handle(
     *,
     undo: Callable[[], None] = _nothing,
     change: Any = None,
+    replicas: Any = None,
 ) -> Wrapped:
     """Call the factories on a module in its final form, and build the handle.
 
     Args:
         undo: Reverts what wrapping did to the values of the module.
-        change: Replaces each optimizer.
+        change: As `make_optimizers` takes it.
+        replicas: Likewise.
     """
-    made, optimizers = make_optimizers(optimizer, module, strategy, change)
+    made, optimizers = make_optimizers(optimizer, module, strategy, change, replicas)
     refuse_later_parameters(optimizers, module, ctx)
     planned, schedulers = make_schedulers(scheduler, made)
     return Wrapped(

@@ -63,6 +63,7 @@ def make_optimizers(
     module: nn.Module,
     strategy: Strategy,
     change: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None = None,
+    replicas: Any = None,
 ) -> tuple[Any, tuple[torch.optim.Optimizer, ...]]:
     """Call the factory on the parameters that require grad.
 
@@ -71,6 +72,8 @@ def make_optimizers(
             or None.
         strategy: Under which they train.
         change: Replaces each optimizer.
+        replicas: A process group whose ranks hold replicas of the parameters, and have equal
+            gradients; None if there is none.
 
     Returns:
         What the factory returned, and every optimizer in it.
@@ -96,7 +99,7 @@ def make_optimizers(
     found = _checked_list(made, torch.optim.Optimizer, "optimizer", _FACTORY)
     refuse_closures(found)
     _refuse_states(module, found)
-    every = tuple(_changed(one, module, strategy, change) for one in found)
+    every = tuple(_changed(one, module, strategy, change, replicas) for one in found)
     if all(new is old for new, old in zip(every, found, strict=True)):
         return made, found
     if isinstance(made, Mapping):
@@ -109,10 +112,11 @@ def _changed(
     module: nn.Module,
     strategy: Strategy,
     change: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None,
+    replicas: Any,
 ) -> torch.optim.Optimizer:
     if is_host_optimizer(made):
         return on_host(made, module, strategy, change)
-    return divide_muon(made) if change is None else change(made)
+    return divide_muon(made, replicas) if change is None else change(made)
 
 
 class _KnownParameters:

@@ -22,7 +22,6 @@ from fxtrain.backends.core.module_changes import (
     unmatched_names,
     xla_problems,
 )
-from fxtrain.backends.core.muon import divide_muon
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.ddp.engine import Reduced, StableBucketsDDP
 from fxtrain.backends.ddp.power_sgd import load_power_sgd, power_sgd_state
@@ -117,10 +116,11 @@ def _wrap(
     data = ctx.axis("loss")
     if data.world_size == 1:
         return wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler)
-    change = partial(divide_muon, replicas=data.comm.group) if plan.local is None else None
-    if plan.strategy.shard_optimizer:
-        change = _data_parallel_options(data)
-    plain = wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler, change=change)
+    change = _data_parallel_options(data) if plan.strategy.shard_optimizer else None
+    replicas = data.comm.group if plan.local is None else None
+    plain = wrap_without_engine(
+        strategy, module, ctx, plan, optimizer, scheduler, change=change, replicas=replicas
+    )
     alone = plan.local is not None and plan.local.warmup == 0
     if alone or not any(parameter.requires_grad for parameter in module.parameters()):
         send_values(model_values(module), data)
