@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from fxtrain.errors import CollectiveError as CollectiveError
     from fxtrain.errors import FxError as FxError
     from fxtrain.errors import PlanError as PlanError
-    from fxtrain.launch import given_plan as given_plan
-    from fxtrain.launch import launch as launch
+    from fxtrain.launchers import given_plan as given_plan
+    from fxtrain.launchers.function.launching import launch as launch
     from fxtrain.loop import EMA as EMA
     from fxtrain.loop import EarlyStopping as EarlyStopping
     from fxtrain.loop import Mean as Mean
@@ -106,7 +106,8 @@ _HOMES = {
     "fxtrain.backends.deepspeed": "zero_init",
     "fxtrain.checkpoint": "latest restore save",
     "fxtrain.data": "Sharded batch shard tokens",
-    "fxtrain.launch": "given_plan launch",
+    "fxtrain.launchers": "given_plan",
+    "fxtrain.launchers.function.launching": "launch",
     "fxtrain.loop": "EMA EarlyStopping Mean StepFns ema evaluate fit release step update",
     "fxtrain.models": "export load_model",
     "fxtrain.ops": "close detect",

@@ -1,12 +1,7 @@
-"""Packages that list and answer names, and packages that are functions too.
-
-Importing a submodule sets the parent's attribute of that name to the module, so an
-`import fxtrain.launch` would turn `fx.launch(...)` into an error. A module that can be called
-is both.
-"""
+"""Packages that list their public names, and answer those of other libraries."""
 
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from fxtrain._other_names import call_hint, closest
 
@@ -26,11 +21,3 @@ class Package(ModuleType):
             other = "" if name.startswith("_") else call_hint(name) or closest(name, self.__all__)
             text = f"module {self.__name__!r} has no attribute {name!r}"
             raise AttributeError(f"{text}.{other}" if other else text)
-
-
-class CallablePackage(Package):
-    """The type of a package that contains a function of its own name."""
-
-    def __call__(self, *args: Any, **how: Any) -> Any:
-        """Return that function's result."""
-        return getattr(self, self.__name__.rpartition(".")[2])(*args, **how)

@@ -14,8 +14,8 @@ from fxtrain.backends.deepspeed import engine
 from fxtrain.backends.wrapping import problems_of
 from fxtrain.cli import main
 from fxtrain.diagnosis.setups import planned_context, stand_in, without_names
-from fxtrain.launch.config import resolve
-from fxtrain.launch.machine import default_ranks
+from fxtrain.launchers.config import resolve
+from fxtrain.launchers.machine import default_ranks
 from fxtrain.ops import xla_runtime
 from fxtrain.testing import fake_world
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.cli import main
-from fxtrain.launch import LaunchSpec, prepare
-from fxtrain.launch.config import LaunchFile, Section, read_launch_file, render
+from fxtrain.launchers import LaunchSpec, prepare
+from fxtrain.launchers.config import LaunchFile, Section, read_launch_file, render
 from fxtrain.state.parsing import parse_yaml
 from tests._damage import damaged, misshapen, only
 from tests.cli._files import GOOD

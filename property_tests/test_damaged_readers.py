@@ -18,8 +18,8 @@ import fxtrain as fx
 from fxtrain.cli import main
 from fxtrain.curves import Followed, follow, page_of, read_curves
 from fxtrain.interop import import_checkpoint
-from fxtrain.launch import LaunchSpec, prepare
-from fxtrain.launch.config import read_launch_file
+from fxtrain.launchers import LaunchSpec, prepare
+from fxtrain.launchers.config import read_launch_file
 from fxtrain.models.weight_list import read_weights
 from fxtrain.profiling import summary
 from fxtrain.state import read_record

@@ -13,8 +13,8 @@ import fxtrain as fx
 from fxtrain.cli.config.prompts import interview
 from fxtrain.interop.accelerate_config import _SECTIONS, _TYPES, convert_accelerate
 from fxtrain.interop.accelerate_rules import rules
-from fxtrain.launch.config import LaunchFile, Machine, Section, render
-from fxtrain.launch.config.launch_file import parse, problems_of
+from fxtrain.launchers.config import LaunchFile, Machine, Section, render
+from fxtrain.launchers.config.launch_file import parse, problems_of
 from tests.cli._files import GOOD
 
 WORDS = st.sampled_from(

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fxtrain.cli.launch_command import LAUNCH, spec_of
-from fxtrain.launch import (
+from fxtrain.launchers import (
     FLAGS,
     DeepSpeedOptions,
     KubernetesOptions,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain import state
-from fxtrain.launch import plan_variable
+from fxtrain.launchers import plan_variable
 from fxtrain.state import structure, unstructure
 
 names = st.one_of(

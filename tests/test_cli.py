@@ -16,7 +16,7 @@ import fxtrain as fx
 from fxtrain.cli import COMMANDS, Exit, main
 from fxtrain.cli.commands import load
 from fxtrain.cli.launch_command import LAUNCH, spec_of
-from fxtrain.launch import LaunchSpec
+from fxtrain.launchers import LaunchSpec
 
 
 def _options(*words: str) -> dict:
@@ -239,7 +239,7 @@ def test_plans_and_launch_files_need_no_torch(code, tmp_path):
     "code",
     [
         "import fxtrain.cli",
-        "import fxtrain.launch",
+        "import fxtrain.launchers",
         "from fxtrain.cli import main; main(['--help'])",
         "from fxtrain.cli import main; main(['launch', 'nowhere.py'])",
     ],

@@ -106,7 +106,7 @@ def test_the_reference_describes_every_public_name_once():
     for home in (fx.ops, fx.errors, fx.meters, fx.checkpoint, fx.tuning, fx.trackers, fx.data):
         own = home.__name__.replace("fxtrain", "fx")
         assert {names[f"{own}.{name}"] for name in home.__all__} - set(described) == set()
-    assert names["fx.launch"] == "fxtrain.launch.launch"
+    assert names["fx.launch"] == "fxtrain.launch"
 
 
 def test_the_reference_shows_what_a_constant_contains():

@@ -8,7 +8,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain import cli
-from fxtrain.launch import LaunchSpec, find_launcher, known_launchers, prepare, run
+from fxtrain.launchers import LaunchSpec, find_launcher, known_launchers, prepare, run
 
 THEIRS = '''
 import sys
@@ -18,7 +18,7 @@ import attrs
 from fxtrain import ops
 import fxtrain as fx
 from fxtrain.backends import built_in
-from fxtrain.launch import Invocation, Launcher
+from fxtrain.launchers import Invocation, Launcher
 
 
 @attrs.frozen(kw_only=True)
@@ -128,7 +128,7 @@ def test_a_collective_is_a_function_of_public_ones(theirs, pair):
             "sys:path",
             r"should load a Launcher, found list. Report this to the author of its package",
         ),
-        ("fxtrain.launch.launchers.mpi:MPI", r"adds a second launcher for mpi. Uninstall one"),
+        ("fxtrain.launchers.built_in.mpi:MPI", r"adds a second launcher for mpi. Uninstall one"),
     ],
 )
 def test_a_wrong_launcher_is_named(tmp_path, monkeypatch, value, words):

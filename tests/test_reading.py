@@ -16,7 +16,7 @@ from fxtrain._reading import open_file, read_file, read_text
 from fxtrain.cli import main
 from fxtrain.errors import escape_unprintable
 from fxtrain.interop import read_dcp
-from fxtrain.launch import LaunchSpec, prepare
+from fxtrain.launchers import LaunchSpec, prepare
 from fxtrain.models.weight_list import read_weights
 
 NOT_FILES = {

@@ -71,13 +71,6 @@ def test_an_unknown_name_is_an_attribute_error():
         fx.Trainer
 
 
-def test_launch_is_a_function_even_after_its_package_was_imported():
-    code = (
-        "import fxtrain.launch, fxtrain as fx; print(callable(fx.launch), len(fx.launch.__doc__))"
-    )
-    assert _python(code).startswith("True")
-
-
 @pytest.mark.parametrize("name", sorted(BUILTINS))
 def test_errors_are_one_tree(name):
     error = getattr(fx.errors, name)

@@ -59,7 +59,7 @@ def public_names() -> dict[str, str]:
                 found[qualified] = public
             if _is_in_fxtrain(module, name, value):
                 found[public] = f"fxtrain.{name}"
-    found |= {f"fxtrain.{name}": _described_as(name, value) for name, value in _members(fxtrain)}
+    found |= {f"fxtrain.{name}": f"fxtrain.{name}" for name, _ in _members(fxtrain)}
     found |= {name.replace("fxtrain.", "fx.", 1): public for name, public in found.items()}
     records = (name for name, value in _members(fxtrain) if isinstance(value, type))
     return found | {name: f"fxtrain.{name}" for name in records}
@@ -87,15 +87,6 @@ def _members(module: ModuleType) -> Iterator[tuple[str, Any]]:
 def _is_in_fxtrain(module: ModuleType, name: str, value: Any) -> bool:
     listed = module is not fxtrain and name in fxtrain.__all__
     return listed and getattr(fxtrain, name) is value
-
-
-def _described_as(name: str, value: Any) -> str:
-    """Under which name the site describes a name of fxtrain.
-
-    A package that can be called, such as `fxtrain.launch`, contains its function.
-    """
-    called = inspect.ismodule(value) and callable(value)
-    return f"fxtrain.{name}.{name}" if called else f"fxtrain.{name}"
 
 
 def _is_error(value: Any) -> bool:
@@ -136,7 +127,7 @@ def _module_page(module: ModuleType) -> str:
     if module is fxtrain:
         page += ["`import fxtrain as fx` has every name that a training script needs.", ""]
     elsewhere = [
-        f"{_ROLE}`{name} <{_described_as(name, value)}>`"
+        f"{_ROLE}`{name} <fxtrain.{name}>`"
         for name, value in _members(module)
         if _is_in_fxtrain(module, name, value) or _is_error(value) or inspect.ismodule(value)
     ]

@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from fxtrain.errors import LaunchError, escape_unprintable
-from fxtrain.launch import (
+from fxtrain.launchers import (
     FLAGS,
     LAUNCHERS,
     Flag,
@@ -27,12 +27,12 @@ from fxtrain.launch import (
     run,
     show,
 )
-from fxtrain.launch.flags import PLAN_FLAGS
-from fxtrain.launch.launched_plan import check_mesh
-from fxtrain.launch.machine import default_ranks
+from fxtrain.launchers.flags import PLAN_FLAGS
+from fxtrain.launchers.launched_plan import check_mesh
+from fxtrain.launchers.machine import default_ranks
 
 if TYPE_CHECKING:
-    from fxtrain.launch.config import Settings
+    from fxtrain.launchers.config import Settings
 
 # Default places of a launch file; parsing one takes time, looking for one does not.
 _FILES = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
@@ -143,7 +143,7 @@ def _is_configured(options: Mapping[str, Any]) -> bool:
 
 def _settings(options: Mapping[str, Any], flags: Mapping[str, Any]) -> "Settings":
     """The values that a file, a variable or a flag sets."""
-    config = importlib.import_module("fxtrain.launch.config")
+    config = importlib.import_module("fxtrain.launchers.config")
     # The record takes a list where a file has one.
     launch = {
         f"launch.{name}": (list(value) if isinstance(value, tuple) else value, "flag")

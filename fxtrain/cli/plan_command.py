@@ -15,8 +15,8 @@ import click
 from fxtrain._reading import read_text, write_file
 from fxtrain.cli.output import Exit, as_json, check_picture, save_picture
 from fxtrain.errors import LaunchError
-from fxtrain.launch import LaunchSpec, check_target, plan_variable
-from fxtrain.launch.fields import name_values
+from fxtrain.launchers import LaunchSpec, check_target, plan_variable
+from fxtrain.launchers.fields import name_values
 
 _STDERR = 2  # for the program's output; the results go to standard output
 
@@ -68,7 +68,7 @@ def plan(
     state = importlib.import_module("fxtrain.state")
     runs = importlib.import_module("fxtrain.profiling")
     flags = {} if mesh is None else {"plan.mesh": (mesh, "flag")}
-    settings = importlib.import_module("fxtrain.launch.config").resolve(
+    settings = importlib.import_module("fxtrain.launchers.config").resolve(
         file=config, profile=profile, env=os.environ, flags=flags
     )
     variables = runs.place(world, rank, settings.plan.mesh)

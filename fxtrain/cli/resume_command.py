@@ -11,7 +11,7 @@ import click
 
 from fxtrain.cli.output import Exit, as_json, print_json, print_table
 from fxtrain.errors import CheckpointError, LaunchError
-from fxtrain.launch import LaunchSpec, check_target, describe, run
+from fxtrain.launchers import LaunchSpec, check_target, describe, run
 
 _SHOWN = 20
 _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}

@@ -18,7 +18,7 @@ from fxtrain._reading import read_text
 from fxtrain.cli.output import Exit, as_json, print_json, print_table, warn
 from fxtrain.diagnosis import collect, fact_problems, facts_here
 from fxtrain.errors import LaunchError
-from fxtrain.launch import (
+from fxtrain.launchers import (
     LAUNCHERS,
     LaunchSpec,
     describe,
@@ -27,8 +27,8 @@ from fxtrain.launch import (
     run,
     setup_command,
 )
-from fxtrain.launch.config import from_flags, resolve
-from fxtrain.launch.machine import slurm_job
+from fxtrain.launchers.config import from_flags, resolve
+from fxtrain.launchers.machine import slurm_job
 from fxtrain.state import Plan, dumps
 
 _TRIAL = "fxtrain.diagnosis.trial"

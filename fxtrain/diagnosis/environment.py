@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from fxtrain import __version__
 from fxtrain.diagnosis.secrets import hidden, hidden_words, shown
 from fxtrain.errors import ContextError, PlanError
-from fxtrain.launch.config import Setting, Settings, resolve
+from fxtrain.launchers.config import Setting, Settings, resolve
 from fxtrain.state import read_topology
 
 Groups = dict[str, dict[str, str]]

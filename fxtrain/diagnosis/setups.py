@@ -10,10 +10,10 @@ from fxtrain.backends.deepspeed.config import Inputs, config_problems, resolve
 from fxtrain.backends.registry import strategies
 from fxtrain.backends.wrapping import problems_of
 from fxtrain.errors import FxError, LaunchError, MissingPackageError, PlanError
-from fxtrain.launch import LaunchSpec, prepare
-from fxtrain.launch.config.launch_file import NO_TARGET, Section
-from fxtrain.launch.launched_plan import OWN_RANKS
-from fxtrain.launch.machine import default_ranks
+from fxtrain.launchers import LaunchSpec, prepare
+from fxtrain.launchers.config.launch_file import NO_TARGET, Section
+from fxtrain.launchers.launched_plan import OWN_RANKS
+from fxtrain.launchers.machine import default_ranks
 from fxtrain.state import (
     AXES,
     FSDP,
@@ -53,7 +53,7 @@ def setup_problems(spec: LaunchSpec, plan: Plan) -> tuple[str, ...]:
     Example:
         >>> import fxtrain as fx
         >>> from fxtrain.diagnosis.setups import setup_problems
-        >>> from fxtrain.launch import LaunchSpec
+        >>> from fxtrain.launchers import LaunchSpec
         >>> setup_problems(LaunchSpec(target="train.py", ranks=2), fx.Plan(strategy="single"))
         ('plan: Single() trains on one rank, but this context has 2, ...)
     """

@@ -17,8 +17,8 @@ from fxtrain.interop.accelerate_rules import (
     truth,
     whole,
 )
-from fxtrain.launch import LAUNCHERS
-from fxtrain.launch.config.launch_file import Section, problems_of
+from fxtrain.launchers import LAUNCHERS
+from fxtrain.launchers.config.launch_file import Section, problems_of
 from fxtrain.state.parsing import near, put
 
 # Sections, with their short names and the prefixes of their keys.

@@ -9,8 +9,8 @@ import pytest
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.launch import LaunchSpec
-from fxtrain.launch.config import (
+from fxtrain.launchers import LaunchSpec
+from fxtrain.launchers.config import (
     LaunchFile,
     Machine,
     detect_machine,
@@ -21,7 +21,7 @@ from fxtrain.launch.config import (
     resolve,
     suggested,
 )
-from fxtrain.launch.config.launch_file import parse
+from fxtrain.launchers.config.launch_file import parse
 from fxtrain.state import structure
 from tests.cli._files import GOOD
 

@@ -9,7 +9,7 @@ import fxtrain as fx
 from fxtrain.cli import Exit, main
 from fxtrain.interop.accelerate_config import _SECTIONS, convert_accelerate
 from fxtrain.interop.accelerate_rules import fp8_rules, rules
-from fxtrain.launch.config import read_launch_file
+from fxtrain.launchers.config import read_launch_file
 from tests.cli._accelerate_configs import ONE, Case, check_conversion
 
 CASES = [

@@ -4,7 +4,7 @@ import json
 
 from fxtrain.cli import Exit, main
 from fxtrain.interop.accelerate_config import convert_accelerate
-from fxtrain.launch.config import read_launch_file
+from fxtrain.launchers.config import read_launch_file
 from tests.cli._accelerate_configs import DEEPSPEED, ONE
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.launch.config import resolve
+from fxtrain.launchers.config import resolve
 
 
 def test_the_precision_of_a_default_file(tmp_path, capsys):

@@ -19,7 +19,7 @@ import fxtrain as fx
 from fxtrain.cli import Exit, main
 from fxtrain.cli.config import Question, next_question, read_answer
 from fxtrain.cli.config.prompts import arrow_keys, interview
-from fxtrain.launch.config import Machine, Section, read_launch_file
+from fxtrain.launchers.config import Machine, Section, read_launch_file
 from tests.launched._run import FXTRAIN, ROOT
 
 PLAIN = Machine(cores=8)

@@ -11,8 +11,8 @@ import torch
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.errors import LaunchError
-from fxtrain.launch import Failure, LaunchResult, by_cause, describe
-from fxtrain.launch.machine import usable_cores
+from fxtrain.launchers import Failure, LaunchResult, by_cause, describe
+from fxtrain.launchers.machine import usable_cores
 from tests.launched._run import PYTHON, SCRIPTS, run, run_text
 
 pytestmark = pytest.mark.timeout(120)
@@ -119,7 +119,6 @@ def test_wrong_calls(kwargs, text):
 
 # As in a notebook: everything is defined in the session, and the session has used torch.
 CELLS = """
-import fxtrain.launch
 import fxtrain as fx, torch
 from fxtrain import ops
 

@@ -11,7 +11,7 @@ import pytest
 
 import fxtrain as fx
 from fxtrain.errors import LaunchError
-from fxtrain.launch import orphans
+from fxtrain.launchers import orphans
 from tests.launched._run import FXTRAIN, PYTHON, SCRIPTS, finish, run, start
 from tests.launched.scripts.ranks import is_running, stubborn
 

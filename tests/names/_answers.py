@@ -12,8 +12,8 @@ import attrs
 import fxtrain as fx
 from fxtrain.cli import main
 from fxtrain.cli.launch_command import LAUNCH
-from fxtrain.launch import FLAGS, LAUNCHERS, LaunchSpec
-from fxtrain.launch.config import put
+from fxtrain.launchers import FLAGS, LAUNCHERS, LaunchSpec
+from fxtrain.launchers.config import put
 from fxtrain.state import structure, unstructure
 
 _OBJECTS = {

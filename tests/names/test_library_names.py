@@ -9,7 +9,7 @@ import fxtrain as fx
 from docs._sphinx.site_names import with_names
 from fxtrain._other_names import call_hint, other_names, setting
 from fxtrain.interop.accelerate_rules import rules
-from fxtrain.launch import LaunchSpec
+from fxtrain.launchers import LaunchSpec
 from tests.names._library_names import installed_names, snapshot
 
 ROOT = Path(__file__).parents[2]

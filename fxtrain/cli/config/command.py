@@ -16,8 +16,8 @@ from fxtrain.cli.output import Exit, as_json, print_json, print_table, say, warn
 from fxtrain.diagnosis.setups import section_problems
 from fxtrain.errors import PlanError
 from fxtrain.interop.accelerate_config import convert_accelerate
-from fxtrain.launch.config.defaults import Machine, detect_machine, suggested
-from fxtrain.launch.config.launch_file import (
+from fxtrain.launchers.config.defaults import Machine, detect_machine, suggested
+from fxtrain.launchers.config.launch_file import (
     LaunchFile,
     Section,
     form_of,
@@ -26,8 +26,8 @@ from fxtrain.launch.config.launch_file import (
     read_data,
     read_launch_file,
 )
-from fxtrain.launch.config.rendering import render, render_profile
-from fxtrain.launch.config.resolution import HERE, find_file, from_flags, resolve
+from fxtrain.launchers.config.rendering import render, render_profile
+from fxtrain.launchers.config.resolution import HERE, find_file, from_flags, resolve
 from fxtrain.state import shown
 
 _NOTED = 80  # characters of a value

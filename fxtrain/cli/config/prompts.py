@@ -16,8 +16,8 @@ from fxtrain.cli.config.questions import (
     section_of,
 )
 from fxtrain.errors import PlanError
-from fxtrain.launch.config.defaults import Machine
-from fxtrain.launch.config.launch_file import Section
+from fxtrain.launchers.config.defaults import Machine
+from fxtrain.launchers.config.launch_file import Section
 
 # A prompt takes a question and returns what was typed or chosen.
 AskFunction = Callable[[Question], str]

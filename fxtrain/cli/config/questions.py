@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import attrs
 
-from fxtrain.launch import LaunchSpec, known_launchers
-from fxtrain.launch.config.defaults import Machine
-from fxtrain.launch.config.launch_file import Section, problems_of
+from fxtrain.launchers import LaunchSpec, known_launchers
+from fxtrain.launchers.config.defaults import Machine
+from fxtrain.launchers.config.launch_file import Section, problems_of
 from fxtrain.state import Plan
 from fxtrain.state.parsing import put
 from fxtrain.state.registry import BUILT_IN
@@ -48,7 +48,7 @@ def next_question(answers: Answers, machine: Machine) -> Question | None:
 
     Example:
         >>> from fxtrain.cli.config import next_question
-        >>> from fxtrain.launch.config import Machine
+        >>> from fxtrain.launchers.config import Machine
         >>> next_question({"launch.launcher": "native", "launch.nodes": 1}, Machine()).path
         'launch.ranks'
     """

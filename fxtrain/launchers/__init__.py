@@ -1,0 +1,77 @@
+"""Launchers: pure functions from a spec to a command line, and the code that starts processes."""
+
+from fxtrain.launchers.built_in.deepspeed.launcher import DeepSpeedOptions, deepspeed
+from fxtrain.launchers.built_in.kubernetes import KubernetesOptions, kubernetes
+from fxtrain.launchers.built_in.mpi import MpiOptions, mpi
+from fxtrain.launchers.built_in.native.launcher import native
+from fxtrain.launchers.built_in.native.oom import MemoryKills, count_kills, tell_kills
+from fxtrain.launchers.built_in.native.preload import load_torch
+from fxtrain.launchers.built_in.ray.launcher import RayOptions, ray
+from fxtrain.launchers.built_in.sagemaker.launcher import SageMakerOptions, sagemaker
+from fxtrain.launchers.built_in.slurm import SlurmOptions, slurm
+from fxtrain.launchers.built_in.tpu import TpuPodOptions, setup_command, tpu, tpu_pod
+from fxtrain.launchers.fields import options_from
+from fxtrain.launchers.flags import FLAGS, Flag, flag_words
+from fxtrain.launchers.invocation import Invocation, as_json, show
+from fxtrain.launchers.launched_plan import given_plan, plan_variable
+from fxtrain.launchers.launcher import Launcher
+from fxtrain.launchers.machine import Machine, cores_of_ranks, look, read_cores, write_cores
+from fxtrain.launchers.outcome import Failure, LaunchResult, by_cause, describe
+from fxtrain.launchers.program import shared_environment
+from fxtrain.launchers.rank_reports import keep_tracebacks
+from fxtrain.launchers.spec import LaunchSpec, rank_environment
+from fxtrain.launchers.table import LAUNCHERS, find_launcher, known_launchers, prepare, run
+from fxtrain.launchers.target import check_target
+
+__all__ = [
+    "DeepSpeedOptions",
+    "FLAGS",
+    "Failure",
+    "Flag",
+    "Invocation",
+    "KubernetesOptions",
+    "LAUNCHERS",
+    "LaunchResult",
+    "LaunchSpec",
+    "Launcher",
+    "Machine",
+    "MemoryKills",
+    "MpiOptions",
+    "RayOptions",
+    "SageMakerOptions",
+    "SlurmOptions",
+    "TpuPodOptions",
+    "as_json",
+    "by_cause",
+    "check_target",
+    "cores_of_ranks",
+    "count_kills",
+    "deepspeed",
+    "describe",
+    "find_launcher",
+    "flag_words",
+    "given_plan",
+    "keep_tracebacks",
+    "known_launchers",
+    "kubernetes",
+    "load_torch",
+    "look",
+    "mpi",
+    "native",
+    "options_from",
+    "plan_variable",
+    "prepare",
+    "rank_environment",
+    "ray",
+    "read_cores",
+    "run",
+    "sagemaker",
+    "setup_command",
+    "shared_environment",
+    "show",
+    "slurm",
+    "tell_kills",
+    "tpu",
+    "tpu_pod",
+    "write_cores",
+]

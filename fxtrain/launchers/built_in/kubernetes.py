@@ -1,0 +1,211 @@
+"""Kubernetes: a JobSet or a PyTorchJob whose pods each run one native launcher."""
+
+import json
+import re
+from pathlib import PurePath
+from typing import Any, Literal
+
+import attrs
+
+from fxtrain.errors import LaunchError
+from fxtrain.launchers.fields import count, each, launch_record, name_values
+from fxtrain.launchers.flags import flag_words
+from fxtrain.launchers.invocation import Invocation
+from fxtrain.launchers.launcher import PER_NODE, Launcher
+from fxtrain.launchers.machine import Machine
+from fxtrain.launchers.spec import LaunchSpec
+
+_label = each(
+    re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?").fullmatch,
+    expected="lower-case letters, digits and -, at most 52",
+)
+_secret = each(
+    re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?").fullmatch, expected="the name of a Secret"
+)
+_NODES = "node"  # name of the one group of pods in a JobSet
+
+
+@launch_record
+class KubernetesOptions:
+    """The pods of a run.
+
+    Attributes:
+        manifest: Kind of object: JobSet, or PyTorchJob of Kubeflow's training operator.
+        image: The container image, which contains fxtrain and the program.
+        name: Name of the object; by default the program's.
+        namespace: Its namespace.
+        gpus: Accelerators of each pod.
+        gpu_resource: The cluster's name for them.
+        cpu: CPUs of each pod, such as 8.
+        memory: Memory of each pod, such as 64Gi.
+        shared_memory: Size of /dev/shm, which loader workers and NCCL use.
+        folder: Working folder of the program in the image.
+        python: The interpreter in the image.
+        claims: CLAIM:PATH of volumes, one each.
+        node_selector: LABEL=VALUE of the machines on which pods may run, one each.
+        secrets: Names of Secrets whose keys become variables of the ranks, one each; values of
+            `--env` are readable in the manifest and in the cluster.
+        service_account: Account of the pods.
+        port: Port through which the ranks connect.
+    """
+
+    manifest: Literal["jobset", "pytorchjob"] = "jobset"
+    image: str = ""
+    name: str = attrs.field(default="", validator=_label)
+    namespace: str = attrs.field(default="", validator=_label)
+    gpus: int = attrs.field(default=0, validator=count(0))
+    gpu_resource: str = "nvidia.com/gpu"
+    cpu: str = ""
+    memory: str = ""
+    shared_memory: str = ""
+    folder: str = ""
+    python: str = "python"
+    claims: tuple[str, ...] = attrs.field(
+        default=(), validator=each(re.compile(r"[^:]+:/.*").fullmatch, expected="CLAIM:/PATH")
+    )
+    node_selector: tuple[str, ...] = attrs.field(
+        default=(), validator=each(re.compile(r"[^=]+=.*").fullmatch, expected="LABEL=VALUE")
+    )
+    secrets: tuple[str, ...] = attrs.field(default=(), validator=_secret)
+    service_account: str = ""
+    port: int = attrs.field(default=29_500, validator=count(1))
+
+
+def kubernetes(spec: LaunchSpec, machine: Machine) -> Invocation:
+    """A manifest, and the command that submits it to the cluster.
+
+    The file is JSON, which is also valid YAML.
+
+    Raises:
+        LaunchError: no image was given.
+
+    Example:
+        >>> from fxtrain.launchers import KubernetesOptions, LaunchSpec, Machine, kubernetes
+        >>> spec = LaunchSpec(target="train.py", options=KubernetesOptions(image="me/train:1"))
+        >>> kubernetes(spec, Machine()).argv
+        ('kubectl', 'apply', '-f', 'fxtrain-launch/train.json')
+    """
+    options = spec.options
+    if not options.image:
+        raise LaunchError(
+            "On Kubernetes, the program runs in a container. Set the option image to the name of "
+            "an image that contains it and fxtrain."
+        )
+    name = options.name or _name(spec)
+    kinds = {"jobset": _jobset, "pytorchjob": _pytorch_job}
+    meta = {"name": name, **({"namespace": options.namespace} if options.namespace else {})}
+    manifest = kinds[options.manifest](spec, name) | {"metadata": meta}
+    file = f"fxtrain-launch/{name}.json"
+    text = json.dumps(manifest, indent=2) + "\n"
+    return Invocation(argv=("kubectl", "apply", "-f", file), files={file: text})
+
+
+def _name(spec: LaunchSpec) -> str:
+    stem = re.sub(r"[^a-z0-9]+", "-", PurePath(spec.target).stem.lower()).strip("-")[:40]
+    return stem.strip("-") or "train"
+
+
+def _jobset(spec: LaunchSpec, name: str) -> dict[str, Any]:
+    """Pods are numbered, and the first is found by the name that JobSet gives it."""
+    address = f"{name}-{_NODES}-0-0.{name}"
+    job = {
+        "parallelism": spec.nodes,
+        "completions": spec.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "template": _pod(spec, "$(JOB_COMPLETION_INDEX)", address, str(spec.options.port)),
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": name},
+            "failurePolicy": {"maxRestarts": spec.restarts},
+            "replicatedJobs": [{"name": _NODES, "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+def _pytorch_job(spec: LaunchSpec, name: str) -> dict[str, Any]:
+    """The operator gives each pod the number of its node and the address of the first."""
+    pod = _pod(spec, "$(RANK)", "$(MASTER_ADDR)", "$(MASTER_PORT)")
+
+    def replicas(count: int) -> dict[str, Any]:
+        return {"replicas": count, "restartPolicy": "Never", "template": pod}
+
+    specs = {"Master": replicas(1)}
+    if spec.nodes > 1:
+        specs["Worker"] = replicas(spec.nodes - 1)
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "spec": {
+            "runPolicy": {"cleanPodPolicy": "None", "backoffLimit": spec.restarts},
+            "pytorchReplicaSpecs": specs,
+        },
+    }
+
+
+def _pod(spec: LaunchSpec, node_rank: str, address: str, port: str) -> dict[str, Any]:
+    options = spec.options
+    volumes, mounts = _volumes(options)
+    sizes = {"cpu": options.cpu, "memory": options.memory}
+    sizes |= {options.gpu_resource: str(options.gpus)} if options.gpus else {}
+    container = {
+        "name": "pytorch",  # the name that Kubeflow's operator looks for
+        "image": options.image,
+        "command": [options.python, "-m", "fxtrain.cli", "launch"],
+        "args": _arguments(spec, node_rank, address, port),
+        "env": [{"name": k, "value": _literal(v)} for k, v in name_values(spec.env).items()],
+        "envFrom": [{"secretRef": {"name": name}} for name in options.secrets],
+        "resources": {"limits": {name: size for name, size in sizes.items() if size}},
+        "workingDir": options.folder,
+        "volumeMounts": mounts,
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "serviceAccountName": options.service_account,
+        "nodeSelector": name_values(options.node_selector),
+        "containers": [{key: value for key, value in container.items() if value}],
+        "volumes": volumes,
+    }
+    return {"spec": {key: value for key, value in pod.items() if value}}
+
+
+def _arguments(spec: LaunchSpec, node_rank: str, address: str, port: str) -> list[str]:
+    """Arguments of the native launcher: those of the spec, and the pod's rank."""
+    inside = attrs.evolve(spec, launcher="native", options=None, env=(), restarts=0)
+    words = [_literal(word) for word in flag_words(inside)]
+    if spec.nodes == 1:
+        return words
+    place = [f"--node-rank={node_rank}", f"--main-address={address}", f"--main-port={port}"]
+    return [*place, *words]
+
+
+def _literal(text: str) -> str:
+    """Escape $: Kubernetes replaces $(NAME) in arguments and values, and $$ by $."""
+    return text.replace("$", "$$")
+
+
+def _volumes(options: KubernetesOptions) -> tuple[list[Any], list[Any]]:
+    volumes: list[Any] = []
+    mounts: list[Any] = []
+    for number, claim in enumerate(options.claims):
+        source, path = claim.split(":", 1)
+        volumes.append({"name": f"data-{number}", "persistentVolumeClaim": {"claimName": source}})
+        mounts.append({"name": f"data-{number}", "mountPath": path})
+    if options.shared_memory:
+        size = {"medium": "Memory", "sizeLimit": options.shared_memory}
+        volumes.append({"name": "shm", "emptyDir": size})
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+    return volumes, mounts
+
+
+KUBERNETES = Launcher(
+    name="kubernetes",
+    help="Kubernetes pods, as a JobSet or a PyTorchJob",
+    invocation=kubernetes,
+    options=KubernetesOptions,
+    uses=PER_NODE,
+    here=False,
+)

@@ -1,0 +1,224 @@
+"""torch's elastic agent, which here knows how the agents of other nodes end; imports torch.
+
+torch's own agent waits up to five minutes for the others after its ranks have succeeded, also where
+another agent was stopped or lost its machine, and says nothing about ranks that it starts again.
+"""
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousParameters,
+)
+
+from fxtrain.launchers.built_in.native.network import FAREWELL, FAREWELL_S
+from fxtrain.launchers.built_in.native.node_ends import NodeEnd, NodeEnds
+from fxtrain.launchers.built_in.native.rendezvous import BACKEND, open_handler, say
+from fxtrain.launchers.outcome import LaunchResult, distance, one_line
+from fxtrain.ops.rendezvous_store import first_line
+
+_WAITING_S = 20.0  # for nodes that start their ranks again to be seen waiting
+_MAIN_LOST = (
+    "The launcher that serves the store of this run ended before this one, or does not answer, so "
+    "it is not known whether the ranks of other nodes succeeded."
+)
+# Fields of torch's records that older versions lack.
+_NEWER = ("duplicate_stdout_filters", "duplicate_stderr_filters", "virtual_local_rank")
+
+
+class LostRendezvousError(RendezvousError):
+    """The rendezvous does not answer any more, so the ranks cannot start again."""
+
+
+def run_agent(
+    config: Any,
+    program: Any,
+    arguments: list[Any],
+    *,
+    serves: bool,
+    ended: Callable[[dict[int, int], str], LaunchResult],
+    tell_attempt: Callable[[int, LaunchResult], None],
+) -> LaunchResult:
+    """Start the ranks of this node and wait until they and those of other nodes have ended.
+
+    Args:
+        config: torch's `LaunchConfig`, with the settings of our rendezvous.
+        program: What each rank runs.
+        arguments: Its arguments.
+        serves: Whether this process serves the store, and therefore leaves last.
+        ended: Gives the result, from the exit codes of ranks of this node that failed and from the
+            name of this node.
+        tell_attempt: Called with the number of an attempt that failed, and with its result, before
+            the next one.
+
+    Raises:
+        SignalException: this process was told to end.
+        LostRendezvousError: the machine that serves the rendezvous was lost.
+        RendezvousError: not all nodes have joined.
+    """
+    handler = open_handler(
+        RendezvousParameters(
+            backend=BACKEND,
+            endpoint=config.rdzv_endpoint,
+            run_id=config.run_id,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_addr=config.local_addr,
+            **config.rdzv_configs,
+        )
+    )
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=program,
+        args=tuple(arguments),
+        rdzv_handler=handler,
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        numa_options=config.numa_options,
+        **{name: getattr(config, name) for name in _NEWER if hasattr(config, name)},
+    )
+    timeout = {"shutdown_timeout": config.shutdown_timeout} if _has_timeout(config) else {}
+    agent = _Agent(
+        spec,
+        config.logs_specs,
+        start_method=config.start_method,
+        log_line_prefix_template=config.log_line_prefix_template,
+        **timeout,
+    )
+    agent.serves, agent.elastic = serves, config.rdzv_configs["meets"] == "c10d"
+    agent.ended, agent.tell_attempt = ended, tell_attempt
+    return agent.run_and_leave()
+
+
+def _has_timeout(config: Any) -> bool:
+    return hasattr(config, "shutdown_timeout")
+
+
+class _Agent(LocalElasticAgent):
+    serves: bool
+    elastic: bool
+    ended: Callable[[dict[int, int], str], LaunchResult]
+    tell_attempt: Callable[[int, LaunchResult], None]
+    _failures: dict[int, Any]
+    _ends: NodeEnds | None = None
+    _culprit: str = ""
+    _stopped_at: float | None = None
+
+    def run_and_leave(self) -> LaunchResult:
+        """Run to the end; the other nodes learn how this one ended."""
+        end, stopped = NodeEnd(text="ended with an error"), False
+        try:
+            result: Any = self.run()
+            end = None  # the others know
+            if not result.is_failed():
+                return attrs.evolve(self.ended({}, ""), culprit=self._culprit)
+            return self._told(self._ended(result.failures))
+        except SignalException as error:
+            end, stopped = NodeEnd(text=f"was stopped by {error.sigval.name}.", stopped=True), True
+            raise
+        except Exception as error:
+            end = NodeEnd(text=f"ended with an error: {first_line(error)}")
+            raise
+        finally:
+            # Beside what the launcher does next, which is to show the error.
+            farewell = threading.Thread(
+                target=self._farewell, args=(end, stopped), name=FAREWELL, daemon=True
+            )
+            farewell.start()
+            atexit.register(farewell.join, FAREWELL_S)
+
+    def _ended(self, failures: dict[int, Any]) -> LaunchResult:
+        name = self._ends.name if self._ends else ""
+        return self.ended({rank: failure.exitcode for rank, failure in failures.items()}, name)
+
+    def _told(self, ending: LaunchResult) -> LaunchResult:
+        if self._ends is None or self._ends.count == 1:
+            return ending
+        first = ending.failures[0]
+        mine = NodeEnd(text=one_line(first, ending), distance=distance(first))
+        if (culprit := self._ends.culprit_of(mine)) is None:
+            self._ends = None
+        return attrs.evolve(ending, culprit=culprit or "")
+
+    def _farewell(self, end: NodeEnd | None, stopped: bool) -> None:  # noqa: FBT001 - internal
+        if self._ends is not None:
+            with contextlib.suppress(RuntimeError):  # the node that serves the store has ended
+                if end is not None:
+                    name = self._ends.name[:1].upper() + self._ends.name[1:]
+                    self._ends.tell(attrs.evolve(end, text=f"{name} {end.text}"))
+                self._ends.leave()
+        if not stopped:  # a node that was stopped may be replaced
+            self._rdzv_handler.shutdown()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        look: Any = super()._monitor_workers
+        result: RunResult = look(worker_group)
+        self._failures = result.failures
+        if self.elastic and result.state is WorkerState.SUCCEEDED and self._starts_again():
+            return RunResult(state=WorkerState.HEALTHY)
+        return result
+
+    def _starts_again(self) -> bool:
+        """Whether ranks that ended well only stopped since those of another node start again.
+
+        A script that saves and stops at SIGTERM does so on all ranks. The agent starts them again
+        once it sees that nodes wait; if none does, its ranks have ended.
+        """
+        if self._stopped_at is None and self._ends and self._ends.interrupted():
+            self._stopped_at = time.monotonic()
+        return self._stopped_at is not None and time.monotonic() - self._stopped_at < _WAITING_S
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        # Called with one restart less left after a failure, and with as many for new nodes.
+        spec = worker_group.spec
+        if worker_group.state.name != "HEALTHY":
+            attempt = spec.max_restarts - self._remaining_restarts - 1
+            ending = self._ended(self._failures)
+            if self.elastic:  # where numbered nodes start their ranks again, each does by itself
+                ending = self._told(ending)
+            self.tell_attempt(attempt, ending)
+        elif self._ends:
+            why = self._ends.told() or "Nodes join or leave."
+            say(f"The ranks of this node start again. {why}")
+        if self.elastic and self._ends:
+            self._ends.interrupt()
+        restart: Any = super()._restart_workers  # decorated without types
+        try:
+            restart(worker_group)
+        except (RendezvousConnectionError, DistNetworkError) as error:
+            raise LostRendezvousError(first_line(error)) from error
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        join: Any = super()._rendezvous
+        join(worker_group)
+        count = worker_group.group_world_size or 1
+        self._ends = NodeEnds(self._store, worker_group.group_rank or 0, count, self.serves)
+        self._ends.begin()
+        self._stopped_at = None
+
+    def _exit_barrier(self) -> None:
+        culprit = self._ends.wait() if self._ends else ""
+        if culprit is None:
+            self._ends, culprit = None, _MAIN_LOST
+        self._culprit = culprit

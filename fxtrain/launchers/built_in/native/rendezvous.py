@@ -1,0 +1,453 @@
+"""The rendezvous of torch's elastic agent; this module imports torch.
+
+torch's own rendezvous serves its store on every interface, and unpickles a key of that store,
+so anyone who reaches the port can run code. Here the store listens at one address, and its
+content is JSON.
+"""
+
+import json
+import os
+import pickle
+import platform
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
+
+from fxtrain._secret import SECRET
+from fxtrain.launchers.function.nodes import open_store
+from fxtrain.launchers.orphans import end_strays
+from fxtrain.ops.rendezvous_store import first_line
+from fxtrain.state import parse_json
+
+BACKEND = "fxtrain"
+T = TypeVar("T")
+_EMPTY = "none"
+_POLL_INTERVAL_S = 0.05
+_ANSWER_S = 5.0  # for the store to answer, which has no time limit of its own
+_SILENT_S = 5.0  # until the launcher says for which nodes it waits
+# Errors when reading JSON of another structure.
+_WRONG = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
+
+
+def open_handler(params: RendezvousParameters) -> Any:
+    """The handler for a launch; the settings are those that `elastic.py` writes.
+
+    Raises:
+        RendezvousConnectionError: the store cannot be reached.
+        RendezvousStateError: the nodes have different secrets.
+    """
+    host, _, port = params.endpoint.rpartition(":")
+    wait_s = float(params.config["connect_timeout_s"])
+    door = params.config["door"]
+    listening = None if door is None else socket.socket(fileno=os.dup(door))
+    try:
+        store = open_store(host, int(port), listening, timeout_s=wait_s)
+    except (RuntimeError, ValueError) as error:
+        raise RendezvousConnectionError(f"The store at {params.endpoint}: {error}") from error
+    proof = params.config["proof"]
+    _compare_secrets(store, params.run_id, proof)
+    if proof:  # so that others cannot guess the keys of this run
+        store = PrefixStore(proof, store)
+    if params.config["meets"] == "c10d":
+        last_call_s = float(params.config.get("last_call_timeout", 30))
+        backend = StateBackend(store, params.run_id, last_call_s)
+        handler = dynamic.create_handler(store, backend, params)
+        return _CleaningRendezvous(handler, params, backend)
+    return _CleaningRendezvous(
+        _StaticRendezvous(store, params, (host.strip("[]"), int(port))), params
+    )
+
+
+def _compare_secrets(store: Any, run_id: str, proof: str) -> None:
+    mine = proof or "none"
+    if store.compare_set(f"fxtrain.secret.{run_id}", "", mine).decode() != mine:
+        raise RendezvousStateError(
+            f"{SECRET} on this node differs from that on another, or is set on one of them only."
+        )
+
+
+class _CleaningRendezvous:
+    """A handler that ends remaining children of ranks before the next attempt starts.
+
+    It does not end ranks that still run where the store does not answer: they notice by themselves
+    if they have lost each other, within the time that their script allows.
+
+    Effects:
+        Writes a line to standard error if nodes that join and leave are missing after a few
+        seconds.
+    """
+
+    def __init__(
+        self,
+        handler: RendezvousHandler,
+        params: RendezvousParameters,
+        backend: "StateBackend | None" = None,
+    ) -> None:
+        self._handler = handler
+        self._backend = backend
+        self._before: dict[Any, int] = {}  # nodes of the attempt before
+        self._nodes = params.min_nodes
+        self._wait_s = float(params.config["connect_timeout_s"])
+        self._mark = params.config["mark"]
+        self._patience_s = float(params.config["shutdown_s"])
+        self._place = params.endpoint
+        self._lost = False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See `RendezvousHandler`."""
+        end_strays(self._mark, patience_s=self._patience_s, ask=True)
+        if self._backend is None:  # numbered nodes, which say themselves for whom they wait
+            return self._handler.next_rendezvous()
+        timer = threading.Timer(_SILENT_S, self._tell_missing, [self._backend])
+        timer.daemon = True
+        timer.start()
+        self._backend.settle()
+        try:
+            info = self._handler.next_rendezvous()
+        finally:
+            timer.cancel()
+        if self._backend.seen is not None:
+            self._before = dict(self._backend.seen.participants)
+        return info
+
+    def _tell_missing(self, backend: "StateBackend") -> None:
+        state = backend.seen
+        if state is None:
+            return
+        # Those of a complete state are of the attempt before.
+        joined = state.wait_list if state.complete else state.participants
+        missing = {rank: node.addr for node, rank in self._before.items() if node not in joined}
+        if missing:
+            nodes = ", ".join(f"{rank} ({addr})" for rank, addr in sorted(missing.items()))
+            say(
+                f"Waiting for node{'s' * (len(missing) > 1)} {nodes} of the attempt before, or for "
+                f"others in their place, for up to {self._wait_s:.0f} s."
+            )
+        elif len(joined) < self._nodes:
+            say(
+                f"{len(joined)} of {self._nodes} nodes have joined; waiting for the others for up "
+                f"to {self._wait_s:.0f} s."
+            )
+
+    def num_nodes_waiting(self) -> int:
+        """See `RendezvousHandler`; 0 while the store does not answer."""
+        try:
+            return self._handler.num_nodes_waiting()
+        except RendezvousConnectionError as error:
+            if not self._lost:
+                say(
+                    f"The rendezvous at {self._place} does not answer: {error} The ranks of this "
+                    f"node run on, but nodes can neither join nor restart."
+                )
+            self._lost = True
+            return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+
+class _StaticRendezvous(RendezvousHandler):
+    """Numbered nodes, or a single node, which meet once."""
+
+    def __init__(self, store: Any, params: RendezvousParameters, place: tuple[str, int]) -> None:
+        self._store = PrefixStore(params.run_id, store)
+        self._run_id = params.run_id
+        self._node = (int(params.config["rank"]), params.max_nodes)
+        self._wait_s = float(params.config["connect_timeout_s"])
+        self._place = place
+        self._hint = params.config["hint"]
+        self._met = params.max_nodes == 1
+
+    def get_backend(self) -> str:
+        """See base class."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks use this store too."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See base class."""
+        if not self._met:
+            meet(self._store, *self._node, self._wait_s, self._hint)
+            self._met = True
+        return RendezvousInfo(self._store, *self._node, RendezvousStoreInfo(*self._place))
+
+    def is_closed(self) -> bool:
+        """See base class."""
+        return False
+
+    def set_closed(self) -> None:
+        """See base class."""
+
+    def num_nodes_waiting(self) -> int:
+        """See base class."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """See base class."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """See base class."""
+        return True
+
+
+def meet(store: Any, node: int, count: int, wait_s: float, hint: str = "") -> None:
+    """Wait until every node of a launch has come.
+
+    Args:
+        store: The store of the launch.
+        node: Number of this node.
+        count: Number of nodes.
+        wait_s: Maximum wait.
+        hint: What may be wrong if nodes are missing.
+
+    Effects:
+        Writes a line to standard error if nodes are missing after a few seconds.
+
+    Raises:
+        RendezvousTimeoutError: some never came; the message names them.
+        RendezvousStateError: nodes were started with other numbers of nodes.
+    """
+    store.set(f"node/{node}", json.dumps([count, platform.node()]))
+    missing, start = set(range(count)) - {node}, time.monotonic()
+    told = False
+    while missing:
+        for other in [*missing]:
+            if store.check([f"node/{other}"]):
+                missing.discard(other)
+                theirs, host = parse_json(store.get(f"node/{other}"))
+                if theirs != count:
+                    raise RendezvousStateError(
+                        f"node {other} on {str(host)[:80]} was started for {str(theirs)[:80]} "
+                        f"nodes, and this one for {count}."
+                    )
+        waited_s = time.monotonic() - start
+        names = ", ".join(str(other) for other in sorted(missing))
+        who = f"node{'s' * (len(missing) > 1)} {names}"
+        if missing and waited_s > wait_s:
+            raise RendezvousTimeoutError(f"{who} never came.{hint}")
+        if missing and waited_s > _SILENT_S and not told:
+            told = True
+            say(f"Node {node} of {count} waits for {who}, for up to {wait_s:.0f} s.{hint}")
+        time.sleep(_POLL_INTERVAL_S)
+
+
+class StateBackend(dynamic.RendezvousBackend):
+    """The state of a rendezvous of nodes that join and leave, kept in the store as JSON.
+
+    torch's handler passes the state as a pickle. Pickles are only created and read within this
+    process.
+    """
+
+    def __init__(self, store: Any, run_id: str, last_call_s: float = 30.0) -> None:
+        self._store = store
+        self._key = f"fxtrain.rendezvous.{run_id}"
+        self._clock = _Clock(last_call_s)
+        self._question: threading.Thread | None = None
+        self.seen: Any = None  # the state that was read last
+        # A store waits for a key that does not exist.
+        self._exchange("", _EMPTY)
+
+    @property
+    def name(self) -> str:
+        """See base class."""
+        return BACKEND
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """See base class."""
+        return self._given(self._asked(self._get))
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """See base class."""
+        # Created by this process's own handler.
+        text = write_state(self._clock.of_writers(pickle.loads(state)))
+        expected = _EMPTY if token is None else token
+        found = self._exchange(expected, text)
+        # A store answers so for a key that does not exist, and torch's handler would ask forever.
+        if found.decode() == expected != text:
+            raise _deleted()
+        given = self._given(found)
+        return None if given is None else (*given, given[1] == text)
+
+    def _given(self, found: bytes) -> tuple[bytes, str] | None:
+        """A state as torch's handler takes it, and the text by which the store compares it."""
+        if found == _EMPTY.encode():
+            return None
+        self.seen = self._clock.of_here(read_state(found))
+        return pickle.dumps(self.seen), found.decode()
+
+    def _get(self) -> bytes:
+        # For a key that does not exist, a store would wait.
+        if not self._store.check([self._key]):
+            raise _deleted()
+        return self._store.get(self._key)
+
+    def _exchange(self, expected: str, text: str) -> bytes:
+        return self._asked(lambda: self._store.compare_set(self._key, expected, text))
+
+    def settle(self) -> None:
+        """Wait a last time for a question that is still open, such as while a network heals."""
+        if self._question is not None:
+            self._question.join(_ANSWER_S)
+
+    def _asked(self, action: Callable[[], bytes]) -> bytes:
+        """An answer of the store.
+
+        Raises:
+            RendezvousConnectionError: there is none, or none yet.
+        """
+        answers: list[bytes] = []
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                answers.append(action())
+            except Exception as error:  # for the thread that waits
+                errors.append(error)
+
+        # Behind a question that is still open, another one would wait too.
+        if self._question is None or not self._question.is_alive():
+            self._question = threading.Thread(target=ask, name="fxtrain store", daemon=True)
+            self._question.start()
+            self._question.join(_ANSWER_S)
+        if not answers and not errors:
+            raise RendezvousConnectionError(f"no answer within {_ANSWER_S:.0f} s.")
+        if errors and isinstance(errors[0], RendezvousStateError):
+            raise errors[0]
+        if errors:
+            raise RendezvousConnectionError(first_line(errors[0])) from errors[0]
+        return answers[0]
+
+
+def _deleted() -> RendezvousStateError:
+    return RendezvousStateError(
+        "the rendezvous state was deleted: another program writes to the store. Set "
+        f"{SECRET}, the same on every node, and choose another main_port."
+    )
+
+
+class _Clock:
+    """Times that other machines have written, in the time of this one.
+
+    Clocks may differ by minutes, and torch's handler considers a node dead whose last heartbeat is
+    too old. Here, a heartbeat is as old as this machine knows it.
+    """
+
+    def __init__(self, last_call_s: float) -> None:
+        self._last_call = timedelta(seconds=last_call_s)
+        self._seen: dict[Any, tuple[datetime, datetime]] = {}  # as written, and here
+
+    def of_here(self, state: Any) -> Any:
+        """A state that was read, with times of this machine."""
+        now = datetime.now(UTC)
+        for node, written in state.last_heartbeats.items():
+            state.last_heartbeats[node] = self._here(node, written, now)
+        if state.deadline is not None:
+            state.deadline = self._here(None, state.deadline, now + self._last_call)
+        return state
+
+    def of_writers(self, state: Any) -> Any:
+        """A state to write, with the times of others as they have written them."""
+        for node, here in state.last_heartbeats.items():
+            state.last_heartbeats[node] = self._written(node, here)
+        if state.deadline is not None:
+            state.deadline = self._written(None, state.deadline)
+        return state
+
+    def _here(self, key: Any, written: datetime, new: datetime) -> datetime:
+        if key not in self._seen or self._seen[key][0] != written:
+            self._seen[key] = written, new
+        return self._seen[key][1]
+
+    def _written(self, key: Any, here: datetime) -> datetime:
+        if key not in self._seen or self._seen[key][1] != here:
+            self._seen[key] = here, here  # of this machine
+        return self._seen[key][0]
+
+
+def write_state(state: Any) -> str:
+    """torch's record of a rendezvous as JSON."""
+    return json.dumps(
+        {
+            "round": state.round,
+            "complete": state.complete,
+            "deadline": None if state.deadline is None else state.deadline.isoformat(),
+            "closed": state.closed,
+            "participants": [[*_words(node), rank] for node, rank in state.participants.items()],
+            "wait_list": [_words(node) for node in sorted(state.wait_list)],
+            "redundancy_list": [_words(node) for node in sorted(state.redundancy_list)],
+            "last_heartbeats": [
+                [*_words(node), at.isoformat()] for node, at in state.last_heartbeats.items()
+            ],
+        }
+    )
+
+
+def read_state(text: str | bytes) -> Any:
+    """torch's record of a rendezvous from JSON.
+
+    Raises:
+        RendezvousStateError: the JSON has another structure.
+    """
+    try:
+        found = parse_json(text)
+        state = dynamic._RendezvousState()
+        state.round = _exactly(int, found["round"])
+        state.complete = _exactly(bool, found["complete"])
+        state.closed = _exactly(bool, found["closed"])
+        if found["deadline"] is not None:
+            state.deadline = datetime.fromisoformat(found["deadline"])
+        state.participants = {
+            _node(*node): _exactly(int, rank) for *node, rank in found["participants"]
+        }
+        state.wait_list = {_node(*node) for node in found["wait_list"]}
+        state.redundancy_list = {_node(*node) for node in found["redundancy_list"]}
+        state.last_heartbeats = {
+            _node(*node): datetime.fromisoformat(at) for *node, at in found["last_heartbeats"]
+        }
+    except _WRONG as error:
+        raise RendezvousStateError(
+            f"The store contains an invalid rendezvous state ({type(error).__name__}: {error}). "
+            f"Another program writes to it: choose another main_port."
+        ) from error
+    return state
+
+
+def _words(node: Any) -> list[Any]:
+    return [node.addr, node.pid, node.local_id]
+
+
+def _node(addr: Any, pid: Any, local_id: Any) -> Any:
+    return dynamic._NodeDesc(_exactly(str, addr), _exactly(int, pid), _exactly(int, local_id))
+
+
+def _exactly(kind: type[T], value: Any) -> T:
+    """A value of exactly this type: no "3" for 3, and no "no" for True."""
+    if type(value) is not kind:
+        raise TypeError(f"{str(value)[:80]!r} is not a {kind.__name__}")
+    return value
+
+
+def say(text: str) -> None:
+    """Write a line of the launcher to standard error."""
+    sys.stderr.write(f"fxtrain launch: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,163 @@
+"""Processes that ranks started and left behind: found by an inherited mark, and ended.
+
+Every rank has a mark of its launch in its environment, which its children inherit, and theirs,
+including daemons. So they are found whoever their parent is by now, even after the launcher was
+killed. A process that clears its environment is not found, unless it is in the session of a rank.
+Linux shows the environment and session of a process; on other systems nothing is found.
+
+Run as a file, `python orphans.py PARENT MARK PATIENCE SESSIONS...`, this is the keeper of a
+launch: a small process that outlives a killed launcher. So it uses only the standard library.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+# Marks of the launches that a process belongs to, the innermost last.
+MARK = "FXTRAIN_LAUNCHES"
+_POLL_INTERVAL_S = 0.05
+_KEEPER_POLL_INTERVAL_S = 0.5
+# SIGKILL ends processes at once, unless the kernel blocks them.
+_KILLED_S = 5.0
+
+
+def mark_within(env: Mapping[str, str]) -> str:
+    """A new mark for a launch, after those of the launches in which it runs.
+
+    Example:
+        >>> from fxtrain.launchers.orphans import mark_within
+        >>> mark_within({"FXTRAIN_LAUNCHES": "a1"}).startswith("a1:")
+        True
+    """
+    outer = env.get(MARK, "")
+    mine = os.urandom(8).hex()
+    return f"{outer}:{mine}" if outer else mine
+
+
+@contextmanager
+def kept(mark: str, *, patience_s: float, sessions: Collection[int] = ()) -> Iterator[None]:
+    """End the ranks of a launch if this process is killed within the block.
+
+    Args:
+        mark: The launch's mark.
+        patience_s: Time from the end of this process until they are killed.
+        sessions: Process IDs of ranks that lead a session.
+
+    Effects:
+        Starts a small process, and ends it. On other systems than Linux, does nothing.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    words = (str(os.getpid()), mark, str(patience_s), *map(str, sessions))
+    with _keeper(words) as keeper:
+        try:
+            yield
+        finally:
+            keeper.kill()
+
+
+def _keeper(words: tuple[str, ...]) -> "subprocess.Popen[bytes]":
+    # A process inherits its parent's blocked signals. Those that a launcher forwards to its
+    # children are for the ranks, and would end this process.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
+    try:
+        return subprocess.Popen(
+            (sys.executable, "-I", "-S", __file__, *words),
+            env={},  # so that it does not carry the marks of outer launches
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_strays(mark: str, *, patience_s: float, ask: bool, sessions: Collection[int] = ()) -> None:
+    """End processes that the ranks of a launch have left behind.
+
+    Args:
+        mark: The launch's mark.
+        patience_s: Time that the processes have to exit by themselves, before they are killed.
+        ask: Send them SIGTERM first.
+        sessions: Process IDs of ranks that led a session.
+
+    Effects:
+        Sends signals; waits until the processes have ended.
+    """
+    known = _Launch(mark, sessions)
+    if ask:
+        known.send(signal.SIGTERM)
+    deadline = time.monotonic() + patience_s
+    while known.found() and time.monotonic() < deadline:
+        time.sleep(_POLL_INTERVAL_S)
+    deadline = time.monotonic() + _KILLED_S
+    while known.found() and time.monotonic() < deadline:
+        known.send(signal.SIGKILL)
+        time.sleep(_POLL_INTERVAL_S / 10)
+
+
+class _Launch:
+    """The processes of one launch."""
+
+    def __init__(self, mark: str, sessions: Collection[int]) -> None:
+        self._mark = mark.encode()
+        self._sessions = frozenset(sessions)
+
+    def found(self) -> list[int]:
+        """Process IDs of those that run, without this process."""
+        if sys.platform != "linux":
+            return []
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+        return [pid for pid in pids if pid != os.getpid() and self._has(pid)]
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to each of them."""
+        for pid in self.found():
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:  # it has exited in the meantime
+                continue
+
+    def _has(self, pid: int) -> bool:
+        try:
+            state, session = _state(pid)
+            if state in "ZX":  # exited, and not yet reaped by its parent
+                return False
+            return session in self._sessions or self._is_marked(pid)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return False  # it has exited, or belongs to another user
+
+    def _is_marked(self, pid: int) -> bool:
+        start = f"{MARK}=".encode()
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if variable.startswith(start):
+                marks = variable.removeprefix(start)
+                return marks == self._mark or marks.startswith(self._mark + b":")
+        return False
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """The state of a process and its session, from proc_pid_stat(5)."""
+    words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return words[0], int(words[3])
+
+
+def main() -> None:
+    """Wait until the launcher has exited, which usually ends this process, then end its ranks."""
+    parent, mark, patience_s, *sessions = sys.argv[1:]
+    while os.getppid() == int(parent):
+        time.sleep(_KEEPER_POLL_INTERVAL_S)
+    # The kernel has sent SIGTERM to the ranks.
+    end_strays(mark, patience_s=float(patience_s), ask=False, sessions=[*map(int, sessions)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""How a launch ended: which ranks failed, which failed first, and the message."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import attrs
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+
+@attrs.frozen(kw_only=True)
+class Failure:
+    """A failed rank.
+
+    Attributes:
+        rank: Its rank.
+        code: Exit code of the process; -n if signal n ended it; None if unknown.
+        kind: Full name of the exception's type; empty without one.
+        error: The exception in one line, such as `ValueError: bad`; empty without one.
+        traceback: The exception with its traceback; empty without one.
+        time_ns: When it failed, in nanoseconds since 1970; only the order matters.
+    """
+
+    rank: int
+    code: int | None = None
+    kind: str = ""
+    error: str = ""
+    traceback: str = ""
+    time_ns: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class LaunchResult:
+    """How all ranks ended.
+
+    Attributes:
+        ranks: World size.
+        failures: Those that failed, the cause first.
+        signal: The signal that ended the launcher, or None.
+        left: Exit code of the external launcher, such as mpirun, if one was started; otherwise 0.
+        launcher: Its name.
+        memory: What the kernel's out-of-memory killer did; empty if unknown.
+        node: Name of the node with the failures, if there are several nodes.
+        culprit: What failed first on another node, in words; empty if nothing did.
+    """
+
+    ranks: int
+    failures: tuple[Failure, ...] = ()
+    signal: int | None = None
+    left: int = 0
+    launcher: str = ""
+    memory: str = ""
+    node: str = ""
+    culprit: str = ""
+
+    @property
+    def code(self) -> int:
+        """The exit code of the launch, by the rules of a shell."""
+        if self.signal is not None:
+            return 128 + self.signal
+        code = self.failures[0].code if self.failures else self.left
+        if self.failures and not code:
+            code = self.left or 1
+        if self.culprit and not code:
+            code = 1
+        return 128 - code if code and code < 0 else code or 0
+
+
+def by_cause(failures: list[Failure]) -> tuple[Failure, ...]:
+    """Sort failures so that the one to look at comes first.
+
+    A failing rank leaves its peers in the middle of a collective, and they may report that before
+    it reports its own error. So errors that only say that another rank is lost are sorted after
+    all others, and ranks that were ended from outside come last.
+
+    Example:
+        >>> from fxtrain.launchers import Failure, by_cause
+        >>> lost = Failure(rank=0, kind="fxtrain.errors.CollectiveError", error="...", time_ns=1)
+        >>> own = Failure(rank=1, kind="ValueError", error="ValueError: bad", time_ns=2)
+        >>> [failure.rank for failure in by_cause([lost, own])]
+        [1, 0]
+    """
+    return tuple(sorted(failures, key=lambda f: (distance(f), f.time_ns, f.rank)))
+
+
+def describe(result: LaunchResult) -> str:
+    """Describe how a launch ended, with the frames of the rank that failed first.
+
+    Example:
+        >>> from fxtrain.launchers import LaunchResult, Failure, describe
+        >>> describe(LaunchResult(ranks=2, failures=(Failure(rank=1, code=-11),)))
+        'Rank 1 of 2 was ended by SIGSEGV.'
+    """
+    if result.signal is not None:
+        return f"Stopped by {_signal_name(result.signal)}."
+    if not result.failures:
+        return result.culprit or _launcher_failed(result)
+    first, *others = result.failures
+    lines = [result.culprit] if result.culprit else []
+    lines.append(one_line(first, result, most_lines=None))
+    if first.traceback:
+        lines.append(_frames(first))
+    # Ranks that were ended because of the first failure are omitted.
+    lines += [one_line(other, result) for other in others if other.error or _own_code(other)]
+    return "\n".join(lines)
+
+
+_LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket closed|remote process|store.*closed"
+    r"|[\\/]gloo[\\/]",
+    re.IGNORECASE,
+)
+
+
+_PERHAPS_MEMORY = "The kernel does that when memory runs out: run dmesg, or use less memory."
+
+_PERHAPS_WATCHDOG = (
+    "C++ code does that: a failed check, or NCCL's watchdog when a collective times out because "
+    "another rank failed or never joined it. The output of this rank names the reason."
+)
+
+
+def distance(failure: Failure) -> int:
+    """How far a failure is from the cause.
+
+    0 for an error of the rank's own, 1 for a lost peer, 2 for a rank that was ended from outside.
+
+    A rank that aborts without an exception may have waited for a peer: NCCL's watchdog aborts a
+    process whose collective times out.
+    """
+    if not failure.error:
+        if failure.code == -signal.SIGABRT:
+            return 1
+        return 0 if _own_code(failure) else 2
+    lost = failure.kind.startswith("torch.distributed.") or failure.kind.endswith(
+        ".CollectiveError"
+    )
+    return int(lost or bool(_LOST_PEER.search(failure.error)))
+
+
+def _own_code(failure: Failure) -> bool:
+    return failure.code not in (None, 0, -signal.SIGTERM, -signal.SIGINT)
+
+
+def _launcher_failed(result: LaunchResult) -> str:
+    if not result.left:
+        return f"{result.ranks} ranks succeeded."
+    if result.left < 0:
+        return f"{result.launcher} was ended by {_signal_name(-result.left)}."
+    return f"{result.launcher} exited with code {result.left}."
+
+
+def _frames(failure: Failure) -> str:
+    """The traceback without the message, and without fxtrain's frames below the user's call."""
+    text = failure.traceback.rstrip()
+    if text.endswith(failure.error):
+        text = text[: text.rfind("\n", 0, len(text) - len(failure.error)) + 1]
+    if not is_own(failure):
+        return text.rstrip()
+    start, *frames = re.split(r"^(?=  File )", text, flags=re.MULTILINE)
+    while len(frames) > 1 and frames[-1].startswith(f'  File "{_PACKAGE}'):
+        frames.pop()
+    return "".join((start, *frames)).rstrip()
+
+
+def is_own(failure: Failure) -> bool:
+    """Whether fxtrain raised the error, whose message says what to do without fxtrain's frames."""
+    return failure.kind.startswith("fxtrain.")
+
+
+def one_line(failure: Failure, result: LaunchResult, *, most_lines: int | None = 1) -> str:
+    """How a rank failed; the first lines of its error."""
+    who = f"Rank {failure.rank} of {result.ranks}" + (f" on {result.node}" if result.node else "")
+    if failure.error:
+        shown = "\n".join(failure.error.splitlines()[:most_lines])
+        return f"{who} failed: {shown}"
+    if failure.code is None:
+        return f"{who} failed."
+    if failure.code >= 0:
+        return f"{who} exited with code {failure.code}."
+    text = f"{who} was ended by {_signal_name(-failure.code)}."
+    if failure.code == -signal.SIGKILL:
+        text += " " + (result.memory or _PERHAPS_MEMORY)
+    if failure.code == -signal.SIGABRT:
+        text += " " + _PERHAPS_WATCHDOG
+    return text
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,136 @@
+"""Runs a launcher that is a separate program, such as mpirun, srun or kubectl."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import attrs
+
+from fxtrain.errors import LaunchError
+from fxtrain.launchers.built_in.native.oom import count_kills, tell_kills
+from fxtrain.launchers.child import end_with_parent
+from fxtrain.launchers.invocation import Invocation
+from fxtrain.launchers.outcome import LaunchResult, by_cause
+from fxtrain.launchers.rank_reports import read_reports, to_failures
+from fxtrain.launchers.signals import FORWARDED_SIGNALS, forward_signals
+from fxtrain.launchers.spec import LaunchSpec
+
+# In a command line, a placeholder for the folder for errors of ranks, known only when it runs.
+ERRORS = "%ERRORS%"
+_POLL_INTERVAL_S = 0.2
+# Time for other ranks to report their errors after one has failed.
+_GRACE_S = 5.0
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def run_program(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
+    """Write the files of an invocation, run its command line and wait for its end.
+
+    Signals are forwarded to the program, which passes them to its ranks.
+
+    Effects:
+        Writes files; starts a process. Call it in the main thread, where signals arrive.
+
+    Raises:
+        LaunchError: the program is not installed, or a file cannot be written.
+    """
+    program = shutil.which(invocation.argv[0])
+    if program is None:
+        raise LaunchError(
+            f"The launcher {spec.launcher} runs {invocation.argv[0]!r}, which is not installed "
+            f"here or not on the PATH. Use --dry to show what it would do.",
+            code="FX702",
+        )
+    write_files(invocation)
+    before = count_kills()
+    with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
+        errors = _errors_in(spec.log_dir) if spec.log_dir else folder
+        argv = [word.replace(ERRORS, errors) for word in invocation.argv]
+        code, stopped = _wait(argv, {**os.environ, **invocation.env}, Path(errors))
+        # Ranks on other machines see this folder only where log_dir is shared.
+        reports = read_reports(sorted(Path(errors).glob("*.json")))
+    ending = LaunchResult(
+        ranks=spec.world_size,
+        failures=by_cause(to_failures({}, reports)) if code else (),
+        signal=stopped,
+        left=code,
+        launcher=invocation.argv[0],
+    )
+    return attrs.evolve(ending, memory=tell_kills(before, count_kills()))
+
+
+def write_files(invocation: Invocation) -> None:
+    """Write the files of an invocation, for this user only: they may hold variables of the ranks.
+
+    Raises:
+        LaunchError: a file cannot be written.
+    """
+    for name, text in invocation.files.items():
+        path = Path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_private(path, text)
+        except OSError as error:
+            raise LaunchError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that nobody else can read, even if it existed and others could.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(number, "w", encoding="utf-8") as file:
+        os.chmod(path, 0o600)
+        file.write(text)
+
+
+def _errors_in(folder: str) -> str:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return os.path.abspath(tempfile.mkdtemp(prefix="errors-", dir=folder))
+
+
+def _wait(argv: list[str], env: dict[str, str], errors: Path) -> tuple[int, int | None]:
+    """The exit code of a program, and the signal with which this process was ended.
+
+    If a rank has written an error and the program continues, the program is ended: MPICH's does
+    not end the other ranks.
+    """
+    told: list[int] = []
+    sys.stdout.flush()
+    process = subprocess.Popen(
+        argv,
+        env=env,
+        # Ctrl-C in a terminal is sent to every process there, so it need not be forwarded.
+        start_new_session=True,
+        preexec_fn=end_with_parent if sys.platform == "linux" else None,
+    )
+
+    def give(number: int) -> None:
+        told.append(number)
+        process.send_signal(number)
+
+    with forward_signals((*FORWARDED_SIGNALS, *_ENDING), give):
+        code = _ended(process, errors)
+    ended = [number for number in told if number in _ENDING]
+    return code, ended[0] if ended and code else None
+
+
+def _ended(process: "subprocess.Popen[bytes]", errors: Path) -> int:
+    failed_at: float | None = None
+    while True:
+        try:
+            return process.wait(_POLL_INTERVAL_S)
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+        if failed_at is None and any(errors.glob("*.json")):
+            failed_at = now
+        if failed_at is not None and now - failed_at > _GRACE_S:
+            process.terminate()
+            failed_at = now

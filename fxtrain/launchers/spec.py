@@ -1,0 +1,221 @@
+"""What to launch, as a value."""
+
+import re
+from typing import Any, Literal
+
+import attrs
+
+from fxtrain._record import at_least, shown
+from fxtrain.errors import LaunchError
+from fxtrain.launchers.fields import LONGEST_S, count, each, launch_record
+
+Streams = Literal["none", "out", "err", "both"]
+_PORT = 29_500  # torch's default
+_MOST_RANKS = 2**20  # on one machine
+_RANKS = "a whole number of at least 1: one per accelerator, or as many as there are spare cores"
+
+
+def is_host(text: str) -> bool:
+    """Whether a text can be the name or address of a machine.
+
+    Example:
+        >>> from fxtrain.launchers.spec import is_host
+        >>> [is_host(text) for text in ("node-1.local", "[::1]", "a..b", "x" * 300)]
+        [True, True, False, False]
+    """
+    try:
+        text.encode("idna")
+    except UnicodeError:  # a part between dots is empty or too long
+        return False
+    return len(text) < 254 and re.fullmatch(r"[\w.:\[\]%-]+", text) is not None
+
+
+def check_ranks(ranks: Any, *, said: str) -> None:
+    """Refuse an invalid number of ranks.
+
+    Raises:
+        LaunchError: `ranks` is not a whole number of at least 1.
+    """
+    if type(ranks) is not int or not 1 <= ranks < _MOST_RANKS:
+        raise LaunchError(f"{said}={shown(ranks)}): choose {_RANKS}.")
+
+
+def _some_ranks(_: Any, __: Any, value: int) -> None:
+    if not 1 <= value < _MOST_RANKS:
+        raise ValueError(f"choose {_RANKS}.")
+
+
+_variable = each(
+    re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[^\0]*", re.DOTALL).fullmatch, expected="NAME=VALUE"
+)
+_device = each(
+    re.compile(r"[0-9]+|[A-Z]+-[\w\-/]+").fullmatch, expected="a number or an identifier of a GPU"
+)
+_argument = each(lambda text: "\0" not in text, expected="an argument without a null character")
+_host = each(is_host, expected="a host name or address")
+_setting = each(re.compile(r"\w+=[^,\0]+").fullmatch, expected="KEY=VALUE without a comma")
+_word = each(re.compile(r"[\w.-]+").fullmatch, expected="a word of letters, digits, . _ and -")
+
+
+@launch_record
+class LaunchSpec:
+    """A program, the ranks to run it on, and their settings.
+
+    Attributes:
+        target: Path of a Python script, the dotted name of a module, or an executable.
+        args: What the program finds after its name in `sys.argv`.
+        ranks: Processes on each node.
+        module: `target` is a module, as after `python -m`.
+        executable: `target` is a program to start without Python.
+        launcher: How to start the ranks: a name in `fxtrain.launchers.LAUNCHERS`.
+        options: The launcher's own options: a record of the launcher's type, a mapping that is
+            converted to one, or None.
+        nodes: Number of machines; the maximum, if `min_nodes` is given.
+        min_nodes: Minimum number of machines; a native launch then grows and shrinks.
+        node_rank: Number of this machine, from 0, in a static rendezvous.
+        main_address: Host name or address of the machine of rank 0, to which all connect.
+        main_port: TCP port there; 0 for one that is free, or 29500 with several nodes.
+        local_address: Address by which the other nodes reach this one; its host name by default.
+        rendezvous: How launchers connect: "static" with a fixed number for each node, or "c10d"
+            in any order and again after a failure. By default static with several nodes, but
+            c10d with `min_nodes`.
+        rendezvous_options: KEY=VALUE of torch's rendezvous, such as keep_alive_interval=5.
+        connect_timeout_s: Maximum wait for the main address and for the other nodes.
+        run_id: A name that the nodes of one run share.
+        restarts: Maximum restarts of all ranks after one has failed.
+        monitor_interval_s: Time between checks of the ranks.
+        shutdown_s: Time that ranks have to exit after a signal before they are killed.
+        role: Name of the ranks for torch's elastic launcher.
+        log_dir: Folder for the output of ranks; without one, no files are written.
+        redirect: Streams of the ranks that are written to files in `log_dir` only.
+        tee: Streams that are written to files in `log_dir` and here, with the rank before each
+            line.
+        show_ranks: Ranks of each node whose output is shown here; all by default.
+        cpu: Hide the accelerators of the machine, so that ranks compute on the CPU.
+        gpus: Numbers or identifiers of the GPUs to use; all by default.
+        bind: Cores for each rank: those of its GPU's NUMA node or socket, a share of them, or
+            those of one last-level cache; without GPUs, "node" or a share of all ("exclusive").
+        threads: OMP_NUM_THREADS of each rank; by default an equal share of the cores.
+        env: NAME=VALUE of variables for the ranks; never shown in a message or `repr`.
+
+    Example:
+        >>> from fxtrain.launchers import LaunchSpec
+        >>> LaunchSpec(target="train.py", args=("--lr", "0.1"), ranks=2).world_size
+        2
+    """
+
+    target: str
+    args: tuple[str, ...] = attrs.field(default=(), validator=_argument)
+    ranks: int = attrs.field(default=1, validator=_some_ranks, metadata={"choose": _RANKS})
+    module: bool = False
+    executable: bool = False
+    launcher: str = "native"
+    options: Any = None
+    nodes: int = attrs.field(default=1, validator=count(1))
+    min_nodes: int | None = attrs.field(default=None, validator=count(1))
+    node_rank: int = attrs.field(default=0, validator=count(0))
+    main_address: str = attrs.field(default="", validator=_host)
+    main_port: int = attrs.field(default=0, validator=at_least(0, 65_535))
+    local_address: str = attrs.field(default="", validator=_host)
+    rendezvous: Literal["static", "c10d"] | None = None
+    rendezvous_options: tuple[str, ...] = attrs.field(default=(), validator=_setting)
+    connect_timeout_s: float = attrs.field(default=600.0, validator=at_least(0.1, LONGEST_S))
+    run_id: str = attrs.field(default="", validator=_word)
+    restarts: int = attrs.field(default=0, validator=count(0))
+    monitor_interval_s: float = attrs.field(default=0.1, validator=count(0.001))
+    shutdown_s: int = attrs.field(default=10, validator=count(0))
+    role: str = attrs.field(default="default", validator=_word)
+    log_dir: str = ""
+    redirect: Streams = "none"
+    tee: Streams = "none"
+    show_ranks: tuple[int, ...] = ()
+    cpu: bool = False
+    gpus: tuple[str, ...] = attrs.field(default=(), validator=_device)
+    bind: Literal["none", "node", "socket", "exclusive", "core-complex"] = "none"
+    threads: int | None = attrs.field(default=None, validator=count(1))
+    env: tuple[str, ...] = attrs.field(default=(), validator=_variable, repr=False)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all nodes."""
+        return self.ranks * self.nodes
+
+    @property
+    def meets(self) -> Literal["static", "c10d"]:
+        """How launchers of several nodes connect."""
+        fixed = self.nodes > 1 and self.min_nodes is None
+        return self.rendezvous or ("static" if fixed else "c10d")
+
+    @property
+    def port(self) -> int:
+        """The port at the main address; 0 for a free one."""
+        return self.main_port or (_PORT if self.nodes > 1 else 0)
+
+    def __attrs_post_init__(self) -> None:
+        for problem in _problems(self):
+            raise LaunchError(problem)
+
+
+def _problems(spec: LaunchSpec) -> list[str]:
+    """Problems between fields."""
+    fewest = spec.min_nodes if spec.min_nodes is not None else spec.nodes
+    found = {
+        "LaunchSpec(module=True, executable=True): a program cannot be both.": (
+            spec.module and spec.executable
+        ),
+        f"LaunchSpec(min_nodes={spec.min_nodes}, nodes={spec.nodes}): the minimum exceeds "
+        f"the maximum.": fewest > spec.nodes,
+        f"LaunchSpec(node_rank={spec.node_rank}, nodes={spec.nodes}): nodes are numbered from 0 "
+        f"to {spec.nodes - 1}.": spec.node_rank >= spec.nodes,
+        f"LaunchSpec(cpu=True, gpus={spec.gpus!r}): choose either the CPU or GPUs.": (
+            spec.cpu and bool(spec.gpus)
+        ),
+        f"LaunchSpec(ranks={spec.ranks}, gpus={','.join(spec.gpus)}): {spec.ranks} ranks need as "
+        f"many GPUs, but {len(spec.gpus)} are chosen. Use ranks={len(spec.gpus)}, or choose "
+        f"others.": bool(spec.gpus) and spec.ranks > len(spec.gpus),
+        "LaunchSpec(redirect=..., tee=...): output files need a folder. Set log_dir.": (
+            not spec.log_dir and {spec.redirect, spec.tee} != {"none"}
+        ),
+    }
+    return [problem for problem, wrong in found.items() if wrong]
+
+
+def rank_environment(
+    rank: int,
+    ranks: int,
+    *,
+    port: int,
+    address: str = "127.0.0.1",
+    nodes: int = 1,
+    node_rank: int = 0,
+    attempt: int = 0,
+) -> dict[str, str]:
+    """The variables by which a rank of a launch finds its rank and the store.
+
+    Args:
+        rank: Number of the rank on its node.
+        ranks: Ranks on each node.
+        port: Port of the store.
+        address: Host of the store.
+        nodes: Number of machines.
+        node_rank: Number of this one.
+        attempt: How often all ranks were started before.
+
+    Example:
+        >>> from fxtrain.launchers import rank_environment
+        >>> from fxtrain.state import read_topology
+        >>> read_topology(rank_environment(1, 2, port=4711)).local_rank
+        1
+    """
+    return {
+        "RANK": str(node_rank * ranks + rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks * nodes),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent serves the store
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+    }

@@ -1,0 +1,190 @@
+"""From a spec's launcher to the functions that start it."""
+
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import attrs
+
+from fxtrain._addresses import Route, find_route, loopback_route
+from fxtrain._installed import installed_rows
+from fxtrain._record import closest
+from fxtrain.errors import LaunchError
+from fxtrain.launchers.built_in.deepspeed.launcher import DEEPSPEED
+from fxtrain.launchers.built_in.kubernetes import KUBERNETES
+from fxtrain.launchers.built_in.mpi import MPI
+from fxtrain.launchers.built_in.native.launcher import NATIVE
+from fxtrain.launchers.built_in.native.network import is_local
+from fxtrain.launchers.built_in.ray.launcher import RAY
+from fxtrain.launchers.built_in.sagemaker.launcher import SAGEMAKER
+from fxtrain.launchers.built_in.slurm import SLURM
+from fxtrain.launchers.built_in.tpu import TPU, TPU_POD
+from fxtrain.launchers.fields import options_from
+from fxtrain.launchers.invocation import Invocation
+from fxtrain.launchers.launcher import COMMON, Launcher
+from fxtrain.launchers.machine import Machine, look
+from fxtrain.launchers.outcome import LaunchResult
+from fxtrain.launchers.spec import LaunchSpec
+from fxtrain.launchers.target import check_target
+
+_BUILT_IN = (NATIVE, MPI, SLURM, DEEPSPEED, TPU, TPU_POD, RAY, KUBERNETES, SAGEMAKER)
+LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({row.name: row for row in _BUILT_IN})
+
+
+def known_launchers() -> dict[str, Launcher]:
+    """Every launcher by its name: fxtrain's own, then those of installed packages.
+
+    A package adds one with an entry point in the group `fxtrain.launchers` that loads a
+    `Launcher`.
+
+    Raises:
+        LaunchError: an entry point loads something else, or two launchers share a name.
+
+    Example:
+        >>> from fxtrain.launchers import known_launchers
+        >>> "slurm" in known_launchers()
+        True
+    """
+    return {
+        **LAUNCHERS,
+        **installed_rows(
+            taken=LAUNCHERS,
+            group="fxtrain.launchers",
+            kind=Launcher,
+            key=lambda row: row.name,
+            error=LaunchError,
+        ),
+    }
+
+
+# By the names of other programs; "native" starts ranks with torch's own launcher.
+_OTHER = {
+    **dict.fromkeys(("torchrun", "elastic", "standard", "local", "torch", "accelerate"), "native"),
+    **dict.fromkeys(("mpirun", "mpiexec", "openmpi", "mpich"), "mpi"),
+    **dict.fromkeys(("srun", "sbatch", "submitit"), "slurm"),
+    **dict.fromkeys(("pdsh", "standard-deepspeed"), "deepspeed"),
+    **dict.fromkeys(("k8s", "kubectl", "kubeflow"), "kubernetes"),
+}
+
+
+def _other_launcher(name: str) -> str:
+    return f" Use launcher={_OTHER[name.lower()]!r}." if name.lower() in _OTHER else ""
+
+
+def find_launcher(spec: LaunchSpec) -> Launcher:
+    """The entry of a spec's launcher.
+
+    Effects:
+        Searches installed packages for launchers, unless it is one of fxtrain's.
+
+    Raises:
+        LaunchError: there is no such launcher, or it does not support the spec.
+    """
+    row = LAUNCHERS.get(spec.launcher)
+    if row is None:
+        known = known_launchers()
+        if spec.launcher not in known:
+            near = _other_launcher(spec.launcher) or closest(spec.launcher, known)
+            raise LaunchError(
+                f"No launcher {spec.launcher!r}.{near} Available: {', '.join(known)}. "
+                f"Choose one of them, or install the package that provides it."
+            )
+        row = known[spec.launcher]
+    idle = [
+        f"{field.name}={getattr(spec, field.name)!r}"
+        for field in attrs.fields(LaunchSpec)
+        if field.name not in COMMON | row.uses and getattr(spec, field.name) != field.default
+    ]
+    if idle:
+        raise LaunchError(
+            f"The launcher {row.name} does not support {', '.join(idle)}. Omit it, or "
+            f"choose another launcher."
+        )
+    return row
+
+
+def with_options(spec: LaunchSpec) -> LaunchSpec:
+    """The spec with its launcher's options as a record: converted from a mapping, or defaults.
+
+    Raises:
+        LaunchError: the options are another launcher's, or invalid.
+    """
+    row = find_launcher(spec)
+    given = {} if spec.options is None else spec.options
+    if isinstance(given, Mapping):
+        made = options_from(row.options, given, launcher=row.name)
+        return attrs.evolve(spec, options=made)
+    if type(given) is not row.options:
+        wanted = "None" if row.options is None else f"a {row.options.__name__}"
+        raise LaunchError(
+            f"LaunchSpec(launcher={row.name!r}, options={type(given).__name__}(...)): this "
+            f"launcher takes {wanted}."
+        )
+    return spec
+
+
+def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
+    """What `run` would start, without starting it.
+
+    Args:
+        spec: What to launch.
+        machine: The machine; inspected by default.
+
+    Raises:
+        LaunchError: the launcher does not support the spec.
+
+    Example:
+        >>> from fxtrain.launchers import LaunchSpec, Machine, prepare, show
+        >>> spec = LaunchSpec(target="train.py", launcher="tpu")
+        >>> show(prepare(spec, Machine(threads_chosen=True)))[:21]
+        'PJRT_DEVICE=TPU pytho'
+    """
+    row, spec = find_launcher(spec), with_options(spec)
+    if machine is None:
+        machine = look(
+            os.environ,
+            mpi=spec.options.program if "mpi" in row.needs else "",
+            port="port" in row.needs and spec.nodes == 1,
+            hostfile=spec.options.hostfile if "hosts" in row.needs else "",
+            route=_route(spec, far="route" in row.needs),
+        )
+    return row.invocation(spec, machine)
+
+
+def _route(spec: LaunchSpec, *, far: bool) -> Route | None:
+    if spec.nodes == 1:
+        return loopback_route()
+    if not far or not spec.main_address:
+        return None
+    return find_route(spec.main_address, spec.port, local=spec.local_address)
+
+
+def _check_local(spec: LaunchSpec) -> None:
+    """Refuse an address of another machine, at which this one would wait in vain."""
+    if spec.local_address and not is_local(spec.local_address.strip("[]")):
+        raise LaunchError(
+            f"LaunchSpec(local_address={spec.local_address!r}): this machine has no such "
+            f"address. Set an address of this machine by which the other nodes reach it, or omit "
+            f"it to use the address of the route to the main address."
+        )
+
+
+def run(spec: LaunchSpec) -> LaunchResult:
+    """Run a program on all ranks and wait until they have exited.
+
+    The ranks share this process's output. Signals are forwarded to them. When one fails, the
+    others are ended.
+
+    Effects:
+        Those of the launcher: the native one imports torch and sets variables of this process,
+        which the ranks inherit; the others write files and start a program. Call it in the main
+        thread, where signals arrive.
+
+    Raises:
+        LaunchError: the program or launcher does not exist, or the ranks could not be started.
+    """
+    row = find_launcher(spec)
+    if row.here:
+        check_target(spec)
+        _check_local(spec)
+    return row.run(spec, prepare(spec))

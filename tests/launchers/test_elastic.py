@@ -1,0 +1,40 @@
+"""What the native launcher looks at before it starts ranks."""
+
+import gc
+import json
+import sys
+
+import pytest
+import torch
+
+from fxtrain.errors import LaunchError
+from fxtrain.launchers import LaunchSpec, load_torch
+from fxtrain.launchers.built_in.native.elastic import check_devices
+
+
+@pytest.mark.parametrize(
+    ("there", "fields", "says"),
+    [
+        (2, {"ranks": 3}, "3 ranks were requested, but this machine has 2 cuda devices"),
+        (1, {"gpus": ("0", "7")}, "The GPUs 0,7 were chosen, but only 1 of them are usable"),
+    ],
+)
+def test_ranks_that_do_not_match_the_gpus_of_a_machine(there, fields, says, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: there)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: "cuda")
+    with pytest.raises(LaunchError, match=says):
+        check_devices(LaunchSpec(target="train.py", **fields))
+    check_devices(LaunchSpec(target="train.py", ranks=3, cpu=True))
+    check_devices(LaunchSpec(target="train.py", ranks=there))
+
+
+def test_rubbish_is_not_looked_for_while_torch_loads(monkeypatch):
+    frozen = gc.get_freeze_count()
+    assert load_torch("json") is json  # torch is here already: nothing is saved
+    assert gc.get_freeze_count() == frozen
+    monkeypatch.delitem(sys.modules, "torch")
+    try:
+        assert load_torch("json") is json
+        assert gc.get_freeze_count() > frozen and gc.isenabled()
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,243 @@
+"""Each launcher as a function: a spec and a machine to a command line, variables and files."""
+
+import json
+
+import attrs
+import pytest
+
+from fxtrain.launchers import (
+    LAUNCHERS,
+    DeepSpeedOptions,
+    KubernetesOptions,
+    LaunchSpec,
+    Machine,
+    MpiOptions,
+    RayOptions,
+    SlurmOptions,
+    TpuPodOptions,
+    find_launcher,
+    prepare,
+)
+from tests.launchers._specs import HERE, spec_of
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """A spec, words that its command line holds in this order, and variables that it sets."""
+
+    name: str
+    spec: LaunchSpec
+    words: str
+    env: dict[str, str] = attrs.field(factory=dict)
+    machine: Machine = HERE
+
+
+CASES = [
+    Case(
+        name="native",
+        spec=spec_of(ranks=2),
+        words="python -m torch.distributed.run --nnodes=1 --nproc-per-node=2 "
+        "--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --local-addr=127.0.0.1 --no-python",
+        env={"OMP_NUM_THREADS": "4"},
+    ),
+    Case(
+        name="static",
+        spec=spec_of(nodes=3, node_rank=2, main_address="n0", main_port=1234, threads=3),
+        words="--nnodes=3 --rdzv-backend=static --rdzv-endpoint=n0:1234 --node-rank=2",
+        env={"OMP_NUM_THREADS": "3"},
+    ),
+    Case(
+        name="elastic",
+        spec=spec_of(nodes=4, min_nodes=2, main_address="n0", restarts=3, run_id="a", role="r"),
+        words="--nnodes=2:4 --rdzv-backend=c10d --rdzv-endpoint=n0:29500 --rdzv-id=a "
+        "--max-restarts=3 --role=r",
+        env={"OMP_NUM_THREADS": "8", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    ),
+    Case(
+        name="output",
+        spec=spec_of(log_dir="logs", redirect="err", tee="both", show_ranks=[0, 1], ranks=8),
+        words="--log-dir=logs --redirects=2 --tee=3 --local-ranks-filter=0,1",
+        env={"OMP_NUM_THREADS": "1"},
+    ),
+    Case(
+        name="gpus",
+        spec=spec_of(gpus=["2", "3"], ranks=2, bind="core-complex", monitor_interval_s=2),
+        words="--monitor-interval=2 --numa-binding=core-complex --no-python",
+        env={"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "2,3"},
+    ),
+    Case(
+        name="cores",
+        spec=spec_of(cpu=True, ranks=4, bind="exclusive"),
+        words="--no-python python script --cores=0-1/2-3/4-5/6-7 -- train.py",
+        env={
+            "OMP_NUM_THREADS": "2",
+            "CUDA_VISIBLE_DEVICES": "",
+            "ONEAPI_DEVICE_SELECTOR": "*:cpu",
+            "ASCEND_RT_VISIBLE_DEVICES": "",
+        },
+    ),
+    Case(
+        name="openmpi",
+        spec=spec_of("mpi", ranks=2, options=MpiOptions(kind="openmpi", interface="eth0")),
+        words="mpirun -np 2 --oversubscribe --map-by ppr:2:node --bind-to none "
+        "btl_tcp_if_include eth0 -x OMP_NUM_THREADS -x MASTER_ADDR -x MASTER_PORT python",
+        env={"OMP_NUM_THREADS": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711"},
+    ),
+    Case(
+        name="mpich",
+        spec=spec_of(
+            "mpi", ranks=2, nodes=2, main_address="n0", bind="exclusive",
+            options=MpiOptions(hostfile="hosts", program="mpiexec"),
+        ),
+        words="mpiexec -np 4 -ppn 2 -f hosts -bind-to core:4 python",
+        env={"OMP_NUM_THREADS": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"},
+        machine=attrs.evolve(HERE, mpi="mpich"),
+    ),
+    Case(
+        name="intel",
+        spec=spec_of(
+            "mpi", ranks=2, bind="socket",
+            options=MpiOptions(kind="intel", ccl_workers=2, ccl_transport="ofi"),
+        ),
+        words="mpirun -np 2 -ppn 2 -genv I_MPI_PIN_DOMAIN socket python",
+        env={
+            "OMP_NUM_THREADS": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711",
+            "CCL_WORKER_COUNT": "2", "CCL_ATL_TRANSPORT": "ofi", "CCL_PROCESS_LAUNCHER": "hydra",
+        },
+    ),
+    Case(
+        name="srun",
+        spec=spec_of("slurm", ranks=4, nodes=2, options=SlurmOptions(extra=["--exclusive"])),
+        words="srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=2 "
+        "--kill-on-bad-exit=1 --exclusive python",
+        env={"OMP_NUM_THREADS": "2"},
+        machine=attrs.evolve(HERE, slurm_job="17"),
+    ),
+    Case(
+        name="sbatch",
+        spec=spec_of("slurm", options=SlurmOptions(file="my.sbatch")),
+        words="sbatch my.sbatch",
+    ),
+    Case(
+        name="deepspeed",
+        spec=spec_of("deepspeed", ranks=2, gpus=["1", "3"], log_dir="logs"),
+        words="python -u -m deepspeed.launcher.launch "
+        "--world_info=eyJsb2NhbGhvc3QiOiBbMSwgM119 --master_addr=127.0.0.1 --master_port=4711 "
+        "--no_local_rank script --errors=%ERRORS% -- train.py",
+        env={"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "1,3"},
+    ),
+    Case(
+        name="pdsh",
+        spec=spec_of(
+            "deepspeed", args=["--name", "a b"], env=["A=1 2"], cpu=True, main_port=1234,
+            options=DeepSpeedOptions(hostfile="hosts", include="c@b:1,0", folder="/my run"),
+        ),
+        words="pdsh -w b,c export|DS_ACCELERATOR=cpu;|export|CUDA_VISIBLE_DEVICES='';|export|"
+        "ONEAPI_DEVICE_SELECTOR='*:cpu';|export|ASCEND_RT_VISIBLE_DEVICES='';|export|A='1|2';| "
+        "cd|'/my|run'; python -u -m deepspeed.launcher.launch "
+        "--world_info=eyJiIjogWzAsIDFdLCAiYyI6IFswXX0= --node_rank=%n --master_addr=b "
+        "--master_port=1234 --no_local_rank train.py --name 'a|b'",
+        env={"PDSH_RCMD_TYPE": "ssh"},
+        machine=attrs.evolve(HERE, hosts="a slots=4\nb slots=2\nc slots=1"),
+    ),
+    Case(
+        name="first slots of the first machines",
+        spec=spec_of(
+            "deepspeed", ranks=2, nodes=2, executable=True, options={"hostfile": "hosts"},
+        ),
+        words="pdsh -w a,b --world_info=eyJhIjogWzAsIDFdLCAiYiI6IFswLCAxXX0= --no_python train.py",
+        env={"PDSH_RCMD_TYPE": "ssh"},
+        machine=attrs.evolve(HERE, hosts="a slots=4\nb slots=2\nc slots=1"),
+    ),
+    Case(
+        name="one machine left",
+        spec=spec_of("deepspeed", options=DeepSpeedOptions(hostfile="hosts", exclude="a:0@b")),
+        words="python -u -m deepspeed.launcher.launch --world_info=eyJhIjogWzFdfQ==",
+        env={"OMP_NUM_THREADS": "8"},
+        machine=attrs.evolve(HERE, hosts="a slots=2\nb slots=2"),
+    ),
+    Case(
+        name="mpirun by DeepSpeed",
+        spec=spec_of(
+            "deepspeed", module=True, env=["A=1 2"],
+            options=DeepSpeedOptions(
+                hostfile="hosts", runner="openmpi", runner_args=["--bind-to", "none"],
+            ),
+        ),
+        words="python -m deepspeed.launcher.runner --hostfile=hosts --launcher=openmpi "
+        "--launcher_args=--bind-to|none --master_addr=a --master_port=29500 --no_local_rank "
+        "--module train.py",
+        env={"DS_ENV_FILE": "fxtrain-launch/deepspeed.env"},
+        machine=attrs.evolve(HERE, hosts="a slots=2\nb slots=2"),
+    ),
+    Case(
+        name="tpu",
+        spec=spec_of("tpu", env=["XLA_FLAGS=a b"]),
+        words="python -- train.py",
+        env={"PJRT_DEVICE": "TPU", "OMP_NUM_THREADS": "8", "XLA_FLAGS": "a b"},
+    ),
+    Case(
+        name="tpu-pod",
+        spec=spec_of(
+            "tpu-pod", args=["a b"], env=["A=1 2"],
+            options=TpuPodOptions(
+                name="me@v4", zone="z", workers="0,2-3", folder="~/my run", sudo=True,
+                setup=["source env.sh"],
+            ),
+        ),
+        words="gcloud compute tpus tpu-vm ssh me@v4 --zone=z --worker=0,2-3 "
+        "--command=cd|~/'my|run'|&&|source|env.sh|&&|sudo|env|PJRT_DEVICE=TPU|'A=1|2'|python3|-u"
+        "|train.py|'a|b'",
+    ),
+    Case(
+        name="ray",
+        spec=spec_of("ray", ranks=2, options=RayOptions(job_server="http://h:8265", wait=False)),
+        words="ray job submit --address=http://h:8265 --working-dir=. --no-wait -- python -m "
+        "fxtrain.launchers.built_in.ray.driver fxtrain-launch/ray.json",
+    ),
+    Case(
+        name="kubernetes",
+        spec=spec_of("kubernetes", options=KubernetesOptions(image="i", name="run-1")),
+        words="kubectl apply -f fxtrain-launch/run-1.json",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_command_line(case):
+    found = prepare(case.spec, case.machine)
+    words = list(found.argv)
+    for word in case.words.split():
+        wanted = word.replace("|", " ")
+        assert wanted in words, f"{wanted} is not in {found.argv}, or not in this place"
+        words = words[words.index(wanted) + 1 :]
+    assert dict(found.env) == case.env
+
+
+def test_every_launcher_has_a_case():
+    assert {case.spec.launcher for case in CASES} | {"sagemaker"} == set(LAUNCHERS)
+
+
+def test_deepspeeds_runner_reads_variables_from_a_file():
+    (case,) = (case for case in CASES if case.name == "mpirun by DeepSpeed")
+    assert prepare(case.spec, case.machine).files == {
+        "fxtrain-launch/deepspeed.env": "MASTER_ADDR=a\nMASTER_PORT=29500\nA=1 2\n"
+    }
+
+
+def test_a_secret_goes_to_other_machines_by_its_name():
+    machine = attrs.evolve(HERE, mpi="openmpi", port=4711, chosen=("FXTRAIN_RUN_SECRET",))
+    words = prepare(spec_of("mpi", ranks=2, options=MpiOptions()), machine).argv
+    assert words[words.index("FXTRAIN_RUN_SECRET") - 1] == "-x"
+
+
+def test_keys_of_a_secret_become_variables():
+    spec = spec_of("kubernetes", options={"image": "i", "secrets": ["keys"]})
+    (text,) = prepare(spec, HERE).files.values()
+    assert '{"secretRef": {"name": "keys"}}' in json.dumps(json.loads(text))
+
+
+def test_every_field_of_a_spec_is_somebodys():
+    used = {field.name for field in attrs.fields(LaunchSpec)}
+    assert all(row.uses <= used for row in LAUNCHERS.values())
+    assert find_launcher(spec_of()).uses == used

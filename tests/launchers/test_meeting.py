@@ -1,0 +1,177 @@
+"""The rendezvous of the native launcher: what it reads from the store of a network."""
+
+import base64
+import json
+import os
+import pickle
+import threading
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousStateError,
+    dynamic_rendezvous,
+)
+
+from fxtrain.launchers.built_in.native.rendezvous import StateBackend, read_state, write_state
+
+KEY = "fxtrain.rendezvous.run"
+NODES = st.builds(
+    dynamic_rendezvous._NodeDesc, st.text(max_size=9), st.integers(0, 1 << 22), st.integers(0, 9)
+)
+TIMES = st.datetimes(timezones=st.just(UTC))
+
+
+class _Harm:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@st.composite
+def _states(draw):
+    state = dynamic_rendezvous._RendezvousState()
+    state.round = draw(st.integers(0, 1 << 40))
+    state.complete, state.closed = draw(st.booleans()), draw(st.booleans())
+    state.deadline = draw(st.none() | TIMES)
+    state.participants = draw(st.dictionaries(NODES, st.integers(0, 99)))
+    state.wait_list, state.redundancy_list = draw(st.sets(NODES)), draw(st.sets(NODES))
+    state.last_heartbeats = draw(st.dictionaries(NODES, TIMES))
+    return state
+
+
+@given(state=_states())
+def test_a_state_travels_as_json(state):
+    assert vars(read_state(write_state(state))) == vars(state)
+
+
+def _got(answer):
+    assert answer is not None
+    return answer
+
+
+def test_a_backend_gives_back_what_was_set():
+    store = HashStore()
+    first, second = StateBackend(store, "run"), StateBackend(store, "run")
+    assert first.get_state() is None
+    state = dynamic_rendezvous._RendezvousState()
+    state.last_heartbeats[dynamic_rendezvous._NodeDesc("n0", 1, 0)] = datetime.now(UTC)
+    data, token, was_set = _got(first.set_state(pickle.dumps(state)))
+    assert was_set and vars(pickle.loads(data)) == vars(state)
+    seen, same = _got(second.get_state())
+    assert same == token
+    state = pickle.loads(seen)
+    state.round = 4
+    assert second.set_state(pickle.dumps(state), "outdated") == (seen, token, False)
+    assert second.set_state(pickle.dumps(state), None) == (seen, token, False)
+    changed, _, was_set = _got(second.set_state(pickle.dumps(state), token))
+    assert was_set and pickle.loads(changed).round == 4
+
+
+def test_clocks_may_differ():
+    """A heartbeat is as old as the reader knows it, and is written back as its writer wrote it."""
+    store = HashStore()
+    first, second = StateBackend(store, "run"), StateBackend(store, "run")
+    fast, slow = (dynamic_rendezvous._NodeDesc(f"n{n}", 1, 0) for n in (0, 1))
+    state = dynamic_rendezvous._RendezvousState()
+    state.last_heartbeats[fast] = datetime.now(UTC) + timedelta(minutes=7)
+    state.deadline = state.last_heartbeats[fast] + timedelta(seconds=30)
+    first.set_state(pickle.dumps(state))
+    before = store.get(KEY)
+    found, token = _got(second.get_state())
+    state = pickle.loads(found)
+    assert abs(state.last_heartbeats[fast] - datetime.now(UTC)) < timedelta(seconds=10)
+    assert abs(state.deadline - datetime.now(UTC)) < timedelta(seconds=40)
+    state.last_heartbeats[slow] = datetime.now(UTC)
+    second.set_state(pickle.dumps(state), token)
+    after = json.loads(store.get(KEY))
+    assert after["last_heartbeats"][0] == json.loads(before)["last_heartbeats"][0]
+    assert after["deadline"] == json.loads(before)["deadline"]
+    assert [*pickle.loads(_got(first.get_state())[0]).last_heartbeats] == [fast, slow]
+
+
+def test_a_deleted_state_is_an_error_at_once():
+    store = HashStore()
+    backend = StateBackend(store, "run")
+    state = pickle.dumps(dynamic_rendezvous._RendezvousState())
+    token = _got(backend.set_state(state))[1]
+    store.delete_key(KEY)
+    with pytest.raises(RendezvousStateError, match="state was deleted: another program"):
+        backend.get_state()
+    # torch's handler writes it again and again, for as long as another node may be quicker.
+    changed = dynamic_rendezvous._RendezvousState()
+    changed.closed = True
+    for expected in (token, None):
+        with pytest.raises(RendezvousStateError, match="state was deleted: another program"):
+            backend.set_state(pickle.dumps(changed), expected)
+
+
+def test_a_store_that_does_not_answer_is_an_error():
+    class Silent:
+        def compare_set(self, *words):
+            threading.Event().wait(60)
+
+    with pytest.raises(RendezvousConnectionError, match="no answer within 5 s"):
+        StateBackend(Silent(), "run")
+
+
+@pytest.mark.parametrize("form", [bytes, base64.b64encode], ids=["pickle", "base64"])
+def test_a_pickle_in_the_store_is_never_read(form, tmp_path):
+    store = HashStore()
+    backend = StateBackend(store, "run")
+    store.set(KEY, form(pickle.dumps(_Harm(tmp_path / "harm"))))
+    with pytest.raises(RendezvousStateError, match="invalid rendezvous state"):
+        backend.get_state()
+    assert not (tmp_path / "harm").exists()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda part: st.lists(part, max_size=4) | st.dictionaries(st.text(max_size=5), part),
+    max_leaves=8,
+)
+FIELDS = tuple(json.loads(write_state(dynamic_rendezvous._RendezvousState())))
+
+
+@given(found=JSON | st.fixed_dictionaries(dict.fromkeys(FIELDS, JSON)))
+def test_any_other_json_is_an_error_of_the_state(found):
+    try:
+        state = read_state(json.dumps(found))
+    except RendezvousStateError:
+        return
+    assert vars(read_state(write_state(state))) == vars(state)
+
+
+@given(text=st.text() | st.integers(3000, 6000).map(lambda depth: "[" * depth))
+def test_any_other_text_is_an_error_of_the_state(text):
+    with pytest.raises(RendezvousStateError):
+        read_state(text)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ('"round": 0', '"round": "0"'),
+        ('"round": 0', '"round": 0.5'),
+        ('"round": 0', '"round": true'),
+        ('"round": 0', '"round": 1, "round": 0'),
+        ('"complete": false', '"complete": "no"'),
+        ('"closed": false', '"closed": 0'),
+        ('"wait_list": []', '"wait_list": [["n0", "1", 0]]'),
+        ('"wait_list": []', '"wait_list": [[1, 1, 0]]'),
+        ('"participants": []', '"participants": [["n0", 1, 0, 1e0]]'),
+    ],
+)
+def test_a_state_is_read_strictly(old, new):
+    text = write_state(dynamic_rendezvous._RendezvousState())
+    assert old in text
+    with pytest.raises(RendezvousStateError, match="invalid rendezvous state"):
+        read_state(text.replace(old, new))

@@ -1,0 +1,108 @@
+"""What the nodes of a launch tell each other at their end."""
+
+import threading
+import time
+from itertools import permutations
+
+import pytest
+from torch import distributed as dist
+
+from fxtrain.launchers.built_in.native.node_ends import NodeEnd, NodeEnds
+
+
+def _nodes(count, store=None):
+    store = store or dist.HashStore()
+    return [NodeEnds(store, node, count, node == 0) for node in range(count)]
+
+
+def _together(actions):
+    """The results of functions that run beside each other."""
+    found = {}
+    threads = [
+        threading.Thread(target=lambda n=n, act=act: found.update({n: act()}))
+        for n, act in enumerate(actions)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[n] for n in range(len(actions))]
+
+
+def _end(node, distance=0):
+    return NodeEnd(text=f"Rank {node} failed", distance=distance)
+
+
+@pytest.mark.parametrize("distances", [(0, 1, 1), (0, 0, 1), (0, 0, 0), (2, 0, 1)])
+def test_all_nodes_name_the_same_culprit(distances):
+    for order in {*permutations(distances)}:
+        nodes = _nodes(3)
+        said = _together(
+            [
+                lambda node=node, far=far: node.culprit_of(_end(node.node, far))
+                for node, far in zip(nodes, order, strict=True)
+            ]
+        )
+        names = {text or f"Rank {node} failed" for node, text in enumerate(said)}
+        assert len(names) == 1, (order, said)
+        (name,) = names
+        assert order[int(name.split()[1])] == 0
+
+
+def test_errors_that_only_name_a_peer_are_nobody_elses_culprit():
+    nodes = _nodes(2)
+    assert _together([lambda n=n: n.culprit_of(_end(n.node, 1)) for n in nodes]) == ["", ""]
+
+
+def test_the_first_of_two_errors_counts():
+    first, second = _nodes(2)
+    assert first.culprit_of(_end(0)) == ""
+    assert second.culprit_of(_end(1)) == "Rank 0 failed"
+
+
+def test_a_failure_elsewhere_is_what_a_success_ends_with():
+    nodes = _nodes(3)
+    ends = [nodes[0].wait, nodes[1].wait, lambda: nodes[2].culprit_of(_end(2))]
+    assert _together(ends) == ["Rank 2 failed", "Rank 2 failed", ""]
+
+
+def test_nodes_that_all_succeed_leave_together(capsys):
+    def stay():
+        time.sleep(0.5)
+        return nodes[1].wait()
+
+    nodes = _nodes(2)
+    assert _together([nodes[0].wait, stay]) == ["", ""]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_node_that_was_stopped_is_told_and_no_failure(capsys):
+    first, second = _nodes(2)
+    second.tell(NodeEnd(text="Node 1 was stopped by SIGTERM.", stopped=True))
+    assert first.wait() == ""
+    assert capsys.readouterr().err == "fxtrain launch: Node 1 was stopped by SIGTERM.\n"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"text": 1, "distance": "x"}', "\x00"])
+def test_what_a_stranger_writes_is_a_failure(text):
+    first, second = _nodes(2)
+    first.store.set("ended/1", text)
+    assert "Node 1 told its end in another format" in first.wait()
+    assert second.node == 1
+
+
+def test_a_store_that_ended_is_no_answer():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    node = NodeEnds(client, 1, 2, serves=False)
+    assert node.told() == ""
+    del server
+    assert node.wait() is None
+    assert node.culprit_of(_end(1)) is None
+
+
+def test_a_node_alone_waits_for_nobody():
+    (node,) = _nodes(1)
+    node.begin()
+    assert node.wait() == "" and node.name == ""
+    node.leave()
