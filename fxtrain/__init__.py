@@ -114,9 +114,9 @@ _HOMES = {
     "fxtrain.profiling": "dry_run profile",
     "fxtrain.state": (
         "Batch Bnb4 Bnb8 CP CommHook Compile DDP Data DeepSpeed DiLoCo DistContext FSDP Float8 "
-        "LocalSGD LossScale MX Mesh Offload PP Plan Position "
-        "PowerSGD Precision Profile Report Single Style TE TP Torchao Weighted Wrapped XLA diff "
-        "fingerprint from_config read_plan write_plan"
+        "LocalSGD LossScale MX Mesh Offload PP Plan Position PowerSGD Precision Profile Report "
+        "Single Style TE TP Torchao Weighted Wrapped XLA diff fingerprint from_config read_plan "
+        "write_plan"
     ),
     "fxtrain.trackers": "JsonLines MLflow TensorBoard WandB track",
 }

@@ -1,13 +1,14 @@
 """The ranks as torch's DeviceMesh, over the process groups that the context has open."""
 
 import math
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import attrs
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, _redistribute, debug, distribute_tensor
 
@@ -33,7 +34,7 @@ class MeshState:
     groups: dict[str, Any] = attrs.field(factory=dict)
 
 
-def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
+def device_mesh(ctx: DistContext, shard: int, expert: int = 1) -> DeviceMesh:
     """A mesh whose data ranks are split into replicas of `shard` ranks each.
 
     Axes of one rank are omitted, except `shard` if there are several data ranks. The axes of
@@ -41,6 +42,9 @@ def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
 
     Args:
         shard: Ranks of one replica; divides the data ranks.
+        expert: Ranks of a replica that hold different experts of a mixture. If there are several,
+            they are the innermost axis `expert`, and the axis `shard` has the ranks of a replica
+            that hold the same experts.
 
     Returns:
         The same mesh for every model of a context, so that torch's caches serve all of them.
@@ -50,45 +54,19 @@ def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
         `shard` where the context's own mesh splits the data ranks differently.
     """
     meshes = ctx.comm.slot(MeshState).meshes
-    if (ctx.mesh, shard, 1) not in meshes:
-        meshes[ctx.mesh, shard, 1] = _new_mesh(ctx, shard)
+    if (ctx.mesh, shard, expert) not in meshes:
+        meshes[ctx.mesh, shard, expert] = _new_mesh(ctx, shard, expert)
         ctx.comm.state.at_close.append(clear_sharding_caches)
     elif not hasattr(debug, "_clear_sharding_prop_cache"):  # torch 2.9 fails on what it has cached
         clear_sharding_caches()
-    return meshes[ctx.mesh, shard, 1]
-
-
-def expert_mesh(ctx: DistContext, shard: int, expert: int) -> DeviceMesh:
-    """The data ranks as replicas of `shard` ranks, split into groups of `expert` ranks.
-
-    Returns:
-        A mesh of the axes replicate (if there are several), shard and expert, in which `shard` are
-        the ranks of a replica that hold the same experts.
-
-    Effects:
-        As `device_mesh`.
-    """
-    meshes = ctx.comm.slot(MeshState).meshes
-    if (ctx.mesh, shard, expert) not in meshes:
-        device_mesh(ctx, shard)
-        sizes = {"replicate": ctx.world_size // shard, "shard": shard // expert, "expert": expert}
-        shown = {axis: n for axis, n in sizes.items() if n > 1 or axis != "replicate"}
-        layout = torch.arange(ctx.world_size, device="cpu").view(*shown.values())
-        groups: list[Any] = [
-            ctx.comm.group if n == ctx.world_size else _opened(ctx, n, layout.movedim(dim, -1))
-            for dim, n in enumerate(shown.values())
-        ]
-        ctx.comm.state.opened_groups += [one for one in groups if one is not ctx.comm.group]
-        meshes[ctx.mesh, shard, expert] = DeviceMesh.from_group(
-            groups, ctx.device.type, layout, mesh_dim_names=tuple(shown)
-        )
     return meshes[ctx.mesh, shard, expert]
 
 
-def _new_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
+def _new_mesh(ctx: DistContext, shard: int, expert: int) -> DeviceMesh:
     sizes = {axis: ctx.mesh.sizes[axis] for axis in AXES}
     data = sizes["replicate"] * sizes["shard"] * sizes["context"]
-    split = {**sizes, "replicate": data // shard, "shard": shard, "context": 1}
+    split = {**sizes, "replicate": data // shard, "shard": shard // expert, "context": 1}
+    split["expert"] = expert
     shown = {axis: n for axis, n in split.items() if n > 1 or (axis == "shard" and data > 1)}
     layout = torch.arange(math.prod(shown.values()), device="cpu").view(*shown.values())
     groups = [_group(ctx, axis, list(shown).index(axis), split, layout) for axis in shown]
@@ -114,6 +92,25 @@ def distribute_parameter(
     part.register_parameter(name, distributed[id(whole)])
 
 
+def show_local(module: nn.Module, names: Iterable[str], **options: Any) -> None:
+    """Have a module's forward find this rank's parts in place of some of its DTensors.
+
+    Attribute lookup finds them before the parameters, which the module still owns.
+
+    Args:
+        options: Of `DTensor.to_local`.
+    """
+    for name in names:
+        held: Any = module._parameters[name]
+        vars(module)[name] = held.to_local(**options)
+
+
+def hide_local(module: nn.Module, names: Iterable[str]) -> list[Tensor]:
+    """Take back what `show_local` did, if anything, and return the parts."""
+    shown = vars(module)
+    return [shown.pop(name) for name in names if name in shown]
+
+
 def clear_sharding_caches() -> None:
     """Clear torch's cache of layouts.
 
@@ -137,10 +134,11 @@ def _group(
 ) -> Any:
     if split[axis] == ctx.world_size:
         return ctx.comm.group
-    if axis == "shard" and split["replicate"] == 1 and split["shard"] > 1:
+    whole = split["expert"] == 1  # else replicas are split further, and `shard` is not innermost
+    if whole and axis == "shard" and split["replicate"] == 1 and split["shard"] > 1:
         return ctx.axis("loss").comm.group
     own = ctx.mesh.context == 1 or axis not in ("replicate", "shard")
-    if own and split[axis] == ctx.mesh.sizes[axis] and split[axis] > 1:
+    if own and whole and split[axis] == ctx.mesh.sizes[axis] and split[axis] > 1:
         return ctx.axis(axis).comm.group
     groups, key = ctx.comm.slot(MeshState).groups, f"{axis}.{split}"
     if key not in groups:  # several models share one

@@ -22,6 +22,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.optim import _muon
 
 from fxtrain.errors import PlanError
+from fxtrain.ops.whole_tensors import local_values
 
 Place = tuple[int, ...]  # the index of a rank in each of several groups
 
@@ -104,7 +105,7 @@ class Muon(torch.optim.Muon):
         assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        grad, buffer = _local(gradient), _local(state["momentum_buffer"])
+        grad, buffer = local_values(gradient), local_values(state["momentum_buffer"])
         buffer.lerp_(grad, 1 - group["momentum"])
         update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         # On the device of the groups, where shards are offloaded to the host.
@@ -113,7 +114,7 @@ class Muon(torch.optim.Muon):
 
     def _change(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
         lr = float(group["lr"])
-        weights = _local(parameter)
+        weights = local_values(parameter)
         weights.mul_(1 - lr * group["weight_decay"])
         rate = _muon._adjust_lr(lr, group["adjust_lr_fn"], parameter.shape)
         weights.add_(update.to(weights.device), alpha=-rate)
@@ -147,10 +148,6 @@ def matrices_named(named: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
             f"a second optimizer, with embeddings and the output layer: "
             f"[torch.optim.Muon(matrices), torch.optim.AdamW(others)]."
         ) from error
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _placed(parameter: Tensor, replicas: Any) -> _Matrix:

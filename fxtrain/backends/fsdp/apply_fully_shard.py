@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fxtrain.backends.context.positions import expose_positions
-from fxtrain.backends.core.device_mesh import device_mesh, expert_mesh
+from fxtrain.backends.core.device_mesh import device_mesh
 from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module, send_values
 from fxtrain.backends.core.wrap_units import ignored_names, units
@@ -48,7 +48,7 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
     expose_positions(module, ctx, plan)
     prepare_module(module, plan, ctx, hooked=True)
     if ctx.axis("loss").world_size > 1:
-        spread = None if config.expert is None else expert_mesh(ctx, size, config.expert)
+        spread = None if config.expert is None else device_mesh(ctx, size, config.expert)
         _apply(module, mesh, spread, ctx, plan)
     fill_sharded(module, start, ctx, offload=config.offload, seed=plan.seed)
     send_values(companions(module), ctx)

@@ -18,24 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from fxtrain.backends.core.device_mesh import DistributedParameters, distribute_parameter
+from fxtrain.backends.core.device_mesh import (
+    DistributedParameters,
+    distribute_parameter,
+    hide_local,
+    show_local,
+)
+from fxtrain.backends.tensor.layer_plan import is_mixture
 from fxtrain.state import FSDP, DistContext
 
 
 def expert_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """The mixtures of a module by name.
-
-    They have stacked weights of all their experts, their number as `num_experts`, and a forward of
-    (tokens, experts of each, weights of those).
-    """
-    return {name: part for name, part in module.named_modules() if _is_mixture(part)}
-
-
-def _is_mixture(part: nn.Module) -> bool:
-    own = list(part.parameters(recurse=False))
-    count = getattr(part, "num_experts", None)
-    stacked = bool(own) and all(one.ndim > 1 and one.shape[0] == count for one in own)
-    return stacked and len(inspect.signature(part.forward).parameters) >= 3
+    """The mixtures of experts in a module, by name."""
+    return {name: part for name, part in module.named_modules() if is_mixture(part)}
 
 
 def expert_problems(ctx: DistContext, config: FSDP, module: nn.Module, replica: int) -> list[str]:
@@ -85,7 +80,7 @@ def _shard_dim(parameter: Tensor, here: int, outer: int) -> int | None:
     """The dimension that the ranks with the same experts shard, evenly."""
     if here % outer == 0:
         return 0
-    return 1 if parameter.shape[1] % outer == 0 else None
+    return 1 if parameter.ndim > 1 and parameter.shape[1] % outer == 0 else None
 
 
 def shard_experts(
@@ -141,12 +136,8 @@ def _add_hooks(
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         tokens, index, weights, *rest = signature.bind(*args, **kwargs).args
-        # Attribute lookup finds it before the parameters, which the module still owns.
-        shown = vars(module)
-        for name in names:
-            held: Any = module._parameters[name]
-            shown[name] = held.to_local()
-        shown["num_experts"] = here
+        show_local(module, names)
+        vars(module)["num_experts"] = here
         routes, per_expert = _routes(index, weights, tokens.dtype, here, group, ctx)
         open_forwards.append(routes)
         sent = tokens[routes.order // index.shape[1]]
@@ -156,9 +147,8 @@ def _add_hooks(
         return (arrived, local[:, None], weights.new_ones(len(arrived), 1), *rest), {}
 
     def after(module: nn.Module, args: Any, _: Any, out: Any) -> Any:
-        shown = vars(module)
-        local = [shown.pop(name) for name in names if name in shown]
-        shown["num_experts"] = count
+        local = hide_local(module, names)
+        vars(module)["num_experts"] = count
         routes = open_forwards.pop() if open_forwards else None
         if not isinstance(out, Tensor) or routes is None:
             return out  # forward failed, and this hook was called to clean up

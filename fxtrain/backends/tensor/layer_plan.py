@@ -4,6 +4,7 @@ import difflib
 import fnmatch
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -166,16 +167,24 @@ def _layer_problems(name: str, layer: nn.Module, style: str, n: int) -> list[str
     ]
 
 
-def _expert_problems(name: str, layer: nn.Module, n: int) -> list[str]:
+def is_mixture(layer: nn.Module) -> bool:
+    """Whether a module has the stacked weights of all its experts, and a forward that routes.
+
+    It has their number as `num_experts`, and takes (tokens, experts of each, weights of those).
+    """
     sizes = {p.shape[0] if p.ndim else 0 for p in layer.parameters(recurse=False)}
-    count = getattr(layer, "num_experts", None)
     inner = any(True for child in layer.children() for _ in child.parameters())
-    if inner or len(sizes) != 1 or count not in sizes or _takes(layer) < 3:
+    return not inner and sizes == {getattr(layer, "num_experts", None)} and _takes(layer) >= 3
+
+
+def _expert_problems(name: str, layer: nn.Module, n: int) -> list[str]:
+    if not is_mixture(layer):
         return [
             f"TP: {name} is a {type(layer).__name__}, but expert splits a module that has the "
             f"stacked weights of all its experts, their number as num_experts, and takes (tokens, "
             f"experts of each, weights of those)."
         ]
+    count: Any = layer.num_experts
     if count % n == 0:
         return []
     return [

@@ -16,7 +16,12 @@ from torch.distributed.tensor import (
     Shard,
 )
 
-from fxtrain.backends.core.device_mesh import DistributedParameters, distribute_parameter
+from fxtrain.backends.core.device_mesh import (
+    DistributedParameters,
+    distribute_parameter,
+    hide_local,
+    show_local,
+)
 from fxtrain.backends.tensor.layer_plan import Split, find_splits, region, split_dim
 from fxtrain.errors import StepError
 from fxtrain.state import TP
@@ -133,14 +138,10 @@ def _sum_gradients(part: nn.Module, mesh: DeviceMesh, distributed: DistributedPa
         distribute_parameter(part, name, mesh, _REPLICATED, distributed)
 
     def before(module: nn.Module, _: Any) -> None:
-        # Attribute lookup finds it before the parameters, which the module still owns.
-        for name in names:
-            held: Any = module._parameters[name]
-            vars(module)[name] = held.to_local(grad_placements=[Partial()])
+        show_local(module, names, grad_placements=[Partial()])
 
     def after(module: nn.Module, _: Any, __: Any) -> None:
-        for name in names:
-            vars(module).pop(name, None)
+        hide_local(module, names)
 
     part.register_forward_pre_hook(before)
     part.register_forward_hook(after, always_call=True)
@@ -248,20 +249,14 @@ def split_experts(part: nn.Module, mesh: DeviceMesh, distributed: DistributedPar
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         tokens, index, weights, *rest = signature.bind(*args, **kwargs).args
-        # Attribute lookup finds it before the parameters, which the module still owns.
-        shown = vars(module)
-        for name in names:
-            held: Any = module._parameters[name]
-            shown[name] = held.to_local()
-        shown.update(known)
+        show_local(module, names)
+        vars(module).update(known)
         index, weights = _routes(index - first, _summed_back(weights, mesh), here)
         return (_summed_back(tokens, mesh), index, weights, *rest), {}
 
     def after(module: nn.Module, _: Any, __: Any, out: Any) -> Any:
-        shown = vars(module)
-        for name in names:
-            shown.pop(name, None)
-        shown.update(kept)
+        hide_local(module, names)
+        vars(module).update(kept)
         if not isinstance(out, Tensor):
             return out  # forward failed, and this hook was called to clean up
         whole = DTensor.from_local(out, mesh, [Partial()], run_check=False)
