@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folders import read_manifest
-from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.manifest import StoredTensor
 from fxtrain.checkpoint.reading import Reader, open_reader
+from fxtrain.checkpoint.storage import open_storage
 from fxtrain.state import unstructure
 
 

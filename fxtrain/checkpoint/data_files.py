@@ -2,12 +2,11 @@
 
 import platform
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import attrs
 
 from fxtrain.checkpoint.manifest import CHUNK, DataFile, StoredBox, StoredTensor, digest_of
-from fxtrain.checkpoint.storage import Storage
+from fxtrain.checkpoint.storage import Storage, Write
 from fxtrain.checkpoint.write_plan import TensorChunk
 from fxtrain.models.safetensors_files import aligned_first, to_header
 from fxtrain.models.tensor_bytes import STORED_DTYPES, contiguous, memory_of
@@ -45,10 +44,10 @@ def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Wr
     storage.make()
     tensors: dict[str, StoredTensor] = {}
     own: dict[str, StoredTensor] = {}
-    with storage.create(name) as file:
-        file.write(memoryview(header))
+    with storage.create(name) as write:
+        write(memoryview(header))
         for chunk, end in zip(ordered, ends, strict=True):
-            digests = _write_values(file, chunk)
+            digests = _write_values(write, chunk)
             part = StoredBox(
                 file=name,
                 offset=len(header) + end - chunk.tensor.nbytes,
@@ -76,14 +75,14 @@ def merged(written: Sequence[Written]) -> dict[str, StoredTensor]:
     return {name: attrs.evolve(first[name], parts=tuple(boxes)) for name, boxes in parts.items()}
 
 
-def _write_values(file: Any, chunk: TensorChunk) -> list[str]:
+def _write_values(write: Write, chunk: TensorChunk) -> list[str]:
     values = contiguous(chunk.tensor)  # lives until its bytes are written
     memory = memory_of(values)
     digests: list[str] = []
     for begin in range(0, len(memory), CHUNK):
         block = memory[begin : begin + CHUNK]
         digests.append(digest_of(block))
-        file.write(block)
+        write(block)
     return digests
 
 

@@ -1,11 +1,8 @@
 """Lock a folder, so that one process at a time writes into it, even after one was killed.
 
-A folder has two locks: one is held while a checkpoint is saved, the other while a run is open.
-
-A lock is a small file with a numbered name, which only one process can create. It names its
-holder and changes while the holder is alive. A process that finds the lock of a dead process
-creates the next number, so two processes that find the same dead lock cannot both acquire it.
-After creating its lock, a process looks again and withdraws if a live one has appeared.
+A folder has two locks: one is held while a checkpoint is saved, the other while a run is open. A
+lock is a file that one process creates. It names its holder, and changes while the holder is
+alive. The lock of a process that has ended is replaced.
 """
 
 import json
@@ -22,31 +19,27 @@ from fxtrain.errors import CheckpointError
 from fxtrain.state import parse_json
 
 _LOG = logging.getLogger(__name__)
+_SAVE, _RUN = ".lock-save", ".lock-run"
+_MAX_BYTES = 1 << 16
 _HEARTBEAT_INTERVAL_S = 2.0  # between heartbeats of a holder
 STALE_S = 20.0  # without a heartbeat, after which a holder on another machine is considered dead
 _POLL_INTERVAL_S = 0.25
-_RUN = "run-"  # how names of locks of runs begin
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Lock:
-    """A lock on a folder, held by this process until `release`.
-
-    Attributes:
-        folder: The locked folder.
-        name: Name of the lock.
-        owner: This process.
-        token: Identifies this lock uniquely.
-        ended: Set on release.
-        heartbeats: The heartbeat thread.
-    """
+    """A lock on a folder, held by this process until `release`."""
 
     folder: Storage
     name: str
-    owner: Owner
-    token: str
-    ended: threading.Event = attrs.field(factory=threading.Event)
-    heartbeats: list[threading.Thread] = attrs.field(factory=list)
+    owner: Owner = attrs.field(factory=lambda: this_process())
+    token: str = attrs.field(factory=lambda: secrets.token_hex(8))  # identifies this lock
+    _ended: threading.Event = attrs.field(factory=threading.Event, init=False)
+    _heartbeats: threading.Thread = attrs.field(init=False)
+
+    @_heartbeats.default
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._send_heartbeats, name="fxtrain lock", daemon=True)
 
     def check(self) -> None:
         """Check that this process still holds the lock.
@@ -65,18 +58,18 @@ class Lock:
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""
-        if self.ended.is_set():
+        if self._ended.is_set():
             return
-        self.ended.set()
-        for thread in self.heartbeats:
-            thread.join()
+        self._ended.set()
+        if self._heartbeats.is_alive():
+            self._heartbeats.join()  # its last one would create the lock again
         try:
             ours = self.is_ours()
         except (CheckpointError, OSError):  # unreadable, but created by this process
             ours = True
         try:
             if ours:
-                self.folder.unlock(self.name)
+                self.folder.unlink(self.name)
         except OSError as error:  # the checkpoint is committed nevertheless
             _LOG.warning("The lock %s of %s cannot be removed: %s", self.name, self.folder, error)
 
@@ -85,22 +78,26 @@ class Lock:
         owner = attrs.asdict(self.owner)
         return json.dumps({"token": self.token, "owner": owner, "beat": f"{beat:012d}"}).encode()
 
-    def refresh(self) -> None:
-        """Send heartbeats until the lock is released."""
+    def start(self) -> None:
+        """Start to send heartbeats."""
+        self._heartbeats.start()
+
+    def _send_heartbeats(self) -> None:
+        """Change the lock until it is released or lost."""
         count = 0
-        while not self.ended.wait(_HEARTBEAT_INTERVAL_S):
+        while not self._ended.wait(_HEARTBEAT_INTERVAL_S):
             count += 1
             try:
                 if not self.is_ours():
                     return  # `check` raises before the commit
-                self.folder.refresh_lock(self.name, self.bytes(count))
+                self.folder.put(self.name, self.bytes(count), new=False)
             except (OSError, CheckpointError) as error:
                 _LOG.warning("The lock %s of %s: %s", self.name, self.folder, error)
 
     def is_ours(self) -> bool:
         """Whether no other process has taken over the folder."""
-        raw = self.folder.locked(self.name)
-        return raw is not None and read_lock(raw)[0] == self.token
+        raw = _read(self.folder, self.name)
+        return raw is not None and parse_lock(raw)[0] == self.token
 
 
 def acquire(folder: Storage, *, for_run: bool = False) -> Lock:
@@ -110,78 +107,63 @@ def acquire(folder: Storage, *, for_run: bool = False) -> Lock:
         CheckpointError: another process is saving there, or has a run there.
         OSError: the lock cannot be written.
     """
-    dead = {name: folder.locked(name) for name in _locks(folder, for_run=for_run)}
-    for name in dead:
-        _refuse_if_held(folder, name)
-    number = 1 + max(map(_number, dead), default=0)
-    lock = Lock(
-        folder=folder,
-        name=_RUN * for_run + f"{number:09d}",
-        owner=this_process(),
-        token=secrets.token_hex(8),
-    )
+    lock = Lock(folder=folder, name=_RUN if for_run else _SAVE)
+    with folder.exclusive():  # processes that find the same abandoned lock take turns
+        abandoned = _read(folder, lock.name)
+        if abandoned is not None and _is_held(folder, lock.name, abandoned):
+            raise _busy(folder, lock.name)
+        # A process on another machine may have been faster.
+        if abandoned is not None and _read(folder, lock.name) == abandoned:
+            folder.unlink(lock.name)
+        try:
+            folder.put(lock.name, lock.bytes(0), new=True)
+        except FileExistsError:
+            raise _busy(folder, lock.name) from None
     try:
-        folder.lock(lock.name, lock.bytes(0))
-    except FileExistsError:
-        raise _busy(folder, lock.name) from None
-    try:
-        for name in _locks(folder, for_run=for_run) - {lock.name}:
-            # Also a number that was given again, after the dead lock and its successor had gone.
-            if folder.locked(name) != dead.get(name):
-                _refuse_if_held(folder, name)
-            folder.unlock(name)
-        lock.check()
+        ours = lock.is_ours()  # a store without conditional writes has the other's
     except BaseException:
         lock.release()
         raise
-    thread = threading.Thread(target=lock.refresh, name="fxtrain lock", daemon=True)
-    lock.heartbeats.append(thread)
-    thread.start()
+    if not ours:
+        raise _busy(folder, lock.name)
+    lock.start()
     return lock
 
 
-def _locks(folder: Storage, *, for_run: bool) -> set[str]:
-    """Names of the locks of one of the two kinds."""
-    return {name for name in folder.locks() if name.startswith(_RUN) == for_run}
+def _read(folder: Storage, name: str) -> bytes | None:
+    """The bytes of a lock; None if it does not exist."""
+    try:
+        return folder.read(name, _MAX_BYTES)
+    except FileNotFoundError:
+        return None
 
 
-def _refuse_if_held(folder: Storage, name: str) -> None:
-    """Raise if a live process holds this lock."""
-    raw = folder.locked(name)
-    if raw is None:
-        return  # already released
-    owner = read_lock(raw)[1]
-    held = None if owner is None else is_running(owner)
-    if held is None:
-        _LOG.warning(
-            "%s has a lock of %s: waiting up to %.0f s for a sign that it is alive.",
-            *(folder, owner or "another process", STALE_S),
-        )
-        held = _changes(folder, name, raw)
-    if held:
-        raise _busy(folder, name)
-
-
-def _changes(folder: Storage, name: str, raw: bytes) -> bool:
-    """Whether the holder of a lock sends heartbeats; compares no clocks."""
+def _is_held(folder: Storage, name: str, raw: bytes) -> bool:
+    """Whether the holder of a lock is alive; compares no clocks."""
+    owner = parse_lock(raw)[1]
+    running = None if owner is None else is_running(owner)
+    if running is not None:
+        return running
+    _LOG.warning(
+        "%s has a lock of %s: waiting up to %.0f s for a sign that it is alive.",
+        *(folder, owner or "another process", STALE_S),
+    )
     deadline = time.monotonic() + STALE_S
     while time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL_S)
-        now = folder.locked(name)
-        if now is None:
-            return False
+        now = _read(folder, name)
         if now != raw:
-            return True
+            return now is not None  # else it was released
     return False
 
 
 def _busy(folder: Storage, name: str) -> CheckpointError:
-    raw = folder.locked(name)
-    owner = None if raw is None else read_lock(raw)[1]
+    raw = _read(folder, name)
+    owner = None if raw is None else parse_lock(raw)[1]
     who = "another process" if owner is None else f"{owner}"
     if owner is not None and owner == this_process():
         who += ", this process"
-    if name.startswith(_RUN):
+    if name == _RUN:
         return CheckpointError(
             f"{folder} is the folder of a run that is open in {who}. One run at a time can write "
             f"into a folder: use a folder per run, or wait until the other run ends.",
@@ -194,15 +176,10 @@ def _busy(folder: Storage, name: str) -> CheckpointError:
     )
 
 
-def read_lock(raw: bytes) -> tuple[str | None, Owner | None]:
+def parse_lock(raw: bytes) -> tuple[str | None, Owner | None]:
     """(token, owner) of a lock; None if malformed, for example partially written."""
     try:
         data = parse_json(raw)
         return data["token"], owner_from(data["owner"])
     except (ValueError, LookupError, TypeError):
         return None, None
-
-
-def _number(name: str) -> int:
-    name = name.removeprefix(_RUN)
-    return int(name) if name.isdecimal() and len(name) < 19 else 0

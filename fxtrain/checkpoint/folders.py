@@ -9,7 +9,6 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._reading import StrPath
-from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.manifest import (
     HIGHEST,
     MANIFEST,
@@ -19,7 +18,7 @@ from fxtrain.checkpoint.manifest import (
 )
 from fxtrain.checkpoint.owner import Owner
 from fxtrain.checkpoint.reading import file_problems
-from fxtrain.checkpoint.storage import Storage, UnreadableError
+from fxtrain.checkpoint.storage import Storage, UnreadableError, open_storage
 from fxtrain.errors import CheckpointError
 
 _NAME = re.compile(r"update-(\d{10,18})(?:\.(\d{1,9}))?")

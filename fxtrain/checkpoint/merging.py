@@ -12,10 +12,9 @@ from torch import Tensor
 
 from fxtrain._reading import StrPath, path_problem
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
-from fxtrain.checkpoint.local_storage import LocalStorage
 from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import open_reader
-from fxtrain.checkpoint.storage import Storage
+from fxtrain.checkpoint.storage import LocalStorage, Storage
 from fxtrain.errors import CheckpointError
 from fxtrain.models.folder import (
     commit,

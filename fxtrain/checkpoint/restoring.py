@@ -14,10 +14,10 @@ from fxtrain._reading import StrPath
 from fxtrain.checkpoint.background import CheckpointState
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
 from fxtrain.checkpoint.json_values import decode
-from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.checkpoint.snapshot import by_name, set_random_state
+from fxtrain.checkpoint.storage import open_storage
 from fxtrain.errors import CheckpointError, CollectiveError, FxError
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.ops.same_errors import problem_of_ranks

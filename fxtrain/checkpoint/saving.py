@@ -24,12 +24,11 @@ from fxtrain.checkpoint.background import (
 from fxtrain.checkpoint.data_files import Written, merged, write_file
 from fxtrain.checkpoint.folder_lock import Lock, acquire
 from fxtrain.checkpoint.folders import CheckpointInfo, list_checkpoints, new_name, next_order
-from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.manifest import Manifest, dump_manifest
 from fxtrain.checkpoint.owner import this_process
 from fxtrain.checkpoint.retention import RetentionRule, retention_rule, to_prune
 from fxtrain.checkpoint.snapshot import Snapshot, by_name, snapshot
-from fxtrain.checkpoint.storage import Storage
+from fxtrain.checkpoint.storage import Storage, open_storage
 from fxtrain.checkpoint.write_plan import (
     Proposal,
     TensorChunk,

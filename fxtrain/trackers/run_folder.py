@@ -12,7 +12,7 @@ import attrs
 
 from fxtrain._reading import path_problem, read_text
 from fxtrain.checkpoint.folder_lock import Lock, acquire
-from fxtrain.checkpoint.local_storage import open_storage
+from fxtrain.checkpoint.storage import open_storage
 from fxtrain.errors import FxError, PlanError
 from fxtrain.state import DistContext, parse_json, shown
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.checkpoint import background as background_saves
-from fxtrain.checkpoint import local_storage
 from fxtrain.checkpoint.manifest import MANIFEST
+from fxtrain.checkpoint.storage import LocalStorage
 
 FIRST = "update-0000000001"
 
@@ -33,18 +33,26 @@ def _no_room():
 @contextmanager
 def _full():
     """Writing the second block fails as on a full disk."""
-    kept = local_storage._Whole.write
+    kept = LocalStorage.create
 
-    def write(self, data):
-        if self.file.tell():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        kept(self, data)
+    @contextmanager
+    def create(self, name):
+        with kept(self, name) as write:
+            blocks = []
 
-    local_storage._Whole.write = write
+            def write_one(data):
+                if blocks:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                blocks.append(data)
+                write(data)
+
+            yield write_one
+
+    LocalStorage.create = create
     try:
         yield
     finally:
-        local_storage._Whole.write = kept
+        LocalStorage.create = kept
 
 
 @contextmanager
@@ -172,17 +180,22 @@ def _die(ctx, folder, rank, where, background):
     if where == "first" and ctx.rank == rank:
         os._exit(9)
     if ctx.rank == rank:
-        kept = local_storage._Whole.write
+        kept = LocalStorage.create
 
-        def write(self, data):
-            if where == "before":
-                os._exit(9)
-            kept(self, data)
-            if where == "manifest" and not self.file.name.endswith(MANIFEST):
-                return
-            os._exit(9)
+        @contextmanager
+        def create(self, name):
+            with kept(self, name) as write:
 
-        local_storage._Whole.write = write
+                def write_and_die(data):
+                    if where == "before":
+                        os._exit(9)
+                    write(data)
+                    if where != "manifest" or name == MANIFEST:
+                        os._exit(9)
+
+                yield write_and_die
+
+        LocalStorage.create = create
     saving = fx.save(folder, ctx, model, position=fx.Position(updates=2), background=background)
     saving.result()
 

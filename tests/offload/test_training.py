@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain.checkpoint.folders import read_manifest
-from fxtrain.checkpoint.local_storage import open_storage
+from fxtrain.checkpoint.storage import open_storage
 from fxtrain.state import Unit
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh
