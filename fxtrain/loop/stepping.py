@@ -91,7 +91,7 @@ def _default_update(model: Any) -> UpdateSpec:
 
 
 def _make_compute_loss(
-    loss_fn: Callable[[Any, Any], Any], model: Any, *, independent: bool
+    loss_fn: Callable[[Any, Any], Any], model: Any
 ) -> Callable[[Wrapped, Batch], WeightedLoss]:
     """The loss function that strategies call: the user's, with its result checked and weighted."""
     if not isinstance(model, Wrapped):
@@ -108,7 +108,7 @@ def _make_compute_loss(
             loss, aux = out, None  # nothing to check or to unpack
         else:
             loss, aux = _loss_and_aux(out)
-        return weighting.weigh_loss(loss, aux, batch, model, data_rank, independent=independent)
+        return weighting.weigh_loss(loss, aux, batch, model, data_rank)
 
     return compute_loss
 
@@ -143,17 +143,7 @@ class StepFns(Generic[M]):
         init=False,
         repr=False,
         eq=False,
-        default=attrs.Factory(
-            lambda fns: _make_compute_loss(fns.loss, fns.model, independent=False), takes_self=True
-        ),
-    )
-    _compute_local_loss: Callable[[Wrapped, Batch], WeightedLoss] = attrs.field(
-        init=False,
-        repr=False,
-        eq=False,
-        default=attrs.Factory(
-            lambda fns: _make_compute_loss(fns.loss, fns.model, independent=True), takes_self=True
-        ),
+        default=attrs.Factory(lambda fns: _make_compute_loss(fns.loss, fns.model), takes_self=True),
     )
 
 
@@ -207,20 +197,17 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
         check_step("step", ctx, batch, model)
     position, window = batch.position, model.window
     window.closes = due = window.micro + 1 >= plan.accumulate or (position.is_last and plan.flush)
-    independent = plan.local is not None and weighting.is_independent(model)
     outcome = _NO_UPDATE
     try:
         if not (model.status.added_grads or window.micro):
             model.strategy.begin(model)
         if not due or window.micro:  # else the window is this batch
-            weighting.count(batch, model, independent=independent)
-        compute_loss = fns._compute_local_loss if independent else fns._compute_loss
-        reduce = (due or plan.sync_each) and not (independent and weighting.is_one_rank(model))
-        weighted = model.strategy.run(model, batch, compute_loss, reduce)
+            weighting.count(batch, model)
+        weighted = model.strategy.run(model, batch, fns._compute_loss, due or plan.sync_each)
         if plan.nonfinite != "ignore":
             window.bad_losses.add_(~torch.isfinite(weighted.mean))
         if due:
-            outcome = _update(ctx, batch, fns, weighted, independent=independent)
+            outcome = _update(ctx, batch, fns, weighted)
         if plan.local is not None:
             _average(model, position)
     except RuntimeError as error:
@@ -383,26 +370,16 @@ def _loss_and_aux(out: Any) -> tuple[Any, Any]:
     return attrs.evolve(loss, total=total) if weighted else total, aux
 
 
-def _update(
-    ctx: DistContext,
-    batch: Batch,
-    fns: StepFns,
-    weighted: WeightedLoss,
-    *,
-    independent: bool,
-) -> UpdateResult:
+def _update(ctx: DistContext, batch: Batch, fns: StepFns, weighted: WeightedLoss) -> UpdateResult:
     model = fns.model
     plan, window = model.plan, model.window
     scale = None
     if window.micro or weighted.provisional:
-        scale = weighting.close_window(weighted, model, independent=independent)
+        scale = weighting.close_window(weighted, model)
     problem = None if plan.nonfinite == "ignore" else _nonfinite_problem(ctx, batch, model)
     update_spec, skip = fns._update_spec, problem is not None
-    keep_parameters = independent and weighting.is_empty(batch, model)
-    if scale is not None or skip or keep_parameters:
-        update_spec = attrs.evolve(
-            update_spec, scale=scale, skip=skip, keep_parameters=keep_parameters
-        )
+    if scale is not None or skip:
+        update_spec = attrs.evolve(update_spec, scale=scale, skip=skip)
     outcome = model.strategy.apply(model, update_spec)
     model.status.added_grads = False
     rows = window.real_rows if window.micro else sum(batch.rows)

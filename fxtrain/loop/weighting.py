@@ -7,7 +7,7 @@ window are weighted by what the window is expected to contain when it opens. If 
 contain something else, one factor corrects the gradients when it closes. This happens where the
 end of the data is not known in advance, and where a loop leaves an epoch early.
 
-For replicas that train independently (`Plan.local`), "all ranks" are the ranks of one replica.
+For a replica that trains independently (`ModelStatus.replica`), "all ranks" are its own.
 """
 
 from typing import Any
@@ -21,29 +21,13 @@ from fxtrain.ops.devices import as_scalar
 from fxtrain.state import (
     Batch,
     DistContext,
-    Round,
     Weighted,
     WeightedLoss,
     Wrapped,
-    round_of,
 )
 
 
-def is_independent(model: Wrapped) -> bool:
-    """Whether the model makes its next update as an independent replica."""
-    local = model.plan.local
-    warmed_up = local is not None and model.window.updates >= local.warmup
-    return warmed_up and round_of(model) is not None
-
-
-def is_one_rank(model: Wrapped) -> bool:
-    """Whether an independent replica has one rank."""
-    return len(_round(model).peers) == 1
-
-
-def weigh_loss(
-    loss: Any, aux: Any, batch: Batch, model: Wrapped, data_rank: int, *, independent: bool = False
-) -> WeightedLoss:
+def weigh_loss(loss: Any, aux: Any, batch: Batch, model: Wrapped, data_rank: int) -> WeightedLoss:
     """Scale a loss so that the gradients, averaged over ranks, are those of the update.
 
     Args:
@@ -52,11 +36,10 @@ def weigh_loss(
     sizes, mine = batch.sizes, batch.sizes[data_rank]
     if not mine and aux is not None:
         aux = _tree.map_leaves(_zero, aux)
-    if independent:
-        sizes = _replica_rows(batch, model)
-        _count_for_average(loss, batch, model, sizes, present=mine > 0)
     if type(loss) is Weighted:
-        return _weigh_explicit(loss, aux, batch, model, independent=independent, present=mine > 0)
+        return _weigh_explicit(loss, aux, batch, model, present=mine > 0)
+    if model.status.replica is not None:
+        sizes = model.status.replica.sizes(batch)
     ranks, total = len(sizes), sum(sizes) * batch.parts
     if model.window.micro:  # else the window is this batch
         total = model.window.full_rows
@@ -78,15 +61,13 @@ def _zero(leaf: Any) -> Any:
     return 0 if type(leaf) in (int, float) else leaf
 
 
-def close_window(
-    weighted: WeightedLoss, model: Wrapped, *, independent: bool = False
-) -> float | Tensor | None:
+def close_window(weighted: WeightedLoss, model: Wrapped) -> float | Tensor | None:
     """The factor by which to correct gradients when a window closes; None if none is needed.
 
     Not called for windows of one micro-batch whose loss was already weighted exactly.
     """
     if weighted.provisional:
-        losses, window = _group(model, independent=independent), model.window
+        losses, window = _ranks_of_update(model), model.window
         total = ops.reduce(window.weight, losses, op="sum")
         factor = torch.where(total > 0, losses.world_size / (window.scale * total), 0.0)
         torch._foreach_zero_([window.scale, window.weight])
@@ -95,41 +76,23 @@ def close_window(
     return None if rows in (0, full) else full / rows
 
 
-def is_empty(batch: Batch, model: Wrapped) -> bool:
-    """Whether an independent replica had no row in the closing window."""
-    if model.window.micro:
-        return not model.window.rows
-    return not any(_replica_rows(batch, model))
-
-
-def _group(model: Wrapped, *, independent: bool) -> DistContext:
+def _ranks_of_update(model: Wrapped) -> DistContext:
     """The ranks over which gradients are averaged."""
-    return _round(model).within if independent else model.ctx.axis("loss")
+    replica = model.status.replica
+    return model.ctx.axis("loss") if replica is None else replica.within
 
 
-def _replica_rows(batch: Batch, model: Wrapped) -> tuple[int, ...]:
-    """The rows of each rank of an independent replica."""
-    return tuple([batch.sizes[rank] for rank in _round(model).peers])
-
-
-def _round(model: Wrapped) -> Round:
-    """The averaging state of an independent replica."""
-    now = round_of(model)
-    assert now is not None
-    return now
-
-
-def count(batch: Batch, model: Wrapped, *, independent: bool = False) -> None:
+def count(batch: Batch, model: Wrapped) -> None:
     """Add a micro-batch's rows to the model's window.
 
     The rows of a full window are those of the loader's, if it opens with this batch too, and an
     estimate otherwise, as for a model that skips batches: `close_window` corrects it.
     """
-    sizes = _replica_rows(batch, model) if independent else batch.sizes
-    window = model.window
+    window, replica = model.window, model.status.replica
+    sizes = batch.sizes if replica is None else replica.sizes(batch)
     if not window.micro:
         window.epoch = batch.position.epoch
-        agrees = batch.position.micro == 1 and not independent
+        agrees = batch.position.micro == 1 and replica is None
         known = batch.window_rows if agrees else None
         window.full_rows = known or model.plan.accumulate * max(batch.sizes) * len(sizes)
     window.micro += 1
@@ -137,31 +100,14 @@ def count(batch: Batch, model: Wrapped, *, independent: bool = False) -> None:
     window.real_rows += sum(batch.rows)
 
 
-def _count_for_average(
-    loss: Any, batch: Batch, model: Wrapped, sizes: tuple[int, ...], *, present: bool
-) -> None:
-    """Add what this replica trained on, by which it is weighted in the next average."""
-    now = _round(model)
-    if type(loss) is Weighted:
-        if present:
-            weight = loss.weight
-            if not isinstance(weight, Tensor):
-                weight = torch.tensor(weight, device="cpu")
-            now.open_weight.add_(weight.detach().reshape(()))
-        now.open_rows[2] += 1
-    else:
-        now.open_rows[:2] += torch.tensor([sum(sizes), sum(batch.sizes)], device="cpu")
-
-
 def _weigh_explicit(
-    loss: Weighted, aux: Any, batch: Batch, model: Wrapped, *, independent: bool, present: bool
+    loss: Weighted, aux: Any, batch: Batch, model: Wrapped, *, present: bool
 ) -> WeightedLoss:
     """As `weigh_loss`; `present` unless this rank has no row in the batch.
 
     Placeholder rows count for nothing, whatever weight the loss returned for them.
     """
-    losses = _group(model, independent=independent)
-    window = model.window
+    losses, window = _ranks_of_update(model), model.window
     weight = as_scalar(loss.weight, window.sums)
     if weight.numel() != 1:
         raise StepError(
@@ -186,7 +132,9 @@ def _weigh_explicit(
         scale = window.scale
     part = loss.total * (scale * present).to(dtype)
     shown = loss.weight if present else weight
-    return WeightedLoss(loss=part, mean=mean, weight=shown, aux=aux, provisional=provisional)
+    return WeightedLoss(
+        loss=part, mean=mean, weight=shown, aux=aux, provisional=provisional, explicit=True
+    )
 
 
 def _provisional_scale(weight: Tensor, micro: int, losses: DistContext) -> Tensor:

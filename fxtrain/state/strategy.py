@@ -89,6 +89,10 @@ class Round:
     anchor: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
     momentum: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
 
+    def sizes(self, batch: Batch) -> tuple[int, ...]:
+        """The rows of a batch, including padding, on each rank of this replica."""
+        return tuple([batch.sizes[rank] for rank in self.peers])
+
 
 @attrs.frozen(kw_only=True, eq=False)
 class WeightedLoss:
@@ -101,6 +105,7 @@ class WeightedLoss:
         aux: The loss function's aux metrics.
         provisional: Whether the loss was scaled by an estimate, so that gradients have to be
             corrected by the weight of the window when it closes.
+        explicit: Whether the loss function gave the weight (`Weighted`), in place of rows.
     """
 
     loss: torch.Tensor = attrs.field(repr=number)
@@ -108,6 +113,7 @@ class WeightedLoss:
     weight: torch.Tensor | float = attrs.field(repr=number)
     aux: Any = attrs.field(default=None, repr=describe)
     provisional: bool = False
+    explicit: bool = False
 
 
 @attrs.frozen(kw_only=True, eq=False, repr=False)

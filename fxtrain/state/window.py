@@ -9,6 +9,8 @@ import attrs
 if TYPE_CHECKING:
     import torch
 
+    from fxtrain.state.strategy import Round
+
 
 @attrs.define(kw_only=True)
 class ModelStatus:
@@ -23,6 +25,9 @@ class ModelStatus:
         advanced_at: The number of the last update that advanced the schedulers; None before it.
         schedule_counts: What each scheduler had counted then. By these a step notices that the
             loop advanced them as well.
+        replica: The replica that makes the next update independently of the others (`Plan.local`);
+            None if all ranks make it together.
+        without_rows: Whether that replica has no row in the window that closes.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -38,6 +43,8 @@ class ModelStatus:
     added_grads: bool = False
     advanced_at: int | None = None
     schedule_counts: tuple[int, ...] = ()
+    replica: Round | None = None
+    without_rows: bool = False
 
 
 @attrs.define(kw_only=True, eq=False)

@@ -8,7 +8,7 @@ from torch import distributed as dist
 
 from fxtrain.backends.core import step_functions
 from fxtrain.ops.transport.exchange import rank_loss_guard
-from fxtrain.state import UpdateResult, UpdateSpec, Wrapped, round_of
+from fxtrain.state import UpdateResult, UpdateSpec, Wrapped
 
 
 def apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
@@ -25,8 +25,8 @@ def send_buffers(model: Wrapped) -> None:
     Effects:
         One broadcast per dtype of the buffers, if there are any and several ranks.
     """
-    now = round_of(model)
-    ranks = model.ctx.axis("loss") if now is None else now.within
+    replica = model.status.replica
+    ranks = model.ctx.axis("loss") if replica is None else replica.within
     if ranks.world_size == 1:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}

@@ -1,10 +1,13 @@
-"""Replicas that train independently: their state, and the average that ends a round.
+"""Replicas that train independently: a strategy around another one, and the average of a round.
 
 Each replica is weighted by the rows, or the weight of its losses, that it trained on in the round,
 so that a round of one update of plain SGD equals one update on all rows.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 import attrs
 import torch
@@ -12,28 +15,39 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fxtrain import ops
+from fxtrain.backends.core.optimizer_state import as_bytes, from_bytes, local_part
+from fxtrain.backends.core.weights import from_first_rank
 from fxtrain.errors import StepError
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.state import (
     DDP,
     FSDP,
+    Batch,
     Comm,
     DiLoCo,
     DistContext,
     LocalSGD,
     Mesh,
+    ModelState,
     Plan,
     Position,
     Round,
     Single,
     StateReader,
+    Strategy,
+    TensorIndex,
+    UpdateResult,
+    UpdateSpec,
+    Weight,
+    WeightedLoss,
     Wrapped,
     round_begins,
     round_ends,
     round_of,
 )
 
-_MINE, _ALL, _WEIGHTED = 0, 1, 2  # indices into the rows
+_WEIGHTED = 2  # the index of weighted micro-batches in `Round.rows`
+_RANKS_OF_REPLICA = "copy"  # among the values of a checkpoint
 # Added to every weight: too small to change one, but gives replicas of weight zero a mean.
 MIN_WEIGHT = 2.0**-60
 
@@ -94,15 +108,155 @@ def _fsdp_problems(ctx: DistContext, config: FSDP, name: str, warmup: int) -> li
     return problems
 
 
-def new_round(module: nn.Module, ctx: DistContext, plan: Plan, size: int = 1) -> Round | None:
-    """The state of the first round; None if all updates are made together.
+def independent_replicas(model: Wrapped, size: int = 1) -> Wrapped:
+    """The model with replicas that train independently, where its plan says so.
+
+    Its strategy runs unchanged, inside functions that narrow each update to one replica.
 
     Args:
+        model: Wrapped in its final form.
         size: Ranks of a replica: those of the mesh's shard axis, or one.
     """
+    if model.plan.local is None or model.ctx.axis("data").world_size == size:
+        return model
+    inner = model.strategy
+    strategy = attrs.evolve(
+        inner,
+        sync=functools.partial(_sync, inner),
+        run=functools.partial(_run, inner),
+        apply=functools.partial(_apply, inner),
+        state=functools.partial(_state, inner),
+        load_state=functools.partial(_load_state, inner),
+        weights=functools.partial(_weights, inner),
+    )
+    now = _first_round(model.module, model.ctx, model.plan, size)
+    model = attrs.evolve(model, strategy=strategy, strategy_state=now)
+    _end_warmup(model, now)
+    return model
+
+
+def _end_warmup(model: Wrapped, now: Round) -> None:
+    """Have the next update made by replicas, unless it belongs to the warm-up."""
+    local = model.plan.local
+    assert local is not None
+    model.status.replica = now if model.window.updates >= local.warmup else None
+
+
+def _sync(inner: Strategy, model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+    replica = model.status.replica
+    return inner.sync(model, enabled and (replica is None or len(replica.peers) > 1))
+
+
+def _run(
+    inner: Strategy,
+    model: Wrapped,
+    batch: Batch,
+    compute_loss: Callable[[Wrapped, Batch], WeightedLoss],
+    reduce: bool,  # noqa: FBT001
+) -> WeightedLoss:
+    """One micro-batch, and what the replica trained on in it."""
+    weighted, replica = inner.run(model, batch, compute_loss, reduce), model.status.replica
+    if replica is None:
+        return weighted
+    rows = sum(replica.sizes(batch))
+    model.status.without_rows = not (model.window.rows if model.window.micro else rows)
+    if weighted.explicit:
+        weight = weighted.weight
+        if not isinstance(weight, Tensor):
+            weight = torch.tensor(weight, device="cpu")
+        replica.open_weight.add_(weight.detach().reshape(()))
+        replica.open_rows[_WEIGHTED] += 1
+    else:
+        replica.open_rows[:2] += torch.tensor([rows, sum(batch.sizes)], device="cpu")
+    return weighted
+
+
+def _apply(inner: Strategy, model: Wrapped, update: UpdateSpec) -> UpdateResult:
+    if model.status.without_rows:
+        model.status.without_rows = False
+        update = attrs.evolve(update, keep_parameters=True)
+    return inner.apply(model, update)
+
+
+def _state(inner: Strategy, model: Wrapped) -> ModelState:
+    """Every tensor and every optimizer differs between replicas."""
+    state, now = inner.state(model), round_of(model)
+    assert now is not None
+    shared = {f"round.anchor.{name}": value for name, value in now.anchor.items()}
+    shared |= {f"round.momentum.{name}": value for name, value in now.momentum.items()}
+    optimizers = {
+        f"optimizer.{index}.state": as_bytes(values["state"], f"optimizer.{index}")
+        for index, values in enumerate(state.values["optimizers"])
+    }
+    return attrs.evolve(
+        state,
+        tensors={**state.tensors, **shared},
+        own={**state.own, **optimizers, **_accounts(now)},
+        values={**state.values, _RANKS_OF_REPLICA: len(now.peers)},
+        varies_by_rank=frozenset(state.tensors),
+    )
+
+
+def _load_state(inner: Strategy, model: Wrapped, saved: StateReader) -> None:
+    """Each replica as it was, if it has the same ranks; otherwise their mean."""
+    now = round_of(model)
+    assert now is not None
+    resumes = saved.ranks == saved.loading_ranks and saved.values.get(_RANKS_OF_REPLICA) == len(
+        now.peers
+    )
+    inner.load_state(model, _of_this_replica(saved) if resumes else saved)
+    _load_round(now, saved, resumes=resumes)
+    _end_warmup(model, now)
+
+
+def _of_this_replica(saved: StateReader) -> StateReader:
+    """The saved state as this rank saved it, to be read like one in which ranks are equal."""
+
+    def fill(name: str, tensor: Any) -> None:
+        saved.fill(name, tensor)
+        if name.startswith("grad."):  # the mean; `load_window` reads what is this rank's own
+            return
+        if (own := saved.own(name, saved.rank)) is not None:
+            local_part(tensor.detach()).copy_(own)
+
+    def own_of(name: str, rank: int) -> Tensor | None:
+        return None if name in states else saved.own(name, rank)
+
+    states: dict[str, Any] = {}
+    optimizers: list[Any] = []
+    for index, optimizer in enumerate(saved.values["optimizers"]):
+        name = f"optimizer.{index}.state"
+        if (raw := saved.own(name, saved.rank)) is not None:
+            states[name] = from_bytes(raw)
+        optimizers.append({**optimizer, "state": states.get(name, optimizer["state"])})
+    values = {**saved.values, "optimizers": optimizers, _RANKS_OF_REPLICA: None}
+    return attrs.evolve(saved, fill=fill, own=own_of, values=values)
+
+
+def _weights(inner: Strategy, model: Wrapped) -> dict[str, Weight]:
+    """The first replica's; what is filled in begins a new round of an outer optimizer."""
+    found, now = inner.weights(model), round_of(model)
+    assert now is not None
+    for name, weight in found.items():
+        if isinstance(weight.like, nn.Parameter):
+            found[name] = from_first_rank(weight, now.copies)
+    for name, anchor in now.anchor.items():
+        if name in found:
+            fill = functools.partial(_fill_both, found[name], anchor)
+            found[name] = attrs.evolve(found[name], fill=fill)
+    return found
+
+
+@torch.no_grad()
+def _fill_both(
+    weight: Weight, anchor: Tensor, read: Callable[[TensorIndex | None], Tensor]
+) -> None:
+    weight.fill(read)
+    anchor.copy_(weight.like)
+
+
+def _first_round(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> Round:
     data = ctx.axis("data")
-    if plan.local is None or data.world_size == size:
-        return None
     copies = data if size == 1 else ctx.axis("replicate")
     alone = attrs.evolve(copies, rank=0, world_size=1, comm=Comm(), mesh=Mesh(replicate=1))
     first = data.rank // size * size
@@ -146,6 +300,7 @@ def average(model: Wrapped, position: Position | None) -> None:
                 value.copy_(now.parameters[name])
     elif position is None or round_ends(local, position):
         _end(model, now, local)
+    _end_warmup(model, now)
 
 
 def _end(model: Wrapped, now: Round, local: LocalSGD | DiLoCo) -> None:
@@ -282,13 +437,6 @@ def _float(ctx: DistContext) -> torch.dtype:
     return torch.float32 if ctx.device.type == "mps" else torch.float64
 
 
-def round_state(now: Round) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """State that is equal on all replicas, and each replica's own."""
-    shared = {f"round.anchor.{name}": value for name, value in now.anchor.items()}
-    shared |= {f"round.momentum.{name}": value for name, value in now.momentum.items()}
-    return shared, _accounts(now)
-
-
 def _accounts(now: Round) -> dict[str, Tensor]:
     return {
         "round.rows": now.rows,
@@ -298,20 +446,11 @@ def _accounts(now: Round) -> dict[str, Tensor]:
     }
 
 
-def resumes_same_replicas(now: Round | None, saved: StateReader) -> bool:
-    """Whether the saved replicas are these very replicas, each on its ranks."""
-    return (
-        now is not None
-        and saved.ranks == saved.loading_ranks
-        and saved.values.get("copy") == len(now.peers)
-    )
-
-
-def load_round(now: Round, saved: StateReader) -> None:
+def _load_round(now: Round, saved: StateReader, *, resumes: bool) -> None:
     """Restore a round, or start one from the current parameters if none was saved.
 
-    At another world size, the progress of the round so far is in the mean of the parameters, and
-    the replicas are weighted by what they train on from here on.
+    Where other replicas resume, the progress of the round so far is in the mean of the parameters,
+    and they are weighted by what they train on from here on.
     """
     for name, value in now.anchor.items():
         if f"round.anchor.{name}" in saved.shapes:
@@ -320,9 +459,8 @@ def load_round(now: Round, saved: StateReader) -> None:
         else:
             value.copy_(now.parameters[name].detach())
             now.momentum[name].zero_()
-    same = resumes_same_replicas(now, saved)
     for name, account in _accounts(now).items():
-        found = saved.own(name, saved.rank) if same else None
+        found = saved.own(name, saved.rank) if resumes else None
         account.copy_(torch.zeros_like(account) if found is None else found)
 
 
@@ -331,7 +469,7 @@ def weighted_mean(saved: StateReader, name: str) -> Tensor | None:
 
     None if all had the same value.
     """
-    size = saved.values.get("copy")
+    size = saved.values.get(_RANKS_OF_REPLICA)
     if size is None or saved.own(name, 0) is None:
         return None
     total, weights = 0.0, 0.0

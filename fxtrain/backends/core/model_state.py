@@ -8,12 +8,7 @@ import xxhash
 from torch import Tensor, nn
 
 from fxtrain.backends.core.initial_values import copy_shard
-from fxtrain.backends.core.local_sgd import (
-    load_round,
-    resumes_same_replicas,
-    round_state,
-    weighted_mean,
-)
+from fxtrain.backends.core.local_sgd import weighted_mean
 from fxtrain.backends.core.open_windows import load_window, window_state
 from fxtrain.backends.core.optimizer_state import (
     as_bytes,
@@ -34,7 +29,6 @@ from fxtrain.state import (
     ModelState,
     StateReader,
     Wrapped,
-    round_of,
 )
 
 _SENDS_BUFFERS = "require_forward_param_sync"
@@ -49,7 +43,6 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
     tensors, extra = _module_state(model.module, omit)
     frozen = _take_frozen(model, tensors)
     optimizers: list[Any] = []
-    now = round_of(model)
     grads, own, window = window_state(model)
     scales = _scales(model)
     tensors |= scales
@@ -57,7 +50,7 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
         held, values = optimizer_state(optimizer, f"optimizer.{index}", names_of(model.module))
         tensors.update(held)
         optimizers.append(values)
-        if now is not None or local_optimizer(optimizer) is not optimizer:
+        if local_optimizer(optimizer) is not optimizer:
             own[f"optimizer.{index}.state"] = as_bytes(values["state"], f"optimizer.{index}")
     tensors |= grads
     values: dict[str, Any] = {
@@ -72,12 +65,6 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
     }
     drifting = {f"module.{name}" for name, _ in model.module.named_buffers()} & tensors.keys()
     drifting |= scales.keys()
-    if now is not None:
-        drifting = set(tensors)
-        values["copy"] = len(now.peers)  # its ranks
-        shared, mine = round_state(now)
-        tensors |= shared
-        own |= mine
     return ModelState(
         tensors=tensors,
         own=own,
@@ -112,14 +99,11 @@ def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()
     _check_base(tensors, saved.values.get("base", {}))
     _check_names(tensors, saved)
     trained = {f"module.{name}" for name, _ in model.module.named_parameters()}
-    now = round_of(model)
-    mine, same = resumes_same_replicas(now, saved), saved.ranks == saved.loading_ranks
+    same = saved.ranks == saved.loading_ranks
     for name, tensor in tensors.items():
         saved.fill(name, tensor)
-        if name in trained and not mine:
-            mean = weighted_mean(saved, name)
-            if mean is not None:
-                copy_shard(mean, tensor.detach())
+        if name in trained and (mean := weighted_mean(saved, name)) is not None:
+            copy_shard(mean, tensor.detach())
         elif same and (drifted := saved.own(name, saved.rank)) is not None:
             local_part(tensor.detach()).copy_(drifted)
     load_extra(model.module, saved.values["module"])
@@ -129,8 +113,6 @@ def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()
                 saved.fill(name, tensor)
     if model.optimizers:
         load_optimizers(model, saved, tensors.values())
-    if now is not None:
-        load_round(now, saved)
     _load_buffers_sent(model, saved)
     load_window(model, saved)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 from fxtrain import ops
 from fxtrain.backends.core.optimizer_state import local_part, own_tensor_of_ranks
 from fxtrain.backends.core.placeholders import fsdp_parameters
-from fxtrain.state import AccumulationWindow, DistContext, StateReader, Wrapped, round_of
+from fxtrain.state import AccumulationWindow, DistContext, StateReader, Wrapped
 
 # In the order of the numbers in a checkpoint; early ones end before `updates`.
 _COUNTS = ("micro", "rows", "full_rows", "real_rows", "unscaled", "updates")
@@ -58,10 +58,8 @@ def _layout(model: Wrapped) -> str:
 
 def _replicas(model: Wrapped) -> int:
     """How many replicas train independently, each in a window of its own."""
-    now, local = round_of(model), model.plan.local
-    if now is None or local is None or model.window.updates < local.warmup:
-        return 1
-    return model.ctx.axis("loss").world_size // now.within.world_size
+    replica = model.status.replica
+    return 1 if replica is None else model.ctx.axis("loss").world_size // len(replica.peers)
 
 
 def _parameters(model: Wrapped) -> Iterator[tuple[str, Any, Any]]:

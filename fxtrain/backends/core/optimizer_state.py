@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxtrain.backends.core.local_sgd import resumes_same_replicas
 from fxtrain.backends.core.optimizers import kind_of, local_optimizer, place_of_states
 from fxtrain.backends.core.packed_states import is_packed, pack, unpack
 from fxtrain.errors import CheckpointError
-from fxtrain.state import StateReader, Wrapped, round_of
+from fxtrain.state import StateReader, Wrapped
 
 
 def optimizer_state(
@@ -73,10 +72,8 @@ def load_optimizers(model: Wrapped, saved: StateReader, kept: Iterable[Tensor]) 
     taken = {_data_pointer(tensor) for tensor in kept}
     for index, (optimizer, values) in enumerate(zip(model.optimizers, found, strict=True)):
         prefix = f"optimizer.{index}"
-        mine = resumes_same_replicas(round_of(model), saved)
-        states = _states(values["state"], prefix, saved, mine=mine)
-        whole = {**values, "state": states}
-        _load_optimizer(optimizer, whole, prefix, names, saved, taken, mine=mine)
+        whole = {**values, "state": _states(values["state"], prefix, saved)}
+        _load_optimizer(optimizer, whole, prefix, names, saved, taken)
     load_schedulers(model, saved)
     if model.scaler is not None and saved.values["scaler"] is not None:
         model.scaler.load_state_dict(saved.values["scaler"])
@@ -138,8 +135,6 @@ def _load_optimizer(
     names: Mapping[int, str],
     saved: StateReader,
     taken: set[int],
-    *,
-    mine: bool,
 ) -> None:
     """Restore an optimizer directly: torch's loading would cast states to the parameters' dtype."""
     part = local_optimizer(optimizer)
@@ -170,7 +165,7 @@ def _load_optimizer(
                 continue
             old = part.state.get(parameter, {})
             place = place_of_states(optimizer, parameter)
-            read = _reader(place, old, saved, taken, fast=fast, mine=mine)
+            read = _reader(place, old, saved, taken, fast=fast)
             part.state[parameter] = {
                 key: _read_value(state, key, partial(read, f"{prefix}.{name}"), parameter)
                 for key in state["keys"]
@@ -189,24 +184,16 @@ def _read_value(
     return unpack(packed[key], lambda name: read(f"{key}.{name}"), parameter)
 
 
-def _states(
-    states: Mapping[str, Any], prefix: str, saved: StateReader, *, mine: bool
-) -> Mapping[str, Any]:
-    """Which state an optimizer keeps for which parameter: rank 0's, unless ranks differ in it.
-
-    Args:
-        mine: Whether replicas trained independently, and do so again.
-    """
-    name = f"{prefix}.state"
-    if mine and (found := saved.own(name, saved.rank)) is not None:
-        return _from_bytes(found)
+def _states(states: Mapping[str, Any], prefix: str, saved: StateReader) -> Mapping[str, Any]:
+    """Which state an optimizer keeps for which parameter, on all ranks together."""
     every = dict(states)
-    for one in own_tensor_of_ranks(saved, name):
-        every = {**_from_bytes(one), **every}
+    for one in own_tensor_of_ranks(saved, f"{prefix}.state"):
+        every = {**from_bytes(one), **every}
     return every
 
 
-def _from_bytes(raw: Tensor) -> dict[str, Any]:
+def from_bytes(raw: Tensor) -> dict[str, Any]:
+    """What `as_bytes` was given."""
     return json.loads(bytes(raw.tolist()))
 
 
@@ -217,7 +204,6 @@ def _reader(
     taken: set[int],
     *,
     fast: bool,
-    mine: bool,
 ) -> Callable[[str, str], Tensor]:
     """How to create a parameter's state: sharded like the parameter, if it has its shape.
 
@@ -238,8 +224,6 @@ def _reader(
             on_host = key == "step" and not fast
             made = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
         saved.fill(name, made)
-        if mine and (drifted := saved.own(name, saved.rank)) is not None:
-            local_part(made).copy_(drifted)
         return made
 
     return read

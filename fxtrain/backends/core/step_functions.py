@@ -30,7 +30,6 @@ from fxtrain.state import (
     UpdateSpec,
     WeightedLoss,
     Wrapped,
-    round_of,
 )
 
 
@@ -268,7 +267,7 @@ def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, update: UpdateS
         for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
     ]
     flag = torch.stack(found).amax()
-    differ = round_of(model) is not None or model.ctx.mesh.pipeline > 1
+    differ = model.status.replica is not None or model.ctx.mesh.pipeline > 1
     if differ or is_distributed(model.module.parameters()):
         # A shard that overflowed is on one rank only; those of the data axis agree.
         flag = ops.reduce(flag, model.ctx, op="max")

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import attrs
 import torch
@@ -12,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from fxtrain import ops
 from fxtrain.backends.core.parameter_dtypes import HALF
 from fxtrain.ops.whole_tensors import weights_of
-from fxtrain.state import DistContext, TensorIndex, Weight, Wrapped, round_of
+from fxtrain.state import DistContext, TensorIndex, Weight, Wrapped
 
 _Gather = Callable[[], Tensor]
 _Read = Callable[[TensorIndex | None], Tensor]
@@ -21,8 +20,7 @@ _Read = Callable[[TensorIndex | None], Tensor]
 def torch_weights(model: Wrapped) -> dict[str, Weight]:
     """The tensors of the module by name.
 
-    Where replicas may differ, the first replica's values are used: for buffers and, with
-    independent replicas, for everything.
+    Of buffers, in which replicas may differ, the first replica's values are used.
 
     Effects:
         No traffic. FSDP frees the parameters that it has gathered and not yet freed.
@@ -30,14 +28,10 @@ def torch_weights(model: Wrapped) -> dict[str, Weight]:
     for part in model.module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # the registered parameters are then the shards
-    found, now = weights_of(model.module), round_of(model)
+    found = weights_of(model.module)
     for name, weight in found.items():
         if not isinstance(weight.like, nn.Parameter):
             found[name] = from_first_rank(weight, model.ctx.axis("loss"))
-        elif now is not None:
-            found[name] = from_first_rank(weight, now.copies)
-    if now is not None and now.anchor:
-        _move_anchors(found, now.anchor)
     return in_loaded_dtypes(found, model)
 
 
@@ -70,21 +64,6 @@ def in_user_dtypes(weights: dict[str, Weight], model: Wrapped) -> dict[str, Weig
         else weight
         for name, weight in weights.items()
     }
-
-
-def _move_anchors(weights: dict[str, Weight], anchors: Any) -> None:
-    """Base the next averaging round on the values that were filled in."""
-    for name, anchor in anchors.items():
-        if name in weights:
-            weight = weights[name]
-            fill = functools.partial(_fill_both, weight, anchor)
-            weights[name] = attrs.evolve(weight, fill=fill)
-
-
-@torch.no_grad()
-def _fill_both(weight: Weight, anchor: Tensor, read: _Read) -> None:
-    weight.fill(read)
-    anchor.copy_(weight.like)
 
 
 def _broadcast(gather: _Gather, copies: DistContext) -> Tensor:

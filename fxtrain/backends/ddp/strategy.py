@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import step_functions
-from fxtrain.backends.core.local_sgd import average, new_round
+from fxtrain.backends.core.local_sgd import average, independent_replicas
 from fxtrain.backends.core.module_changes import (
     model_values,
     send_values,
@@ -124,9 +124,9 @@ def _wrap(
     alone = plan.local is not None and plan.local.warmup == 0
     if alone or not any(parameter.requires_grad for parameter in module.parameters()):
         send_values(model_values(module), data)
-        return attrs.evolve(plain, strategy_state=new_round(module, ctx, plan))
+        return independent_replicas(plain)
     engine = _replicate(module, ctx, data, plan.strategy)
-    return attrs.evolve(plain, engine=engine, strategy_state=new_round(module, ctx, plan))
+    return independent_replicas(attrs.evolve(plain, engine=engine))
 
 
 def _data_parallel_options(

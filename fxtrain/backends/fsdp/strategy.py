@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from fxtrain import ops
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import buffers, step_functions
-from fxtrain.backends.core.local_sgd import average, new_round
+from fxtrain.backends.core.local_sgd import average, independent_replicas
 from fxtrain.backends.core.module_changes import unmatched_names, xla_problems
 from fxtrain.backends.core.optimizers import disable_foreach
 from fxtrain.backends.core.wrap_units import unit_problems
@@ -160,7 +160,7 @@ def _wrap(
     )
     for one in model.optimizers:
         disable_foreach(one)
-    return attrs.evolve(model, strategy_state=new_round(module, ctx, plan, size))
+    return independent_replicas(model, size)
 
 
 def _undone_together(
