@@ -21,7 +21,8 @@ PLAN = fx.Plan(
     strategy=fx.FSDP(wrap=("Block",)), precision="bf16", accumulate=2, compile=fx.Compile()
 )
 LAUNCH = LaunchFile(
-    common=Section(launch={"ranks": 2, "args": ["a"]}, plan={"strategy": {"kind": "ddp"}}),
+    launch={"ranks": 2, "args": ["a"]},
+    plan={"strategy": {"kind": "ddp"}},
     profiles={"big": Section(plan={"accumulate": 4})},
     default="big",
 )

@@ -92,7 +92,7 @@ SECTIONS = st.builds(
     ),
 )
 FILES = st.builds(
-    LaunchFile,
+    lambda common, profiles: LaunchFile(launch=common.launch, plan=common.plan, profiles=profiles),
     common=SECTIONS,
     profiles=st.dictionaries(
         st.text(alphabet=st.characters(codec="utf-8"), min_size=1, max_size=8),
@@ -129,7 +129,7 @@ def test_any_accelerate_config_is_a_launch_file_or_an_error(data, kind):
     except fx.PlanError as error:
         assert str(error)
     else:
-        file = LaunchFile(common=section)
+        file = LaunchFile(launch=section.launch, plan=section.plan)
         assert parse(render(file, "toml"), "toml") == file
 
 
@@ -163,5 +163,5 @@ def test_any_answers_lead_to_a_file_in_order(machine, data):
     section = interview(machine, way)
     assert len(asked) == len(set(asked))
     assert problems_of(section) == []
-    file = LaunchFile(common=section)
+    file = LaunchFile(launch=section.launch, plan=section.plan)
     assert parse(render(file, "toml"), "toml") == file

@@ -220,13 +220,14 @@ def _field_hook(
         check, convert = check_of(kind, ""), canonical(kind)
     inner = [one for one in members(kind) if attrs.has(one)]
     rows = next((one for one in members(kind) if _holds_records(one)), None)
+    several = Mapping if get_origin(rows) is Mapping else list | tuple
 
     def build(data: Any, _: Any) -> Any:
         if len(inner) > 1 and isinstance(data, Mapping):
             return _tagged(data, converter, {str(kind_of(one)): one for one in inner})
         if inner and isinstance(data, Mapping):
             return converter.structure(data, inner[0])
-        if rows is not None and isinstance(data, list | tuple):
+        if rows is not None and isinstance(data, several):
             return converter.structure(data, rows)
         value = data if convert is None else convert(data)  # type: ignore[operator]
         problem = check.problem(field, value)
@@ -251,7 +252,8 @@ def _table_words(inner: list[Any], problem: str) -> str:
 
 
 def _holds_records(kind: Any) -> bool:
-    return get_origin(kind) is tuple and any(map(attrs.has, get_args(kind)[:1]))
+    """Whether a type is that of a tuple of records, or of records by name."""
+    return get_origin(kind) in (tuple, Mapping) and any(map(attrs.has, get_args(kind)))
 
 
 def _tagged(data: Any, converter: cattrs.Converter, known: Mapping[str, type]) -> Any:

@@ -38,10 +38,14 @@ def dumps(record: object, format: Format = "json") -> str:
         >>> fx.state.loads(text, fx.Plan, "toml").accumulate
         2
     """
-    data = plain(record)
+    return text_of(plain(record), format)
+
+
+def text_of(data: Mapping[str, Any], format: Format) -> str:
+    """Plain data as text. In TOML, which has no null, values that are None are omitted."""
+    needed_by = f"text in {format.upper()}"
     if format == "json":
         return json.dumps(data, indent=2) + "\n"
-    needed_by = f"dumps(format={format!r})"
     if format == "toml":
         return optional("tomlkit", extra="files", needed_by=needed_by).dumps(_without_none(data))
     if format == "yaml":
@@ -72,9 +76,22 @@ def read_record(path: str | Path, cls: type[T]) -> T:
     Raises:
         PlanError: the suffix is another one, the file does not exist, or it is no such record.
     """
-    form = _format_of(path)
+    data = read_data(path)
     try:
-        return loads(read_text(path), cls, form)
+        return structure(data, cls)
+    except PlanError as error:
+        raise PlanError(f"{path}:\n{error}") from None
+
+
+def read_data(path: str | Path) -> Any:
+    """Plain data from a .json, .toml, .yaml or .yml file.
+
+    Raises:
+        PlanError: the suffix is another one, or the file does not exist or is invalid.
+    """
+    form = format_of(path)
+    try:
+        return parse_text(read_text(path), form)
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error}.", code="FX201") from error
     except PlanError as error:
@@ -90,7 +107,7 @@ def write_record(record: object, path: str | Path) -> None:
     Raises:
         PlanError: the suffix is another one, or the file cannot be written.
     """
-    text = dumps(record, _format_of(path))
+    text = dumps(record, format_of(path))
     try:
         write_file(path, text)
     except (OSError, UnicodeError) as error:
@@ -118,13 +135,18 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     write_record(plan, path)
 
 
-def _format_of(path: str | Path) -> Format:
+def format_of(path: str | Path) -> Format:
+    """The format of a file by its suffix.
+
+    Raises:
+        PlanError: the suffix is unknown.
+    """
     if problem := path_problem(path):
-        raise PlanError(f"The path of a plan: {problem}.")
+        raise PlanError(f"The path of a file: {problem}.")
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIXES:
         raise PlanError(
-            f"{str(path)!r}: the name of a plan file ends in {', '.join(_SUFFIXES)}.", code="FX201"
+            f"{str(path)!r}: choose a name that ends in {', '.join(_SUFFIXES)}.", code="FX201"
         )
     return _SUFFIXES[suffix]
 

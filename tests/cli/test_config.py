@@ -94,11 +94,13 @@ MISTAKES = [
         says="This is a config of DeepSpeed. Name it in the plan of a launch file: plan.strategy",
         form="yaml",
     ),
-    Mistake(text="launch = 3", says="launch: expected a table, found 3"),
+    Mistake(text="launch = 3", says="launch: found 3; choose a table."),
     Mistake(text='default = "a"', says="default: no profile 'a'; the file has none"),
-    Mistake(text="default = 1", says="default: expected the name of a profile, found 1"),
-    Mistake(text="profiles = 1", says="profiles: expected a table of profiles, found 1"),
-    Mistake(text="[profiles.a]\nx = 1", says="profiles.a: unknown key 'x'; known are launch, plan"),
+    Mistake(text="default = 1", says="default: found 1; choose a string."),
+    Mistake(text="profiles = 1", says="profiles: found 1; choose a table of profiles."),
+    Mistake(
+        text="[profiles.a]\nx = 1", says="profiles.a: unknown key 'x'; Section has launch, plan."
+    ),
     Mistake(text="[plan]\naccumulate = 0", says="plan.accumulate: found 0"),
     Mistake(
         text='[profiles.a.plan.data]\nsource = "dispach"',
@@ -108,9 +110,9 @@ MISTAKES = [
     Mistake(text="[launch", says="Invalid TOML"),
     Mistake(text="a: [", says="Invalid YAML", form="yaml"),
     Mistake(text="&a {launch: *a}", says="contains itself through an alias", form="yaml"),
-    Mistake(text="- 1", says="the file: expected a table of default", form="yaml"),
+    Mistake(text="- 1", says="the file: found [1]; choose a table of default", form="yaml"),
     Mistake(text="1: 2", says="unknown key 1", form="yaml"),
-    Mistake(text="profiles: {1: {}}", says="a profile's name is a word, found 1", form="yaml"),
+    Mistake(text="profiles: {'': {}}", says="choose a word as the name", form="yaml"),
 ]
 
 
@@ -140,7 +142,7 @@ def test_depth_is_an_error(form):
 
 @pytest.mark.parametrize("name", ["a.toml", "a.ini", "."])
 def test_a_file_that_cannot_be_read_is_an_error(name, tmp_path):
-    with pytest.raises(fx.PlanError, match="launch file"):
+    with pytest.raises(fx.PlanError, match=r"launch file|name that ends in"):
         read_launch_file(tmp_path / name)
 
 
@@ -220,12 +222,11 @@ def test_which_file_counts(tmp_path):
     assert find_file({**env, "FXTRAIN_CONFIG": "x.toml"}, folder=here) == "x.toml"
 
 
-@pytest.mark.parametrize("form", ["toml", "yaml"])
-def test_every_field_is_explained_and_offered(form):
-    text = render(LaunchFile(), form)
+def test_every_field_is_explained_and_offered():
+    text = render(LaunchFile(), "toml")
     assert "Micro-batches per optimizer update." in text
     assert all(f"# {field.name}" in text for field in attrs.fields(fx.Plan) if field.name != "x")
-    assert parse(text, form) == LaunchFile()
+    assert parse(text, "toml") == LaunchFile()
 
 
 def test_the_template_has_every_field_with_its_default():
@@ -247,7 +248,7 @@ def test_the_template_has_every_field_with_its_default():
 
 def test_an_offer_can_be_taken():
     text = render(LaunchFile(), "toml").replace("# accumulate = 1", "accumulate = 3")
-    assert parse(text, "toml").common.plan == {"accumulate": 3}
+    assert parse(text, "toml").plan == {"accumulate": 3}
 
 
 def test_what_suits_a_machine():
@@ -266,7 +267,7 @@ def test_default_writes_a_file_that_is_in_order(tmp_path, monkeypatch, capsys):
     assert "already exists" in capsys.readouterr().err
     assert (tmp_path / "fxtrain.toml").read_text() == before
     assert main(["config", "default", "--force", "sub/run.yaml"]) == Exit.WELL
-    assert read_launch_file("sub/run.yaml").common.launch == {"ranks": detect_machine().count or 1}
+    assert read_launch_file("sub/run.yaml").launch == {"ranks": detect_machine().count or 1}
 
 
 def test_check_tells_mistakes_by_its_exit_code(good, capsys):
@@ -293,25 +294,25 @@ def test_show_gives_every_value_an_origin(good, capsys):
     assert "\x1b" not in shown  # no colour outside a terminal
 
 
-@pytest.mark.parametrize("form", ["toml", "yaml"])
-def test_the_streams_of_ranks_are_explained(form):
-    before = render(LaunchFile(), form).partition("show_ranks")[0].splitlines()
+def test_the_streams_of_ranks_are_explained():
+    before = render(LaunchFile(), "toml").partition("show_ranks")[0].splitlines()
     assert "# Ranks of each node whose output is shown here; all by default." in before[-2]
 
 
-@pytest.mark.parametrize("name", ["fxtrain.toml", "fxtrain.yaml"])
-def test_update_keeps_values_and_offers_new_fields(name, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("form", ["toml", "yaml", "json"])
+def test_update_keeps_values_and_offers_new_fields(form, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / name
+    path = tmp_path / f"fxtrain.{form}"
     file = parse(GOOD, "toml")
-    path.write_text("# Of our cluster.\n" + render(file, path.suffix[1:], brief=True))
-    assert main(["config", "update"]) == Exit.WELL
+    head = "" if form == "json" else "# Of our cluster.\n"
+    path.write_text(head + render(file, form, brief=True))
+    assert main(["config", "update", path.name]) == Exit.WELL
     text = path.read_text()
-    assert attrs.evolve(read_launch_file(path), path="") == file
-    assert text.startswith("# Of our cluster.\n") and "show_ranks" in text
-    assert main(["config", "update", name]) == Exit.WELL
+    assert read_launch_file(path) == file
+    assert text.startswith(head) and ("show_ranks" in text) == (form == "toml")
+    assert main(["config", "update", path.name]) == Exit.WELL
     assert path.read_text() == text
-    assert f"Updated {name}" in capsys.readouterr().out
+    assert f"Updated {path.name}" in capsys.readouterr().out
 
 
 def test_update_keeps_a_null_of_a_profile(tmp_path):

@@ -135,11 +135,11 @@ def test_an_answer_is_read(kind, said, value):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [("choice", "3"), ("choice", "0"), ("yes", "maybe"), ("whole", "-1"), ("whole", "9" * 20),
-     ("number", "x"), ("number", "nan")],
+     ("number", "x")],
 )  # fmt: skip
 def test_what_is_no_answer_is_told(kind, said):
     question = Question(path="p", text="?", kind=kind, choices=(("a", ""), ("b", "")))
-    with pytest.raises(ValueError, match="choose"):
+    with pytest.raises(ValueError, match="not"):
         read_answer(question, said)
 
 
@@ -150,7 +150,7 @@ def test_lines_make_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("fxtrain.cli.config.command.detect_machine", lambda: PLAIN)
     assert main(["config"]) == Exit.WELL
     file = read_launch_file("fxtrain.toml")
-    assert file.common == Section(
+    assert file.section("") == Section(
         launch={"ranks": 3}, plan={"precision": "bf16", "accumulate": 2, "clip_norm": 1.0}
     )
     assert "How many ranks on each machine?" in capsys.readouterr().out
@@ -271,7 +271,7 @@ def test_a_terminal_has_arrow_keys_and_colour(tmp_path):
         terminal.press(ENTER)
     assert "\x1b[" in terminal.wait_for("Wrote fxtrain.toml")
     assert terminal.leave() == Exit.WELL
-    found = read_launch_file(tmp_path / "fxtrain.toml").common
+    found = read_launch_file(tmp_path / "fxtrain.toml")
     assert found.launch == {"ranks": 4}
     assert (found.plan["strategy"]["kind"], found.plan["precision"]) == ("fsdp", "bf16")
 

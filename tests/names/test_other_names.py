@@ -130,10 +130,10 @@ def test_a_launch_file_that_is_another_librarys(tmp_path):
     with pytest.raises(fx.PlanError) as caught:
         parse("num_processes = 2\nmixed_precision = 'bf16'\nprofile = 1\n", "toml")
     assert caught.value.message.splitlines() == [
-        "the file: unknown key 'num_processes'. Use launch.ranks.",
         "the file: unknown key 'mixed_precision'. Use plan.precision.",
-        "the file: unknown key 'profile' (did you mean 'profiles'?); known are default, launch, "
-        "plan, profiles",
+        "the file: unknown key 'num_processes'. Use launch.ranks.",
+        "the file: unknown key 'profile' (did you mean 'profiles'?); LaunchFile has default, "
+        "launch, plan, profiles.",
     ]
 
 
@@ -196,7 +196,7 @@ def test_names_of_ops_and_misspelt_names_are_answered():
 
 
 def test_a_package_completes_to_its_names():
-    for package in (fx.ops, fx.launch, fx.trackers, fx.profiling):
+    for package in (fx.ops, fx.trackers, fx.profiling):
         assert dir(package) == sorted(package.__all__)
 
 

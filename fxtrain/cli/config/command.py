@@ -20,15 +20,14 @@ from fxtrain.launchers.config.defaults import Machine, detect_machine, suggested
 from fxtrain.launchers.config.launch_file import (
     LaunchFile,
     Section,
-    form_of,
     parse,
     problems_of,
-    read_data,
     read_launch_file,
 )
 from fxtrain.launchers.config.rendering import render, render_profile
 from fxtrain.launchers.config.resolution import HERE, find_file, from_flags, resolve
 from fxtrain.state import shown
+from fxtrain.state.files import format_of, read_data
 
 _NOTED = 80  # characters of a value
 _path = click.Path(dir_okay=False)
@@ -49,17 +48,17 @@ def CONFIG(ctx: click.Context, path: str, profile: str, force: bool) -> None:  #
     if ctx.invoked_subcommand:
         return
     file = read_launch_file(path) if profile and Path(path).exists() else None
-    if file is None and Path(path).exists() and not force:
-        raise PlanError(f"{path} already exists. Add a --profile, or use --force to replace it.")
-    if file is not None and profile in file.profiles and not force:
+    if file is None:
+        _check_new(path, force=force)
+    elif profile in file.profiles and not force:
         raise PlanError(f"{path} already has a profile {profile!r}. Use --force to replace it.")
     machine = detect_machine()
     section = interview(machine, choose_prompt())
-    if file is not None:
-        _write(path, _with_profile(file, profile, section))
-        say(f"{path} has the profile {profile}: fxtrain launch --profile {profile} ...")
+    if file is None:
+        _write_new(path, _file_of(section, profile), notes=_head(machine))
     else:
-        _write_new(path, _file_of(section, profile), notes=_head(machine), force=force)
+        _write(path, _with_profile(path, file, profile, section))
+        say(f"{path} has the profile {profile}: fxtrain launch --profile {profile} ...")
 
 
 @CONFIG.command()
@@ -71,13 +70,14 @@ def default(path: str, precision: str, force: bool) -> None:  # noqa: FBT001
 
     It contains values for this machine, and all other fields as comments.
     """
+    _check_new(path, force=force)
     machine = detect_machine()
     section = suggested(machine)
     if precision:
         section = attrs.evolve(section, plan={"precision": precision})
     if problems := problems_of(section):
         raise PlanError("\n".join(problems))
-    _write_new(path, LaunchFile(common=section), notes=_head(machine), force=force)
+    _write_new(path, _file_of(section, ""), notes=_head(machine))
 
 
 @CONFIG.command()
@@ -111,7 +111,9 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
     `fx.wrap` would refuse on the ranks of the launch, except for names in your model. The exit
     code is 1 if there are errors.
     """
-    path = _existing(path)
+    path = path or find_file(os.environ) or HERE[0]
+    if not os.path.exists(path):
+        read_launch_file(path)  # raises, also with --json
     problems: list[str] = []
     profiles: list[str] = []
     try:
@@ -128,15 +130,6 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
     return Exit.FOUND if problems else Exit.WELL
 
 
-def _existing(path: str) -> str:
-    """The file of this name, or the one that a launch would read."""
-    path = path or find_file(os.environ)
-    if not path or not os.path.exists(path):
-        what = path or "fxtrain.toml, fxtrain.yaml and the user's own"
-        raise PlanError(f"{what}: no such launch file. Create one with `fxtrain config`.")
-    return path
-
-
 @CONFIG.command()
 @click.argument("path", default="", type=_path)
 def update(path: str) -> None:
@@ -145,8 +138,8 @@ def update(path: str) -> None:
     It keeps all values, profiles and the comment at the top, and shows the other fields with
     their defaults. Other comments are replaced. A file with errors is not changed.
     """
-    path = _existing(path)
-    text = render(read_launch_file(path), form_of(path))
+    path = path or find_file(os.environ) or HERE[0]
+    text = render(read_launch_file(path), format_of(path))
     lines = read_text(path).splitlines()
     head = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
     while head and head[-1] in text.splitlines()[:1]:  # the comment of the first value
@@ -186,8 +179,9 @@ def convert(
     With --brief the file has the converted values only.
     """
     source = source or _accelerates_own(os.environ)
+    data = read_data(source)
     try:
-        converted = convert_accelerate(read_data(source, "yaml"))
+        converted = convert_accelerate(data)
     except PlanError as error:
         raise PlanError(f"{source}:\n{error}") from None
     notes = [f"{note.key} = {_quoted_value(note.value)}: {note.text}." for note in converted.notes]
@@ -198,21 +192,24 @@ def convert(
         return
     changed = " Changed or without a counterpart:" if notes else ""
     head = [f"Converted from {source}.{changed}", *notes]
-    _write_new(path, _file_of(section, profile), notes=head, force=force, brief=brief)
+    _check_new(path, force=force)
+    _write_new(path, _file_of(section, profile), notes=head, brief=brief)
     for note in (*notes, *section_problems(section)):
         warn(note)
 
 
 def _file_of(section: Section, profile: str) -> LaunchFile:
-    return LaunchFile(profiles={profile: section}) if profile else LaunchFile(common=section)
+    if profile:
+        return LaunchFile(profiles={profile: section})
+    return LaunchFile(launch=section.launch, plan=section.plan)
 
 
-def _with_profile(file: LaunchFile, name: str, section: Section) -> str:
+def _with_profile(path: str, file: LaunchFile, name: str, section: Section) -> str:
     """The text of a launch file with another profile; comments in TOML are kept."""
-    if form_of(file.path) == "yaml":
-        return render(attrs.evolve(file, profiles={**file.profiles, name: section}), "yaml")
+    if (form := format_of(path)) != "toml":
+        return render(attrs.evolve(file, profiles={**file.profiles, name: section}), form)
     tomlkit = optional("tomlkit", extra="files", needed_by="adding a profile")
-    document = tomlkit.parse(read_text(file.path))
+    document = tomlkit.parse(read_text(path))
     if name in file.profiles:
         del document["profiles"][name]
     text = f"{tomlkit.dumps(document).rstrip()}\n\n{render_profile(name, section)}"
@@ -220,20 +217,18 @@ def _with_profile(file: LaunchFile, name: str, section: Section) -> str:
     return text
 
 
-def _write_new(
-    path: str, file: LaunchFile, *, notes: list[str], force: bool, brief: bool = False
-) -> None:
-    """Write a launch file, and say so.
-
-    Raises:
-        PlanError: the suffix is unknown, or the file exists and `force` is not given.
-    """
-    form = form_of(path)
+def _check_new(path: str, *, force: bool) -> None:
+    """Refuse to write a launch file of an unknown format, or one that exists, without `force`."""
+    format_of(path)
     if Path(path).exists() and not force:
         raise PlanError(
-            f"{path} already exists. Choose another name, or use --force to replace it."
+            f"{path} already exists. Choose another name, add a --profile, or use --force to "
+            f"replace it."
         )
-    _write(path, render(file, form, notes=notes, brief=brief))
+
+
+def _write_new(path: str, file: LaunchFile, *, notes: list[str], brief: bool = False) -> None:
+    _write(path, render(file, format_of(path), notes=notes, brief=brief))
     say(f"Wrote {path}. Show all values with `fxtrain config show`.")
 
 

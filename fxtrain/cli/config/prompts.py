@@ -47,9 +47,7 @@ def interview(machine: Machine, ask: AskFunction) -> Section:
 def choose_prompt() -> AskFunction:
     """Arrow keys if there is a terminal and questionary is installed; otherwise lines."""
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if terminal and importlib.util.find_spec("questionary"):
-        return arrow_keys
-    return line_by_line
+    return arrow_keys if terminal and importlib.util.find_spec("questionary") else line_by_line
 
 
 def line_by_line(question: Question) -> str:

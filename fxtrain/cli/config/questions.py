@@ -1,10 +1,10 @@
 """The questions of `fxtrain config`, in the order in which they are asked."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import attrs
+import click
 
 from fxtrain.launchers import LaunchSpec, known_launchers
 from fxtrain.launchers.config.defaults import Machine
@@ -12,6 +12,13 @@ from fxtrain.launchers.config.launch_file import Section, problems_of
 from fxtrain.state import Plan
 from fxtrain.state.parsing import put
 from fxtrain.state.registry import BUILT_IN
+
+_TYPES: Mapping[str, click.ParamType] = {
+    "yes": click.BOOL,
+    "whole": click.IntRange(0, 10**9),
+    "number": click.FLOAT,
+    "text": click.STRING,
+}
 
 Answers = Mapping[str, Any]
 
@@ -195,38 +202,16 @@ def read_answer(question: Question, text: str) -> Any:
     text = text.strip()
     if not text:
         return question.default
+    names = [name for name, _ in question.choices]
+    if text.isdecimal() and 1 <= int(text[:9]) <= len(names):
+        return names[int(text) - 1]
     if question.kind == "words":
         return [word.strip() for word in text.split(",") if word.strip()]
-    if question.kind == "yes":
-        if text.lower() not in ("y", "yes", "n", "no"):
-            raise ValueError("choose yes or no")
-        return text.lower() in ("y", "yes")
-    if question.kind == "whole":
-        if not text.isdecimal() or len(text) > 9:
-            raise ValueError("choose a whole number")
-        return int(text)
-    if question.kind == "number":
-        return _number(text)
-    return _choice(question, text) if question.kind == "choice" else text
-
-
-def _choice(question: Question, text: str) -> str:
-    names = [name for name, _ in question.choices]
-    if text.isdecimal() and 1 <= int(text) <= len(names):
-        return names[int(text) - 1]
-    if text not in names:
-        raise ValueError(f"choose one of {', '.join(names)}, or its number")
-    return text
-
-
-def _number(text: str) -> float | int:
+    kind = click.Choice(names) if question.kind == "choice" else _TYPES[question.kind]
     try:
-        value = float(text)
-    except ValueError:
-        raise ValueError("choose a number, or leave it empty") from None
-    if not math.isfinite(value):
-        raise ValueError("choose a finite number")
-    return int(value) if value.is_integer() else value
+        return kind.convert(text, None, None)
+    except click.BadParameter as error:
+        raise ValueError(error.message) from None
 
 
 def problem_with(question: Question, value: Any, answers: Answers, machine: Machine) -> str:

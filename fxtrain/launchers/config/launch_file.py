@@ -1,25 +1,28 @@
 """The launch file as a record, and reading it."""
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from fxtrain._other_names import hint
-from fxtrain._reading import read_text
+from fxtrain._record import few, record, shown
 from fxtrain.errors import LaunchError, PlanError
 from fxtrain.launchers import LAUNCHERS, LaunchSpec, find_launcher, options_from
-from fxtrain.state import Format, Plan, few, installed_configs, parse_text, shown, structure
-from fxtrain.state.parsing import merge, near
-
-_FORMATS: dict[str, Format] = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
+from fxtrain.state import Plan, installed_configs, structure
+from fxtrain.state.files import read_data
+from fxtrain.state.parsing import Format, merge, near, parse_text
 
 # The script while checking a file that names none.
 NO_TARGET = "train.py"
 
+_KEY = re.compile(r"\['(.*?)'\]")  # of a table, in a path of cattrs
+_TABLE = {"choose": "a table"}
 
-@attrs.frozen(kw_only=True)
+
+@record
 class Section:
     """The values of one profile; an absent field is unset.
 
@@ -28,40 +31,50 @@ class Section:
         plan: Fields of `fx.Plan`, as plain data.
     """
 
-    launch: Mapping[str, Any] = attrs.field(factory=dict)
-    plan: Mapping[str, Any] = attrs.field(factory=dict)
+    launch: Mapping[str, Any] = attrs.field(factory=dict, metadata=_TABLE)
+    plan: Mapping[str, Any] = attrs.field(factory=dict, metadata=_TABLE)
 
 
-@attrs.frozen(kw_only=True)
+def _are_named(_: Any, __: Any, profiles: Mapping[str, Section]) -> None:
+    if "" in profiles:
+        raise ValueError("choose a word as the name of each profile.")
+
+
+@record
 class LaunchFile:
     """A launch file: common values, and named setups that change some of them.
 
     Attributes:
-        path: Where it was read from; empty for one made in memory.
-        common: Values of every profile.
-        profiles: By name, the values that differ.
         default: The profile used if none is requested; empty for none.
+        launch: Fields of `fxtrain.launchers.LaunchSpec` that all profiles share, as plain data.
+        plan: Fields of `fx.Plan` that all profiles share, as plain data.
+        profiles: By name, the values that differ.
     """
 
-    path: str = ""
-    common: Section = Section()
-    profiles: Mapping[str, Section] = attrs.field(factory=dict)
     default: str = ""
+    launch: Mapping[str, Any] = attrs.field(factory=dict, metadata=_TABLE)
+    plan: Mapping[str, Any] = attrs.field(factory=dict, metadata=_TABLE)
+    profiles: Mapping[str, Section] = attrs.field(
+        factory=dict, validator=_are_named, metadata={"choose": "a table of profiles"}
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.default and self.default not in self.profiles:
+            known = ", ".join(self.profiles) or "none"
+            raise PlanError(f"default: no profile {shown(self.default)}; the file has {known}.")
 
     def section(self, profile: str) -> Section:
-        """A profile's values merged over the common ones."""
+        """A profile's values merged over the common ones; for "", the common values."""
         own = self.profiles[profile] if profile else Section()
-        return Section(
-            launch=merge(self.common.launch, own.launch), plan=merge(self.common.plan, own.plan)
-        )
+        return Section(launch=merge(self.launch, own.launch), plan=merge(self.plan, own.plan))
 
 
 def read_launch_file(path: str | Path) -> LaunchFile:
     """Read and check a launch file.
 
     Raises:
-        PlanError: it does not exist, is not TOML or YAML, or contains fields that neither a launch
-            nor a plan has; one line per problem, each with its path in the file.
+        PlanError: it does not exist, is not TOML, YAML or JSON, or contains fields that neither a
+            launch nor a plan has; one line per problem, each with its path in the file.
 
     Example:
         >>> import pathlib, tempfile
@@ -72,72 +85,70 @@ def read_launch_file(path: str | Path) -> LaunchFile:
         ...     read_launch_file(path).profiles["two"].launch
         {'ranks': 2}
     """
-    form = form_of(path)
-    text = _text(path)
+    if not os.path.exists(path):
+        raise PlanError(
+            f"{path}: no such launch file. Create one with `fxtrain config`.", code="FX201"
+        )
+    data = read_data(path)
     try:
-        return attrs.evolve(parse(text, form), path=str(path))
+        return _launch_file(data)
     except PlanError as error:
         raise PlanError(f"{path}:\n{error}") from None
-
-
-def form_of(path: str | Path) -> Format:
-    """The format of a launch file, by its suffix.
-
-    Raises:
-        PlanError: the suffix is another.
-    """
-    form = _FORMATS.get(Path(path).suffix.lower())
-    if form is None:
-        raise PlanError(
-            f"{path}: the name of a launch file ends in {', '.join(_FORMATS)}.", code="FX201"
-        )
-    return form
-
-
-def read_data(path: str | Path, form: Format) -> Any:
-    """The data of a file in TOML or YAML.
-
-    Raises:
-        PlanError: it does not exist, or is not a file.
-    """
-    return parse_text(_text(path), form)
-
-
-def _text(path: str | Path) -> str:
-    try:
-        return read_text(path)
-    except OSError as error:
-        raise PlanError(
-            f"{path}: cannot read the launch file: {error}. Create one with `fxtrain config`.",
-            code="FX201",
-        ) from error
 
 
 def parse(text: str, form: Format) -> LaunchFile:
     """A launch file from its text.
 
-    Args:
-        text: The file.
-        form: toml or yaml.
-
     Raises:
         PlanError: as `read_launch_file`.
     """
+    return _launch_file(parse_text(text, form))
+
+
+def _launch_file(data: Any) -> LaunchFile:
+    """A checked launch file from plain data."""
+    data = {} if data is None else data
+    problems: list[str] = []
+    if isinstance(data, Mapping):
+        if foreign := _foreign(data):
+            raise PlanError(foreign)
+        owners = {key: owner for key in data if (owner := _owner(key))}
+        problems = [f"the file: unknown key {key!r}. Use {owners[key]}.{key}." for key in owners]
+        data = {key: data[key] for key in data if key not in owners}
     try:
-        data = parse_text(text, form)
-        file, problems = _file(data)
-        if not problems:
-            more = installed_configs()
-            for name in ("", *file.profiles):
-                at = f"profiles.{name}" if name else ""
-                problems += problems_of(file.section(name), at=at, more=more)
+        file = structure(data, LaunchFile, ())
+        more = installed_configs()
+        problems += problems_of(file.section(""), more=more)
+        for name in file.profiles:
+            problems += problems_of(file.section(name), at=f"profiles.{name}", more=more)
     except RecursionError:
-        raise PlanError(
-            "The file is nested too deeply, or contains itself.", code="FX201"
-        ) from None
+        raise PlanError("The file is nested too deeply, or contains itself.") from None
+    except PlanError as error:
+        problems += [_placed(line, LaunchFile, "") for line in error.message.splitlines()]
+        raise PlanError("\n".join(few(problems))) from None
     if problems:
         raise PlanError("\n".join(few(problems)))
     return file
+
+
+def _foreign(data: Mapping[Any, Any]) -> str:
+    """What to do with a config file of another library; empty for any other file."""
+    if "compute_environment" in data:
+        return "This is a config of Accelerate. Convert it with `fxtrain config convert FILE`."
+    if not data.keys().isdisjoint(("zero_optimization", "train_micro_batch_size_per_gpu")):
+        return (
+            "This is a config of DeepSpeed. Name it in the plan of a launch file: "
+            "plan.strategy.kind = 'deepspeed' and plan.strategy.config = 'FILE'."
+        )
+    return ""
+
+
+def _owner(key: Any) -> str:
+    """Where a field belongs that is written beside launch and plan; empty for any other key."""
+    if near(key, list(attrs.fields_dict(LaunchFile))):
+        return ""
+    owners = {"plan": Plan, "launch": LaunchSpec}
+    return next((name for name in owners if key in attrs.fields_dict(owners[name])), "")
 
 
 def problems_of(
@@ -150,23 +161,24 @@ def problems_of(
         at: Path of the section in its file.
         more: Strategy configs of installed packages; searched for by default.
     """
-    problems: list[str] = []
     more = installed_configs() if more is None else more
+    prefix = f"{at}." if at else ""
     launch = {"target": NO_TARGET, **section.launch}
+    problems: list[str] = []
     for name in _options_beside(launch):
         launch.pop(name)
         problems.append(
-            f"{at + '.' if at else ''}launch: unknown key {shown(name)}. Options of the "
-            f"launcher {launch['launcher']} belong in launch.options."
+            f"{prefix}launch: unknown key {shown(name)}. Options of the launcher "
+            f"{launch['launcher']} belong in launch.options."
         )
     for name, data, cls in (("launch", launch, LaunchSpec), ("plan", section.plan, Plan)):
-        where = f"{at}.{name}" if at else name
         try:
-            record = structure(dict(data), cls, more)
+            checked = structure(dict(data), cls, more)
         except (PlanError, LaunchError) as error:
-            problems += [_placed(line, cls, where) for line in error.message.splitlines()]
+            problems += [_placed(line, cls, prefix + name) for line in error.message.splitlines()]
         else:
-            problems += _launcher_problems(record, where) if isinstance(record, LaunchSpec) else []
+            if isinstance(checked, LaunchSpec):
+                problems += _launcher_problems(checked, prefix + name)
     return problems
 
 
@@ -195,79 +207,10 @@ def _launcher_problems(spec: LaunchSpec, where: str) -> list[str]:
 
 
 def _placed(line: str, cls: type, where: str) -> str:
-    """Replace the record's name, with which the converter begins a path, by the section."""
-    own = cls.__name__.lower()
-    if line.startswith((f"{own}.", f"{own}:", f"{own}[")):
-        return f"{where}{line.removeprefix(own)}"
-    return f"{where}: {line}"
-
-
-def _file(data: Any) -> tuple[LaunchFile, list[str]]:
-    """The record, and problems with everything but launch and plan values."""
-    problems: list[str] = []
-    data = {} if data is None else data
-    if isinstance(data, Mapping) and (foreign := _foreign(data)):
-        return LaunchFile(), [foreign]
-    top = _table(data, ("default", "launch", "plan", "profiles"), "", problems)
-    default = top.get("default", "")
-    if not isinstance(default, str):
-        problems.append(f"default: expected the name of a profile, found {shown(default)}")
-    named = top.get("profiles", {})
-    if not isinstance(named, Mapping):
-        problems.append(f"profiles: expected a table of profiles, found {shown(named)}")
-        named = {}
-    profiles: dict[str, Section] = {}
-    for name, section in named.items():
-        if not isinstance(name, str) or not name:
-            problems.append(f"profiles: a profile's name is a word, found {shown(name)}")
-        else:
-            profiles[name] = _section(section, f"profiles.{name}", problems)
-    if isinstance(default, str) and default and default not in profiles:
-        known = ", ".join(profiles) or "none"
-        problems.append(f"default: no profile {shown(default)}; the file has {known}")
-    common = _section({key: top[key] for key in ("launch", "plan") if key in top}, "", problems)
-    return LaunchFile(common=common, profiles=profiles, default=str(default)), problems
-
-
-def _section(data: Any, at: str, problems: list[str]) -> Section:
-    both = _table(data, ("launch", "plan"), at, problems)
-    for name, values in both.items():
-        if name in ("launch", "plan") and not isinstance(values, Mapping):
-            place = f"{at}.{name}" if at else name
-            problems.append(f"{place}: expected a table, found {shown(values)}")
-    parts = {name: both.get(name, {}) for name in ("launch", "plan")}
-    return Section(**{name: part for name, part in parts.items() if isinstance(part, Mapping)})
-
-
-def _table(data: Any, known: tuple[str, ...], at: str, problems: list[str]) -> Mapping[str, Any]:
-    """The table at a place of the file, whose unknown keys are problems."""
-    where = at or "the file"
-    if not isinstance(data, Mapping):
-        problems.append(f"{where}: expected a table of {', '.join(known)}, found {shown(data)}")
-        return {}
-    for key in data:
-        if key not in known:
-            close = near(key, known)
-            other = hint(key, at="file") or ("" if close else _own_field(key, at))
-            rest = f".{other}" if other else f"{close}; known are {', '.join(known)}"
-            problems.append(f"{where}: unknown key {shown(key)}{rest}")
-    return data
-
-
-def _own_field(key: Any, at: str) -> str:
-    """Where a field of a plan or a launch belongs that is written beside both."""
-    owners = (("plan", Plan), ("launch", LaunchSpec))
-    found = next((name for name, cls in owners if key in attrs.fields_dict(cls)), "")
-    return f" Use {at + '.' if at else ''}{found}.{key}." if found else ""
-
-
-def _foreign(data: Mapping[Any, Any]) -> str:
-    """What to do with a config file of another library."""
-    if "compute_environment" in data:
-        return "This is a config of Accelerate. Convert it with `fxtrain config convert FILE`."
-    if not data.keys().isdisjoint(("zero_optimization", "train_micro_batch_size_per_gpu")):
-        return (
-            "This is a config of DeepSpeed. Name it in the plan of a launch file: "
-            "plan.strategy.kind = 'deepspeed' and plan.strategy.config = 'FILE'."
-        )
-    return ""
+    """A problem whose path begins with its place in the file, in place of the record's name."""
+    path, _, rest = line.partition(": ")
+    own, dot, inner = path.partition(".")
+    if own != cls.__name__.lower():
+        return f"{where}: {line}"
+    place = (where + dot + _KEY.sub(r".\1", inner)).strip(".")
+    return f"{place or 'the file'}: {rest}"

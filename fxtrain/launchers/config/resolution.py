@@ -145,8 +145,12 @@ def resolve(
     env = env or {}
     path = file or find_file(env)
     launch_file = read_launch_file(path) if path else LaunchFile()
-    name = _profile(launch_file, profile or env.get("FXTRAIN_PROFILE", ""))
-    origins = _origins_of(launch_file.common, f"file {path}")
+    name = profile or env.get("FXTRAIN_PROFILE", "") or launch_file.default
+    if name and name not in launch_file.profiles:
+        names = list(launch_file.profiles)
+        has = f"{path} has {', '.join(names) or 'none'}" if path else "there is no file"
+        raise PlanError(f"No profile {name!r}{near(name, names)}: {has}.")
+    origins = _origins_of(launch_file.section(""), f"file {path}")
     if name:
         origins |= _origins_of(launch_file.profiles[name], f"file {path}, profile {name}")
     section = launch_file.section(name)
@@ -165,15 +169,6 @@ def resolve(
         file=path,
         profile=name,
     )
-
-
-def _profile(file: LaunchFile, asked: str) -> str:
-    name = asked or file.default
-    if name and name not in file.profiles:
-        names = list(file.profiles)
-        has = f"{file.path} has {', '.join(names) or 'none'}" if file.path else "there is no file"
-        raise PlanError(f"No profile {name!r}{near(name, names)}: {has}.")
-    return name
 
 
 def _origins_of(section: Section, origin: str) -> dict[str, str]:
