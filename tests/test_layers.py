@@ -169,7 +169,7 @@ MUTABLE = {
     "fxtrain.profiling.recording.Recording": "one cycle of torch's profiler",
     "fxtrain.loop.fit_entries.Entries": "what fit measured since the last entry of its trackers",
     "fxtrain.loop.fitting._Loop": "how far a run of fit got, and its last checkpoint",
-    "fxtrain.trackers.entries.Entry": "its values, once they are read from the device",
+    "fxtrain.trackers.entries.Logged": "its entry, once the value is read from the device",
     "fxtrain.trackers.run.Run": "the last step of a run, and whether it is closed",
     "fxtrain.trackers.terminal.Lines": "the last line that was written",
     "fxtrain.trackers.writer.Writer": "what waits for a tracker, and what it has lost",

@@ -11,7 +11,6 @@ and whether the JSON lines tracker has the same curve.
 import json
 import sqlite3
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain.trackers import At, Start, Tracker, read_run
+from fxtrain.trackers import Entry, Start, Tracker, read_run
 
 
 def begin(config: object, start: Start) -> sqlite3.Connection:
@@ -31,10 +30,9 @@ def begin(config: object, start: Start) -> sqlite3.Connection:
     return base
 
 
-def write(base: sqlite3.Connection, values: Mapping[str, float], at: At) -> None:
-    base.executemany(
-        "insert into entries values (?, ?, ?)", [(at.step, *pair) for pair in values.items()]
-    )
+def write(base: sqlite3.Connection, entry: Entry) -> None:
+    rows = [(entry.step, name, value) for name, value in entry.value.items()]
+    base.executemany("insert into entries values (?, ?, ?)", rows)
 
 
 def end(base: sqlite3.Connection, failed: object) -> None:
@@ -42,7 +40,14 @@ def end(base: sqlite3.Connection, failed: object) -> None:
     base.close()
 
 
-SQLITE = Tracker(name="SQLite", open=begin, log=write, flush=lambda base: base.commit(), close=end)
+SQLITE = Tracker(
+    name="SQLite",
+    kinds=("log",),
+    open=begin,
+    write=write,
+    flush=lambda base: base.commit(),
+    close=end,
+)
 
 
 def main(ctx: fx.DistContext) -> dict[str, float | bool]:

@@ -12,7 +12,7 @@ import inspect
 import sys
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fxtrain._reading import StrPath
 from fxtrain.ops.logs import log
 from fxtrain.state import DistContext, Report
-from fxtrain.trackers import At, Start, Tracker
+from fxtrain.trackers import Entry, Start, Tracker
 
 _SHOWN = ("loss", "rows_per_s", "tokens_per_s", "memory_gib")
 _UNITS = {"rows_per_s": "rows/s", "tokens_per_s": "tokens/s", "memory_gib": "GiB"}
@@ -127,21 +127,20 @@ def progress(
         bar = _bar(screen, total, done) if screen.is_terminal else None
         return _Shown(bar=bar, start=done, began_s=now, last_s=[now])
 
-    def log(shown: _Shown, values: Mapping[str, float], at: At) -> None:
+    def write(shown: _Shown, entry: Entry) -> None:
+        if entry.kind != "log":
+            return  # a bar has no place for it
         if shown.bar is not None:
-            shown.bar.update(shown.bar.task_ids[0], completed=at.step, seen=_text(values))
+            bar, seen = shown.bar, _text(entry.value)
+            bar.update(bar.task_ids[0], completed=entry.step, seen=seen)
         elif time.monotonic() - shown.last_s[0] >= every_s:
             shown.last_s[0] = time.monotonic()
-            screen.print(_line(shown, values, at, total), highlight=False, soft_wrap=True)
+            screen.print(_line(shown, entry, total), highlight=False, soft_wrap=True)
 
     return Tracker(
         name="progress",
         open=begin,
-        log=log,
-        text=_nothing,
-        image=_nothing,
-        table=_nothing,
-        artifact=_nothing,
+        write=write,
         close=lambda shown, failed: None if shown.bar is None else shown.bar.stop(),
     )
 
@@ -154,11 +153,12 @@ def _bar(screen: Console, total: int | None, done: int) -> Progress:
     return bar
 
 
-def _line(shown: _Shown, values: Mapping[str, float], at: At, total: int | None) -> str:
-    done = at.step - shown.start
-    parts = [f"update {at.step}" + ("" if total is None else f" of {total}"), _text(values)]
+def _line(shown: _Shown, entry: Entry, total: int | None) -> str:
+    done = entry.step - shown.start
+    parts = [f"update {entry.step}" + ("" if total is None else f" of {total}")]
+    parts.append(_text(entry.value))
     if total is not None and done > 0:
-        left_s = (time.monotonic() - shown.began_s) / done * (total - at.step)
+        left_s = (time.monotonic() - shown.began_s) / done * (total - entry.step)
         parts.append(f"{timedelta(seconds=round(left_s))} left")
     return "  ".join(part for part in parts if part)
 
@@ -170,6 +170,3 @@ def _text(values: Mapping[str, float]) -> str:
 
 def _one(name: str, value: float) -> str:
     return f"{value:.4g} {_UNITS[name]}" if name in _UNITS else f"{name} {value:.4g}"
-
-
-_nothing: Callable[..., None] = lambda *_: None  # noqa: E731 - what a bar has no place for

@@ -23,15 +23,15 @@ from fxtrain.trackers.opening import track
 from fxtrain.trackers.run import Run
 from fxtrain.trackers.table import TRACKERS, trackers
 from fxtrain.trackers.terminal import Terminal
-from fxtrain.trackers.tracker import At, Start, Target, Tracker
+from fxtrain.trackers.tracker import Entry, Start, Target, Tracker
 from fxtrain.trackers.writer import Patience
 
 __all__ = [
     "Aim",
-    "At",
     "ClearML",
     "Comet",
     "DVCLive",
+    "Entry",
     "JsonLines",
     "MLflow",
     "Patience",

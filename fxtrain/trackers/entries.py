@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxtrain.errors import PlanError
 from fxtrain.state import Position, Weighted, shown
-from fxtrain.trackers.tracker import At
+from fxtrain.trackers.tracker import Entry
 
 _DEEPEST = 20
 _CHANNELS = (1, 3, 4)
@@ -22,55 +22,52 @@ _USUAL = frozenset({Tensor, float, int, bool})
 
 
 @attrs.define(eq=False)
-class Entry:
-    """One call of a function of every tracker.
+class Logged:
+    """An entry whose value is read from the device when the first tracker writes it.
 
     Attributes:
-        kind: The function: log, text, image, table, artifact, params.
+        kind: That of the entry.
     """
 
     kind: str
-    _read: Callable[[], tuple[Any, ...]]
+    _read: Callable[[], Entry]
     _warn: Callable[[str, str], None]
-    _arguments: tuple[Any, ...] | None = attrs.field(default=None, init=False)
+    _entry: Entry | None = attrs.field(default=None, init=False)
     _is_read: bool = attrs.field(default=False, init=False)
     _lock: Any = attrs.field(factory=threading.Lock, init=False)
 
-    def arguments(self) -> tuple[Any, ...] | None:
-        """The arguments of the function, after `native`; read from the device only once.
-
-        Returns:
-            None if no tracker can write the value, which has been reported.
-        """
+    def entry(self) -> Entry | None:
+        """The entry; None if no tracker can write the value, which has been reported."""
         with self._lock:
             if not self._is_read:
                 self._is_read = True
                 try:
-                    self._arguments = self._read()
+                    self._entry = self._read()
                 except Exception as error:  # any error of the user's value
                     self._warn(
                         f"{self.kind} {error}",
                         f"run.{self.kind}: {type(error).__name__}: {error}. No tracker received "
                         f"this entry; training continues.",
                     )
-        return self._arguments
+        return self._entry
 
 
-def at(step: Any) -> At:
-    """The position at which something is logged.
+def place_of(step: Any) -> dict[str, Any]:
+    """The position at which something is logged, as fields of an `Entry`.
 
     Raises:
         PlanError: `step` is neither a position nor a whole number.
 
     Example:
         >>> import fxtrain as fx
-        >>> at(fx.Position(updates=3, samples=96, epoch=1)).rows
+        >>> place_of(fx.Position(updates=3, samples=96, epoch=1))["rows"]
         96
     """
     if isinstance(step, Position):
-        return At(step=step.updates, rows=step.samples, epoch=step.epoch, time=time.time())
+        known = {"step": step.updates, "rows": step.samples, "epoch": step.epoch}
+        return {**known, "time": time.time()}
     if type(step) is int and step >= 0:
-        return At(step=step, time=time.time())
+        return {"step": step, "time": time.time()}
     raise PlanError(
         f"log: step takes a Position, such as report.position, or a whole number from 0; found "
         f"{shown(step)}."
@@ -156,16 +153,14 @@ def image_of(image: Any) -> Callable[[], Tensor]:
     return read
 
 
-def table_of(
-    columns: Mapping[str, Any],
-) -> Callable[[], tuple[list[str], list[list[Any]]]]:
+def table_of(columns: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """Capture the columns of a table as they are; the returned function gives names and rows."""
     copies = {
         name: column.detach().clone() if isinstance(column, Tensor) else list(column)
         for name, column in columns.items()
     }
 
-    def read() -> tuple[list[str], list[list[Any]]]:
+    def read() -> dict[str, Any]:
         plain = [
             column.tolist() if isinstance(column, Tensor) else [_cell(value) for value in column]
             for column in copies.values()
@@ -173,7 +168,20 @@ def table_of(
         if len({len(column) for column in plain}) > 1:
             sizes = ", ".join(f"{n}: {len(c)}" for n, c in zip(copies, plain, strict=True))
             raise ValueError(f"the columns of a table must have equal lengths; found {sizes}")
-        return [str(name) for name in copies], [list(row) for row in zip(*plain, strict=True)]
+        rows = [list(row) for row in zip(*plain, strict=True)]
+        return {"columns": [str(name) for name in copies], "rows": rows}
+
+    return read
+
+
+def artifact_of(path: Any) -> Callable[[], Path]:
+    """A file or folder, which must exist when it is written."""
+
+    def read() -> Path:
+        artifact = Path(path)
+        if not artifact.exists():
+            raise FileNotFoundError(f"{artifact} does not exist")
+        return artifact.resolve()
 
     return read
 
@@ -235,15 +243,3 @@ def _cell(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     return str(value)
-
-
-def artifact_of(path: Any) -> Callable[[], Path]:
-    """A file or folder, which must exist when it is written."""
-
-    def read() -> Path:
-        artifact = Path(path)
-        if not artifact.exists():
-            raise FileNotFoundError(f"{artifact} does not exist")
-        return artifact.resolve()
-
-    return read

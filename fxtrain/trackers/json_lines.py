@@ -8,7 +8,6 @@ import re
 import shutil
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -22,7 +21,7 @@ from fxtrain._record import record
 from fxtrain.errors import PlanError
 from fxtrain.state import Position
 from fxtrain.trackers.run_folder import draft_of, folder_of, read_identity, remove_drafts
-from fxtrain.trackers.tracker import At, Start, Tracker, is_name
+from fxtrain.trackers.tracker import Entry, Start, Tracker, is_name
 
 
 @record
@@ -52,11 +51,11 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 @attrs.frozen(kw_only=True, eq=False)
 class Lines:
-    """An open file of lines."""
+    """An open file of lines, and what it was opened with."""
 
     path: Path
     file: io.FileIO
-    images: Path
+    start: Start
 
 
 def file_name(name: str, rank: int) -> str:
@@ -77,7 +76,7 @@ def _open(config: JsonLines, start: Start) -> Lines:
     if path.exists():
         _cut(path, start.position)
     file = io.FileIO(path, "ab")
-    return Lines(path=path, file=file, images=start.place(None, "images"))
+    return Lines(path=path, file=file, start=start)
 
 
 def _cut(path: Path, position: Position) -> None:
@@ -108,10 +107,10 @@ def _stays(line: bytes, position: Position) -> bool:
     return step <= position.updates and (rows <= position.samples or not position.samples)
 
 
-def _write(lines: Lines, at: At, **values: Any) -> None:
-    place = {"step": at.step, "rows": at.rows, "epoch": at.epoch, "time": at.time}
+def _write(lines: Lines, entry: Entry) -> None:
+    place = {"step": entry.step, "rows": entry.rows, "epoch": entry.epoch, "time": entry.time}
     known = {name: value for name, value in place.items() if value is not None}
-    text = _encode({**known, **values})
+    text = _encode({**known, **_content(lines, entry)})
     data = memoryview(f"{text}\n".encode())
     end = lines.file.seek(0, os.SEEK_END)
     try:
@@ -122,37 +121,27 @@ def _write(lines: Lines, at: At, **values: Any) -> None:
         raise
 
 
-def _params(lines: Lines, start: Start) -> None:
-    at = At(step=start.position.updates, rows=start.position.samples, time=start.time)
-    about = {"id": start.run, "name": start.name, "rank": start.rank}
-    _write(lines, at, start={**about, "params": start.params})
-
-
-def _log(lines: Lines, values: Mapping[str, float], at: At) -> None:
-    # JSON has no non-finite numbers.
-    plain = {name: x if math.isfinite(x) else str(x) for name, x in values.items()}
-    _write(lines, at, values=plain)
-
-
-def _text(lines: Lines, name: str, text: str, at: At) -> None:
-    _write(lines, at, text={name: text})
-
-
-def _image(lines: Lines, name: str, image: Tensor, at: At) -> None:
-    lines.images.mkdir(parents=True, exist_ok=True)
-    path = lines.images / f"{quote(name, safe='')[:_LONGEST_NAME]}-{at.step}.png"
-    write_file(path, _png(image))
-    _write(lines, at, image={name: os.path.relpath(path, lines.path.parent)})
-
-
-def _table(
-    lines: Lines, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
-) -> None:
-    _write(lines, at, table={name: {"columns": list(columns), "rows": rows}})
-
-
-def _artifact(lines: Lines, name: str, path: Path, at: At) -> None:
-    _write(lines, at, artifact={name: str(path)})
+def _content(lines: Lines, entry: Entry) -> dict[str, Any]:
+    """What a line has beside its place."""
+    match entry.kind:
+        case "params":
+            start = lines.start
+            about = {"id": start.run, "name": start.name, "rank": start.rank}
+            return {"start": {**about, "params": entry.value}}
+        case "log":
+            # JSON has no non-finite numbers.
+            values = {name: x if math.isfinite(x) else str(x) for name, x in entry.value.items()}
+            return {"values": values}
+        case "image":
+            images = lines.start.place(None, "images")
+            images.mkdir(parents=True, exist_ok=True)
+            path = images / f"{quote(entry.name, safe='')[:_LONGEST_NAME]}-{entry.step}.png"
+            write_file(path, _png(entry.value))
+            return {"image": {entry.name: os.path.relpath(path, lines.path.parent)}}
+        case "artifact":
+            return {"artifact": {entry.name: str(entry.value)}}
+        case _:
+            return {entry.kind: {entry.name: entry.value}}
 
 
 def _close(lines: Lines, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
@@ -182,12 +171,7 @@ JSON_LINES = Tracker(
     name="JsonLines",
     config=JsonLines,
     open=_open,
-    params=_params,
-    log=_log,
-    text=_text,
-    image=_image,
-    table=_table,
-    artifact=_artifact,
+    write=_write,
     close=_close,
 )
 

@@ -2,12 +2,13 @@
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,12 +29,12 @@ from fxtrain.state import (
     shown,
     unstructure,
 )
-from fxtrain.trackers.entries import Entry
+from fxtrain.trackers.entries import Logged
 from fxtrain.trackers.json_lines import JsonLines
 from fxtrain.trackers.run import Run
 from fxtrain.trackers.run_folder import Identity, claim, folder_of, lock_folder, write_identity
 from fxtrain.trackers.table import find, targets
-from fxtrain.trackers.tracker import Start, Target, Tracker
+from fxtrain.trackers.tracker import Entry, Start, Target, Tracker
 from fxtrain.trackers.writer import Patience, Warn, Writer, start_writer
 
 _LOG = logging.getLogger("fxtrain.trackers")
@@ -99,13 +100,12 @@ def track(
         [(1, 0.5)]
     """
     check_connected("track", ctx)
-    request, lock, problem = None, None, None
-    try:
-        request = _checked(path, to, plan, settings, name, resume, position, ranks)
-        lock = lock_folder(request.folder, ctx)
-    except FxError as error:
-        problem = error
-    return _track(ctx, request, lock, problem, patience)
+    return _track(
+        ctx,
+        lambda: _checked(path, to, plan, settings, name, resume, position, ranks),
+        patience,
+        None,
+    )
 
 
 def own(path: Any, ctx: DistContext) -> Lock | None:
@@ -122,7 +122,8 @@ def own(path: Any, ctx: DistContext) -> Lock | None:
     try:
         _gathered(None, problem, ctx)
     except BaseException:
-        _release(lock)
+        if lock is not None:
+            lock.release()
         raise
     return lock
 
@@ -139,12 +140,12 @@ def track_in(
     position: Position,
 ) -> Run:
     """As `track`, in a folder that `own` has locked; closing the run releases it."""
-    request, problem = None, None
-    try:
-        request = _checked(path, to, plan, settings, None, resume, position, "main")
-    except FxError as error:
-        problem = error
-    return _track(ctx, request, lock, problem, Patience())
+    return _track(
+        ctx,
+        lambda: _checked(path, to, plan, settings, None, resume, position, "main"),
+        Patience(),
+        lock,
+    )
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -218,20 +219,18 @@ def _rows(to: Iterable[Any]) -> dict[str, tuple[Tracker, Any]]:
 
 
 def _track(
-    ctx: DistContext,
-    request: _Request | None,
-    lock: Lock | None,
-    problem: FxError | None,
-    patience: Patience,
+    ctx: DistContext, check: Callable[[], _Request], patience: Patience, lock: Lock | None
 ) -> Run:
+    """Open a run; what a step of it finds wrong on one rank is raised on all."""
     writers: dict[str, Writer] = {}
-    identity = None
+    request, identity, problem = None, None, None
     try:
-        if request is not None and problem is None:
-            try:
-                identity = _claimed(request, ctx)
-            except FxError as error:
-                problem = error
+        try:
+            request = check()
+            lock = lock or lock_folder(request.folder, ctx)
+            identity = _claimed(request, ctx)
+        except FxError as error:
+            problem = error
         identity = _gathered(identity, problem, ctx)[0]
         assert request is not None  # otherwise there was a problem
         if not ctx.comm.simulated and (ctx.is_main or request.everyone):
@@ -241,7 +240,8 @@ def _track(
         for writer in writers.values():
             writer.end(failed=True)
             writer.wait(time.monotonic() + patience.close_s, failed=True)
-        _release(lock)
+        if lock is not None:
+            lock.release()
         raise
     # Registered after the libraries' own functions, so that it runs before them.
     atexit.register(run.close)
@@ -281,7 +281,8 @@ def _open(
                     )
                     continue
                 writers[key] = start_writer(tracker, native, called, start, patience)
-                writers[key].put(Entry("params", lambda start=start: (start,), warn))
+                if "params" in tracker.kinds:
+                    writers[key].put(Logged("params", functools.partial(_params, start), warn))
     except FxError as error:
         return error
     except Exception as error:  # any error: the other ranks must receive it
@@ -289,10 +290,29 @@ def _open(
     return None
 
 
+def _params(start: Start) -> Entry:
+    at = start.position
+    return Entry(
+        kind="params", value=start.params, step=at.updates, rows=at.samples, time=start.time
+    )
+
+
 def _start(request: _Request, identity: Identity, ctx: DistContext, key: str) -> Start:
-    rank, run = ctx.rank, identity.id
-    plan = {} if request.plan is None else {"plan": about_plan(request.plan)}
-    tables = {**plan, "context": {**about_context(ctx), "rank": rank}}
+    rank, run, plan = ctx.rank, identity.id, request.plan
+    context = {
+        "world_size": ctx.world_size,
+        "num_nodes": ctx.num_nodes,
+        "local_world_size": ctx.local_world_size,
+        "device": ctx.device.type,
+        "launcher": ctx.launcher,
+        "mesh": ctx.mesh.sizes,
+        "fxtrain": __version__,
+        "torch": str(torch.__version__),
+        "rank": rank,
+    }
+    tables: dict[str, Any] = {"context": context}
+    if plan is not None:
+        tables = {"plan": {**unstructure(plan), "fingerprint": fingerprint(plan)}, **tables}
     digest = hashlib.blake2b(f"{run}/{rank}".encode(), digest_size=16).hexdigest()
     return Start(
         id=digest if rank else run,
@@ -362,11 +382,6 @@ def _gathered(value: Any, problem: FxError | None, ctx: DistContext) -> list[Any
     return [value for _, value in of_ranks]
 
 
-def _release(lock: Lock | None) -> None:
-    if lock is not None:
-        lock.release()
-
-
 def flat(values: Any, path: str = "") -> dict[str, Any]:
     """Nested settings as one table: names joined by dots, values None, bool, int, float or text.
 
@@ -377,25 +392,6 @@ def flat(values: Any, path: str = "") -> dict[str, Any]:
         {'model.width': 64, 'model.blocks': '[1, 2]', 'note': None}
     """
     return dict(_flat(values, path, 0))
-
-
-def about_plan(plan: Plan) -> dict[str, Any]:
-    """A plan as nested plain data, with its fingerprint."""
-    return {**unstructure(plan), "fingerprint": fingerprint(plan)}
-
-
-def about_context(ctx: DistContext) -> dict[str, Any]:
-    """Facts about where a run takes place."""
-    return {
-        "world_size": ctx.world_size,
-        "num_nodes": ctx.num_nodes,
-        "local_world_size": ctx.local_world_size,
-        "device": ctx.device.type,
-        "launcher": ctx.launcher,
-        "mesh": ctx.mesh.sizes,
-        "fxtrain": __version__,
-        "torch": str(torch.__version__),
-    }
 
 
 def _flat(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:

@@ -14,8 +14,8 @@ from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.errors import PlanError
 from fxtrain.state import Position, shown
-from fxtrain.trackers.entries import Entry, artifact_of, at, hold, image_of, table_of
-from fxtrain.trackers.tracker import At, Tracker
+from fxtrain.trackers.entries import Logged, artifact_of, hold, image_of, place_of, table_of
+from fxtrain.trackers.tracker import Entry, Tracker
 from fxtrain.trackers.writer import Patience, Warn, Writer
 
 
@@ -67,7 +67,7 @@ class Run:
             ...     with fx.track(tempfile.mkdtemp(), ctx) as run:
             ...         run.log({"loss": torch.tensor(0.5)}, fx.Position(updates=1))
         """
-        here = self._at("log", step)
+        place = self._place("log", step)
         if not isinstance(values, Mapping):
             raise PlanError(
                 f"run.log takes a mapping of names to numbers, found {shown(values)}. For "
@@ -75,7 +75,7 @@ class Run:
             )
         if self._here():
             read = hold(values)
-            self._put("log", lambda: self._checked(*read(), here))
+            self._put("log", lambda: self._checked(*read(), place["step"]), place)
 
     def text(self, name: str, text: str, step: Position | int | None = None) -> None:
         """Log text.
@@ -83,8 +83,7 @@ class Run:
         Raises:
             PlanError: the run is closed, or `step` is neither a position nor a number.
         """
-        here = self._at("text", step)
-        self._put("text", lambda: (str(name), str(text), here))
+        self._put("text", lambda: str(text), self._place("text", step), name)
 
     def image(self, name: str, image: object, step: Position | int | None = None) -> None:
         """Log an image.
@@ -96,10 +95,9 @@ class Run:
         Raises:
             PlanError: the run is closed, or `step` is neither a position nor a number.
         """
-        here = self._at("image", step)
+        place = self._place("image", step)
         if self._here():
-            read = self._taken("image", image_of, image)
-            self._put("image", lambda: (str(name), read(), here))
+            self._put("image", _captured(image_of, image), place, name)
 
     def table(
         self, name: str, columns: Mapping[str, object], step: Position | int | None = None
@@ -112,10 +110,9 @@ class Run:
         Raises:
             PlanError: the run is closed, or `step` is neither a position nor a number.
         """
-        here = self._at("table", step)
+        place = self._place("table", step)
         if self._here():
-            read = self._taken("table", table_of, columns)
-            self._put("table", lambda: (str(name), *read(), here))
+            self._put("table", _captured(table_of, columns), place, name)
 
     def artifact(self, name: str, path: StrPath, step: Position | int | None = None) -> None:
         """Log a file or folder, which must exist until the run is closed or flushed.
@@ -123,9 +120,7 @@ class Run:
         Raises:
             PlanError: the run is closed, or `step` is neither a position nor a number.
         """
-        here = self._at("artifact", step)
-        read = artifact_of(path)
-        self._put("artifact", lambda: (str(name), read(), here))
+        self._put("artifact", artifact_of(path), self._place("artifact", step), name)
 
     def native(self, config: object) -> Any:
         """The library's own object, for features that the methods here do not cover.
@@ -223,7 +218,7 @@ class Run:
         """Whether this process writes; a forked process has no threads."""
         return bool(self._writers) and os.getpid() == self._process
 
-    def _at(self, call: str, step: Any) -> At:
+    def _place(self, call: str, step: Any) -> dict[str, Any]:
         if self._is_closed:
             raise PlanError(
                 f"run.{call}: this run is closed. Log inside its `with` block, or continue it with "
@@ -231,40 +226,45 @@ class Run:
             )
         if step is None and self._step is None:
             self._calls += call == "log"
-            return at(self._calls)
+            return place_of(self._calls)
         step = self._step if step is None else step
-        here = at(step)
+        place = place_of(step)
         self._step = step
-        return here
+        return place
 
-    def _taken(self, kind: str, take: Callable[[Any], Any], value: Any) -> Callable[[], Any]:
-        """Capture a value now; its problems are reported where it is read."""
-        try:
-            return take(value)
-        except Exception as error:  # any error of the user's value
-            problem = error
-
-            def fail() -> Any:
-                raise problem
-
-            return fail
-
-    def _put(self, kind: str, make: Callable[[], tuple[Any, ...]]) -> None:
+    def _put(
+        self, kind: str, read: Callable[[], Any], place: Mapping[str, Any], name: Any = ""
+    ) -> None:
         if self._here():
-            entry = Entry(kind, make, self._warn)
+            logged = Logged(
+                kind, lambda: Entry(kind=kind, name=str(name), value=read(), **place), self._warn
+            )
             for writer in self._writers:
-                writer.put(entry)
+                writer.put(logged)
 
     def _checked(
-        self, values: dict[str, float], problems: dict[str, str], here: At
-    ) -> tuple[dict[str, float], At]:
+        self, values: dict[str, float], problems: dict[str, str], step: int
+    ) -> dict[str, float]:
         for name, problem in problems.items():
             self._warn(
                 f"value {name}",
-                f"run.log at step {here.step}: the metric {shown(name)} is not a number: "
+                f"run.log at step {step}: the metric {shown(name)} is not a number: "
                 f"{problem}. It is skipped, and the other metrics are logged.",
             )
         for name, value in values.items():
             if not math.isfinite(value):
-                self._warn(f"finite {name}", f"The metric {name} is {value} at step {here.step}.")
-        return values, here
+                self._warn(f"finite {name}", f"The metric {name} is {value} at step {step}.")
+        return values
+
+
+def _captured(capture: Callable[[Any], Callable[[], Any]], value: Any) -> Callable[[], Any]:
+    """Capture a value now; its problems are reported where it is read."""
+    try:
+        return capture(value)
+    except Exception as error:  # any error of the user's value
+        problem = error
+
+        def fail() -> Any:
+            raise problem
+
+        return fail

@@ -1,17 +1,14 @@
 """Metrics as lines on standard output."""
 
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
-from torch import Tensor
 
 from fxtrain._display import counted
 from fxtrain._record import at_least, record
 from fxtrain.errors import escape_unprintable
-from fxtrain.trackers.tracker import At, Start, Tracker
+from fxtrain.trackers.tracker import Entry, Start, Tracker
 
 
 @record
@@ -54,40 +51,27 @@ def _say(lines: Lines, line: str) -> None:
     sys.stdout.flush()
 
 
-def _log(lines: Lines, values: Mapping[str, float], at: At) -> None:
-    numbers = [f"{name} {value:.{lines.config.digits}g}" for name, value in values.items()]
-    line = "  ".join([_place(at), *numbers])
-    if at.time - lines.written < lines.config.every_s:
-        lines.waiting = line
-        return
-    lines.waiting, lines.written = "", at.time
-    _say(lines, line)
-
-
-def _place(at: At) -> str:
-    parts = {"update": at.step, "rows": at.rows, "epoch": at.epoch}
-    return "  ".join(f"{name} {number}" for name, number in parts.items() if number is not None)
-
-
-def _text(lines: Lines, name: str, text: str, at: At) -> None:
-    _say(lines, f"{_place(at)}  {name}: {text}")
-
-
-def _image(lines: Lines, name: str, image: Tensor, at: At) -> None:
-    height, width, _ = image.shape
-    _say(lines, f"{_place(at)}  {name}: an image of {width} by {height} pixels")
-
-
-def _table(
-    lines: Lines, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
-) -> None:
-    _say(
-        lines, f"{_place(at)}  {name}: a table of {counted(len(rows), 'row')}: {', '.join(columns)}"
-    )
-
-
-def _artifact(lines: Lines, name: str, path: Path, at: At) -> None:
-    _say(lines, f"{_place(at)}  {name}: {path}")
+def _write(lines: Lines, entry: Entry) -> None:
+    name, value = entry.name, entry.value
+    places = {"update": entry.step, "rows": entry.rows, "epoch": entry.epoch}
+    place = "  ".join(f"{axis} {number}" for axis, number in places.items() if number is not None)
+    match entry.kind:
+        case "log":
+            digits = lines.config.digits
+            line = "  ".join([place, *(f"{name} {x:.{digits}g}" for name, x in value.items())])
+            if entry.time - lines.written < lines.config.every_s:
+                lines.waiting = line
+                return
+            lines.waiting, lines.written = "", entry.time
+            _say(lines, line)
+        case "image":
+            height, width, _ = value.shape
+            _say(lines, f"{place}  {name}: an image of {width} by {height} pixels")
+        case "table":
+            size, columns = counted(len(value["rows"]), "row"), ", ".join(value["columns"])
+            _say(lines, f"{place}  {name}: a table of {size}: {columns}")
+        case _:
+            _say(lines, f"{place}  {name}: {value}")
 
 
 def _close(lines: Lines, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
@@ -98,11 +82,8 @@ def _close(lines: Lines, failed: bool) -> None:  # noqa: FBT001 - the contract o
 TERMINAL = Tracker(
     name="Terminal",
     config=Terminal,
+    kinds=("log", "text", "image", "table", "artifact"),
     open=_open,
-    log=_log,
-    text=_text,
-    image=_image,
-    table=_table,
-    artifact=_artifact,
+    write=_write,
     close=_close,
 )

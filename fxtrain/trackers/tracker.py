@@ -1,13 +1,16 @@
 """A tracker is a record of functions, which receive records."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import attrs
-from torch import Tensor
 
+from fxtrain._optional import optional
 from fxtrain.state import Config, DistContext, Plan, Position
+from fxtrain.state.registry import kind_of
+
+KINDS = ("params", "log", "text", "image", "table", "artifact")
 
 
 def is_name(_: Any, __: Any, value: str) -> None:
@@ -28,39 +31,46 @@ def arguments() -> Any:
     return attrs.field(factory=dict, repr=False, hash=False, metadata={"choose": words})
 
 
-def nothing(*_: Any) -> None:
+def library(config: type, module: str) -> Any:
+    """Import a module of the library that a tracker's config needs.
+
+    Raises:
+        MissingPackageError: it is not installed; the message has the pip command.
+    """
+    needed_by = f"fx.trackers.{config.__name__}(...)"
+    return optional(module, extra=str(kind_of(config)), needed_by=needed_by)
+
+
+def _nothing(*_: Any) -> None:
     """Do nothing."""
 
 
-def _open(config: Any, start: "Start") -> None:
-    """Open nothing."""
+@attrs.frozen(kw_only=True, eq=False)
+class Entry:
+    """One call of a run's methods, as trackers write it.
 
-
-class Unsupported(Exception):
-    """A tracker does not support what is logged."""
-
-
-def _lacks(what: str) -> Any:
-    def default(self: "Tracker") -> Any:
-        def refuse(*_: Any) -> NoReturn:
-            raise Unsupported(f"{self.name} does not support run.{what}.")
-
-        return refuse
-
-    return attrs.Factory(default, takes_self=True)
-
-
-@attrs.frozen(kw_only=True)
-class At:
-    """The position at which something was logged.
+    | `kind` | `value` |
+    |---|---|
+    | params | hyperparameters by name: None, bool, int, float or text |
+    | log | numbers by name |
+    | text | text |
+    | image | a uint8 tensor on the CPU of shape (height, width, channels); 1, 3 or 4 channels |
+    | table | `{"columns": names, "rows": lists}` of plain values |
+    | artifact | the absolute path of a file or folder |
 
     Attributes:
+        kind: The method; `params` is logged when a run is opened.
+        name: The name that was passed; empty for params and log.
+        value: What was logged.
         step: Optimizer updates.
         rows: Rows consumed since the start of the run, if known.
         epoch: Pass over the data, if known.
         time: Seconds since 1970.
     """
 
+    kind: str
+    name: str = ""
+    value: Any
     step: int
     rows: int | None = None
     epoch: int | None = None
@@ -119,31 +129,26 @@ class Tracker:
     """How one kind of tracker logs: functions only, no state.
 
     `open` is called in the caller's thread; all others by one background thread, in the order of
-    the calls. What they raise is reported once, and training continues. A missing function is
-    reported once, at the first call that needs it. Change a function with
-    `attrs.evolve(entry, log=mine)`.
+    the calls. What they raise is reported once, and training continues. Change a function with
+    `attrs.evolve(tracker, write=mine)`.
 
     Attributes:
         name: Shown in messages.
         config: The config type that selects this tracker; None for one that is passed to `fx.track`
             directly.
         package: The package that it imports; empty if it needs none.
+        kinds: The kinds of entries that it writes; the first call that logs another one is
+            reported. Params are not.
         open: (config, Start) → the library's own object for this run, or any other value: `native`.
+        write: (native, Entry) → None.
+        flush: (native) → None.
+        close: (native, failed) → None; `failed` if an exception ended the run.
         identity: (native) → the library's id of this run, passed to `open` when it is resumed.
         refuses: (name) → why the library does not accept this name of a metric, image, ...; empty
             if it does.
         last_steps: (native, Start) → by name, the last step that the library has of a resumed run,
             if it cannot remove entries. Entries up to that step are not written again. Called once,
             before anything is written; names with nothing after `Start.position` may be missing.
-        params: (native, Start) → None; writes the hyperparameters.
-        log: (native, values, At) → None; numbers by name.
-        text: (native, name, text, At) → None.
-        image: (native, name, image, At) → None; a uint8 tensor on the CPU of shape (height,
-            width, channels), with 1, 3 or 4 channels.
-        table: (native, name, columns, rows, At) → None; each row a list of plain values.
-        artifact: (native, name, path, At) → None; a file or folder.
-        flush: (native) → None.
-        close: (native, failed) → None; `failed` if an exception ended the run.
         closed_by_caller: Call `close` in the thread that closes the run, for libraries that change
             signal handlers, which only the main thread may do.
     """
@@ -151,20 +156,14 @@ class Tracker:
     name: str
     config: type | None = None
     package: str = ""
-    open: Callable[[Any, Start], Any] = _open
+    kinds: tuple[str, ...] = KINDS
+    open: Callable[[Any, Start], Any] = _nothing
+    write: Callable[[Any, Entry], None]
+    flush: Callable[[Any], None] = _nothing
+    close: Callable[[Any, bool], None] = _nothing
     identity: Callable[[Any], str] = lambda native: "same"
     refuses: Callable[[str], str] = lambda name: ""
     last_steps: Callable[[Any, Start], Mapping[str, int]] = lambda native, start: {}
-    params: Callable[[Any, Start], None] = nothing
-    log: Callable[[Any, Mapping[str, float], At], None] = attrs.field(default=_lacks("log"))
-    text: Callable[[Any, str, str, At], None] = attrs.field(default=_lacks("text"))
-    image: Callable[[Any, str, Tensor, At], None] = attrs.field(default=_lacks("image"))
-    table: Callable[[Any, str, Sequence[str], Sequence[Sequence[Any]], At], None] = attrs.field(
-        default=_lacks("table")
-    )
-    artifact: Callable[[Any, str, Path, At], None] = attrs.field(default=_lacks("artifact"))
-    flush: Callable[[Any], None] = nothing
-    close: Callable[[Any, bool], None] = nothing
     closed_by_caller: bool = False
 
 

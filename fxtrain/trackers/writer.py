@@ -12,8 +12,8 @@ from typing import Any
 import attrs
 
 from fxtrain.state import shown
-from fxtrain.trackers.entries import Entry
-from fxtrain.trackers.tracker import Start, Tracker, Unsupported
+from fxtrain.trackers.entries import Logged
+from fxtrain.trackers.tracker import Entry, Start, Tracker
 
 _LOG = logging.getLogger("fxtrain.trackers")
 # Between two looks at a queue that is being filled. `put` wakes a thread that waits for an entry,
@@ -126,7 +126,7 @@ class Writer:
             self._recall()
         while True:
             entry = self._queue.get()
-            if isinstance(entry, Entry):
+            if isinstance(entry, Logged):
                 self._write(entry)
             elif isinstance(entry, threading.Event):
                 self._call("flush", self.tracker.flush, self.native)
@@ -168,7 +168,7 @@ class Writer:
                 f"in {self.patience.full_s:g} s. Training continues; entries beyond these are "
                 f"lost to this tracker. Check whether its disk or server responds.",
             )
-        if isinstance(entry, Entry):
+        if isinstance(entry, Logged):
             self._lost[entry.kind] += 1
         return False
 
@@ -178,23 +178,24 @@ class Writer:
             f"server responds."
         )
 
-    def _write(self, entry: Entry) -> None:
-        arguments = self._read(entry)
-        if arguments is not None and not self._call(
-            entry.kind, getattr(self.tracker, entry.kind), self.native, *arguments
-        ):
-            self._lost[entry.kind] += 1
+    def _write(self, logged: Logged) -> None:
+        kind = logged.kind
+        if kind not in self.tracker.kinds:
+            text = f"{self.tracker.name} does not support run.{kind}. The other trackers log these "
+            self._warn(f"kind {kind}", f"{text}entries.")
+            return
+        entry = self._accepted(logged.entry())
+        if entry is not None and not self._call(kind, self.tracker.write, self.native, entry):
+            self._lost[kind] += 1
 
-    def _read(self, entry: Entry) -> tuple[Any, ...] | None:
-        """The arguments of a call, without names that the tracker refuses; None if none remains."""
-        arguments = entry.arguments()
-        if arguments is None or entry.kind == "params":
-            return arguments
-        if entry.kind == "log":
-            values, at = arguments
-            accepted = {name: x for name, x in values.items() if self._accepts(name, at.step)}
-            return (accepted, at) if accepted else None
-        return arguments if self._accepts(arguments[0], arguments[-1].step) else None
+    def _accepted(self, entry: Entry | None) -> Entry | None:
+        """An entry without names that the tracker refuses; None if nothing remains."""
+        if entry is None or entry.kind == "params":
+            return entry
+        if entry.kind != "log":
+            return entry if self._accepts(entry.name, entry.step) else None
+        values = {name: x for name, x in entry.value.items() if self._accepts(name, entry.step)}
+        return attrs.evolve(entry, value=values) if values else None
 
     def _accepts(self, name: str, step: int) -> bool:
         if step <= self._last_steps.get(name, -1):
@@ -217,9 +218,6 @@ class Writer:
     def _call(self, what: str, function: Any, *arguments: Any) -> bool:
         try:
             function(*arguments)
-            return True
-        except Unsupported as error:
-            self._warn(f"failed {what}", f"{error} The other trackers log these entries.")
             return True
         except BaseException as error:  # any error of a library: training continues
             text = f"{type(error).__name__}: {error}".rstrip(": .")

@@ -71,7 +71,7 @@ def _raise(*_):
 
 
 def _hindered(ctx, folder):
-    broken = Tracker(name="broken", log=_raise, params=_raise, flush=_raise, close=_raise)
+    broken = Tracker(name="broken", write=_raise, flush=_raise, close=_raise)
     return _fitted(ctx, folder, DDP, 1, to=(fx.JsonLines(), broken), show=True, log_every=1)
 
 

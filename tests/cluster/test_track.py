@@ -56,11 +56,11 @@ def _refused(ctx, folder, how):
     elif how == "settings" and ctx.is_main:
         settings = {"a": _Spiteful()}
     elif how == "later" and ctx.is_last:
-        to, ranks = [fx.JsonLines(), Tracker(name="mine", open=_missing)], "all"
+        to, ranks = [fx.JsonLines(), Tracker(name="mine", open=_missing, write=_raise)], "all"
     elif how == "later":
         ranks = "all"
     elif how == "missing":
-        to = [Tracker(name="mine", open=_missing)]
+        to = [Tracker(name="mine", open=_missing, write=_raise)]
     try:
         fx.track(path, ctx, to, ranks=ranks, settings=settings)
     except fx.FxError as error:
@@ -133,9 +133,9 @@ def _raise(*_):
 TRACKERS = (
     fx.JsonLines(),
     fx.trackers.Terminal(),
-    Tracker(name="seeds", open=_seeds),
-    Tracker(name="broken", log=_raise, image=_raise, params=_raise, flush=_raise, close=_raise),
-    Tracker(name="closed", open=_raise),
+    Tracker(name="seeds", open=_seeds, write=lambda native, entry: native.append(entry)),
+    Tracker(name="broken", write=_raise, flush=_raise, close=_raise),
+    Tracker(name="closed", open=_raise, write=_raise),
 )
 
 

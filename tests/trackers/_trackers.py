@@ -7,11 +7,12 @@ HERE = fx.Position(updates=1, samples=8)
 
 
 def own_tracker(**functions):
-    """A tracker, and the list of what it is given."""
+    """A tracker of metrics, and the list of what it is given."""
     kept = []
     given = {
+        "kinds": ("log",),
         "open": lambda config, start: kept,
-        "log": lambda kept, values, at: kept.append((at.step, dict(values))),
+        "write": lambda kept, entry: kept.append((entry.step, dict(entry.value))),
         **functions,
     }
     return kept, Tracker(name="Mine", **given)

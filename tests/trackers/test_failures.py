@@ -13,10 +13,10 @@ from tests.trackers._trackers import own_tracker
 
 
 def test_a_tracker_that_fails_is_named_once_and_the_others_have_everything(ctx, tmp_path, told):
-    def fail(native, values, at):
+    def fail(native, entry):
         raise OSError(28, "No space left on device")
 
-    _, broken = own_tracker(log=fail)
+    _, broken = own_tracker(write=fail)
     with fx.track(tmp_path, ctx, [broken, fx.JsonLines()]) as run:
         for step in range(20):
             run.log({"a": step}, step)
@@ -89,7 +89,7 @@ def test_a_name_that_a_tracker_refuses_is_named_and_logged_elsewhere(ctx, tmp_pa
 
 def test_a_tracker_that_hangs_holds_nobody_up(ctx, tmp_path, told):
     released = threading.Event()
-    _, hanging = own_tracker(log=lambda *_: released.wait(60))
+    _, hanging = own_tracker(write=lambda *_: released.wait(60))
     patience = Patience(entries=4, full_s=0.2, flush_s=0.1, close_s=0.2)
     started = time.monotonic()
     run = fx.track(tmp_path, ctx, [hanging, fx.JsonLines()], patience=patience)
@@ -108,7 +108,7 @@ def test_a_tracker_that_hangs_holds_nobody_up(ctx, tmp_path, told):
     assert any("was not closed" in line for line in told())
 
 
-@pytest.mark.parametrize("call", ["log", "flush", "close", "close in the caller"])
+@pytest.mark.parametrize("call", ["write", "flush", "close", "close in the caller"])
 def test_a_run_ends_though_a_tracker_never_returns(ctx, tmp_path, told, call):
     released = threading.Event()
     hangs = {call.split()[0]: lambda *_: released.wait(60)}
@@ -128,7 +128,7 @@ def test_a_run_ends_though_a_tracker_never_returns(ctx, tmp_path, told, call):
 
 
 def test_a_slow_tracker_loses_nothing(ctx, tmp_path):
-    kept, mine = own_tracker(log=lambda kept, values, at: (time.sleep(0.002), kept.append(at.step)))
+    kept, mine = own_tracker(write=lambda kept, entry: (time.sleep(0.002), kept.append(entry.step)))
     with fx.track(tmp_path, ctx, [mine], patience=Patience(entries=2)) as run:
         for step in range(50):
             run.log({"a": 1}, step)
@@ -137,7 +137,7 @@ def test_a_slow_tracker_loses_nothing(ctx, tmp_path):
 
 def test_entries_are_written_without_a_flush(ctx, tmp_path):
     seen = [threading.Event() for _ in range(3)]
-    _, mine = own_tracker(log=lambda kept, values, at: seen[at.step].set())
+    _, mine = own_tracker(write=lambda kept, entry: seen[entry.step].set())
     with fx.track(tmp_path, ctx, [mine]) as run:
         for step, written in enumerate(seen):  # each arrives while the thread pauses after the last
             run.log({"a": 1}, step)

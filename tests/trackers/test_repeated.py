@@ -22,9 +22,12 @@ def _log(run, steps):
 
 def _continued(ctx, folder, **functions):
     """A run that is killed after step 5 and continued from step 2; what the tracker was given."""
-    kept, mine = own_tracker(
-        text=lambda kept, name, text, at: kept.append((at.step, {name: text})), **functions
-    )
+
+    def write(kept, entry):
+        values = entry.value if entry.kind == "log" else {entry.name: entry.value}
+        kept.append((entry.step, dict(values)))
+
+    kept, mine = own_tracker(write=write, kinds=("log", "text"), **functions)
     with fx.track(folder, ctx, [fx.JsonLines(), mine]) as run:
         _log(run, range(1, 6))
     with fx.track(folder, ctx, [fx.JsonLines(), mine], resume="folder", position=_position(2)) as r:

@@ -170,6 +170,7 @@ def test_trackers_get_back_what_they_call_the_run(ctx, tmp_path):
     mine = Tracker(
         name="mine",
         open=lambda config, start: seen.append((start.identity, start.resumed)) or len(seen),
+        write=lambda native, entry: None,
         identity=lambda native: f"theirs-{native}",
     )
     with fx.track(tmp_path, ctx, [mine, mine]) as run:

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
-from torch import Tensor
 
-from fxtrain._optional import optional
 from fxtrain._record import record
 from fxtrain.trackers.libraries.pictures import picture
-from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named
 
 
 @record
@@ -28,13 +26,6 @@ class Aim:
     init: Mapping[str, object] = arguments()
 
 
-_NEEDED_BY = "fx.trackers.Aim(...)"
-
-
-def _library() -> Any:
-    return optional("aim", extra="aim", needed_by=_NEEDED_BY)
-
-
 def _open(config: Aim, start: Start) -> Any:
     repo = str(start.folder / "aim") if config.repo is None else config.repo
     own = {
@@ -44,38 +35,31 @@ def _open(config: Aim, start: Start) -> Any:
         "capture_terminal_logs": False,
         "log_system_params": False,
     }
-    run = _library().Run(start.identity or None, **{**own, **config.init})
+    run = library(Aim, "aim").Run(start.identity or None, **{**own, **config.init})
     run.name = start.name
     return run
 
 
-def _params(native: Any, start: Start) -> None:
-    native["hparams"] = dict(start.params)
-
-
-def _log(native: Any, values: Mapping[str, float], at: At) -> None:
+def _write(native: Any, entry: Entry) -> None:
+    if entry.kind == "params":
+        native["hparams"] = dict(entry.value)
+        return
+    values = entry.value if entry.kind == "log" else {entry.name: entry.value}
     for name, value in values.items():
-        native.track(value, name=name, step=at.step, epoch=at.epoch)
-
-
-def _text(native: Any, name: str, text: str, at: At) -> None:
-    native.track(_library().Text(text), name=name, step=at.step, epoch=at.epoch)
-
-
-def _image(native: Any, name: str, image: Tensor, at: At) -> None:
-    pil_image = picture(image, extra="aim", needed_by=_NEEDED_BY)
-    native.track(_library().Image(pil_image), name=name, step=at.step, epoch=at.epoch)
+        if entry.kind == "text":
+            value = library(Aim, "aim").Text(value)
+        elif entry.kind == "image":
+            value = library(Aim, "aim").Image(picture(Aim, value))
+        native.track(value, name=name, step=entry.step, epoch=entry.epoch)
 
 
 AIM = Tracker(
     name="Aim",
     config=Aim,
     package="aim",
+    kinds=("params", "log", "text", "image"),
     open=_open,
-    identity=lambda native: native.hash,
-    params=_params,
-    log=_log,
-    text=_text,
-    image=_image,
+    write=_write,
     close=lambda native, failed: native.close(),
+    identity=lambda native: native.hash,
 )

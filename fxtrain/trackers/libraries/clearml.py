@@ -1,17 +1,14 @@
 """ClearML."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
-from torch import Tensor
 
-from fxtrain._optional import optional
 from fxtrain._record import record
 from fxtrain.errors import PlanError
 from fxtrain.trackers.libraries.pictures import array
-from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named
 
 
 @record
@@ -34,7 +31,7 @@ class ClearML:
 
 
 def _open(config: ClearML, start: Start) -> Any:
-    task = optional("clearml", extra="clearml", needed_by="fx.trackers.ClearML(...)").Task
+    task = library(ClearML, "clearml").Task
     if (other := task.current_task()) is not None:
         raise PlanError(
             f"fx.trackers.ClearML(project={config.project!r}): ClearML allows one task per "
@@ -60,34 +57,25 @@ def _open(config: ClearML, start: Start) -> Any:
     return opened
 
 
-def _params(native: Any, start: Start) -> None:
-    native.set_parameters(dict(start.params))
-
-
-def _log(native: Any, values: Mapping[str, float], at: At) -> None:
+def _write(native: Any, entry: Entry) -> None:
+    name, value, step = entry.name, entry.value, entry.step
     logger = native.get_logger()
-    for name, value in values.items():
-        title, _, series = name.rpartition("/")
-        logger.report_scalar(title or name, series, value, at.step)
-
-
-def _text(native: Any, name: str, text: str, at: At) -> None:
-    native.get_logger().report_text(f"{name} at step {at.step}: {text}", print_console=False)
-
-
-def _image(native: Any, name: str, image: Tensor, at: At) -> None:
-    native.get_logger().report_image(name, name, iteration=at.step, image=array(image))
-
-
-def _table(
-    native: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
-) -> None:
-    plot = [list(columns), *(list(row) for row in rows)]
-    native.get_logger().report_table(name, name, iteration=at.step, table_plot=plot)
-
-
-def _artifact(native: Any, name: str, path: Path, at: At) -> None:
-    native.upload_artifact(name, artifact_object=str(path), wait_on_upload=True)
+    match entry.kind:
+        case "params":
+            native.set_parameters(dict(value))
+        case "log":
+            for metric, number in value.items():
+                title, _, series = metric.rpartition("/")
+                logger.report_scalar(title or metric, series, number, step)
+        case "text":
+            logger.report_text(f"{name} at step {step}: {value}", print_console=False)
+        case "image":
+            logger.report_image(name, name, iteration=step, image=array(value))
+        case "table":
+            plot = [value["columns"], *value["rows"]]
+            logger.report_table(name, name, iteration=step, table_plot=plot)
+        case _:
+            native.upload_artifact(name, artifact_object=str(value), wait_on_upload=True)
 
 
 def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
@@ -101,13 +89,8 @@ CLEARML = Tracker(
     config=ClearML,
     package="clearml",
     open=_open,
-    identity=lambda native: native.id,
-    params=_params,
-    log=_log,
-    text=_text,
-    image=_image,
-    table=_table,
-    artifact=_artifact,
+    write=_write,
     flush=lambda native: native.flush(wait_for_uploads=True),
     close=_close,
+    identity=lambda native: native.id,
 )

@@ -1,16 +1,14 @@
 """Comet."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
-from torch import Tensor
 
-from fxtrain._optional import optional
 from fxtrain._record import record
 from fxtrain.trackers.libraries.pictures import picture
-from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named
 
 
 @record
@@ -33,7 +31,6 @@ class Comet:
     init: Mapping[str, object] = arguments()
 
 
-_NEEDED_BY = "fx.trackers.Comet(...)"
 # What Comet would log of the process by default.
 _BY_ITSELF = (
     "log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch", "log_env_gpu",
@@ -43,7 +40,7 @@ _BY_ITSELF = (
 
 
 def _open(config: Comet, start: Start) -> Any:
-    comet = optional("comet_ml", extra="comet", needed_by=_NEEDED_BY)
+    comet = library(Comet, "comet_ml")
     folder = start.place(config.folder, "comet")
     if not config.online:
         folder = _free(folder, f"{start.id}.zip")
@@ -73,35 +70,24 @@ def _free(folder: Path, file: str) -> Path:
     return free
 
 
-def _params(native: Any, start: Start) -> None:
-    native.log_parameters(dict(start.params))
-
-
-def _log(native: Any, values: Mapping[str, float], at: At) -> None:
-    native.log_metrics(dict(values), step=at.step, epoch=at.epoch)
-
-
-def _text(native: Any, name: str, text: str, at: At) -> None:
-    native.log_text(text, step=at.step, metadata={"name": name})
-
-
-def _image(native: Any, name: str, image: Tensor, at: At) -> None:
-    pil_image = picture(image, extra="comet", needed_by=_NEEDED_BY)
-    native.log_image(pil_image, name=name, step=at.step)
-
-
-def _table(
-    native: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
-) -> None:
-    file = f"{name.replace('/', '-')}-{at.step}.csv"
-    native.log_table(file, [list(row) for row in rows], headers=list(columns))
-
-
-def _artifact(native: Any, name: str, path: Path, at: At) -> None:
-    if path.is_dir():
-        native.log_asset_folder(str(path), step=at.step, log_file_name=True)
-    else:
-        native.log_asset(str(path), file_name=name, step=at.step)
+def _write(native: Any, entry: Entry) -> None:
+    name, value, step = entry.name, entry.value, entry.step
+    match entry.kind:
+        case "params":
+            native.log_parameters(dict(value))
+        case "log":
+            native.log_metrics(dict(value), step=step, epoch=entry.epoch)
+        case "text":
+            native.log_text(value, step=step, metadata={"name": name})
+        case "image":
+            native.log_image(picture(Comet, value), name=name, step=step)
+        case "table":
+            file = f"{name.replace('/', '-')}-{step}.csv"
+            native.log_table(file, value["rows"], headers=value["columns"])
+        case _ if value.is_dir():
+            native.log_asset_folder(str(value), step=step, log_file_name=True)
+        case _:
+            native.log_asset(str(value), file_name=name, step=step)
 
 
 COMET = Tracker(
@@ -109,13 +95,8 @@ COMET = Tracker(
     config=Comet,
     package="comet_ml",
     open=_open,
-    identity=lambda native: native.get_key(),
-    params=_params,
-    log=_log,
-    text=_text,
-    image=_image,
-    table=_table,
-    artifact=_artifact,
+    write=_write,
     flush=lambda native: native.flush(),
     close=lambda native, failed: native.end(),
+    identity=lambda native: native.get_key(),
 )

@@ -5,12 +5,10 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 import attrs
-from torch import Tensor
 
-from fxtrain._optional import optional
 from fxtrain._record import record
 from fxtrain.trackers.libraries.pictures import picture
-from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named
 
 
 @record
@@ -29,18 +27,15 @@ class DVCLive:
     init: Mapping[str, object] = arguments()
 
 
-_NEEDED_BY = "fx.trackers.DVCLive()"
-
-
 def _open(config: DVCLive, start: Start) -> Any:
-    library = optional("dvclive", extra="dvclive", needed_by=_NEEDED_BY)
+    live = library(DVCLive, "dvclive").Live
     folder = start.place(config.folder, "dvclive")
     if start.resumed:
         for path in sorted((folder / "plots" / "metrics").rglob("*.tsv")):
             _cut(path, start.position.updates)
     # By default it would write a git commit, a dvc.yaml and a report.
     own = {"report": None, "save_dvc_exp": False, "dvcyaml": None}
-    return library.Live(**{"dir": str(folder), "resume": start.resumed, **own, **config.init})
+    return live(**{"dir": str(folder), "resume": start.resumed, **own, **config.init})
 
 
 def _cut(path: Any, updates: int) -> None:
@@ -59,32 +54,27 @@ def _refuses(name: str) -> str:
     return ""
 
 
-def _params(native: Any, start: Start) -> None:
-    native.log_params(
-        {name: str(value) if value is None else value for name, value in start.params.items()}
-    )
-
-
-def _log(native: Any, values: Mapping[str, float], at: At) -> None:
-    native.step = at.step
-    for name, value in values.items():
-        native.log_metric(name, value)
-    native.make_summary()
-
-
-def _image(native: Any, name: str, image: Tensor, at: At) -> None:
-    pil_image = picture(image, extra="dvclive", needed_by=_NEEDED_BY)
-    native.log_image(f"{name}-{at.step}.png", pil_image)
+def _write(native: Any, entry: Entry) -> None:
+    match entry.kind:
+        case "params":
+            plain = {name: str(x) if x is None else x for name, x in entry.value.items()}
+            native.log_params(plain)
+        case "log":
+            native.step = entry.step
+            for name, number in entry.value.items():
+                native.log_metric(name, number)
+            native.make_summary()
+        case _:
+            native.log_image(f"{entry.name}-{entry.step}.png", picture(DVCLive, entry.value))
 
 
 DVCLIVE = Tracker(
     name="DVCLive",
     config=DVCLive,
     package="dvclive",
+    kinds=("params", "log", "image"),
     open=_open,
-    refuses=_refuses,
-    params=_params,
-    log=_log,
-    image=_image,
+    write=_write,
     close=lambda native, failed: native.end(),
+    refuses=_refuses,
 )

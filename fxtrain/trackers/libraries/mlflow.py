@@ -1,18 +1,16 @@
 """MLflow, through its client."""
 
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any, Literal
 from urllib.parse import quote
 
 import attrs
-from torch import Tensor
 
-from fxtrain._optional import optional
 from fxtrain._record import record
 from fxtrain.trackers.libraries.pictures import array
-from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named
 
 
 @record
@@ -51,16 +49,12 @@ class Client:
     run: str
 
 
-def _library() -> Any:
-    return optional("mlflow", extra="mlflow", needed_by="fx.MLflow(...)")
-
-
 def _open(config: MLflow, start: Start) -> Client:
     folder = start.folder.resolve()
     local = config.uri is None
     uri = f"sqlite:///{folder / 'mlflow.db'}" if config.uri is None else config.uri
     artifacts = (folder / "mlflow").as_uri() if local else None
-    client = _library().MlflowClient(tracking_uri=uri)
+    client = library(MLflow, "mlflow").MlflowClient(tracking_uri=uri)
     if start.resumed:
         client.update_run(start.identity, status="RUNNING")
         return Client(client=client, run=start.identity)
@@ -89,51 +83,48 @@ def _last_steps(native: Client, start: Start) -> dict[str, int]:
     return {metric.key: metric.step for metric in metrics}
 
 
-def _params(native: Client, start: Start) -> None:
+def _write(native: Client, entry: Entry) -> None:
+    client, run = native.client, native.run
+    value, step = entry.value, entry.step
+    file = quote(entry.name, safe="/ ").strip("/")
+    match entry.kind:
+        case "params":
+            _write_params(native, value)
+        case "log":
+            metric = library(MLflow, "mlflow").entities.Metric
+            when = int(entry.time * 1000)
+            metrics = [metric(name, number, when, step) for name, number in value.items()]
+            client.log_batch(run, metrics=metrics)
+        case "text":
+            client.log_text(run, value, f"{file}-{step}.txt")
+        case "image":
+            client.log_image(run, array(value), f"{file}-{step}.png")
+        case "table":
+            _write_table(native, value, f"{file}-{step}.json")
+        case _:
+            client.log_artifact(run, str(value), file)
+
+
+def _write_params(native: Client, params: Mapping[str, Any]) -> None:
     # Existing hyperparameters of a resumed run cannot be changed.
     known = native.client.get_run(native.run).data.params
-    param = _library().entities.Param
+    param = library(MLflow, "mlflow").entities.Param
     new = [
         param(name, str(value))
-        for name, value in start.params.items()
+        for name, value in params.items()
         if name not in known and not _refuses(name)
     ]
     for first in range(0, len(new), _AT_ONCE):
         native.client.log_batch(native.run, params=new[first : first + _AT_ONCE])
 
 
-def _log(native: Client, values: Mapping[str, float], at: At) -> None:
-    metric = _library().entities.Metric
-    when = int(at.time * 1000)
-    metrics = [metric(name, value, when, at.step) for name, value in values.items()]
-    native.client.log_batch(native.run, metrics=metrics)
-
-
-def _text(native: Client, name: str, text: str, at: At) -> None:
-    native.client.log_text(native.run, text, f"{_file(name)}-{at.step}.txt")
-
-
-def _image(native: Client, name: str, image: Tensor, at: At) -> None:
-    native.client.log_image(native.run, array(image), f"{_file(name)}-{at.step}.png")
-
-
-def _table(
-    native: Client, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
-) -> None:
-    file = f"{_file(name)}-{at.step}.json"
+def _write_table(native: Client, table: Mapping[str, Any], file: str) -> None:
     folder = str(PurePosixPath(file).parent)
     known = native.client.list_artifacts(native.run, None if folder == "." else folder)
     if file not in [artifact.path for artifact in known]:  # MLflow would append the rows again
-        data = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
+        names, rows = table["columns"], table["rows"]
+        data = {name: [row[place] for row in rows] for place, name in enumerate(names)}
         native.client.log_table(native.run, data, file)
-
-
-def _artifact(native: Client, name: str, path: Path, at: At) -> None:
-    native.client.log_artifact(native.run, str(path), _file(name))
-
-
-def _file(name: str) -> str:
-    return quote(name, safe="/ ").strip("/")
 
 
 def _close(native: Client, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
@@ -145,14 +136,9 @@ MLFLOW = Tracker(
     config=MLflow,
     package="mlflow",
     open=_open,
+    write=_write,
+    close=_close,
     identity=lambda native: native.run,
     refuses=_refuses,
     last_steps=_last_steps,
-    params=_params,
-    log=_log,
-    text=_text,
-    image=_image,
-    table=_table,
-    artifact=_artifact,
-    close=_close,
 )

@@ -5,10 +5,9 @@ from typing import Any, Literal
 
 import attrs
 
-from fxtrain._optional import optional
 from fxtrain._record import record
-from fxtrain.trackers.libraries.pictures import log_image
-from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
+from fxtrain.trackers.libraries.pictures import array
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named
 
 
 @record
@@ -32,10 +31,6 @@ class SwanLab:
     init: Mapping[str, object] = arguments()
 
 
-def _library() -> Any:
-    return optional("swanlab", extra="swanlab", needed_by="fx.trackers.SwanLab(...)")
-
-
 def _open(config: SwanLab, start: Start) -> Any:
     folder = start.place(config.folder, "swanlab")
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,25 +45,27 @@ def _open(config: SwanLab, start: Start) -> Any:
         "log_dir": str(folder),
         "config": dict(start.params),
     }
-    return _library().init(**{**own, **config.init})
+    return library(SwanLab, "swanlab").init(**{**own, **config.init})
 
 
-def _log(native: Any, values: Mapping[str, float], at: At) -> None:
-    native.log(dict(values), step=at.step)
-
-
-def _text(native: Any, name: str, text: str, at: At) -> None:
-    native.log({name: _library().Text(text)}, step=at.step)
+def _write(native: Any, entry: Entry) -> None:
+    swanlab = library(SwanLab, "swanlab")
+    match entry.kind:
+        case "log":
+            native.log(dict(entry.value), step=entry.step)
+        case "text":
+            native.log({entry.name: swanlab.Text(entry.value)}, step=entry.step)
+        case _:
+            native.log({entry.name: swanlab.Image(array(entry.value))}, step=entry.step)
 
 
 SWANLAB = Tracker(
     name="SwanLab",
     config=SwanLab,
     package="swanlab",
+    kinds=("log", "text", "image"),
     open=_open,
-    log=_log,
-    text=_text,
-    image=log_image(_library),
+    write=_write,
     close=lambda native, failed: native.finish(state="crashed" if failed else "success"),
     closed_by_caller=True,
 )

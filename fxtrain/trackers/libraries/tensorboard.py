@@ -1,14 +1,12 @@
 """TensorBoard: event files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
-from torch import Tensor
 
-from fxtrain._optional import optional
 from fxtrain._record import above, record
-from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named
 
 
 @record
@@ -27,12 +25,8 @@ class TensorBoard:
     init: Mapping[str, object] = arguments()
 
 
-_NEEDED_BY = "fx.TensorBoard()"
-
-
 def _open(config: TensorBoard, start: Start) -> Any:
-    optional("tensorboard", extra="tensorboard", needed_by=_NEEDED_BY)
-    library = optional("torch.utils.tensorboard", extra="tensorboard", needed_by=_NEEDED_BY)
+    library(TensorBoard, "tensorboard")
     # TensorBoard hides the events of earlier files from that step on.
     purge = start.position.updates + 1 if start.resumed else None
     own = {
@@ -40,41 +34,31 @@ def _open(config: TensorBoard, start: Start) -> Any:
         "flush_secs": config.flush_s,
         "purge_step": purge,
     }
-    return library.SummaryWriter(**{**own, **config.init})
+    return library(TensorBoard, "torch.utils.tensorboard").SummaryWriter(**{**own, **config.init})
 
 
-def _params(native: Any, start: Start) -> None:
-    summary = optional("torch.utils.tensorboard.summary", extra="tensorboard", needed_by=_NEEDED_BY)
-    plain = {name: str(value) if value is None else value for name, value in start.params.items()}
-    # As `add_hparams` does, which would write them into a separate run.
-    for part in summary.hparams(plain, {}):
-        native.file_writer.add_summary(part)
-
-
-def _log(native: Any, values: Mapping[str, float], at: At) -> None:
-    # One event for all values: `add_scalar` makes one for each, which takes five times as long.
-    proto = optional(
-        "tensorboard.compat.proto.summary_pb2", extra="tensorboard", needed_by=_NEEDED_BY
-    )
-    value = proto.Summary.Value
-    scalars = [value(tag=name, simple_value=number) for name, number in values.items()]
-    native.file_writer.add_summary(proto.Summary(value=scalars), at.step, at.time)
-
-
-def _text(native: Any, name: str, text: str, at: At) -> None:
-    native.add_text(name, text, at.step, walltime=at.time)
-
-
-def _image(native: Any, name: str, image: Tensor, at: At) -> None:
-    native.add_image(name, image.numpy(), at.step, walltime=at.time, dataformats="HWC")
-
-
-def _table(
-    native: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
-) -> None:
-    lines = [columns, ["---"] * len(columns), *rows]
-    text = "\n".join("|".join(["", *(_cell(value) for value in line), ""]) for line in lines)
-    native.add_text(name, text, at.step, walltime=at.time)
+def _write(native: Any, entry: Entry) -> None:
+    name, value, at = entry.name, entry.value, {"global_step": entry.step, "walltime": entry.time}
+    match entry.kind:
+        case "params":
+            summary = library(TensorBoard, "torch.utils.tensorboard.summary")
+            plain = {name: str(x) if x is None else x for name, x in value.items()}
+            # As `add_hparams` does, which would write them into a separate run.
+            for part in summary.hparams(plain, {}):
+                native.file_writer.add_summary(part)
+        case "log":
+            # One event for all values: `add_scalar` makes one each, and takes five times as long.
+            proto = library(TensorBoard, "tensorboard.compat.proto.summary_pb2").Summary
+            scalars = [proto.Value(tag=name, simple_value=number) for name, number in value.items()]
+            native.file_writer.add_summary(proto(value=scalars), entry.step, entry.time)
+        case "text":
+            native.add_text(name, value, **at)
+        case "image":
+            native.add_image(name, value.numpy(), **at, dataformats="HWC")
+        case _:
+            lines = [value["columns"], ["---"] * len(value["columns"]), *value["rows"]]
+            text = "\n".join("|".join(["", *(_cell(cell) for cell in line), ""]) for line in lines)
+            native.add_text(name, text, **at)
 
 
 def _cell(value: Any) -> str:
@@ -85,12 +69,9 @@ TENSORBOARD = Tracker(
     name="TensorBoard",
     config=TensorBoard,
     package="tensorboard",
+    kinds=("params", "log", "text", "image", "table"),
     open=_open,
-    params=_params,
-    log=_log,
-    text=_text,
-    image=_image,
-    table=_table,
+    write=_write,
     flush=lambda native: native.flush(),
     close=lambda native, failed: native.close(),
 )

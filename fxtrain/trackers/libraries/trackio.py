@@ -1,15 +1,13 @@
 """Trackio."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 
-from fxtrain._optional import optional
 from fxtrain._record import record
-from fxtrain.trackers.libraries.pictures import log_image, log_table
-from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
+from fxtrain.trackers.libraries.pictures import array
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named
 
 
 @record
@@ -28,13 +26,6 @@ class Trackio:
     init: Mapping[str, object] = arguments()
 
 
-_NEEDED_BY = "fx.trackers.Trackio(...)"
-
-
-def _library() -> Any:
-    return optional("trackio", extra="trackio", needed_by=_NEEDED_BY)
-
-
 def _open(config: Trackio, start: Start) -> Any:
     # Trackio identifies a run by its name alone, so the id is a part of it.
     own = {
@@ -48,12 +39,12 @@ def _open(config: Trackio, start: Start) -> Any:
         "auto_log_gpu": False,
         "auto_log_cpu": False,
     }
-    return _library().init(**{**own, **config.init})
+    return library(Trackio, "trackio").init(**{**own, **config.init})
 
 
 def _last_steps(native: Any, start: Start) -> dict[str, int]:
     """From the database on this machine; a Space has its own, which cannot be asked."""
-    storage = optional("trackio.sqlite_storage", extra="trackio", needed_by=_NEEDED_BY)
+    storage = library(Trackio, "trackio.sqlite_storage")
     run = {"project": native.project, "run": native.name, "run_id": native.id}
     last = storage.SQLiteStorage.get_last_step(**run)
     more = 0 if last is None else last - start.position.updates
@@ -63,16 +54,21 @@ def _last_steps(native: Any, start: Start) -> dict[str, int]:
     return {name: max(entry["step"] for entry in entries) for name, entries in entries_of.items()}
 
 
-def _log(native: Any, values: Mapping[str, float], at: At) -> None:
-    native.log(dict(values), step=at.step)
-
-
-def _text(native: Any, name: str, text: str, at: At) -> None:
-    native.log({name: _library().Markdown(text)}, step=at.step)
-
-
-def _artifact(native: Any, name: str, path: Path, at: At) -> None:
-    native.log_artifact(str(path), name=name)
+def _write(native: Any, entry: Entry) -> None:
+    trackio = library(Trackio, "trackio")
+    name, value, step = entry.name, entry.value, entry.step
+    match entry.kind:
+        case "log":
+            native.log(dict(value), step=step)
+        case "text":
+            native.log({name: trackio.Markdown(value)}, step=step)
+        case "image":
+            native.log({name: trackio.Image(array(value))}, step=step)
+        case "table":
+            table = trackio.Table(columns=value["columns"], data=value["rows"])
+            native.log({name: table}, step=step)
+        case _:
+            native.log_artifact(str(value), name=name)
 
 
 def _flush(native: Any) -> None:
@@ -86,14 +82,11 @@ TRACKIO = Tracker(
     name="Trackio",
     config=Trackio,
     package="trackio",
+    kinds=("log", "text", "image", "table", "artifact"),
     open=_open,
-    identity=lambda native: native.name,
-    last_steps=_last_steps,
-    log=_log,
-    text=_text,
-    image=log_image(_library),
-    table=log_table(_library),
-    artifact=_artifact,
+    write=_write,
     flush=_flush,
     close=lambda native, failed: native.finish(),
+    identity=lambda native: native.name,
+    last_steps=_last_steps,
 )

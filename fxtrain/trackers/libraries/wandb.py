@@ -2,15 +2,13 @@
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 
-from fxtrain._optional import optional
 from fxtrain._record import record
-from fxtrain.trackers.libraries.pictures import log_image, log_table
-from fxtrain.trackers.tracker import At, Start, Tracker, arguments, maybe_named
+from fxtrain.trackers.libraries.pictures import array
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named
 
 
 @record
@@ -35,10 +33,6 @@ class WandB:
     init: Mapping[str, object] = arguments()
 
 
-def _library() -> Any:
-    return optional("wandb", extra="wandb", needed_by="fx.WandB(...)")
-
-
 def _open(config: WandB, start: Start) -> Any:
     own = {
         "project": config.project,
@@ -58,31 +52,31 @@ def _open(config: WandB, start: Start) -> Any:
     settings = init.pop("settings", {})
     if isinstance(settings, Mapping):  # or a `wandb.Settings`
         settings = {"silent": True, "console": "off", **settings}
-    return _library().init(**init, settings=settings)
+    return library(WandB, "wandb").init(**init, settings=settings)
 
 
-def _params(native: Any, start: Start) -> None:
-    native.config.update(dict(start.params), allow_val_change=True)
-
-
-def _log(native: Any, values: Mapping[str, float], at: At) -> None:
-    # Axes to plot over, under names that users are unlikely to log.
-    axes = {"position/rows": at.rows, "position/epoch": at.epoch}
-    known = {name: value for name, value in axes.items() if value is not None}
-    native.log({**known, **values}, step=at.step)
-
-
-def _text(native: Any, name: str, text: str, at: At) -> None:
-    native.log({name: _library().Table(columns=["text"], data=[[text]])}, step=at.step)
-
-
-def _artifact(native: Any, name: str, path: Path, at: At) -> None:
-    artifact = _library().Artifact(re.sub(r"[^\w.-]", "-", name), type="file")
-    if path.is_dir():
-        artifact.add_dir(str(path))
-    else:
-        artifact.add_file(str(path))
-    native.log_artifact(artifact)
+def _write(native: Any, entry: Entry) -> None:
+    wandb = library(WandB, "wandb")
+    name, value, step = entry.name, entry.value, entry.step
+    match entry.kind:
+        case "params":
+            native.config.update(dict(value), allow_val_change=True)
+        case "log":
+            # Axes to plot over, under names that users are unlikely to log.
+            axes = {"position/rows": entry.rows, "position/epoch": entry.epoch}
+            known = {axis: place for axis, place in axes.items() if place is not None}
+            native.log({**known, **value}, step=step)
+        case "text":
+            native.log({name: wandb.Table(columns=["text"], data=[[value]])}, step=step)
+        case "image":
+            native.log({name: wandb.Image(array(value))}, step=step)
+        case "table":
+            table = wandb.Table(columns=value["columns"], data=value["rows"])
+            native.log({name: table}, step=step)
+        case _:
+            artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", name), type="file")
+            (artifact.add_dir if value.is_dir() else artifact.add_file)(str(value))
+            native.log_artifact(artifact)
 
 
 WANDB = Tracker(
@@ -90,12 +84,7 @@ WANDB = Tracker(
     config=WandB,
     package="wandb",
     open=_open,
-    identity=lambda native: native.id,
-    params=_params,
-    log=_log,
-    text=_text,
-    image=log_image(_library),
-    table=log_table(_library),
-    artifact=_artifact,
+    write=_write,
     close=lambda native, failed: native.finish(exit_code=int(failed)),
+    identity=lambda native: native.id,
 )
