@@ -14,6 +14,7 @@ from benchmarks import (
     muon,
     offload,
     placement,
+    replicas,
     report,
     startup,
     step,
@@ -37,6 +38,7 @@ if __name__ == "__main__":
         faults,
         placement,
         report,
+        replicas,
         tokens,
         muon,
     ):

@@ -77,6 +77,7 @@ ROWS = {
     "`context=CP()`": ({"context": fx.CP(causal=True)}, {"context": 2}),
     '`quantize="bnb4"`': ({"quantize": "bnb4"}, {}),
     '`frozen="digests"`': ({"frozen": "digests"}, {}),
+    "`verify_replicas`, `replicas_differ`": ({"verify_replicas": 9, "replicas_differ": "heal"}, {}),
     "`local=LocalSGD()`": ({"local": fx.LocalSGD(every=4)}, {}),
     "`local=DiLoCo()`": ({"local": fx.DiLoCo(every=4)}, {}),
 }

@@ -50,5 +50,6 @@ SINGLE = Strategy(
     full_parameters=True,
     converts_layers=True,
     updates_on_host=True,
+    verifies_replicas=True,
     average=unsupported("averaging of replicas", by="Single, which has only one,"),
 )

@@ -221,6 +221,7 @@ def problems_of(
     if told := _sharded_problems(module):
         return told
     found = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
+    found = (*found, *_replica_problems(strategy, plan))
     found = (*found, *quantized_problems(strategy, ctx, plan, module))
     found = (*found, *recipe_problems(strategy, ctx, plan, module))
     return (*found, *local_problems(ctx, plan))
@@ -248,6 +249,15 @@ def _wrap_error(strategy: Strategy, ctx: DistContext, plan: Plan) -> tuple[str, 
     return (
         f"{strategy.name} cannot split sequences, as Plan(context=...) asks. Remove context, or "
         f"use FSDP() or DDP().",
+    )
+
+
+def _replica_problems(strategy: Strategy, plan: Plan) -> tuple[str, ...]:
+    if not plan.verify_replicas or strategy.verifies_replicas:
+        return ()
+    return (
+        f"Plan(verify_replicas={plan.verify_replicas}): {strategy.name} has no replicas in memory "
+        f"that ranks could compare. Remove verify_replicas, or use DDP(), FSDP() or PP().",
     )
 
 

@@ -10,6 +10,7 @@ from torch.nn.modules.loss import _Loss
 from typing_extensions import TypeVar
 
 from fxtrain import _tree, ops
+from fxtrain.backends.core.replicas import verify_replicas
 from fxtrain.errors import CollectiveError, StepError
 from fxtrain.loop import weighting
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers
@@ -164,13 +165,14 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
     Effects:
         Updates parameters, optimizers, schedulers and gradients in place. Communicates as the
         strategy does; `Weighted` adds one all-reduce of one number per update (two with
-        accumulation), and `nonfinite` other than "ignore" one exchange of flags.
+        accumulation), `nonfinite` other than "ignore" one exchange of flags, and `verify_replicas`
+        one exchange of digests after every so many updates.
 
     Raises:
         StepError: the loss is not a scalar that requires grad, the model has no optimizer or was
             unwrapped, the loader's plan splits sequences in another way than the model's, the
-            loop advanced a scheduler of the model itself, or a value is non-finite under
-            `nonfinite="raise"`.
+            loop advanced a scheduler of the model itself, a value is non-finite under
+            `nonfinite="raise"`, or replicas differ under `verify_replicas`.
         ContextError: the context is closed.
         CollectiveError: a rank never joins.
 
@@ -208,8 +210,8 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
             window.bad_losses.add_(~torch.isfinite(weighted.mean))
         if due:
             outcome = _update(ctx, batch, fns, weighted)
-        if plan.local is not None:
-            _average(model, position)
+        if plan.local is not None or plan.verify_replicas:
+            _average_or_verify(model, position)
     except RuntimeError as error:
         _name_lost_rank(ctx, error)
         raise
@@ -327,11 +329,13 @@ def _check_dtype(loss: Any, model: Wrapped) -> None:
         )
 
 
-def _average(model: Wrapped, position: Position) -> None:
-    """End an averaging round, if it ends at the model's number of updates."""
+def _average_or_verify(model: Wrapped, position: Position) -> None:
+    """End an averaging round, and compare replicas, if it is time at the model's updates."""
+    micro, updates = model.window.micro, model.window.updates
     if round_of(model) is not None:
-        micro, updates = model.window.micro, model.window.updates
         model.strategy.average(model, attrs.evolve(position, updates=updates, micro=micro))
+    if model.plan.verify_replicas and not (micro or updates % model.plan.verify_replicas):
+        verify_replicas(model)
 
 
 def _remind(ctx: DistContext, model: Wrapped, position: Position) -> None:

@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Mapping
 
 import torch
+import xxhash
 from torch import Tensor
 
 from fxtrain.errors import CheckpointError
@@ -69,8 +70,16 @@ def contiguous(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor; writable, and valid as long as the tensor lives."""
+    """The bytes of a contiguous CPU tensor, writable; the tensor lives as long as the result."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+    memory = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # or a copy that a caller does not keep would be freed
+    return memoryview(memory).cast("B")
+
+
+def digest(tensor: Tensor) -> str:
+    """XXH3 of a tensor's values in host memory, with its dtype and shape; strides do not matter."""
+    kind = f"{tensor.dtype} {list(tensor.shape)} "
+    return kind + xxhash.xxh3_128_hexdigest(memory_of(contiguous(tensor)))

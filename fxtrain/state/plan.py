@@ -170,6 +170,11 @@ class Plan:
             digests, with which a restore compares the model's own. Digests suit adapters over a
             base model that is loaded before.
         profile: Which steps `fx.profile(ctx, plan)` records; None for none.
+        verify_replicas: After every so many updates, ranks that hold replicas compare digests of
+            parameters and optimizer states, since faulty hardware computes wrong numbers without an
+            error; 0 never compares them.
+        replicas_differ: What to do if they differ: raise an error on all ranks, or overwrite what
+            differs with what most ranks hold, and raise if there is no majority.
         mesh: Ranks per axis, or text such as "shard=8,tensor=2". `fx.detect` opens the mesh of the
             launch's plan, and `fx.wrap` compares it with the context's; None accepts any.
 
@@ -219,6 +224,10 @@ class Plan:
     frozen: Literal["values", "digests"] = "values"
     quantize: Bnb8 | Bnb4 | Torchao | None = attrs.field(default=None, converter=quantize_of)
     profile: Profile | None = None
+    verify_replicas: int = attrs.field(default=0, validator=at_least(0), metadata={"added": True})
+    replicas_differ: Literal["raise", "heal"] = attrs.field(
+        default="raise", metadata={"added": True}
+    )
     mesh: Mesh | None = attrs.field(default=None, converter=_mesh_of, metadata={"added": True})
 
     if TYPE_CHECKING:  # mypy does not see the short forms that converters take
@@ -248,5 +257,7 @@ class Plan:
             frozen: Literal["values", "digests"] = "values",
             quantize: Bnb8 | Bnb4 | Torchao | QuantizeKind | None = None,
             profile: Profile | None = None,
+            verify_replicas: int = 0,
+            replicas_differ: Literal["raise", "heal"] = "raise",
             mesh: Mesh | str | None = None,
         ) -> None: ...

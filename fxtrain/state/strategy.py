@@ -229,6 +229,9 @@ class Strategy:
             gradients and updates are those of the module.
         generates_together: Whether the forward of the user's module runs on all ranks together
             and gives each the outputs of its own rows, so that they may call its `generate`.
+        verifies_replicas: Whether ranks can compare their replicas (`Plan.verify_replicas`): the
+            parameters of the module and the states of its optimizers are in memory, and shards are
+            DTensors.
         average: (model, position) → None: with independent replicas, ends the round that ends
             at a position, or begins the first; at None ends one. Only called if the model has a
             `Round`.
@@ -261,6 +264,7 @@ class Strategy:
     splits_quantized: bool = False
     updates_on_host: bool = False
     generates_together: bool = False
+    verifies_replicas: bool = False
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
         lambda: unsupported("average", by="This strategy")
     )

@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from fxtrain.backends.core.initial_values import copy_shard
@@ -21,7 +20,7 @@ from fxtrain.backends.core.optimizer_state import (
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.core.parameter_dtypes import HALF
 from fxtrain.errors import CheckpointError
-from fxtrain.models.tensor_bytes import contiguous, memory_of
+from fxtrain.models import tensor_bytes
 from fxtrain.ops.whole_tensors import is_sharded, plain_name
 from fxtrain.precision import quantized_facts, quantized_tensors, scaling_state, stored_tensors
 from fxtrain.state import (
@@ -146,9 +145,7 @@ def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 def _digest(tensor: Any) -> str:
     """Of the full tensor, which all ranks gather if it is sharded."""
-    full = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
-    kind = f"{full.dtype} {list(full.shape)} "
-    return kind + xxhash.xxh3_128_hexdigest(memory_of(contiguous(full)))
+    return tensor_bytes.digest(tensor.detach().full_tensor() if is_sharded(tensor) else tensor)
 
 
 def _check_base(tensors: dict[str, Tensor], base: Mapping[str, str]) -> None:

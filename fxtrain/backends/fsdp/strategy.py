@@ -267,6 +267,7 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     full_parameters=False,
     splits_quantized=True,
     updates_on_host=False,
+    verifies_replicas=True,
     generates_together=True,
     check=_check,
     wrap=_wrap,

@@ -367,4 +367,5 @@ OFFLOAD = attrs.evolve(
     unwrap=_unwrap,
     converts_layers=False,
     updates_on_host=False,
+    verifies_replicas=False,
 )

@@ -137,6 +137,7 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     full_parameters=False,
     converts_layers=False,
     updates_on_host=False,
+    verifies_replicas=True,
     check=_check,
     wrap=_wrap,
     forward=forward,

@@ -204,6 +204,7 @@ XLA_STRATEGY: Strategy = attrs.evolve(
     full_parameters=False,
     converts_layers=False,
     updates_on_host=False,
+    verifies_replicas=False,
     check=_check,
     wrap=_wrap,
     sync=_sync,

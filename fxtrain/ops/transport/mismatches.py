@@ -218,7 +218,7 @@ def by_rank(entries: Iterable[tuple[int, str]], hosts: Mapping[int, str] = _NOWH
     for rank, text in entries:
         ranks.setdefault(text, []).append(rank)
     return [
-        f"  rank{'s' * (len(who) > 1)} {_ranges(who)}{_on(who, hosts)}: {text}"
+        f"  rank{'s' * (len(who) > 1)} {ranges(who)}{_on(who, hosts)}: {text}"
         for text, who in sorted(ranks.items(), key=lambda item: item[1])
     ]
 
@@ -229,7 +229,8 @@ def _on(ranks: list[int], hosts: Mapping[int, str]) -> str:
     return f" on {', '.join(names[:4])}{more}" if names else ""
 
 
-def _ranges(ranks: list[int]) -> str:
+def ranges(ranks: list[int]) -> str:
+    """Ranks in short form, such as 0-2, 5."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:

@@ -1,0 +1,265 @@
+"""Whether ranks that hold the same tensors hold the same bits, and how to repair those that do not.
+
+Hardware that computes or stores a wrong number raises no error: the replicas of a model differ from
+then on, and gradients of both are averaged. Every rank computes a digest of each of its parameters
+and optimizer states. Ranks whose part of a tensor is the same part compare theirs: the replicas of
+DDP, those of the `replicate` axis under FSDP, and tensors that tensor parallelism replicates.
+"""
+
+import hashlib
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fxtrain.backends.core.optimizer_state import local_part, names_of, optimizer_state
+from fxtrain.backends.core.optimizers import local_optimizer
+from fxtrain.errors import StepError
+from fxtrain.models import tensor_bytes
+from fxtrain.ops.logs import log
+from fxtrain.ops.objects import gather_objects
+from fxtrain.ops.transport.exchange import exchange_payloads, rank_loss_guard, settle
+from fxtrain.ops.transport.mismatches import by_rank, ranges
+from fxtrain.state import DistContext, Wrapped, round_of
+
+_CALL = ("verify_replicas", "")
+_KEY, _DIGEST = 8, 16  # bytes of each in a packet
+_PIECE = 1 << 22  # elements of a tensor that are widened to int64 at a time
+_SHOWN = 10  # differences that a message lists
+_Digests = Mapping[str, Mapping[str, str]]  # by part, then by name of a tensor
+
+
+@attrs.frozen(eq=False)
+class _Held:
+    """A tensor of this rank.
+
+    Attributes:
+        name: Of the parameter, or `optimizer.0.` with that of a parameter and a state.
+        part: Equal on the ranks that hold the same elements of the tensors of that part.
+        tensor: This rank's elements, live.
+    """
+
+    name: str
+    part: str
+    tensor: Tensor
+
+
+@attrs.frozen
+class _Difference:
+    """A tensor that should be the same on some ranks, and is not.
+
+    Attributes:
+        part: As `_Held.part`.
+        name: Of the tensor.
+        most: The ranks that hold what more than half of them hold; empty if there is none.
+        others: The other ranks.
+        whole: Whether every one of these ranks has such a tensor.
+    """
+
+    part: str
+    name: str
+    most: tuple[int, ...]
+    others: tuple[int, ...]
+    whole: bool
+
+
+def verify_replicas(model: Wrapped) -> None:
+    """Compare parameters and optimizer states between the ranks that hold replicas of them.
+
+    Called by every rank at the same update, as `Plan.verify_replicas` says.
+
+    Effects:
+        Reads every parameter and optimizer state once, and one exchange of packets; one exchange
+        of objects if there are differences. Under `Plan(replicas_differ="heal")`, tensors that
+        differ from those of most ranks are overwritten with theirs, which is logged.
+
+    Raises:
+        StepError: replicas differ, and the plan does not heal them or no majority agrees; on every
+            rank.
+    """
+    ctx = model.ctx
+    if ctx.world_size == 1 or ctx.comm.simulated:
+        return
+    held = _held_tensors(model)
+    digests = _digests(held)
+    parts = {part: _digest_of_part(found) for part, found in digests.items()}
+    differing = _differing_parts(ctx, parts)
+    if not differing:
+        return
+    mine = {part: found for part, found in digests.items() if _key_of(part) in differing}
+    rows = gather_objects((platform.node(), mine), ctx)
+    differences = _differences([found for _, found in rows])
+    hosts = {rank: host for rank, (host, _) in enumerate(rows) if ctx.num_nodes > 1}
+    lines = _described(differences, hosts)
+    update = model.window.updates
+    if model.plan.replicas_differ == "heal" and all(one.most and one.whole for one in differences):
+        _heal(ctx, held, differences)
+        log(ctx, "fxtrain.replicas").warning(
+            "Replicas differed after update %d; most ranks' values were copied to the others:\n%s",
+            update,
+            "\n".join(lines),
+        )
+        return
+    undecided = [one.name for one in differences if not (one.most and one.whole)]
+    cure = (
+        "Restore a checkpoint from before the last check that passed, and compare `fxtrain replay` "
+        "of the updates since then on these hosts with others."
+    )
+    if model.plan.replicas_differ == "heal":
+        cure = f"No majority of ranks agrees on {undecided[0]}, so nothing was overwritten. {cure}"
+    raise StepError(
+        "\n".join(
+            [f"Replicas differ after update {update} ({ctx.world_size} ranks):", *lines, cure]
+        ),
+        code="FX506",
+    )
+
+
+def digest(tensor: Tensor) -> str:
+    """A digest of the shape, dtype and bits of a tensor, whatever its strides.
+
+    On a CPU it is XXH3 of its memory. Elsewhere it is computed on the device: sums of the elements'
+    bits as 32-bit integers, each multiplied by its position, modulo 2^64. A change of a bit changes
+    such a sum, and so does swapping two elements, since a product of a position and a difference of
+    two such integers is less than 2^64. Both hold for tensors of up to 2^31 elements.
+    """
+    if tensor.device.type == "cpu":
+        return tensor_bytes.digest(tensor)
+    return f"{tensor.dtype} {list(tensor.shape)} {weighted_sums(tensor).tolist()}"
+
+
+def weighted_sums(tensor: Tensor) -> Tensor:
+    """Sums of the bits of a tensor's elements, weighted by their positions.
+
+    Returns:
+        int64, on the tensor's device, shape (n,): one sum for each 32 bits of an element; one for
+        elements of fewer bits.
+    """
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat = values.as_strided((values.numel(),), (1,))  # one element may have any stride
+    size = tensor.element_size()
+    words = max(1, size // 4)
+    bits = flat.view({1: torch.uint8, 2: torch.int16}.get(size, torch.int32)).view(-1, words)
+    sums = torch.zeros(words, dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(bits), _PIECE):
+        piece = bits[start : start + _PIECE].to(torch.int64)
+        places = torch.arange(1 + start, 1 + start + len(piece), device=tensor.device)
+        sums += (piece * places[:, None]).sum(0)
+    return sums
+
+
+def _held_tensors(model: Wrapped) -> list[_Held]:
+    """Parameters and optimizer states of this rank, of which others may hold replicas."""
+    now = round_of(model)
+    # Stages have tensors of their own, and so do replicas that train independently.
+    where = f"{model.ctx.axis('pipeline').rank} {() if now is None else now.peers}"
+    tensors: dict[str, Any] = dict(model.module.named_parameters())
+    names = names_of(model.module)
+    for index, optimizer in enumerate(model.optimizers):
+        if local_optimizer(optimizer) is optimizer:  # otherwise each state is on one rank only
+            tensors |= optimizer_state(optimizer, f"optimizer.{index}", names)[0]
+    return [
+        _Held(name, f"{where} {_shard(tensor)}", local_part(tensor.detach()))
+        for name, tensor in tensors.items()
+    ]
+
+
+def _shard(tensor: Tensor) -> str:
+    """Which shard of a tensor this rank holds: its place on the axes that do not replicate it."""
+    if not isinstance(tensor, DTensor):
+        return ""
+    mesh = tensor.device_mesh
+    axes = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    place = mesh.get_coordinate() or ()
+    split = zip(axes, place, tensor.placements, strict=True)
+    return " ".join(f"{axis}={at} {how}" for axis, at, how in split if not how.is_replicate())
+
+
+def _digests(held: Iterable[_Held]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for one in held:
+        found.setdefault(one.part, {})[one.name] = digest(one.tensor)
+    return found
+
+
+def _key_of(part: str) -> bytes:
+    return hashlib.blake2b(part.encode(), digest_size=_KEY).digest()
+
+
+def _digest_of_part(found: Mapping[str, str]) -> bytes:
+    text = "\n".join(f"{name} {found[name]}" for name in sorted(found))
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
+
+
+def _differing_parts(ctx: DistContext, parts: Mapping[str, bytes]) -> set[bytes]:
+    """The keys of the parts whose digests differ on some ranks; equal on every rank."""
+    sent = b"".join(_key_of(part) + found for part, found in parts.items()) or bytes(1)
+    rows = exchange_payloads(ctx, _CALL, torch.frombuffer(bytearray(sent), dtype=torch.uint8))
+    seen: dict[bytes, bytes] = {}
+    differing: set[bytes] = set()
+    for row in map(bytes, (row.tolist() for row in rows)):
+        for start in range(0, len(row) - _KEY, _KEY + _DIGEST):
+            key, found = row[start : start + _KEY], row[start + _KEY :][:_DIGEST]
+            if seen.setdefault(key, found) != found:
+                differing.add(key)
+    return differing
+
+
+def _differences(rows: Sequence[_Digests]) -> list[_Difference]:
+    """What differs, of the digests of all ranks."""
+    found: list[_Difference] = []
+    for part in sorted({part for row in rows for part in row}):
+        holders = [rank for rank, row in enumerate(rows) if part in row]
+        for name in sorted({name for rank in holders for name in rows[rank][part]}):
+            values = {rank: rows[rank][part].get(name) for rank in holders}
+            counts: dict[str | None, list[int]] = {}
+            for rank, value in values.items():
+                counts.setdefault(value, []).append(rank)
+            if len(counts) == 1:
+                continue
+            most = max(counts.values(), key=len)
+            most = most if 2 * len(most) > len(holders) else []
+            others = [rank for rank in holders if rank not in most]
+            whole = None not in counts
+            found.append(_Difference(part, name, tuple(most), tuple(others), whole))
+    return found
+
+
+def _described(differences: Sequence[_Difference], hosts: Mapping[int, str]) -> list[str]:
+    """Lines that name ranks, hosts and tensors: one for each set of ranks that differs."""
+    names: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+    for one in differences:
+        names.setdefault((one.others, one.most), []).append(one.name)
+    lines = []
+    for (others, most), tensors in names.items():
+        more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
+        from_ = f"from those of ranks {ranges(list(most))}" if most else "between them"
+        differ = "1 tensor differs" if len(tensors) == 1 else f"{len(tensors)} tensors differ"
+        text = f"{differ} {from_}: {', '.join(tensors[:_SHOWN])}{more}"
+        lines += by_rank(((rank, text) for rank in others), hosts)
+    return lines
+
+
+def _heal(ctx: DistContext, held: Iterable[_Held], differences: Iterable[_Difference]) -> None:
+    """Overwrite what differs with what most ranks hold."""
+    settle(ctx)
+    mine = {(one.part, one.name): one.tensor for one in held}
+    with rank_loss_guard(ctx, _CALL), torch.no_grad():
+        for one in differences:
+            source = one.most[0]
+            if ctx.rank != source and ctx.rank not in one.others:
+                continue
+            tensor = mine[one.part, one.name]
+            values = tensor_bytes.contiguous(tensor).clone()
+            octets = torch.frombuffer(tensor_bytes.memory_of(values), dtype=torch.uint8)
+            if ctx.rank == source:
+                for rank in one.others:
+                    dist.send(octets, ctx.comm.ranks[rank], group=ctx.comm.control)
+            else:
+                dist.recv(octets, ctx.comm.ranks[source], group=ctx.comm.control)
+                tensor.copy_(values)

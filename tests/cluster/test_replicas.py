@@ -1,0 +1,157 @@
+"""Replicas that differ by a bit: found under every strategy, named on every rank, healed."""
+
+import platform
+import re
+
+import attrs
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import fxtrain as fx
+from fxtrain.backends import built_in
+from fxtrain.backends.wrapping import problems_of
+from fxtrain.ops.transport.exchange import CallState
+from fxtrain.ops.whole_tensors import is_sharded
+from fxtrain.testing import Transformer, fake_world
+from fxtrain.testing.training import on_mesh
+from tests.cluster._models import DOWN, PIPELINES, UP
+
+HYBRID = fx.Mesh(replicate=2, shard=2)
+TENSOR = fx.FSDP(wrap=("Block",), tensor=fx.TP(styles=(UP, DOWN)))
+CASES = {
+    "ddp": (2, None, fx.DDP()),
+    "four": (4, None, fx.DDP()),
+    "sharded states": (2, None, fx.DDP(shard_optimizer=True)),
+    "hybrid": (4, HYBRID, fx.FSDP(wrap=("Block",))),
+    "tensor": (2, fx.Mesh(replicate=1, tensor=2), TENSOR),
+    "tensor and shards": (4, fx.Mesh(replicate=1, shard=2, tensor=2), TENSOR),
+    "pipeline": (4, fx.Mesh(replicate=2, pipeline=2), fx.PP()),
+}
+
+
+def _adamw(params):
+    return torch.optim.AdamW(params, lr=0.0)  # what was damaged stays as it is
+
+
+def _loss(model, batch):
+    return model(batch.data).square().mean()
+
+
+def _tensor(model, name):
+    """This rank's part of a parameter, or of one of its optimizer states; None without either."""
+    parameter = dict(model.module.named_parameters()).get(name.removesuffix(":exp_avg"))
+    found = model.optimizer.state[parameter]["exp_avg"] if name.endswith("exp_avg") else parameter
+    return found.to_local() if found is not None and is_sharded(found) else found
+
+
+def _train(ctx, case, name="blocks.1.down.weight", ranks=(), how="raise"):
+    """Three updates, each followed by a check; before the second, ranks change one bit of theirs.
+
+    Returns:
+        The error, or this rank's part of the tensor after each update; packets that a check sends.
+    """
+    _, mesh, strategy = CASES[case]
+    plan = fx.Plan(strategy=strategy, verify_replicas=2, replicas_differ=how)
+    seen = []
+    with on_mesh(ctx, mesh) as placed:
+        model = fx.wrap(Transformer(), placed, plan, optimizer=_adamw)
+        rows = torch.randint(
+            Transformer.VOCABULARY,
+            (32, Transformer.LENGTH),
+            generator=torch.Generator().manual_seed(0),
+        )
+        loader = fx.shard(DataLoader(rows, batch_size=2), placed, plan)
+        fns = fx.StepFns(model, _loss)
+        for update, batch in zip(range(3), loader, strict=False):
+            if update == 1 and placed.rank in ranks:
+                _tensor(model, name).detach().view(-1).view(torch.int64)[placed.rank] ^= 1
+            before = placed.comm.slot(CallState).count
+            try:
+                fx.step(placed, batch, fns)
+            except fx.errors.StepError as error:
+                return str(error), None
+            found = _tensor(model, name)
+            seen.append(None if found is None else found.detach().clone())
+            if update == 1:
+                exchanges = placed.comm.slot(CallState).count - before
+        return seen, exchanges
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[PIPELINES] if name == "pipeline" else []) for name in CASES]
+)
+def test_equal_replicas_pass_in_one_exchange(clusters, name):
+    for seen, exchanges in clusters[CASES[name][0]].run(_train, name):
+        assert len(seen) == 3
+        assert exchanges <= 1 + (name == "pipeline") * 8  # whose stages exchange losses
+
+
+# Case, tensor, damaged ranks, and the line that names them.
+FOUND = {
+    "parameter": ("ddp", "gain", [1], "ranks 0-1: 1 tensor differs between them: gain"),
+    "majority": ("four", "gain", [2], "rank 2: 1 tensor differs from those of ranks 0-1, 3: gain"),
+    "state": (
+        "four",
+        "norm.weight:exp_avg",
+        [0],
+        "rank 0: 1 tensor differs from those of ranks 1-3: optimizer.0.norm.weight.exp_avg",
+    ),
+    "hybrid": ("hybrid", "gain", [3], "ranks 1, 3: 1 tensor differs between them: gain"),
+    "tensor": (
+        "tensor",
+        "norm.weight",
+        [1],
+        r"ranks 0-1: \d+ tensors? differs? between.*norm.weig",
+    ),
+    "pipeline": ("pipeline", "gain", [3], "ranks 2-3: 1 tensor differs between them: gain"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[PIPELINES] if name == "pipeline" else []) for name in FOUND]
+)
+def test_a_changed_bit_is_named_on_every_rank(clusters, name):
+    case, tensor, ranks, line = FOUND[name]
+    answers = clusters[CASES[case][0]].run(_train, case, tensor, ranks)
+    errors = {error for error, _ in answers}
+    (error,) = errors
+    assert "Replicas differ after update 2" in error
+    assert "[FX506]" in error
+    assert re.search(line, error), error
+
+
+def _on_nodes(ctx):
+    return _train(attrs.evolve(ctx, num_nodes=2), "four", "gain", [1])
+
+
+def test_ranks_of_several_nodes_are_named_with_their_hosts(clusters):
+    for error, _ in clusters[4].run(_on_nodes):
+        assert f"rank 1 on {platform.node()}: 1 tensor differs from those of ranks 0, 2-3" in error
+
+
+@pytest.mark.parametrize(
+    ("tensor", "ranks"),
+    [("blocks.1.down.weight", [0]), ("norm.weight:exp_avg", [3]), ("gain", [2])],
+)
+def test_healed_replicas_have_the_bits_of_most_ranks(clusters, tensor, ranks):
+    answers = clusters[4].run(_train, "four", tensor, ranks, "heal")
+    alone = clusters[4].run(_train, "four", tensor)
+    for (seen, _), (wanted, _) in zip(answers, alone, strict=True):
+        for mine, theirs in zip(seen, wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_without_a_majority_nothing_is_healed(pair):
+    for error, _ in pair.run(_train, "ddp", "blocks.1.down.weight", [1], "heal"):
+        assert (
+            "No majority of ranks agrees on blocks.1.down.weight, so nothing was overwritten"
+            in error
+        )
+
+
+def test_strategies_without_replicas_in_memory_are_refused():
+    plan = fx.Plan(strategy=fx.Offload(), verify_replicas=10)
+    with fake_world(2) as ctx:
+        (problem,) = problems_of(built_in(fx.Offload), ctx, plan, Transformer())
+    assert "Offload has no replicas in memory" in problem
