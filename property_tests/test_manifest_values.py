@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fxtrain as fx
 from fxtrain.checkpoint.json_values import decode, encode
 from fxtrain.checkpoint.manifest import StoredBox, is_partition
-from fxtrain.checkpoint.write_plan import boxes_in
+from fxtrain.checkpoint.write_plan import held_boxes
 
 # Boxes
 
@@ -71,7 +71,7 @@ def test_stretches_of_a_tensor_are_boxes_that_cover_it(shape, data):
     for begin, end in itertools.pairwise([0, *cuts, size]):
         values = whole.flatten()[begin:end]
         stretch = fx.state.FlatShard(shape=tuple(shape), start=begin, values=values)
-        found = list(boxes_in(stretch))
+        found = held_boxes(stretch)
         for start, box in found:
             place = tuple(slice(a, a + n) for a, n in zip(start, box.shape, strict=True))
             assert torch.equal(whole[place], box)

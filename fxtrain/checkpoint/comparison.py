@@ -1,6 +1,6 @@
 """Compare two checkpoints leaf by leaf, bit for bit."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folders import read_manifest
-from fxtrain.checkpoint.manifest import StoredTensor
-from fxtrain.checkpoint.reading import Reader, open_reader
+from fxtrain.checkpoint.manifest import Manifest, StoredTensor
+from fxtrain.checkpoint.reading import open_reader
 from fxtrain.checkpoint.storage import open_storage
 from fxtrain.state import unstructure
 
@@ -55,62 +55,55 @@ def compare(left: StrPath, right: StrPath) -> Iterator[Difference]:
         ...     [found.path for found in fx.checkpoint.compare(one, other)]
         ['extra']
     """
-    first_storage, second_storage = open_storage(left), open_storage(right)
-    one, other = read_manifest(first_storage), read_manifest(second_storage)
-    yield from _values("position", unstructure(one.position), unstructure(other.position))
-    yield from _values("extra", one.extra, other.extra)
-    yield from _values("", one.models, other.models)
-    with open_reader(first_storage, one) as first, open_reader(second_storage, other) as second:
-        yield from _tables("", one.tensors, other.tensors, first, second)
-        if len(one.own) != len(other.own):
-            yield Difference(path="ranks", left=str(len(one.own)), right=str(len(other.own)))
-        for rank, (ours, theirs) in enumerate(zip(one.own, other.own, strict=False)):
-            yield from _tables(f"rank {rank}: ", ours, theirs, first, second)
+    storages = open_storage(left), open_storage(right)
+    one, other = map(read_manifest, storages)
+    for mine, theirs in zip(_values(one), _values(other), strict=True):
+        for path in {**mine, **theirs}:
+            a, b = mine.get(path, _ABSENT), theirs.get(path, _ABSENT)
+            if type(a) is not type(b) or a != b:
+                yield Difference(path=path, left=_shown(a), right=_shown(b))
+    stored, others = _tensors(one), _tensors(other)
+    with open_reader(storages[0], one) as first, open_reader(storages[1], other) as second:
+        for name in {**stored, **others}:
+            a, b = stored.get(name), others.get(name)
+            if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
+                yield Difference(path=name, left=_summary(a), right=_summary(b))
+            elif texts := _difference(first.new_entry(a, name), second.new_entry(b, name)):
+                yield Difference(path=name, left=texts[0], right=texts[1])
 
 
 def count_leaves(path: StrPath) -> int:
     """Number of tensors and plain values in a checkpoint."""
-    found = read_manifest(open_storage(path))
-    plain = sum(1 for _ in _leaves([found.extra, found.models, unstructure(found.position)]))
-    return plain + len(found.tensors) + sum(map(len, found.own))
+    manifest = read_manifest(open_storage(path))
+    leaves = [leaf for part in _values(manifest) for leaf in part.values()]
+    return len(_tensors(manifest)) + sum(not isinstance(leaf, dict | list) for leaf in leaves)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(one)
-    else:
-        yield value
+def _values(manifest: Manifest) -> list[dict[str, Any]]:
+    """The plain values of the position, of the user and of the models, by path."""
+    parts = {
+        "position": unstructure(manifest.position),
+        "extra": manifest.extra,
+        "": manifest.models,
+    }
+    return [dict(_leaves(path, value)) for path, value in parts.items()]
 
 
-def _values(path: str, left: Any, right: Any) -> Iterator[Difference]:
-    if isinstance(left, dict) and isinstance(right, dict):
-        for key in {**left, **right}:
-            inside = f"{path}.{key}" if path else str(key)
-            yield from _values(inside, left.get(key, _ABSENT), right.get(key, _ABSENT))
-    elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
-        for i, (a, b) in enumerate(zip(left, right, strict=True)):
-            yield from _values(f"{path}.{i}", a, b)
-    elif type(left) is not type(right) or left != right:
-        yield Difference(path=path, left=_words(left), right=_words(right))
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not value or not isinstance(value, dict | list):
+        yield path, value
+        return
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(f"{path}.{key}" if path else str(key), inner)
 
 
-def _tables(
-    prefix: str,
-    left: Mapping[str, StoredTensor],
-    right: Mapping[str, StoredTensor],
-    first: Reader,
-    second: Reader,
-) -> Iterator[Difference]:
-    for name in {**left, **right}:
-        a, b = left.get(name), right.get(name)
-        if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
-            yield Difference(path=prefix + name, left=_entry_summary(a), right=_entry_summary(b))
-            continue
-        one, other = first.new_entry(a, name), second.new_entry(b, name)
-        found = _difference(one, other)
-        if found is not None:
-            yield Difference(path=prefix + name, left=found[0], right=found[1])
+def _tensors(manifest: Manifest) -> dict[str, StoredTensor]:
+    own = {
+        f"rank {rank}: {name}": entry
+        for rank, entries in enumerate(manifest.own)
+        for name, entry in entries.items()
+    }
+    return {**manifest.tensors, **own}
 
 
 def _difference(one: Tensor, other: Tensor) -> tuple[str, str] | None:
@@ -123,19 +116,16 @@ def _difference(one: Tensor, other: Tensor) -> tuple[str, str] | None:
     if not count:
         return None
     first = int(unequal.nonzero()[0])
-    where = f" at {first} of {one.numel()}, {count} differ"
     a, b = one.reshape(-1)[first].item(), other.reshape(-1)[first].item()
-    return f"{a!r}{where}", repr(b)
+    return f"{a!r} at {first} of {one.numel()}, {count} differ", repr(b)
 
 
-def _entry_summary(entry: StoredTensor | None) -> str:
+def _summary(entry: StoredTensor | None) -> str:
     return "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
 
 
-def _words(value: Any) -> str:
-    if value is _ABSENT:
-        return "nothing"
-    text = repr(value)
+def _shown(value: Any) -> str:
+    text = "nothing" if value is _ABSENT else repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 

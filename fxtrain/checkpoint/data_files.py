@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from fxtrain.checkpoint.manifest import CHUNK, DataFile, StoredBox, StoredTensor, digest_of
-from fxtrain.checkpoint.storage import Storage, Write
+from fxtrain.checkpoint.storage import Storage
 from fxtrain.checkpoint.write_plan import TensorChunk
 from fxtrain.models.safetensors_files import aligned_first, to_header
 from fxtrain.models.tensor_bytes import STORED_DTYPES, contiguous, memory_of
@@ -47,7 +47,13 @@ def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Wr
     with storage.create(name) as write:
         write(memoryview(header))
         for chunk, end in zip(ordered, ends, strict=True):
-            digests = _write_values(write, chunk)
+            values = contiguous(chunk.tensor)  # lives until its bytes are written
+            memory = memory_of(values)
+            digests: list[str] = []
+            for begin in range(0, len(memory), CHUNK):
+                block = memory[begin : begin + CHUNK]
+                digests.append(digest_of(block))
+                write(block)
             part = StoredBox(
                 file=name,
                 offset=len(header) + end - chunk.tensor.nbytes,
@@ -68,22 +74,11 @@ def merged(written: Sequence[Written]) -> dict[str, StoredTensor]:
     """The tensors that all ranks share, with the boxes that any of them wrote."""
     first: dict[str, StoredTensor] = {}
     parts: dict[str, list[StoredBox]] = {}
-    for one in written:
-        for name, stored in one.tensors.items():
+    for of_rank in written:
+        for name, stored in of_rank.tensors.items():
             first.setdefault(name, stored)
             parts.setdefault(name, []).extend(stored.parts)
     return {name: attrs.evolve(first[name], parts=tuple(boxes)) for name, boxes in parts.items()}
-
-
-def _write_values(write: Write, chunk: TensorChunk) -> list[str]:
-    values = contiguous(chunk.tensor)  # lives until its bytes are written
-    memory = memory_of(values)
-    digests: list[str] = []
-    for begin in range(0, len(memory), CHUNK):
-        block = memory[begin : begin + CHUNK]
-        digests.append(digest_of(block))
-        write(block)
-    return digests
 
 
 def _row(rank: int, chunk: TensorChunk) -> tuple[str, str, list[int], int]:

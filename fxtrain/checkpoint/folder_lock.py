@@ -35,11 +35,7 @@ class Lock:
     owner: Owner = attrs.field(factory=lambda: this_process())
     token: str = attrs.field(factory=lambda: secrets.token_hex(8))  # identifies this lock
     _ended: threading.Event = attrs.field(factory=threading.Event, init=False)
-    _heartbeats: threading.Thread = attrs.field(init=False)
-
-    @_heartbeats.default
-    def _new_thread(self) -> threading.Thread:
-        return threading.Thread(target=self._send_heartbeats, name="fxtrain lock", daemon=True)
+    _heartbeats: list[threading.Thread] = attrs.field(factory=list, init=False)
 
     def check(self) -> None:
         """Check that this process still holds the lock.
@@ -61,8 +57,8 @@ class Lock:
         if self._ended.is_set():
             return
         self._ended.set()
-        if self._heartbeats.is_alive():
-            self._heartbeats.join()  # its last one would create the lock again
+        for thread in self._heartbeats:
+            thread.join()  # in a store, its last heartbeat would create the lock again
         try:
             ours = self.is_ours()
         except (CheckpointError, OSError):  # unreadable, but created by this process
@@ -80,7 +76,9 @@ class Lock:
 
     def start(self) -> None:
         """Start to send heartbeats."""
-        self._heartbeats.start()
+        thread = threading.Thread(target=self._send_heartbeats, name="fxtrain lock", daemon=True)
+        self._heartbeats.append(thread)
+        thread.start()
 
     def _send_heartbeats(self) -> None:
         """Change the lock until it is released or lost."""

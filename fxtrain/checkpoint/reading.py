@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fxtrain.checkpoint.manifest import (
     CHUNK,
@@ -19,10 +18,9 @@ from fxtrain.checkpoint.manifest import (
     digest_of,
 )
 from fxtrain.checkpoint.storage import Storage
-from fxtrain.checkpoint.write_plan import box_of, boxes_in
+from fxtrain.checkpoint.write_plan import held_boxes
 from fxtrain.errors import CheckpointError
 from fxtrain.models.tensor_bytes import DTYPES, memory_of
-from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import FlatShard
 
 _BLOCK = 64 << 20  # bytes read at once when only some columns are needed
@@ -68,18 +66,12 @@ class Reader:
                 f"process. Restore into the model that was saved.",
                 code="FX603",
             )
-        if isinstance(tensor, FlatShard):
-            for start, box in boxes_in(tensor):
-                self._fill_box(entry, name, start, box)
-            return
-        if isinstance(tensor, DTensor):
-            start, _ = box_of(tensor)
-        else:
-            start = (0,) * tensor.ndim
         with torch.no_grad():
-            self._fill_box(entry, name, start, local_values(tensor))
-        # The bytes were written without torch noticing.
-        torch.autograd.graph.increment_version(tensor)
+            for start, values in held_boxes(tensor):
+                self._fill_box(entry, name, start, values)
+        if not isinstance(tensor, FlatShard):
+            # The bytes were written without torch noticing.
+            torch.autograd.graph.increment_version(tensor)
 
     def new(self, name: str) -> Tensor:
         """Read a full tensor."""

@@ -4,7 +4,7 @@ import platform
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 import attrs
@@ -114,38 +114,35 @@ def save(
         'update-0000000007'
     """
     check_connected("save", ctx)
-    arguments = {
-        "path": "",
-        "background": repr(background),
-        "busy": repr(busy),
-        "keep_last": repr(keep_last),
-        "keep_every": repr(keep_every),
-        "keep_best": repr(keep_best),
-        "best": repr(best),
-    }
-    models, keep, at, problem = dict[str, Wrapped](), RetentionRule(), Position(), None
+    models, keep, at, where, problem = dict[str, Wrapped](), RetentionRule(), Position(), "", None
     try:
         keep = retention_rule(keep_last, keep_every, keep_best, best, metric)
         models = by_name(model)
         at = _position(position, models)
         if busy not in ("wait", "skip"):
             raise CheckpointError(f"save(busy={busy!r}): choose 'wait' or 'skip'.")
-        arguments["path"] = repr(str(open_storage(path)))
+        where = str(open_storage(path))
     except FxError as error:
         if ctx.world_size == 1:
             raise
         problem = error  # reported to the other ranks
+    arguments = {
+        "path": where,
+        "background": background,
+        "busy": busy,
+        "keep_last": keep_last,
+        "keep_every": keep_every,
+        "keep_best": keep_best,
+        "best": best,
+        "position": at,
+    }
     with _as_checkpoint_error(str(path)):
         in_progress = wait_for_earlier(ctx, busy)
         if in_progress is not None:
             return in_progress
+        mine = Proposal(path=str(path), arguments={k: repr(v) for k, v in arguments.items()})
         job, open_group = _prepare(
-            ctx,
-            path,
-            Proposal(path=str(path), must_match=arguments, position=at),
-            problem,
-            lambda: snapshot(ctx, models, at, extra, metric),
-            keep,
+            ctx, path, mine, problem, lambda: snapshot(ctx, models, at, extra, metric), keep
         )
         if not background:
             job.run(ctx)
@@ -213,7 +210,7 @@ def _prepare(
         The save, and whether a rank needs a group for background saves.
     """
     captured, lock, writable = None, None, dict[str, TensorChunk]()
-    try:
+    with ExitStack() as undo:
         try:
             if problem is None:
                 captured = capture()
@@ -226,7 +223,8 @@ def _prepare(
                     has_background_group=has_background_group(ctx),
                 )
                 if ctx.is_main:
-                    named, lock = _reserve(open_storage(path), mine.position.updates)
+                    named, lock = _reserve(open_storage(path), captured.position.updates)
+                    undo.callback(lock.release)
                     mine = attrs.evolve(mine, named=named)
         except Exception as error:  # raised below on every rank
             problem = error
@@ -245,27 +243,14 @@ def _prepare(
             lock=lock,
             state=ctx.comm.slot(CheckpointState),
         )
-        return job, not all(proposal.has_background_group for proposal in proposals)
-    except BaseException:
-        if lock is not None:
-            lock.release()
-        raise
+        undo.pop_all()  # the job releases the lock
+    return job, not all(proposal.has_background_group for proposal in proposals)
 
 
-def save_alone(path: Any, captured: Snapshot) -> str:
+def save_alone(path: StrPath, captured: Snapshot) -> str:
     """Write a state from a single process, and return the path of the checkpoint."""
-    folder, ctx = open_storage(path), DistContext()
-    (name, token), lock = _reserve(folder, captured.position.updates)
-    job = _Job(
-        folder=folder,
-        name=name,
-        token=token,
-        snapshot=captured,
-        chunks=[*writable_chunks(captured.tensors).values()],
-        keep=RetentionRule(),
-        lock=lock,
-        state=ctx.comm.slot(CheckpointState),
-    )
+    ctx = DistContext()
+    job, _ = _prepare(ctx, path, Proposal(path=str(path)), None, lambda: captured, RetentionRule())
     job.run(ctx)
     return job.path
 

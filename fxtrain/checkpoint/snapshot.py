@@ -14,6 +14,7 @@ from fxtrain import ops
 from fxtrain.checkpoint.json_values import encode
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.devices import device_random_state, set_device_random_state
+from fxtrain.ops.whole_tensors import identity
 from fxtrain.state import (
     DistContext,
     FlatShard,
@@ -108,7 +109,13 @@ def snapshot(
     users: dict[str, Tensor] = {}
     encoded = encode(extra, "extra", users)
     tensors.update(users)
-    kept, aliases = _shared(tensors)
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        key = id(tensor) if isinstance(tensor, FlatShard) else identity(tensor)
+        if first.setdefault(key, name) != name:
+            aliases[name] = first[key]
+    kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     return Snapshot(
         tensors=kept,
         aliases=aliases,
@@ -118,43 +125,6 @@ def snapshot(
         extra=encoded,
         position=position,
         metric=metric,
-    )
-
-
-def _shared(
-    tensors: Mapping[str, Tensor | FlatShard],
-) -> tuple[dict[str, Tensor | FlatShard], dict[str, str]]:
-    """Each tensor once, and the aliases of those with several names."""
-    first: dict[Any, str] = {}
-    kept: dict[str, Tensor | FlatShard] = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        key = _memory(tensor)
-        if key in first:
-            aliases[name] = first[key]
-        else:
-            kept[name] = tensor
-            first[key] = name
-    return kept, aliases
-
-
-def _memory(tensor: Tensor | FlatShard) -> Any:
-    """A key that is equal for two names of the same tensor."""
-    if isinstance(tensor, FlatShard):
-        return id(tensor)
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.numel():
-        return id(tensor)
-    # XLA tensors have no data pointer.
-    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.data_ptr():
-        return id(tensor)
-    return (
-        tensor.device,
-        tensor.data_ptr(),
-        tensor.dtype,
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
     )
 
 

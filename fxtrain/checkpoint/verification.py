@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import attrs
 
@@ -94,31 +93,26 @@ def _changes(storage: Storage, manifest: Manifest) -> Iterator[str]:
         for name, entry in entries.items():
             for part in entry.parts:
                 by_file[part.file].append((name, entry, part))
-    for file, found in by_file.items():
+    for file, parts in by_file.items():
         with storage.open(file) as read:
             try:
                 header = header_of(read, file, manifest.files[file])
-                yield from _header_problems(file, header, found)
+                yield from _header_problems(file, header, parts)
             except UnreadableError:
                 raise
             except CheckpointError as error:
                 yield f"  {error}"
-            for name, entry, part in sorted(found, key=lambda one: one[2].offset):
-                yield from _part_changes(read, name, entry, part)
-
-
-def _part_changes(read: Any, name: str, entry: StoredTensor, part: StoredBox) -> Iterator[str]:
-    size = math.prod(part.shape) * entry.itemsize
-    for index, low in enumerate(range(0, size, CHUNK)):
-        chunk = bytearray(min(CHUNK, size - low))
-        read(part.offset + low, memoryview(chunk))
-        if digest_of(chunk) != part.digests[index]:
-            first = part.offset + low
-            yield f"  {name} was changed in {part.file}, bytes {first} to {first + len(chunk)}"
+            for name, entry, part in sorted(parts, key=lambda each: each[2].offset):
+                for low in range(0, size := math.prod(part.shape) * entry.itemsize, CHUNK):
+                    chunk, first = bytearray(min(CHUNK, size - low)), part.offset + low
+                    read(first, memoryview(chunk))
+                    if digest_of(chunk) != part.digests[low // CHUNK]:
+                        end = first + len(chunk)
+                        yield f"  {name} was changed in {file}, bytes {first} to {end}"
 
 
 def _header_problems(
-    file: str, header: bytes, found: list[tuple[str, StoredTensor, StoredBox]]
+    file: str, header: bytes, parts: list[tuple[str, StoredTensor, StoredBox]]
 ) -> Iterator[str]:
     """Differences between the manifest and the safetensors header, which other tools read."""
     try:
@@ -132,7 +126,7 @@ def _header_problems(
         return
     if int.from_bytes(header[:8], "little") != len(header) - 8:
         yield f"  the header of {file} differs in length from its length field"
-    for name, entry, part in found:
+    for name, entry, part in parts:
         begin = part.offset - len(header)
         size = math.prod(part.shape) * entry.itemsize
         if (begin, begin + size, STORED_DTYPES[entry.dtype]) not in spans:

@@ -15,7 +15,7 @@ from fxtrain.models.tensor_bytes import contiguous, dtype_name, memory_of
 from fxtrain.ops.same_errors import gather_with_errors
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.ops.whole_tensors import local_values
-from fxtrain.state import DistContext, FlatShard, Position
+from fxtrain.state import DistContext, FlatShard
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -47,8 +47,7 @@ class Proposal:
 
     Attributes:
         path: The path as passed.
-        must_match: Arguments that must be equal on every rank, as text; empty if invalid.
-        position: Position of the run.
+        arguments: Those that must be equal on every rank, as text.
         sizes: Bytes of the chunks that it could write, by key.
         digests: Name and digest of the chunks that may differ between ranks, by key.
         aliases: Names of tensors that share the memory of another.
@@ -57,8 +56,7 @@ class Proposal:
     """
 
     path: str
-    must_match: Mapping[str, str]
-    position: Position
+    arguments: Mapping[str, str] = attrs.field(factory=dict)
     sizes: Mapping[str, int] = attrs.field(factory=dict)
     digests: Mapping[str, tuple[str, str]] = attrs.field(factory=dict)
     aliases: Mapping[str, str] = attrs.field(factory=dict)
@@ -75,15 +73,21 @@ def writable_chunks(tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, Tens
     Raises:
         CheckpointError: a tensor cannot be written; its name is in the message.
     """
-    found: dict[str, TensorChunk] = {}
+    chunks: dict[str, TensorChunk] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, FlatShard):
-            found |= {f"{name}@{chunk.start}": chunk for chunk in _flat_chunks(name, tensor)}
-        elif not isinstance(tensor, DTensor):
-            found[name] = _plain(name, tensor)
-        elif (chunk := _dtensor_chunks(name, tensor)) is not None:
-            found[f"{name}@{chunk.start}"] = chunk
-    return found
+        if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
+            raise CheckpointError(
+                f"{name} is a DTensor with unreduced (Partial) values. Redistribute it first."
+            )
+        for start, values in held_boxes(tensor):
+            chunks[f"{name}@{start}"] = TensorChunk(
+                name=name,
+                dtype=dtype_name(values, name),
+                full_shape=tuple(tensor.shape),
+                start=start,
+                tensor=values,
+            )
+    return chunks
 
 
 def compare_proposals(
@@ -92,36 +96,32 @@ def compare_proposals(
     """The proposals of all ranks.
 
     Raises:
-        CheckpointError: a rank has a problem, or arguments or positions differ; on every rank.
+        CheckpointError: a rank has a problem, or arguments differ; on every rank.
     """
     proposals, lines = gather_with_errors(mine, problem, ctx)
     if lines:
         head = f"Nothing was saved in {proposals[0].path}:"
         raise CheckpointError("\n".join([head, *lines]), code="FX606") from problem
-    first = proposals[0].must_match
+    first = proposals[0].arguments
     unequal = [
-        name for name in first if any(one.must_match[name] != first[name] for one in proposals)
+        name for name in first if any(other.arguments[name] != first[name] for other in proposals)
     ]
     if unequal:
-        raise CheckpointError(_unequal(proposals, unequal), code="FX606")
-    if len({proposal.position for proposal in proposals}) > 1:
-        lines = [f"  rank {rank}: {one.position}" for rank, one in enumerate(proposals)]
-        raise CheckpointError(
-            "\n".join(["save: the ranks are at different positions:", *lines]), code="FX606"
+        values = [
+            ", ".join(f"{name}={proposal.arguments[name]}" for name in unequal)
+            for proposal in proposals
+        ]
+        advice = "Pass the same arguments on every rank."
+        if "path" in unequal:
+            advice += (
+                " All ranks share one checkpoint folder: do not put the rank, a time or a random "
+                "name into its path, or send rank 0's path with ops.broadcast_object(path, ctx)."
+            )
+        head = (
+            f"Nothing was saved. save: the ranks pass different values of {' and '.join(unequal)}."
         )
+        raise CheckpointError("\n".join([head, *by_rank(enumerate(values)), advice]), code="FX606")
     return proposals
-
-
-def _unequal(proposals: Sequence[Proposal], names: Sequence[str]) -> str:
-    values = [", ".join(f"{name}={one.must_match[name]}" for name in names) for one in proposals]
-    advice = "Pass the same arguments on every rank."
-    if "path" in names:
-        advice += (
-            " All ranks share one checkpoint folder: do not put the rank, a time or a random "
-            "name into its path, or send rank 0's path with ops.broadcast_object(path, ctx)."
-        )
-    head = f"Nothing was saved. save: the ranks pass different values of {' and '.join(names)}."
-    return "\n".join([head, *by_rank(enumerate(values)), advice])
 
 
 def varying_digests(
@@ -146,13 +146,13 @@ def chunks_to_write(
     for proposal in proposals:
         for key, digest in proposal.digests.items():
             digests.setdefault(key, set()).add(digest)
+    differing = {name for pairs in digests.values() if len(pairs) > 1 for name, _ in pairs}
     writers = _writers(proposals, digests.keys())
-    differing = {name for both in digests.values() if len(both) > 1 for name, _ in both}
     own = dict(captured.own)
     own |= {chunk.name: chunk.tensor for chunk in writable.values() if chunk.name in differing}
     return [
         *(chunk for key, chunk in writable.items() if writers[key] == ctx.rank),
-        *(attrs.evolve(_plain(name, tensor), own=True) for name, tensor in own.items()),
+        *(attrs.evolve(chunk, own=True) for chunk in writable_chunks(own).values()),
     ]
 
 
@@ -175,12 +175,23 @@ def _writers(proposals: Sequence[Proposal], varies_by_rank: Set[str]) -> dict[st
     return writers
 
 
-def box_of(tensor: DTensor) -> Box:
-    """(start, shape) of this rank's shard of a DTensor."""
+def held_boxes(tensor: Tensor | FlatShard) -> list[tuple[tuple[int, ...], Tensor]]:
+    """The boxes of a tensor that this rank holds: offset in the full tensor, and a view."""
+    if isinstance(tensor, FlatShard):
+        values, at, boxes = tensor.values.detach(), 0, list[tuple[tuple[int, ...], Tensor]]()
+        for start, shape in boxes_of(tensor.shape, tensor.start, tensor.start + len(values)):
+            size = math.prod(shape)
+            boxes.append((start, values[at : at + size].view(shape)))
+            at += size
+        return boxes
+    if not isinstance(tensor, DTensor):
+        return [((0,) * tensor.ndim, local_values(tensor))]
+    if tensor.device_mesh.get_coordinate() is None:
+        return []
     shape, start = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return tuple(start), tuple(shape)
+    return [] if 0 in shape else [(tuple(start), local_values(tensor))]
 
 
 def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
@@ -205,51 +216,3 @@ def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[
     before = row * math.prod(shape[1:])
     for start, size in boxes_of(shape[1:], begin - before, end - before):
         yield (row, *start), (1, *size)
-
-
-def boxes_in(part: FlatShard) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Views of a flat shard as boxes, each with its offset in the full tensor."""
-    values, at = part.values.detach(), 0
-    for start, shape in boxes_of(part.shape, part.start, part.start + len(values)):
-        size = math.prod(shape)
-        yield start, values[at : at + size].view(shape)
-        at += size
-
-
-def _flat_chunks(name: str, part: FlatShard) -> Iterator[TensorChunk]:
-    """This rank's flat shard as boxes, since files contain boxes."""
-    dtype = dtype_name(part.values, name)
-    for start, box in boxes_in(part):
-        yield TensorChunk(name=name, dtype=dtype, full_shape=part.shape, start=start, tensor=box)
-
-
-def _plain(name: str, tensor: Tensor) -> TensorChunk:
-    shape = tuple(tensor.shape)
-    return TensorChunk(
-        name=name,
-        dtype=dtype_name(tensor, name),
-        full_shape=shape,
-        start=(0,) * len(shape),
-        tensor=tensor.detach(),
-    )
-
-
-def _dtensor_chunks(name: str, tensor: DTensor) -> TensorChunk | None:
-    """This rank's shard, or None if it has none."""
-    if any(isinstance(placement, Partial) for placement in tensor.placements):
-        raise CheckpointError(
-            f"{name} is a DTensor with unreduced (Partial) values. Redistribute it first."
-        )
-    if tensor.device_mesh.get_coordinate() is None:
-        return None
-    start, shape = box_of(tensor)
-    local = local_values(tensor)
-    if 0 in shape:
-        return None
-    return TensorChunk(
-        name=name,
-        dtype=dtype_name(local, name),
-        full_shape=tuple(tensor.shape),
-        start=start,
-        tensor=local,
-    )

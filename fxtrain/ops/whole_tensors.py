@@ -70,7 +70,7 @@ def identity(tensor: Tensor) -> Hashable:
         return id(tensor)
     if tensor.is_meta or tensor.numel() == 0 or tensor.data_ptr() == 0:
         return id(tensor)
-    where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.is_neg())
+    where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.is_neg(), tensor.is_conj())
     return (*where, tuple(tensor.shape), tensor.stride())
 
 

@@ -109,7 +109,7 @@ def _one_rank_fails(ctx, folder, where):
     [
         ("values", "rank 1: CheckpointError: extra is"),
         ("file", "rank 1: OSError: [Errno 28]"),
-        ("position", "different positions"),
+        ("position", "different values of position"),
     ],
 )
 def test_a_rank_that_fails_is_heard_on_all(pair, where, word, tmp_path):
