@@ -9,7 +9,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -32,6 +32,8 @@ _MAX_DIMS = 64  # torch's limit
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _HEAD, _MIDDLE, _TAIL = b'{"digest":"', b'","manifest":', b"}\n"
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset in a tensor and shape
 
 
 class NewerFormatError(CheckpointError):
@@ -130,14 +132,11 @@ def digest_of(data: Any) -> str:
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """The bytes of the file."""
-    data = {
-        "format": FORMAT,
-        **attrs.asdict(manifest, recurse=False),
-        "position": unstructure(manifest.position),
-        "tensors": _plain(manifest.tensors),
-        "own": [_plain(tensors) for tensors in manifest.own],
-        "files": _plain(manifest.files),
-    }
+    data = {"format": FORMAT, **attrs.asdict(manifest, recurse=False)}
+    data["position"] = unstructure(manifest.position)
+    for name in ("tensors", "files"):
+        data[name] = _plain(data[name])
+    data["own"] = [_plain(tensors) for tensors in manifest.own]
     body = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
     return _HEAD + digest_of(body).encode() + _MIDDLE + body + _TAIL
 
@@ -154,70 +153,51 @@ def load_manifest(raw: bytes) -> Manifest:
             anything is opened or allocated from its content.
         NewerFormatError: this version does not know its format.
     """
-    data = _parse(_body(raw))
-    _check_format(data)
-    del data["format"]
+    body = _body(raw)
     try:
-        manifest = _converter().structure(data, Manifest)
-        _check(manifest)
+        data = parse_json(bytes(body))
+        # The format comes first: the other fields of a newer format are unknown.
+        number = data.pop("format", None) if isinstance(data, dict) else None
+        if type(number) is not int or number < 1:
+            raise ValueError(f"its format is {str(number)[:80]!r}")
+        if number <= FORMAT:
+            manifest = _converter().structure(data, Manifest)
+            _check(manifest)
+            return manifest
     except cattrs.BaseValidationError as error:
         problem = transform_error(error, "the manifest", _text_of)[0]
     except (ValueError, RecursionError) as error:
         problem = str(error)
     else:
-        return manifest
-    raise CheckpointError(f"The manifest is malformed: {problem[:500]}.", code="FX602")
-
-
-def _check_format(data: Mapping[str, Any]) -> None:
-    """Check the format first: the other fields of a newer format are unknown."""
-    number = data.get("format")
-    if type(number) is not int or number < 1:
-        raise CheckpointError(
-            f"The manifest is malformed: its format is {str(number)[:80]!r}.", code="FX602"
-        )
-    if number > FORMAT:
         raise NewerFormatError(
             f"It was written by a newer fxtrain (format {str(number)[:80]}; this version reads "
             f"{FORMAT}). Update fxtrain, or use a checkpoint that this version wrote."
         )
+    raise CheckpointError(f"The manifest is malformed: {problem[:500].rstrip('.')}.", code="FX602")
 
 
 def _body(raw: bytes) -> memoryview:
-    start, middle = len(_HEAD), len(_HEAD) + 32
-    view = memoryview(raw)
-    framed = (
-        len(raw) <= _MAX_BYTES
-        and view[:start] == _HEAD
-        and view[middle : middle + len(_MIDDLE)] == _MIDDLE
-        and view[-len(_TAIL) :] == _TAIL
-    )
-    if not framed:
+    """The inner object of the file, as it was written."""
+    view, middle = memoryview(raw), len(_HEAD) + 32
+    begin = middle + len(_MIDDLE)
+    if (
+        len(raw) > _MAX_BYTES
+        or view[: len(_HEAD)] != _HEAD
+        or view[middle:begin] != _MIDDLE
+        or view[-len(_TAIL) :] != _TAIL
+    ):
         raise CheckpointError(
             f"{MANIFEST} ({len(raw)} bytes) is not a manifest, or was truncated or changed.",
             code="FX602",
         )
-    body = view[middle + len(_MIDDLE) : -len(_TAIL)]
+    body, recorded = view[begin : -len(_TAIL)], view[len(_HEAD) : middle]
     digest = digest_of(body)
-    if view[start:middle] != digest.encode():
+    if recorded != digest.encode():
         raise CheckpointError(
-            f"{MANIFEST} was changed: its digest is {digest}, but it records "
-            f"{bytes(view[start:middle])!r}.",
+            f"{MANIFEST} was changed: its digest is {digest}, but it records {bytes(recorded)!r}.",
             code="FX602",
         )
     return body
-
-
-def _parse(body: memoryview) -> dict[str, Any]:
-    try:
-        data = parse_json(bytes(body))
-    except ValueError as error:
-        raise CheckpointError(
-            f"The manifest is not JSON: {str(error).rstrip('.')}.", code="FX602"
-        ) from error
-    if not isinstance(data, dict):
-        raise CheckpointError("The manifest is not a JSON object.", code="FX602")
-    return data
 
 
 @functools.cache  # building one generates code; a converter is never changed afterwards
@@ -245,13 +225,14 @@ def _number(value: Any, _: Any) -> float:
     return value
 
 
-def _string(value: Any, _: Any) -> str:
+def _string(value: Any, _: Any = None) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{str(value)[:80]} is not a string")
     return value
 
 
 def _counts(data: Any, _: Any) -> tuple[int, ...]:
+    # One frame for all: most of a manifest are numbers.
     if type(data) is not list or not set(map(type, data)) <= {int}:
         raise ValueError(f"{str(data)[:80]} is not a list of sizes or offsets")
     if data and not 0 <= min(data) <= max(data) <= HIGHEST:
@@ -277,16 +258,7 @@ def _check(manifest: Manifest) -> None:
     Raises:
         ValueError: they contradict each other.
     """
-    for name, file in manifest.files.items():
-        if not _FILE_NAME.fullmatch(name):
-            raise ValueError(f"{name[:200]!r} is not the name of a data file")
-        if not 8 <= file.header <= min(file.size, _MAX_BYTES):
-            raise ValueError(f"{name} has a header of {file.header} bytes in {file.size}")
-        _digests([file.digest], None)
-    stored = [pair for table in (manifest.tensors, *manifest.own) for pair in table.items()]
-    for name, tensor in stored:
-        _check_tensor(name, tensor, manifest.files)
-    _check_disjoint(manifest.files, [tensor for _, tensor in stored])
+    _check_files(manifest)
     for name, target in manifest.aliases.items():
         if target not in manifest.tensors or name in manifest.tensors:
             raise ValueError(f"{name!r} is not a valid alias of the tensor {target!r}")
@@ -299,15 +271,41 @@ def _check(manifest: Manifest) -> None:
     for name, model in manifest.models.items():
         if not isinstance(model, dict) or model.keys() != {"plan", "fingerprint", "values"}:
             raise ValueError(f"the model {name!r} needs a plan, a fingerprint and values")
-        _string(model["fingerprint"], str)
+        _string(model["fingerprint"])
 
 
-def _check_tensor(name: str, tensor: StoredTensor, files: Mapping[str, DataFile]) -> None:
-    if tensor.dtype not in DTYPES or len(tensor.shape) > _MAX_DIMS:
-        raise ValueError(
-            f"{name} has the dtype {tensor.dtype[:80]!r} and {len(tensor.shape)} dimensions"
-        )
-    full, itemsize = tensor.shape, tensor.itemsize
+def _check_files(manifest: Manifest) -> None:
+    """Check that every byte of every file belongs to its header or to one part of a tensor."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for name, file in manifest.files.items():
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(f"{name[:200]!r} is not the name of a data file")
+        if not 8 <= file.header <= min(file.size, _MAX_BYTES):
+            raise ValueError(f"{name} has a header of {file.header} bytes in {file.size}")
+        _digests([file.digest], None)
+        spans[name] = [(0, file.header)]
+    for table in (manifest.tensors, *manifest.own):
+        for name, tensor in table.items():
+            _check_tensor(name, tensor, manifest.files, spans)
+    for name, used in spans.items():
+        end = 0
+        for offset, size in (*sorted(used), (manifest.files[name].size, 0)):
+            if offset != end:
+                raise ValueError(f"parts in {name} overlap or have a gap at byte {end}")
+            end += size
+
+
+def _check_tensor(
+    name: str,
+    tensor: StoredTensor,
+    files: Mapping[str, DataFile],
+    spans: dict[str, list[tuple[int, int]]],
+) -> None:
+    """Check a tensor, and add the offset and size of each part to the spans of its file."""
+    full = tensor.shape
+    if tensor.dtype not in DTYPES or len(full) > _MAX_DIMS:
+        raise ValueError(f"{name} has the dtype {tensor.dtype[:80]!r} and {len(full)} dimensions")
+    itemsize = tensor.itemsize
     for part in tensor.parts:
         end = tuple(map(operator.add, part.start, part.shape))
         if not len(part.start) == len(part.shape) == len(full) or any(map(operator.gt, end, full)):
@@ -317,50 +315,31 @@ def _check_tensor(name: str, tensor: StoredTensor, files: Mapping[str, DataFile]
             raise ValueError(f"a part of {name} is not inside the file {part.file[:200]!r}")
         if len(part.digests) != -(-size // CHUNK):
             raise ValueError(f"a part of {name} has {len(part.digests)} digests for {size} bytes")
-    if not is_partition(tensor.shape, tensor.parts):
-        raise ValueError(f"the parts of {name} overlap or do not cover {list(tensor.shape)}")
+        if size:
+            spans[part.file].append((part.offset, size))
+    if not is_partition(full, [(part.start, part.shape) for part in tensor.parts]):
+        raise ValueError(f"the parts of {name} overlap or do not cover {list(full)}")
 
 
-def is_partition(shape: tuple[int, ...], parts: Sequence[StoredBox]) -> bool:
-    """Whether the boxes of the parts, each inside the tensor, partition it.
+def is_partition(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether boxes, each inside a shape, cover every element once.
 
-    They do if they are disjoint and have as many elements as the tensor.
+    They do if they are disjoint and have as many elements as the shape.
     """
-    if len(parts) == 1:
-        return math.prod(parts[0].shape) == math.prod(shape)
-    boxes = [
-        tuple(zip(part.start, part.shape, strict=True)) for part in parts if math.prod(part.shape)
-    ]
-    if sum(math.prod(size for _, size in box) for box in boxes) != math.prod(shape):
+    boxes = [box for box in boxes if math.prod(box[1])]
+    if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
         return False
-    if not shape:
+    if len(boxes) < 2:
         return True
     # Compared are boxes that share an index of the dimension with most starts: few, since a tensor
     # is split along it.
-    dim = max(range(len(shape)), key=lambda dim: len({box[dim][0] for box in boxes}))
-    nearby: list[tuple[tuple[int, int], ...]] = []
-    for box in sorted(boxes, key=lambda box: box[dim]):
-        nearby = [other for other in nearby if sum(other[dim]) > box[dim][0]]
-        for other in nearby:
-            if all(a < b + m and b < a + n for (a, n), (b, m) in zip(box, other, strict=True)):
+    dim = max(range(len(shape)), key=lambda dim: len({start[dim] for start, _ in boxes}))
+    nearby: list[Box] = []
+    for start, size in sorted(boxes, key=lambda box: box[0][dim]):
+        nearby = [(a, n) for a, n in nearby if a[dim] + n[dim] > start[dim]]
+        for other, length in nearby:
+            sides = zip(start, size, other, length, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in sides):
                 return False
-        nearby.append(box)
+        nearby.append((start, size))
     return True
-
-
-def _check_disjoint(files: Mapping[str, DataFile], tensors: Iterable[StoredTensor]) -> None:
-    """Raise if two parts share bytes, or if bytes belong to no part."""
-    spans: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
-    for tensor in tensors:
-        for part in tensor.parts:
-            size = math.prod(part.shape) * tensor.itemsize
-            if size:
-                spans[part.file].append((part.offset, part.offset + size))
-    for name, used in spans.items():
-        offset = files[name].header
-        for begin, end in sorted(used):
-            if begin != offset:
-                raise ValueError(f"parts in {name} overlap or have a gap at byte {offset}")
-            offset = end
-        if offset != files[name].size:
-            raise ValueError(f"{name} has bytes after {offset} that belong to no tensor")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fxtrain.checkpoint.manifest import digest_of
+from fxtrain.checkpoint.manifest import Box, digest_of
 from fxtrain.checkpoint.snapshot import Snapshot
 from fxtrain.errors import CheckpointError
 from fxtrain.models.tensor_bytes import contiguous, dtype_name, memory_of
@@ -16,8 +16,6 @@ from fxtrain.ops.same_errors import gather_with_errors
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import DistContext, FlatShard
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @attrs.frozen(kw_only=True, eq=False)
