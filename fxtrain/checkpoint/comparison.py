@@ -68,7 +68,7 @@ def compare(left: StrPath, right: StrPath) -> Iterator[Difference]:
             a, b = stored.get(name), others.get(name)
             if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
                 yield Difference(path=name, left=_summary(a), right=_summary(b))
-            elif texts := _difference(first.new_entry(a, name), second.new_entry(b, name)):
+            elif texts := _difference(first.new(name, a), second.new(name, b)):
                 yield Difference(path=name, left=texts[0], right=texts[1])
 
 

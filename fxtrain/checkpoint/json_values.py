@@ -25,23 +25,7 @@ _DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, tor
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Turn a value into JSON, and add its tensors to `tensors` under their paths.
-
-    Args:
-        value: None, bool, int, float, str, bytes, tensors, NumPy arrays and scalars, dtypes,
-            devices, sizes, paths, tuples, lists, sets, mappings with plain keys, attrs
-            records (as `fx.state.unstructure` writes them), and objects with `state_dict()`.
-        path: Name of the value, for tensor names and messages.
-        tensors: Receives (name, tensor) for each tensor inside.
-
-    Raises:
-        CheckpointError: a leaf has another type; the message names it.
-    """
-    return _encode(value, path, tensors, 0)
-
-
-def decode(data: Any, read: _Read) -> Any:
+def decode(data: Any, read: _Read, depth: int = 0) -> Any:
     """Turn the output of `encode` back into values.
 
     Args:
@@ -50,18 +34,14 @@ def decode(data: Any, read: _Read) -> Any:
     Raises:
         CheckpointError: the data was not written by `encode`.
     """
-    return _decode(data, read, 0)
-
-
-def _decode(data: Any, read: _Read, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise CheckpointError("A value in the manifest is nested too deeply.", code="FX602")
     if isinstance(data, list):
-        return [_decode(one, read, depth + 1) for one in data]
+        return [decode(item, read, depth + 1) for item in data]
     if not isinstance(data, dict):
         return data
     if "$" not in data:
-        return {key: _decode(one, read, depth + 1) for key, one in data.items()}
+        return {key: decode(one, read, depth + 1) for key, one in data.items()}
     kind = data["$"] if isinstance(data["$"], str) else type(data["$"]).__name__
     if kind not in _READERS:
         raise CheckpointError(
@@ -81,7 +61,19 @@ def _decode(data: Any, read: _Read, depth: int) -> Any:
         ) from error
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
+def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
+    """Turn a value into JSON, and add its tensors to `tensors` under their paths.
+
+    Args:
+        value: None, bool, int, float, str, bytes, tensors, NumPy arrays and scalars, dtypes,
+            devices, sizes, paths, tuples, lists, sets, mappings with plain keys, attrs
+            records (as `fx.state.unstructure` writes them), and objects with `state_dict()`.
+        path: Name of the value, for tensor names and messages.
+        tensors: Receives (name, tensor) for each tensor inside.
+
+    Raises:
+        CheckpointError: a leaf has another type; the message names it.
+    """
     if depth > _MAX_DEPTH:
         raise CheckpointError(
             f"{path[:80]}… is nested more than {_MAX_DEPTH} levels deep, or contains itself. "
@@ -103,9 +95,9 @@ def _encode_other(value: Any, path: str, tensors: dict[str, Tensor], depth: int)
     if type(value).__module__ == "numpy":
         return _encode_numpy(value, path, tensors, depth)
     if attrs.has(type(value)) and not isinstance(value, type):
-        return _encode(unstructure(value), path, tensors, depth)
+        return encode(unstructure(value), path, tensors, depth)
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
-        return _encode(value.state_dict(), path, tensors, depth)
+        return encode(value.state_dict(), path, tensors, depth)
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
         f"saved without pickle. Save tensors, plain values, attrs records or objects with "
@@ -135,11 +127,11 @@ def _encode_mapping(
     value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor], depth: int
 ) -> Any:
     if set(map(type, value)) <= {str} and "$" not in value:
-        return {key: _encode(one, f"{path}.{key}", tensors, depth) for key, one in value.items()}
+        return {key: encode(one, f"{path}.{key}", tensors, depth) for key, one in value.items()}
     items = [
         [
-            _encode(key, f"{path}, a key", tensors, depth),
-            _encode(one, f"{path}.{key}", tensors, depth),
+            encode(key, f"{path}, a key", tensors, depth),
+            encode(one, f"{path}.{key}", tensors, depth),
         ]
         for key, one in value.items()
     ]
@@ -149,7 +141,7 @@ def _encode_mapping(
 def _encode_items(kind: str) -> Callable[[Any, str, dict[str, Tensor], int], Any]:
     def write(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
         items = sorted(value, key=repr) if kind == "set" else value
-        found = [_encode(one, f"{path}.{i}", tensors, depth) for i, one in enumerate(items)]
+        found = [encode(one, f"{path}.{i}", tensors, depth) for i, one in enumerate(items)]
         return found if kind == "list" else {"$": kind, "items": found}
 
     return write
@@ -161,7 +153,7 @@ def _word(kind: str, text: Callable[[Any], str]) -> Callable[..., Any]:
 
 # Subclasses come before their bases: a size is a tuple, an enum member may be an int.
 _WRITERS: tuple[tuple[Any, Callable[..., Any]], ...] = (
-    (Enum, lambda value, path, tensors, depth: _encode(value.value, path, tensors, depth)),
+    (Enum, lambda value, path, tensors, depth: encode(value.value, path, tensors, depth)),
     (torch.Size, lambda value, *_: {"$": "tuple", "items": list(value)}),
     (torch.dtype, _word("dtype", lambda value: str(value).removeprefix("torch."))),
     (torch.device, _word("device", str)),
@@ -190,14 +182,14 @@ def _tensor(data: dict[str, Any], read: _Read, depth: int) -> Tensor:
 def _items(data: dict[str, Any], read: _Read, depth: int) -> list[Any]:
     if not isinstance(data["items"], list):
         raise TypeError("the items are not a list")
-    return [_decode(one, read, depth) for one in data["items"]]
+    return [decode(one, read, depth) for one in data["items"]]
 
 
 def _dict(data: dict[str, Any], read: _Read, depth: int) -> dict[Any, Any]:
     pairs = data["items"]
     if not isinstance(pairs, list) or not all(type(one) is list for one in pairs):
         raise TypeError("the items are not a list of lists")
-    return {_decode(key, read, depth): _decode(value, read, depth) for key, value in pairs}
+    return {decode(key, read, depth): decode(value, read, depth) for key, value in pairs}
 
 
 def _device(data: dict[str, Any], *_: Any) -> torch.device:

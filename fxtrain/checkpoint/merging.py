@@ -1,13 +1,11 @@
 """The weights in a checkpoint, saved by any number of ranks: loaded, or merged into model files."""
 
 import functools
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import attrs
 from torch import Tensor
 
 from fxtrain._reading import StrPath, path_problem
@@ -27,8 +25,6 @@ from fxtrain.models.safetensors_files import Entry, writing
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.models.tensor_sources import Source, WeightSource, read_hull
 from fxtrain.state import Location, TensorIndex
-
-_PARAMETERS = "module."
 
 
 def merge(
@@ -67,22 +63,28 @@ def merge(
         ...     [file.name for file in fx.checkpoint.merge(saving.path, tempfile.mkdtemp())]
         ['model.safetensors']
     """
-    found = _find_weights(path, model)
-    _check(found)
-    files = split(list(found.entries.values()), parse_size(max_shard), found.others)
+    weights, limit = saved_weights(path, model=model), parse_size(max_shard)
     if problem := path_problem(folder):
         raise CheckpointError(f"merge(folder=...): {problem}.")
     target = Path(folder).absolute()
-    try:
-        with open_reader(found.storage, found.manifest) as reader, staging(target) as source:
-            for file in files:
-                with writing(source / file.name, file.entries, file.metadata) as put:
-                    for entry in file.entries:
-                        put(reader.new(found.prefix + entry.name))
-            write_index(source, files)
-            commit(source, target)
-    except OSError as error:
-        raise CheckpointError(f"merge from {found.storage} to {target}: {error}.") from error
+    with weights.open() as source:
+        for name, entry in source.entries.items():
+            if entry.dtype.is_complex:
+                raise CheckpointError(
+                    f"{source.what} cannot be merged: safetensors cannot hold complex tensors, "
+                    f"such as {name}. Save them as real tensors (torch.view_as_real)."
+                )
+        files = split(list(source.entries.values()), limit, source.others)
+        try:
+            with staging(target) as fresh:
+                for file in files:
+                    with writing(fresh / file.name, file.entries, file.metadata) as put:
+                        for entry in file.entries:
+                            put(source.read(entry.name, None))
+                write_index(fresh, files)
+                commit(fresh, target)
+        except OSError as error:
+            raise CheckpointError(f"merge from {source.what} to {target}: {error}.") from error
     return tuple(target / file.name for file in files)
 
 
@@ -114,99 +116,52 @@ def saved_weights(path: StrPath, *, model: str | None = None) -> WeightSource:
         >>> torch.equal(net.weight, other.weight)
         True
     """
-    found = _find_weights(path, model)
-    return WeightSource(what=str(found.storage), open=functools.partial(_open, found))
-
-
-@attrs.frozen(kw_only=True)
-class _Weights:
-    """The weights of one model in a checkpoint.
-
-    Attributes:
-        storage: The checkpoint.
-        manifest: Its manifest.
-        prefix: Of the names of its tensors there.
-        entries: Its tensors by name, without the prefix.
-        others: More names of tied tensors, each with the name in `entries`.
-    """
-
-    storage: Storage
-    manifest: Manifest
-    prefix: str
-    entries: dict[str, Entry]
-    others: dict[str, str]
-
-
-def _find_weights(path: StrPath, model: str | None) -> _Weights:
     storage = checkpoint_at(path)
     manifest = read_manifest(storage)
-    prefix = f"{_chosen(manifest, model, storage)}/{_PARAMETERS}"
+    if model is None and len(manifest.models) == 1:
+        model = next(iter(manifest.models))
+    if model is None or model not in manifest.models:
+        what = "several models" if model is None else f"no model {model!r}"
+        choices = " or ".join(map(repr, manifest.models))
+        raise CheckpointError(f"{storage} contains {what}. Choose one: model={choices}.")
+    opened = functools.partial(_open, storage, manifest, f"{model}/module.")
+    return WeightSource(what=str(storage), open=opened)
+
+
+@contextmanager
+def _open(storage: Storage, manifest: Manifest, prefix: str) -> Iterator[Source]:
+    """The tensors of a checkpoint whose names have a prefix, without it."""
     entries = {
-        name.removeprefix(prefix): Entry(
-            name=name.removeprefix(prefix), dtype=DTYPES[one.dtype], shape=one.shape
-        )
-        for name, one in manifest.tensors.items()
-        if name.startswith(prefix)
+        name: Entry(name=name, dtype=DTYPES[stored.dtype], shape=stored.shape)
+        for full, stored in manifest.tensors.items()
+        if (name := full.removeprefix(prefix)) != full
     }
     others = {
         name.removeprefix(prefix): kept.removeprefix(prefix)
         for name, kept in manifest.aliases.items()
         if name.startswith(prefix)
     }
-    return _Weights(
-        storage=storage, manifest=manifest, prefix=prefix, entries=entries, others=others
-    )
 
+    def locate(name: str) -> Location | None:
+        """Where a tensor is in a file, if one local file contains all of it."""
+        parts, entry = manifest.tensors[prefix + name].parts, entries[name]
+        if len(parts) != 1 or not isinstance(storage, LocalStorage):
+            return None
+        return Location(
+            path=Path(storage.path) / parts[0].file,
+            start=parts[0].offset,
+            nbytes=entry.nbytes,
+            dtype=entry.dtype,
+            shape=entry.shape,
+        )
 
-@contextmanager
-def _open(found: _Weights) -> Iterator[Source]:
-    with open_reader(found.storage, found.manifest) as reader:
+    with open_reader(storage, manifest) as reader:
 
         def read(name: str, part: TensorIndex | None) -> Tensor:
-            entry, saved = found.entries[name], found.prefix + name
-            if part is None or not part:
-                return reader.new(saved)
-            return read_hull(part, entry.dtype, functools.partial(reader.box, saved))
+            if not part:
+                return reader.new(prefix + name)
+            return read_hull(
+                part, entries[name].dtype, functools.partial(reader.box, prefix + name)
+            )
 
-        yield Source(
-            what=str(found.storage),
-            entries=found.entries,
-            others=found.others,
-            read=read,
-            locate=functools.partial(_locate, found),
-        )
-
-
-def _locate(found: _Weights, name: str) -> Location | None:
-    """Where a tensor is in a file, if one local file contains all of it."""
-    saved = found.manifest.tensors[found.prefix + name]
-    if len(saved.parts) != 1 or not isinstance(found.storage, LocalStorage):
-        return None
-    entry = found.entries[name]
-    (part,) = saved.parts
-    return Location(
-        path=Path(found.storage.path) / part.file,
-        start=part.offset,
-        nbytes=math.prod(entry.shape) * entry.dtype.itemsize,
-        dtype=entry.dtype,
-        shape=entry.shape,
-    )
-
-
-def _chosen(manifest: Manifest, requested: str | None, storage: Storage) -> str:
-    if requested is None and len(manifest.models) == 1:
-        return next(iter(manifest.models))
-    if requested is None or requested not in manifest.models:
-        what = "several models" if requested is None else f"no model {requested!r}"
-        choices = " or ".join(map(repr, manifest.models))
-        raise CheckpointError(f"{storage} contains {what}. Choose one: model={choices}.")
-    return requested
-
-
-def _check(found: _Weights) -> None:
-    complex_ones = [name for name, entry in found.entries.items() if entry.dtype.is_complex]
-    if complex_ones:
-        raise CheckpointError(
-            f"{found.storage} cannot be merged: safetensors cannot hold complex tensors, such as "
-            f"{complex_ones[0]}. Save them as real tensors (torch.view_as_real)."
-        )
+        yield Source(what=str(storage), entries=entries, others=others, read=read, locate=locate)

@@ -48,16 +48,18 @@ class Reader:
         """The manifest entry of a tensor."""
         return self.manifest.tensors[self.manifest.aliases.get(name, name)]
 
-    def fill(self, name: str, tensor: Tensor | FlatShard) -> None:
+    def fill(
+        self, name: str, tensor: Tensor | FlatShard, entry: StoredTensor | None = None
+    ) -> None:
         """Read values into a tensor of the saved shape and dtype, plain or sharded.
+
+        Args:
+            entry: That of a per-rank tensor.
 
         Raises:
             CheckpointError: shapes or dtypes differ, or the bytes are not as written.
         """
-        self.fill_entry(self.entry(name), name, tensor)
-
-    def fill_entry(self, entry: StoredTensor, name: str, tensor: Tensor | FlatShard) -> None:
-        """Like `fill`, for the entry of a per-rank tensor."""
+        entry = entry or self.entry(name)
         dtype = tensor.values.dtype if isinstance(tensor, FlatShard) else tensor.dtype
         if tuple(tensor.shape) != entry.shape or dtype != DTYPES[entry.dtype]:
             raise CheckpointError(
@@ -73,9 +75,12 @@ class Reader:
             # The bytes were written without torch noticing.
             torch.autograd.graph.increment_version(tensor)
 
-    def new(self, name: str) -> Tensor:
-        """Read a full tensor."""
-        return self.new_entry(self.entry(name), name)
+    def new(self, name: str, entry: StoredTensor | None = None) -> Tensor:
+        """Read a full tensor; a per-rank tensor by its entry."""
+        entry = entry or self.entry(name)
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
+        self.fill(name, tensor, entry)
+        return tensor
 
     def box(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """Read a box of a tensor: a range per dimension."""
@@ -91,12 +96,6 @@ class Reader:
         if stored not in self.loaded:
             self.loaded[stored] = self.new(name)
         return self.loaded[stored]
-
-    def new_entry(self, entry: StoredTensor, name: str) -> Tensor:
-        """Like `new`, for the entry of a per-rank tensor."""
-        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
-        self.fill_entry(entry, name, tensor)
-        return tensor
 
     def _fill_box(
         self, entry: StoredTensor, name: str, start: tuple[int, ...], out: Tensor

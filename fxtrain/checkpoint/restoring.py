@@ -14,13 +14,13 @@ from fxtrain._reading import StrPath
 from fxtrain.checkpoint.background import CheckpointState
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
 from fxtrain.checkpoint.json_values import decode
-from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.checkpoint.snapshot import by_name, set_random_state
 from fxtrain.checkpoint.storage import open_storage
 from fxtrain.errors import CheckpointError, CollectiveError, FxError
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.ops.same_errors import problem_of_ranks
+from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import (
     DistContext,
     Plan,
@@ -29,7 +29,6 @@ from fxtrain.state import (
     Wrapped,
     check_connected,
     diff,
-    fingerprint,
     shown,
     structure,
     unstructure,
@@ -121,39 +120,37 @@ def restore(
     """
     check_connected("restore", ctx)
     models = by_name(model)
-    problem: BaseException | None = None
-    restored = None
     state = ctx.comm.slot(CheckpointState)
-    earlier = state.restored_from
+    earlier, restored, problem, reason = state.restored_from, None, None, ""
     try:
-        mine: Any = _choose_checkpoint(path) if ctx.is_main else None
-        chosen = ops.broadcast_object(mine, ctx)
+        chosen: Any = ops.broadcast_object(_choose_checkpoint(path) if ctx.is_main else None, ctx)
         if isinstance(chosen, BaseException):
             raise chosen
         state.restored_from = open_storage(chosen).key()  # before it is read: no save removes it
         restored = _restore(chosen, ctx, models, extra, random)
     except Exception as error:  # any error must be reported to the other ranks
         problem = error
+        known = isinstance(error, FxError | OSError)
+        reason = (known and str(error)) or repr(error)
     try:
-        _agree(ctx, problem, path)
+        reason = problem_of_ranks("restore", reason, ctx)
     except CollectiveError as error:
+        reason = reason or str(error)
+        problem = error
+    if restored is None or reason:
         state.restored_from = earlier
-        raise CheckpointError(f"{path} was not restored. {problem or error}") from error
-    except CheckpointError:
-        state.restored_from = earlier
-        raise
-    assert restored is not None
-    for name, one in models.items():
-        _log_changes(ctx, restored, name, one)
+        raise CheckpointError(f"{path} was not restored. {reason}") from problem
+    for name, wrapped in models.items():
+        _log_changes(ctx, restored, name, wrapped)
     return restored
 
 
 def _log_changes(ctx: DistContext, restored: Restored, name: str, model: Wrapped) -> None:
     """Log on rank 0 what its plan changes for the training of a model."""
-    if not model.optimizers or restored.fingerprints[name] == fingerprint(model.plan):
+    now, saved = unstructure(model.plan), restored._plans[name]
+    if not model.optimizers or saved == now:
         return
-    now = unstructure(model.plan)
-    saved = {**restored._plans[name], **{field: now[field] for field in _PLACING}}
+    saved = {**saved, **{field: now[field] for field in _PLACING}}
     changes = [
         f"{change.path} {shown(change.left)} → {shown(change.right)}"
         for change in diff(structure(saved, Plan), model.plan)
@@ -167,22 +164,12 @@ def _log_changes(ctx: DistContext, restored: Restored, name: str, model: Wrapped
         )
 
 
-def _agree(ctx: DistContext, problem: BaseException | None, path: Any) -> None:
-    """Raise on every rank if one could not restore."""
-    known = isinstance(problem, FxError | OSError)
-    words = "" if problem is None else (known and str(problem)) or repr(problem)
-    if found := problem_of_ranks("restore", words, ctx):
-        raise CheckpointError(f"{path} was not restored. {found}") from problem
-
-
 def _choose_checkpoint(path: Any) -> str | CheckpointError:
     """The checkpoint to restore; an error is returned, so that it can be broadcast."""
     try:
         return str(checkpoint_at(path))
-    except FxError as error:
-        return CheckpointError(str(error))
     except Exception as error:  # any error must be reported to the other ranks
-        return CheckpointError(f"{type(error).__name__}: {error}")
+        return CheckpointError(str(error) if isinstance(error, FxError) else error_text(error))
 
 
 def _restore(
@@ -216,15 +203,14 @@ def _restore(
         position=manifest.position,
         extra=user,
         world_size=len(manifest.own),
-        fingerprints={name: one["fingerprint"] for name, one in manifest.models.items()},
-        plans={name: one["plan"] for name, one in manifest.models.items()},
+        fingerprints={name: saved["fingerprint"] for name, saved in manifest.models.items()},
+        plans={name: saved["plan"] for name, saved in manifest.models.items()},
     )
 
 
 def _state_reader(reader: Reader, name: str, ctx: DistContext) -> StateReader:
     """A reader of one model's state in a checkpoint."""
-    manifest: Manifest = reader.manifest
-    prefix = f"{name}/"
+    manifest, prefix = reader.manifest, f"{name}/"
     entries = {
         full.removeprefix(prefix): reader.entry(full)
         for full in (*manifest.tensors, *manifest.aliases)
@@ -245,7 +231,7 @@ def _state_reader(reader: Reader, name: str, ctx: DistContext) -> StateReader:
 def _own_tensors(reader: Reader, prefix: str) -> Any:
     def read(name: str, rank: int) -> Tensor | None:
         entry = reader.manifest.own[rank].get(prefix + name)
-        return None if entry is None else reader.new_entry(entry, prefix + name)
+        return None if entry is None else reader.new(prefix + name, entry)
 
     return read
 
