@@ -162,7 +162,7 @@ MUTABLE = {
     "fxtrain.state.window.AccumulationWindow": "what a model counts",
     "fxtrain.state.window.ModelStatus": "what changes in the handle of a model",
     "fxtrain.data.sharded_loader.Iteration": "how far iterators over one loader got",
-    "fxtrain.data.sharded_loader._Reached": "the batch that a loader or its epochs yielded last",
+    "fxtrain.data.sharded_loader.Reached": "the batch that a loader or its epochs yielded last",
     "fxtrain.backends.xla.strategy.RecompilationLog": "counts compilations of one model",
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
     "fxtrain.profiling.tracing.Trace": "how far a schedule got",

@@ -67,7 +67,10 @@ def _rows(
 
     return UnevenStream(
         open=read,
-        sizes=lambda epoch: ((batch.rows[0], batch.units) for batch in batches.cut(epoch, 0, ())),
+        sizes=lambda epoch: (
+            (batch.rows[0], batch.units)
+            for batch in batches.cut(Cursor(Position(epoch=epoch)), (), plan.accumulate)
+        ),
         most=None if reading.batching.unit == "batch" else reading.batching.per_rank,
         shuffled=batches.shuffled,
     )

@@ -69,6 +69,7 @@ class GlobalBatch(NamedTuple):
         rows: Real rows on each rank.
         sizes: Rows on each rank, including padding.
         keys: For each served rank: what its dataset is asked for, a list for rows and batches.
+        state: Of an order with cursors of its own, just after this batch; None for any other.
     """
 
     first: int
@@ -76,6 +77,7 @@ class GlobalBatch(NamedTuple):
     rows: tuple[int, ...]
     sizes: tuple[int, ...]
     keys: tuple[Any, ...]
+    state: Any = None
 
 
 def batches_of_order(

@@ -67,7 +67,7 @@ class _NoLengthError(DataError, TypeError):
 
 
 @attrs.define(eq=False)
-class _Reached:
+class Reached:
     """The batch that a loader or one of its epochs yielded last: mutable, as an iterator is.
 
     Attributes:
@@ -98,7 +98,7 @@ class Sharded(Displayed, Generic[Data_co]):
     _split: Callable[[Any], Any] | None = attrs.field(default=None, alias="cut")
     _trail: Iteration = attrs.field(factory=lambda: Iteration(Cursor(Position())), alias="trail")
     _run_updates: int | None = attrs.field(default=None, alias="run_updates")
-    _reached: "_Reached" = attrs.field(factory=lambda: _Reached(), alias="reached")
+    _reached: "Reached" = attrs.field(factory=lambda: Reached(), alias="reached")
 
     def __repr__(self) -> str:
         return f"Sharded({', '.join(text for _, text in self._details())})"
@@ -306,7 +306,7 @@ class Sharded(Displayed, Generic[Data_co]):
         held = 0 if position.micro == 0 else None
         stream = self._stream_state(position, state)
         cursor = Cursor(position, held, stream)
-        return attrs.evolve(self, trail=Iteration(cursor), reached=_Reached(position, stream))
+        return attrs.evolve(self, trail=Iteration(cursor), reached=Reached(position, stream))
 
     def state(self) -> dict[str, object] | None:
         """State of the data at the batch that iteration yielded last, for `loader.at`.

@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fxtrain.data.already_sharded import presharded_source
+from fxtrain.data.blends import BlendOrder
 from fxtrain.data.dispatch import dispatch_source
 from fxtrain.data.iterable import PlainStream
 from fxtrain.data.rank_slices import Batching
 from fxtrain.data.sequence_slices import make_splitter
-from fxtrain.data.sharded_loader import Sharded
+from fxtrain.data.sharded_loader import Iteration, Reached, Sharded
 from fxtrain.data.sources import RowBatches, Source, function_source, row_source, stream_source
 from fxtrain.data.user_loader import read_loader, share_of
 from fxtrain.errors import DataError
@@ -193,13 +194,18 @@ def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) 
             "evaluate: this loader makes its rows by a function, without an end. Pass a loader of "
             "the rows to evaluate."
         )
+    if isinstance(order := getattr(given, "sampler", None), BlendOrder) and order.endless:
+        raise DataError(
+            'evaluate: this blend has no end. Use Blend(ends="stop"), or pass the loader of one '
+            "source."
+        )
     found = _shard(given, ctx, attrs.evolve(plan, even="uneven"))
     if found._batching.even == "drop":
         raise DataError(
             "evaluate: a metric is computed over every row of the data, and this loader leaves "
             "rows out (drop_last=True). Use DataLoader(..., drop_last=False)."
         )
-    return found.at(loader.position) if sharded else found
+    return _at_the_same_row(found, loader) if sharded else found
 
 
 def in_windows(loader: Sharded[T], ctx: DistContext, plan: Plan) -> Sharded[T]:
@@ -208,7 +214,15 @@ def in_windows(loader: Sharded[T], ctx: DistContext, plan: Plan) -> Sharded[T]:
     if (own.accumulate, own.flush) == (plan.accumulate, plan.flush):
         return loader
     plan = attrs.evolve(own, accumulate=plan.accumulate, flush=plan.flush)
-    return _shard(loader._loader, ctx, plan).at(loader.position)
+    return _at_the_same_row(_shard(loader._loader, ctx, plan), loader)
+
+
+def _at_the_same_row(loader: Sharded[T], other: Sharded[T]) -> Sharded[T]:
+    cursor = other._trail.cursor()
+    moved = loader.at(cursor.position)
+    start = moved._trail.start._replace(state=cursor.state)
+    reached = Reached(cursor.position, cursor.state)
+    return attrs.evolve(moved, trail=Iteration(start), reached=reached)
 
 
 def _shard(loader: Any, ctx: DistContext, plan: Plan) -> Sharded:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fxtrain import _tree
+from fxtrain.data.blends import BlendOrder
 from fxtrain.data.fetch import (
     RowFetch,
     RowRequest,
@@ -63,11 +64,15 @@ class RowBatches:
 
     def __init__(self, reading: LoaderSpec, seed: int) -> None:
         self.reading, self.seed = reading, seed
-        self._latest: EpochOrder | CustomOrder | None = None
+        self._latest: EpochOrder | CustomOrder | BlendOrder | None = None
 
-    def cut(self, epoch: int, start: int, ranks: Sequence[int]) -> Iterator[GlobalBatch]:
-        """From an index to the end of the epoch, with keys for some of the ranks."""
+    def cut(self, cursor: Cursor, ranks: Sequence[int], accumulate: int) -> Iterator[GlobalBatch]:
+        """From a cursor to the end of its epoch, with keys for some of the ranks."""
         batching, sampler = self.reading.batching, self.reading.sampler
+        epoch, start = cursor.position.epoch, cursor.position.index
+        if isinstance(sampler, BlendOrder):
+            self._latest = sampler
+            return sampler.batches(batching, cursor, ranks, seed=self.seed, accumulate=accumulate)
         order = find_order(sampler, self.seed, epoch)
         if order is not None:
             self._latest = order
@@ -78,6 +83,11 @@ class RowBatches:
     def length(self) -> int | None:
         """Units in an epoch, if the sampler has a length."""
         return length_of(self.reading.sampler)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a position is not enough to continue from."""
+        return isinstance(self.reading.sampler, BlendOrder)
 
     def later(self) -> Iterator[int]:
         """Rows, including padding, of the global batches of consecutive whole epochs."""
@@ -113,7 +123,7 @@ def row_source(
         epoch = cursor.position.epoch
         if not asks:
             call_set_epoch(loader.dataset, epoch)
-        found = batches.cut(epoch, cursor.position.index, ranks)
+        found = batches.cut(cursor, ranks, plan.accumulate)
         made: deque[PositionedBatch] = deque()
 
         def indices() -> Iterator[Any]:
@@ -138,6 +148,7 @@ def row_source(
         length=batches.length,
         shuffled=batches.shuffled,
         apart=loader.num_workers > 0,
+        stateful=batches.stateful,
     )
 
 

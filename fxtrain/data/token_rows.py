@@ -1,5 +1,7 @@
 """Rows of a fixed length, cut from files of tokens that stay on disk."""
 
+import bisect
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,19 +11,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from fxtrain._optional import optional
+from fxtrain.data.blends import BlendOrder
 from fxtrain.data.fetch import collate_nothing
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import shard
 from fxtrain.data.token_maps import FileState, file_states, opened
 from fxtrain.errors import DataError
 from fxtrain.state import DistContext, Plan
-from fxtrain.state.token_files import MegatronTokens, NanoGPTTokens
+from fxtrain.state.token_files import Blend, TokenSource
 
 _NO_LABEL = -100  # `ignore_index` of torch's cross-entropy
 
 
 def tokens(
-    source: MegatronTokens | NanoGPTTokens,
+    source: TokenSource | Blend,
     ctx: DistContext,
     plan: Plan | None = None,
     *,
@@ -39,7 +42,8 @@ def tokens(
     `fx.shard`.
 
     Args:
-        source: Where the tokens are; mapped into memory, not read whole.
+        source: Where the tokens are; mapped into memory, not read whole. Or a blend of sources,
+            which needs `loader.state()` beside the position to be resumed, as `fx.fit` saves it.
         ctx: The ranks, as in `fx.shard`.
         plan: As in `fx.shard`.
         length: Tokens of a row.
@@ -57,7 +61,8 @@ def tokens(
         is none. With `documents`, also int64 `positions`, which restart with every document and
         row, and int32 `documents`, the number of the document in its row, from 0. After the last
         token of the source, the last row is padded: `tokens` and `positions` are 0, `labels` -100
-        and `documents` -1.
+        and `documents` -1. Of a blend, also int64 `source`, of shape `(rows,)`: the number of the
+        part that gave the row.
 
     Effects:
         Maps the files, and those of `fx.shard`.
@@ -81,10 +86,10 @@ def tokens(
         ([[8, 9, 0, 0]], [[9, 0, -100, -100]])
         [[[6, 0, -100, 8, 9, 0, -100]]]
     """
-    if not isinstance(source, MegatronTokens | NanoGPTTokens):
+    if not isinstance(source, TokenSource | Blend):
         raise DataError(
-            f"tokens: source is a {type(source).__name__}. Pass fx.data.MegatronTokens(path=...) "
-            f"or fx.data.NanoGPTTokens(path=...)."
+            f"tokens: source is a {type(source).__name__}. Pass fx.data.MegatronTokens(path=...), "
+            f"another source of fx.data, or an fx.data.Blend."
         )
     for name, value, least in (
         ("length", length, 1),
@@ -93,22 +98,56 @@ def tokens(
     ):
         if type(value) is not int or value < least:
             raise DataError(f"tokens({name}={value!r}): pass a number, {least} or more.")
-    rows = _Rows(source=source, length=length, states=file_states(source), separate=documents)
+    blend = source if isinstance(source, Blend) else None
+    sources = [part.source for part in source.parts] if isinstance(source, Blend) else [source]
+    parts = tuple(
+        _Rows(source=part, length=length, states=file_states(part), separate=documents)
+        for part in sources
+    )
+    order: dict[str, Any] = {"shuffle": shuffle}
+    if blend is not None:
+        order = {"sampler": BlendOrder(blend, [len(rows) for rows in parts], shuffle=shuffle)}
     loader = DataLoader(
-        rows,
+        parts[0] if blend is None else _BlendRows(parts),
         batch_size=batch_size,
-        shuffle=shuffle,
         num_workers=workers,
         collate_fn=collate_nothing,
+        **order,
     )
     return shard(loader, ctx, plan)
+
+
+class _BlendRows(Dataset[dict[str, Tensor]]):
+    """Rows of several sources, numbered one source after the other."""
+
+    def __init__(self, parts: "tuple[_Rows, ...]") -> None:
+        self._parts = parts
+        self._starts = list(itertools.accumulate((len(rows) for rows in parts), initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitems__(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """A batch: one read of each source that has rows in it."""
+        sources = [bisect.bisect_right(self._starts, row) - 1 for row in rows]
+        batch: dict[str, Tensor] = {}
+        for source in set(sources):
+            here = [at for at, other in enumerate(sources) if other == source]
+            found = self._parts[source].__getitems__(
+                [rows[at] - self._starts[source] for at in here]
+            )
+            for name, values in found.items():
+                if name not in batch:
+                    batch[name] = values.new_empty((len(rows), *values.shape[1:]))
+                batch[name][here] = values
+        return {**batch, "source": torch.tensor(sources, device="cpu")}
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Rows(Dataset[dict[str, Tensor]]):
     """Rows of a source; pickled without its maps, which each process opens."""
 
-    source: MegatronTokens | NanoGPTTokens
+    source: TokenSource
     length: int
     states: tuple[FileState, ...]
     separate: bool

@@ -19,7 +19,7 @@ class PositionedBatch(NamedTuple):
         batch: The global batch.
         position: The cursor just after it.
         window_rows: Rows, including padding, in its whole accumulation window, where known.
-        state: Of the stream just after its rows; None where there is none. May differ by rank.
+        state: Of the data just after its rows; None where there is none. May differ by rank.
     """
 
     batch: GlobalBatch
@@ -34,7 +34,7 @@ class Cursor(NamedTuple):
     Attributes:
         position: How far the run is.
         held: Rows, including padding, in the micro-batches of the open window, where known.
-        state: Of the stream there, from which it continues without being read from its start.
+        state: Of the stream or blend there, from which it continues.
     """
 
     position: Position
@@ -83,7 +83,7 @@ def assign_windows(
         is_last = following is None
         if plan.accumulate == 1 and held == 0:  # every window is one batch
             position = advance(position, batch, plan, is_last=is_last)
-            yield PositionedBatch(batch, position, sum(batch.sizes))
+            yield PositionedBatch(batch, position, sum(batch.sizes), batch.state)
             continue
         window.append(batch)
         open_for = plan.accumulate - position.micro - len(window)
@@ -95,7 +95,7 @@ def assign_windows(
         ends = len(window) - 1
         for number, inside in enumerate(window):
             position = advance(position, inside, plan, is_last=is_last and number == ends)
-            yield PositionedBatch(inside, position, rows)
+            yield PositionedBatch(inside, position, rows, inside.state)
         window.clear()
         held = 0
 

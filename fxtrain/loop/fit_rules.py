@@ -133,7 +133,7 @@ def layout_of(loader: Sharded) -> dict[str, Any]:
     batching, source = loader._batching, loader._loader
     sampler = getattr(source, "batch_sampler", None)
     if sampler is None or type(sampler) is BatchSampler:
-        sampler = getattr(sampler or source, "sampler", None)
+        sampler = getattr(source if sampler is None else sampler, "sampler", None)
     order = type(sampler).__name__
     if type(sampler) is not SequentialSampler:
         order += f" with seed {loader.plan.seed}"

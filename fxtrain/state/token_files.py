@@ -1,10 +1,15 @@
-"""Files of tokens, as other libraries write them. Data only."""
+"""Files of tokens, as other libraries write them, and blends of them. Data only."""
 
+from itertools import pairwise
 from typing import Literal
 
 import attrs
 
 from fxtrain._record import at_least, record
+from fxtrain.errors import PlanError
+
+# A weight, or a schedule: points of (update, weight).
+Weight = float | tuple[tuple[int, float], ...]
 
 
 @record
@@ -41,3 +46,104 @@ class NanoGPTTokens:
     path: str
     dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     end: int | None = attrs.field(default=None, validator=at_least(0))
+
+
+TokenSource = MegatronTokens | NanoGPTTokens
+
+
+@record
+class BlendPart:
+    """A source of a blend.
+
+    Attributes:
+        name: Under which checkpoints keep the cursor of this source.
+        source: Where its tokens are.
+        weight: Its share of the rows, relative to the weights of the other parts. Or a schedule,
+            points of (update, weight): linear between them, constant before and after.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> source = fx.data.MegatronTokens(path="code_text_document")
+        >>> fx.data.BlendPart(name="code", source=source, weight=((0, 0.1), (1000, 0.5))).name
+        'code'
+    """
+
+    name: str
+    source: TokenSource
+    weight: Weight = 1.0
+
+    def __attrs_post_init__(self) -> None:
+        points = _points(self.weight)
+        updates = [update for update, _ in points]
+        if not points or any(b <= a for a, b in pairwise(updates)) or updates[0] < 0:
+            raise PlanError(
+                f"BlendPart(weight={self.weight!r}): pass a number, or points of (update, weight) "
+                f"whose updates grow from 0 or more."
+            )
+        if any(weight < 0 for _, weight in points):
+            raise PlanError(
+                f"BlendPart(weight={self.weight!r}): a weight is negative. Choose weights of at "
+                f"least 0."
+            )
+
+
+@record
+class Blend:
+    """Several sources, of which each gives a share of the rows.
+
+    Attributes:
+        parts: The sources with their weights.
+        ends: What follows the last row of a source: "repeat" reads it again in another order;
+            "stop" ends the epoch of the blend; "error" raises a DataError.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> web = fx.data.BlendPart(name="web", source=fx.data.MegatronTokens(path="web"), weight=3)
+        >>> code = fx.data.BlendPart(name="code", source=fx.data.MegatronTokens(path="code"))
+        >>> fx.data.Blend(parts=(web, code)).ends
+        'repeat'
+    """
+
+    parts: tuple[BlendPart, ...]
+    ends: Literal["repeat", "stop", "error"] = "repeat"
+
+    def __attrs_post_init__(self) -> None:
+        names = [part.name for part in self.parts]
+        if not names or len(set(names)) < len(names):
+            raise PlanError(
+                f"Blend(parts=...): the parts have the names {names}. Pass one part or more, each "
+                f"with a name of its own."
+            )
+        # Between two points the weights are linear, so that their sum is 0 only if it is at both.
+        for update in {0, *(point[0] for part in self.parts for point in _points(part.weight))}:
+            if not any(weight_at(part.weight, update) for part in self.parts):
+                raise PlanError(
+                    f"Blend(parts=...): all weights are 0 at update {update}. Give one source a "
+                    f"weight above 0."
+                )
+
+
+def weight_at(weight: Weight, update: int) -> float:
+    """A weight at an update of the run, counted from 0.
+
+    Example:
+        >>> from fxtrain.state.token_files import weight_at
+        >>> [weight_at(((2, 0.0), (4, 1.0)), update) for update in range(6)]
+        [0.0, 0.0, 0.0, 0.5, 1.0, 1.0]
+    """
+    points = _points(weight)
+    if update <= points[0][0]:
+        return points[0][1]
+    for (low, before), (high, after) in pairwise(points):
+        if update < high:
+            return before + (after - before) * (update - low) / (high - low)
+    return points[-1][1]
+
+
+def constant_from(blend: Blend) -> int:
+    """The update from which the weights of a blend do not change."""
+    return max(_points(part.weight)[-1][0] for part in blend.parts)
+
+
+def _points(weight: Weight) -> tuple[tuple[int, float], ...]:
+    return weight if isinstance(weight, tuple) else ((0, weight),)

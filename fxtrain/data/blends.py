@@ -1,0 +1,263 @@
+"""The order of a blend: which source gives each row, and which of its rows that is."""
+
+import functools
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from fxtrain.data.permutation import permutation, round_keys
+from fxtrain.data.rank_slices import Batching, GlobalBatch, global_batch
+from fxtrain.data.windows import Cursor
+from fxtrain.errors import DataError
+from fxtrain.state.token_files import Blend, constant_from, weight_at
+
+_ROW = 1 << 40  # one row, in the integers in which shares are counted
+_BLOCK = 1 << 10  # rows of a source whose numbers are computed at a time
+_NEVER = 1 << 62
+
+
+class BlendOrder:
+    """The rows of a blend, in the place of a sampler.
+
+    Each source has a cursor: how many of its rows were read. A state has all cursors by name, so
+    that a blend with other weights or sources continues each source where it stood.
+
+    Args:
+        blend: Sources and weights.
+        rows: Rows of each source. Row r of source s has the number `sum(rows[:s]) + r`.
+        shuffle: Permute the rows of each source, by the seed and the pass over the source.
+    """
+
+    def __init__(self, blend: Blend, rows: Sequence[int], *, shuffle: bool) -> None:
+        self.blend, self.rows, self.shuffled = blend, tuple(rows), shuffle
+        self._names = [part.name for part in blend.parts]
+        self._constant = constant_from(blend)
+        known = functools.lru_cache(maxsize=256)(self._shares_at)
+        self._shares = lambda update: known(min(update, self._constant))
+
+    def __iter__(self) -> Iterator[int]:
+        raise DataError("A blend is read by the loader that fx.tokens returns. Iterate that one.")
+
+    @property
+    def endless(self) -> bool:
+        """Whether an epoch has no end."""
+        return self.blend.ends != "stop"
+
+    def batches(
+        self,
+        batching: Batching,
+        cursor: Cursor,
+        ranks: Sequence[int],
+        *,
+        seed: int,
+        accumulate: int,
+    ) -> Iterator[GlobalBatch]:
+        """Global batches from a cursor on, with the state after each.
+
+        Raises:
+            DataError: the cursor is inside an epoch and has no state, or the state is of other
+                rows; or a source ended under `ends="error"`.
+        """
+        position, stride = cursor.position, batching.stride
+        order = f"of seed {seed}" if self.shuffled else "of the files"
+        cursors, ahead = self._restored(cursor, order)
+        update, left = position.updates, max(1, accumulate - position.micro)
+        turns = _turns(
+            self._shares, ahead, update, self._constant, accumulate * stride, left * stride
+        )
+        places = [_Places(sum(self.rows[:s]), rows) for s, rows in enumerate(self.rows)]
+        first, over = position.index, False
+        while not over:
+            units: list[int] = []
+            while len(units) < stride:
+                source = next(turns)
+                name = self._names[source]
+                lap, row = divmod(cursors[name][0], self.rows[source])
+                if lap and self.blend.ends != "repeat":
+                    over = self._end(source)
+                    break
+                lap += 0 if self.endless else position.epoch
+                key = (seed, lap, name) if self.shuffled else None
+                units.append(places[source].number(row, key))
+                cursors[name][0] += 1
+                ahead[source] -= _ROW
+            if not units or (len(units) < stride and batching.even == "drop"):
+                return
+            shares = self._shares(update)
+            ahead = [due + share * len(units) for due, share in zip(ahead, shares, strict=True)]
+            # Padding repeats rows of the same batch: those of the start need another state.
+            batch = global_batch(batching, first, units, units, ranks)
+            yield batch._replace(state=self._state(cursors, ahead, order))
+            first, left = first + len(units), left - 1
+            if not left:
+                update, left = update + 1, accumulate
+
+    def _end(self, source: int) -> bool:
+        if self.blend.ends == "error":
+            raise DataError(
+                f'tokens: source "{self._names[source]}" of this blend has no row after its '
+                f'{self.rows[source]}. Add a source to the blend, or use ends="repeat" to read it '
+                f'again, or "stop" to end the epoch there.'
+            )
+        return True
+
+    def _shares_at(self, update: int) -> list[int]:
+        """Shares of the sources in each row of an update; their sum is `_ROW`."""
+        weights = [Fraction(weight_at(part.weight, update)) for part in self.blend.parts]
+        total = sum(weights)
+        shares = [int(weight * _ROW / total) for weight in weights]
+        shares[weights.index(max(weights))] += _ROW - sum(shares)
+        return shares
+
+    def _state(self, cursors: dict[str, list[int]], ahead: list[int], order: str) -> dict[str, Any]:
+        return {
+            "order": order,
+            "cursors": {name: list(cursor) for name, cursor in cursors.items()},
+            "ahead": dict(zip(self._names, ahead, strict=True)),
+            "weights": self._weights(),
+        }
+
+    def _weights(self) -> dict[str, str]:
+        return {part.name: repr(part.weight) for part in self.blend.parts}
+
+    def _restored(self, cursor: Cursor, order: str) -> tuple[dict[str, list[int]], list[int]]:
+        """By name, [rows read, rows] of each source; and the rows due to each, in `_ROW`."""
+        position, state = cursor.position, cursor.state
+        sizes = dict(zip(self._names, self.rows, strict=True))
+        cursors = {name: [0, rows] for name, rows in sizes.items()}
+        if state is None:
+            if position.index:
+                raise DataError(
+                    f"tokens: epoch {position.epoch}, index {position.index} of a blend needs the "
+                    f"cursors of its sources. Save loader.state() with the position, and use "
+                    f"loader.at(position, state).",
+                    code="FX401",
+                )
+            return cursors, [0] * len(sizes)
+        if state["order"] != order:
+            raise DataError(
+                f"tokens: this blend was saved in the order {state['order']}, and is now in the "
+                f"order {order}, in which rows would be repeated. Use the same seed and shuffle.",
+                code="FX401",
+            )
+        cursors |= {name: list(saved) for name, saved in state["cursors"].items()}
+        for name, rows in sizes.items():
+            if cursors[name][1] != rows:
+                raise DataError(
+                    f'tokens: source "{name}" of this blend had {cursors[name][1]} rows when it '
+                    f"was saved, and has {rows}. Use the same files and length, or another name "
+                    f"to read it from its start.",
+                    code="FX401",
+                )
+        # Proportions count from the last change of the weights.
+        same = state["weights"] == self._weights()
+        return cursors, [state["ahead"][name] if same else 0 for name in self._names]
+
+
+class _Places:
+    """Numbers of the rows of one source in its order, computed in blocks."""
+
+    def __init__(self, start: int, rows: int) -> None:
+        self._start, self._rows = start, rows
+        self._key: tuple[int | str, ...] = ()
+        self._find: Any = None
+        self._block, self._numbers = -1, [0]
+
+    def number(self, row: int, key: tuple[int | str, ...] | None) -> int:
+        """The row at this place of the permutation with a key; without one, the row itself."""
+        if key is None:
+            return self._start + row
+        if key != self._key:
+            self._key, self._block = key, -1
+            self._find = permutation(self._rows, round_keys(*key))
+        block, inside = divmod(row, _BLOCK)
+        if block != self._block:
+            low = block * _BLOCK
+            places = torch.arange(low, min(low + _BLOCK, self._rows), device="cpu")
+            self._block, self._numbers = block, (self._find(places) + self._start).tolist()
+        return self._numbers[inside]
+
+
+class _Due:
+    """Rows due to a source since a cursor: linear within an update.
+
+    Args:
+        share: Of an update; constant from update `constant` on.
+        due: At the cursor.
+        update: Of the first row.
+        rows: Of an update.
+        left: Rows left of the first one.
+    """
+
+    def __init__(
+        self,
+        share: Callable[[int], int],
+        due: int,
+        update: int,
+        *,
+        constant: int,
+        rows: int,
+        left: int,
+    ) -> None:
+        self._share, self._due, self._update = share, due, update
+        self._constant, self._rows = constant, rows
+        self._row, self._end = 0, left
+
+    def reach(self, level: int) -> int:
+        """The first row, from 1, with which this much is due; levels never fall."""
+        while True:
+            share, constant = self._share(self._update), self._update >= self._constant
+            if share and (constant or self._due + share * (self._end - self._row) >= level):
+                return self._row + max(0, -((self._due - level) // share))
+            if constant:
+                return _NEVER
+            self._due += share * (self._end - self._row)
+            self._row, self._end, self._update = self._end, self._end + self._rows, self._update + 1
+
+
+def _turns(
+    shares: Callable[[int], list[int]],
+    ahead: Sequence[int],
+    update: int,
+    constant: int,
+    rows: int,
+    left: int,
+) -> Iterator[int]:
+    """The source of each next row.
+
+    Of the sources to which a part of a row is due, the one that would be behind by a row first
+    (R. Tijdeman, "The chairman assignment problem", 1980). With k sources, the rows read of each
+    and the rows due to it differ by at most 1 - 1 / (2k - 2).
+    """
+    if len(ahead) == 1:
+        yield from itertools.repeat(0)
+    scale = 2 * len(ahead) - 2  # makes the bounds whole numbers
+    row = _ROW * scale
+    released, late = _ROW, row - _ROW
+
+    def due(source: int) -> _Due:
+        return _Due(
+            lambda at: shares(at)[source] * scale,
+            ahead[source] * scale,
+            update,
+            constant=constant,
+            rows=rows,
+            left=left,
+        )
+
+    lines, read = [due(source) for source in range(len(ahead))], [0] * len(ahead)
+    waiting = [(line.reach(released), source) for source, line in enumerate(lines)]
+    heapq.heapify(waiting)
+    ready: list[tuple[int, int]] = []
+    for number in itertools.count(1):
+        while waiting and waiting[0][0] <= number:
+            _, source = heapq.heappop(waiting)
+            heapq.heappush(ready, (lines[source].reach(read[source] + late), source))
+        _, source = heapq.heappop(ready)
+        yield source
+        read[source] += row
+        heapq.heappush(waiting, (lines[source].reach(read[source] + released), source))
