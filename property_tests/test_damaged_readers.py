@@ -16,7 +16,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.cli import main
-from fxtrain.curves import Followed, follow, page_of, read_curves
+from fxtrain.curves import RunReader, page_of, read_curves
 from fxtrain.interop import import_checkpoint
 from fxtrain.launchers import LaunchSpec, prepare
 from fxtrain.launchers.config import read_launch_file
@@ -213,7 +213,7 @@ def test_damaged_lines_of_a_run_are_shown_or_refused(folder, data):
     path = folder / "metrics.jsonl"
     path.write_bytes(b"\n".join(lines) + data.draw(st.sampled_from([b"", b"\n"])))
     only(fx.PlanError, lambda: page_of(read_curves([folder])).encode())
-    follow(path, Followed())
+    RunReader(path=path).read()
     only(fx.PlanError, _command("watch"), folder)
 
 

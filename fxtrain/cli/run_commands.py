@@ -27,9 +27,8 @@ from fxtrain.cli.output import (
 )
 from fxtrain.curves import (
     Curve,
-    Followed,
+    RunReader,
     file_of,
-    follow,
     page_of,
     picture_of,
     read_curves,
@@ -102,16 +101,20 @@ def WATCH(run: str, every_s: float, file: str) -> None:
     if sys.stdout.isatty():
         _wait(Path(run), file, every_s)
     path = file_of(run, file)
-    seen = _checked(path, follow(path, Followed()))
+    reader = RunReader(path=path).read()
+    if reader.end and not reader.contents.started:
+        raise PlanError(
+            f"{path} has no line that starts a run, so fx.JsonLines() did not write it. Pass the "
+            f"folder of a run."
+        )
     if not sys.stdout.isatty():
-        print_renderable(_table(path, seen))
+        print_renderable(_table(reader))
         return
-    with Live(_table(path, seen), console=Console(highlight=False), auto_refresh=False) as live:
+    with Live(_table(reader), console=Console(highlight=False), auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(every_s)
-                seen = follow(path, seen)
-                live.update(_table(path, seen), refresh=True)
+                live.update(_table(reader.read()), refresh=True)
         except KeyboardInterrupt:
             return
 
@@ -124,29 +127,21 @@ def _wait(folder: Path, file: str, every_s: float) -> None:
         time.sleep(every_s)
 
 
-def _checked(path: Path, seen: Followed) -> Followed:
-    if seen.end and not seen.started:
-        raise PlanError(
-            f"{path} has no line that starts a run, so fx.JsonLines() did not write it. Pass the "
-            f"folder of a run."
-        )
-    return seen
-
-
-def _table(path: Path, seen: Followed) -> Table:
-    steps = [curve.steps[-1] for curve in seen.curves.values()]
-    times = [one for c in seen.curves.values() if not math.isnan(one := c.times[-1])]
+def _table(reader: RunReader) -> Table:
+    curves, count = reader.curves(), reader.contents.damaged
+    steps = [curve.steps[-1] for curve in curves.values()]
+    times = [one for c in curves.values() if not math.isnan(one := c.times[-1])]
     ago = f", last entry {max(time.time() - max(times), 0):,.0f} s ago" if times else ""
-    damaged = f", {seen.damaged:,} damaged lines" if seen.damaged else ""
-    title = f"{path.parent}: {max(steps, default=0):,.0f} updates{ago}{damaged}"
+    damaged = f", {count:,} damaged lines" if count else ""
+    title = f"{reader.path.parent}: {max(steps, default=0):,.0f} updates{ago}{damaged}"
     table = Table(title=_text(title), title_justify="left", box=None, pad_edge=False)
     table.add_column("Metric", overflow="fold")
     for name in ("Last", "Lowest", "Highest"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("Curve", no_wrap=True)
-    for name, curve in islice(seen.curves.items(), _MOST_ROWS):
+    for name, curve in islice(curves.items(), _MOST_ROWS):
         table.add_row(_text(name), *_cells(curve))
-    if (left := len(seen.curves) - _MOST_ROWS) > 0:
+    if (left := len(curves) - _MOST_ROWS) > 0:
         table.add_row(f"{left:,} more metrics")
     return table
 

@@ -5,15 +5,14 @@ Nothing here imports torch, since that would take longer than most reports.
 
 from fxtrain.curves.curve import Curve, downsample, sparkline
 from fxtrain.curves.page import page_of, picture_of
-from fxtrain.curves.reading import Followed, RunCurves, file_of, follow, read_curves
+from fxtrain.curves.reading import RunCurves, RunReader, file_of, read_curves
 
 __all__ = [
     "Curve",
-    "Followed",
     "RunCurves",
+    "RunReader",
     "downsample",
     "file_of",
-    "follow",
     "page_of",
     "picture_of",
     "read_curves",

@@ -1,12 +1,15 @@
 """Curves with few points that keep the extremes of all points."""
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
 
 import attrs
 
 _BARS = "▁▂▃▄▅▆▇█"
+_SLACK = 8  # times the limit of points before values are thinned out
 
 
 @attrs.frozen(kw_only=True)
@@ -45,7 +48,7 @@ class Curve:
         return {"updates": self.steps, "rows": self.rows, "time": self.times}[over]
 
 
-def downsample(values: Sequence[float], limit: int, *, finite: bool | None = None) -> list[int]:
+def downsample(values: Sequence[float], limit: int) -> list[int]:
     """The positions of the values to keep, in order.
 
     Values are divided into buckets of equal counts. Each keeps its minimum, its maximum and its
@@ -53,7 +56,6 @@ def downsample(values: Sequence[float], limit: int, *, finite: bool | None = Non
 
     Args:
         limit: Number of positions, at least 5.
-        finite: Whether all values are finite, if known.
 
     Example:
         >>> downsample([0.0, 1.0, 9.0, 1.0, 2.0, 1.0, -7.0, 1.0, 0.0, 3.0], 6)
@@ -62,13 +64,19 @@ def downsample(values: Sequence[float], limit: int, *, finite: bool | None = Non
     count = len(values)
     if count <= limit:
         return list(range(count))
-    everything_finite = math.isfinite(sum(values)) if finite is None else finite
-    buckets = max(1, (limit - 2) // (2 if everything_finite else 3))
-    kept = {0, count - 1}
-    for bucket in range(buckets):
-        start = bucket * count // buckets
-        part = values[start : (bucket + 1) * count // buckets]
-        real = part if everything_finite else [value for value in part if math.isfinite(value)]
+    buckets = max(1, (limit - 2) // (2 if math.isfinite(sum(values)) else 3))
+    return _extremes(values, [bucket * count // buckets for bucket in range(buckets + 1)])
+
+
+def _extremes(values: Sequence[float], edges: Sequence[int]) -> list[int]:
+    """Positions of the first and last value, and of the extremes between each two edges."""
+    kept = {0, len(values) - 1}
+    for start, end in pairwise(edges):
+        part = values[start:end]
+        if math.isfinite(sum(part)):
+            kept.update((start + part.index(min(part)), start + part.index(max(part))))
+            continue
+        real = [value for value in part if math.isfinite(value)]
         if real:
             kept.update((start + part.index(min(real)), start + part.index(max(real))))
         if len(real) < len(part):
@@ -76,20 +84,62 @@ def downsample(values: Sequence[float], limit: int, *, finite: bool | None = Non
     return sorted(kept)
 
 
-def join(parts: Iterable[Curve]) -> Curve:
-    """Curves of consecutive parts of a run as one curve."""
-    curves = list(parts)
-    if len(curves) == 1:
-        return curves[0]
-    columns = {
-        name: tuple(chain.from_iterable(getattr(part, name) for part in curves))
-        for name in ("steps", "rows", "times", "values")
-    }
-    return Curve(
-        **columns,
-        count=sum(part.count for part in curves),
-        nonfinite=sum(part.nonfinite for part in curves),
-    )
+@attrs.define(eq=False)
+class Column:
+    """The values of one metric while they are read, thinned out evenly once there are many.
+
+    Attributes:
+        places: Steps, rows and time of each value that is kept.
+        values: The values that are kept.
+        numbers: Their numbers among all values.
+        width: Of so many values in a row only extremes are kept; a power of two, so that buckets
+            become parts of larger ones.
+        count: Number of values that were logged.
+        nonfinite: Number of those that are not finite.
+    """
+
+    places: list[tuple[float, float, float]] = attrs.field(factory=list)
+    values: "array[float]" = attrs.field(factory=lambda: array("d"))
+    numbers: "array[int]" = attrs.field(factory=lambda: array("q"))
+    width: int = 1
+    count: int = 0
+    nonfinite: int = 0
+
+    def add(self, place: tuple[float, float, float], value: float, limit: int) -> None:
+        """Add a value; about `limit` are kept, and at most eight times as many for a while."""
+        self.places.append(place)
+        self.values.append(value)
+        self.numbers.append(self.count)
+        self.count += 1
+        if not math.isfinite(value):
+            self.nonfinite += 1
+        if len(self.values) > _SLACK * limit:
+            self.thin(limit)
+
+    def thin(self, limit: int) -> None:
+        """Keep about `limit` values."""
+        while 2 * self.count > self.width * limit:
+            self.width *= 2
+        edges = [0]
+        while edges[-1] < len(self.numbers):
+            bucket = self.numbers[edges[-1]] // self.width
+            edges.append(bisect_left(self.numbers, (bucket + 1) * self.width, edges[-1]))
+        kept = _extremes(self.values, edges)
+        self.places = [self.places[at] for at in kept]
+        self.values = array("d", [self.values[at] for at in kept])
+        self.numbers = array("q", [self.numbers[at] for at in kept])
+
+    def curve(self) -> Curve:
+        """The values as a record."""
+        steps, rows, times = zip(*self.places, strict=True)
+        return Curve(
+            steps=steps,
+            rows=rows,
+            times=times,
+            values=tuple(self.values),
+            count=self.count,
+            nonfinite=self.nonfinite,
+        )
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtrain.curves.curve import Curve
-from fxtrain.curves.lines import LoggedTable
-from fxtrain.curves.reading import RunCurves
+from fxtrain.curves.reading import LoggedTable, RunCurves
 from fxtrain.errors import escape_unprintable
 
 _HOUR = 3600

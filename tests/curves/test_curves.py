@@ -2,14 +2,13 @@
 
 import json
 import math
-from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxtrain.curves import downsample, page_of, read_curves
-from fxtrain.curves.reading import Followed, follow
+from fxtrain.curves import RunReader, downsample, page_of, read_curves
+from fxtrain.curves.curve import Column
 from fxtrain.trackers import read_run
 from tests.curves._runs import written
 
@@ -66,33 +65,49 @@ _LINES = st.one_of(
 )
 
 
-@given(
-    lines=st.lists(_LINES, max_size=12),
-    read=st.integers(1, 2000),
-    block=st.integers(1, 2000),
-)
+@given(lines=st.lists(_LINES, max_size=12))
 @settings(max_examples=60)
-def test_parts_of_a_file_are_the_whole(tmp_path_factory, lines, read, block):
+def test_a_report_has_what_read_run_has(tmp_path_factory, lines):
     folder = written(tmp_path_factory.mktemp("run"), lines)
     (folder / "run.json").write_text(json.dumps({"format": 1, "id": "0" * 32, "identities": []}))
     log, path = read_run(folder), folder / "metrics.jsonl"
-    with (
-        mock.patch("fxtrain.curves.lines._BLOCK_BYTES", block),
-        mock.patch("fxtrain.curves.reading._READ_BYTES", read),
-    ):
-        seen = follow(path, Followed(), ended=True)
-    assert seen.damaged == log.damaged
+    reader = RunReader(path=path).read(ended=True)
+    assert reader.contents.damaged == log.damaged
     for name in ("loss", "lr", "ü"):
         expected = log.curve(name)
-        curve = seen.curves.get(name)
+        curve = reader.curves().get(name)
         steps = [] if curve is None else list(curve.steps)
         assert steps == [x for x, _ in expected]
         assert curve is None or _same(curve.values, [y for _, y in expected])
 
 
+@given(
+    values=st.lists(st.sampled_from([math.nan, math.inf, *range(50)]), min_size=1, max_size=2000),
+    limit=st.integers(8, 40),
+)
+@settings(max_examples=50)
+def test_a_column_is_thinned_out_evenly_and_keeps_its_extremes(values, limit):
+    column = Column()
+    for at, value in enumerate(values):
+        column.add((at, at, at), float(value), limit)
+    column.thin(limit)
+    curve = column.curve()
+    bad = sum(not math.isfinite(value) for value in values)
+    assert (curve.count, curve.nonfinite) == (len(values), bad)
+    assert len(curve.values) <= 3 * (limit / 2 + 1) + 2
+    assert _same(curve.values, [float(values[int(at)]) for at in curve.steps])
+    assert (curve.steps[0], curve.steps[-1]) == (0, len(values) - 1)
+    assert list(curve.steps) == sorted(curve.steps)
+    for start in range(0, len(values), column.width):
+        bucket = values[start : start + column.width]
+        kept = [values[int(at)] for at in curve.steps if start <= at < start + column.width]
+        real, left = ([v for v in part if math.isfinite(v)] for part in (bucket, kept))
+        assert not real or (min(real), max(real)) == (min(left), max(left))
+        assert len(real) == len(bucket) or len(left) < len(kept)
+
+
 @pytest.mark.slow
-def test_a_long_run_is_small_and_keeps_its_spikes(tmp_path, monkeypatch):
-    monkeypatch.setattr("fxtrain.curves.reading._READ_BYTES", 1 << 20)
+def test_a_long_run_is_small_and_keeps_its_spikes(tmp_path):
     spikes = {10_000: 99.0, 33_333: -99.0, 20_000: "nan"}
     lines = [
         {
@@ -130,7 +145,7 @@ def test_both_parsers_read_the_same(tmp_path, monkeypatch):
     lines = [f'{{"step":{at},"values":{{{values % one}}}}}\n' for at, one in enumerate(odd)]
     written(tmp_path, [*lines, '{"step":NaN}\n', '{"step":3.0,"values":{}}\n', "\n", "{\n"])
     fast = read_curves([tmp_path])[0]
-    monkeypatch.setattr("fxtrain.curves.lines._parse", json.loads)
+    monkeypatch.setattr("fxtrain.curves.reading._parse", json.loads)
     slow = read_curves([tmp_path])[0]
     assert repr(fast) == repr(slow)
     assert fast.curves["loss"].count > 4

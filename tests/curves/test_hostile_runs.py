@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import fxtrain as fx
 from fxtrain._reading import LONGEST_LINE, lines_of
 from fxtrain.cli import main
-from fxtrain.curves import Followed, follow, page_of, read_curves
-from fxtrain.curves.lines import MOST_METRICS
+from fxtrain.curves import RunReader, page_of, read_curves
+from fxtrain.curves.reading import MOST_METRICS
 from fxtrain.trackers import read_run
 from tests.curves._runs import written
 
@@ -80,9 +80,9 @@ def test_a_line_is_damaged_beyond_a_length(tmp_path, size):
         file.write(line + "\n")
     damaged = size > LONGEST_LINE
     (run,) = read_curves([tmp_path])
-    seen = follow(tmp_path / "metrics.jsonl", Followed())
-    assert run.damaged == seen.damaged == damaged
-    assert run.curves["loss"].count == seen.curves["loss"].count == 2 - damaged
+    reader = RunReader(path=tmp_path / "metrics.jsonl").read()
+    assert run.damaged == reader.contents.damaged == damaged
+    assert run.curves["loss"].count == reader.curves()["loss"].count == 2 - damaged
 
 
 def _long(path, mebibytes):
@@ -97,9 +97,9 @@ def _long(path, mebibytes):
 def _seconds(path, mebibytes):
     _long(path, mebibytes)
     started = time.process_time()
-    seen = follow(path, Followed())
-    assert read_curves([path.parent])[0].damaged == seen.damaged == 1
-    assert seen.curves["loss"].count == 2 and seen.end == path.stat().st_size
+    reader = RunReader(path=path).read()
+    assert read_curves([path.parent])[0].damaged == reader.contents.damaged == 1
+    assert reader.curves()["loss"].count == 2 and reader.end == path.stat().st_size
     return time.process_time() - started
 
 
@@ -117,15 +117,16 @@ def test_a_long_line_that_still_grows_is_read_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     _long(path, 40)
     whole = path.read_bytes()
-    seen = Followed()
+    reader = RunReader(path=path)
     for end in (30 << 20, 35 << 20, 40 << 20, (40 << 20) + 1, len(whole) - 5, len(whole)):
         with open(path, "r+b") as file:  # the file that has been read so far
             file.truncate(end)
             file.seek(0)
             file.write(whole[:end])
-        seen = follow(path, seen)
-        assert seen.end == (end if end != len(whole) - 5 else end - len(json.dumps(GOOD)) + 4)
-    assert (seen.damaged, seen.curves["loss"].count, seen.inside) == (1, 2, False)
+        reader.read()
+        assert reader.end == (end if end != len(whole) - 5 else end - len(json.dumps(GOOD)) + 4)
+    count = reader.curves()["loss"].count
+    assert (reader.contents.damaged, count, reader.inside) == (1, 2, False)
 
 
 def test_a_million_names_are_limited_and_counted(tmp_path, capsys):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxtrain.cli import main
-from fxtrain.curves import Followed, follow, sparkline
+from fxtrain.curves import RunReader, sparkline
 
 START = json.dumps({"step": 0, "start": {"id": "1", "name": "a", "params": {}}}) + "\n"
 
@@ -26,20 +26,20 @@ def test_parts_are_followed_as_the_whole(tmp_path_factory, values, cuts):
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     data = (START + "".join(map(_line, range(len(values)), values))).encode()
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    seen = Followed()
+    reader = RunReader(path=path)
     for start, end in pairwise(edges):
         with path.open("ab") as file:
             file.write(data[start:end])
-        seen = follow(path, seen)
-    assert seen == follow(path, Followed())
-    assert (seen.end, seen.started) == (len(data), True)
-    assert not values or seen.curves["loss"].values == tuple(values)
+        reader.read()
+    assert reader.curves() == RunReader(path=path).read().curves()
+    assert (reader.end, reader.contents.started) == (len(data), 1)
+    assert not values or reader.curves()["loss"].values == tuple(values)
 
 
 def test_a_long_run_keeps_its_extremes(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(START)
-    seen = Followed()
+    reader = RunReader(path=path)
     for part in range(5):
         with path.open("a") as file:
             lines = (
@@ -47,8 +47,8 @@ def test_a_long_run_keeps_its_extremes(tmp_path):
                 for at in range(part * 1000, part * 1000 + 1000)
             )
             file.writelines(lines)
-        seen = follow(path, seen)
-    loss = seen.curves["loss"]
+        reader.read()
+    loss = reader.curves()["loss"]
     assert (max(loss.values), loss.count, loss.steps[-1]) == (1234 % 7 + 99, 5000, 4999)
     assert len(loss.values) <= 800
 
@@ -56,13 +56,13 @@ def test_a_long_run_keeps_its_extremes(tmp_path):
 def test_a_resumed_run_is_read_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(START + _line(1, 1.0) + _line(2, 2.0))
-    seen = follow(path, Followed())
+    reader = RunReader(path=path).read()
     draft = tmp_path / "draft"
     draft.write_text(START + _line(1, 1.0) + _line(2, 5.0) + _line(3, 6.0))
     draft.replace(path)
-    assert follow(path, seen).curves["loss"].values == (1.0, 5.0, 6.0)
+    assert reader.read().curves()["loss"].values == (1.0, 5.0, 6.0)
     path.write_text(START + _line(1, 3.0))
-    assert follow(path, seen).curves["loss"].values == (3.0,)
+    assert reader.read().curves()["loss"].values == (3.0,)
 
 
 def test_a_sparkline_shows_large_and_equal_values():
