@@ -29,7 +29,7 @@ def test_it_is_due_when_the_last_ones_bring_nothing(metrics, patience, best):
 
 @given(metrics=METRICS, at=st.integers(0, 10))
 def test_a_checkpoint_keeps_it(metrics, at):
-    whole = stopped = fx.EarlyStopping(least=0.5)
+    whole = stopped = fx.EarlyStopping(min_delta=0.5)
     for count, metric in enumerate(metrics):
         if count == at:
             stopped = fx.state.loads(fx.state.dumps(stopped), fx.EarlyStopping)
@@ -38,7 +38,7 @@ def test_a_checkpoint_keeps_it(metrics, at):
 
 
 def test_a_gain_below_the_least_is_none():
-    stopping = fx.EarlyStopping(patience=1, least=0.1).update(1.0).update(0.95)
+    stopping = fx.EarlyStopping(patience=1, min_delta=0.1).update(1.0).update(0.95)
     assert stopping.due and stopping.value == 1.0
 
 

@@ -267,7 +267,7 @@ def _fresh(weight: Weight, device: torch.device, *, keep: bool) -> Tensor | None
 @contextmanager
 def _install_weights(model: Wrapped, whole: dict[tuple[str, str], Tensor]) -> Iterator[None]:
     """Close the handle and, if there are full weights, put them into the bare module."""
-    put_back = model.bare()
+    put_back = model.hide_changes()
     model.status.closed = "gathered"
     try:
         parts = dict(model.module.named_modules())

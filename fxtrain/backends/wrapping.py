@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from fxtrain.backends.core.converted_layers import convert_as_planned, recipe_problems
+from fxtrain.backends.core.existing_optimizers import as_factories, described
 from fxtrain.backends.core.local_sgd import local_problems
 from fxtrain.backends.core.module_changes import model_signature
 from fxtrain.backends.core.optimizers import Optimizers, Params, Schedulers, settings_of
 from fxtrain.backends.core.parameter_dtypes import raise_to_fp32
 from fxtrain.backends.core.quantized_models import quantized_as_planned, quantized_problems
-from fxtrain.backends.core.ready_made import as_factories, described
 from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.registry import strategy_of
 from fxtrain.errors import MeshError, PlanError
@@ -123,7 +123,7 @@ def wrap(
         raise PlanError(f"wrap(optimizer=...): {problem}", code="FX202")
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
     with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
-        before, formats = record_module(model), _formats(model)
+        before, dtypes = record_module(model), _dtypes(model)
         raises = optimizer is not None and not _keeps_masters(plan)
         lower = raise_to_fp32(model, ctx, plan) if raises else _nothing
         try:
@@ -142,7 +142,7 @@ def wrap(
     except BaseException:
         undo()
         raise
-    made = attrs.evolve(made, undo=undo, bare=changes.hide, formats=formats)
+    made = attrs.evolve(made, undo=undo, hide_changes=changes.hide, dtypes=dtypes)
     ctx.comm.slot(_WrappedModules).handles[model] = weakref.ref(made)
     return made
 
@@ -204,7 +204,7 @@ def _in_order(*steps: Callable[[], None]) -> None:
         step()
 
 
-def _formats(module: nn.Module) -> dict[str, torch.dtype]:
+def _dtypes(module: nn.Module) -> dict[str, torch.dtype]:
     tensors = (
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),

@@ -18,7 +18,7 @@ class EarlyStopping:
 
     Attributes:
         patience: Consecutive values without an improvement after which to stop.
-        least: Minimum difference from the best value that counts as an improvement.
+        min_delta: Minimum difference from the best value that counts as an improvement.
         best: Whether lower ("min") or higher ("max") is better.
         value: The best metric so far; None before the first.
         waited: Values seen since the best one.
@@ -33,7 +33,7 @@ class EarlyStopping:
     """
 
     patience: int = attrs.field(default=3, validator=at_least(1))
-    least: float = attrs.field(default=0.0, validator=at_least(0))
+    min_delta: float = attrs.field(default=0.0, validator=at_least(0))
     best: Literal["min", "max"] = "min"
     value: float | None = None
     waited: int = attrs.field(default=0, validator=at_least(0))
@@ -77,4 +77,4 @@ class EarlyStopping:
         if self.value is None:
             return True
         gain = self.value - number if self.best == "min" else number - self.value
-        return gain > self.least
+        return gain > self.min_delta

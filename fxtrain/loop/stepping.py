@@ -426,9 +426,9 @@ def _advance_schedulers(batch: Batch, model: Wrapped, steps: int) -> None:
     """Advance the schedulers, which the loop has left alone since the last update."""
     updates = model.window.updates
     status = model.status
-    if status.advanced_at is None:
+    if status.scheduled_update is None:
         _warn_of_lengths(model, batch, steps)
-    if status.advanced_at == updates - 1:
+    if status.scheduled_update == updates - 1:
         for scheduler, count in zip(model.schedulers, status.schedule_counts, strict=True):
             if getattr(scheduler, "last_epoch", 0) > count:
                 raise StepError(
@@ -439,7 +439,7 @@ def _advance_schedulers(batch: Batch, model: Wrapped, steps: int) -> None:
                 )
     for scheduler in model.schedulers:
         _advance(scheduler, steps, capped=model.plan.schedule == "ranks")
-    status.advanced_at = updates
+    status.scheduled_update = updates
     status.schedule_counts = tuple(getattr(one, "last_epoch", 0) for one in model.schedulers)
 
 

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from fxtrain.errors import CollectiveError
 from fxtrain.ops.objects import gather_objects
-from fxtrain.ops.same_errors import gather_errors
-from fxtrain.ops.transport.exchange import CallState
+from fxtrain.ops.transport.exchange import CallState, exchange_texts
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
@@ -66,7 +65,8 @@ def main_first(ctx: DistContext) -> Iterator[None]:
 
 def _release_others(problem: BaseException | None, ctx: DistContext) -> None:
     """Report to the other ranks that this one has finished the block, or why it failed."""
-    found = gather_errors("main_first", "" if problem is None else error_text(problem), ctx)
+    mine = "" if problem is None else error_text(problem)
+    found = exchange_texts(ctx, ("main_first", "", mine), mine)
     failed = [
         f"rank {rank} failed inside the block: {text}" for rank, text in enumerate(found) if text
     ]

@@ -5,11 +5,9 @@ import platform
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from fxtrain.errors import CheckpointError, CollectiveError
 from fxtrain.ops.objects import gather_objects
-from fxtrain.ops.transport.exchange import exchange_payloads
+from fxtrain.ops.transport.exchange import exchange_texts
 from fxtrain.ops.transport.mismatches import by_rank, check_is_context
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
@@ -35,7 +33,8 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
     """
     check_is_context("raise_together", ctx)
     if ctx.world_size > 1:
-        found = gather_errors("raise_together", "" if problem is None else error_text(problem), ctx)
+        mine = "" if problem is None else error_text(problem)
+        found = exchange_texts(ctx, ("raise_together", "", mine), mine)
         if problem is None and any(found):
             lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
             raise CollectiveError("\n".join(["Another rank failed:", *lines]), code="FX303")
@@ -98,7 +97,8 @@ def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
         One exchange of packets; none at one rank.
     """
     machine = f" on {platform.node()}" if ctx.num_nodes > 1 else ""
-    rows = gather_errors(op, words and f"{machine}: {words}", ctx)
+    mine = words and f"{machine}: {words}"
+    rows = exchange_texts(ctx, (op, "", mine), mine)
     found = {rank: row.partition(": ") for rank, row in enumerate(rows) if row}
     texts = {text for _, _, text in found.values()}
     if len(texts) <= 1 and (not machine or len(found) in (0, ctx.world_size)):
@@ -120,20 +120,6 @@ def gather_with_errors(
     hosts = {rank: host for rank, (*_, host) in enumerate(found) if host and ctx.num_nodes > 1}
     problems = by_rank(((rank, text) for rank, (_, text, _) in enumerate(found) if text), hosts)
     return [value for value, *_ in found], problems
-
-
-def gather_errors(op: str, words: str, ctx: DistContext) -> list[str]:
-    """Gather one text per rank, by rank; lengths may differ.
-
-    Effects:
-        One exchange of packets; none at one rank.
-
-    Raises:
-        CollectiveError: a rank makes another call or never joins; on every rank.
-    """
-    payload = torch.frombuffer(bytearray(words.encode(errors="replace") + b"\n"), dtype=torch.uint8)
-    rows = exchange_payloads(ctx, (op, "", words), payload)
-    return [bytes(row.tolist()).decode(errors="replace")[:-1] for row in rows]
 
 
 def _problem_text(problem: Exception, action: str) -> str:

@@ -139,9 +139,9 @@ class Wrapped(ModuleNames[M_co]):
         window: Sums over the micro-batches of the open accumulation window.
         undo: Reverts what wrapping did to the module; a strategy gives what reverts values, and
             `fx.wrap` adds classes, hooks and attributes.
-        bare: () → function: removes from the module what wrapping added, until the returned
-            function is called, which restores everything. Values are not changed.
-        formats: By name, the original dtypes of parameters and buffers.
+        hide_changes: () → function: removes from the module what wrapping added, until the
+            returned function is called, which restores everything. Values are not changed.
+        dtypes: By name, the original dtypes of parameters and buffers.
         placement: Under `Offload`, where each unit of the model is held; None otherwise.
         strategy_state: What only this strategy keeps, as a record of its own type: a `Round`
             under `Plan.local`, the config of DeepSpeed's engine, XLA's count of compilations;
@@ -163,8 +163,10 @@ class Wrapped(ModuleNames[M_co]):
     window: AccumulationWindow = attrs.field(repr=False)
     undo: Callable[[], None] = attrs.field(repr=False)
     strategy_state: Any = attrs.field(default=None, repr=False)
-    bare: Callable[[], Callable[[], None]] = attrs.field(default=lambda: _nothing, repr=False)
-    formats: Mapping[str, torch.dtype] = attrs.field(factory=dict, repr=False)
+    hide_changes: Callable[[], Callable[[], None]] = attrs.field(
+        default=lambda: _nothing, repr=False
+    )
+    dtypes: Mapping[str, torch.dtype] = attrs.field(factory=dict, repr=False)
     placement: Placement | None = attrs.field(default=None, repr=False)
     status: ModelStatus = attrs.field(factory=ModelStatus, repr=False)
 

@@ -22,7 +22,7 @@ class ModelStatus:
         in_backward: Whether gradients of this model are computed now, by a step or by
             `ops.backward`: a backward that reaches it at another time is that of another model.
         added_grads: Whether `ops.backward` added gradients, to which the next step adds its own.
-        advanced_at: The number of the last update that advanced the schedulers; None before it.
+        scheduled_update: The number of the last update that stepped the schedulers, or None.
         schedule_counts: What each scheduler had counted then. By these a step notices that the
             loop advanced them as well.
         replica: The replica that makes the next update independently of the others (`Plan.local`);
@@ -41,7 +41,7 @@ class ModelStatus:
     closed: Literal["", "gathered", "unwrap", "release"] = ""
     in_backward: bool = False
     added_grads: bool = False
-    advanced_at: int | None = None
+    scheduled_update: int | None = None
     schedule_counts: tuple[int, ...] = ()
     replica: Round | None = None
     without_rows: bool = False

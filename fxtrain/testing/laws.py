@@ -21,10 +21,10 @@ from fxtrain.testing.training import (
     Run,
     Task,
     backward_once,
-    by_hand,
     new_model,
     on_mesh,
     on_ranks,
+    reference,
     sgd,
     stopped_and_resumed,
     token_rows,
@@ -189,7 +189,7 @@ def one_rank_is_the_loop(
     if not terms.exact:
         _agrees(ranks, task, terms)
         return
-    (run,), wanted = ranks.run(on_ranks, task), by_hand(task, 1)
+    (run,), wanted = ranks.run(on_ranks, task), reference(task, 1)
     assert run.losses == wanted.losses, f"losses {run.losses}, reference {wanted.losses}"
     assert run.norms == wanted.norms, f"norms {run.norms}, reference {wanted.norms}"
     for name, value in wanted.parameters.items():
@@ -241,7 +241,7 @@ def _agrees(ranks: Cluster, task: Task, terms: Terms) -> list[Run]:
     """Compare a run on ranks with the reference, and return the ranks' results."""
     task = attrs.evolve(task, dtype=terms.dtype)
     mesh = resolve_mesh(task.mesh or Mesh(), ranks.n)
-    wanted = by_hand(task, mesh.replicate * mesh.shard)
+    wanted = reference(task, mesh.replicate * mesh.shard)
     runs: list[Run] = ranks.run(on_ranks, task)
     for rank, run in enumerate(runs):
         _same(run, wanted, terms, f"rank {rank} of {ranks.n}")

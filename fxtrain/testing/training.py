@@ -192,7 +192,7 @@ def one_batch(placed: DistContext, model: Any) -> Batch:
     return next(iter(shard(loader, placed, model.plan)))
 
 
-def by_hand(task: Task, data_ranks: int) -> Run:
+def reference(task: Task, data_ranks: int) -> Run:
     """Train in one process with plain torch, each update in one batch.
 
     Skips the update at which the task overflows a gradient.

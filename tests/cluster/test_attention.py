@@ -10,7 +10,7 @@ from fxtrain.backends.context.attention_kernels import PLAIN
 from fxtrain.backends.context.ring_attention import Ring, RingAttention
 from fxtrain.data.sequence_slices import make_splitter
 from fxtrain.ops.sequence_tokens import positions_of
-from fxtrain.testing import Task, Transformer, by_hand, count_collectives, fake_world, on_ranks
+from fxtrain.testing import Task, Transformer, count_collectives, fake_world, on_ranks, reference
 
 PAIR = fx.Mesh(context=2)
 
@@ -106,7 +106,7 @@ def test_blocks_may_be_compiled(pair):
         context=fx.CP(tables=("position",)),
         compile=fx.Compile(backend="eager", blocks=("Block",)),
     )
-    wanted = by_hand(Task(plan=plan), 1)
+    wanted = reference(Task(plan=plan), 1)
     for run in pair.run(on_ranks, Task(plan=plan, mesh=PAIR)):
         torch.testing.assert_close(run.losses, wanted.losses, rtol=1e-9, atol=0)
 
@@ -114,7 +114,7 @@ def test_blocks_may_be_compiled(pair):
 def test_half_precision_attends_in_half(pair):
     plan = fx.Plan(context=fx.CP(tables=("position",)), precision="bf16")
     task = Task(plan=plan, mesh=PAIR, dtype=torch.float32)
-    wanted = by_hand(task, 1)
+    wanted = reference(task, 1)
     for run in pair.run(on_ranks, task):
         torch.testing.assert_close(run.losses, wanted.losses, rtol=2e-2, atol=0)
 

@@ -3,7 +3,7 @@
 import pytest
 
 import fxtrain as fx
-from fxtrain.testing import grows_linearly
+from tests._growth import grows_linearly
 from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP
 
 pytestmark = pytest.mark.slow

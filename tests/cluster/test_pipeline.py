@@ -19,7 +19,7 @@ from fxtrain.testing import (
     count_collectives,
     on_ranks,
 )
-from fxtrain.testing.training import by_hand
+from fxtrain.testing.training import reference
 from tests.cluster._models import PIPELINES, synced_each
 from tests.cluster._pipelines import FOUR
 
@@ -68,7 +68,7 @@ def test_every_schedule_trains_as_one_process(clusters, name):
     n, config = SCHEDULES[name]
     plan = fx.Plan(strategy=config, clip_norm=0.05)
     task = Task(plan=plan, mesh=fx.Mesh(pipeline=n), size=4, weighted=True)
-    wanted = by_hand(task, 1)
+    wanted = reference(task, 1)
     for run in clusters[n].run(on_ranks, task):
         torch.testing.assert_close(run.losses, wanted.losses, rtol=1e-9, atol=0)
         torch.testing.assert_close(run.norms, wanted.norms, rtol=1e-9, atol=0)

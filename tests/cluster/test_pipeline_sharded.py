@@ -12,7 +12,7 @@ import fxtrain as fx
 from fxtrain.backends.pipeline.partition import partition_of
 from fxtrain.backends.pipeline.sharded_stages import own_units
 from fxtrain.testing import LAWS, Task, Transformer, all_at_once, count_collectives, on_ranks
-from fxtrain.testing.training import backward_once, by_hand, on_mesh
+from fxtrain.testing.training import backward_once, on_mesh, reference
 from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP, synced_each
 
 pytestmark = [PIPELINES, pytest.mark.slow]
@@ -91,7 +91,7 @@ def test_other_stages_train_as_one_process(clusters, name):
     config, mesh = OTHERS[name]
     plan = fx.Plan(strategy=config, clip_norm=0.05, accumulate=2, recompute=("Attention",))
     task = Task(plan=plan, mesh=mesh, weighted=True, size=4)
-    wanted = by_hand(task, 4 // 2 // mesh.tensor)
+    wanted = reference(task, 4 // 2 // mesh.tensor)
     for run in clusters[4].run(on_ranks, task):
         torch.testing.assert_close(run.losses, wanted.losses, rtol=1e-9, atol=0)
         torch.testing.assert_close(run.norms, wanted.norms, rtol=1e-9, atol=0)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.testing import Terms, grows_linearly
+from fxtrain.testing import Terms
+from tests._growth import grows_linearly
 from tests.deepspeed._ranks import Ranks
 
 pytestmark = pytest.mark.deepspeed

@@ -47,7 +47,7 @@ def without_device_named(parameters: Sequence[Tensor]) -> Iterator[None]:
         raise PlanError(_device_problem(parameters[0].device)) from error
 
 
-def refuse_ready_made(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def refuse_existing(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Refuse one that was built on parameters which wrapping may replace."""
     if any(map(is_host_optimizer, optimizers)):
         raise PlanError(f"{_ASKED}, which copies the parameters that it is built on. {_FACTORY}")

@@ -90,7 +90,7 @@ def load_schedulers(model: Wrapped, saved: StateReader) -> None:
         )
     for scheduler, state in zip(schedulers, states, strict=True):
         scheduler.load_state_dict(state)
-    model.status.advanced_at = None
+    model.status.scheduled_update = None
 
 
 def as_bytes(states: Mapping[str, Any], prefix: str) -> Tensor:

@@ -47,7 +47,7 @@ def in_loaded_dtypes(weights: dict[str, Weight], model: Wrapped) -> dict[str, We
     raised = {
         name: weight
         for name, weight in weights.items()
-        if weight.dtype is torch.float32 and model.formats.get(name) in HALF
+        if weight.dtype is torch.float32 and model.dtypes.get(name) in HALF
     }
     return {**weights, **in_user_dtypes(raised, model)}
 
@@ -57,10 +57,10 @@ def in_user_dtypes(weights: dict[str, Weight], model: Wrapped) -> dict[str, Weig
     return {
         name: attrs.evolve(
             weight,
-            dtype=model.formats[name],
-            gather=functools.partial(_cast, weight.gather, model.formats[name]),
+            dtype=model.dtypes[name],
+            gather=functools.partial(_cast, weight.gather, model.dtypes[name]),
         )
-        if model.formats.get(name, weight.dtype) != weight.dtype
+        if model.dtypes.get(name, weight.dtype) != weight.dtype
         else weight
         for name, weight in weights.items()
     }

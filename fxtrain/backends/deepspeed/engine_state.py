@@ -413,7 +413,7 @@ def engine_weights(model: Wrapped) -> dict[str, Weight]:
     found = weights_of(model.module)
     for name, weight in found.items():
         if isinstance(weight.like, nn.Parameter):
-            dtype = model.formats.get(name, weight.dtype)
+            dtype = model.dtypes.get(name, weight.dtype)
             found[name] = attrs.evolve(
                 weight,
                 shape=tuple(getattr(weight.like, "ds_shape", weight.shape)),

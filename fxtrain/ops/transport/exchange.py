@@ -118,6 +118,13 @@ def exchange_payloads(ctx: DistContext, call: Call, payload: Tensor) -> list[Ten
     return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
+def exchange_texts(ctx: DistContext, call: Call, text: str) -> list[str]:
+    """As `exchange_payloads`, of texts."""
+    payload = torch.frombuffer(bytearray(text.encode(errors="replace") + b"\n"), dtype=torch.uint8)
+    rows = exchange_payloads(ctx, call, payload)
+    return [bytes(row.tolist()).decode(errors="replace")[:-1] for row in rows]
+
+
 def exchange_rows(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor, list[int]]:
     """As `exchange_payloads`, with the payloads as one tensor.
 
@@ -281,10 +288,8 @@ def _complete(ctx: DistContext, exchange: Exchange) -> list[int]:
     state.in_flight = None
     if differ:
         text = f"{exchange.call[0]}\n{' '.join(exchange.call[1:])}\n{exchange.site or call_site()}"
-        cut = bytearray(text.encode()[: capacity(len(sizes))])
-        rows = exchange_payloads(ctx, _DESCRIBE, torch.frombuffer(cut, dtype=torch.uint8))
-        texts = [bytes(row.tolist()).decode(errors="replace") for row in rows]
-        raise mismatch_error(ctx, texts)
+        cut = text.encode()[: capacity(len(sizes)) - 1].decode(errors="ignore")
+        raise mismatch_error(ctx, exchange_texts(ctx, _DESCRIBE, cut))
     return sizes
 
 

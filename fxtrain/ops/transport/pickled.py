@@ -23,7 +23,7 @@ from torch.storage import TypedStorage, _load_from_bytes
 
 from fxtrain._secret import SECRET, sign, verified
 from fxtrain.errors import CollectiveError
-from fxtrain.ops.transport.exchange import exchange_payloads
+from fxtrain.ops.transport.exchange import exchange_texts
 from fxtrain.state import DistContext
 
 _SAFE, _UNSURE, _FAILED = range(3)
@@ -64,9 +64,11 @@ def dump(value: Any, ctx: DistContext) -> Tensor:
     try:
         pickler.dump(value)
     except Exception as error:  # pickle raises whatever __reduce__ does
-        return _bytes(bytearray([_FAILED]) + error_text(error).encode(errors="replace"))
-    kind = _UNSURE if pickler.unsure else _SAFE
-    return _bytes(bytearray([kind]) + sign(stream.getbuffer(), ctx.comm.key))
+        data = bytearray([_FAILED]) + error_text(error).encode(errors="replace")
+    else:
+        kind = _UNSURE if pickler.unsure else _SAFE
+        data = bytearray([kind]) + sign(stream.getbuffer(), ctx.comm.key)
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def pickled(op: str, rank: int, blob: Tensor, ctx: DistContext) -> memoryview:
@@ -148,11 +150,7 @@ def raise_unpickling_errors(op: str, problem: str | None, ctx: DistContext) -> N
     Raises:
         CollectiveError: with each problem; on every rank.
     """
-    found = [problem or ""]
-    if ctx.world_size > 1:
-        note = _bytes(bytearray((problem or "").encode(errors="replace")))
-        rows = exchange_payloads(ctx, (op, "unpickled"), note)
-        found = [bytes(row.tolist()).decode(errors="replace") for row in rows]
+    found = exchange_texts(ctx, (op, "unpickled"), problem or "")
     lines = [f"rank {rank} cannot unpickle {text}" for rank, text in enumerate(found) if text]
     if lines:
         raise CollectiveError(
@@ -165,9 +163,3 @@ def raise_unpickling_errors(op: str, problem: str | None, ctx: DistContext) -> N
 def error_text(error: BaseException) -> str:
     """An error as text: its type, then its message."""
     return f"{type(error).__name__}: {error}"
-
-
-def _bytes(data: bytearray) -> Tensor:
-    if not data:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(data, dtype=torch.uint8)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fxtrain import _tree
-from fxtrain.backends.core.host_optimizer import refuse_ready_made
+from fxtrain.backends.core.host_optimizer import refuse_existing
 from fxtrain.backends.core.optimizers import refuse_closures
 from fxtrain.errors import PlanError
 from fxtrain.ops.whole_tensors import plain_name
@@ -51,7 +51,7 @@ def as_factories(optimizer: Any, scheduler: Any, module: nn.Module) -> tuple[Any
     schedulers = _all(scheduler, LRScheduler)
     if optimizers:
         refuse_closures(optimizers)
-        refuse_ready_made(optimizers)
+        refuse_existing(optimizers)
         names = _names_of(module)
         _check_parameters(optimizers, names, module)
         optimizer = _optimizer_factory(optimizer, optimizers, names, module)

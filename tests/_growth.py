@@ -95,14 +95,7 @@ def grows_linearly(
 
 
 def costs_of(run: Callable[[], object]) -> Cost:
-    """Call a function and count its cost.
-
-    Example:
-        >>> import torch
-        >>> from fxtrain.testing import costs_of
-        >>> costs_of(lambda: torch.ones(3) * 2).bytes
-        24
-    """
+    """Call a function and count its cost."""
     meter = _Meter()
     # Counts in C, which takes half the time of a Python function that is called at each call.
     counter = cProfile.Profile(subcalls=False)
