@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 import fxtrain as fx
 from fxtrain.profiling import plot, read_bytes
 from fxtrain.profiling.memory_log import MemoryLog
-from fxtrain.state import AXES, PARTS, Memory, Problem, Traffic, read_mesh
+from fxtrain.state import Memory, Problem, Traffic
+from fxtrain.state.dry_runs import PARTS
+from fxtrain.state.mesh import AXES, read_mesh
 
 sizes = st.integers(1, 2000)
 steps = st.lists(st.one_of(st.tuples(st.just("make"), sizes), st.tuples(st.just("free"), sizes)))

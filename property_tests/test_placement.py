@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain import big
-from fxtrain.state import Unit, owner_of
+from fxtrain.state import Unit
+from fxtrain.state.placement import owner_of
 
 POLICIES = st.sampled_from(["auto", "balanced", "balanced_low_0", "sequential"])
 

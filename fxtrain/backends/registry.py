@@ -3,18 +3,8 @@
 import importlib
 
 from fxtrain.errors import PlanError
-from fxtrain.state import (
-    DDP,
-    FSDP,
-    PP,
-    XLA,
-    DeepSpeed,
-    Offload,
-    Plan,
-    Single,
-    Strategy,
-    installed_strategies,
-)
+from fxtrain.state import DDP, FSDP, PP, XLA, DeepSpeed, Offload, Plan, Single, Strategy
+from fxtrain.state.registry import installed_strategies
 
 _BUILT_IN = {
     Single: "single.SINGLE",

@@ -15,7 +15,8 @@ from fxtrain.backends.core.module_changes import unknown_patterns
 from fxtrain.errors import CollectiveError, FxError, PlanError
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import plain_name
-from fxtrain.state import DistContext, Weight, Wrapped, check_open
+from fxtrain.state import DistContext, Weight, Wrapped
+from fxtrain.state.module_names import check_open
 
 N = TypeVar("N", bound=nn.Module)
 _Ranks = Literal["all", "main"]

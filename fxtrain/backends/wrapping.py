@@ -26,17 +26,10 @@ from fxtrain.ops.logs import log
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.precision import gradient_problem
-from fxtrain.state import (
-    DeepSpeed,
-    DistContext,
-    FromConfig,
-    Plan,
-    Strategy,
-    Wrapped,
-    check_connected,
-    check_open,
-    resolve_mesh,
-)
+from fxtrain.state import DeepSpeed, DistContext, FromConfig, Plan, Strategy, Wrapped
+from fxtrain.state.context import check_connected
+from fxtrain.state.mesh import resolve_mesh
+from fxtrain.state.module_names import check_open
 
 N = TypeVar("N", bound=nn.Module)
 O = TypeVar("O", bound=Optimizers | FromConfig)  # noqa: E741

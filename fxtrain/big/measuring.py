@@ -17,8 +17,8 @@ from fxtrain.models.safetensors_files import Entry
 from fxtrain.models.tensor_sources import Source, open_source
 from fxtrain.models.weight_list import KvCache, build_on_meta, cache_of, read_json
 from fxtrain.precision import live_tensors, quantize_on_meta
-from fxtrain.state import DtypeRule, Quantize, Unit, dtype_of
-from fxtrain.state.placement import rules_of
+from fxtrain.state import DtypeRule, Quantize, Unit
+from fxtrain.state.placement import dtype_of, rules_of
 
 _CONFIG = "config.json"
 _PLAIN = frozenset((Tensor, nn.Parameter))

@@ -14,8 +14,8 @@ from fxtrain.big.estimating import Speeds
 from fxtrain.big.measuring import Sizes
 from fxtrain.errors import PlanError
 from fxtrain.models.memory_estimates import cache_bytes, layer_of
-from fxtrain.state import Placement, Room, Unit, owner_of
-from fxtrain.state.placement import DISK, POLICIES, names_above
+from fxtrain.state import Placement, Room, Unit
+from fxtrain.state.placement import DISK, POLICIES, names_above, owner_of
 
 Policy = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 _LARGEST = 8  # sizes of which the largest units may be resident before those in front

@@ -16,7 +16,7 @@ import attrs
 from fxtrain.checkpoint.owner import Owner, is_running, owner_from, this_process
 from fxtrain.checkpoint.storage import Storage
 from fxtrain.errors import CheckpointError
-from fxtrain.state import parse_json
+from fxtrain.state.parsing import parse_json
 
 _LOG = logging.getLogger(__name__)
 _SAVE, _RUN = ".lock-save", ".lock-run"

@@ -21,7 +21,8 @@ from fxtrain._display import counted
 from fxtrain.checkpoint.owner import Owner, owner_from
 from fxtrain.errors import CheckpointError
 from fxtrain.models.tensor_bytes import DTYPES
-from fxtrain.state import Position, parse_json, structure, unstructure
+from fxtrain.state import Position, structure, unstructure
+from fxtrain.state.parsing import parse_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -11,6 +11,7 @@ from torch import Tensor
 from fxtrain import ops
 from fxtrain._display import describe
 from fxtrain._reading import StrPath
+from fxtrain._record import shown
 from fxtrain.checkpoint.background import CheckpointState
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
 from fxtrain.checkpoint.json_values import decode
@@ -27,12 +28,11 @@ from fxtrain.state import (
     Position,
     StateReader,
     Wrapped,
-    check_connected,
     diff,
-    shown,
     structure,
     unstructure,
 )
+from fxtrain.state.context import check_connected
 
 # Where a model is, how it is computed there, and what is recorded: not how it trains.
 _PLACING = ("strategy", "mesh", "context", "compile", "profile", "frozen")

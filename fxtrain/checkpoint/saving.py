@@ -40,7 +40,8 @@ from fxtrain.checkpoint.write_plan import (
 from fxtrain.errors import CheckpointError, CollectiveError, FxError
 from fxtrain.ops.same_errors import gather_with_errors
 from fxtrain.ops.transport.pickled import error_text
-from fxtrain.state import DistContext, Position, Wrapped, check_connected
+from fxtrain.state import DistContext, Position, Wrapped
+from fxtrain.state.context import check_connected
 
 # A network file system may show a file late that another machine has written.
 _VISIBLE_AFTER_S = 5.0

@@ -15,15 +15,8 @@ from fxtrain.checkpoint.json_values import encode
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.devices import device_random_state, set_device_random_state
 from fxtrain.ops.whole_tensors import identity
-from fxtrain.state import (
-    DistContext,
-    FlatShard,
-    Position,
-    Wrapped,
-    check_open,
-    fingerprint,
-    unstructure,
-)
+from fxtrain.state import DistContext, FlatShard, Position, Wrapped, fingerprint, unstructure
+from fxtrain.state.module_names import check_open
 
 MODEL = "model"  # the name of a single model
 _PYTHON, _GAUSS = "random.python", "random.python.gauss"

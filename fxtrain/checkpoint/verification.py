@@ -19,7 +19,8 @@ from fxtrain.checkpoint.reading import file_problems, files_of, header_of
 from fxtrain.checkpoint.storage import Storage, UnreadableError
 from fxtrain.errors import CheckpointError
 from fxtrain.models.tensor_bytes import STORED_DTYPES
-from fxtrain.state import Position, parse_json
+from fxtrain.state import Position
+from fxtrain.state.parsing import parse_json
 
 # Exceptions that parsing an invalid safetensors header may raise.
 _MALFORMED = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)

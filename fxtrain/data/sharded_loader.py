@@ -17,8 +17,9 @@ from fxtrain.data.to_device import on_device, valid_mask
 from fxtrain.data.windows import Cursor, to_epoch
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import check_same_plan
-from fxtrain.state import Batch, DistContext, Plan, Position, check_connected
+from fxtrain.state import Batch, DistContext, Plan, Position
 from fxtrain.state.batch import Data_co
+from fxtrain.state.context import check_connected
 from fxtrain.state.position import position_words
 
 

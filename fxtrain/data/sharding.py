@@ -18,7 +18,8 @@ from fxtrain.data.sources import RowBatches, Source, function_source, row_source
 from fxtrain.data.user_loader import read_loader, share_of
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import plan_for
-from fxtrain.state import DistContext, Plan, Position, check_connected
+from fxtrain.state import DistContext, Plan, Position
+from fxtrain.state.context import check_connected
 
 T = TypeVar("T")
 K = TypeVar("K")

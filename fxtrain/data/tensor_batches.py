@@ -11,7 +11,8 @@ from fxtrain.data.to_device import to_device, valid_mask
 from fxtrain.data.windows import Cursor, advance, to_epoch
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import plan_for
-from fxtrain.state import Batch, DistContext, Plan, Position, check_connected
+from fxtrain.state import Batch, DistContext, Plan, Position
+from fxtrain.state.context import check_connected
 from fxtrain.state.position import position_words
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from fxtrain import __version__
 from fxtrain.diagnosis.secrets import hidden, hidden_words, shown
 from fxtrain.errors import ContextError, PlanError
 from fxtrain.launchers.config import Setting, Settings, resolve
-from fxtrain.state import read_topology
+from fxtrain.state.topology.environments import read_topology
 
 Groups = dict[str, dict[str, str]]
 

@@ -15,7 +15,6 @@ from fxtrain.launchers.config.launch_file import NO_TARGET, Section
 from fxtrain.launchers.launched_plan import OWN_RANKS
 from fxtrain.launchers.machine import default_ranks
 from fxtrain.state import (
-    AXES,
     FSDP,
     PP,
     TP,
@@ -27,10 +26,10 @@ from fxtrain.state import (
     Offload,
     Plan,
     Single,
-    resolve_mesh,
     structure,
 )
 from fxtrain.state.deepspeed import fill_from_config, read_config
+from fxtrain.state.mesh import AXES, resolve_mesh
 
 _SPANS = {
     "data": ("replicate", "shard"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain.state import shown
+from fxtrain._record import shown
 
 Facts = Mapping[str, Any]
 FP8 = (

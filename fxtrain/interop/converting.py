@@ -9,6 +9,7 @@ import attrs
 from torch import Tensor, nn
 
 from fxtrain._reading import StrPath
+from fxtrain._record import shown
 from fxtrain.checkpoint.json_values import encode
 from fxtrain.checkpoint.saving import save_alone
 from fxtrain.checkpoint.snapshot import MODEL, Snapshot
@@ -16,7 +17,7 @@ from fxtrain.errors import CheckpointError
 from fxtrain.interop.accelerate_checkpoints import read_accelerate
 from fxtrain.interop.dcp_checkpoints import read_dcp, tree_of
 from fxtrain.interop.deepspeed_checkpoints import is_deepspeed, read_deepspeed
-from fxtrain.state import Plan, Position, dumps, fingerprint, shown
+from fxtrain.state import Plan, Position, dumps, fingerprint
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from fxtrain._display import describe
 from fxtrain._reading import StrPath, open_file, read_file
+from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
 from fxtrain.models.pickles import Placeholder, load_records, load_weights_only
 from fxtrain.models.tensor_sources import inside
-from fxtrain.state import shown
 
 _METADATA = ".metadata"
 _MAX_BYTES = 1_000_000_000  # bytes of an index

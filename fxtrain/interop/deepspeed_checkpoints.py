@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fxtrain._display import describe
 from fxtrain._reading import StrPath, read_text
+from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.tensor_sources import inside
-from fxtrain.state import shown
 
 _FILE = re.compile(
     r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt"

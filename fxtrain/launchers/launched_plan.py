@@ -33,8 +33,8 @@ def given_plan(default: "Plan | None" = None, *, env: Mapping[str, str] | None =
         >>> fx.given_plan(fx.Plan(accumulate=2), env={}).accumulate
         2
     """
-    state = importlib.import_module("fxtrain.state")
-    return state.plan_in(os.environ if env is None else env) or default or state.Plan()
+    files = importlib.import_module("fxtrain.state.files")
+    return files.plan_in(os.environ if env is None else env) or default or files.Plan()
 
 
 def plan_variable(plan: "Plan") -> str:
@@ -47,9 +47,9 @@ def plan_variable(plan: "Plan") -> str:
         >>> fx.given_plan(env={name: value}).seed
         3
     """
-    state = importlib.import_module("fxtrain.state")
-    data = json.loads(state.dumps(plan))
-    return f"{state.PLAN_VARIABLE}={json.dumps(data, separators=(',', ':'))}"
+    files = importlib.import_module("fxtrain.state.files")
+    data = json.loads(files.dumps(plan))
+    return f"{files.PLAN_VARIABLE}={json.dumps(data, separators=(',', ':'))}"
 
 
 def check_mesh(spec: "LaunchSpec", plan: "Plan") -> None:
@@ -66,4 +66,4 @@ def check_mesh(spec: "LaunchSpec", plan: "Plan") -> None:
     """
     known = spec.min_nodes is None and spec.launcher not in OWN_RANKS
     if plan.mesh is not None and known:
-        importlib.import_module("fxtrain.state").resolve_mesh(plan.mesh, spec.world_size)
+        importlib.import_module("fxtrain.state.mesh").resolve_mesh(plan.mesh, spec.world_size)

@@ -203,7 +203,7 @@ def rank_environment(
 
     Example:
         >>> from fxtrain.launchers import rank_environment
-        >>> from fxtrain.state import read_topology
+        >>> from fxtrain.state.topology.environments import read_topology
         >>> read_topology(rank_environment(1, 2, port=4711)).local_rank
         1
     """

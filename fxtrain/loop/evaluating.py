@@ -9,20 +9,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fxtrain import _tree, ops
+from fxtrain._record import shown
 from fxtrain.data import Sharded, every_row
 from fxtrain.errors import DataError, PlanError
 from fxtrain.loop.means import Mean
 from fxtrain.loop.stepping import check_loss_function
-from fxtrain.state import (
-    PP,
-    Batch,
-    DistContext,
-    Weighted,
-    Wrapped,
-    check_connected,
-    check_open,
-    shown,
-)
+from fxtrain.state import PP, Batch, DistContext, Weighted, Wrapped
+from fxtrain.state.context import check_connected
+from fxtrain.state.module_names import check_open
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")

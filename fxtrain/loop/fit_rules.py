@@ -9,12 +9,12 @@ import attrs
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from fxtrain import ops
-from fxtrain._record import above, at_least, record
+from fxtrain._record import above, at_least, record, shown
 from fxtrain.checkpoint import Restored
 from fxtrain.data import Sharded
 from fxtrain.errors import DataError, PlanError
 from fxtrain.loop.stepping import StepFns
-from fxtrain.state import Batch, DistContext, Position, shown
+from fxtrain.state import Batch, DistContext, Position
 
 _MEASURES = ("epochs", "updates", "rows", "tokens")
 

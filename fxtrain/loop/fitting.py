@@ -11,6 +11,7 @@ from torch import nn
 
 from fxtrain import ops
 from fxtrain._reading import StrPath
+from fxtrain._record import shown
 from fxtrain.checkpoint import Restored, Saving, latest, restore, save
 from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.data import Sharded
@@ -23,7 +24,7 @@ from fxtrain.loop.reports import Reports, body_failed, progress
 from fxtrain.loop.stepping import StepFns
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.profiling import profile
-from fxtrain.state import DistContext, Position, Report, Wrapped, shown
+from fxtrain.state import DistContext, Position, Report, Wrapped
 from fxtrain.trackers import JsonLines, Run, Target
 from fxtrain.trackers.opening import own, track_in
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._display import number
+from fxtrain._record import shown
 from fxtrain.errors import DataError
 from fxtrain.ops.devices import as_scalar
-from fxtrain.state import DistContext, Report, Weighted, shown
+from fxtrain.state import DistContext, Report, Weighted
 
 
 @attrs.frozen(eq=False)

@@ -12,7 +12,8 @@ from fxtrain.backends.core.host_optimizer import HostOptimizer
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.errors import PlanError
 from fxtrain.meters import Memory, memory
-from fxtrain.state import DistContext, Wrapped, check_open
+from fxtrain.state import DistContext, Wrapped
+from fxtrain.state.module_names import check_open
 
 
 @attrs.frozen(kw_only=True)

@@ -10,6 +10,7 @@ from torch.nn.modules.loss import _Loss
 from typing_extensions import TypeVar
 
 from fxtrain import _tree, ops
+from fxtrain._record import shown
 from fxtrain.backends.core.replicas import verify_replicas
 from fxtrain.errors import CollectiveError, StepError
 from fxtrain.loop import weighting
@@ -25,11 +26,10 @@ from fxtrain.state import (
     Weighted,
     WeightedLoss,
     Wrapped,
-    check_connected,
-    check_open,
     round_of,
-    shown,
 )
+from fxtrain.state.context import check_connected
+from fxtrain.state.module_names import check_open
 
 M = TypeVar("M", bound=nn.Module, default=Any)
 Loss = Tensor | Weighted

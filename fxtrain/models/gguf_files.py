@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fxtrain._optional import optional
 from fxtrain._reading import open_file
+from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
 from fxtrain.models.safetensors_files import Entry
-from fxtrain.state import Location, shown
+from fxtrain.state import Location
 
 _Values = Callable[[str], Tensor]
 _Locate = Callable[[str], Location | None]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain._reading import read_file
+from fxtrain._record import shown
 from fxtrain.errors import CheckpointError, FxError
 from fxtrain.models.safetensors_files import Entry, parse_json
 from fxtrain.models.stored_layers import StoredLayer, record_of
@@ -25,7 +26,7 @@ from fxtrain.precision import (
     quantized_layers,
     shape_problem,
 )
-from fxtrain.state import Quantize, TensorIndex, Wrapped, shown
+from fxtrain.state import Quantize, TensorIndex, Wrapped
 
 _CONV1D = " Read this model with from_pretrained of transformers, and pass it to fx.wrap."
 _LARGEST_CONFIG = 10_000_000  # bytes

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from fxtrain._reading import open_file
+from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
 from fxtrain.models.tensor_bytes import DTYPE_NAMES, WRITABLE_DTYPES, contiguous, memory_of
-from fxtrain.state import Location, shown
-from fxtrain.state import parse_json as parse
+from fxtrain.state import Location
+from fxtrain.state.parsing import parse_json as parse
 
 _MAX_BYTES = 100_000_000  # bytes of a header, the limit of the safetensors package
 _MAX_DEPTH = 64  # dimensions, torch's own limit

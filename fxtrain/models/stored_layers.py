@@ -12,10 +12,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from fxtrain._record import shown
 from fxtrain.errors import CheckpointError, FxError
 from fxtrain.models.safetensors_files import Entry
 from fxtrain.precision import BNB4, BNB8, TORCHAO, Library, quantized_layers
-from fxtrain.state import Bnb4, Bnb8, Quantize, Weight, parse_json, shown, structure
+from fxtrain.state import Bnb4, Bnb8, Quantize, Weight, structure
+from fxtrain.state.parsing import parse_json
 
 # Metadata of a file: fields of a record that tensors do not tell.
 DESCRIPTION = "fxtrain.quantize"

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fxtrain._reading import path_problem, read_file
+from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
 from fxtrain.models.folder import INDEX, LARGEST_INDEX, MARKER, SINGLE
 from fxtrain.models.gguf_files import open_gguf
@@ -20,7 +21,7 @@ from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.safetensors_files import Entry, parse_json, read_header
 from fxtrain.models.stored_layers import StoredLayer, stored_layers
 from fxtrain.ops.whole_tensors import is_sharded
-from fxtrain.state import Location, TensorIndex, shown
+from fxtrain.state import Location, TensorIndex
 
 _PICKLES = (".bin", ".pt", ".pth")
 _MODEL_SUFFIXES = (".safetensors", *_PICKLES, ".gguf")

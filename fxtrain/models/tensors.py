@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.whole_tensors import is_sharded, weight_of, weights_of
-from fxtrain.state import DistContext, Weight, Wrapped, check_open
+from fxtrain.state import DistContext, Weight, Wrapped
+from fxtrain.state.module_names import check_open
 
 
 def module_of(model: Any, call: str) -> nn.Module:

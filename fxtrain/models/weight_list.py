@@ -15,9 +15,9 @@ import attrs
 
 from fxtrain._optional import optional
 from fxtrain._reading import open_file, read_file
-from fxtrain._record import closest
+from fxtrain._record import closest, shown
 from fxtrain.errors import CheckpointError, PlanError
-from fxtrain.state import parse_json, shown
+from fxtrain.state.parsing import parse_json
 
 # The limit of the safetensors package; a longer header means a damaged file.
 _LONGEST_HEADER = 100_000_000

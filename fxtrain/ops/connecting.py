@@ -22,21 +22,12 @@ from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.rendezvous_store import first_line, open_store
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.transport.member_groups import open_by_members
-from fxtrain.state import (
-    AXES,
-    Comm,
-    CommState,
-    DistContext,
-    Mesh,
-    Plan,
-    Topology,
-    agreed_mesh,
-    axis_groups,
-    plan_in,
-    read_topology,
-    resolve_mesh,
-    with_plan,
-)
+from fxtrain.state import Comm, CommState, DistContext, Mesh, Plan
+from fxtrain.state.context import with_plan
+from fxtrain.state.files import plan_in
+from fxtrain.state.mesh import AXES, agreed_mesh, axis_groups, resolve_mesh
+from fxtrain.state.topology.checks import Topology
+from fxtrain.state.topology.environments import read_topology
 
 DEFAULT_TIMEOUT_S = 600.0
 LONGEST_S = 1e6  # milliseconds must fit into 31 bits

@@ -11,7 +11,8 @@ from torch import distributed as dist
 from fxtrain._display import counted
 from fxtrain.errors import ContextError
 from fxtrain.ops import xla_runtime
-from fxtrain.state import DistContext, Topology
+from fxtrain.state import DistContext
+from fxtrain.state.topology.checks import Topology
 
 
 def find_device(

@@ -4,8 +4,9 @@ import logging
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from fxtrain._record import shown
 from fxtrain.errors import ContextError
-from fxtrain.state import DistContext, shown
+from fxtrain.state import DistContext
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):

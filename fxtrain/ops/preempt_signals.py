@@ -10,7 +10,8 @@ import attrs
 
 from fxtrain.errors import ContextError
 from fxtrain.ops.objects import any_rank
-from fxtrain.state import DistContext, Position, check_connected
+from fxtrain.state import DistContext, Position
+from fxtrain.state.context import check_connected
 
 _DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 

@@ -12,7 +12,8 @@ from fxtrain.errors import CheckpointError
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.precision import is_sharded
-from fxtrain.state import DistContext, check_connected
+from fxtrain.state import DistContext
+from fxtrain.state.context import check_connected
 
 
 def save(obj: object, path: StrPath, ctx: DistContext) -> None:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxtrain._optional import optional
+from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
 from fxtrain.precision.library import Library, Tensors, is_sharded, quiet
-from fxtrain.state import Bnb4, Bnb8, Quantize, shown
+from fxtrain.state import Bnb4, Bnb8, Quantize
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 _NESTED_BLOCK = 256

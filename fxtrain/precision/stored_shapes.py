@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from fxtrain._record import shown
 from fxtrain.precision.bnb_layers import BNB4, BNB8, float_dtype
 from fxtrain.precision.library import Library, Tensors
-from fxtrain.state import shown
 
 # Shapes and dtypes; no dtypes for any.
 _Wanted = Mapping[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain._optional import optional
+from fxtrain._record import shown
 from fxtrain.precision.library import Library, Tensors, quiet
-from fxtrain.state import Quantize, shown
+from fxtrain.state import Quantize
 from fxtrain.state import Torchao as Record
 
 _OPAQUE, _INT2 = "Int4OpaqueTensor", "Int2Tensor"

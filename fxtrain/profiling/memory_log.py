@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxtrain.state import PARTS, Memory
+from fxtrain.state import Memory
+from fxtrain.state.dry_runs import PARTS
 
 _SMALL = 1000  # changes below 1/1000 of the peak are invisible in a plot
 _ACTIVATIONS, _OTHER = PARTS.index("activations"), PARTS.index("other")

@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import (
 from fxtrain._byte_units import show_bytes
 from fxtrain.errors import FxError
 from fxtrain.profiling.fake_tensors import ValueRead, is_library
-from fxtrain.state import PARTS, DryRun, Mesh, Problem, resolve_mesh
+from fxtrain.state import DryRun, Mesh, Problem
+from fxtrain.state.dry_runs import PARTS
+from fxtrain.state.mesh import resolve_mesh
 
 _NO_VALUES = (
     DataDependentOutputException,

@@ -22,17 +22,10 @@ from fxtrain.profiling.torch_patches import (
     swappable,
 )
 from fxtrain.profiling.watching import LoopRecorder, Mark, StepsConverged, recording
-from fxtrain.state import (
-    AXES,
-    PLAN_VARIABLE,
-    DistContext,
-    DryRun,
-    Mesh,
-    axis_groups,
-    dumps,
-    read_topology,
-    resolve_mesh,
-)
+from fxtrain.state import DistContext, DryRun, Mesh, dumps
+from fxtrain.state.files import PLAN_VARIABLE
+from fxtrain.state.mesh import AXES, axis_groups, resolve_mesh
+from fxtrain.state.topology.environments import read_topology
 
 # The first step sets up, DDP reorders its buckets in the second, the third is typical, and the
 # fourth confirms it.

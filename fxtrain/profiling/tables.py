@@ -11,7 +11,8 @@ from rich.text import Text
 from fxtrain._byte_units import show_bytes
 from fxtrain._optional import optional
 from fxtrain.errors import escape_unprintable
-from fxtrain.state import PARTS, DryRun, Mesh, Traffic, diff
+from fxtrain.state import DryRun, Mesh, Traffic, diff
+from fxtrain.state.dry_runs import PARTS
 
 # A device more than this many times larger than the peak would leave nothing of it to see.
 _MAX_DEVICE_RATIO = 4

@@ -11,11 +11,13 @@ from torch.autograd.profiler import profile as Profiler
 from torch.autograd.profiler_util import EventList
 
 from fxtrain import ops
+from fxtrain._record import shown
 from fxtrain.errors import FxError, PlanError, StepError
 from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.profiling.recording import Recording, activities_of, is_profiling
 from fxtrain.profiling.step_times import RankTimes, StepTimes, Summary, step_times
-from fxtrain.state import DistContext, Plan, Profile, check_connected, shown, write_record
+from fxtrain.state import DistContext, Plan, Profile, write_record
+from fxtrain.state.context import check_connected
 
 
 @attrs.define(eq=False)

@@ -27,7 +27,8 @@ from fxtrain.quality.layer_outputs import (
     recorded,
 )
 from fxtrain.quality.records import Case, Compared, Comparison, error_of
-from fxtrain.state import DistContext, Plan, Wrapped, check_connected
+from fxtrain.state import DistContext, Plan, Wrapped
+from fxtrain.state.context import check_connected
 
 _KINDS = ("values", "logits", "embeddings")
 

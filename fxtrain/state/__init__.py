@@ -1,46 +1,21 @@
 """Records: every setting, as a value."""
 
-from fxtrain._record import few, shown
 from fxtrain.state.batch import Batch, Report, Weighted
-from fxtrain.state.context import Comm, CommState, DistContext, check_connected, with_plan
-from fxtrain.state.converters import converter_for, fingerprint, structure, unstructure
-from fxtrain.state.deepspeed import (
-    DeepSpeed,
-    FromConfig,
-    from_config,
-)
+from fxtrain.state.context import Comm, CommState, DistContext
+from fxtrain.state.converters import fingerprint, structure, unstructure
+from fxtrain.state.deepspeed import DeepSpeed, FromConfig, from_config
 from fxtrain.state.differences import Change, diff
-from fxtrain.state.dry_runs import PARTS, DryRun, Memory, Problem, Traffic
-from fxtrain.state.files import (
-    PLAN_VARIABLE,
-    dumps,
-    loads,
-    plan_in,
-    read_plan,
-    read_record,
-    write_plan,
-    write_record,
-)
-from fxtrain.state.mesh import AXES, Mesh, agreed_mesh, axis_groups, read_mesh, resolve_mesh
-from fxtrain.state.module_names import check_open
-from fxtrain.state.parsing import Format, parse_json, parse_text, unique_keys
-from fxtrain.state.placement import (
-    DtypeRule,
-    Limit,
-    Offload,
-    Placement,
-    Room,
-    Unit,
-    dtype_of,
-    owner_of,
-)
+from fxtrain.state.dry_runs import DryRun, Memory, Problem, Traffic
+from fxtrain.state.files import dumps, loads, read_plan, read_record, write_plan, write_record
+from fxtrain.state.mesh import Mesh
+from fxtrain.state.placement import DtypeRule, Limit, Offload, Placement, Room, Unit
 from fxtrain.state.plan import Compile, Data, Plan
 from fxtrain.state.position import Position
 from fxtrain.state.precision import LossScale, Precision
 from fxtrain.state.profile import Profile
 from fxtrain.state.quantized_weights import Bnb4, Bnb8, Quantize, Torchao
 from fxtrain.state.recipes import MX, TE, Float8, Recipe
-from fxtrain.state.registry import Config, installed_configs, installed_strategies
+from fxtrain.state.registry import Config
 from fxtrain.state.stored_state import FlatShard, ModelState, StateReader
 from fxtrain.state.strategy import (
     Round,
@@ -66,17 +41,13 @@ from fxtrain.state.strategy_configs import (
     Single,
     Style,
     is_alone,
-    round_begins,
     round_ends,
     token_ranges,
 )
-from fxtrain.state.topology.checks import Topology
-from fxtrain.state.topology.environments import read_topology
 from fxtrain.state.weight import Location, TensorIndex, Weight
 from fxtrain.state.window import AccumulationWindow, ModelStatus
 
 __all__ = [
-    "AXES",
     "AccumulationWindow",
     "Batch",
     "Bnb4",
@@ -98,7 +69,6 @@ __all__ = [
     "FSDP",
     "FlatShard",
     "Float8",
-    "Format",
     "FromConfig",
     "Limit",
     "LocalSGD",
@@ -110,8 +80,6 @@ __all__ = [
     "ModelState",
     "ModelStatus",
     "Offload",
-    "PARTS",
-    "PLAN_VARIABLE",
     "PP",
     "Placement",
     "Plan",
@@ -132,7 +100,6 @@ __all__ = [
     "TE",
     "TP",
     "TensorIndex",
-    "Topology",
     "Torchao",
     "Traffic",
     "Unit",
@@ -143,40 +110,20 @@ __all__ = [
     "WeightedLoss",
     "Wrapped",
     "XLA",
-    "agreed_mesh",
-    "axis_groups",
-    "check_connected",
-    "check_open",
-    "converter_for",
     "diff",
-    "dtype_of",
     "dumps",
-    "few",
     "fingerprint",
     "from_config",
-    "installed_configs",
-    "installed_strategies",
     "is_alone",
     "loads",
-    "owner_of",
-    "parse_json",
-    "parse_text",
-    "plan_in",
-    "read_mesh",
     "read_plan",
     "read_record",
-    "read_topology",
-    "resolve_mesh",
-    "round_begins",
     "round_ends",
     "round_of",
-    "shown",
     "structure",
     "token_ranges",
-    "unique_keys",
     "unstructure",
     "unsupported",
-    "with_plan",
     "write_plan",
     "write_record",
 ]

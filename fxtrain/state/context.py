@@ -271,7 +271,7 @@ def with_plan(ctx: DistContext, plan: Plan | None) -> DistContext:
     Example:
         >>> import fxtrain as fx
         >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     fx.state.with_plan(ctx, fx.Plan(seed=7)).axis("data").given_plan.seed
+        ...     with_plan(ctx, fx.Plan(seed=7)).axis("data").given_plan.seed
         7
     """
     within = None if plan is None else attrs.evolve(plan, mesh=None)
@@ -297,7 +297,7 @@ def check_connected(call: str, ctx: DistContext) -> None:
     Example:
         >>> import fxtrain as fx
         >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     fx.state.check_connected("step", ctx)
+        ...     check_connected("step", ctx)
     """
     if not isinstance(ctx, DistContext):
         raise ContextError(

@@ -220,7 +220,7 @@ def _field_hook(
         check, convert = check_of(kind, ""), canonical(kind)
     inner = [one for one in members(kind) if attrs.has(one)]
     rows = next((one for one in members(kind) if _holds_records(one)), None)
-    several = Mapping if get_origin(rows) is Mapping else list | tuple
+    several: Any = Mapping if get_origin(rows) is Mapping else (list, tuple)
 
     def build(data: Any, _: Any) -> Any:
         if len(inner) > 1 and isinstance(data, Mapping):

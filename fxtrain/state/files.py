@@ -167,7 +167,7 @@ def plan_in(env: Mapping[str, str]) -> Plan | None:
         PlanError: a variable is not a valid plan, or not a valid part of one.
 
     Example:
-        >>> from fxtrain.state import plan_in
+        >>> from fxtrain.state.files import plan_in
         >>> plan_in({"FXTRAIN_PLAN": '{"accumulate": 4}'}).accumulate
         4
         >>> plan_in({"FXTRAIN_PLAN__MESH": "tensor=2"}).mesh.tensor

@@ -224,7 +224,7 @@ def check_open(model: ModuleNames[nn.Module], call: str, kind: type[FxError] = S
         >>> import fxtrain as fx, torch
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
-        ...     fx.state.check_open(model, "step")
+        ...     check_open(model, "step")
     """
     if not isinstance(model, ModuleNames):
         raise kind(

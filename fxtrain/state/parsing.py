@@ -32,7 +32,7 @@ def parse_text(text: str, format: Format) -> Any:
         MissingPackageError: YAML needs pyyaml (the extra `files`).
 
     Example:
-        >>> from fxtrain.state import parse_text
+        >>> from fxtrain.state.parsing import parse_text
         >>> parse_text("ranks: 2", "yaml")
         {'ranks': 2}
     """
@@ -59,7 +59,7 @@ def parse_json(text: str | bytes) -> Any:
         ValueError: it is not, or it is nested too deeply.
 
     Example:
-        >>> from fxtrain.state import parse_json
+        >>> from fxtrain.state.parsing import parse_json
         >>> parse_json('{"a": 1e999}')
         Traceback (most recent call last):
         ValueError: 1e999 is not a finite number.

@@ -165,7 +165,8 @@ def owner_of(units: Mapping[str, T], tensor: str) -> T:
         PlanError: it belongs to none.
 
     Example:
-        >>> from fxtrain.state import Unit, owner_of
+        >>> from fxtrain.state import Unit
+        >>> from fxtrain.state.placement import owner_of
         >>> owner_of({"a": Unit(name="a", device="cpu")}, "a.b.weight").name
         'a'
     """
@@ -183,7 +184,8 @@ def dtype_of(rules: tuple[DtypeRule, ...], tensor: str) -> str | None:
     """The dtype that rules give a parameter; None if it keeps its own.
 
     Example:
-        >>> from fxtrain.state import DtypeRule, dtype_of
+        >>> from fxtrain.state import DtypeRule
+        >>> from fxtrain.state.placement import dtype_of
         >>> rules = (DtypeRule(match="*norm*", dtype="float32"),)
         >>> dtype_of(rules, "layers.0.norm.weight"), dtype_of(rules, "head.weight")
         ('float32', None)

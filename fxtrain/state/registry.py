@@ -40,7 +40,7 @@ def installed_strategies() -> "tuple[Strategy, ...]":
             for a config.
 
     Example:
-        >>> from fxtrain.state import installed_strategies
+        >>> from fxtrain.state.registry import installed_strategies
         >>> installed_strategies()
         ()
     """
@@ -59,7 +59,7 @@ def installed_configs() -> tuple[type, ...]:
         PlanError: as `installed_strategies`.
 
     Example:
-        >>> from fxtrain.state import installed_configs
+        >>> from fxtrain.state.registry import installed_configs
         >>> installed_configs()
         ()
     """

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from fxtrain.backends import unwrap, wrap
-from fxtrain.state import LossScale, Mesh, Plan, Precision, resolve_mesh
+from fxtrain.state import LossScale, Mesh, Plan, Precision
+from fxtrain.state.mesh import resolve_mesh
 from fxtrain.testing.cluster import Cluster
 from fxtrain.testing.row_functions import unused_functions
 from fxtrain.testing.training import (

@@ -12,8 +12,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from fxtrain._record import shown
 from fxtrain.errors import PlanError
-from fxtrain.state import Position, Weighted, shown
+from fxtrain.state import Position, Weighted
 from fxtrain.trackers.tracker import Entry
 
 _DEEPEST = 20

@@ -17,18 +17,12 @@ import torch
 
 from fxtrain import ops
 from fxtrain._reading import StrPath
+from fxtrain._record import shown
 from fxtrain._version import __version__
 from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.errors import FxError, MissingPackageError, PlanError
-from fxtrain.state import (
-    DistContext,
-    Plan,
-    Position,
-    check_connected,
-    fingerprint,
-    shown,
-    unstructure,
-)
+from fxtrain.state import DistContext, Plan, Position, fingerprint, unstructure
+from fxtrain.state.context import check_connected
 from fxtrain.trackers.entries import Logged
 from fxtrain.trackers.json_lines import JsonLines
 from fxtrain.trackers.run import Run

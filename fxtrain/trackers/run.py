@@ -11,9 +11,10 @@ from typing import Any
 import attrs
 
 from fxtrain._reading import StrPath
+from fxtrain._record import shown
 from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.errors import PlanError
-from fxtrain.state import Position, shown
+from fxtrain.state import Position
 from fxtrain.trackers.entries import Logged, artifact_of, hold, image_of, place_of, table_of
 from fxtrain.trackers.tracker import Entry, Tracker
 from fxtrain.trackers.writer import Patience, Warn, Writer

@@ -11,10 +11,12 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._reading import path_problem, read_text
+from fxtrain._record import shown
 from fxtrain.checkpoint.folder_lock import Lock, acquire
 from fxtrain.checkpoint.storage import open_storage
 from fxtrain.errors import FxError, PlanError
-from fxtrain.state import DistContext, parse_json, shown
+from fxtrain.state import DistContext
+from fxtrain.state.parsing import parse_json
 
 _FILE = "run.json"
 _FORMAT = 1

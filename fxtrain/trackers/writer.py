@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain.state import shown
+from fxtrain._record import shown
 from fxtrain.trackers.entries import Logged
 from fxtrain.trackers.tracker import Entry, Start, Tracker
 

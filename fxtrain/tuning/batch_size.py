@@ -9,21 +9,16 @@ import attrs
 import torch
 
 from fxtrain import ops
+from fxtrain._record import shown
 from fxtrain.errors import PlanError
 from fxtrain.loop.releasing import empty_cache
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.profiling import dry_run
-from fxtrain.state import (
-    DeepSpeed,
-    DistContext,
-    Mesh,
-    Plan,
-    check_connected,
-    resolve_mesh,
-    shown,
-)
+from fxtrain.state import DeepSpeed, DistContext, Mesh, Plan
+from fxtrain.state.context import check_connected
 from fxtrain.state.deepspeed import WINDOW_ENTRIES, fill_from_config, read_config
+from fxtrain.state.mesh import resolve_mesh
 
 # What allocators raise as a plain RuntimeError: CPU, MPS, CUDA libraries, XPU, NPU, XLA.
 _WORDS = (

@@ -18,7 +18,8 @@ from fxtrain.errors import PlanError, StepError
 from fxtrain.loop.means import Mean
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.ops.whole_tensors import local_values
-from fxtrain.state import DistContext, FlatShard, StateReader, Wrapped, check_connected
+from fxtrain.state import DistContext, FlatShard, StateReader, Wrapped
+from fxtrain.state.context import check_connected
 
 M = TypeVar("M", bound=nn.Module)
 _MEMORY = 0.9

@@ -8,7 +8,8 @@ from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxtrain.ops import closing
-from fxtrain.state import CommState, Topology
+from fxtrain.state import CommState
+from fxtrain.state.topology.checks import Topology
 
 
 @pytest.fixture

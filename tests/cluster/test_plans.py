@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.ops.transport.exchange import CallState
+from fxtrain.state.context import with_plan
 
 SGD = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
 
@@ -173,7 +174,7 @@ def test_all_ranks_refuse_a_batch_of_another_plan(pair):
 def test_equal_plans_need_not_be_one_object():
     with fx.detect(env={}, device="cpu") as ctx:
         assert _step_between(ctx, fx.Plan(clip_norm=2.0), fx.Plan(clip_norm=2.0)) is True
-        given = fx.state.with_plan(ctx, fx.Plan(accumulate=2))
+        given = with_plan(ctx, fx.Plan(accumulate=2))
         assert _step_between(given, None, fx.Plan(accumulate=2)) is False
 
 

@@ -7,7 +7,7 @@ from torch import distributed as dist
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain.state import AXES, axis_groups, resolve_mesh
+from fxtrain.state.mesh import AXES, axis_groups, resolve_mesh
 from fxtrain.testing import fake_world
 
 

@@ -12,7 +12,7 @@ from fxtrain.precision import quantize_layers, recipe_targets, stored_tensors
 from fxtrain.profiling.rehearsal import axis_namer, figures
 from fxtrain.profiling.torch_patches import load_in_process
 from fxtrain.profiling.watching import LoopRecorder, StepsConverged, recording
-from fxtrain.state import resolve_mesh
+from fxtrain.state.mesh import resolve_mesh
 from tests._slow import slow_after
 from tests.cluster._float8 import RECIPES, loss, net, plan_of
 from tests.cluster.test_small_optimizers import OPTIMIZERS, _factory, _net

@@ -12,7 +12,8 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.profiling import plot, read_bytes, show_bytes, table
-from fxtrain.state import PARTS, Memory
+from fxtrain.state import Memory
+from fxtrain.state.dry_runs import PARTS
 from tests.profiling._dry_runs import dry_linear
 from tests.profiling._loops import by_steps
 

@@ -10,7 +10,7 @@ import fxtrain as fx
 from fxtrain.profiling.rehearsal import axis_namer, figures
 from fxtrain.profiling.torch_patches import load_in_process
 from fxtrain.profiling.watching import LoopRecorder, StepsConverged, recording
-from fxtrain.state import resolve_mesh
+from fxtrain.state.mesh import resolve_mesh
 from fxtrain.testing import count_collectives
 from tests._slow import slow_after
 from tests.profiling._loops import (

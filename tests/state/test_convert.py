@@ -8,7 +8,8 @@ import attrs
 import pytest
 
 import fxtrain as fx
-from fxtrain.state import converter_for, structure, unstructure
+from fxtrain.state import structure, unstructure
+from fxtrain.state.converters import converter_for
 
 
 @attrs.frozen

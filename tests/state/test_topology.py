@@ -3,7 +3,8 @@
 import pytest
 
 import fxtrain as fx
-from fxtrain.state import Topology, read_topology
+from fxtrain.state.topology.checks import Topology
+from fxtrain.state.topology.environments import read_topology
 
 
 def _slurm_step(**changes):

@@ -16,7 +16,7 @@ from fxtrain.backends.xla.strategy import RecompilationLog
 from fxtrain.data import to_device
 from fxtrain.errors import ContextError, MissingPackageError
 from fxtrain.ops import xla_runtime
-from fxtrain.state import Topology
+from fxtrain.state.topology.checks import Topology
 
 
 @pytest.fixture

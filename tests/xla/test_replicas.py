@@ -9,7 +9,7 @@ from torch import distributed as dist
 import fxtrain as fx
 from fxtrain.ops import connecting, xla_runtime
 from fxtrain.ops.transport.large import broadcast_values, gather_values
-from fxtrain.state import Topology
+from fxtrain.state.topology.checks import Topology
 
 pytestmark = pytest.mark.xla
 

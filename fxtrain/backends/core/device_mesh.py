@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, _redistribute, debug, distribute_tensor
 
 from fxtrain.ops.transport.member_groups import open_by_members
-from fxtrain.state import AXES, DistContext, Mesh
+from fxtrain.state import DistContext, Mesh
+from fxtrain.state.mesh import AXES
 
 # By id of a parameter, what replaced it: the same wherever the parameter occurs again.
 DistributedParameters = dict[int, nn.Parameter]

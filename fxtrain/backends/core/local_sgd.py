@@ -41,10 +41,10 @@ from fxtrain.state import (
     Weight,
     WeightedLoss,
     Wrapped,
-    round_begins,
     round_ends,
     round_of,
 )
+from fxtrain.state.strategy_configs import round_begins
 
 _WEIGHTED = 2  # the index of weighted micro-batches in `Round.rows`
 _RANKS_OF_REPLICA = "copy"  # among the values of a checkpoint

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from fxtrain.ops.whole_tensors import identity
 from fxtrain.precision import live_tensors
-from fxtrain.state import Placement, Unit, owner_of
-from fxtrain.state.placement import DISK
+from fxtrain.state import Placement, Unit
+from fxtrain.state.placement import DISK, owner_of
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -11,7 +11,8 @@ from fxtrain import ops
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.gradients import local_grads
 from fxtrain.backends.pipeline.partition import Partition
-from fxtrain.state import DistContext, Wrapped, axis_groups
+from fxtrain.state import DistContext, Wrapped
+from fxtrain.state.mesh import axis_groups
 
 
 def open_shared_groups(

@@ -11,6 +11,7 @@ import click
 
 from fxtrain._optional import optional
 from fxtrain._reading import read_text, write_file
+from fxtrain._record import shown
 from fxtrain.cli.config.prompts import choose_prompt, interview
 from fxtrain.cli.output import Exit, as_json, print_json, print_table, say, warn
 from fxtrain.diagnosis.setups import section_problems
@@ -26,7 +27,6 @@ from fxtrain.launchers.config.launch_file import (
 )
 from fxtrain.launchers.config.rendering import render, render_profile
 from fxtrain.launchers.config.resolution import HERE, find_file, from_flags, resolve
-from fxtrain.state import shown
 from fxtrain.state.files import format_of, read_data
 
 _NOTED = 80  # characters of a value

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from fxtrain.launchers.config.launch_file import Section
-from fxtrain.state import installed_configs
+from fxtrain.state.registry import installed_configs
 
 
 @attrs.frozen(kw_only=True)

@@ -11,9 +11,10 @@ import attrs
 from fxtrain._record import few, record, shown
 from fxtrain.errors import LaunchError, PlanError
 from fxtrain.launchers import LAUNCHERS, LaunchSpec, find_launcher, options_from
-from fxtrain.state import Plan, installed_configs, structure
+from fxtrain.state import Plan, structure
 from fxtrain.state.files import read_data
 from fxtrain.state.parsing import Format, merge, near, parse_text
+from fxtrain.state.registry import installed_configs
 
 # The script while checking a file that names none.
 NO_TARGET = "train.py"

@@ -13,7 +13,8 @@ import attrs
 from fxtrain.errors import CollectiveError, ContextError
 from fxtrain.ops.closing import within
 from fxtrain.ops.rendezvous_store import first_line
-from fxtrain.state import DistContext, check_connected
+from fxtrain.state import DistContext
+from fxtrain.state.context import check_connected
 
 _HERE = str(Path(__file__).resolve().parents[2])
 # A lost rank is an error at most two seconds after the timeout, the end of the process included.

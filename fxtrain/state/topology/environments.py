@@ -52,7 +52,7 @@ def read_topology(env: Mapping[str, str]) -> Topology:
             range; the message names them and what was found.
 
     Example:
-        >>> from fxtrain.state import read_topology
+        >>> from fxtrain.state.topology.environments import read_topology
         >>> read_topology({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
         ...                "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
         ...                "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}).launcher

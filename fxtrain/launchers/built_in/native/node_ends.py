@@ -13,7 +13,7 @@ import attrs
 from fxtrain.launchers.built_in.native.network import FAREWELL_S
 from fxtrain.launchers.built_in.native.rendezvous import say
 from fxtrain.ops.closing import within
-from fxtrain.state import parse_json
+from fxtrain.state.parsing import parse_json
 
 _HEARTBEAT_INTERVAL_S = 1.0
 _SILENT_S = 10.0  # after which a node that sends no heartbeat is considered lost

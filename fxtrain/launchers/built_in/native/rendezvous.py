@@ -33,7 +33,7 @@ from fxtrain._secret import SECRET
 from fxtrain.launchers.function.nodes import open_store
 from fxtrain.launchers.orphans import end_strays
 from fxtrain.ops.rendezvous_store import first_line
-from fxtrain.state import parse_json
+from fxtrain.state.parsing import parse_json
 
 BACKEND = "fxtrain"
 T = TypeVar("T")
