@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fxtrain as fx
 from fxtrain.cli.config.prompts import interview
 from fxtrain.interop.accelerate_config import _SECTIONS, _TYPES, convert_accelerate
-from fxtrain.interop.accelerate_rules import rules
+from fxtrain.interop.accelerate_rules import RULES
 from fxtrain.launchers.config import LaunchFile, Machine, Section, render
 from fxtrain.launchers.config.launch_file import parse, problems_of
 from tests.cli._files import GOOD
@@ -109,14 +109,14 @@ def test_what_is_written_is_read_again(form, file, brief):
     assert parse(render(file, form, notes=["A head."], brief=brief), form) == file
 
 
-KEYS = st.sampled_from([*_SECTIONS, *rules(), "distributed_type", "dynamo_backend"])
+KEYS = st.sampled_from([*_SECTIONS, *RULES, "distributed_type", "dynamo_backend"])
 VALUES = st.one_of(
     LEAVES,
     st.integers(-1, 9),
     st.lists(st.text(max_size=3), max_size=2),
     st.sampled_from(["yes", "no", "all", "FULL_SHARD", "cpu", "fp16", "static"]),
 )
-SECTION_KEYS = st.sampled_from([key.partition(".")[2] for key in rules() if "." in key])
+SECTION_KEYS = st.sampled_from([key.partition(".")[2] for key in RULES if "." in key])
 OLD = st.dictionaries(
     KEYS, st.one_of(VALUES, st.dictionaries(SECTION_KEYS, VALUES, max_size=4)), max_size=6
 )

@@ -327,11 +327,11 @@ def is_partition(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
 
     They do if they are disjoint and have as many elements as the shape.
     """
+    if len(boxes) == 1:
+        return math.prod(boxes[0][1]) == math.prod(shape)
     boxes = [box for box in boxes if math.prod(box[1])]
     if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
         return False
-    if len(boxes) < 2:
-        return True
     # Compared are boxes that share an index of the dimension with most starts: few, since a tensor
     # is split along it.
     dim = max(range(len(shape)), key=lambda dim: len({start[dim] for start, _ in boxes}))

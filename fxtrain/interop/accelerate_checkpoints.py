@@ -98,16 +98,16 @@ def read_accelerate(folder: StrPath) -> AcceleratorState:
         for rank, state in _numbered(root, names, _RANDOM).items()
     }
     steps = [state["step"] for state in random.values() if "step" in state]
-    scaler = None
-    if "scaler.pt" in names:
-        scaler = _state(root, "scaler.pt")
     return AcceleratorState(
         models=_in_order(models, root, "model"),
         optimizers=_in_order(states["optimizer"], root, "optimizer"),
         schedulers=_in_order(states["scheduler"], root, "scheduler"),
         loaders=states["dl_state_dict"],
-        scaler=scaler,
-        random={rank: _without(state, "step") for rank, state in random.items()},
+        scaler=_state(root, "scaler.pt") if "scaler.pt" in names else None,
+        random={
+            rank: {name: value for name, value in state.items() if name != "step"}
+            for rank, state in random.items()
+        },
         step=steps[0] if steps else None,
         custom=_in_order(_numbered(root, names, _CUSTOM), root, "custom checkpoint"),
     )
@@ -193,7 +193,3 @@ def _in_order(found: Mapping[int, Any], root: Path, what: str) -> tuple[Any, ...
             f"{root} contains {what} {sorted(found)}, but not those in between. Copy all files."
         )
     return tuple(found[index] for index in sorted(found))
-
-
-def _without(table: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in table.items() if name != key}

@@ -9,11 +9,10 @@ from fxtrain.backends import strategies
 from fxtrain.errors import PlanError
 from fxtrain.interop.accelerate_rules import (
     FP8,
+    RULES,
     Facts,
     KeyOutcome,
     degree,
-    fp8_rules,
-    rules,
     truth,
     whole,
 )
@@ -105,15 +104,17 @@ def translate(data: Any) -> Converted:
         PlanError: as `convert_accelerate`.
     """
     facts, kind = _facts(data)
-    table = {**rules(), **fp8_rules(kind)}
     notes: list[Note] = []
     problems: list[str] = []
     sagemaker = str(facts.pop("compute_environment", "")).upper() == "AMAZON_SAGEMAKER"
     found = put({}, "launch.launcher", "sagemaker") if sagemaker else {}
+    compiles = str(facts.get("dynamo.backend", "NO")).upper() != "NO"
     for key, value in facts.items():
-        if value in (None, "", [], {}) or (key.startswith("dynamo.") and _is_plain(facts)):
+        section = key.partition(".")[0] if "." in key else ""
+        unset = value in (None, "", [], {}) or (section == "dynamo" and not compiles)
+        if unset or key == "distributed_type":
             continue
-        outcome = _apply(table, key, facts, kind, problems)
+        outcome = _apply(section, key, facts, problems)
         for path, result in outcome.sets.items():
             found = _added(found, path, result)
         if outcome.note:
@@ -130,25 +131,20 @@ def _facts(data: Any) -> tuple[dict[str, Any], str]:
     if not isinstance(data, Mapping) or "distributed_type" not in data:
         raise PlanError("This is not an Accelerate config: the key distributed_type is missing.")
     facts = dict(_flat(data))
-    kind = str(facts.pop("distributed_type")).upper()
+    kind = facts["distributed_type"] = str(facts["distributed_type"]).upper()
     if kind not in _TYPES:
         raise PlanError(f"distributed_type: unknown {kind!r}{near(kind, _TYPES)}")
     return facts, kind
 
 
-def _is_plain(facts: Facts) -> bool:
-    """Whether compilation is disabled, in which case its other keys are ignored."""
-    return str(facts.get("dynamo.backend", "NO")).upper() == "NO"
-
-
-def _apply(table: Facts, key: str, facts: Facts, kind: str, problems: list[str]) -> KeyOutcome:
-    section = key.partition(".")[0] if "." in key else ""
+def _apply(section: str, key: str, facts: Facts, problems: list[str]) -> KeyOutcome:
+    kind = facts["distributed_type"]
     if section in _ONLY and kind != _ONLY[section]:
         return KeyOutcome(note=f"not used under {kind}")
-    if key not in table:
+    if key not in RULES:
         return KeyOutcome(note=_ALSO.get(section, "unknown key"))
     try:
-        return table[key](facts[key], facts)
+        return RULES[key](facts[key], facts)
     except (ValueError, TypeError, OverflowError) as error:
         problems.append(f"{key}: {error}")
         return KeyOutcome()

@@ -13,6 +13,9 @@ import attrs
 from fxtrain._record import shown
 
 Facts = Mapping[str, Any]
+_S = "plan.strategy"
+_O = "launch.options"
+_RECIPE = "plan.precision.recipe"
 FP8 = (
     "used with mixed_precision: fp8 and the backend that has this setting only; see fx.Float8 and "
     "fx.TE. DeepSpeed computes in bf16 instead"
@@ -120,70 +123,6 @@ def sized(axis: str, also: Mapping[str, Any] | None = None) -> Rule:
     )
 
 
-_S = "plan.strategy"
-_O = "launch.options"
-_SEQUENCES = {"plan.context": {}}
-_LAYERS = {f"{_S}.tensor": {}}
-_CHECKPOINTS = (
-    "fxtrain's checkpoints are sharded and load at any world size; fx.export writes full models"
-)
-
-
-def rules() -> dict[str, Rule]:
-    """The rules by key: the section's name, a dot, and the key without its prefix."""
-    sections = (
-        _frame,
-        _pods,
-        _fsdp_parts,
-        _fsdp_modules,
-        _deepspeed,
-        _compiling,
-        _axes,
-        _sagemaker,
-    )
-    return {key: rule for section in sections for key, rule in section().items()}
-
-
-def _frame() -> dict[str, Rule]:
-    gpus = {"ALL": KeyOutcome()}
-    return {
-        "num_processes": lambda value, facts: _ranks(whole(value), facts),
-        "num_machines": of("launch.nodes", whole),
-        "machine_rank": of("launch.node_rank", whole),
-        "main_process_ip": of("launch.main_address"),
-        "main_process_port": of("launch.main_port", whole),
-        "rdzv_backend": lambda value, facts: _rendezvous(text(value), facts),
-        "same_network": none("nodes connect to launch.main_address in any network"),
-        "gpu_ids": lambda value, _: (
-            gpus.get(text(value).upper()) or KeyOutcome(sets={"launch.gpus": words(value)})
-        ),
-        "fp16": when({"plan.precision": "fp16"}),
-        "use_cpu": when({"launch.cpu": True}),
-        "debug": when({}, note="fx.detect always checks collectives"),
-        "enable_cpu_affinity": when({"launch.bind": "node"}),
-        "ipex.ipex": when({}, note=IPEX),
-        "ipex.use_xpu": when({}, note=IPEX),
-        "main_training_function": lambda value, _: KeyOutcome(
-            note="" if value == "main" else "the script runs unchanged"
-        ),
-        "num_cpu_threads_per_process": of("launch.threads", whole),
-    }  # fmt: skip
-
-
-def _pods() -> dict[str, Rule]:
-    return {
-        "downcast_bf16": when({"launch.env": ["XLA_DOWNCAST_BF16=1"]}),
-        "tpu_use_cluster": when({"launch.launcher": "tpu-pod"}),
-        "tpu_name": of(f"{_O}.name"),
-        "tpu_zone": of(f"{_O}.zone"),
-        "tpu_use_sudo": when({f"{_O}.sudo": True}),
-        "commands": of(f"{_O}.setup", words),
-        "command_file": none("put the commands of that file into launch.options.setup"),
-        "tpu_vm": none("choose hosts of the pod with launch.options.workers"),
-        "tpu_env": of("launch.env", words),
-    }  # fmt: skip
-
-
 def _ranks(total: int, facts: Facts) -> KeyOutcome:
     nodes = max(1, whole(facts.get("num_machines") or 1))
     if total < 1:
@@ -202,66 +141,6 @@ def _rendezvous(value: str, facts: Facts) -> KeyOutcome:
     return KeyOutcome(note="launch.rendezvous is static or c10d")
 
 
-def _fsdp_parts() -> dict[str, Rule]:
-    full = {f"{_S}.mode": "full"}
-    after_forward = {f"{_S}.mode": "grads_and_optimizer"}
-    hybrid = "set plan.strategy.shard to the ranks of a node"
-    mode = {
-        "FULL_SHARD": KeyOutcome(sets=full),
-        "1": KeyOutcome(sets=full),
-        "TRUE": KeyOutcome(sets=full),
-        "SHARD_GRAD_OP": KeyOutcome(sets=after_forward),
-        "2": KeyOutcome(sets=after_forward),
-        "FALSE": KeyOutcome(sets=after_forward),
-        "NO_SHARD": KeyOutcome(sets={f"{_S}.mode": "none"}),
-        "3": KeyOutcome(sets={f"{_S}.mode": "none"}),
-        "HYBRID_SHARD": KeyOutcome(sets=full, note=hybrid),
-        "4": KeyOutcome(sets=full, note=hybrid),
-        "HYBRID_SHARD_ZERO2": KeyOutcome(sets=after_forward, note=hybrid),
-        "5": KeyOutcome(sets=after_forward, note=hybrid),
-    }
-    known = among(mode, unknown="plan.strategy.mode is full, grads_and_optimizer or none")
-    return {
-        "fsdp.version": lambda value, _: KeyOutcome(
-            note="fxtrain shards with FSDP2" if whole(value) == 1 else ""
-        ),
-        "fsdp.sharding_strategy": known,
-        "fsdp.reshard_after_forward": lambda value, facts: known(str(value), facts),
-        "fsdp.offload_params": when({f"{_S}.offload": True}),
-        "fsdp.cpu_offload_pin_memory": of(f"{_S}.pin", truth),
-    }
-
-
-def _fsdp_modules() -> dict[str, Rule]:
-    own = "torch's FSDP2 always does this"
-    prefetch = among(
-        {"BACKWARD_PRE": KeyOutcome()},
-        unknown="torch's FSDP2 prefetches; see plan.strategy.backward_prefetch",
-    )
-    return {
-        "fsdp.auto_wrap_policy": among(
-            {"TRANSFORMER_BASED_WRAP": KeyOutcome(), "SIZE_BASED_WRAP": KeyOutcome()},
-            unknown="without block classes, fxtrain uses those that the model names, or its lists",
-        ),
-        "fsdp.transformer_layer_cls_to_wrap": of(f"{_S}.wrap", words),
-        "fsdp.min_num_params": lambda value, _: KeyOutcome(
-            sets={f"{_S}.min_params": int(number(value))} if number(value) >= 1 else {}
-        ),
-        "fsdp.ignored_modules": none("list patterns of parameter names in plan.strategy.ignore"),
-        "fsdp.backward_prefetch": prefetch,
-        "fsdp.backward_prefetch_policy": prefetch,  # its name until accelerate 0.20
-        "fsdp.forward_prefetch": when({f"{_S}.forward_prefetch": 1}),
-        "fsdp.state_dict_type": none(_CHECKPOINTS),
-        "fsdp.use_orig_params": when({}, otherwise=own),
-        "fsdp.sync_module_states": when({}, otherwise="fx.wrap broadcasts rank 0's values"),
-        "fsdp.cpu_ram_efficient_loading": when(
-            {}, note="load on rank 0 only: fx.wrap broadcasts its values"
-        ),
-        "fsdp.activation_checkpointing": lambda value, facts: _recompute(truth(value), facts),
-        "fsdp.activation_checkpointing_offload": when({}, note="activations stay on the device"),
-    }  # fmt: skip
-
-
 def _recompute(enabled: bool, facts: Facts) -> KeyOutcome:  # noqa: FBT001
     blocks = facts.get("fsdp.transformer_layer_cls_to_wrap")
     if not enabled:
@@ -271,118 +150,9 @@ def _recompute(enabled: bool, facts: Facts) -> KeyOutcome:  # noqa: FBT001
     return KeyOutcome(sets={"plan.recompute": words(blocks)})
 
 
-def _deepspeed() -> dict[str, Rule]:
-    device = {"NONE": KeyOutcome()}
-    optimizer = {"CPU": "cpu", "NVME": "nvme"}
-    file = "with launch.launcher deepspeed, set launch.options: hostfile, include, exclude"
-
-    def offload(field: str) -> Rule:
-        outcomes = {name: KeyOutcome(sets={f"{_S}.{field}": to}) for name, to in optimizer.items()}
-        return among({**device, **outcomes}, unknown=f"plan.strategy.{field} is cpu or nvme")
-
-    return {
-        "deepspeed.deepspeed_config_file": of(f"{_S}.config"),
-        "deepspeed.zero_stage": of(f"{_S}.stage", whole),
-        "deepspeed.offload_optimizer_device": offload("offload_optimizer"),
-        "deepspeed.offload_param_device": offload("offload_parameters"),
-        "deepspeed.offload_optimizer_nvme_path": of(f"{_S}.nvme_path"),
-        "deepspeed.offload_param_nvme_path": of(f"{_S}.nvme_path"),
-        "deepspeed.gradient_accumulation_steps": of("plan.accumulate", whole),
-        "deepspeed.gradient_clipping": of("plan.clip_norm", number),
-        "deepspeed.zero3_save_16bit_model": when({f"{_S}.gather_16bit_weights": True}),
-        "deepspeed.zero3_init_flag": when(
-            {}, note="create the model inside `with fx.zero_init(ctx, plan):`"
-        ),
-        "deepspeed.deepspeed_moe_layer_cls_names": of(f"{_S}.leaf_modules", words),
-        "deepspeed.deepspeed_multinode_launcher": among(
-            {"STANDARD": KeyOutcome(), "SLURM": KeyOutcome(sets={"launch.launcher": "slurm"})},
-            unknown="choose launch.launcher deepspeed and launch.options.runner, or start the same "
-            "fxtrain launch on each node",
-        ),
-        "deepspeed.deepspeed_hostfile": none(file),
-        "deepspeed.deepspeed_exclusion_filter": none(file),
-        "deepspeed.deepspeed_inclusion_filter": none(file),
-    }
-
-
-def _compiling() -> dict[str, Rule]:
-    backend = "plan.compile"
-    return {
-        "dynamo.backend": lambda value, _: KeyOutcome(
-            sets={} if text(value).upper() == "NO" else {f"{backend}.backend": text(value).lower()}
-        ),
-        "dynamo.mode": lambda value, _: KeyOutcome(
-            sets={} if value == "default" else {f"{backend}.mode": text(value)}
-        ),
-        "dynamo.use_fullgraph": when({f"{backend}.fullgraph": True}),
-        "dynamo.use_dynamic": when({f"{backend}.dynamic": True}),
-        "dynamo.use_regional_compilation": when(
-            {}, note="name the classes of the blocks in plan.compile.blocks"
-        ),
-        "mpirun.mpirun_hostfile": lambda value, _: KeyOutcome(
-            sets={"launch.launcher": "mpi", f"{_O}.hostfile": text(value)}
-        ),
-        "mpirun.mpirun_ccl": lambda value, _: KeyOutcome(
-            sets={f"{_O}.ccl_workers": whole(value)} if several(value) else {}
-        ),
-    }
-
-
-def _axes() -> dict[str, Rule]:
-    return {
-        "parallelism.dp_replicate_size": sized("replicate"),
-        "parallelism.dp_shard_size": sized("shard"),
-        "parallelism.tp_size": sized("tensor", _LAYERS),
-        "parallelism.cp_size": sized("context", _SEQUENCES),
-        "parallelism.sp_size": sized("context", _SEQUENCES),
-        "parallelism.cp_comm_strategy": among(
-            {"ALLTOALL": KeyOutcome(note="torch chooses how ring attention communicates")},
-            unknown="",
-        ),
-        "megatron_lm.tp_degree": sized("tensor"),
-        "megatron_lm.pp_degree": sized("pipeline"),
-        "megatron_lm.context_parallel_size": sized("context", _SEQUENCES),
-        "megatron_lm.num_micro_batches": lambda value, facts: KeyOutcome(
-            # Under pipeline parallelism, the strategy sets them.
-            sets={"plan.accumulate": whole(value)} if degree("pp_degree", facts) == 1 else {}
-        ),
-        "megatron_lm.gradient_clipping": lambda value, _: KeyOutcome(
-            sets={"plan.clip_norm": number(value)} if number(value) > 0 else {}
-        ),
-        "megatron_lm.recompute_activations": when(
-            {}, note="name the classes of the blocks in plan.recompute"
-        ),
-        "megatron_lm.sequence_parallelism": lambda value, facts: KeyOutcome(
-            note="needs tensor parallelism"
-            if truth(value) and degree("tp_degree", facts) == 1
-            else ""
-        ),
-        "megatron_lm.use_distributed_optimizer": when({}),
-    }
-
-
 def degree(key: str, facts: Facts) -> int:
     """Ranks of one of Megatron-LM's axes."""
     return max(1, whole(facts.get(f"megatron_lm.{key}") or 1))
-
-
-def _sagemaker() -> dict[str, Rule]:
-    return {
-        "ec2_instance_type": of(f"{_O}.instance_type"),
-        "iam_role_name": of(f"{_O}.role"),
-        "image_uri": of(f"{_O}.image_uri"),
-        "base_job_name": of(f"{_O}.base_job_name"),
-        "pytorch_version": of(f"{_O}.framework_version"),
-        "py_version": of(f"{_O}.py_version"),
-        "transformers_version": none("name an image with it in launch.options.image_uri"),
-        "profile": none("set AWS_PROFILE before fxtrain launch"),
-        "region": none("set AWS_DEFAULT_REGION before fxtrain launch"),
-        "sagemaker_inputs_file": none(
-            "list its channels as NAME=s3://... in launch.options.inputs"
-        ),
-        "sagemaker_metrics_file": none("not supported; parse the output of the script"),
-        "additional_args": lambda value, _: _estimator_arguments(value),
-    }
 
 
 # Arguments of SageMaker's estimator, and the option for each.
@@ -408,15 +178,25 @@ def _estimator_arguments(value: Any) -> KeyOutcome:
     return KeyOutcome(sets=sets, note=f"not passed on: {others}" if others else "")
 
 
-_RECIPE = "plan.precision.recipe"
 _BACKENDS = {"TE": "te", "AO": "float8", "TORCHAO": "float8", "MSAMP": "float8"}
 
 
-def _mixed_precision(value: Any, facts: Facts, kind: str) -> KeyOutcome:
+def _recipe(facts: Facts) -> str | None:
+    """The kind of recipe that the backend of the fp8 section is."""
+    return _BACKENDS.get(str(facts.get("fp8.backend", "AO")).upper())
+
+
+def _uses_fp8(facts: Facts) -> bool:
+    """Whether the plan computes in fp8: DeepSpeed's engine does not."""
+    chosen = str(facts.get("mixed_precision", "")).upper() == "FP8"
+    return chosen and facts["distributed_type"] != "DEEPSPEED"
+
+
+def _mixed_precision(value: Any, facts: Facts) -> KeyOutcome:
     name = text(value).upper()
+    if name == "FP8" and _uses_fp8(facts):
+        return KeyOutcome(sets={"plan.precision.compute": "fp8"})
     if name == "FP8":
-        if _converts(facts, kind):
-            return KeyOutcome(sets={"plan.precision.compute": "fp8"})
         return KeyOutcome(sets={"plan.precision": "bf16"}, note=FP8)
     known = {"NO": "fp32", "FP16": "fp16", "BF16": "bf16"}
     if name not in known:
@@ -424,79 +204,220 @@ def _mixed_precision(value: Any, facts: Facts, kind: str) -> KeyOutcome:
     return KeyOutcome(sets={"plan.precision": known[name]})
 
 
-def fp8_rules(kind: str) -> dict[str, Rule]:
-    """The rules of precision and of the fp8 section.
+def _fp8_backend(value: Any, facts: Facts) -> KeyOutcome:
+    note, recipe = MSAMP if text(value).upper() == "MSAMP" else "", _recipe(facts)
+    if recipe is None:
+        return KeyOutcome(note="unknown backend; fx.Float8 and fx.TE stand for AO and TE")
+    if not _uses_fp8(facts):
+        return KeyOutcome(note=note or FP8)
+    return KeyOutcome(sets={f"{_RECIPE}.kind": recipe}, note=note)
 
-    Args:
-        kind: The distributed_type of the config.
-    """
-    te = {
-        "margin": ("margin", whole),
-        "amax_history_length": ("history", whole),
-        "amax_history_len": ("history", whole),
-        "amax_compute_algorithm": ("amax", _lower),
-        "amax_compute_algo": ("amax", _lower),
-        "use_autocast_during_eval": ("evaluate", truth),
-        "use_mxfp8_block_scaling": (
-            "scaling",
-            lambda one: "mxfp8" if truth(one) else "delayed",
-        ),
-    }
-    untranslated = {
-        "interval": "Transformer Engine no longer has this setting",
-        "override_linear_precision": "fx.TE computes all three products of a layer in float8; "
-        "skip=... leaves layers out",
-        "opt_level": MSAMP,
-    }
-    torchao = {
-        "enable_fsdp_float8_all_gather": ("gather", lambda one: "fp8" if truth(one) else "plan"),
-        "pad_inner_dim": ("pad", truth),
-    }
-    return {
-        "mixed_precision": lambda value, facts: _mixed_precision(value, facts, kind),
-        "fp8.backend": lambda value, facts: _backend(value, facts, kind),
-        **{f"fp8.{key}": none(note) for key, note in untranslated.items()},
-        "fp8.format": _format(kind),
-        **{f"fp8.{key}": _field("te", kind, *how) for key, how in te.items()},
-        **{f"fp8.{key}": _field("float8", kind, *how) for key, how in torchao.items()},
-    }
+
+def _fp8_field(recipe: str, name: str, read: Callable[[Any], Any]) -> Rule:
+    """A rule for a key of the fp8 section that one kind of recipe has."""
+
+    def rule(value: Any, facts: Facts) -> KeyOutcome:
+        if name == "format" and _lower(value) == "e5m2":
+            return KeyOutcome(
+                note="Transformer Engine does not train in E5M2 alone; hybrid is used instead"
+            )
+        if not _uses_fp8(facts) or _recipe(facts) != recipe:
+            return KeyOutcome(note=FP8)
+        if name == "gather" and facts["distributed_type"] != "FSDP":
+            return KeyOutcome(note="only FSDP gathers weights")
+        return KeyOutcome(sets={f"{_RECIPE}.kind": recipe, f"{_RECIPE}.{name}": read(value)})
+
+    return rule
 
 
 def _lower(value: Any) -> str:
     return text(value).lower()
 
 
-def _chosen(facts: Facts) -> str | None:
-    return _BACKENDS.get(str(facts.get("fp8.backend", "AO")).upper())
+def _offload(field: str) -> Rule:
+    places = {name: KeyOutcome(sets={f"{_S}.{field}": name.lower()}) for name in ("CPU", "NVME")}
+    return among({"NONE": KeyOutcome(), **places}, unknown=f"plan.strategy.{field} is cpu or nvme")
 
 
-def _converts(facts: Facts, kind: str) -> bool:
-    """Whether the plan computes in fp8: DeepSpeed's engine does not."""
-    return str(facts.get("mixed_precision", "")).upper() == "FP8" and kind != "DEEPSPEED"
+_SEQUENCES = {"plan.context": {}}
+_DEEPSPEED_FILE = "with launch.launcher deepspeed, set launch.options: hostfile, include, exclude"
+_MODES = {
+    "full": ("FULL_SHARD", "1", "TRUE", "HYBRID_SHARD", "4"),
+    "grads_and_optimizer": ("SHARD_GRAD_OP", "2", "FALSE", "HYBRID_SHARD_ZERO2", "5"),
+    "none": ("NO_SHARD", "3"),
+}
+_HYBRID = ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5")
+_FSDP_MODE = among(
+    {
+        word: KeyOutcome(
+            sets={f"{_S}.mode": mode},
+            note="set plan.strategy.shard to the ranks of a node" if word in _HYBRID else "",
+        )
+        for mode, known in _MODES.items()
+        for word in known
+    },
+    unknown="plan.strategy.mode is full, grads_and_optimizer or none",
+)
+_PREFETCH = among(
+    {"BACKWARD_PRE": KeyOutcome()},
+    unknown="torch's FSDP2 prefetches; see plan.strategy.backward_prefetch",
+)
 
-
-def _backend(value: Any, facts: Facts, kind: str) -> KeyOutcome:
-    note, recipe = MSAMP if text(value).upper() == "MSAMP" else "", _chosen(facts)
-    if recipe is None:
-        return KeyOutcome(note="unknown backend; fx.Float8 and fx.TE stand for AO and TE")
-    if not _converts(facts, kind):
-        return KeyOutcome(note=note or FP8)
-    return KeyOutcome(sets={f"{_RECIPE}.kind": recipe}, note=note)
-
-
-def _format(kind: str) -> Rule:
-    """E5M2 alone, which Transformer Engine refuses in training, becomes the default."""
-    convert = _field("te", kind, "format", _lower)
-    refused = none("Transformer Engine does not train in E5M2 alone; hybrid is used instead")
-    return lambda value, facts: (refused if _lower(value) == "e5m2" else convert)(value, facts)
-
-
-def _field(recipe: str, kind: str, name: str, read: Callable[[Any], Any]) -> Rule:
-    def rule(value: Any, facts: Facts) -> KeyOutcome:
-        if not _converts(facts, kind) or _chosen(facts) != recipe:
-            return KeyOutcome(note=FP8)
-        if name == "gather" and kind != "FSDP":
-            return KeyOutcome(note="only FSDP gathers weights")
-        return KeyOutcome(sets={f"{_RECIPE}.kind": recipe, f"{_RECIPE}.{name}": read(value)})
-
-    return rule
+# By key: the section's name, a dot, and the key without its prefix.
+RULES: Mapping[str, Rule] = {
+    "num_processes": lambda value, facts: _ranks(whole(value), facts),
+    "num_machines": of("launch.nodes", whole),
+    "machine_rank": of("launch.node_rank", whole),
+    "main_process_ip": of("launch.main_address"),
+    "main_process_port": of("launch.main_port", whole),
+    "rdzv_backend": lambda value, facts: _rendezvous(text(value), facts),
+    "same_network": none("nodes connect to launch.main_address in any network"),
+    "gpu_ids": lambda value, _: KeyOutcome(
+        sets={} if str(value).upper() == "ALL" else {"launch.gpus": words(value)}
+    ),
+    "fp16": when({"plan.precision": "fp16"}),
+    "use_cpu": when({"launch.cpu": True}),
+    "debug": when({}, note="fx.detect always checks collectives"),
+    "enable_cpu_affinity": when({"launch.bind": "node"}),
+    "ipex.ipex": when({}, note=IPEX),
+    "ipex.use_xpu": when({}, note=IPEX),
+    "main_training_function": lambda value, _: KeyOutcome(
+        note="" if value == "main" else "the script runs unchanged"
+    ),
+    "num_cpu_threads_per_process": of("launch.threads", whole),
+    "downcast_bf16": when({"launch.env": ["XLA_DOWNCAST_BF16=1"]}),
+    "tpu_use_cluster": when({"launch.launcher": "tpu-pod"}),
+    "tpu_name": of(f"{_O}.name"),
+    "tpu_zone": of(f"{_O}.zone"),
+    "tpu_use_sudo": when({f"{_O}.sudo": True}),
+    "commands": of(f"{_O}.setup", words),
+    "command_file": none("put the commands of that file into launch.options.setup"),
+    "tpu_vm": none("choose hosts of the pod with launch.options.workers"),
+    "tpu_env": of("launch.env", words),
+    "fsdp.version": lambda value, _: KeyOutcome(
+        note="fxtrain shards with FSDP2" if whole(value) == 1 else ""
+    ),
+    "fsdp.sharding_strategy": _FSDP_MODE,
+    "fsdp.reshard_after_forward": lambda value, facts: _FSDP_MODE(str(value), facts),
+    "fsdp.offload_params": when({f"{_S}.offload": True}),
+    "fsdp.cpu_offload_pin_memory": of(f"{_S}.pin", truth),
+    "fsdp.auto_wrap_policy": among(
+        {"TRANSFORMER_BASED_WRAP": KeyOutcome(), "SIZE_BASED_WRAP": KeyOutcome()},
+        unknown="without block classes, fxtrain uses those that the model names, or its lists",
+    ),
+    "fsdp.transformer_layer_cls_to_wrap": of(f"{_S}.wrap", words),
+    "fsdp.min_num_params": lambda value, _: KeyOutcome(
+        sets={f"{_S}.min_params": int(number(value))} if number(value) >= 1 else {}
+    ),
+    "fsdp.ignored_modules": none("list patterns of parameter names in plan.strategy.ignore"),
+    "fsdp.backward_prefetch": _PREFETCH,
+    "fsdp.backward_prefetch_policy": _PREFETCH,  # its name until accelerate 0.20
+    "fsdp.forward_prefetch": when({f"{_S}.forward_prefetch": 1}),
+    "fsdp.state_dict_type": none(
+        "fxtrain's checkpoints are sharded and load at any world size; fx.export writes full models"
+    ),
+    "fsdp.use_orig_params": when({}, otherwise="torch's FSDP2 always does this"),
+    "fsdp.sync_module_states": when({}, otherwise="fx.wrap broadcasts rank 0's values"),
+    "fsdp.cpu_ram_efficient_loading": when(
+        {}, note="load on rank 0 only: fx.wrap broadcasts its values"
+    ),
+    "fsdp.activation_checkpointing": lambda value, facts: _recompute(truth(value), facts),
+    "fsdp.activation_checkpointing_offload": when({}, note="activations stay on the device"),
+    "deepspeed.deepspeed_config_file": of(f"{_S}.config"),
+    "deepspeed.zero_stage": of(f"{_S}.stage", whole),
+    "deepspeed.offload_optimizer_device": _offload("offload_optimizer"),
+    "deepspeed.offload_param_device": _offload("offload_parameters"),
+    "deepspeed.offload_optimizer_nvme_path": of(f"{_S}.nvme_path"),
+    "deepspeed.offload_param_nvme_path": of(f"{_S}.nvme_path"),
+    "deepspeed.gradient_accumulation_steps": of("plan.accumulate", whole),
+    "deepspeed.gradient_clipping": of("plan.clip_norm", number),
+    "deepspeed.zero3_save_16bit_model": when({f"{_S}.gather_16bit_weights": True}),
+    "deepspeed.zero3_init_flag": when(
+        {}, note="create the model inside `with fx.zero_init(ctx, plan):`"
+    ),
+    "deepspeed.deepspeed_moe_layer_cls_names": of(f"{_S}.leaf_modules", words),
+    "deepspeed.deepspeed_multinode_launcher": among(
+        {"STANDARD": KeyOutcome(), "SLURM": KeyOutcome(sets={"launch.launcher": "slurm"})},
+        unknown="choose launch.launcher deepspeed and launch.options.runner, or start the same "
+        "fxtrain launch on each node",
+    ),
+    "deepspeed.deepspeed_hostfile": none(_DEEPSPEED_FILE),
+    "deepspeed.deepspeed_exclusion_filter": none(_DEEPSPEED_FILE),
+    "deepspeed.deepspeed_inclusion_filter": none(_DEEPSPEED_FILE),
+    "dynamo.backend": lambda value, _: KeyOutcome(
+        sets={} if text(value).upper() == "NO" else {"plan.compile.backend": text(value).lower()}
+    ),
+    "dynamo.mode": lambda value, _: KeyOutcome(
+        sets={} if value == "default" else {"plan.compile.mode": text(value)}
+    ),
+    "dynamo.use_fullgraph": when({"plan.compile.fullgraph": True}),
+    "dynamo.use_dynamic": when({"plan.compile.dynamic": True}),
+    "dynamo.use_regional_compilation": when(
+        {}, note="name the classes of the blocks in plan.compile.blocks"
+    ),
+    "mpirun.mpirun_hostfile": lambda value, _: KeyOutcome(
+        sets={"launch.launcher": "mpi", f"{_O}.hostfile": text(value)}
+    ),
+    "mpirun.mpirun_ccl": lambda value, _: KeyOutcome(
+        sets={f"{_O}.ccl_workers": whole(value)} if several(value) else {}
+    ),
+    "parallelism.dp_replicate_size": sized("replicate"),
+    "parallelism.dp_shard_size": sized("shard"),
+    "parallelism.tp_size": sized("tensor", {f"{_S}.tensor": {}}),
+    "parallelism.cp_size": sized("context", _SEQUENCES),
+    "parallelism.sp_size": sized("context", _SEQUENCES),
+    "parallelism.cp_comm_strategy": among(
+        {"ALLTOALL": KeyOutcome(note="torch chooses how ring attention communicates")},
+        unknown="",
+    ),
+    "megatron_lm.tp_degree": sized("tensor"),
+    "megatron_lm.pp_degree": sized("pipeline"),
+    "megatron_lm.context_parallel_size": sized("context", _SEQUENCES),
+    "megatron_lm.num_micro_batches": lambda value, facts: KeyOutcome(
+        # Under pipeline parallelism, the strategy sets them.
+        sets={"plan.accumulate": whole(value)} if degree("pp_degree", facts) == 1 else {}
+    ),
+    "megatron_lm.gradient_clipping": lambda value, _: KeyOutcome(
+        sets={"plan.clip_norm": number(value)} if number(value) > 0 else {}
+    ),
+    "megatron_lm.recompute_activations": when(
+        {}, note="name the classes of the blocks in plan.recompute"
+    ),
+    "megatron_lm.sequence_parallelism": lambda value, facts: KeyOutcome(
+        note="needs tensor parallelism" if truth(value) and degree("tp_degree", facts) == 1 else ""
+    ),
+    "megatron_lm.use_distributed_optimizer": when({}),
+    "ec2_instance_type": of(f"{_O}.instance_type"),
+    "iam_role_name": of(f"{_O}.role"),
+    "image_uri": of(f"{_O}.image_uri"),
+    "base_job_name": of(f"{_O}.base_job_name"),
+    "pytorch_version": of(f"{_O}.framework_version"),
+    "py_version": of(f"{_O}.py_version"),
+    "transformers_version": none("name an image with it in launch.options.image_uri"),
+    "profile": none("set AWS_PROFILE before fxtrain launch"),
+    "region": none("set AWS_DEFAULT_REGION before fxtrain launch"),
+    "sagemaker_inputs_file": none("list its channels as NAME=s3://... in launch.options.inputs"),
+    "sagemaker_metrics_file": none("not supported; parse the output of the script"),
+    "additional_args": lambda value, _: _estimator_arguments(value),
+    "mixed_precision": _mixed_precision,
+    "fp8.backend": _fp8_backend,
+    "fp8.format": _fp8_field("te", "format", _lower),
+    "fp8.margin": _fp8_field("te", "margin", whole),
+    "fp8.amax_history_length": _fp8_field("te", "history", whole),
+    "fp8.amax_history_len": _fp8_field("te", "history", whole),
+    "fp8.amax_compute_algorithm": _fp8_field("te", "amax", _lower),
+    "fp8.amax_compute_algo": _fp8_field("te", "amax", _lower),
+    "fp8.use_autocast_during_eval": _fp8_field("te", "evaluate", truth),
+    "fp8.use_mxfp8_block_scaling": _fp8_field(
+        "te", "scaling", lambda value: "mxfp8" if truth(value) else "delayed"
+    ),
+    "fp8.enable_fsdp_float8_all_gather": _fp8_field(
+        "float8", "gather", lambda value: "fp8" if truth(value) else "plan"
+    ),
+    "fp8.pad_inner_dim": _fp8_field("float8", "pad", truth),
+    "fp8.interval": none("Transformer Engine no longer has this setting"),
+    "fp8.override_linear_precision": none(
+        "fx.TE computes all three products of a layer in float8; skip=... leaves layers out"
+    ),
+    "fp8.opt_level": none(MSAMP),
+}

@@ -5,7 +5,6 @@ placeholder classes, and every number in it is validated before use.
 """
 
 import io
-import itertools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from torch import Tensor
 from fxtrain._display import describe
 from fxtrain._reading import StrPath, open_file, read_file
 from fxtrain._record import shown
+from fxtrain.checkpoint.manifest import is_partition
 from fxtrain.errors import CheckpointError
 from fxtrain.models.pickles import Placeholder, load_records, load_weights_only
 from fxtrain.models.tensor_sources import inside
@@ -110,7 +110,9 @@ def read_dcp(
         if record.kind == "TensorStorageMetadata":
             tensors[name] = _tensor(root, name, record, chunks[name])
             continue
-        data = _only_one(root, name, chunks[name])
+        if len(chunks[name]) != 1:
+            raise _damaged(root, f"the value {shown(name)} is stored {len(chunks[name])} times")
+        data = _bytes(root, chunks[name][0])
         try:
             values[name] = load_weights_only(io.BytesIO(data), name)
         except CheckpointError as error:
@@ -121,7 +123,13 @@ def read_dcp(
             f"{root} contains {len(refused)} values that torch does not load with "
             f"weights_only=True. Pass strict=False to skip them.\n" + "\n".join(lines)
         )
-    paths = _paths(index.fields.get("planner_data"), wanted)
+    recorded = index.fields.get("planner_data")
+    paths = {
+        name: keys
+        for name, keys in (recorded.items() if isinstance(recorded, dict) else ())
+        if name in wanted and isinstance(keys, tuple) and keys
+        if all(isinstance(key, str | int) for key in keys)
+    }
     return DcpState(tensors=tensors, values=values, paths=paths, refused=refused)
 
 
@@ -169,9 +177,9 @@ def _tensor(root: Path, name: str, record: Placeholder, chunks: list[_Chunk]) ->
     parts = record.fields.get("chunks")
     if not _counts(size) or dtype is None or not isinstance(parts, list):
         raise _damaged(root, f"the index does not describe the tensor {shown(name)}")
-    sizes = _places(root, name, parts)
+    sizes = _places(root, name, parts, size)
     by_offsets = {chunk.offsets: chunk for chunk in chunks}
-    if by_offsets.keys() != sizes.keys() or not _fills(sizes, size):
+    if by_offsets.keys() != sizes.keys():
         raise _damaged(root, f"the parts of {shown(name)} do not fill its shape {shown(size)}")
     if math.prod(size) * dtype.itemsize > sum(chunk.length for chunk in chunks):
         raise _damaged(root, f"{shown(name)} is larger in the index than its parts in the files")
@@ -189,12 +197,6 @@ def _tensor(root: Path, name: str, record: Placeholder, chunks: list[_Chunk]) ->
     return full
 
 
-def _only_one(root: Path, name: str, chunks: list[_Chunk]) -> bytes:
-    if len(chunks) != 1:
-        raise _damaged(root, f"the value {shown(name)} is stored {len(chunks)} times")
-    return _bytes(root, chunks[0])
-
-
 def _bytes(root: Path, chunk: _Chunk) -> bytes:
     path = inside(root, chunk.file)
     try:
@@ -207,8 +209,8 @@ def _bytes(root: Path, chunk: _Chunk) -> bytes:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
 
 
-def _places(root: Path, name: str, parts: list[Any]) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The extent of each part of a tensor, by its offsets."""
+def _places(root: Path, name: str, parts: list[Any], size: tuple[int, ...]) -> dict[Any, Any]:
+    """The extent of each part of a tensor, by its offsets; the parts fill its shape."""
     sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
     for part in parts:
         fields = part.fields if isinstance(part, Placeholder) else {}
@@ -216,26 +218,14 @@ def _places(root: Path, name: str, parts: list[Any]) -> dict[tuple[int, ...], tu
         if not _counts(offsets) or not _counts(extent) or len(offsets) != len(extent):
             raise _damaged(root, f"a part of {shown(name)} has no valid offsets")
         sizes[offsets] = extent
-    return sizes
-
-
-def _fills(parts: Mapping[tuple[int, ...], tuple[int, ...]], size: tuple[int, ...]) -> bool:
-    """Whether boxes are inside a shape and cover each of its elements once."""
-    for offsets, extent in parts.items():
-        if len(offsets) != len(size):
-            return False
-        if any(o + e > s for o, e, s in zip(offsets, extent, size, strict=True)):
-            return False
-    if sum(math.prod(extent) for extent in parts.values()) != math.prod(size):
-        return False
-    boxes = sorted((offsets, extent) for offsets, extent in parts.items() if math.prod(extent))
-    if all(extent[1:] == size[1:] for _, extent in boxes):  # split by rows, the usual case
-        return all(one[0][0] + one[1][0] <= two[0][0] for one, two in itertools.pairwise(boxes))
-    return not any(
-        all(a < b + n and b < a + m for a, m, b, n in zip(*one, *two, strict=True))
-        for index, one in enumerate(boxes)
-        for two in boxes[:index]
+    within = all(
+        len(offsets) == len(size)
+        and all(o + e <= s for o, e, s in zip(offsets, extent, size, strict=True))
+        for offsets, extent in sizes.items()
     )
+    if not within or not is_partition(size, [*sizes.items()]):
+        raise _damaged(root, f"the parts of {shown(name)} do not fill its shape {shown(size)}")
+    return sizes
 
 
 def _dtype(properties: Any) -> torch.dtype | None:
@@ -257,19 +247,6 @@ def _table(
     ):
         raise _damaged(path, f"its {field} is not a table of records")
     return table
-
-
-def _paths(data: Any, names: Mapping[str, Any]) -> dict[str, tuple[str | int, ...]]:
-    if not isinstance(data, dict):
-        return {}
-    return {
-        name: keys
-        for name, keys in data.items()
-        if name in names
-        and isinstance(keys, tuple)
-        and keys
-        and all(isinstance(key, str | int) for key in keys)
-    }
 
 
 def tree_of(root: Path, state: DcpState, split: Callable[[str], tuple[str, ...]]) -> dict[Any, Any]:

@@ -55,8 +55,6 @@ class DeepSpeedState:
 
 # What merging unexpected contents may raise.
 _MISSHAPEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
-
-
 _NAMES = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -110,8 +108,11 @@ def read_deepspeed(folder: StrPath, *, optimizer: bool = True) -> DeepSpeedState
 def _tagged(root: Path) -> Path:
     latest = root / "latest"
     if latest.is_file():
-        tag = _tag(inside(root, "latest"))
-        if not tag or Path(tag).name != tag or not (root / tag).is_dir():
+        try:
+            tag = read_text(inside(root, "latest"), _LONGEST_TAG).strip()
+        except OSError as error:
+            raise CheckpointError(f"{latest}: {error}.") from error
+        if not tag or "\0" in tag or Path(tag).name != tag or not (root / tag).is_dir():
             raise CheckpointError(f"{latest} names {shown(tag)}, which is not a folder in {root}.")
         return root / tag
     if any(root.glob("*mp_rank_*_states.pt")):
@@ -121,14 +122,6 @@ def _tagged(root: Path) -> Path:
         f"*_model_states.pt. Pass the folder that was passed to save_checkpoint.",
         code="FX601",
     )
-
-
-def _tag(path: Path) -> str:
-    try:
-        tag = read_text(path, _LONGEST_TAG).strip()
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error}.") from error
-    return "" if "\0" in tag else tag
 
 
 def _load(root: Path) -> tuple[list[Any], list[Any]]:
@@ -167,7 +160,12 @@ def _assemble(models: list[Any], optims: list[Any], *, optimizer: bool) -> DeepS
     buffers = set(first["buffer_names"])
     if not optims:
         stage, ranks = 0, int(first["dp_world_size"])
-        tensors, state = _stage_0(first, optimizer=optimizer)
+        tensors, state = dict(first["module"]), first["optimizer"] if optimizer else None
+        if state is not None and "state" not in state:
+            raise CheckpointError(
+                "At stage 0 in half precision, DeepSpeed saves optimizer groups without the names "
+                "of their parameters. Pass optimizer=False, or save at stage 1."
+            )
     else:
         parts = [one["optimizer_state_dict"] for one in optims]
         level, counts = parts[0]["zero_stage"].arguments[0], parts[0]["partition_count"]
@@ -199,27 +197,14 @@ def _assemble(models: list[Any], optims: list[Any], *, optimizer: bool) -> DeepS
     )
 
 
-def _stage_0(
-    model: Mapping[str, Any], *, optimizer: bool
-) -> tuple[dict[str, Tensor], Mapping[str, Any] | None]:
-    state = model["optimizer"] if optimizer else None
-    if state is not None and "state" not in state:
-        raise CheckpointError(
-            "At stage 0 in half precision, DeepSpeed saves optimizer groups without the names of "
-            "their parameters. Pass optimizer=False, or save at stage 1."
-        )
-    return dict(model["module"]), state
-
-
 def _frozen(models: list[dict[str, Any]], stage: int) -> dict[str, Tensor]:
     """Full frozen parameters; stage 3 partitions them too."""
-    shapes = models[0]["frozen_param_shapes"] or {}
-    if stage < 3:
-        found = models[0]["frozen_param_fragments"] or {}
-        return {name: _shaped(name, [found[name]], tuple(shapes[name])) for name in shapes}
+    fragments = [
+        model["frozen_param_fragments"] for model in (models if stage == 3 else models[:1])
+    ]
     return {
-        name: _shaped(name, [one["frozen_param_fragments"][name] for one in models], tuple(shape))
-        for name, shape in shapes.items()
+        name: _shaped(name, [of_rank[name] for of_rank in fragments], tuple(shape))
+        for name, shape in (models[0]["frozen_param_shapes"] or {}).items()
     }
 
 
@@ -284,15 +269,11 @@ def _merge(base: list[dict[str, Any]], masters: list[Any], shapes: _Shapes, chun
             if kept[0]:
                 # In the order in which torch creates them.
                 states[name] = {key: made.get(key, plain.get(key)) for key in kept[0]}
-    return full, {"state": states, "param_groups": _groups(base[0]["param_groups"], shapes)}
-
-
-def _groups(groups: list[dict[str, Any]], shapes: _Shapes) -> list[dict[str, Any]]:
-    """Parameter groups with names in place of the numbers of flat masters."""
-    return [
+    groups = [  # with names in place of the numbers of flat masters
         {**group, "params": [name for flat in group["params"] for name in shapes[flat]]}
-        for group in groups
+        for group in base[0]["param_groups"]
     ]
+    return full, {"state": states, "param_groups": groups}
 
 
 def _shaped(name: str, chunks: list[Tensor], shape: tuple[int, ...]) -> Tensor:

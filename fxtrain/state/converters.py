@@ -17,7 +17,7 @@ from fxtrain.state.registry import BUILT_IN, installed_configs, kind_of
 
 T = TypeVar("T")
 _Hook = Callable[[Any, Any], Any]
-_FILE_VALUE = check_of(bool | int | float | str | None, "")
+_FILE_VALUES = {kind: check_of(kind, "") for kind in (bool, int, float, str, type(None))}
 _WRONG = (FxError, ValueError, cattrs.BaseValidationError)
 
 
@@ -123,7 +123,8 @@ def plain(record: Any) -> dict[str, Any]:
     """
     data = unstructure(record)
     for value in _leaves(data):
-        if not _FILE_VALUE.fits(value):
+        check = _FILE_VALUES.get(type(value))
+        if check is None or not check.fits(value):
             raise PlanError(
                 f"{type(record).__name__} contains {shown(value)}, which cannot be written: files "
                 f"support true, false, finite numbers, text, None, tuples and records of these."

@@ -8,7 +8,7 @@ import yaml
 import fxtrain as fx
 from fxtrain.cli import Exit, main
 from fxtrain.interop.accelerate_config import _SECTIONS, convert_accelerate
-from fxtrain.interop.accelerate_rules import fp8_rules, rules
+from fxtrain.interop.accelerate_rules import RULES
 from fxtrain.launchers.config import read_launch_file
 from tests.cli._accelerate_configs import ONE, Case, check_conversion
 
@@ -191,8 +191,7 @@ def test_every_key_of_accelerate_is_known():
     args = pytest.importorskip(
         "accelerate.commands.config.config_args", reason="accelerate is not installed"
     )
-    table = {**rules(), **fp8_rules("NO")}
-    known = {*table, *_SECTIONS, "distributed_type", "compute_environment"}
+    known = {*RULES, *_SECTIONS, "distributed_type", "compute_environment"}
     for config in (args.ClusterConfig, args.SageMakerConfig):
         assert set(config.__dataclass_fields__) <= known
 
