@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import xxhash
@@ -74,7 +75,7 @@ def memory_of(tensor: Tensor) -> memoryview:
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(bytearray())
-    memory = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    memory: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
     memory.tensor = tensor  # or a copy that a caller does not keep would be freed
     return memoryview(memory).cast("B")
 
