@@ -24,6 +24,7 @@ from fxtrain.errors import MeshError, PlanError
 from fxtrain.models.loading import Loaded
 from fxtrain.ops.logs import log
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
+from fxtrain.ops.standing import Models
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.precision import gradient_problem
 from fxtrain.state import DeepSpeed, DistContext, FromConfig, Plan, Strategy, Wrapped
@@ -137,6 +138,7 @@ def wrap(
         raise
     made = attrs.evolve(made, undo=undo, hide_changes=changes.hide, dtypes=dtypes)
     ctx.comm.slot(_WrappedModules).handles[model] = weakref.ref(made)
+    ctx.comm.slot(Models).windows.add(made.window)
     return made
 
 

@@ -64,6 +64,14 @@ COMMANDS: tuple[CommandEntry, ...] = (
         "fxtrain.cli.explain_command:EXPLAIN",
         "explain the code at the end of an error",
     ),
+    CommandEntry(
+        "stacks", "fxtrain.cli.stacks_commands:STACKS", "ask the ranks of a run where they stand"
+    ),
+    CommandEntry(
+        "diagnose",
+        "fxtrain.cli.stacks_commands:DIAGNOSE",
+        "show where the ranks of a run stood when it hung",
+    ),
     CommandEntry("test", "fxtrain.cli.setup_commands:TEST", "test the configured setup"),
     CommandEntry("tpu-config", "fxtrain.cli.setup_commands:TPU", "prepare the hosts of a TPU pod"),
     CommandEntry(

@@ -39,6 +39,8 @@ def main() -> dict[str, object]:
     if how == "program":
         _replace(target, args)
     faulthandler.enable()
+    if hasattr(signal, "SIGUSR2"):  # which would end this process, before fx.detect and after
+        faulthandler.register(signal.SIGUSR2)
     folder = given.get("errors")
     sys.excepthook = functools.partial(_record, folder)
     atexit.register(_end_at_once)  # registered first, so it runs last

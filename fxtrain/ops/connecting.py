@@ -20,6 +20,7 @@ from fxtrain.ops.closing import make_close, make_part_close
 from fxtrain.ops.devices import check_own_device, find_device
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.rendezvous_store import first_line, open_store
+from fxtrain.ops.standing import STACKS, watch_standing
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.state import Comm, CommState, DistContext, Mesh, Plan
@@ -73,6 +74,8 @@ def detect(
         A plan in the variable FXTRAIN_PLAN, which `fxtrain launch` sets, or in variables such as
         FXTRAIN_PLAN__SEED=7 under other launchers, becomes the default of `fx.wrap` and
         `fx.shard`.
+        With the variable FXTRAIN_STACKS, which `fxtrain launch` sets, a thread writes into that
+        folder where this rank stands, if the run makes no progress or someone asks.
 
     Raises:
         ContextError: the variables contradict each other, the device does not exist, a rank
@@ -106,17 +109,24 @@ def detect(
         found, _ = find_device(device, variables, topology)
         mesh = agreed_mesh(mesh, given and given.mesh, topology.world_size)
         ctx = _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=None, key=key)
-        return with_plan(ctx, given)
+        return _ready(ctx, given, variables)
     topology = read_topology(variables)
     found, devices = find_device(device, variables, topology)
     alone = topology.world_size == 1
     mesh = agreed_mesh(mesh, given and given.mesh, devices if alone else topology.world_size)
     if alone:
         ctx = _single_rank_context(topology, found, devices, mesh, wait_s, checks=checks)
-        return with_plan(ctx, given)
+        return _ready(ctx, given, variables)
     _choose_interface(variables, topology)
     store = open_store(topology, wait_s, key=key)
     ctx = _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=store, key=key)
+    return _ready(ctx, given, variables)
+
+
+def _ready(ctx: DistContext, given: Plan | None, variables: Mapping[str, str]) -> DistContext:
+    """The context with the plan of its launch; it writes where its rank stands, if asked to."""
+    if (folder := variables.get(STACKS)) and not ctx.comm.simulated:
+        watch_standing(ctx, folder)
     return with_plan(ctx, given)
 
 

@@ -8,6 +8,7 @@ when sizes differ, so the check must come first.) A payload that does not fit fo
 all-gather, once the headers agree.
 """
 
+import collections
 import ctypes
 import hashlib
 import threading
@@ -33,6 +34,7 @@ from fxtrain.state import DistContext
 
 HEADER = 32  # digest 16, payload length 8, call number 8
 _MAX_PACKET_BYTES = 8192
+_RECENT = 8
 _MAX_TOTAL_BYTES = 1 << 19  # bytes that arrive at each rank in one exchange, at most
 _TORCH: Any = torch._C  # parts of it have no type stubs
 
@@ -73,6 +75,8 @@ class CallState:
         thread: Identifier of the thread that makes the calls; None until the first call of a
             communicator that was made for another thread.
         count: Collectives started on this communicator.
+        completed: The number of the last one that completed.
+        recent: The numbers and calls of the last ones that were started.
         verified: Digests of calls on which all ranks agreed.
         in_flight: The exchange that has not completed: that of the last device collective, whose
             comparison is deferred, or one that an interrupt left.
@@ -83,6 +87,10 @@ class CallState:
 
     thread: int | None = attrs.field(factory=threading.get_ident)
     count: int = 0
+    completed: int = 0
+    recent: collections.deque[tuple[int, Call]] = attrs.field(
+        factory=lambda: collections.deque(maxlen=_RECENT), repr=False
+    )
     verified: set[bytes] = attrs.field(factory=set)
     in_flight: Exchange | None = None
     packet: Tensor | None = attrs.field(default=None, repr=False)
@@ -243,6 +251,7 @@ def _start(
             state.packet = torch.zeros(size, dtype=torch.uint8, device="cpu")
             state.packets = torch.zeros((ctx.world_size, size), dtype=torch.uint8, device="cpu")
     state.count += 1
+    state.recent.append((state.count, call))
     size = payload.numel()
     header = digest + size.to_bytes(8, "little") + state.count.to_bytes(8, "little")
     # As raw memory: torch's views cost 60 us per call.
@@ -286,6 +295,7 @@ def _complete(ctx: DistContext, exchange: Exchange) -> list[int]:
                 exchange.payloads = _all_gather(ctx, exchange.rows, payload)
             exchange.payloads.wait(_remaining(until))
     state.in_flight = None
+    state.completed = state.count
     if differ:
         text = f"{exchange.call[0]}\n{' '.join(exchange.call[1:])}\n{exchange.site or call_site()}"
         cut = text.encode()[: capacity(len(sizes)) - 1].decode(errors="ignore")

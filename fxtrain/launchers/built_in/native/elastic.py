@@ -4,6 +4,7 @@ import errno
 import importlib
 import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -35,6 +36,8 @@ from fxtrain.launchers.program import QUIET
 from fxtrain.launchers.rank_reports import read_reports, to_failures
 from fxtrain.launchers.signals import FORWARDED_SIGNALS, forward_signals, signal_children
 from fxtrain.launchers.spec import LaunchSpec
+from fxtrain.ops.stacks import ask, described, unreported
+from fxtrain.ops.standing import STACKS
 
 
 def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
@@ -68,11 +71,15 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
         _quiet()
         before = count_kills()
         with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
+            stacks = Path(spec.log_dir or folder, "stacks").absolute()
+            os.environ.setdefault(STACKS, str(stacks))
             config, program, arguments = _config(api, invocation.argv[3:], folder)
             _use_store_rendezvous(config, spec, door)
             call = (config, program, arguments)
             with kept(os.environ[MARK], patience_s=spec.shutdown_s):
                 ending = _run(spec, call, Path(spec.log_dir or folder), serves=door is not None)
+            if ending.code and (text := unreported(stacks)):
+                sys.stderr.write(f"fxtrain launch: {text}\n")
     return attrs.evolve(ending, memory=tell_kills(before, count_kills()))
 
 
@@ -97,7 +104,7 @@ def _run(spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool) -
         sys.stderr.flush()
 
     try:
-        with forward_signals(FORWARDED_SIGNALS, signal_children), _end_leftovers(spec):
+        with forward_signals(FORWARDED_SIGNALS, _forward), _end_leftovers(spec):
             return agent.run_agent(*call, serves=serves, ended=ended, tell_attempt=tell_attempt)
     except signals.SignalException as error:
         return LaunchResult(ranks=spec.world_size, signal=int(error.sigval))
@@ -105,6 +112,22 @@ def _run(spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool) -
         raise LaunchError(_lost_rendezvous(spec, error), code="FX701") from error
     except (meeting.RendezvousError, distributed.DistError) as error:
         raise LaunchError(_rendezvous_error(spec, error, time.monotonic() - start)) from error
+
+
+def _forward(number: int) -> None:
+    """Pass a signal on; SIGUSR2 also asks the ranks where they stand, and prints it."""
+    signal_children(number)
+    if number == signal.SIGUSR2:
+        threading.Thread(target=_tell_stacks, name="fxtrain-stacks", daemon=True).start()
+
+
+def _tell_stacks() -> None:
+    try:
+        text = described(ask(Path(os.environ[STACKS])))
+    except LaunchError as error:  # no rank has called fx.detect yet
+        text = str(error)
+    sys.stderr.write(f"fxtrain launch: {text}\n")
+    sys.stderr.flush()
 
 
 @contextmanager

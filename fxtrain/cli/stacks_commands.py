@@ -1,0 +1,49 @@
+"""`fxtrain stacks` and `fxtrain diagnose`: where the ranks of a run stand."""
+
+from pathlib import Path
+
+import attrs
+import click
+
+from fxtrain.cli.output import as_json, print_json, say
+from fxtrain.ops.stacks import Stand, ask, described, read_stands
+
+_FOLDER = "stacks"  # in the folder of a launch's output
+
+
+@click.command("stacks")
+@click.argument("run", metavar="RUN")
+@click.option("--patience-s", type=click.FloatRange(min=0.1), default=3.0, show_default=True,
+              help="how long to wait for all ranks")  # fmt: skip
+@as_json
+def STACKS(run: str, patience_s: float, json_: bool) -> None:  # noqa: FBT001
+    """Ask all ranks of a run where they stand, without stopping it.
+
+    RUN is the folder given to `fxtrain launch --log-dir`, or in the variable FXTRAIN_STACKS. The
+    signal SIGUSR2 to the launcher does the same.
+    """
+    _show(ask(_folder(run), patience_s=patience_s), json_=json_)
+
+
+@click.command("diagnose")
+@click.argument("run", metavar="RUN")
+@as_json
+def DIAGNOSE(run: str, json_: bool) -> None:  # noqa: FBT001
+    """Show where the ranks of a run stood when they last wrote it.
+
+    RUN is as for `fxtrain stacks`. Ranks write it when the run makes no progress for three quarters
+    of the timeout of collectives, or when they are asked.
+    """
+    _show(read_stands(_folder(run)), json_=json_)
+
+
+def _folder(run: str) -> Path:
+    inside = Path(run, _FOLDER)
+    return inside if inside.is_dir() else Path(run)
+
+
+def _show(stands: list[Stand], *, json_: bool) -> None:
+    if json_:
+        print_json([attrs.asdict(one) for one in stands])
+    else:
+        say(described(stands))

@@ -1,0 +1,234 @@
+"""Where ranks stand, read from the files that they wrote, and which of them stands apart."""
+
+import json
+import os
+import platform
+import re
+import signal
+import sysconfig
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fxtrain.errors import LaunchError
+from fxtrain.ops.transport.mismatches import by_rank, ranges
+
+ASK = "ask"  # whoever changes the time of this file asks all ranks
+REPORT = "stacks.txt"
+NO_PROGRESS = "no progress"  # how the reason for a record begins, if nobody asked for it
+_FIELDS = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")
+_OURS = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = (_OURS, sysconfig.get_paths()["stdlib"], "<")
+# Where a rank waits for others: frames of libraries, by the end of their file, and their function.
+_WAITS = (
+    ("fxtrain/ops/transport/exchange.py", ""),
+    ("torch/autograd/graph.py", "_engine_run_backward"),
+    ("torch/distributed/", ""),
+)
+_STARTS = ("fxtrain/launchers/child.py", "<frozen runpy>")  # frames below those of the script
+_SHOWN, _GROUPS = 12, 4  # frames of a stack, stacks
+_POLL_S = 0.1
+
+
+@attrs.frozen
+class Frame:
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@attrs.frozen(kw_only=True)
+class Stand:
+    """Where a rank stands.
+
+    Attributes:
+        rank: The rank.
+        record: What it wrote about itself: the fields of `standing.py`.
+        stack: Of its main thread, innermost first; empty if it wrote none.
+    """
+
+    rank: int
+    record: dict[str, Any]
+    stack: tuple[Frame, ...]
+
+    @property
+    def line(self) -> Frame | None:
+        """The innermost line of the script: the innermost that is in no library."""
+        own = (one for one in self.stack if not _is_library(one.file))
+        return next(own, self.stack[0] if self.stack else None)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        return any(
+            end in one.file and function in one.function
+            for one in self.stack[:6]
+            for end, function in _WAITS
+        )
+
+    @property
+    def call(self) -> str:
+        """The collective of fxtrain that it has started and not completed; empty if none."""
+        for axis, calls in self.record["calls"].items():
+            number, op, args = calls["last"][-1]
+            if number > calls["completed"]:
+                return f"{op}({args}), call {number} of {axis}"
+        return ""
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    """The record of a rank; its stacks have the same name with another suffix."""
+    return folder / f"rank-{rank}.json"
+
+
+def process_start(pid: int) -> str:
+    """When a process started, in the kernel's ticks, which tells it from a later one of its number.
+
+    Empty where there is no such process, or the system does not say.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def read_stands(folder: Path) -> list[Stand]:
+    """Where ranks stood when they last wrote it, by rank.
+
+    Raises:
+        LaunchError: no rank has written into this folder, or a record is damaged.
+    """
+    paths = sorted(folder.glob("rank-*.json"), key=lambda path: (len(path.name), path.name))
+    if not paths:
+        raise LaunchError(
+            f"{folder} has no records of ranks. Pass the folder given to fxtrain launch --log-dir, "
+            f"or in the variable FXTRAIN_STACKS; ranks write into it once fx.detect has connected "
+            f"them."
+        )
+    stands = [_read(path) for path in paths]
+    last = max(stands, key=lambda one: one.record["time"])  # an earlier attempt had other ranks
+    return [one for one in stands if one.rank < last.record["world_size"]]
+
+
+def _read(path: Path) -> Stand:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        stacks = _threads(path.with_suffix(".stacks").read_text(encoding="utf-8", errors="replace"))
+        main = stacks.get(int(record["main_thread"]), ())
+        stack = tuple(one for one in main if not one.file.endswith(_STARTS))
+        return Stand(rank=int(record["rank"]), record=record, stack=stack)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LaunchError(f"{path} is not a record of a rank: {error}.") from error
+
+
+def _threads(text: str) -> dict[int, tuple[Frame, ...]]:
+    """By thread, its stack; that of the last time, if it was written several times."""
+    found: dict[int, tuple[Frame, ...]] = {}
+    thread = 0
+    for line in text.splitlines():
+        if head := _THREAD.match(line):
+            thread = int(head[1], 16)
+            found[thread] = ()
+        elif (frame := _FIELDS.match(line)) and thread:
+            found[thread] += (Frame(frame[1], int(frame[2]), frame[3]),)
+    return found
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or "site-packages" in file
+
+
+def groups_of(stands: Iterable[Stand]) -> list[list[Stand]]:
+    """Ranks with equal stacks, the groups that stand apart first.
+
+    Ranks that wait for others come last, and so do those of which there are more.
+    """
+    found: dict[tuple[Frame, ...], list[Stand]] = {}
+    for one in stands:
+        found.setdefault(one.stack, []).append(one)
+    return sorted(found.values(), key=lambda group: (group[0].waits, len(group), group[0].rank))
+
+
+def described(stands: Sequence[Stand]) -> str:
+    """Which ranks stand apart, in which line; where the others wait; and the stacks of both."""
+    groups = groups_of(stands)
+    hosts = {one.rank: one.record["host"] for one in stands}
+    hosts = hosts if len(set(hosts.values())) > 1 else {}
+    apart = len(groups) > 1 and (not groups[0][0].waits or len(groups[0]) < len(groups[-1]))
+    size = stands[0].record["world_size"]
+    lines = [f"{len(stands)} of {size} ranks wrote where they stand:"]
+    for number, group in enumerate(groups):
+        odd = apart and number == 0
+        place = "apart from the others, at" if odd else "waiting at" if group[0].waits else "at"
+        lines += by_rank(((one.rank, f"{place} {_described(one)}") for one in group), hosts)
+    for group in groups[:_GROUPS]:
+        lines.append(f"Stack of rank {group[0].rank} ({len(group)} with the same), innermost last:")
+        lines += [f"    {frame}" for frame in reversed(group[0].stack[:_SHOWN])]
+    missing = sorted(set(range(size)) - {one.rank for one in stands})
+    if missing:
+        lines.append(f"No record of ranks {ranges(missing)} is in this folder.")
+    return "\n".join(lines)
+
+
+def _described(stand: Stand) -> str:
+    updates = [one["updates"] for one in stand.record["models"]]
+    facts = [f"after {max(updates)} updates"] if updates else []
+    if stand.waits:
+        facts.append(f"in {stand.call or stand.stack[0].function}")
+    return ", ".join([str(stand.line or "an unknown line"), *facts])
+
+
+def unreported(folder: Path) -> str:
+    """What a launcher tells when its ranks have failed, if rank 0 could not tell it; or empty."""
+    if not any(folder.glob("rank-*.json")):
+        return ""
+    stands, report = read_stands(folder), folder / REPORT
+    silent = [one for one in stands if one.record["why"].startswith(NO_PROGRESS)]
+    if not silent or (report.exists() and report.stat().st_mtime >= silent[0].record["time"]):
+        return ""
+    text = described(stands)
+    report.write_text(text, encoding="utf-8")
+    return text
+
+
+def ask(folder: Path, *, patience_s: float = 3.0) -> list[Stand]:
+    """Ask all ranks of a run where they stand, without stopping them.
+
+    Args:
+        folder: Into which they write.
+        patience_s: How long to wait for all of them.
+
+    Effects:
+        Changes the time of a file, which ranks look at. Ranks of this machine that do not answer,
+        because C code holds the interpreter's lock, get SIGUSR2 if `faulthandler` answers it.
+
+    Raises:
+        LaunchError: no rank has written into this folder.
+    """
+    read_stands(folder)
+    (folder / ASK).touch()
+    asked = (folder / ASK).stat().st_mtime
+    deadline = time.monotonic() + patience_s
+    stands = read_stands(folder)
+    while time.monotonic() < deadline and any(one.record["asked"] != asked for one in stands):
+        time.sleep(_POLL_S)
+        stands = read_stands(folder)
+    silent = [one.record for one in stands if one.record["asked"] != asked]
+    for record in silent:
+        here = record["signal"] and record["host"] == platform.node()
+        if here and record["process_start"] == process_start(record["pid"]) != "":
+            os.kill(record["pid"], signal.SIGUSR2)
+    if silent:
+        time.sleep(_POLL_S * 5)
+    stands = read_stands(folder)
+    (folder / REPORT).write_text(described(stands), encoding="utf-8")
+    return stands

@@ -1,0 +1,218 @@
+"""Where each rank stands, in files: written when a run makes no progress, or when someone asks.
+
+A thread of each rank looks at the rank's own counters a few times per second: updates, and
+collectives started and completed. Steps and collectives do nothing for it. If nothing has changed
+for most of the context's timeout, it writes the Python stacks of all threads and what the rank was
+doing. A thread of Python cannot run while C code holds the interpreter's lock, so `faulthandler`,
+which needs no lock, then writes the stacks: after a time that starts again with each sign of
+progress, and at the signal SIGUSR2, unless the script handles it.
+"""
+
+import faulthandler
+import json
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from fxtrain.ops.closing import within
+from fxtrain.ops.stacks import (
+    ASK,
+    NO_PROGRESS,
+    REPORT,
+    described,
+    process_start,
+    read_stands,
+    record_path,
+)
+from fxtrain.ops.transport.exchange import CallState
+from fxtrain.state import AccumulationWindow, DistContext
+
+STACKS = "FXTRAIN_STACKS"  # the folder, set by the launcher or by the user
+_TICK_S = 0.2
+_SHARE = 0.75  # of the timeout of collectives, so that ranks write before they fail
+_PATIENCE_S = 3.0  # for the other ranks to write, before rank 0 compares them; less before it fails
+_STORE_S = 1.0
+_SILENT = NO_PROGRESS + " for {:.0f} s"
+
+
+@attrs.frozen(eq=False)
+class Models:
+    """The models wrapped for a communicator, as its `slot`.
+
+    Attributes:
+        windows: What counts the updates of each.
+    """
+
+    windows: weakref.WeakSet[AccumulationWindow] = attrs.field(factory=weakref.WeakSet)
+
+
+def watch_standing(ctx: DistContext, folder: str) -> None:
+    """Write where this rank stands into a folder, when it makes no progress or is asked.
+
+    Effects:
+        Starts a thread until the context closes; opens a file. Registers `faulthandler` for SIGUSR2
+        in the main thread, unless the signal has a handler.
+    """
+    watch = _Watch(ctx, Path(folder))
+    ctx.comm.state.at_close.append(watch.stop)
+    watch.start()
+
+
+class _Watch(threading.Thread):
+    def __init__(self, ctx: DistContext, folder: Path) -> None:
+        super().__init__(name="fxtrain-standing", daemon=True)
+        self._ctx = ctx
+        self._folder = folder
+        self._stopped = threading.Event()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = record_path(folder, ctx.rank)
+        # Appended to, so that what faulthandler writes begins where the file was cut to.
+        flags = os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_WRONLY
+        self._stacks = os.open(self._path.with_suffix(".stacks"), flags, 0o600)
+        self._bound_s = _SHARE * ctx.comm.timeout_s
+        self._signal = _answers_signal(self._stacks)
+        self._asked = _written_at(folder / ASK)
+        self._write_record("started")
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+        faulthandler.cancel_dump_traceback_later()
+        if self._signal:
+            faulthandler.unregister(signal.SIGUSR2)
+        os.close(self._stacks)
+
+    def run(self) -> None:
+        seen, since, told = self._progress(), time.monotonic(), False
+        size = self._arm()
+        while not self._stopped.wait(_TICK_S):
+            asked, now = _written_at(self._folder / ASK), self._progress()
+            if os.fstat(self._stacks).st_size != size:
+                self._write_record("signal")
+            if now != seen:
+                seen, since, told = now, time.monotonic(), False
+                self._arm()
+            elif not told and time.monotonic() - since > self._bound_s:
+                told = True
+                self._write(_SILENT.format(time.monotonic() - since))
+                if self._ctx.is_main:
+                    self._report()
+            if asked != self._asked:
+                self._asked = asked
+                self._write("asked")
+            size = os.fstat(self._stacks).st_size
+
+    def _progress(self) -> tuple[object, ...]:
+        calls = [(state.count, state.completed) for _, state in self._states()]
+        return (calls, *((one.updates, one.micro) for one in self._windows()))
+
+    def _arm(self) -> int:
+        """Have stacks written if this thread cannot do it; bytes in their file now."""
+        late_s = self._bound_s + 2 * _TICK_S
+        faulthandler.dump_traceback_later(late_s, file=self._stacks)
+        return os.fstat(self._stacks).st_size
+
+    def _write(self, why: str) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        os.ftruncate(self._stacks, 0)
+        faulthandler.dump_traceback(self._stacks)
+        self._write_record(why)
+        within(_STORE_S, self._publish)
+
+    def _publish(self) -> None:
+        """Give the record to rank 0, which may not see this folder."""
+        if self._ctx.num_nodes > 1 and not self._ctx.is_main:
+            stacks = self._path.with_suffix(".stacks").read_text()
+            text = json.dumps([self._path.read_text(), stacks])
+            self._ctx.comm.store.set(f"stands/{self._ctx.rank}", text)
+
+    def _report(self) -> None:
+        """Compare where all ranks stand, and print it."""
+        self._stopped.wait(min(_PATIENCE_S, (self._ctx.comm.timeout_s - self._bound_s) / 2))
+        if self._ctx.num_nodes > 1:
+            within(_PATIENCE_S, self._receive)
+        text = described(read_stands(self._folder))
+        (self._folder / REPORT).write_text(text)
+        sys.stderr.write(f"fxtrain: no progress for {self._bound_s:.0f} s. {text}\n")
+        sys.stderr.flush()
+
+    def _receive(self) -> None:
+        for rank in range(1, self._ctx.world_size):
+            path, key = record_path(self._folder, rank), f"stands/{rank}"
+            if not path.exists() and self._ctx.comm.store.check([key]):
+                record, stacks = json.loads(self._ctx.comm.store.get(key))
+                path.write_text(record)
+                path.with_suffix(".stacks").write_text(stacks)
+
+    def _states(self) -> Iterable[tuple[str, CallState]]:
+        """The collectives of the context, and of its axes."""
+        found = {id(one.comm): one.comm for one in (self._ctx, *self._ctx._axes.values())}
+        return [(one.name, one.slot(CallState)) for one in found.values()]
+
+    def _windows(self) -> list[AccumulationWindow]:
+        return list(self._ctx.comm.slot(Models).windows)
+
+    def _write_record(self, why: str) -> None:
+        calls = {
+            axis: {"completed": state.completed, "last": [[n, *call[:2]] for n, call in recent]}
+            for axis, state in self._states()
+            if (recent := tuple(state.recent))
+        }
+        record: dict[str, Any] = {
+            "rank": self._ctx.rank,
+            "world_size": self._ctx.world_size,
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "process_start": process_start(os.getpid()),
+            "signal": self._signal,
+            "main_thread": threading.main_thread().ident,
+            "why": why,
+            "time": time.time(),
+            "asked": self._asked,
+            "models": [{"updates": one.updates, "micro": one.micro} for one in self._windows()],
+            "calls": calls,
+            "host_memory_bytes": _host_memory(),
+            "device_memory_bytes": _device_memory(self._ctx.device),
+        }
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(record))
+        new.replace(self._path)
+
+
+def _answers_signal(stacks: int) -> bool:
+    """Have faulthandler answer SIGUSR2, which ends a process otherwise."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if not hasattr(signal, "SIGUSR2") or signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+        return False
+    faulthandler.register(signal.SIGUSR2, stacks)
+    return True
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _host_memory() -> int:
+    """Resident bytes of this process, where Linux shows them."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _device_memory(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

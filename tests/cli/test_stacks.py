@@ -1,0 +1,124 @@
+"""`fxtrain diagnose` and `fxtrain stacks` on records of ranks in files."""
+
+import json
+import time
+
+import pytest
+
+from fxtrain.cli import main
+from fxtrain.ops.stacks import Frame, ask, groups_of, read_stands, unreported
+
+WAIT = "/v/site-packages/torch/distributed/c10d.py", 9, "wait"
+READ = "/me/train.py", 7, "read_rows"
+MAIN = "/me/train.py", 3, "<module>"
+
+
+def _write(folder, rank, frames, *, size=4, why="asked", **fields):
+    record = {
+        "rank": rank,
+        "world_size": size,
+        "host": f"n{rank // 2}",
+        "pid": 0,
+        "process_start": "",
+        "signal": False,
+        "main_thread": 255,
+        "why": why,
+        "time": time.time() + 1,
+        "asked": 0.0,
+        "models": [{"updates": 12, "micro": 0}],
+        "calls": {},
+        "host_memory_bytes": 1,
+        "device_memory_bytes": 0,
+        **fields,
+    }
+    lines = [f'  File "{file}", line {line} in {name}' for file, line, name in frames]
+    text = ["Timeout (0:00:05)!", "Thread 0xee (most recent call first):", lines[0], ""]
+    text += ["Thread 0x00ff (most recent call first):", *lines]
+    (folder / f"rank-{rank}.json").write_text(json.dumps(record))
+    (folder / f"rank-{rank}.stacks").write_text("\n".join(text))
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "stacks"
+    folder.mkdir()
+    for rank in (0, 1, 3):
+        _write(folder, rank, [WAIT, MAIN])
+    _write(folder, 2, [READ, MAIN])
+    return tmp_path
+
+
+def test_the_rank_that_does_not_wait_is_apart(run, capsys):
+    assert main(["diagnose", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "rank 2 on n1: apart from the others, at /me/train.py:7 in read_rows, after" in shown
+    assert "ranks 0-1, 3 on n0, n1: waiting at /me/train.py:3 in <module>, after 12 upd" in shown
+    assert shown.index("Stack of rank 2 (1 with") < shown.index("Stack of rank 0 (3 with")
+
+
+def test_the_collective_that_ranks_have_started_is_named(run, capsys):
+    calls = {"world": {"completed": 16, "last": [[16, "barrier", ""], [17, "gather", "int64[2]"]]}}
+    for rank in (0, 1, 3):
+        _write(run / "stacks", rank, [WAIT, MAIN], calls=calls)
+    main(["diagnose", str(run)])
+    assert "updates, in gather(int64[2]), call 17 of world" in capsys.readouterr().out
+
+
+def test_of_two_ranks_the_one_that_works_is_apart(tmp_path, capsys):
+    _write(tmp_path, 0, [READ, MAIN], size=2)
+    _write(tmp_path, 1, [WAIT, MAIN], size=2)
+    main(["diagnose", str(tmp_path)])
+    assert "rank 0: apart from the others" in capsys.readouterr().out
+
+
+def test_ranks_that_all_wait_in_one_place_are_one_group(tmp_path, capsys):
+    for rank in range(2):
+        _write(tmp_path, rank, [WAIT, MAIN], size=2)
+    (group,) = groups_of(read_stands(tmp_path))
+    assert group[0].stack == (Frame(*WAIT), Frame(*MAIN))
+    main(["diagnose", str(tmp_path)])
+    assert "apart" not in capsys.readouterr().out
+
+
+def test_missing_ranks_and_those_of_an_earlier_attempt(tmp_path, capsys):
+    _write(tmp_path, 0, [WAIT, MAIN], size=3)
+    _write(tmp_path, 3, [READ, MAIN], size=4, time=1.0)
+    main(["diagnose", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert "1 of 3 ranks wrote where they stand" in shown
+    assert "No record of ranks 1-2 is in this folder" in shown
+    assert "read_rows" not in shown
+
+
+def test_json_has_records_and_stacks(run, capsys):
+    assert main(["diagnose", str(run), "--json"]) == 0
+    ranks = json.loads(capsys.readouterr().out)
+    assert ranks[2]["stack"][0] == {"file": READ[0], "line": READ[1], "function": READ[2]}
+
+
+def test_a_process_that_has_taken_the_number_of_a_rank_gets_no_signal(run):
+    """`pid` 0 would be this process's group; the start of the process is compared first."""
+    for rank in range(4):
+        _write(run / "stacks", rank, [WAIT, MAIN], signal=True, process_start="1")
+    assert len(ask(run / "stacks", patience_s=0.1)) == 4
+
+
+def test_the_launcher_tells_what_rank_0_could_not(run):
+    assert unreported(run / "stacks") == ""
+    _write(run / "stacks", 2, [READ, MAIN], why="no progress for 5 s")
+    assert "apart from the others" in unreported(run / "stacks")
+    _write(run / "stacks", 2, [READ, MAIN], why="no progress for 5 s", time=1.0)
+    assert unreported(run / "stacks") == ""  # it is told
+
+
+def test_a_folder_without_records_is_named(tmp_path, capsys):
+    assert main(["stacks", str(tmp_path)]) != 0
+    assert f"{tmp_path} has no records of ranks. Pass the folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{}", "[", '{"rank": 0, "main_thread": "x"}', '{"rank": 0}'])
+def test_damaged_records_are_named(tmp_path, capsys, text):
+    _write(tmp_path, 0, [WAIT])
+    (tmp_path / "rank-0.json").write_text(text)
+    assert main(["diagnose", str(tmp_path)]) != 0
+    assert "rank-0.json is not a record of a rank" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""Where ranks stand: when a run makes no progress, and whenever someone asks."""
+
+import json
+import signal
+import time
+
+import pytest
+
+from tests.launched._run import FXTRAIN, SCRIPTS, finish, run_fork, start_fork
+
+
+def _launch(folder, how, timeout_s, *, ranks=3):
+    return (
+        *FXTRAIN,
+        "launch",
+        f"--ranks={ranks}",
+        "--cpu",
+        f"--log-dir={folder}",
+        str(SCRIPTS / "stuck.py"),
+        how,
+        str(timeout_s),
+        str(folder / "go"),
+    )
+
+
+def _wait_for(path, process, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+
+
+def _line_of(text):
+    lines = (SCRIPTS / "stuck.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def _check(text, how):
+    odd = _line_of("re.match" if how == "lock" else "time.sleep")
+    assert f"rank 1: apart from the others, at {SCRIPTS / 'stuck.py'}:{odd} in read_rows" in text
+    waits = _line_of("gather(" if how == "gather" else "fx.update(")
+    assert f"ranks 0, 2: waiting at {SCRIPTS / 'stuck.py'}:{waits} in <module>" in text
+    assert "after 3 updates, in" in text
+    assert ("in gather(float32[1])" in text) == (how == "gather")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["step", "gather", "lock"])
+def test_a_run_without_progress_names_the_rank_that_stands_apart(tmp_path, how):
+    done = run_fork(*_launch(tmp_path, how, 6), timeout_s=120)
+    assert done.code
+    assert "fxtrain: no progress for 4 s. 3 of 3 ranks wrote where they stand" in done.err
+    _check(done.err, how)
+    shown = run_fork(*FXTRAIN, "diagnose", str(tmp_path))
+    assert shown.code == 0
+    _check(shown.out, how)
+
+
+def test_ranks_are_asked_without_stopping_the_run(tmp_path):
+    launched = start_fork(*_launch(tmp_path, "step", 60))
+    _wait_for(tmp_path / "stuck", launched)
+    time.sleep(0.5)  # for the others to reach the update
+    asked = run_fork(*FXTRAIN, "stacks", str(tmp_path))
+    _check(asked.out, "step")
+    values = json.loads(run_fork(*FXTRAIN, "stacks", str(tmp_path), "--json").out)
+    assert [one["record"]["models"] for one in values] == [[{"updates": 3, "micro": 0}]] * 3
+    assert all(one["record"]["host_memory_bytes"] > 1 << 20 for one in values)
+    (tmp_path / "stacks" / "stacks.txt").unlink()
+    launched.send_signal(signal.SIGUSR2)
+    _wait_for(tmp_path / "stacks" / "stacks.txt", launched)
+    (tmp_path / "go").touch()
+    done = finish(launched)
+    assert done.code == 0, done.err
+    assert "finished" in done.out
+    _check(done.err, "step")
+
+
+@pytest.mark.slow
+def test_a_rank_whose_interpreter_is_locked_answers_by_the_signal(tmp_path):
+    launched = start_fork(*_launch(tmp_path, "lock", 60))
+    _wait_for(tmp_path / "stuck", launched)
+    time.sleep(0.5)
+    asked = run_fork(*FXTRAIN, "stacks", str(tmp_path), "--patience-s=1")
+    launched.send_signal(signal.SIGTERM)
+    finish(launched)
+    odd = _line_of("re.match")
+    assert f"rank 1: apart from the others, at {SCRIPTS / 'stuck.py'}:{odd}" in asked.out
