@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fxtrain import ops as ops
     from fxtrain import profiling as profiling
     from fxtrain import quality as quality
+    from fxtrain import replicas as replicas
     from fxtrain import state as state
     from fxtrain import testing as testing
     from fxtrain import trackers as trackers
@@ -123,7 +124,7 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = (
     *("big", "checkpoint", "data", "errors", "interop", "meters", "ops", "profiling", "quality"),
-    *("state", "testing", "trackers", "tuning"),
+    *("replicas", "state", "testing", "trackers", "tuning"),
 )
 
 __all__ = sorted([*_HOME, "ops", "state"])  # pyright: ignore[reportUnsupportedDunderAll]

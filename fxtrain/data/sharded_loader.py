@@ -100,6 +100,7 @@ class Sharded(Displayed, Generic[Data_co]):
     _trail: Iteration = attrs.field(factory=lambda: Iteration(Cursor(Position())), alias="trail")
     _run_updates: int | None = attrs.field(default=None, alias="run_updates")
     _reached: "Reached" = attrs.field(factory=lambda: Reached(), alias="reached")
+    _alone: bool = attrs.field(default=False, alias="alone")  # its ranks are in no group
 
     def __repr__(self) -> str:
         return f"Sharded({', '.join(text for _, text in self._details())})"
@@ -443,7 +444,7 @@ class Sharded(Displayed, Generic[Data_co]):
 
     def _agree(self) -> None:
         """Check, before the first batch, that all ranks are about to read the same."""
-        if self.plan.data.source == "shard" and self.ctx.world_size > 1:
+        if self.plan.data.source == "shard" and self.ctx.world_size > 1 and not self._alone:
             problem = None
             try:
                 rows: Any = self._source.length()

@@ -209,6 +209,43 @@ def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) 
     return _at_the_same_row(found, loader) if sharded else found
 
 
+def part_of(
+    loader: Any, ctx: DistContext, plan: Plan, *, part: int, parts: int, batch_size: int | None
+) -> Sharded[Any]:
+    """The loader of one of several contexts like this one, which share the data without knowing.
+
+    Args:
+        loader: As for `shard`.
+        part: Which of the contexts, from 0: it has the data ranks from `part * ranks` on.
+        parts: Number of contexts.
+        batch_size: As for `shard`.
+
+    Effects:
+        None: the contexts, and the ranks of this one, compare nothing.
+
+    Raises:
+        DataError: the loader cannot be split, or the plan reads data on one rank for all.
+    """
+    _check_types(loader, ctx, plan)
+    if plan.data.source != "shard":
+        raise DataError(
+            f"Data(source={plan.data.source!r}): replicas read their rows independently of each "
+            f'other. Use Data(source="shard").'
+        )
+    data = ctx.axis("data")
+    rank, world_size = part * data.world_size + data.rank, parts * data.world_size
+    given = _as_loader(loader, batch_size, plan)
+    source, batching = _source(given, world_size, plan, range(rank, rank + 1))
+    return Sharded(
+        ctx=attrs.evolve(data, rank=rank, world_size=world_size),
+        plan=plan,
+        source=source,
+        batching=batching,
+        loader=given,
+        alone=True,
+    )
+
+
 def in_windows(loader: Sharded[T], ctx: DistContext, plan: Plan) -> Sharded[T]:
     """The loader with the accumulation windows of a model's plan, where its own differ."""
     own = loader.plan

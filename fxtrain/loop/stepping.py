@@ -108,7 +108,7 @@ def _make_compute_loss(
         if type(out) is Tensor and out.ndim == 0 and out.requires_grad:
             loss, aux = out, None  # nothing to check or to unpack
         else:
-            loss, aux = _loss_and_aux(out)
+            loss, aux = loss_and_aux(out)
         return weighting.weigh_loss(loss, aux, batch, model, data_rank)
 
     return compute_loss
@@ -361,7 +361,7 @@ def _remind(ctx: DistContext, model: Wrapped, position: Position) -> None:
             )
 
 
-def _loss_and_aux(out: Any) -> tuple[Any, Any]:
+def loss_and_aux(out: Any) -> tuple[Any, Any]:
     """What a loss function returned: a loss, checked, and aux metrics."""
     loss, aux = out if type(out) is tuple and len(out) == 2 else (out, None)
     weighted = type(loss) is Weighted
@@ -391,7 +391,7 @@ def _update(ctx: DistContext, batch: Batch, fns: StepFns, weighted: WeightedLoss
     if problem is not None and plan.nonfinite == "raise":
         raise problem
     if outcome.applied and model.schedulers:
-        _advance_schedulers(batch, model, _steps_per_update(model, rows))
+        advance_schedulers(batch, model, steps_per_update(model, rows))
     return outcome
 
 
@@ -422,7 +422,7 @@ def _nonfinite_problem(ctx: DistContext, batch: Batch, model: Wrapped) -> StepEr
     )
 
 
-def _advance_schedulers(batch: Batch, model: Wrapped, steps: int) -> None:
+def advance_schedulers(batch: Batch, model: Wrapped, steps: int) -> None:
     """Advance the schedulers, which the loop has left alone since the last update."""
     updates = model.window.updates
     status = model.status
@@ -443,7 +443,7 @@ def _advance_schedulers(batch: Batch, model: Wrapped, steps: int) -> None:
     status.schedule_counts = tuple(getattr(one, "last_epoch", 0) for one in model.schedulers)
 
 
-def _steps_per_update(model: Wrapped, rows: int) -> int:
+def steps_per_update(model: Wrapped, rows: int) -> int:
     """Steps of each scheduler for an update that averages over this many rows."""
     plan = model.plan
     if plan.schedule == "samples":

@@ -134,8 +134,13 @@ def _choose_interface(variables: Mapping[str, str], topology: Topology) -> None:
     """Make gloo use the network towards the main address, which it reads from the environment."""
     if topology.num_nodes > 1 and GLOO not in variables:
         route = find_route(topology.main_address, topology.main_port)
-        if route.interface:
-            os.environ[GLOO] = route.interface
+        set_defaults({GLOO: route.interface} if route.interface else {})
+
+
+def set_defaults(variables: Mapping[str, str]) -> None:
+    """Set variables of this process that are not set, for libraries that have no other settings."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def _check_kinds(env: object, mesh: object) -> None:

@@ -1,0 +1,6 @@
+"""Training that goes on while replicas die and join, without a restart: torchft's protocol."""
+
+from fxtrain.replicas.members import Replicas
+from fxtrain.replicas.training import Update, train
+
+__all__ = ["Replicas", "Update", "train"]

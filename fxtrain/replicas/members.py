@@ -1,0 +1,284 @@
+"""The replicas that train together at an update, and the traffic between them.
+
+torchft's lighthouse, a process of its own, hears a heartbeat of each replica. Before an update, its
+manager asks the lighthouse who takes part, opens a process group of those, and sends the state of
+a replica that is up to date to those that are not.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import attrs
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from fxtrain import ops
+from fxtrain._addresses import find_route
+from fxtrain._optional import optional
+from fxtrain._record import record
+from fxtrain.errors import CollectiveError, PlanError
+from fxtrain.ops.connecting import set_defaults
+from fxtrain.state import DistContext
+
+_BUCKET_BYTES = 64 << 20
+_CHUNK_BYTES = 256 << 20  # of a state, in one message
+_WAITS = 10  # times `timeout_s`, for replicas that start or finish an update
+_PAUSE_S = 0.1
+_TAG = 1
+
+
+@record
+class Replicas:
+    """Which replicas a run has, and how long they wait for each other.
+
+    Attributes:
+        count: Replicas of the run when all of them are there.
+        lighthouse: Address of torchft's lighthouse, such as `"http://node0:29510"`.
+        min_count: Replicas without which no update is made.
+        batch: `"keep"` gives the rows of missing replicas to the others, so that every update
+            averages over as many rows as with all replicas. `"shrink"` leaves them to later
+            updates, which are then more.
+        timeout_s: Seconds after which a replica that no longer answers in an exchange is given up;
+            more than the slowest update takes. Replicas wait ten times as long for `min_count` to
+            be there.
+        name: Of this replica, for logs; the same after a restart.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.replicas.Replicas(count=4, lighthouse="http://node0:29510").min_count
+        1
+    """
+
+    count: int = attrs.field(validator=attrs.validators.ge(1))
+    lighthouse: str
+    min_count: int = attrs.field(default=1, validator=attrs.validators.ge(1))
+    batch: str = attrs.field(default="keep", validator=attrs.validators.in_(("keep", "shrink")))
+    timeout_s: float = attrs.field(default=60.0, validator=attrs.validators.gt(0))
+    name: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        if self.min_count > self.count:
+            raise PlanError(
+                f"Replicas(min_count={self.min_count}): a run of {self.count} replicas never has "
+                f"that many. Use at most count={self.count}."
+            )
+        if not urlsplit(self.lighthouse).hostname:
+            raise PlanError(
+                f"Replicas(lighthouse={self.lighthouse!r}) is no address. Start "
+                f"`torchft_lighthouse --min_replicas 1 --bind [::]:29510` on a machine that all "
+                f'replicas reach, and use "http://MACHINE:29510".'
+            )
+
+
+@attrs.define(eq=False)
+class Members:
+    """The replicas at the present update. It is mutable, since they change.
+
+    Attributes:
+        settings: What the run asked for.
+        index: The number of this replica among those that take part, from 0.
+        live: How many take part.
+        manager: torchft's.
+        group: The process group of those that take part, which the manager configures.
+    """
+
+    settings: Replicas
+    manager: Any
+    group: Any
+    index: int = 0
+    live: int = 0
+
+    def gather(self) -> None:
+        """Find out who takes part in the next update, and bring this replica up to date.
+
+        Raises:
+            CollectiveError: fewer than `min_count` replicas are there in time.
+        """
+        settings, wait_s = self.settings, _WAITS * self.settings.timeout_s
+        deadline = time.monotonic() + wait_s
+        while True:
+            found = None
+            try:
+                self.manager.start_quorum()
+                self.index = self.manager.participating_rank() or 0
+                self.live = self.manager.num_participants()
+            except (RuntimeError, TimeoutError, ConnectionError) as error:
+                found = error
+            if found is None and self.live >= settings.min_count:
+                return
+            if found is not None or time.monotonic() > deadline:
+                reason = f" ({_first_line(found)})" if found else f": {self.live} were"
+                raise CollectiveError(
+                    f"Update {self.manager.current_step() + 1}: {settings.min_count} of "
+                    f"{settings.count} replicas were not ready at {settings.lighthouse} within "
+                    f"{wait_s:g} s{reason}. Start the missing ones, or use a smaller min_count.",
+                    code="FX302",
+                ) from found
+            time.sleep(_PAUSE_S)
+
+    def sum(self, tensors: Iterable[Tensor]) -> bool:
+        """Add up tensors over the replicas that take part, in place.
+
+        Returns:
+            Whether that is complete on this rank. Else a replica was lost: values are undefined.
+
+        Effects:
+            One all-reduce for each 64 MiB of neighbouring tensors of a dtype.
+        """
+        works: list[tuple[list[Tensor], Tensor, Any]] = []
+        for bucket in _buckets(tensors):
+            flat = _flatten_dense_tensors(bucket)
+            works.append((bucket, flat, self.manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM)))
+        for bucket, flat, work in works:
+            work.wait()
+            if self.manager.errored() is not None:
+                # Others may still wait for what this replica will not send: they see it closed.
+                self.group.abort()
+                return False
+            for tensor, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+                tensor.copy_(summed)
+        return True
+
+    def commit(self) -> bool:
+        """Whether the sums of this update are complete on all ranks of this replica."""
+        return bool(self.manager.should_commit())
+
+    def close(self) -> None:
+        """Leave: the others find the connections closed, and go on."""
+        self.manager.shutdown(wait=False)
+        self.group.abort()
+
+
+def join(
+    ctx: DistContext,
+    settings: Replicas,
+    pack: Callable[[], Tensor],
+    unpack: Callable[[Tensor], None],
+    updates: int,
+) -> Members:
+    """Connect this replica to the lighthouse.
+
+    Args:
+        ctx: The ranks of this replica.
+        pack: The state of this rank, as bytes on the CPU.
+        unpack: Replaces it by that of the same rank of another replica.
+        updates: Updates that this replica has made.
+
+    Effects:
+        Rank 0 serves a store and torchft's manager on free ports; one broadcast of its address.
+
+    Raises:
+        MissingPackageError: torchft is not installed.
+    """
+    set_defaults({"RUST_LOG": "warn"})  # torchft logs twenty lines an update otherwise
+    torchft: Any = optional("torchft", extra="replicas", needed_by="fx.replicas.train")
+    where = urlsplit(settings.lighthouse)
+    route = find_route(where.hostname or "", where.port or 80)
+    address = route.address or socket.gethostname()
+    set_defaults(route.env)
+    store = None
+    if ctx.is_main:
+        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    port = ops.broadcast_object(None if store is None else store.port, ctx)
+    timeout = timedelta(seconds=settings.timeout_s)
+    on_gpu = ctx.device.type == "cuda"
+    group = (torchft.ProcessGroupNCCL if on_gpu else torchft.ProcessGroupGloo)(timeout=timeout)
+    manager = torchft.Manager(
+        pg=group,
+        load_state_dict=unpack,
+        state_dict=pack,
+        min_replica_size=settings.min_count,
+        use_async_quorum=False,  # so that the rows of this update are known before its forward
+        timeout=timeout,
+        quorum_timeout=_WAITS * timeout,
+        connect_timeout=timeout,
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        store_addr=address,
+        store_port=port,
+        lighthouse_addr=settings.lighthouse,
+        replica_id=f"{settings.name or 'replica'}_",
+        hostname=address,
+        checkpoint_transport=_StateTransport(group, ctx.device if on_gpu else torch.device("cpu")),
+    )
+    manager.load_state_dict({"step": updates, "batches_committed": updates})
+    manager.fxtrain_store = store  # served as long as the manager is there
+    return Members(settings=settings, manager=manager, group=group)
+
+
+@attrs.define(eq=False)
+class _StateTransport:
+    """Sends a state over the replicas' process group: torchft's own ways unpickle what arrives.
+
+    Attributes:
+        group: The group, as torchft has configured it for the present replicas.
+        device: Where messages of the group have to be.
+    """
+
+    group: Any
+    device: torch.device
+
+    def metadata(self) -> str:
+        """Nothing that a receiver has to know."""
+        return ""
+
+    def send_checkpoint(
+        self, dst_ranks: Sequence[int], step: int, state_dict: Any, timeout: timedelta
+    ) -> None:
+        """Send the numbers of torchft and the bytes of `pack` to each of some replicas."""
+        counts = json.dumps(state_dict["torchft"]).encode()
+        parts = [
+            torch.frombuffer(bytearray(counts), dtype=torch.uint8),
+            state_dict["user"]["default"],
+        ]
+        for rank in dst_ranks:
+            sizes = torch.tensor([len(part) for part in parts], device=self.device)
+            self.group.send([sizes], rank, _TAG).wait(timeout)
+            for part in parts:
+                for chunk in part.split(_CHUNK_BYTES):
+                    self.group.send([chunk.to(self.device)], rank, _TAG).wait(timeout)
+
+    def recv_checkpoint(
+        self, src_rank: int, metadata: str, step: int, timeout: timedelta
+    ) -> dict[str, Any]:
+        """Receive what `send_checkpoint` sends."""
+        sizes = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self.group.recv([sizes], src_rank, _TAG).wait(timeout)
+        parts = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
+        for part in parts:
+            for chunk in part.split(_CHUNK_BYTES):
+                arrived = torch.empty_like(chunk, device=self.device)
+                self.group.recv([arrived], src_rank, _TAG).wait(timeout)
+                chunk.copy_(arrived)
+        return {"torchft": json.loads(bytes(parts[0].tolist())), "user": {"default": parts[1]}}
+
+    def disallow_checkpoint(self) -> None:
+        """Everything has been sent when `send_checkpoint` returns."""
+
+    def shutdown(self, wait: bool = True) -> None:  # noqa: FBT001, FBT002 - torchft's signature
+        """There is nothing to close."""
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Neighbouring tensors of a dtype, as long as they are small."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200]

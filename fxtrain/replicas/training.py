@@ -1,0 +1,397 @@
+"""Updates of replicas that die and join: which rows each computes, and when an update counts."""
+
+import math
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fxtrain import ops
+from fxtrain._display import number
+from fxtrain._reading import StrPath
+from fxtrain.checkpoint import latest, restore, save
+from fxtrain.data import Sharded
+from fxtrain.data.sharding import part_of
+from fxtrain.errors import CollectiveError, PlanError, StepError
+from fxtrain.loop.stepping import StepFns, advance_schedulers, loss_and_aux, steps_per_update
+from fxtrain.ops.devices import as_scalar
+from fxtrain.ops.whole_tensors import local_values
+from fxtrain.replicas.healing import pack_state, unpack_state
+from fxtrain.replicas.members import Members, Replicas, join
+from fxtrain.state import (
+    DDP,
+    FSDP,
+    Batch,
+    DistContext,
+    Position,
+    Single,
+    UpdateSpec,
+    Weighted,
+    WeightedLoss,
+    Wrapped,
+    check_connected,
+    shown,
+)
+
+# Sums that travel with the gradients: of losses, of weights, of non-finite losses. After them: the
+# replicas' histories, and how many replicas have a gradient of each parameter.
+_TOTALS = 3
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Update:
+    """One update of all replicas, equal on each but for `index` and `healed`.
+
+    Equality and hash are by identity, since it contains a tensor.
+
+    Attributes:
+        loss: Mean over all rows of the update, or over their total weight.
+        grad_norm: Total norm before clipping, if the plan clips.
+        applied: Whether the optimizers ran; False if the update was skipped as non-finite.
+        position: The cursor after the update.
+        updates: Updates made so far.
+        live: Replicas that took part.
+        index: The number of this one among them. Let replica 0 write what one should write.
+        healed: Whether this replica received another one's state before this update.
+        attempts: How often it was computed: more than 1 if a replica was lost meanwhile.
+    """
+
+    loss: float
+    grad_norm: Tensor | None = attrs.field(default=None, repr=number)
+    applied: bool
+    position: Position
+    updates: int
+    live: int
+    index: int
+    healed: bool
+    attempts: int
+
+
+def train(
+    ctx: DistContext,
+    fns: StepFns[Any],
+    loader: Any,
+    replicas: Replicas,
+    *,
+    updates: int,
+    batch_size: int | None = None,
+    folder: StrPath | None = None,
+    save_every: int | None = None,
+) -> Iterator[Update]:
+    """Train together with the other replicas of a run, of which some may die, and others join.
+
+    Each replica is a launch of its own: the ranks of `ctx` hold one copy of the model, under
+    `fx.Single`, `fx.DDP` or `fx.FSDP`. At an update, all rows of the global batch of `count`
+    replicas are divided among those that are there; gradients are added up over them. If one is
+    lost on the way, the others divide the rows again and repeat the update. One that starts,
+    for the first time or again, receives parameters, optimizer and position from another replica,
+    in bits equal to its own, and takes part from the next update on. No row is lost or repeated.
+
+    Args:
+        ctx: The ranks of this replica.
+        fns: The model and its loss; aux metrics are dropped.
+        loader: What `fx.shard` takes, not sharded: a DataLoader, or rows with a `batch_size`. The
+            batch size is that of a rank of a replica, or with `batch="global"` that of all ranks
+            of all replicas.
+        replicas: How many there are, and where they meet.
+        updates: Updates of the whole run, including those before a restart.
+        batch_size: Rows of a batch, if the loader has none of its own.
+        folder: Where replica 0 saves checkpoints, and from where a run in which no replica is left
+            continues; shared by all replicas.
+        save_every: Updates between two checkpoints. The last update is saved in any case, and the
+            newest one where too few replicas are left.
+
+    Yields:
+        Each update that counts.
+
+    Effects:
+        Per update, a request to the lighthouse and an all-reduce of all gradients between the
+        replicas, beside what the strategy communicates between its own ranks.
+
+    Raises:
+        CollectiveError: fewer than `min_count` replicas were ready in time; with a `folder`, after
+            saving there.
+        MissingPackageError: torchft is not installed.
+        PlanError: the plan's strategy, mesh, precision or data cannot train so, or this replica's
+            plan or versions differ from those of the others.
+        StepError: non-finite values under `nonfinite="raise"`, on every replica.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> def run(ctx, loader):
+        ...     net = torch.nn.Linear(1, 1)
+        ...     model = fx.wrap(net, ctx, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        ...     fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
+        ...     team = fx.replicas.Replicas(count=2, lighthouse="http://node0:29510")
+        ...     for update in fx.replicas.train(ctx, fns, loader, team, updates=1000):
+        ...         if update.index == 0 and update.updates % 100 == 0:
+        ...             print(update.updates, update.loss, update.live)
+    """
+    check_connected("replicas.train", ctx)
+    model = fns.model
+    _check_plan(ctx, model)
+    start = Position()
+    if folder is not None and latest(folder) is not None:
+        start = restore(folder, ctx, model).position
+    run = _Run(
+        ctx=ctx,
+        fns=fns,
+        rows=_Rows(ctx=ctx, model=model, loader=loader, batch_size=batch_size, updates=updates),
+        position=start,
+    )
+    run.rows.part(1, 0, start)  # a loader that cannot be split is an error before anything waits
+    members = join(ctx, replicas, run.pack, run.unpack, start.updates)
+    return _updates(run, members, updates, folder, save_every)
+
+
+def _updates(
+    run: "_Run", members: Members, updates: int, folder: StrPath | None, save_every: int | None
+) -> Iterator[Update]:
+    saved = None
+    live = 0
+    try:
+        while run.position.updates < updates:
+            try:
+                update = run.next_update(members)
+            except CollectiveError:
+                if folder is not None and saved != run.position:
+                    save(folder, run.ctx, run.model, position=run.position)
+                raise
+            if update.live != live:
+                live = update.live
+                ops.log(run.ctx).info(
+                    "Update %d: %d of %d replicas.", update.updates, live, members.settings.count
+                )
+            due = update.updates == updates or (save_every and update.updates % save_every == 0)
+            if folder is not None and due and update.index == 0:
+                save(folder, run.ctx, run.model, position=run.position)
+                saved = run.position
+            yield update
+    finally:
+        members.close()
+
+
+@attrs.define(kw_only=True, eq=False)
+class _Run:
+    """How far this replica is. It is mutable: each update, and another replica's state, change it.
+
+    Attributes:
+        position: The cursor after the last update.
+        rows: The rows of each part of a global batch.
+        history: A digest of the sums of the last update, equal on replicas that made it together.
+    """
+
+    ctx: DistContext
+    fns: StepFns[Any]
+    rows: "_Rows"
+    position: Position
+    history: int = 0
+
+    @property
+    def model(self) -> Wrapped:
+        """The model."""
+        return self.fns.model
+
+    def pack(self) -> Tensor:
+        """The state, for a replica that joins."""
+        return pack_state(self.model, self.position, self.history)
+
+    def unpack(self, data: Tensor) -> None:
+        """Continue from another replica's state."""
+        self.position, self.history = unpack_state(self.model, data)
+
+    def next_update(self, members: Members) -> Update:
+        """Make one update together, as often as replicas are lost while it is computed."""
+        healed, attempts = False, 0
+        while True:
+            attempts += 1
+            before = self.position
+            members.gather()
+            healed = healed or self.position != before
+            self.model.strategy.begin(self.model)
+            totals, batch = self._gradients(members)
+            totals = self._sum_gradients(totals, members)
+            if members.commit():
+                break
+        self.history = zlib.crc32(totals.cpu().numpy().tobytes())
+        loss, weight, bad = totals.tolist()
+        applied, grad_norm = self._apply(batch, weight, members, bad=bad > 0)
+        return Update(
+            loss=loss / weight if weight else math.nan,
+            grad_norm=grad_norm,
+            applied=applied,
+            position=self.position,
+            updates=self.position.updates,
+            live=members.live,
+            index=members.index,
+            healed=healed,
+            attempts=attempts,
+        )
+
+    def _gradients(self, members: Members) -> tuple[Tensor, Batch]:
+        """Compute the gradients of this replica's parts of the update, as sums over their rows.
+
+        Returns:
+            The sums of losses, weights and non-finite losses over this replica's rows, and the
+            batch at which the update ends.
+        """
+        keep = members.settings.batch == "keep"
+        parts = members.settings.count if keep else members.live
+        mine = range(members.index, parts, members.live)
+        totals = torch.zeros(_TOTALS, dtype=torch.float64, device=self.ctx.device)
+        batch = None
+        if not mine:  # more replicas than parts: it only follows
+            *_, batch = self.rows.window(parts, 0, self.position)
+        for part in mine:
+            for batch in self.rows.window(parts, part, self.position):
+                last = part == mine[-1] and not batch.position.micro
+                reduce = last or self.model.plan.sync_each
+                self.model.window.closes = last
+                weighted = self.model.strategy.run(self.model, batch, self._compute_loss, reduce)
+                weight = as_scalar(weighted.weight, totals).double()
+                bad = ~torch.isfinite(weighted.mean)
+                totals += torch.stack([weighted.mean.double() * weight, weight, bad.double()])
+        assert batch is not None  # a window has at least one batch
+        return ops.reduce(totals, self.ctx.axis("loss"), op="sum"), batch
+
+    def _sum_gradients(self, totals: Tensor, members: Members) -> Tensor:
+        """Add up gradients over the replicas, in place, and the numbers that travel with them.
+
+        Raises:
+            CollectiveError: the replicas have made the last update apart from each other.
+        """
+        parameters = [one for one in self.model.parameters() if one.requires_grad]
+        present = [one.grad is not None for one in parameters]
+        more = torch.tensor([self.history, *present], dtype=totals.dtype, device="cpu")
+        facts = torch.cat([totals, more.to(totals.device)])
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if not members.sum([facts, *(local_values(one.grad) for one in parameters)]):
+            return totals
+        history, *replicas = facts[_TOTALS:].tolist()
+        if history != self.history * members.live:
+            raise CollectiveError(
+                f"Update {self.position.updates + 1}: the {members.live} replicas have not all "
+                f"made the last update together, so their parameters differ. A lighthouse that "
+                f"does not wait for a slow replica leaves it to train by itself: start it with a "
+                f"--join_timeout_ms above the time of an update, and this run again.",
+                code="FX302",
+            )
+        for parameter, count in zip(parameters, replicas, strict=True):
+            if not count:  # an optimizer leaves it alone, as where one process trains
+                parameter.grad = None
+        return facts[:_TOTALS]
+
+    def _compute_loss(self, model: Wrapped, batch: Batch) -> WeightedLoss:
+        """The loss times its weight, so that gradients of parts add up to the sum over all rows."""
+        with ops.autocast(model):
+            out = self.fns.loss(model, batch)
+        loss, _ = loss_and_aux(out)
+        rows, ranks = batch.sizes[self.ctx.axis("data").rank], self.ctx.axis("loss").world_size
+        if isinstance(loss, Weighted):
+            total, weight = loss.total, as_scalar(loss.weight, self.model.window.sums).reshape(())
+            mean = total.detach() / torch.where(weight == 0, 1.0, weight).to(total.dtype)
+        else:
+            total, weight = loss * rows, torch.tensor(float(rows), device=loss.device)
+            mean = loss.detach()
+        if not rows:  # placeholders, whose values may be anything
+            weight, mean = torch.zeros_like(weight), torch.zeros_like(mean)
+        # The strategy averages over the ranks of this replica.
+        part = total * (ranks if rows else 0.0)
+        return WeightedLoss(loss=part, mean=mean, weight=weight)
+
+    def _apply(
+        self, batch: Batch, weight: float, members: Members, *, bad: bool
+    ) -> tuple[bool, Tensor | None]:
+        """Update the parameters, and move on to the next update."""
+        model, plan = self.model, self.model.plan
+        skip = plan.nonfinite != "ignore" and ops.any_rank(
+            bad or not model.strategy.finite(model), self.ctx
+        )
+        spec = UpdateSpec(
+            scale=1 / weight if weight else 0.0,
+            clip_norm=plan.clip_norm,
+            clip_value=plan.clip_value,
+            skip=skip,
+        )
+        outcome = model.strategy.apply(model, spec)
+        rows = batch.position.samples - self.position.samples
+        self.position = batch.position
+        model.window.end()
+        if skip and plan.nonfinite == "raise":
+            raise StepError(
+                f"Non-finite values before update {self.position.updates} of {members.live} "
+                f"replicas (epoch {self.position.epoch}, index {self.position.index}). Update "
+                f'skipped. Use Plan(nonfinite="skip") to continue without raising.',
+                code="FX501",
+            )
+        if outcome.applied and model.schedulers:
+            steps = steps_per_update(model, rows)
+            if plan.schedule == "ranks" and plan.batch == "per_rank":
+                steps *= members.settings.count
+            advance_schedulers(batch, model, steps)
+        return outcome.applied, outcome.grad_norm
+
+
+@attrs.define(kw_only=True, eq=False)
+class _Rows:
+    """The batches of each part of the global batches. It is mutable: its iterators are under way.
+
+    Attributes:
+        open: By number of parts and part, an iterator and the cursor after its last batch.
+    """
+
+    ctx: DistContext
+    model: Wrapped
+    loader: Any
+    batch_size: int | None
+    updates: int
+    open: dict[tuple[int, int], tuple[Iterator[Batch], Position]] = attrs.field(factory=dict)
+
+    def window(self, parts: int, part: int, position: Position) -> Iterator[Batch]:
+        """The batches of one part of the update after a position."""
+        batches, reached = self.open.pop((parts, part), (None, None))
+        if batches is None or reached != position:  # another replica had this part meanwhile
+            batches = self.part(parts, part, position).updates(self.updates)
+        ranks = self.ctx.axis("data").world_size
+        own = slice(part * ranks, (part + 1) * ranks)
+        for batch in batches:
+            yield attrs.evolve(batch, rows=batch.rows[own], sizes=batch.sizes[own])
+            if not batch.position.micro:
+                self.open[parts, part] = batches, batch.position
+                return
+
+    def part(self, parts: int, part: int, position: Position) -> Sharded[Any]:
+        """The loader of one part, from a position on."""
+        loader = part_of(
+            self.loader,
+            self.ctx,
+            self.model.plan,
+            part=part,
+            parts=parts,
+            batch_size=self.batch_size,
+        )
+        return loader.at(position)
+
+
+def _check_plan(ctx: DistContext, model: Wrapped) -> None:
+    """Refuse what the replicas cannot add up."""
+    plan = model.plan
+    strategy, mesh = plan.strategy, ctx.mesh
+    found = None
+    if not isinstance(strategy, Single | DDP | FSDP):
+        found = f"strategy {type(strategy).__name__}. Use fx.Single(), fx.DDP() or fx.FSDP()"
+    elif mesh.tensor * mesh.context * mesh.pipeline > 1:
+        found = f"{shown(mesh)}. Use a mesh of data ranks within a replica"
+    elif plan.local is not None:
+        found = f"local={shown(plan.local)}, replicas that average parameters. Use local=None"
+    elif plan.precision.compute == "fp16":
+        found = 'precision="fp16", whose loss scale is of one replica. Use precision="bf16"'
+    elif not model.optimizers:
+        found = "a model without an optimizer. Pass one to fx.wrap"
+    if found is not None:
+        raise PlanError(f"replicas.train: replicas that die and join do not support {found}.")

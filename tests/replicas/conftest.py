@@ -1,0 +1,31 @@
+"""A lighthouse of torchft, which notices a replica that is gone within half a second."""
+
+import pytest
+
+import fxtrain as fx
+
+
+@pytest.fixture(scope="session")
+def torchft():
+    return pytest.importorskip("torchft", reason="torchft is not installed")
+
+
+@pytest.fixture
+def lighthouse(torchft, monkeypatch):
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind="127.0.0.1:0",
+        min_replicas=1,
+        join_timeout_ms=10_000,
+        quorum_tick_ms=10,
+        heartbeat_timeout_ms=500,
+    )
+    yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+    server.shutdown()
+
+
+@pytest.fixture
+def ctx():
+    with fx.detect(env={}, device="cpu") as ctx:
+        yield ctx

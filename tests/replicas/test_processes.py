@@ -1,0 +1,97 @@
+"""Replicas that are launched programs, of which one is killed and started again."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+import fxtrain as fx
+from tests.launched._run import FXTRAIN, PYTHON, ROOT, SCRIPTS
+
+UPDATES = 10_000  # more than are made
+PAUSE_S = "0.1"
+
+
+class _Replica:
+    """A program that trains one replica, with its output in a file."""
+
+    def __init__(self, path, name, lighthouse, strategy, ranks, folder):
+        self.out = path / name
+        alone = (*PYTHON,) if ranks == 1 else (*FXTRAIN, "launch", f"--ranks={ranks}")
+        script = str(SCRIPTS / "replicas.py")
+        words = (script, lighthouse, "2", str(UPDATES), PAUSE_S, strategy, str(folder))
+        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
+        with self.out.open("wb") as out:
+            self.process = subprocess.Popen(
+                (*alone, *words),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **variables},
+                start_new_session=True,
+            )
+
+    def lines(self, key):
+        """What it has printed so far, of one kind."""
+        pieces = [
+            line[line.index("{") :] for line in self.out.read_text().splitlines() if "{" in line
+        ]
+        lines = [json.loads(one) for one in pieces if one.endswith("}") and one.startswith('{"')]
+        return [line for line in lines if key in line]
+
+    def wait_for(self, condition, timeout_s=100):
+        """Wait until some update is as asked."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            for line in self.lines("update"):
+                if condition(line):
+                    return line
+            assert self.process.poll() is None, self.out.read_text()
+            time.sleep(0.02)
+        raise AssertionError(self.out.read_text())
+
+    def end(self):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 2)])
+def test_a_replica_is_killed_and_comes_back(lighthouse, tmp_path, strategy, ranks):
+    begun = []
+
+    def begin(name):
+        begun.append(_Replica(tmp_path, name, lighthouse, strategy, ranks, tmp_path / "run"))
+        return begun[-1]
+
+    try:
+        first, second = begin("first"), begin("second")
+        both = first.wait_for(lambda line: line["live"] == 2)
+        second.wait_for(lambda line: line["update"] > both["update"])
+        rank = next(line for line in second.lines("up") if line["rank"] == ranks - 1)
+        os.kill(rank["pid"], signal.SIGKILL)
+        killed = time.time()
+        left = first.wait_for(lambda line: line["time"] > killed and line["live"] == 1)
+        second.end()
+        third = begin("third")
+        healed = third.wait_for(lambda line: line["healed"])
+        assert healed["live"] == 2 and healed["update"] > left["update"]
+        last = third.wait_for(lambda line: line["update"] > healed["update"] + 2)["update"]
+        first.wait_for(lambda line: line["update"] >= last)
+    finally:
+        for one in begun:
+            one.end()
+    survivor = {line["update"]: line for line in first.lines("update")}
+    first_update = min(survivor)  # the second may have made some before
+    assert list(survivor) == list(range(first_update, first_update + len(survivor)))
+    for update, line in survivor.items():  # no row is lost or repeated
+        assert line["samples"] == 8 * ranks * update
+    for other in (second, third):
+        for line in other.lines("update"):
+            if line["update"] in survivor:  # else it is newer than the last line of the other
+                assert line["digest"] == survivor[line["update"]]["digest"]
+    saved = fx.latest(tmp_path / "run")
+    assert saved is not None and fx.checkpoint.verify(saved).position.updates % 10 == 0

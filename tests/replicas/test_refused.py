@@ -1,0 +1,118 @@
+"""What replicas cannot train with, and what they say."""
+
+import sys
+import threading
+
+import pytest
+import torch
+
+import fxtrain as fx
+from fxtrain.errors import CollectiveError, MissingPackageError, PlanError, StepError
+from tests.replicas._team import Life, loader, loss_of, together, wrapped
+
+LIGHTHOUSE = "http://127.0.0.1:9"
+
+
+def _train(ctx, plan, team, updates=3, folder=None, loss=None, *, optimizer=True):
+    model = wrapped(ctx, plan, 0) if optimizer else fx.wrap(torch.nn.Linear(4, 1), ctx, plan)
+    fns = fx.StepFns(model=model, loss=loss or (lambda m, b: loss_of(m, b, weighted=False)))
+    return list(fx.replicas.train(ctx, fns, loader(), team, updates=updates, folder=folder))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"count": 0}, "count"),
+        ({"count": 2, "min_count": 3}, "a run of 2 replicas never has that many"),
+        ({"count": 2, "batch": "grow"}, "batch"),
+        ({"count": 2, "timeout_s": 0}, "timeout_s"),
+        ({"count": 2, "lighthouse": "node0"}, "is no address"),
+    ],
+)
+def test_settings(settings, text):
+    with pytest.raises((PlanError, ValueError), match=text):
+        fx.replicas.Replicas(**{"lighthouse": LIGHTHOUSE, **settings})
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (fx.Plan(precision="fp16"), "fp16"),
+        (fx.Plan(local=fx.LocalSGD(every=2)), "local="),
+        (fx.Plan(data=fx.Data(source="dispatch")), "dispatch"),
+    ],
+)
+def test_plans(ctx, plan, text):
+    with pytest.raises(fx.FxError, match=text):
+        _train(ctx, plan, fx.replicas.Replicas(count=2, lighthouse=LIGHTHOUSE))
+
+
+def test_a_model_without_an_optimizer(ctx):
+    with pytest.raises(PlanError, match="a model without an optimizer"):
+        team = fx.replicas.Replicas(count=2, lighthouse=LIGHTHOUSE)
+        _train(ctx, fx.Plan(), team, optimizer=False)
+
+
+def test_without_torchft(ctx, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchft", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'fxtrain\[replicas\]'"):
+        _train(ctx, fx.Plan(), fx.replicas.Replicas(count=2, lighthouse=LIGHTHOUSE))
+
+
+def test_too_few_replicas_end_the_run_after_saving_it(ctx, lighthouse, tmp_path):
+    team = fx.replicas.Replicas(count=2, min_count=2, lighthouse=lighthouse, timeout_s=0.5)
+    with pytest.raises(CollectiveError, match=r"2 of 2 replicas were not ready at .*: 1 were"):
+        _train(ctx, fx.Plan(seed=3), team, folder=tmp_path / "run")
+    assert fx.latest(tmp_path / "run") is not None
+
+
+def test_a_run_continues_from_its_folder(lighthouse, tmp_path):
+    plan = fx.Plan(seed=3)
+    whole = together(plan, [Life(), Life()], 6, lighthouse)[0].parameters[6]
+    together(plan, [Life(), Life()], 4, lighthouse, folder=tmp_path / "run")
+    rest = together(plan, [Life(), Life()], 6, lighthouse, folder=tmp_path / "run")
+    assert [one.updates for one in rest[0].updates] == [5, 6]
+    assert torch.equal(rest[0].parameters[6], whole)
+    again = together(plan, [Life(), Life()], 6, lighthouse, folder=tmp_path / "run")
+    assert not again[0].updates
+
+
+def test_a_replica_with_another_plan_cannot_join(lighthouse):
+    team = fx.replicas.Replicas(count=1, lighthouse=lighthouse, timeout_s=10)
+    joined, errors = threading.Event(), []
+
+    def join():
+        with fx.detect(env={}, device="cpu") as ctx, pytest.raises(PlanError) as caught:
+            _train(ctx, fx.Plan(seed=3, clip_norm=2.0), team)
+        errors.append(str(caught.value))
+        joined.set()
+
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = wrapped(ctx, fx.Plan(seed=3), 0)
+        fns = fx.StepFns(model=model, loss=lambda m, b: loss_of(m, b, weighted=False))
+        run = fx.replicas.train(ctx, fns, loader(), team, updates=100_000)
+        next(run)
+        thread = threading.Thread(target=join)
+        thread.start()
+        updates = sum(1 for _ in iter(lambda: next(run).updates if not joined.is_set() else 0, 0))
+        assert [next(run).live for _ in range(2)] == [1, 1]  # the others go on
+        run.close()
+        thread.join()
+    assert updates
+    assert "clip_norm" in errors[0] and "differs from those that train already" in errors[0]
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_non_finite_values(ctx, lighthouse, nonfinite):
+    def loss(model, batch):
+        bad = model.window.updates == 1
+        return loss_of(model, batch, weighted=False) * (float("nan") if bad else 1.0)
+
+    team = fx.replicas.Replicas(count=1, lighthouse=lighthouse)
+    plan = fx.Plan(seed=3, nonfinite=nonfinite)
+    if nonfinite == "raise":
+        with pytest.raises(StepError, match="Non-finite values before update 2"):
+            _train(ctx, plan, team, loss=loss)
+    else:
+        updates = _train(ctx, plan, team, loss=loss)
+        assert [one.applied for one in updates] == [True, False, True]
