@@ -3,6 +3,7 @@
 from benchmarks import (
     checkpoint,
     ddp,
+    elastic_replicas,
     experts,
     faults,
     fit,
@@ -37,6 +38,7 @@ if __name__ == "__main__":
         growth,
         faults,
         placement,
+        elastic_replicas,
         report,
         replicas,
         tokens,

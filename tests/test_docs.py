@@ -103,7 +103,16 @@ def test_the_reference_describes_every_public_name_once():
     names = site_reference.public_names()
     modules = {"fxtrain.ops", "fxtrain.state"}
     assert {names[f"fx.{name}"] for name in fx.__all__} - set(described) == modules
-    for home in (fx.ops, fx.errors, fx.meters, fx.checkpoint, fx.tuning, fx.trackers, fx.data):
+    for home in (
+        fx.ops,
+        fx.errors,
+        fx.meters,
+        fx.checkpoint,
+        fx.tuning,
+        fx.trackers,
+        fx.data,
+        fx.replicas,
+    ):
         own = home.__name__.replace("fxtrain", "fx")
         assert {names[f"{own}.{name}"] for name in home.__all__} - set(described) == set()
     assert names["fx.launch"] == "fxtrain.launch"

@@ -182,6 +182,9 @@ MUTABLE = {
     "fxtrain.backends.offload.device_copies._Copy": "who uses a unit on its device",
     "fxtrain.big.swapping.Turns": "which of several models is on the device",
     "fxtrain.backends.pipeline.execute._GivenOutputs": "whether the loss has called the model",
+    "fxtrain.replicas.members.Members": "which replicas take part in an update",
+    "fxtrain.replicas.training._Run": "how far a replica got",
+    "fxtrain.replicas.training._Rows": "iterators over the rows of a replica",
 }
 
 

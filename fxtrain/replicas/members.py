@@ -213,7 +213,7 @@ def join(
     return Members(settings=settings, manager=manager, group=group)
 
 
-@attrs.define(eq=False)
+@attrs.frozen(eq=False)
 class _StateTransport:
     """Sends a state over the replicas' process group: torchft's own ways unpickle what arrives.
 

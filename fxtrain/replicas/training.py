@@ -12,6 +12,7 @@ from torch import Tensor
 from fxtrain import ops
 from fxtrain._display import number
 from fxtrain._reading import StrPath
+from fxtrain.backends.core.replicas import verify_replicas
 from fxtrain.checkpoint import latest, restore, save
 from fxtrain.data import Sharded
 from fxtrain.data.sharding import part_of
@@ -322,6 +323,8 @@ class _Run:
         rows = batch.position.samples - self.position.samples
         self.position = batch.position
         model.window.end()
+        if plan.verify_replicas and not model.window.updates % plan.verify_replicas:
+            verify_replicas(model)
         if skip and plan.nonfinite == "raise":
             raise StepError(
                 f"Non-finite values before update {self.position.updates} of {members.live} "

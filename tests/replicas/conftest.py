@@ -1,5 +1,7 @@
 """A lighthouse of torchft, which notices a replica that is gone within half a second."""
 
+import os
+
 import pytest
 
 import fxtrain as fx
@@ -7,6 +9,8 @@ import fxtrain as fx
 
 @pytest.fixture(scope="session")
 def torchft():
+    # Read when it is imported, and more than pytest's output of a failed test needs.
+    os.environ.setdefault("RUST_LOG", "error")
     return pytest.importorskip("torchft", reason="torchft is not installed")
 
 
