@@ -12,6 +12,7 @@ from torch import Tensor
 from fxtrain import ops
 from fxtrain._display import number
 from fxtrain._reading import StrPath
+from fxtrain._record import shown
 from fxtrain.backends.core.replicas import verify_replicas
 from fxtrain.checkpoint import latest, restore, save
 from fxtrain.data import Sharded
@@ -33,9 +34,8 @@ from fxtrain.state import (
     Weighted,
     WeightedLoss,
     Wrapped,
-    check_connected,
-    shown,
 )
+from fxtrain.state.context import check_connected
 
 # Sums that travel with the gradients: of losses, of weights, of non-finite losses. After them: the
 # replicas' histories, and how many replicas have a gradient of each parameter.
