@@ -72,11 +72,12 @@ def test_streamed_units_stay_pageable_after_a_refusal(pin, runtime, caplog):
 
 
 def test_streamed_units_are_pinned_until_they_are_closed(runtime):
-    copies = DeviceCopies(units=(), prefetch=0, pin=True)
+    unit = SimpleNamespace(host=None)
+    copies = DeviceCopies(units=(unit,), prefetch=0, pin=True)
     waited = []
     stream = SimpleNamespace(synchronize=lambda: waited.append(len(runtime.calls)))
     copies.streams[torch.device("cuda", 0)] = stream
-    copies.copies.append(SimpleNamespace(host=copies.host_buffer(3 << 20)))
+    unit.host = copies.host_buffer(3 << 20)
     copies.close()
     assert [call[0] for call in runtime.calls] == ["register", "unregister"]
     assert waited == [1]  # copies have ended when pages are unlocked

@@ -205,7 +205,7 @@ def test_copies_are_bounded_also_while_gradients_are_computed(ctx, folder, monke
 
     def counted(self, unit):
         fetched = fetch(self, unit)
-        made.append(StorageWeakRef(fetched.flat.untyped_storage()))
+        made.append(StorageWeakRef(fetched[0].untyped_storage()))
         return fetched
 
     monkeypatch.setattr(DeviceCopies, "fetch", counted)

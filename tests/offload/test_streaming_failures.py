@@ -59,7 +59,8 @@ def test_a_disk_that_fails_is_an_error_with_tensor_and_offset(ctx, folder, monke
 
     monkeypatch.setattr(mapped_files, "_populate", lambda *_: False)
     assert torch.equal(model(TOKENS), Transformer()(TOKENS))  # read by way of a buffer
-    model.strategy_state.cached.clear()
+    for unit in model.strategy_state.units:
+        unit.in_memory = False
     monkeypatch.setattr(os, "pread", fail)
     with pytest.raises(fx.CheckpointError, match=r"tensor 'blocks.*Input/output error"):
         model(TOKENS)

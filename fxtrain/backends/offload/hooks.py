@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fxtrain import _tree
 from fxtrain.backends.offload.device_copies import DeviceCopies
 from fxtrain.backends.offload.streaming import Streaming
+from fxtrain.backends.offload.units import StreamedUnit
 from fxtrain.errors import PlanError
 
 _CACHES = ("past_key_values", "past_key_value", "cache_params")  # where layers put them
@@ -35,11 +36,11 @@ def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> _Undo:
     undo.append(check.remove)
     if any(one.device.type != "cpu" for one in streaming.tensors.values()):
         undo += _move_values(module, streaming)
-    for number in range(len(streaming.units)):
+    for unit in streaming.units:
         if streaming.copies is not None:
-            undo += _use_copies(streaming, streaming.copies, number)
+            undo += _use_copies(streaming, streaming.copies, unit)
         else:
-            undo += _use_in_place(streaming, number, backward=backward)
+            undo += _use_in_place(streaming, unit, backward=backward)
     streamed = [owner for unit in streaming.units for owner in unit.owners]
     for part in dict.fromkeys([module, *streamed] if streamed else ()):
         vars(part)["_apply"] = _refuse_move
@@ -53,12 +54,12 @@ def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> _Undo:
     return undo_all
 
 
-def _use_in_place(streaming: Streaming, number: int, *, backward: bool) -> list[_Undo]:
+def _use_in_place(streaming: Streaming, unit: StreamedUnit, *, backward: bool) -> list[_Undo]:
     """Read a unit before its module, and again before its backward."""
 
     @_outside_graphs
     def enter(_: nn.Module, __: Any) -> None:
-        streaming.use(number)
+        streaming.use(unit)
 
     @_outside_graphs
     def leave(_: nn.Module, __: Any, outputs: Any) -> None:
@@ -66,10 +67,9 @@ def _use_in_place(streaming: Streaming, number: int, *, backward: bool) -> list[
             for leaf in _tensors(outputs):
                 if leaf.requires_grad:
                     # Its gradient is known ahead of the backward of the unit.
-                    leaf.register_hook(lambda _: streaming.use(number))
+                    leaf.register_hook(lambda _: streaming.use(unit))
                     return
 
-    unit = streaming.units[number]
     undo: list[_Undo] = []
     for part in unit.owners if unit.root is None else (unit.root,):
         undo.append(part.register_forward_pre_hook(enter).remove)
@@ -78,7 +78,7 @@ def _use_in_place(streaming: Streaming, number: int, *, backward: bool) -> list[
     return undo
 
 
-def _use_copies(streaming: Streaming, copies: DeviceCopies, number: int) -> list[_Undo]:
+def _use_copies(streaming: Streaming, copies: DeviceCopies, unit: StreamedUnit) -> list[_Undo]:
     """Load a unit before its module and before any module with one of its tensors.
 
     The second is for a forward that calls only a part of the unit, as recomputation does.
@@ -87,10 +87,11 @@ def _use_copies(streaming: Streaming, copies: DeviceCopies, number: int) -> list
 
     @_outside_graphs
     def enter(_: nn.Module, __: Any) -> None:
-        copies.begin(number)
+        unit.users += 1  # it stays on its device until `leave`
+        unit.was_trained = unit.was_trained or any(part.training for part in unit.owners)
         within = any(running)
         running.append(None)
-        streaming.use(number)
+        streaming.use(unit)
         if torch.is_grad_enabled() and not within:
             saved = _saved_by_place(streaming, copies)
             saved.__enter__()
@@ -103,9 +104,8 @@ def _use_copies(streaming: Streaming, copies: DeviceCopies, number: int) -> list
         saved = running.pop()
         if saved is not None:
             saved.__exit__(None, None, None)
-        copies.end(number)
+        copies.end(unit)
 
-    unit = streaming.units[number]
     undo: list[_Undo] = []
     parts = unit.owners if unit.root is None else (unit.root, *unit.owners)
     for part in dict.fromkeys(parts):
@@ -128,8 +128,7 @@ def _saved_by_place(streaming: Streaming, copies: DeviceCopies) -> Any:
             return packed
         unit, start, dtype, shape, stride = packed
         streaming.use(unit)
-        flat = copies.loaded[unit].flat
-        return flat.view(dtype).as_strided(shape, stride, start // dtype.itemsize)
+        return unit.flat.view(dtype).as_strided(shape, stride, start // dtype.itemsize)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

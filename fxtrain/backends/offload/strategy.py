@@ -319,23 +319,21 @@ def _load_trained(model: Wrapped, saved: StateReader) -> None:
 
 
 def _frozen(streaming: Streaming) -> frozenset[str]:
-    return frozenset(
-        name for one in _from_files(streaming) for name in streaming.tensors[one].names
-    )
+    return frozenset(name for one in _from_files(streaming) for name in one.names)
 
 
-def _from_files(streaming: Streaming) -> list[str]:
+def _from_files(streaming: Streaming) -> list[PlacedTensor]:
     """Parameters that stay as the files have them; a forward may change any buffer."""
     return [
-        name
-        for name in streaming.sources
-        if not (one := streaming.tensors[name]).is_buffer and (one.streamed or not one.trained)
+        one
+        for one in streaming.tensors.values()
+        if one.source and not one.is_buffer and (one.streamed or not one.trained)
     ]
 
 
 def _digests(streaming: Streaming) -> dict[str, str]:
     """The digests of the files with frozen parameters, by the names of the files."""
-    paths = sorted({streaming.sources[name] for name in _from_files(streaming)})
+    paths = sorted({one.source for one in _from_files(streaming) if one.source is not None})
     for path in paths:
         if path not in streaming.digests:
             try:

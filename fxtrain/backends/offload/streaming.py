@@ -114,58 +114,48 @@ class Streaming:
     Attributes:
         tensors: Every parameter and buffer, by its first name.
         units: Units that stream.
-        users: The units of a streamed tensor, by its first name.
         folder: Where tensors on disk are written that no file contains as they are needed.
         empty: First names of tensors without values.
         copies: What holds units on a device, where that is not the CPU.
         prefetcher: Reads units ahead.
-        locations: By first name, where the values of tensors on disk are.
-        sources: By first name, the file from which a tensor was filled.
         digests: Of files, by path, once a checkpoint was saved.
         files: Mapped files by path.
-        spans: By unit, the bytes to read for it, once they are known.
-        waiting: By unit, values that are written to the folder once the unit is complete.
-        cached: Units that were in memory when they were used last, so that no thread reads them.
-        waits: What `disk_waits` said then.
+        waits: What `disk_waits` said when units were seen in memory.
+        is_checked: Every tensor has values, and every unit is complete.
     """
 
     tensors: dict[str, PlacedTensor]
     units: tuple[StreamedUnit, ...]
-    users: dict[str, tuple[int, ...]]
     folder: Path | None
     empty: set[str]
     copies: DeviceCopies | None
     prefetcher: Prefetcher = attrs.field(init=False)
-    locations: dict[str, Location] = attrs.field(factory=dict, init=False)
-    sources: dict[str, Path] = attrs.field(factory=dict, init=False)
     digests: dict[Path, str] = attrs.field(factory=dict, init=False)
     files: dict[Path, MappedFile] = attrs.field(factory=dict, init=False)
-    spans: dict[int, tuple[Span, ...]] = attrs.field(factory=dict, init=False)
-    waiting: dict[int, dict[str, Tensor]] = attrs.field(factory=dict, init=False)
-    cached: set[int] = attrs.field(factory=set, init=False)
     waits: int | None = attrs.field(default=None, init=False)
+    is_checked: bool = attrs.field(default=False, init=False)
 
-    def use(self, unit: int) -> None:
+    def use(self, unit: StreamedUnit) -> None:
         """Bring a unit to its device, and begin with those that come next.
 
         Raises:
             CheckpointError: a file cannot be read, or was changed.
         """
-        if unit not in self.spans:
-            self._find_spans()
-        check(self.spans[unit])
+        spans = self.find_spans(unit) if unit.spans is None else unit.spans
+        check(spans)
         copies = self.copies
         if copies is not None:
-            if unit not in copies.loaded:
+            if unit.flat is None:
                 copies.leave()
-                (fetched,) = self.prefetcher.use(unit)
-                copies.install(unit, fetched)
+                ((flat, copied),) = self.prefetcher.use(unit.number)
+                copies.install(unit, flat, copied)
             return
         if (waits := disk_waits()) != self.waits:
-            self.cached.clear()  # the system has taken pages back
+            for other in self.units:
+                other.in_memory = False  # the system has taken pages back
             self.waits = waits
-        if all(self.prefetcher.use(unit)) and waits is not None:
-            self.cached.add(unit)
+        if all(self.prefetcher.use(unit.number)) and waits is not None:
+            unit.in_memory = True
 
     def ready(self) -> None:
         """Check before a forward that every tensor has values.
@@ -176,27 +166,31 @@ class Streaming:
         Raises:
             CheckpointError: tensors have no values.
         """
-        for unit in list(self.waiting):
-            _write(self, unit)
-        if self.copies is not None and not self.empty:
-            self.copies.prepare()
-        if len(self.spans) < len(self.units):
-            self._find_spans()
-        if self.empty:
-            names = sorted(self.empty)
+        if self.is_checked:
+            return
+        for unit in self.units:
+            if unit.waiting:
+                _write(self, unit)
+            if unit.spans is None:
+                self.find_spans(unit)
+        if names := sorted(self.empty):
             more = f" and {len(names) - 5} more" if names[5:] else ""
             raise CheckpointError(
                 f"The model was called, but {', '.join(names[:5])}{more} have no values. Fill "
                 f"them with fx.load_model(folder, model)."
             )
+        if self.copies is not None:
+            self.copies.prepare()
+        self.is_checked = True
 
-    def work(self, unit: int) -> list[Callable[[], Any]]:
+    def work(self, number: int) -> list[Callable[[], Any]]:
         """What threads do for a unit: read it, or copy it to its device."""
-        spans = self.spans.get(unit, ())
+        unit = self.units[number]
+        spans = unit.spans or ()
         if self.copies is not None:
             return [functools.partial(_read_and_copy, spans, self.copies, unit)]
         parts: list[Callable[[], Any]] = []
-        for span in () if unit in self.cached else spans:
+        for span in () if unit.in_memory else spans:
             size = max(_SMALLEST, -(-(span.stop - span.start) // _PARTS))
             parts += [
                 functools.partial(read, span, low, min(low + size, span.stop))
@@ -204,19 +198,20 @@ class Streaming:
             ]
         return parts
 
+    def find_spans(self, unit: StreamedUnit) -> tuple[Span, ...]:
+        """Find the bytes to read for a unit, from where its tensors are."""
+        unit.spans = spans_of(
+            (one.names[0], self.files[one.location.path], one.location)
+            for one in unit.tensors
+            if one.location is not None
+        )
+        return unit.spans
+
     def close(self) -> None:
         """End the threads, and leave values where they are held."""
         self.prefetcher.close()
         if self.copies is not None:
             self.copies.close()
-
-    def _find_spans(self) -> None:
-        for number, unit in enumerate(self.units):
-            names = (one.names[0] for one in unit.tensors)
-            places = [(name, self.locations[name]) for name in names if name in self.locations]
-            self.spans[number] = spans_of(
-                (name, self.files[place.path], place) for name, place in places
-            )
 
 
 def new_streaming(
@@ -239,14 +234,9 @@ def new_streaming(
     if copy is None:
         copy = any(unit.device.type != "cpu" for unit in units)
     by_name = {one.names[0]: one for one in tensors}
-    users: dict[str, tuple[int, ...]] = {}
-    for number, unit in enumerate(units):
-        for one in unit.tensors:
-            users[one.names[0]] = (*users.get(one.names[0], ()), number)
     streaming = Streaming(
         tensors=by_name,
         units=units,
-        users=users,
         folder=folder,
         empty={name for name, one in by_name.items() if has_no_memory(one.tensors[0])},
         copies=DeviceCopies(units=units, prefetch=prefetch, pin=pin) if copy else None,
@@ -255,7 +245,7 @@ def new_streaming(
     return streaming
 
 
-def _read_and_copy(spans: Iterable[Span], copies: DeviceCopies, unit: int) -> Any:
+def _read_and_copy(spans: Iterable[Span], copies: DeviceCopies, unit: StreamedUnit) -> Any:
     for span in spans:
         read(span, span.start, span.stop)
     return copies.fetch(unit)
@@ -283,7 +273,7 @@ def place(streaming: Streaming, name: str, read: _Read, location: Location | Non
         for tensor in one.tensors:
             _fill(tensor, read, held)
         if location is not None:
-            streaming.sources[name] = location.path
+            one.source = location.path
     streaming.empty.discard(name)
 
 
@@ -295,17 +285,16 @@ def keep_for_folder(streaming: Streaming, one: PlacedTensor, value: Tensor) -> N
             f"{value.dtype}. Use fx.Offload(offload_folder=...), into which it is written once, or "
             f"take the model from a safetensors file: fx.Offload(source=...)."
         )
-    unit = streaming.users[one.names[0]][0]
-    waiting = streaming.waiting.setdefault(unit, {})
-    waiting[one.names[0]] = value.data
-    missing = (other.names[0] for other in streaming.units[unit].tensors)
-    if all(name in waiting or name in streaming.locations for name in missing):
+    streaming.is_checked = False
+    unit = next(unit for unit in streaming.units if unit.name in one.units)
+    unit.waiting[one.names[0]] = value.data
+    if all(other.names[0] in unit.waiting or other.location for other in unit.tensors):
         _write(streaming, unit)
 
 
-def _write(streaming: Streaming, unit: int) -> None:
+def _write(streaming: Streaming, unit: StreamedUnit) -> None:
     assert streaming.folder is not None
-    values = streaming.waiting.pop(unit)
+    values, unit.waiting = unit.waiting, {}
     for name, location in write_unit(streaming.folder, values).items():
         _link(streaming, streaming.tensors[name], location)
 
@@ -317,10 +306,11 @@ def _link(streaming: Streaming, one: PlacedTensor, location: Location) -> None:
     value = mapped(file, location)
     for tensor in one.tensors:
         set_values(tensor, value)
-    streaming.locations[one.names[0]] = location
-    streaming.sources[one.names[0]] = path
-    for unit in streaming.users[one.names[0]]:
-        streaming.spans.pop(unit, None)
+    streaming.is_checked = False
+    one.location, one.source = location, path
+    for unit in streaming.units:
+        if unit.name in one.units:
+            unit.spans = None
 
 
 @torch.no_grad()

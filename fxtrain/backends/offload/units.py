@@ -1,20 +1,25 @@
-"""Which tensors of a module belong to which unit of a placement. Changes nothing."""
+"""Which tensors of a module belong to which unit of a placement, and where their values are."""
 
 from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
+from fxtrain.backends.offload.mapped_files import Span
 from fxtrain.ops.whole_tensors import identity
 from fxtrain.precision import live_tensors
-from fxtrain.state import Placement, Unit
+from fxtrain.state import Location, Placement, Unit
 from fxtrain.state.placement import DISK, owner_of
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
 class PlacedTensor:
     """A parameter or buffer, once for all its names.
+
+    Where its values are changes as they are filled in.
 
     Attributes:
         names: Its names, in the order of the module.
@@ -23,6 +28,8 @@ class PlacedTensor:
         held: Where it is held: a device, "cpu" or "disk".
         device: Where it is used.
         trained: It is a parameter that requires a gradient, or a buffer.
+        location: Where its values are in a file, if it is on disk.
+        source: The file from which it was filled.
     """
 
     names: tuple[str, ...]
@@ -31,6 +38,8 @@ class PlacedTensor:
     held: str
     device: torch.device
     trained: bool
+    location: Location | None = None
+    source: Path | None = None
 
     @property
     def streamed(self) -> bool:
@@ -43,23 +52,63 @@ class PlacedTensor:
         return self.trained and not isinstance(self.tensors[0], nn.Parameter)
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
 class StreamedUnit:
     """Tensors that are brought to their device together.
 
+    What is known of their values changes: `Streaming` writes the part on disk, and `DeviceCopies`
+    the part on an accelerator.
+
     Attributes:
+        number: Its place among the units that stream.
         name: As in the placement.
         device: Where it computes.
         tensors: Its tensors.
         root: The module that is the unit, if it has a forward of its own.
         owners: The modules with one of its tensors.
+        spans: The bytes to read for it; None before they are known.
+        waiting: Values that are written to the offload folder once the unit is complete.
+        in_memory: It was in memory when it was used last, so that no thread reads it.
+        homes: Where the values of its tensors are held.
+        starts: Offset of each tensor in the bytes of the unit.
+        nbytes: Of the unit.
+        host: One buffer with all of it, if no part is on disk.
+        users: How many of its modules run.
+        was_trained: One of its modules has run in training mode.
+        flat: The bytes of all its tensors on the device, while it is there.
+        copied: An event when they have arrived; None where copies are not asynchronous.
     """
 
+    number: int
     name: str
     device: torch.device
     tensors: tuple[PlacedTensor, ...]
     root: nn.Module | None
     owners: tuple[nn.Module, ...]
+    spans: tuple[Span, ...] | None = None
+    waiting: dict[str, Tensor] = attrs.field(factory=dict)
+    in_memory: bool = False
+    homes: tuple[Tensor, ...] = ()
+    starts: tuple[int, ...] = ()
+    nbytes: int = 0
+    host: Tensor | None = None
+    users: int = 0
+    was_trained: bool = False
+    flat: Tensor | None = None
+    copied: Any = None
+
+    def views(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of the unit in its bytes."""
+        views: list[Tensor] = []
+        for start, home in zip(self.starts, self.homes, strict=True):
+            part = flat[start : start + home.numel() * home.element_size()].view(home.dtype)
+            views.append(part.as_strided(home.shape, home.stride()))
+        return tuple(views)
+
+    def gather(self, host: Tensor) -> None:
+        """Copy the values to a buffer."""
+        for view, home in zip(self.views(host), self.homes, strict=True):
+            view.copy_(home)
 
 
 def placed_tensors(module: nn.Module, placement: Placement) -> tuple[PlacedTensor, ...]:
@@ -94,14 +143,14 @@ def streamed_units(
     parts = dict(module.named_modules(remove_duplicate=False))
     return tuple(
         StreamedUnit(
+            number=number,
             name=unit.name,
             device=torch.device(placement.computes_on(unit)),
             tensors=tuple(homes[unit.name]),
             root=_callable(parts.get(unit.name)),
             owners=tuple(owners[unit.name].values()),
         )
-        for unit in placement.units
-        if unit.name in homes
+        for number, unit in enumerate(unit for unit in placement.units if unit.name in homes)
     )
 
 
