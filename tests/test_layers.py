@@ -180,7 +180,7 @@ MUTABLE = {
     "fxtrain.backends.offload.streaming.Prefetcher": "which units are under way",
     "fxtrain.backends.offload.device_copies.DeviceCopies": "which units are on their devices",
     "fxtrain.backends.offload.units.PlacedTensor": "where the values of a tensor are",
-    "fxtrain.backends.offload.units.StreamedUnit": "where the values of a unit are, and who uses it",
+    "fxtrain.backends.offload.units.StreamedUnit": "where the values of a unit are",
     "fxtrain.big.swapping.Turns": "which of several models is on the device",
     "fxtrain.backends.pipeline.execute._GivenOutputs": "whether the loss has called the model",
     "fxtrain.replicas.members.Members": "which replicas take part in an update",

@@ -100,17 +100,12 @@ def test_half_a_checkpoint_and_a_wrong_model(ctx, folder, tmp_path, threads):
 
 
 def test_what_killed_processes_have_left_is_removed(ctx, tmp_path):
-    """Not what another one writes: it holds a lock, or has begun a moment ago."""
-    fcntl = pytest.importorskip("fcntl")
-    killed, written, begun = (tmp_path / f".{name}.part" for name in ("killed", "written", "begun"))
-    for path in (killed, written, begun):
+    """Not what another one may be writing."""
+    killed, begun = (tmp_path / f".{name}.part" for name in ("killed", "begun"))
+    for path in (killed, begun):
         path.write_bytes(bytes(100))
-    for path in (killed, written):
-        os.utime(path, (0, 0))
-    with written.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        config = fx.Offload(placement=BLOCKS, offload_folder=str(tmp_path))
-        model = fx.wrap(Transformer(), ctx, fx.Plan(strategy=config))
+    os.utime(killed, (0, 0))
+    config = fx.Offload(placement=BLOCKS, offload_folder=str(tmp_path))
+    model = fx.wrap(Transformer(), ctx, fx.Plan(strategy=config))
     assert torch.equal(model(TOKENS), Transformer()(TOKENS))
-    parts = sorted(path.name for path in tmp_path.glob(".*"))
-    assert parts == [".begun.part", ".written.part"]
+    assert [path.name for path in tmp_path.glob(".*")] == [".begun.part"]

@@ -3,12 +3,9 @@
 import contextlib
 import errno
 import hashlib
-import os
-import sys
-import tempfile
+import secrets
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +16,8 @@ from fxtrain.errors import CheckpointError
 from fxtrain.models.safetensors_files import Entry, aligned_first, read_header, writing
 from fxtrain.state import Location
 
-if sys.platform == "win32":
-    fcntl = None
-else:
-    import fcntl
-
 _PART = ".part"  # the end of the name of a file that is being written
-_UNLOCKED_S = 60.0  # after which a file that no process has locked is that of a killed one
+_ABANDONED_S = 3600.0  # without a write, after which a file is that of a killed process
 
 
 def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Location]:
@@ -35,7 +27,7 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
 
     Effects:
         Creates the folder. The file appears with all its bytes on disk, or not at all. Removes what
-        processes that were killed while writing have left there.
+        processes that were killed while writing have left there an hour ago or more.
 
     Returns:
         Where each tensor is.
@@ -49,25 +41,21 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
         made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder)
-        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=_PART)
-        os.close(descriptor)
-        os.unlink(temporary)  # `writing` creates it
+        temporary = folder / f".{secrets.token_hex(8)}{_PART}"
         ordered = dict(sorted(tensors.items(), key=lambda pair: aligned_first(pair[1].nbytes)))
         entries = [
             Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
             for name, tensor in ordered.items()
         ]
-        with contextlib.ExitStack() as locked:
-            with writing(Path(temporary), entries, {"format": "pt"}) as put:
-                locked.enter_context(_locked(temporary))
-                for tensor in ordered.values():
-                    put(tensor)
-            digest = digest_of(Path(temporary))
-            path = folder / f"{digest}.safetensors"
-            if _is_same(path, digest):
-                os.unlink(temporary)
-            else:
-                os.replace(temporary, path)
+        with writing(temporary, entries, {"format": "pt"}) as put:
+            for tensor in ordered.values():
+                put(tensor)
+        digest = digest_of(temporary)
+        path = folder / f"{digest}.safetensors"
+        if _is_same(path, digest):
+            temporary.unlink()
+        else:
+            temporary.replace(path)
     except OSError as error:
         _remove(temporary, folder if made else None)
         raise _refusal(folder, tensors, error) from error
@@ -78,28 +66,12 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
     return {name: header.location(path, name) for name in header.entries}
 
 
-@contextmanager
-def _locked(path: str) -> Iterator[bool]:
-    """Lock a file for as long as this process lives, at most for the block; whether it was free."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield fcntl is not None
-    except BlockingIOError:
-        yield False
-    finally:
-        os.close(descriptor)
-
-
 def _remove_abandoned(folder: Path) -> None:
     """Remove files of processes that were killed while they wrote them."""
     for path in folder.glob(f".*{_PART}"):
         with contextlib.suppress(OSError):  # another process has removed it, or may not
-            if time.time() - path.stat().st_mtime > _UNLOCKED_S:
-                with _locked(str(path)) as is_free:
-                    if is_free:
-                        path.unlink()
+            if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                path.unlink()
 
 
 def digest_of(path: Path) -> str:
@@ -116,10 +88,10 @@ def _is_same(path: Path, digest: str) -> bool:
         return False
 
 
-def _remove(temporary: str | None, folder: Path | None) -> None:
+def _remove(temporary: Path | None, folder: Path | None) -> None:
     with contextlib.suppress(OSError):
         if temporary is not None:
-            os.unlink(temporary)
+            temporary.unlink()
     with contextlib.suppress(OSError):
         if folder is not None:
             folder.rmdir()  # only if it is empty
