@@ -33,34 +33,30 @@ class Iteration:
             None once this one has begun.
         passes: Passes that got further than one batch.
         reached: The position after the last batch that was yielded.
-        held: Rows, including padding, of the window that is open there, where known.
-        batch: That batch.
     """
 
     start: Cursor
     before: "Iteration | None" = None
     passes: int = 0
     reached: Position | None = None
-    held: int | None = 0
-    batch: Batch | None = None
 
     def cursor(self) -> Cursor:
         """Where the epoch starts, given what has been seen of those before it."""
         if self.before is None:
             return self.start
-        return to_epoch(self.before.end(), self.start.position.epoch)
+        return Cursor(to_epoch(self.before.end(), self.start.position.epoch))
 
     def begin(self) -> Cursor:
         """Fix where the epoch starts, whatever happens to those before it afterwards."""
         self.start, self.before = self.cursor(), None
         return self.start
 
-    def end(self) -> Cursor:
+    def end(self) -> Position:
         """Where iteration got to; for an epoch that did not run, where the one before it got to."""
         trail = self
         while trail.reached is None and trail.before is not None:
             trail = trail.before
-        return trail.start if trail.reached is None else Cursor(trail.reached, trail.held)
+        return trail.start.position if trail.reached is None else trail.reached
 
 
 class _NoLengthError(DataError, TypeError):
@@ -72,12 +68,13 @@ class Reached:
     """The batch that a loader or one of its epochs yielded last: mutable, as an iterator is.
 
     Attributes:
-        position: Of it.
-        state: Of the stream there, on this rank.
+        batch: That batch.
+        cursor: Just after it, with the state of the stream or blend on this rank; or where a
+            loader starts that has yielded none.
     """
 
-    position: Position | None = None
-    state: Any = None
+    batch: Batch | None = None
+    cursor: Cursor | None = None
 
 
 @attrs.frozen(kw_only=True, eq=False, repr=False)
@@ -152,9 +149,9 @@ class Sharded(Displayed, Generic[Data_co]):
             ([0, 1], 2)
             ([2, 3], 4)
         """
-        if self._trail.batch is None:
+        if self._reached.batch is None:
             raise DataError("batch: this loader has yielded no batch yet. Iterate it first.")
-        return self._trail.batch
+        return self._reached.batch
 
     def total_updates(self, n: int) -> int:
         """Optimizer updates in n whole epochs of the run, for schedulers and progress bars.
@@ -223,9 +220,10 @@ class Sharded(Displayed, Generic[Data_co]):
     def _epochs(self, n: int) -> Iterator["Sharded[Data_co]"]:
         cursor, trail = self._trail.cursor(), None
         if self._is_over():
-            cursor = to_epoch(cursor, cursor.position.epoch + 1)
+            cursor = Cursor(to_epoch(cursor.position, cursor.position.epoch + 1))
         for number in range(cursor.position.epoch, n):
-            trail = Iteration(to_epoch(cursor, number) if trail else cursor, trail)
+            later = Cursor(to_epoch(cursor.position, number))
+            trail = Iteration(later if trail else cursor, trail)
             yield attrs.evolve(self, trail=trail)
 
     def updates(self, n: int, *, epochs: int | None = None) -> Iterator[Batch[Data_co]]:
@@ -267,7 +265,6 @@ class Sharded(Displayed, Generic[Data_co]):
         for epoch in self._epochs(epochs):
             batch, whole = None, not epoch.position.index
             for batch in epoch:
-                self._trail.batch = batch
                 yield batch
                 if batch.position.updates >= n and not batch.position.micro:
                     return
@@ -304,11 +301,8 @@ class Sharded(Displayed, Generic[Data_co]):
                 f"at({position!r}) takes a Position, found {type(position).__name__}. "
                 f"Use batch.position or report.position."
             )
-        # A position does not record what a window contains that was opened elsewhere.
-        held = 0 if position.micro == 0 else None
-        stream = self._stream_state(position, state)
-        cursor = Cursor(position, held, stream)
-        return attrs.evolve(self, trail=Iteration(cursor), reached=Reached(position, stream))
+        cursor = Cursor(position, self._stream_state(position, state))
+        return attrs.evolve(self, trail=Iteration(cursor), reached=Reached(cursor=cursor))
 
     def state(self) -> dict[str, object] | None:
         """State of the data at the batch that iteration yielded last, for `loader.at`.
@@ -331,14 +325,15 @@ class Sharded(Displayed, Generic[Data_co]):
         """
         if not self._source.stateful:
             return None
-        states = [self._reached.state]
+        cursor = self._reached.cursor
+        states = [None if cursor is None else cursor.state]
         if self.plan.data.source == "sharded":
             states = ops.gather_objects(states[0], self.ctx)
         elif self.plan.data.source == "dispatch":
             states = [ops.broadcast_object(states[0], self.ctx)]
-        position = self._reached.position
-        if position is None or any(state is None for state in states):
+        if cursor is None or any(state is None for state in states):
             return None
+        position = cursor.position
         return {"epoch": position.epoch, "index": position.index, "states": states}
 
     def _stream_state(self, position: Position, state: Any) -> Any:
@@ -392,9 +387,8 @@ class Sharded(Displayed, Generic[Data_co]):
         if self.position.is_last:
             return
         self._agree()
-        trail, plan, rank = self._trail, self.plan, self.ctx.rank
+        trail, reached, plan, rank = self._trail, self._reached, self.plan, self.ctx.rank
         cursor = trail.begin()
-        held = cursor.held
         masks: dict[tuple[int, int], Tensor] = {}
         loaded, split, seen = self._source.run(cursor), self._split, 0
         if split is not None:
@@ -406,26 +400,20 @@ class Sharded(Displayed, Generic[Data_co]):
             shape = size, shared.rows[rank]
             if shape not in masks:
                 masks[shape] = valid_mask(*shape, self.ctx, plan)
-            position = step.position
-            if not position.micro:
-                held = 0
-            elif held is not None:
-                held += sum(shared.sizes)
-            trail.reached, trail.held = position, held
-            self._reached.position, self._reached.state = position, step.state
+            trail.reached = step.position
             seen += 1
             if seen == 2:  # looking at the first batch only is not a pass
                 trail.passes += 1
-            batch = trail.batch = Batch(
+            batch = Batch(
                 data=data,
-                position=position,
+                position=step.position,
                 valid=masks[shape],
                 rows=shared.rows,
                 sizes=shared.sizes,
-                window_rows=step.window_rows,
                 plan=plan,
                 run_updates=self._run_updates,
             )
+            reached.batch, reached.cursor = batch, Cursor(step.position, step.state)
             yield batch
         if seen == 1:
             trail.passes += 1

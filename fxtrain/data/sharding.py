@@ -257,10 +257,7 @@ def in_windows(loader: Sharded[T], ctx: DistContext, plan: Plan) -> Sharded[T]:
 
 def _at_the_same_row(loader: Sharded[T], other: Sharded[T]) -> Sharded[T]:
     cursor = other._trail.cursor()
-    moved = loader.at(cursor.position)
-    start = moved._trail.start._replace(state=cursor.state)
-    reached = Reached(cursor.position, cursor.state)
-    return attrs.evolve(moved, trail=Iteration(start), reached=reached)
+    return attrs.evolve(loader, trail=Iteration(cursor), reached=Reached(cursor=cursor))
 
 
 def _shard(loader: Any, ctx: DistContext, plan: Plan) -> Sharded:

@@ -27,7 +27,7 @@ from fxtrain.data.order import CustomOrder, EpochOrder, find_order, length_of
 from fxtrain.data.permutation import hash_key
 from fxtrain.data.rank_slices import Batching, GlobalBatch, batches_of_order, batches_of_stream
 from fxtrain.data.user_loader import FedSampler, LoaderSpec, rebuild
-from fxtrain.data.windows import Cursor, PositionedBatch, advance, assign_windows, in_blocks, totals
+from fxtrain.data.windows import Cursor, PositionedBatch, advance, in_blocks, positioned
 from fxtrain.errors import DataError
 from fxtrain.state import Plan, Position
 
@@ -89,13 +89,6 @@ class RowBatches:
         """Whether a position is not enough to continue from."""
         return isinstance(self.reading.sampler, BlendOrder)
 
-    def later(self) -> Iterator[int]:
-        """Rows, including padding, of the global batches of consecutive whole epochs."""
-        batching, length = self.reading.batching, self.length()
-        if batching.unit == "batch" or length is None or batching.count(length) == 0:
-            return iter(())
-        return itertools.chain.from_iterable(totals(batching, length) for _ in itertools.count())
-
     @property
     def is_computed(self) -> bool:
         """Whether the latest order comes from arithmetic: reading it ahead has no effect."""
@@ -127,7 +120,7 @@ def row_source(
         made: deque[PositionedBatch] = deque()
 
         def indices() -> Iterator[Any]:
-            steps = assign_windows(found, cursor, plan, batches.later)
+            steps = positioned(found, cursor.position, plan)
             # A custom sampler is read no further ahead than necessary.
             for block in in_blocks(steps, ahead=batches.is_computed):
                 for step in block:
@@ -164,7 +157,7 @@ def stream_source(
     over = _over_fetch(loader, fetch, feed)
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
-        position, held = cursor.position, cursor.held
+        position = cursor.position
         this, epoch, start = next(passes), position.epoch, position.index
         # Each worker opens the stream at its first request.
         first, state = max(1, loader.num_workers), cursor.state
@@ -180,9 +173,8 @@ def stream_source(
                 batch, is_last, data, state = told
                 # Older torch turns tuples into lists when it pins memory.
                 batch = GlobalBatch(batch[0], batch[1], tuple(batch[2]), tuple(batch[3]), ())
-                step = _stream_step(batch, position, plan, held, is_last=is_last)
-                position, held = step.position, 0
-                yield step._replace(state=state), data
+                position = advance(position, batch, plan, is_last=is_last)
+                yield PositionedBatch(batch, position, state), data
                 if is_last:
                     return
         finally:
@@ -221,15 +213,6 @@ def _seed_workers(over: DataLoader[Any], plan: Plan, epoch: int, ranks: Sequence
     over.generator.manual_seed(hash_key(plan.seed, epoch, "workers", *ranks[:1]))
 
 
-def _stream_step(
-    batch: GlobalBatch, position: Position, plan: Plan, held: int | None, *, is_last: bool
-) -> PositionedBatch:
-    after = advance(position, batch, plan, is_last=is_last)
-    # A window of several batches may end with the data, whose end is not known yet.
-    rows = None if held is None or plan.accumulate > 1 else held + sum(batch.sizes)
-    return PositionedBatch(batch, after, rows)
-
-
 def _short_keys(keys: Sequence[Any]) -> str:
     """Keys of a global batch, shortened for a message."""
     text = ", ".join([str(key) for key in keys])
@@ -262,15 +245,12 @@ def function_source(
         return [_called(make, start, size) for start in starts]
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
-        position, held = cursor.position, cursor.held
-        window = None if held is None else held + (plan.accumulate - position.micro) * stride
+        position = cursor.position
         while True:
-            if not position.micro:
-                window = plan.accumulate * stride
             batch = GlobalBatch(position.index, stride, sizes, sizes, ())
             data = rows_of(position)
             position = advance(position, batch, plan, is_last=False)
-            yield PositionedBatch(batch, position, window), data
+            yield PositionedBatch(batch, position), data
 
     return Source(run=run, length=lambda: None, shuffled=lambda: False)
 

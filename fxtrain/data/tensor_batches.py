@@ -8,7 +8,7 @@ from fxtrain import _tree, ops
 from fxtrain.data.rank_slices import GlobalBatch
 from fxtrain.data.sequence_slices import make_splitter
 from fxtrain.data.to_device import to_device, valid_mask
-from fxtrain.data.windows import Cursor, advance, to_epoch
+from fxtrain.data.windows import advance, to_epoch
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import Batch, DistContext, Plan, Position
@@ -81,7 +81,7 @@ def batch(
     data = to_device(data, ctx, plan)
     split = make_splitter(ctx, plan)
     if after.is_last:
-        after = to_epoch(Cursor(after), after.epoch + 1).position
+        after = to_epoch(after, after.epoch + 1)
     batch = GlobalBatch(after.index, sum(rows), rows, rows, ())
     return Batch(
         data=data if split is None else split(data),
@@ -89,7 +89,6 @@ def batch(
         valid=valid_mask(size, rows[axis.rank], ctx, plan),
         rows=rows,
         sizes=rows,
-        window_rows=sum(rows) if plan.accumulate == 1 and not after.micro else None,
         plan=plan,
     )
 

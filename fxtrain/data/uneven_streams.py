@@ -65,7 +65,7 @@ def uneven_batches(
         PlanError: the ranks pass different plans; on every rank.
         Exception: whatever a rank's loader raised; on other ranks a CollectiveError that names it.
     """
-    epoch, position, held = cursor.position.epoch, cursor.position, cursor.held
+    epoch, position = cursor.position.epoch, cursor.position
     batches, behind = _seek(local, cursor, ctx)
     own = _rank_batches(batches, _HAS)
     # Padding, too, continues where it was.
@@ -87,14 +87,13 @@ def uneven_batches(
         is_last = ends(state != _HAS for state, _ in coming)
         batch = _global_batch(number, table, plan)
         position = advance(position, batch, plan, is_last=is_last)
-        total = None if held is None or plan.accumulate > 1 else held + sum(batch.sizes)
         state = None
         if ended or now.stream is not None:
             state = {"stream": None if ended else now.stream, "behind": behind}
-        yield PositionedBatch(batch, position, total, state), (now.data,)
+        yield PositionedBatch(batch, position, state), (now.data,)
         if is_last:
             return
-        now, table, held = after, coming, 0
+        now, table = after, coming
 
 
 def _global_batch(number: int, table: list[tuple[int, int]], plan: Plan) -> GlobalBatch:

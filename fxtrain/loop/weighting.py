@@ -4,8 +4,8 @@ Strategies average gradients over the ranks that see different tokens, but an up
 gradient of the mean over all rows (or over the total weight) of the window on all ranks. So each
 loss is multiplied, before backward, by the factor that makes the average correct. All losses of a
 window are weighted by what the window is expected to contain when it opens. If it turns out to
-contain something else, one factor corrects the gradients when it closes. This happens where the
-end of the data is not known in advance, and where a loop leaves an epoch early.
+contain something else, one factor corrects the gradients when it closes: at the end of the data,
+and where micro-batches differ in their rows.
 
 For a replica that trains independently (`ModelStatus.replica`), "all ranks" are its own.
 """
@@ -85,16 +85,14 @@ def _ranks_of_update(model: Wrapped) -> DistContext:
 def count(batch: Batch, model: Wrapped) -> None:
     """Add a micro-batch's rows to the model's window.
 
-    The rows of a full window are those of the loader's, if it opens with this batch too, and an
-    estimate otherwise, as for a model that skips batches: `close_window` corrects it.
+    A full window is expected to have as many rows in each micro-batch as this one has on the ranks
+    with the most: `close_window` corrects that.
     """
     window, replica = model.window, model.status.replica
     sizes = batch.sizes if replica is None else replica.sizes(batch)
     if not window.micro:
         window.epoch = batch.position.epoch
-        agrees = batch.position.micro == 1 and replica is None
-        known = batch.window_rows if agrees else None
-        window.full_rows = known or model.plan.accumulate * max(batch.sizes) * len(sizes)
+        window.full_rows = model.plan.accumulate * max(batch.sizes) * len(sizes)
     window.micro += 1
     window.rows += sum(sizes)
     window.real_rows += sum(batch.rows)

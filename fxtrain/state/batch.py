@@ -48,9 +48,6 @@ class Batch(Displayed, Generic[Data_co]):
         sizes: Rows on each rank including padding, by rank; equal on every rank. 0 for a rank
             without a row in this global batch (`even="uneven"`): its data is a placeholder, so
             that it can take part, and counts for nothing.
-        window_rows: Sum of `sizes` over the whole accumulation window of this batch, or None if
-            the end of the data is not known in advance. If the loop leaves the epoch early, the
-            window contains something else, for which a step corrects.
         plan: The plan of its loader, which `step` compares with the model's; None if it has none.
         run_updates: Updates of the whole run under that plan, where its loader knows: after
             `loader.epochs(n)` or `loader.updates(n)`.
@@ -63,7 +60,6 @@ class Batch(Displayed, Generic[Data_co]):
     valid: torch.Tensor
     rows: tuple[int, ...] = attrs.field(metadata=_STATIC)
     sizes: tuple[int, ...] = attrs.field(metadata=_STATIC)
-    window_rows: int | None = attrs.field(default=None, metadata=_STATIC)
     plan: Plan | None = attrs.field(default=None, metadata=_STATIC)
     run_updates: int | None = attrs.field(default=None, metadata=_STATIC)
     part: int = attrs.field(default=0, metadata=_STATIC)

@@ -14,10 +14,7 @@ DECLARED = fx.Data(source="sharded")
 
 
 def _all(batches):
-    return [
-        (b.data.tolist(), b.position, b.rows, b.sizes, b.window_rows, b.valid.tolist())
-        for b in batches
-    ]
+    return [(b.data.tolist(), b.position, b.rows, b.sizes, b.valid.tolist()) for b in batches]
 
 
 def _workers(n):

@@ -69,3 +69,38 @@ def test_a_model_without_an_update_in_an_epoch_warns_once(caplog):
     (warning,) = [one.getMessage() for one in caplog.records]
     assert "Linear: no update in a whole epoch. Micro-batches so far: 2" in warning
     assert "Plan(accumulate=7) makes an update when there are 7" in warning
+
+
+class _Sized:
+    """Batches of 1, 2, 3, 1 and 2 rows."""
+
+    def __iter__(self):
+        yield from ([0], [1, 2], [3, 4, 5], [6], [7, 8])
+
+    def __len__(self):
+        return 5
+
+
+def _sized(ctx):
+    """The weight after each update, and as the mean over the rows of each window makes it."""
+    rows = torch.arange(9.0)[:, None] / 9
+    plan = fx.Plan(accumulate=2)
+    net = torch.nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+    model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+    fns = fx.StepFns(model, lambda m, batch: m(batch.data).square().mean())
+    loader = fx.shard(DataLoader(rows, batch_sampler=_Sized()), ctx, plan)
+    found = [net.weight.item() for batch in loader if fx.step(ctx, batch, fns).applied]
+    each = [[0, 1, 2], [3, 4, 5, 6], [7, 8]] if ctx.world_size == 1 else [[*range(7)], [7, 8, 0]]
+    weight, wanted = 1.0, []
+    for window in each:
+        weight -= 0.5 * float((2 * weight * rows[window].square()).mean())
+        wanted.append(weight)
+    return found, wanted
+
+
+def test_windows_of_unequal_batches_weigh_their_rows(clusters):
+    for n in (1, 2):
+        for found, wanted in clusters[n].run(_sized):
+            assert found == pytest.approx(wanted, rel=1e-5)

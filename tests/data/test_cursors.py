@@ -19,25 +19,18 @@ def test_positions_count_real_rows_of_all_ranks():
 
 
 @pytest.mark.parametrize(
-    ("flush", "micros", "updates", "window_rows"),
+    ("flush", "micros", "updates"),
     [
-        (True, [1, 0, 0, 1, 0, 0], [0, 1, 2, 2, 3, 4], [4, 4, 1, 4, 4, 1]),
-        (False, [1, 0, 1, 0, 1, 0], [0, 1, 1, 2, 2, 3], [4, 4, 3, 3, 3, 3]),
+        (True, [1, 0, 0, 1, 0, 0], [0, 1, 2, 2, 3, 4]),
+        (False, [1, 0, 1, 0, 1, 0], [0, 1, 1, 2, 2, 3]),
     ],
 )
-def test_windows_close_every_few_batches_and_at_the_end(flush, micros, updates, window_rows):
+def test_windows_close_every_few_batches_and_at_the_end(flush, micros, updates):
     plan = fx.Plan(accumulate=2, flush=flush)
     (loader,) = loaders(torch.arange(5), 1, plan, batch_size=2)
     batches = [batch for epoch in loader.epochs(2) for batch in epoch]
     assert [batch.position.micro for batch in batches] == micros
     assert [batch.position.updates for batch in batches] == updates
-    assert [batch.window_rows for batch in batches] == window_rows
-
-
-def test_a_window_entered_in_its_middle_has_an_unknown_size():
-    (loader,) = loaders(torch.arange(12), 1, fx.Plan(accumulate=3), batch_size=2)
-    rest = loader.at(positions(loader)[0])
-    assert [batch.window_rows for batch in rest] == [None, None, 6, 6, 6]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -75,9 +68,7 @@ def test_epochs_made_before_any_ran_stand_where_they_would():
         ahead = list(loader.epochs(3))
         for late, one in zip(ahead, loader.epochs(3), strict=True):
             assert late.position == one.position
-            assert [(b.position, b.window_rows) for b in late] == [
-                (b.position, b.window_rows) for b in one
-            ]
+            assert positions(late) == positions(one)
 
 
 def test_after_a_break_the_next_epoch_counts_what_was_seen():
@@ -91,7 +82,6 @@ def test_after_a_break_the_next_epoch_counts_what_was_seen():
     assert [b.position.samples for b in seen] == [2, 4, 6, 8, 10, 12]
     # The window that was left open takes the first batch of the next epoch in.
     assert [b.position.updates for b in seen] == [0, 1, 1, 2, 2, 3]
-    assert [b.window_rows for b in seen] == [4, 4, 4, 4, 4, 4]
 
 
 def test_an_epoch_that_is_skipped_counts_nothing():

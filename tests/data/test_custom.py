@@ -92,14 +92,6 @@ def test_a_single_batch_gives_the_other_ranks_weight_zero():
     assert found[1][0].sizes == (3, 0)
 
 
-def test_windows_of_batches_of_any_size_know_their_rows():
-    plan = fx.Plan(accumulate=2)
-    (loader,) = shards(1, plan, batch_sampler=Fixed([0], [1, 2], [3, 4, 5], [6], [7, 8]))
-    assert [b.window_rows for b in loader] == [3, 3, 4, 4, 2]
-    first, second = shards(2, plan, batch_sampler=Fixed([0], [1, 2], [3, 4, 5], [6], [7, 8]))
-    assert [b.window_rows for b in first] == [7, 7, 3] == [b.window_rows for b in second]
-
-
 def test_a_global_batch_of_a_batch_sampler_is_shared():
     loaders = shards(2, fx.Plan(batch="global"), batch_sampler=Fixed([0, 1], [2, 3, 4, 5]))
     assert data(loaders) == [[[0], [2, 3]], [[1], [4, 5]]]
@@ -158,12 +150,11 @@ def test_a_sampler_without_end_can_be_left():
     seen = []
     for epoch in loader.epochs(2):
         for batch in epoch:
-            seen.append((batch.data[0].item(), batch.position.samples, batch.window_rows))
+            seen.append((batch.data[0].item(), batch.position.samples))
             if batch.position.index >= 120:
                 break
     assert [row[1] for row in seen] == [30 * i for i in range(1, 9)]
     assert [row[0] for row in seen] == [0, 30, 60, 90] * 2
-    assert {row[2] for row in seen} == {60}
 
 
 def test_keys_need_not_be_numbers():
