@@ -144,6 +144,12 @@ def interface_of(address: str) -> str:
     return next((name for name, at in _interfaces().items() if at == address), "")
 
 
+def addresses_of(interfaces: str) -> list[str]:
+    """The addresses of interfaces between commas, where Linux can be asked."""
+    found = _interfaces()
+    return [found[name] for name in interfaces.split(",") if name in found]
+
+
 def _interfaces() -> dict[str, str]:
     """IPv4 addresses by interface, where Linux can be asked."""
     if sys.platform != "linux":

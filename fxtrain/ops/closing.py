@@ -74,6 +74,19 @@ def within(patience_s: float, action: Callable[[], None]) -> bool:
     return not thread.is_alive()
 
 
+def answered(patience_s: float, question: Callable[[], object]) -> bool:
+    """Ask a store something; whether it answered in time, and without an error."""
+    errors: list[RuntimeError] = []
+
+    def ask() -> None:
+        try:
+            question()
+        except RuntimeError as error:  # the process that serves it has ended
+            errors.append(error)
+
+    return within(patience_s, ask) and not errors
+
+
 def _abort_groups(groups: Sequence[Any], patience_s: float) -> None:
     """Give up what groups are doing; returns after `patience_s` at the latest.
 

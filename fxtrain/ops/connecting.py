@@ -12,14 +12,15 @@ import attrs
 import torch
 from torch import distributed as dist
 
-from fxtrain._addresses import GLOO, find_route
+from fxtrain._addresses import GLOO, addresses_of, find_route
 from fxtrain._secret import SECRET, derive_key
 from fxtrain.errors import ContextError
 from fxtrain.ops import xla_runtime
 from fxtrain.ops.closing import make_close, make_part_close
-from fxtrain.ops.devices import check_own_device, find_device
+from fxtrain.ops.devices import find_device
 from fxtrain.ops.objects import gather_objects
-from fxtrain.ops.rendezvous_store import first_line, open_store
+from fxtrain.ops.opening import open_group
+from fxtrain.ops.rendezvous_store import open_store
 from fxtrain.ops.standing import STACKS, watch_standing
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.transport.member_groups import open_by_members
@@ -242,7 +243,8 @@ def _connect_ranks(
     if owned:
         if device.type == "xla":
             topology = attrs.evolve(topology, rank=xla_runtime.replicate(topology, device))
-        _open_group(topology, device, store, wait)
+        addresses = addresses_of(os.environ.get(GLOO, "")) if topology.num_nodes > 1 else ()
+        open_group(topology, device, store, wait, addresses=addresses)
     world = dist.group.WORLD
     simulated = dist.get_backend(world) == "fake"
     new_group = functools.partial(_new_group, wait=wait, simulated=simulated)
@@ -410,35 +412,6 @@ def _group_store() -> Any:
     # still an error, with less detail.
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
     return None if find is None else find()
-
-
-def _open_group(topology: Topology, device: torch.device, store: Any, wait: timedelta) -> None:
-    try:
-        library = "xla" if device.type == "xla" else dist.get_default_backend_for_device(device)
-    except ValueError as error:
-        raise ContextError(
-            f"detect: torch knows no communication library for {device.type} tensors. Import the "
-            f"package that registers one, or open a process group before calling detect."
-        ) from error
-    # The control group carries CPU tensors; torch_xla's group takes a single backend.
-    single = device.type in ("cpu", "xla")
-    check_own_device(topology, device, store, wait.total_seconds())
-    backend = library if single else f"cpu:gloo,{device.type}:{library}"
-    try:
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("group", store),
-            rank=topology.rank,
-            world_size=topology.world_size,
-            timeout=wait,
-            device_id=device if library in ("nccl", "xccl", "hccl") else None,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise ContextError(
-            f"Rank {topology.rank} of {topology.world_size} could not open the process group "
-            f"{backend!r}: {first_line(error)}",
-            code="FX102",
-        ) from error
 
 
 def export_local_rank(ctx: DistContext) -> None:

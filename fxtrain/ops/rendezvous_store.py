@@ -157,5 +157,6 @@ def first_line(error: BaseException) -> str:
     """
     text = str(error).strip().splitlines()
     line = text[0] if text else type(error).__name__
-    line = re.sub(r"\[\S*/gloo/\S+:\d+\] ", "", line).partition(" This is typically caused")[0]
+    line = re.sub(r"\[(enforce fail at )?\S*/gloo/\S+:\d+\] ", "", line)
+    line = re.sub(r"\.?\s*(This is typically caused|GLHF!).*", "", line)
     return line if line.endswith("?") else line.rstrip(".") + "."

@@ -1,14 +1,17 @@
 """Connecting for real: missing ranks, ports, devices, closing and connecting anew."""
 
+import os
+import re
 import time
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain.ops import rendezvous_store
+from fxtrain.ops import opening, rendezvous_store
 from fxtrain.testing import Transformer, free_port
 from fxtrain.testing.cluster import starter
 
@@ -35,6 +38,64 @@ def test_an_address_where_nobody_listens_is_named():
     port = free_port()
     with pytest.raises(fx.errors.ContextError, match=f"127.0.0.1:{port} within 2 s"):
         fx.detect(_env(1, 2, port), device="cpu", timeout_s=2)
+
+
+def _left_while_connecting(rank, port, answers):
+    if rank == 1:
+        opening.check_own_device = lambda *_: os._exit(0)
+    started = time.monotonic()
+    try:
+        fx.detect(_env(rank, 3, port), device="cpu", timeout_s=3)
+    except fx.errors.ContextError as error:
+        answers.put((rank, time.monotonic() - started, str(error)))
+
+
+def test_a_rank_that_is_lost_while_the_group_opens_is_named_within_the_timeout():
+    forks = starter()
+    answers, port = forks.Queue(), free_port()
+    workers = [
+        forks.Process(target=_left_while_connecting, args=(r, port, answers)) for r in range(3)
+    ]
+    for worker in workers:
+        worker.start()
+    found = sorted(answers.get(timeout=60) for _ in range(2))
+    for worker in workers:
+        worker.join(20)
+    for rank, (_, waited_s, text) in zip((0, 2), found, strict=True):
+        assert f"Rank {rank} of 3 could not open the process group 'gloo'." in text
+        assert "  rank 1: never began to open it\n" in text
+        assert waited_s < 3 + 2 + 2  # gloo itself would wait 15 s; 2 for a busy machine
+
+
+def _left_in_a_collective(rank, port, answers):
+    with fx.detect(_env(rank, 2, port), device="cpu", timeout_s=20) as ctx:
+        group = ctx.comm.group
+        ops.barrier(ctx)
+        if rank == 1:
+            os._exit(0)
+        try:
+            dist.all_reduce(torch.ones(2), group=group)
+        except RuntimeError as error:
+            answers.put((str(error), rendezvous_store.first_line(error)))
+            answers.close()
+            answers.join_thread()
+            os._exit(0)
+
+
+def test_what_gloo_adds_for_everybody_is_cut():
+    """Its advice, and its wish of good luck."""
+    forks = starter()
+    answers, port = forks.Queue(), free_port()
+    workers = [
+        forks.Process(target=_left_in_a_collective, args=(r, port, answers)) for r in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    said, shown = answers.get(timeout=60)
+    for worker in workers:
+        worker.join(20)
+    assert "typically caused" in said and "GLHF" in said and "/gloo/" in said
+    assert re.fullmatch(r"(Connection closed by peer|Read error) \[127[^!]*\.", shown)
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,14 @@ class Node:
         pid = int(self.server.stdout.readline())
         return Program(node=self, number=self.programs, pid=pid)
 
+    def process(self, *words: str | Path, env: Mapping[str, str] | None = None) -> subprocess.Popen:
+        """Start `python WORDS` as a process that loads torch itself, with its output in a pipe."""
+        return subprocess.Popen(
+            (*self._enter(), sys.executable, *map(str, words)),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**self.lab.variables, **(env or {})},
+        )  # fmt: skip
+
     def launch(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Program:
         """Start `fxtrain launch --cpu` with this node's number."""
         return self.start(*LAUNCH, f"--node-rank={self.number}", *words, env=env)

@@ -1,5 +1,7 @@
 """Names, addresses and networks by which machines find each other."""
 
+import time
+
 import pytest
 
 from tests.nodes._lab import SCRIPTS
@@ -76,3 +78,23 @@ def test_gloo_uses_the_network_of_the_main_address(lab, way):
         for node in lab.nodes:
             node.link("down", second=True)
         _met(lab, way, main=lab.address(0))
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_machine_that_ranks_do_not_reach_is_named_in_time(lab, cut):
+    """gloo of node 0 is told a network that one of the machines is not on."""
+    with lab.second_network("10.91.6"):
+        lab.nodes[cut].link("down", second=True)
+        programs = [
+            lab.nodes[number].launch(
+                *("--nodes=2", f"--main-address={lab.address(0)}", MEET),
+                env={"WAIT_S": "5", **({"GLOO_SOCKET_IFNAME": "aaa0"} if not number else {})},
+            )
+            for number in (0, 1)
+        ]
+        start = time.monotonic()
+        assert [program.finish(40) for program in programs] == [1, 1]
+        # gloo itself waits five times as long; the launcher of the store stays for a moment.
+        assert time.monotonic() - start < 5 + 2 + 8
+    assert "Rank 1 of 2 did not reach rank 0 on n0 at 10.91.6.10 (" in programs[1].text
+    assert "rank 1 on n1: " in programs[0].text and "It does not reach rank 0" in programs[0].text

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.nodes._lab import SCRIPTS
+from tests.nodes._lab import LAUNCH, SCRIPTS
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(150)]
 
@@ -100,3 +100,27 @@ def test_other_numbers_of_nodes_are_told_on_both(lab):
     assert [program.finish(20) for program in programs] == [2, 2]
     assert "node 1 on n1 was started for 3 nodes, and this one for 2" in programs[0].text
     assert "node 0 on n0 was started for 2 nodes, and this one for 3" in programs[1].text
+
+
+@pytest.mark.parametrize("rendezvous", [pytest.param("static", marks=pytest.mark.slow), "c10d"])
+def test_a_run_that_ends_well_writes_what_the_script_writes(lab, rendezvous):
+    """No warnings of names without reverse DNS, and no C++ frames at the end; torch has both."""
+    lab.hosts("none")
+
+    def written(level):
+        programs = [
+            node.process(
+                *(*LAUNCH, f"--node-rank={node.number}", "--nodes=2", f"--rendezvous={rendezvous}"),
+                *(f"--main-address={lab.address(0)}", SCRIPTS / "meet.py"),
+                env={"TORCH_CPP_LOG_LEVEL": level} if level else {},
+            )
+            for node in lab.nodes[:2]
+        ]
+        said = [program.communicate(timeout=60)[0] for program in programs]
+        assert [program.returncode for program in programs] == [0, 0], "\n".join(said)
+        return said
+
+    for number, text in enumerate(written("")):
+        (line,) = text.splitlines()
+        assert line.startswith(f"rank {number} met")
+    assert "The hostname of the client socket cannot be retrieved" in "".join(written("WARNING"))

@@ -7,7 +7,7 @@ import torch
 from torch import distributed as dist
 
 import fxtrain as fx
-from fxtrain.ops import connecting, xla_runtime
+from fxtrain.ops import connecting, opening, xla_runtime
 from fxtrain.ops.transport.large import broadcast_values, gather_values
 from fxtrain.state.topology.checks import Topology
 
@@ -85,7 +85,7 @@ def _opened(ctx):
         xla_runtime.replicate(Topology(world_size=4), ctx.device)
     except fx.errors.ContextError as error:
         problem = str(error)
-    connecting._open_group(Topology(), ctx.device, dist.HashStore(), wait)
+    opening.open_group(Topology(), ctx.device, dist.HashStore(), wait)
     try:
         control = connecting._new_group(None, wait=wait, simulated=False)
         kinds = dist.get_backend(), dist.get_backend(control)

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from fxtrain.errors import CollectiveError, ContextError
-from fxtrain.ops.closing import within
+from fxtrain.ops.closing import answered
 from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state import DistContext
 from fxtrain.state.context import check_connected
@@ -161,26 +161,13 @@ def _ask_others(ctx: DistContext, view: dict[str, Any]) -> _Told:
             while _read_others(ctx, told, deadline) and time.monotonic() < deadline:
                 time.sleep(_POLL_INTERVAL_S)
 
-        answered = _answered(_ANSWER_S, tell)
+        known = answered(_ANSWER_S, tell)
         left_s = max(0.0, deadline - time.monotonic())
-        if not (answered and _answered(left_s + _LAST_ANSWER_S, ask)):
+        if not (known and answered(left_s + _LAST_ANSWER_S, ask)):
             told.problem.append(_NO_STORE)
     return attrs.evolve(
         told, views={**told.views}, words={**told.words}, hosts={**told.hosts}
     )  # a thread that is still waiting may write later
-
-
-def _answered(patience_s: float, question: Callable[[], None]) -> bool:
-    """Ask the store something; whether it answered in time."""
-    errors: list[RuntimeError] = []
-
-    def ask() -> None:
-        try:
-            question()
-        except RuntimeError as error:
-            errors.append(error)
-
-    return within(patience_s, ask) and not errors
 
 
 _NO_STORE = (
@@ -219,15 +206,22 @@ def by_rank(entries: Iterable[tuple[int, str]], hosts: Mapping[int, str] = _NOWH
     for rank, text in entries:
         ranks.setdefault(text, []).append(rank)
     return [
-        f"  rank{'s' * (len(who) > 1)} {ranges(who)}{_on(who, hosts)}: {text}"
+        f"  {ranks_on(who, hosts)}: {text}"
         for text, who in sorted(ranks.items(), key=lambda item: item[1])
     ]
 
 
-def _on(ranks: list[int], hosts: Mapping[int, str]) -> str:
+def ranks_on(ranks: list[int], hosts: Mapping[int, str]) -> str:
+    """Ranks in words, with their machines if those are known.
+
+    Example:
+        >>> ranks_on([0, 1, 3], {0: "n0", 1: "n0", 3: "n1"})
+        'ranks 0-1, 3 on n0, n1'
+    """
     names = [*dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts)]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f" on {', '.join(names[:4])}{more}" if names else ""
+    where = f" on {', '.join(names[:4])}{more}" if names else ""
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}{where}"
 
 
 def ranges(ranks: list[int]) -> str:

@@ -1,18 +1,16 @@
 """How the nodes of a launch end: they tell each other in their store, and name the same culprit."""
 
-import contextlib
 import json
 import platform
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import attrs
 
 from fxtrain.launchers.built_in.native.network import FAREWELL_S
 from fxtrain.launchers.built_in.native.rendezvous import say
-from fxtrain.ops.closing import within
+from fxtrain.ops.closing import answered
 from fxtrain.state.parsing import parse_json
 
 _HEARTBEAT_INTERVAL_S = 1.0
@@ -91,7 +89,7 @@ class NodeEnds:
             None if the store does not answer.
         """
         found: list[str] = []
-        _answered(lambda: found.append(self._first(self.tell(mine))), 2 * _LOOK_S)
+        answered(2 * _LOOK_S, lambda: found.append(self._first(self.tell(mine))))
         return found[0] if found else None
 
     def _first(self, mine: NodeEnd) -> str:
@@ -123,10 +121,10 @@ class NodeEnds:
             return ""
         beats = {node: (-1, time.monotonic()) for node in self._others()}
         ends: dict[int, NodeEnd] = {}
-        if not _answered(lambda: self.tell(NodeEnd())):
+        if not answered(_SILENT_S, lambda: self.tell(NodeEnd())):
             return None
         while beats:
-            if not _answered(lambda: self._look(beats, ends)):
+            if not answered(_SILENT_S, lambda: self._look(beats, ends)):
                 return None
             time.sleep(_POLL_INTERVAL_S if beats else 0)
         failed = [end for end in ends.values() if end.text and not end.stopped]
@@ -160,18 +158,18 @@ class NodeEnds:
 
     def interrupt(self) -> None:
         """Tell the others that ranks of this node are ended to start again."""
-        _answered(lambda: self.store.set("interrupted", ""), _LOOK_S)
+        answered(_LOOK_S, lambda: self.store.set("interrupted", ""))
 
     def interrupted(self) -> bool:
         """Whether another node ends its ranks to start them again."""
         found: list[bool] = []
-        _answered(lambda: found.append(self.store.check(["interrupted"])), _LOOK_S)
+        answered(_LOOK_S, lambda: found.append(self.store.check(["interrupted"])))
         return found == [True]
 
     def told(self) -> str:
         """What other nodes told of their failures; empty if they told nothing."""
         found: list[NodeEnd | None] = []
-        _answered(lambda: found.extend(map(self._end_of, self._others())), _LOOK_S)
+        answered(_LOOK_S, lambda: found.extend(map(self._end_of, self._others())))
         return min((end.text for end in found if end and end.text), default="")
 
     def leave(self) -> None:
@@ -200,19 +198,6 @@ class NodeEnds:
             )
         except (ValueError, TypeError, KeyError) as error:
             return NodeEnd(text=f"Node {node} told its end in another format: {error}", distance=1)
-
-
-def _answered(action: Callable[[], object], patience_s: float = _SILENT_S) -> bool:
-    """Run an action with the store; whether the store has answered."""
-    done: list[bool] = []
-
-    def run() -> None:
-        with contextlib.suppress(RuntimeError):  # of the store: the node that serves it has ended
-            action()
-            done.append(True)
-
-    within(patience_s, run)
-    return bool(done)
 
 
 def _start_heartbeats(store: Any, node: int) -> None:

@@ -1,0 +1,191 @@
+"""Opening the default process group within a time, with an error that names the other ranks."""
+
+import contextlib
+import errno
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from fxtrain.errors import ContextError
+from fxtrain.ops.closing import answered, within
+from fxtrain.ops.devices import check_own_device
+from fxtrain.ops.rendezvous_store import first_line
+from fxtrain.ops.transport.mismatches import by_rank, ranks_on
+from fxtrain.state.topology.checks import Topology
+
+# An error comes at most two seconds after the timeout.
+_MORE_S = 0.25  # for torch's own error, which comes at the timeout
+_LOOK_S = 0.6  # to read what other ranks have written, and then for them to fail too
+_ANSWER_S = 0.15
+_PROBE_S = 0.4
+_POLL_INTERVAL_S = 0.05
+_DISCARD = 9  # a port where usually nothing listens
+
+
+def open_group(
+    topology: Topology,
+    device: torch.device,
+    store: Any,
+    wait: timedelta,
+    *,
+    addresses: Sequence[str] = (),
+) -> None:
+    """Open torch's default process group.
+
+    Args:
+        topology: The rank among the others.
+        device: Where it computes; decides the communication library.
+        store: The store of the run, which every rank has joined.
+        wait: Longest wait for the other ranks.
+        addresses: At which other machines reach this rank, if there are several.
+
+    Raises:
+        ContextError: torch has no library for the device, or the ranks do not reach each other
+            within `wait` and a second. The message has what each rank saw.
+    """
+    try:
+        library = "xla" if device.type == "xla" else dist.get_default_backend_for_device(device)
+    except ValueError as error:
+        raise ContextError(
+            f"detect: torch knows no communication library for {device.type} tensors. Import the "
+            f"package that registers one, or open a process group before calling detect."
+        ) from error
+    # The control group carries CPU tensors; torch_xla's group takes a single backend.
+    single = device.type in ("cpu", "xla")
+    check_own_device(topology, device, store, wait.total_seconds())
+    backend = library if single else f"cpu:gloo,{device.type}:{library}"
+    store.set(f"opens/{topology.rank}", json.dumps(list(addresses)))
+    settings: dict[str, Any] = {
+        "backend": backend,
+        "store": dist.PrefixStore("group", store),
+        "rank": topology.rank,
+        "world_size": topology.world_size,
+        "timeout": wait,
+        "device_id": device if library in ("nccl", "xccl", "hccl") else None,
+    }
+    error = _open_in_time(settings, device, wait.total_seconds())
+    if error is not None:
+        raise ContextError(_message(topology, store, backend, error), code="FX102") from error
+
+
+def _open_in_time(
+    settings: dict[str, Any], device: torch.device, wait_s: float
+) -> Exception | None:
+    """Open the default process group; the error if that failed.
+
+    gloo waits five times its timeout for ranks that cannot reach this one, in a call that nothing
+    interrupts. So it runs in a thread, which is left behind if it takes longer.
+    """
+    errors: list[Exception] = []
+    late = threading.Event()
+
+    def init() -> None:
+        try:
+            if device.index is not None and device.type != "xla":
+                torch.accelerator.set_device_index(device.index)  # of this thread
+            dist.init_process_group(**settings)
+        except Exception as error:  # for the thread that waits
+            errors.append(error)
+        if late.is_set() and dist.is_initialized():
+            dist.destroy_process_group()
+
+    if device.type == "xla":  # whose runtime belongs to the main thread
+        init()
+    elif not within(wait_s + _MORE_S, init):
+        late.set()
+        return TimeoutError(f"no connection to every rank within {wait_s:g} s.")
+    if errors and not isinstance(errors[0], RuntimeError | ValueError):
+        raise errors[0]
+    return errors[0] if errors else None
+
+
+def _message(topology: Topology, store: Any, backend: str, error: Exception) -> str:
+    """What each rank saw, and which ones this rank does not reach; informs the other ranks."""
+    me, ranks = f"Rank {topology.rank} of {topology.world_size}", range(topology.world_size)
+    told: dict[int, str] = {}
+    hosts: dict[int, str] = {}
+    places: dict[str, list[int]] = {}
+    deadline = time.monotonic() + _LOOK_S
+
+    def look() -> None:
+        for rank in ranks:
+            if time.monotonic() > deadline:  # a question per rank takes long at thousands of them
+                return
+            if topology.num_nodes > 1:
+                hosts[rank] = store.get(f"host/{rank}").decode()
+            if store.check([f"opens/{rank}"]):
+                for place in json.loads(store.get(f"opens/{rank}")):
+                    places.setdefault(place, []).append(rank)
+            else:
+                told[rank] = "never began to open it"
+
+    known = answered(_LOOK_S + _ANSWER_S, look)
+    far = [
+        f"{ranks_on(places[place], hosts)} at {place} ({why})"
+        for place, why in _unreached(places).items()
+    ]
+    told[topology.rank] = first_line(error) + f" It does not reach {'; '.join(far)}." * bool(far)
+    known = known and _ask_others(topology, store, told)
+    silent = "has told no error so far" if known else "unknown, since the store does not answer"
+    views = [(rank, told.get(rank, silent)) for rank in ranks]
+    did = f"did not reach {'; '.join(far)} to open" if far else "could not open"
+    return "\n".join(
+        [
+            f"{me} {did} the process group {backend!r}.",
+            *by_rank(views, hosts),
+            "Check the output of ranks that never began. Machines must reach each other at the "
+            "addresses of the interfaces that GLOO_SOCKET_IFNAME names.",
+        ]
+    )
+
+
+def _ask_others(topology: Topology, store: Any, told: dict[int, str]) -> bool:
+    """Add what other ranks tell within a moment; whether the store answers."""
+    deadline = time.monotonic() + _LOOK_S
+
+    def ask() -> None:
+        store.set(f"unopened/{topology.rank}", told[topology.rank])
+        while len(told) < topology.world_size and time.monotonic() < deadline:
+            for rank in set(range(topology.world_size)) - told.keys():
+                if time.monotonic() < deadline and store.check([f"unopened/{rank}"]):
+                    told[rank] = store.get(f"unopened/{rank}").decode()
+            time.sleep(_POLL_INTERVAL_S)
+
+    return answered(_LOOK_S + _ANSWER_S, ask)
+
+
+def _unreached(places: Iterable[str]) -> dict[str, str]:
+    """Of addresses, those that do not answer a connection within a moment, and why.
+
+    A machine that refuses it answers.
+    """
+    why: dict[str, str] = {}
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
+        for place in places:
+            probe = opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            probe.settimeout(0)
+            code = probe.connect_ex((place, _DISCARD))
+            if code == errno.EINPROGRESS:
+                selector.register(probe, selectors.EVENT_WRITE, (place, probe))
+                why[place] = "no answer"
+            elif code not in (0, errno.ECONNREFUSED):
+                why[place] = os.strerror(code)
+        deadline = time.monotonic() + _PROBE_S
+        while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                place, probe = key.data
+                selector.unregister(probe)
+                code = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                del why[place]
+                if code not in (0, errno.ECONNREFUSED):
+                    why[place] = os.strerror(code)
+    return why
