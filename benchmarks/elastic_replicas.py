@@ -113,9 +113,10 @@ def _train(address: str) -> None:
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
         model = fx.wrap(net, ctx, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
         fns = fx.StepFns(model=model, loss=lambda m, b: F.mse_loss(m(b[0]), b[1]))
+        rows = fx.shard(data, ctx)
         team = fx.replicas.Replicas(count=2, lighthouse=address, timeout_s=20)
         print(json.dumps({"up": time.time()}), flush=True)
-        for update in fx.replicas.train(ctx, fns, data, team, updates=10**9):
+        for update in fx.replicas.train(ctx, fns, rows, team, updates=10**9):
             line = {"time": time.time(), "update": update.updates, "live": update.live}
             print(json.dumps({**line, "healed": update.healed}), flush=True)
             time.sleep(0.02)

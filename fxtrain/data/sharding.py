@@ -209,39 +209,32 @@ def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) 
     return _at_the_same_row(found, loader) if sharded else found
 
 
-def part_of(
-    loader: Any, ctx: DistContext, plan: Plan, *, part: int, parts: int, batch_size: int | None
-) -> Sharded[Any]:
-    """The loader of one of several contexts like this one, which share the data without knowing.
+def part_of(loader: Sharded[T], plan: Plan, part: int, parts: int) -> Sharded[T]:
+    """The same data, of which contexts like the loader's each read a part, without a group.
 
     Args:
-        loader: As for `shard`.
-        part: Which of the contexts, from 0: it has the data ranks from `part * ranks` on.
+        plan: In place of the loader's.
+        part: Which of the contexts this is, from 0: it has the data ranks from `part * ranks` on.
         parts: Number of contexts.
-        batch_size: As for `shard`.
-
-    Effects:
-        None: the contexts, and the ranks of this one, compare nothing.
 
     Raises:
-        DataError: the loader cannot be split, or the plan reads data on one rank for all.
+        DataError: a rank reads the data for all, or they have to be resumed by a state.
     """
-    _check_types(loader, ctx, plan)
-    if plan.data.source != "shard":
+    if plan.data.source != "shard" or loader._source.stateful:
         raise DataError(
-            f"Data(source={plan.data.source!r}): replicas read their rows independently of each "
-            f'other. Use Data(source="shard").'
+            f"Replicas that die and join read their rows independently, from a position: they "
+            f"support neither Data(source={plan.data.source!r}) other than 'shard' nor streams and "
+            f"blends that are resumed by loader.state()."
         )
-    data = ctx.axis("data")
+    data = loader.ctx
     rank, world_size = part * data.world_size + data.rank, parts * data.world_size
-    given = _as_loader(loader, batch_size, plan)
-    source, batching = _source(given, world_size, plan, range(rank, rank + 1))
+    source, batching = _source(loader._loader, world_size, plan, range(rank, rank + 1))
     return Sharded(
         ctx=attrs.evolve(data, rank=rank, world_size=world_size),
         plan=plan,
         source=source,
         batching=batching,
-        loader=given,
+        loader=loader._loader,
         alone=True,
     )
 

@@ -74,11 +74,10 @@ class Update:
 def train(
     ctx: DistContext,
     fns: StepFns[Any],
-    loader: Any,
+    loader: Sharded[object],
     replicas: Replicas,
     *,
     updates: int,
-    batch_size: int | None = None,
     folder: StrPath | None = None,
     save_every: int | None = None,
 ) -> Iterator[Update]:
@@ -94,12 +93,10 @@ def train(
     Args:
         ctx: The ranks of this replica.
         fns: The model and its loss; aux metrics are dropped.
-        loader: What `fx.shard` takes, not sharded: a DataLoader, or rows with a `batch_size`. The
-            batch size is that of a rank of a replica, or with `batch="global"` that of all ranks
-            of all replicas.
+        loader: From `fx.shard` or `fx.tokens`, for the ranks of this replica. Its batch size is
+            that of a rank, or with `batch="global"` that of all ranks of all replicas.
         replicas: How many there are, and where they meet.
         updates: Updates of the whole run, including those before a restart.
-        batch_size: Rows of a batch, if the loader has none of its own.
         folder: Where replica 0 saves checkpoints, and from where a run in which no replica is left
             continues; shared by all replicas.
         save_every: Updates between two checkpoints. The last update is saved in any case, and the
@@ -127,7 +124,8 @@ def train(
         ...     model = fx.wrap(net, ctx, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
         ...     fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
         ...     team = fx.replicas.Replicas(count=2, lighthouse="http://node0:29510")
-        ...     for update in fx.replicas.train(ctx, fns, loader, team, updates=1000):
+        ...     rows = fx.shard(loader, ctx)
+        ...     for update in fx.replicas.train(ctx, fns, rows, team, updates=1000):
         ...         if update.index == 0 and update.updates % 100 == 0:
         ...             print(update.updates, update.loss, update.live)
     """
@@ -140,7 +138,7 @@ def train(
     run = _Run(
         ctx=ctx,
         fns=fns,
-        rows=_Rows(ctx=ctx, model=model, loader=loader, batch_size=batch_size, updates=updates),
+        rows=_Rows(loader=loader, model=model, updates=updates),
         position=start,
     )
     run.rows.part(1, 0, start)  # a loader that cannot be split is an error before anything waits
@@ -348,10 +346,8 @@ class _Rows:
         open: By number of parts and part, an iterator and the cursor after its last batch.
     """
 
-    ctx: DistContext
+    loader: Sharded[Any]
     model: Wrapped
-    loader: Any
-    batch_size: int | None
     updates: int
     open: dict[tuple[int, int], tuple[Iterator[Batch], Position]] = attrs.field(factory=dict)
 
@@ -360,7 +356,7 @@ class _Rows:
         batches, reached = self.open.pop((parts, part), (None, None))
         if batches is None or reached != position:  # another replica had this part meanwhile
             batches = self.part(parts, part, position).updates(self.updates)
-        ranks = self.ctx.axis("data").world_size
+        ranks = self.loader.ctx.world_size
         own = slice(part * ranks, (part + 1) * ranks)
         for batch in batches:
             yield attrs.evolve(batch, rows=batch.rows[own], sizes=batch.sizes[own])
@@ -370,15 +366,7 @@ class _Rows:
 
     def part(self, parts: int, part: int, position: Position) -> Sharded[Any]:
         """The loader of one part, from a position on."""
-        loader = part_of(
-            self.loader,
-            self.ctx,
-            self.model.plan,
-            part=part,
-            parts=parts,
-            batch_size=self.batch_size,
-        )
-        return loader.at(position)
+        return part_of(self.loader, self.model.plan, part, parts).at(position)
 
 
 def _check_plan(ctx: DistContext, model: Wrapped) -> None:

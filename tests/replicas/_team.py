@@ -139,8 +139,9 @@ class _Team:
             return loss_of(model, batch, weighted=self.weighted)
 
         fns = fx.StepFns(model=model, loss=loss)
+        rows = fx.shard(loader(), ctx, self.plan)
         for update in fx.replicas.train(
-            ctx, fns, loader(), self.settings, updates=self.updates, folder=self.folder
+            ctx, fns, rows, self.settings, updates=self.updates, folder=self.folder
         ):
             diary.updates.append(update)
             diary.parameters[update.updates] = _values(model)

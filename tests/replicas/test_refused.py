@@ -16,7 +16,11 @@ LIGHTHOUSE = "http://127.0.0.1:9"
 def _train(ctx, plan, team, updates=3, folder=None, loss=None, *, optimizer=True):
     model = wrapped(ctx, plan, 0) if optimizer else fx.wrap(torch.nn.Linear(4, 1), ctx, plan)
     fns = fx.StepFns(model=model, loss=loss or (lambda m, b: loss_of(m, b, weighted=False)))
-    return list(fx.replicas.train(ctx, fns, loader(), team, updates=updates, folder=folder))
+    return list(
+        fx.replicas.train(
+            ctx, fns, fx.shard(loader(), ctx, model.plan), team, updates=updates, folder=folder
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,9 @@ def test_a_replica_with_another_plan_cannot_join(lighthouse):
     with fx.detect(env={}, device="cpu") as ctx:
         model = wrapped(ctx, fx.Plan(seed=3), 0)
         fns = fx.StepFns(model=model, loss=lambda m, b: loss_of(m, b, weighted=False))
-        run = fx.replicas.train(ctx, fns, loader(), team, updates=100_000)
+        run = fx.replicas.train(
+            ctx, fns, fx.shard(loader(), ctx, model.plan), team, updates=100_000
+        )
         next(run)
         thread = threading.Thread(target=join)
         thread.start()

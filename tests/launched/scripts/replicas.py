@@ -35,10 +35,11 @@ def main(lighthouse, count, updates, seconds, strategy, folder=None):
         net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
         model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
         fns = fx.StepFns(model=model, loss=lambda m, b: F.mse_loss(m(b[0]), b[1]))
+        rows = fx.shard(data, ctx, plan)
         team = fx.replicas.Replicas(count=int(count), lighthouse=lighthouse, timeout_s=20)
         print(json.dumps({"up": time.time(), "pid": os.getpid(), "rank": ctx.rank}), flush=True)
         for update in fx.replicas.train(
-            ctx, fns, data, team, updates=int(updates), folder=folder, save_every=10
+            ctx, fns, rows, team, updates=int(updates), folder=folder, save_every=10
         ):
             line = {
                 "time": time.time(),
