@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain.errors import CheckpointError
-from fxtrain.models.quantized_loading import prepare_layers
+from fxtrain.models.quantized_loading import prepare_layers, quantized_while_read
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source, renamed
 from fxtrain.models.tensors import context_of, module_of, weights_by_name
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import part_of, plain_name
-from fxtrain.precision import allocate, quantized_tensors
+from fxtrain.precision import allocate, put_layers, quantized_tensors
 from fxtrain.state import DistContext, Quantize, TensorIndex, Weight, Wrapped
 
 _MAX_SHOWN = 10
@@ -120,8 +120,8 @@ def load_model(
             module = module_of(model, "load_model")
             opened = stack.enter_context(open_source(source))
             found = renamed(opened, prefix, rename)
-            layers = prepare_layers(source, found, model, module, quantize, where)
-            stack.callback(layers.undo)  # unless all goes well
+            undo = stack.enter_context(contextlib.ExitStack())
+            layers = prepare_layers(source, found, model, module, quantize, where, undo)
             weights = weights_by_name(model, module)
             fit = _match_names(module, weights, found)
             _refuse(module, weights, found, fit, strict=strict, cast=cast, kept=layers.kept)
@@ -135,9 +135,17 @@ def load_model(
                 if weights[name].here and weights[name].place is None
             ]
             _materialise(module, likes, where)
-            layers.quantize({name: fit.pairs[name] for name in layers.weights if name in fit.pairs})
+            made: dict[str, nn.Module] = {}
+            if quantize is not None:
+                read = {
+                    layer: fit.pairs[weight]
+                    for weight, layer in layers.weights.items()
+                    if weight in fit.pairs
+                }
+                made = quantized_while_read(found, module, quantize, read, where)
             _fill(module, weights, found, {name: fit.pairs[name] for name in names}, ranks)
-            layers.finish()
+            put_layers(module, made)
+            undo.pop_all()
     return Loaded(missing=fit.missing, unexpected=fit.unexpected)
 
 

@@ -32,27 +32,17 @@ _CONV1D = " Read this model with from_pretrained of transformers, and pass it to
 _LARGEST_CONFIG = 10_000_000  # bytes
 
 
-def _nothing(*_: Any) -> None:
-    """There is nothing to do."""
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class LayersToLoad:
     """What loading does about quantised layers.
 
     Attributes:
-        weights: Names of weights that are quantised once they are read.
+        weights: Names of weights that are quantised once they are read, each with its layer.
         kept: Names of tensors that are converted to fp32.
-        quantize: (name → name in the source) → None: reads those weights one at a time.
-        finish: Puts the quantised layers into the model.
-        undo: Puts the model back as it was, unless `finish` was called.
     """
 
-    weights: frozenset[str] = frozenset()
+    weights: Mapping[str, str] = attrs.field(factory=dict)
     kept: frozenset[str] = frozenset()
-    quantize: Callable[[Mapping[str, str]], None] = _nothing
-    finish: Callable[[], None] = _nothing
-    undo: Callable[[], None] = _nothing
 
 
 def prepare_layers(
@@ -62,8 +52,12 @@ def prepare_layers(
     module: nn.Module,
     record: Quantize | None,
     device: torch.device,
+    undo: contextlib.ExitStack,
 ) -> LayersToLoad:
     """Make a model ready for the quantised layers of a source, or for being quantised.
+
+    Args:
+        undo: Gets what puts the model back as it was.
 
     Effects:
         Replaces layers that are quantised in the source by layers without values.
@@ -74,7 +68,8 @@ def prepare_layers(
         PlanError: as `planned_layers`.
     """
     if is_quantized(module):
-        return _into_quantized(found, record, module)
+        _check_quantized(found, record, module)
+        return LayersToLoad()
     if not found.layers and record is None:
         return LayersToLoad()
     if isinstance(model, Wrapped):
@@ -82,14 +77,46 @@ def prepare_layers(
             "load_model: layers can be quantised before fx.wrap only, and this model is wrapped. "
             "Load into the module first, and wrap it then."
         )
-    if not found.layers:
-        assert record is not None
-        return _layers_to_quantize(found, module, record, device)
-    _check_format(found.layers, record)
-    return _layers_of_source(source, found, module, record)
+    weights: dict[str, str] = {}
+    if found.layers:
+        _check_format(found.layers, record)
+        undo.callback(put_stored_layers(source, found, module, record))
+    elif record is not None:
+        names = planned_layers(module, record, device, trains=False).names
+        weights = {f"{name}.weight": name for name in names}
+    if record is None:
+        return LayersToLoad()
+    before = {name: tensor.dtype for name, tensor in module.named_parameters()}
+    undo.callback(converted_to_fp32(module, record))
+    kept = (name for name, tensor in module.named_parameters() if tensor.dtype != before[name])
+    return LayersToLoad(weights=weights, kept=frozenset(kept))
 
 
-def _into_quantized(found: Source, record: Quantize | None, module: nn.Module) -> LayersToLoad:
+def quantized_while_read(
+    found: Source,
+    module: nn.Module,
+    record: Quantize,
+    layers: Mapping[str, str],
+    device: torch.device,
+) -> dict[str, nn.Module]:
+    """Layers that are quantised as their weights are read, one at a time.
+
+    Args:
+        layers: Layer → name of its weight in the source.
+    """
+    library, made = library_of(record), dict[str, nn.Module]()
+    for name, stored in layers.items():
+        part = module.get_submodule(name)
+        assert isinstance(part, nn.Linear)
+        whole = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
+        value = found.read(stored, None).to(device=device, dtype=part.weight.dtype)
+        whole.weight = nn.Parameter(value, requires_grad=False)
+        whole.bias = part.bias
+        made[name] = library.quantize(whole.train(part.training), record)
+    return made
+
+
+def _check_quantized(found: Source, record: Quantize | None, module: nn.Module) -> None:
     """The tensors of quantised layers are loaded like others; all that remains is to check."""
     if record is not None:
         raise CheckpointError(
@@ -109,7 +136,6 @@ def _into_quantized(found: Source, record: Quantize | None, module: nn.Module) -
             f"load_model: {name} is quantised as {library.format(part)} in the model, and {what} "
             f"in the source. Load into the unquantised model, with quantize=... to quantise it."
         )
-    return LayersToLoad()
 
 
 def _check_format(layers: Mapping[str, StoredLayer], record: Quantize | None) -> None:
@@ -141,9 +167,10 @@ def put_stored_layers(
     """
     config = _config_of(source)
     described = record or record_of(found.what, found.layers, found.metadata, config)
+    parts = dict(module.named_modules(remove_duplicate=False))
     made: dict[str, nn.Module] = {}
     for name, stored in found.layers.items():
-        part = _part(module, name)
+        part = parts.get(name)
         if type(part) is not nn.Linear:
             what = "does not have" if part is None else f"has as a {type(part).__name__}"
             raise CheckpointError(
@@ -230,28 +257,6 @@ def _linear(part: Any, value: Tensor) -> nn.Linear:
     return made
 
 
-def _layers_of_source(
-    source: Any, found: Source, module: nn.Module, record: Quantize | None
-) -> LayersToLoad:
-    undo_layers = put_stored_layers(source, found, module, record)
-    kept, undo_kept = (frozenset(), _nothing) if record is None else _kept_in_fp32(module, record)
-    finished: list[bool] = []
-
-    def undo() -> None:
-        if not finished:
-            undo_kept()
-            undo_layers()
-
-    return LayersToLoad(kept=kept, finish=lambda: finished.append(True), undo=undo)
-
-
-def _part(module: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(name)
-    except AttributeError:
-        return None
-
-
 def _built(
     what: str,
     name: str,
@@ -286,47 +291,6 @@ def _built(
             code="FX602",
         )
     return made
-
-
-def _layers_to_quantize(
-    found: Source, module: nn.Module, record: Quantize, device: torch.device
-) -> LayersToLoad:
-    targets = planned_layers(module, record, device, trains=False)
-    library = library_of(record)
-    kept, undo_kept = _kept_in_fp32(module, record)
-    weights = {f"{name}.weight": name for name in targets.names}
-    made: dict[str, nn.Module] = {}
-    finished: list[bool] = []
-
-    def quantize(pairs: Mapping[str, str]) -> None:
-        for weight, stored in pairs.items():
-            part = module.get_submodule(weights[weight])
-            assert isinstance(part, nn.Linear)
-            whole = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
-            value = found.read(stored, None).to(device=device, dtype=part.weight.dtype)
-            whole.weight = nn.Parameter(value, requires_grad=False)
-            whole.bias = part.bias
-            made[weights[weight]] = library.quantize(whole.train(part.training), record)
-
-    def finish() -> None:
-        put_layers(module, made)
-        finished.append(True)
-
-    return LayersToLoad(
-        weights=frozenset(weights),
-        kept=kept,
-        quantize=quantize,
-        finish=finish,
-        undo=lambda: None if finished else undo_kept(),
-    )
-
-
-def _kept_in_fp32(module: nn.Module, record: Quantize) -> tuple[frozenset[str], Callable[[], None]]:
-    """Convert what a record keeps in fp32: the names of its tensors, and what takes that back."""
-    before = {name: tensor.dtype for name, tensor in module.named_parameters()}
-    undo = converted_to_fp32(module, record)
-    kept = (name for name, tensor in module.named_parameters() if tensor.dtype != before[name])
-    return frozenset(kept), undo
 
 
 def _config_of(source: Any) -> Mapping[str, Any]:

@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import math
 import os
-import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -12,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
 from fxtrain._optional import optional
-from fxtrain._reading import open_file, read_file
-from fxtrain._record import closest, shown
+from fxtrain._reading import read_file
+from fxtrain._record import closest
 from fxtrain.errors import CheckpointError, PlanError
+from fxtrain.models.safetensors_files import read_header
+from fxtrain.models.tensor_bytes import WRITABLE_DTYPES
 from fxtrain.state.parsing import parse_json
 
-# The limit of the safetensors package; a longer header means a damaged file.
-_LONGEST_HEADER = 100_000_000
 _MAX_BYTES = 100_000_000  # bytes of an index or a config
 _MAX_REASON_LENGTH = 500  # characters of another library's message
-_MALFORMED = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError)
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")  # no timm model name ends in these
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -173,57 +172,23 @@ def _one_file(path: Path) -> Weights:
 
 def _stored(path: Path) -> Iterator[Weight]:
     if path.suffix != ".json":
-        yield from _header(path)
+        for entry in read_header(path).entries.values():
+            yield stored_weight(entry.name, WRITABLE_DTYPES[entry.dtype], entry.shape, entry.nbytes)
         return
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, Mapping):
         raise CheckpointError(f"{path} has no table weight_map: it is not a safetensors index.")
     for name in sorted(set(map(str, listed.values()))):
-        yield from _header(path.parent / name)
+        yield from _stored(path.parent / name)
 
 
-def _header(path: Path) -> Iterator[Weight]:
-    """Read eight bytes of length, then JSON: name to dtype, shape and offsets."""
-    try:
-        with open_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            start = file.read(8)
-            (length,) = struct.unpack("<Q", start) if len(start) == 8 else (size,)
-            if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-                raise CheckpointError(
-                    f"{path} is truncated, or is not a safetensors file.", code="FX602"
-                )
-            header = parse_json(file.read(length))
-        for name, about in header.items():
-            if name != "__metadata__":
-                yield _entry(path, name, about, size - 8 - length)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    except _MALFORMED as error:
-        reason = f"{type(error).__name__}: {str(error)[:_MAX_REASON_LENGTH]}"
-        raise CheckpointError(
-            f"{path} has no valid safetensors header: {reason}.", code="FX602"
-        ) from error
-
-
-def _entry(path: Path, name: str, about: Mapping[str, Any], room: int) -> Weight:
-    dtype, shape, (begin, end) = about["dtype"], about["shape"], about["data_offsets"]
-    if not isinstance(dtype, str) or not all(type(n) is int for n in (begin, end, *shape)):
-        raise TypeError(f"{shown(name)} has no dtype, or sizes that are not integers")
-    if not 0 <= begin <= end <= room:
-        raise CheckpointError(
-            f"{path}: the tensor {shown(name)} is past the end of the file.", code="FX602"
-        )
-    return stored_weight(name, dtype, shape, (begin, end))
-
-
-def stored_weight(name: str, dtype: str, shape: Sequence[int], span: tuple[int, int]) -> Weight:
+def stored_weight(name: str, dtype: str, shape: Sequence[int], nbytes: int) -> Weight:
     """A tensor described by a safetensors header."""
     floating = dtype in _FLOATS
     return Weight(
         name=name,
         numel=math.prod(shape),
-        nbytes=span[1] - span[0],
+        nbytes=nbytes,
         floating=floating,
         trained=floating,
     )
@@ -269,7 +234,6 @@ def _build_function(source: str) -> Any:
         model = _on_meta(found)
     except Exception as error:
         raise PlanError(f"{source} failed: {type(error).__name__}: {error}") from error
-    torch = importlib.import_module("torch")
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"{source} returned a {type(model).__name__}, not a torch.nn.Module.")
     return model
@@ -326,7 +290,7 @@ def _ways(name: str) -> str:
 
 
 def _on_meta(build: Any) -> Any:
-    with importlib.import_module("torch").device("meta"):
+    with torch.device("meta"):
         return build()
 
 
@@ -386,7 +350,9 @@ def read_hub(name: str) -> Weights:
         reason = lines[0] if lines else type(error).__name__
         raise PlanError(f"{name} could not be fetched from the hub: {reason}") from error
     tensors = tuple(
-        stored_weight(tensor, about.dtype, about.shape, about.data_offsets)
+        stored_weight(
+            tensor, about.dtype, about.shape, about.data_offsets[1] - about.data_offsets[0]
+        )
         for file in files
         for tensor, about in file.tensors.items()
     )

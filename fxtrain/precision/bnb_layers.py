@@ -264,15 +264,13 @@ def _settings4(part: nn.Module) -> dict[str, Any]:
 # Eight bits.
 
 
-def _state8(part: nn.Module) -> Any:
-    return part.state
-
-
 def _owns8(part: nn.Module) -> bool:
-    if not _is_class(part, "Linear8bitLt"):
-        return False
-    state = _state8(part)
-    return not state.has_fp16_weights and part.weight.dtype == torch.int8
+    layer: Any = part
+    return (
+        _is_class(part, "Linear8bitLt")
+        and not layer.state.has_fp16_weights
+        and layer.weight.dtype == torch.int8
+    )
 
 
 def _quantize8(like: nn.Linear, record: Bnb8) -> nn.Module:
@@ -297,12 +295,11 @@ def _layer8(like: nn.Linear, record: Bnb8) -> nn.Module:
     return _with_bias(made, like)
 
 
-def _tensors8(part: nn.Module) -> dict[str, Tensor]:
+def _tensors8(part: Any) -> dict[str, Tensor]:
     weight: Any = part.weight
-    state = _state8(part)
     # The library's own forward moves the scales from the weight to the state.
     scales = getattr(weight, "SCB", None)
-    return {"weight": _plain(weight), "SCB": state.SCB if scales is None else scales}
+    return {"weight": _plain(weight), "SCB": part.state.SCB if scales is None else scales}
 
 
 def _put8(part: nn.Module, tensors: Tensors) -> None:
@@ -320,6 +317,10 @@ def _put8(part: nn.Module, tensors: Tensors) -> None:
         CB=tensors["weight"],
         SCB=tensors["SCB"],
     )
+
+
+def _settings8(part: Any) -> dict[str, Any]:
+    return {"kind": "bnb8", "threshold": float(part.state.threshold)}
 
 
 def _split8(part: Any, device: torch.device) -> None:
@@ -360,7 +361,7 @@ BNB8 = Library(
     put=_put8,
     facts=lambda part: {},
     build=_build8,
-    settings=lambda part: {"kind": "bnb8", "threshold": float(_state8(part).threshold)},
+    settings=_settings8,
     format=lambda part: "bitsandbytes int8",
     planned=lambda record: "bitsandbytes int8",
     split=_split8,

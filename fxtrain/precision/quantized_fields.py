@@ -10,6 +10,12 @@ from fxtrain.precision.plain_tensors import quantized_layers
 from fxtrain.precision.torchao_layers import TORCHAO
 from fxtrain.state import Quantize
 
+NO_GRADIENT = (
+    "computes without a gradient of its input, so nothing before it could train. Use Bnb4(), "
+    "Bnb8() or Torchao with weights of 'int8', 'float8' or 'int2' and no activations, or wrap the "
+    "model without an optimizer."
+)
+
 
 def difference(part: nn.Module, library: Library, record: Quantize) -> tuple[str, str] | None:
     """What a record asks for, and how a layer is quantised instead; None if that is the same.
@@ -45,12 +51,7 @@ def gradient_problem(module: nn.Module) -> str | None:
         activations = _fields(part, library).get("activations")
         if activations is not None or found == "torchao int4":
             inputs = f" with activations={activations!r}" if activations else ""
-            return (
-                f"{name} is quantised as {found}{inputs}, which torchao computes without a "
-                f"gradient of its input, so nothing before it could train. Quantise with Bnb4(), "
-                f"Bnb8() or Torchao with weights of 'int8', 'float8' or 'int2' and no activations, "
-                f"or wrap the model without an optimizer."
-            )
+            return f"{name} is quantised as {found}{inputs}, which {NO_GRADIENT}"
     return None
 
 

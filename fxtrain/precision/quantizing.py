@@ -1,6 +1,6 @@
 """Replace the layers of a model by quantised ones, take that back, and split them over ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
@@ -10,7 +10,7 @@ from fxtrain.errors import PlanError
 from fxtrain.precision.bnb_layers import BNB4, BNB8
 from fxtrain.precision.library import Library, is_sharded
 from fxtrain.precision.plain_tensors import is_quantized, quantized_layers
-from fxtrain.precision.quantized_fields import difference
+from fxtrain.precision.quantized_fields import NO_GRADIENT, difference
 from fxtrain.precision.targets import Targets, choose_layers, modules_to_keep
 from fxtrain.precision.torchao_layers import TORCHAO
 from fxtrain.state import Bnb4, Bnb8, Quantize, Torchao
@@ -104,21 +104,8 @@ def quantize_layers(
         >>> quantize_layers(net, fx.Torchao(), torch.device("cpu")).layers
         ('0',)
     """
-    targets = planned_layers(module, record, device, trains=trains)
-    library = library_of(record)
-    made: dict[str, nn.Module] = {}
-    for name in targets.names:
-        part = module.get_submodule(name)
-        assert isinstance(part, nn.Linear)
-        made[name] = library.quantize(_moved(part, device), record)
-    undo_layers = put_layers(module, made)
-    undo_kept = converted_to_fp32(module, record)
-
-    def undo() -> None:
-        undo_layers()
-        undo_kept()
-
-    return Quantized(layers=targets.names, undo=undo)
+    names = planned_layers(module, record, device, trains=trains).names
+    return Quantized(layers=names, undo=_replaced(module, names, record, device))
 
 
 def quantize_on_meta(
@@ -138,17 +125,20 @@ def quantize_on_meta(
         return converted_to_fp32(module, record)
     if isinstance(record, Torchao):
         record = attrs.evolve(record, activations=None)
-    targets = planned_layers(module, record, torch.device("meta"), trains=trains)
-    library = library_of(record)
-    made: dict[str, nn.Module] = {}
-    for name in targets.names:
+    device = torch.device("meta")
+    names = planned_layers(module, record, device, trains=trains).names
+    return _replaced(module, names, record, device)
+
+
+def _replaced(
+    module: nn.Module, names: Sequence[str], record: Quantize, device: torch.device
+) -> Callable[[], None]:
+    """Replace layers by quantised ones; returns what puts the old ones back."""
+    library, made = library_of(record), dict[str, nn.Module]()
+    for name in names:
         part = module.get_submodule(name)
         assert isinstance(part, nn.Linear)
-        like = nn.Linear(
-            part.in_features, part.out_features, bias=False, device="meta", dtype=part.weight.dtype
-        )
-        like.bias = part.bias
-        made[name] = library.quantize(like, record)
+        made[name] = library.quantize(_moved(part, device), record)
     undo_layers, undo_kept = put_layers(module, made), converted_to_fp32(module, record)
 
     def undo() -> None:
@@ -163,11 +153,7 @@ def _no_gradient(record: Quantize) -> str | None:
     if not isinstance(record, Torchao) or (record.weights != "int4" and not record.activations):
         return None
     call = f"Torchao(weights={record.weights!r}, activations={record.activations!r})"
-    return (
-        f"{call} computes without a gradient of its input, so nothing before it could train. "
-        f"Use Bnb4(), Bnb8() or Torchao with weights of 'int8', 'float8' or 'int2' and no "
-        f"activations, or wrap the model without an optimizer."
-    )
+    return f"{call} {NO_GRADIENT}"
 
 
 def put_layers(module: nn.Module, layers: dict[str, nn.Module]) -> Callable[[], None]:

@@ -49,37 +49,39 @@ def choose_layers(module: nn.Module, record: Quantize, *, trains: bool) -> Targe
         PlanError: a pattern or class name matches nothing, no layer is left, or the shape or dtype
             of a layer does not fit the format.
     """
-    linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
-    computed = {
-        name: "its weight is computed from others"  # as by torch's pruning
-        for name, part in linears.items()
-        if "weight" not in part._parameters
-    }
-    skipped = computed | _reasons(module, linears, record, trains=trains)
-    names = tuple(name for name in linears if name not in skipped)
-    if not names and not all_named(skipped, record):
-        raise PlanError(_nothing_left(module, record, skipped))
-    _check_dtypes(linears, names, record)
+
+    def computed(part: nn.Linear) -> str | None:  # as by torch's pruning
+        return None if "weight" in part._parameters else "its weight is computed from others"
+
+    targets = choose_linears(module, record, computed, trains=trains)
+    if not targets.names and not all_named(targets.skipped, record):
+        raise PlanError(_nothing_left(module, record, targets.skipped))
+    chosen = {name: module.get_submodule(name) for name in targets.names}
+    _check_dtypes(chosen, record)
     if isinstance(record, Torchao) and record.weights in ("int4", "int2"):
-        _check_groups(linears, names, record)
-    return Targets(names=names, skipped=skipped)
+        _check_groups(chosen, record)
+    return targets
 
 
 def choose_linears(
-    module: nn.Module, recipe: Recipe, reason: Callable[[nn.Linear], str | None]
+    module: nn.Module,
+    record: Quantize | Recipe,
+    misfit: Callable[[nn.Linear], str | None],
+    *,
+    trains: bool = False,
 ) -> Targets:
-    """Choose the layers of class `nn.Linear` whose products a recipe changes.
+    """Choose the layers of class `nn.Linear` that a record replaces.
 
     Args:
-        reason: (layer) → why the format does not fit it, or None.
+        misfit: (layer) → why the format does not fit it, or None.
+        trains: Skip layers whose weight requires grad.
 
     Raises:
         PlanError: a pattern or class name matches nothing.
     """
     linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
-    skipped = _reasons(module, linears, recipe, trains=False)
-    misfits = {name: why for name, part in linears.items() if (why := reason(part))}
-    skipped = {**misfits, **skipped}
+    misfits = {name: why for name, part in linears.items() if (why := misfit(part))}
+    skipped = misfits | _reasons(module, linears, record, trains=trains)
     names = tuple(name for name in linears if name not in skipped)
     return Targets(names=names, skipped=skipped)
 
@@ -244,8 +246,8 @@ def nothing_left(
     )
 
 
-def _check_dtypes(linears: Mapping[str, nn.Linear], names: Iterable[str], record: Quantize) -> None:
-    wrong = [name for name in names if linears[name].weight.dtype not in _DTYPES]
+def _check_dtypes(linears: Mapping[str, Any], record: Quantize) -> None:
+    wrong = [name for name, part in linears.items() if part.weight.dtype not in _DTYPES]
     if wrong:
         found = str(linears[wrong[0]].weight.dtype).removeprefix("torch.")
         raise PlanError(
@@ -255,9 +257,9 @@ def _check_dtypes(linears: Mapping[str, nn.Linear], names: Iterable[str], record
         )
 
 
-def _check_groups(linears: Mapping[str, nn.Linear], names: Iterable[str], record: Torchao) -> None:
+def _check_groups(linears: Mapping[str, Any], record: Torchao) -> None:
     group = record.group
-    widths = {name: linears[name].in_features for name in names}
+    widths = {name: part.in_features for name, part in linears.items()}
     wrong = [name for name, width in widths.items() if width % group]
     if not wrong:
         return

@@ -16,11 +16,10 @@ from fxtrain.state import Quantize
 from fxtrain.state import Torchao as Record
 
 _OPAQUE, _INT2 = "Int4OpaqueTensor", "Int2Tensor"
-_MODULES = (
-    "torchao.quantization",
-    "torchao.prototype.quantization",
-    "fxtrain.precision.torchao_int2",
-)
+_INT2_MODULE = "fxtrain.precision.torchao_int2"
+_INT4 = "torchao.prototype.quantization.int4"
+_SAFETENSORS = "torchao.prototype.safetensors.safetensors_utils"
+_MODULES = ("torchao.quantization", "torchao.prototype.quantization", _INT2_MODULE)
 # torchao and torch report kernels for other devices, and a decorator, when torchao is imported.
 LOGGERS = ("torchao", "torch.utils._pytree")
 
@@ -35,6 +34,12 @@ def import_torchao(needed_by: str) -> Any:
         found = optional("torchao", extra="quant", needed_by=needed_by)
         importlib.import_module("torchao.quantization")
     return found
+
+
+def _quietly(name: str) -> Any:
+    """A module of torchao, or over it, imported as `import_torchao` does."""
+    with quiet(*LOGGERS):
+        return importlib.import_module(name)
 
 
 def _owns(part: nn.Module) -> bool:
@@ -80,8 +85,7 @@ def _config(record: Record, device: torch.device) -> Any:
             else api.Float8WeightOnlyConfig()
         )
     if device.type == "cpu":
-        with quiet(*LOGGERS):
-            prototype = importlib.import_module("torchao.prototype.quantization.int4")
+        prototype = _quietly(_INT4)
         return prototype.PrototypeInt4WeightOnlyConfig(group_size=record.group)
     return api.Int4WeightOnlyConfig(group_size=record.group)
 
@@ -106,7 +110,7 @@ def torchao_config(part: nn.Module) -> dict[str, Any] | None:
 def _quantize(like: nn.Linear, record: Record) -> nn.Module:
     made = _plain_layer(like)
     if record.weights == "int2":
-        made.weight = _frozen(_int2().int2_of(like.weight.detach(), record.group))
+        made.weight = _frozen(_quietly(_INT2_MODULE).int2_of(like.weight.detach(), record.group))
         return made
     if like.weight.is_meta and record.weights == "int4":
         made.weight = _frozen(_meta_int4(like.weight, record.group))
@@ -117,11 +121,6 @@ def _quantize(like: nn.Linear, record: Record) -> nn.Module:
     api.quantize_(made, _config(record, weight.device))
     made.weight = _frozen(made.weight.detach())
     return made
-
-
-def _int2() -> Any:
-    with quiet(*LOGGERS):
-        return importlib.import_module("fxtrain.precision.torchao_int2")
 
 
 def _plain_layer(like: nn.Linear) -> nn.Linear:
@@ -137,8 +136,7 @@ def _frozen(weight: Tensor) -> nn.Parameter:
 def _meta_int4(weight: Tensor, group: int) -> Tensor:
     """What the prototype for CPUs makes of a weight; itself, it takes CPU tensors only."""
     rows, columns = weight.shape
-    with quiet(*LOGGERS):
-        prototype = importlib.import_module("torchao.prototype.quantization.int4")
+    prototype = _quietly(_INT4)
     return prototype.Int4OpaqueTensor(
         torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta"),
         torch.empty(columns // group, rows, 2, dtype=weight.dtype, device="meta"),
@@ -169,13 +167,8 @@ def _facts(part: nn.Module) -> dict[str, Any]:
     if type(weight).__name__ == _INT2:
         names = weight.tensor_data_names
         return {"_type": _INT2, "_data": {"group": weight.group}, "_tensor_data_names": names}
-    support = _safetensors()
+    support = _quietly(_SAFETENSORS)
     return json.loads(json.dumps(weight, cls=support.TensorSubclassAttributeJSONEncoder))
-
-
-def _safetensors() -> Any:
-    with quiet(*LOGGERS):
-        return importlib.import_module("torchao.prototype.safetensors.safetensors_utils")
 
 
 def _build(
@@ -185,8 +178,7 @@ def _build(
     inner = {name.removeprefix("_weight_"): one for name, one in tensors.items()}
     made = _plain_layer(like)
     if facts["_type"] == _OPAQUE:
-        with quiet(*LOGGERS):
-            prototype = importlib.import_module("torchao.prototype.quantization.int4")
+        prototype = _quietly(_INT4)
         data = facts["_data"]
         weight = prototype.Int4OpaqueTensor(
             inner["qdata"],
@@ -196,9 +188,13 @@ def _build(
             None,
         )
     elif facts["_type"] == _INT2:
-        weight = _int2().Int2Tensor(inner["qdata"], inner["scale"], facts["_data"]["group"])
+        weight = _quietly(_INT2_MODULE).Int2Tensor(
+            inner["qdata"], inner["scale"], facts["_data"]["group"]
+        )
     else:
-        weight = _safetensors().object_from_dict({**facts, "_data": {**facts["_data"], **inner}})
+        weight = _quietly(_SAFETENSORS).object_from_dict(
+            {**facts, "_data": {**facts["_data"], **inner}}
+        )
         for name in ("act_quant_kwargs", "mm_config", "kernel_preference"):
             value = getattr(weight, name, None)
             if value is not None and not type(value).__module__.startswith("torchao."):
