@@ -18,6 +18,7 @@ import torch
 
 import fxtrain as fx
 from benchmarks._common import interleaved, show
+from fxtrain.data.token_packing import pack
 
 TOKENS, DOCUMENTS, LENGTH, ROWS = 10**8, 10**7, 2048, 8
 
@@ -32,6 +33,29 @@ def _write(folder):
         np.full(n, size, np.int32).tofile(file)
         (np.arange(n, dtype=np.int64) * 2 * size).tofile(file)
         np.arange(n + 1, dtype=np.int64).tofile(file)
+
+
+def _plan_windows():
+    """Documents packed in a second, of log-normal lengths."""
+    rng, rows = np.random.default_rng(0), []
+    for length, window in ((2048, 4096), (8192, 4096), (32768, 1024)):
+        total = length * window
+        sizes = np.clip(np.exp(rng.normal(6.2, 1.1, total // 300)), 8, 200_000).astype(np.int64)
+        borders = np.concatenate([[0], sizes.cumsum()])
+        borders = np.append(borders[borders < total], total)
+        times = interleaved(
+            {"pack": lambda b=borders, n=length: pack(b, n, last=False)}, rounds=9, each=1
+        )
+        packed = pack(borders, length, last=False)
+        short = packed.documents - packed.long
+        # A document is cut by concatenation where it is in two rows.
+        first, final = borders[:-1] // length, (borders[1:] - 1) // length
+        cut = ((first != final) & (np.diff(borders) <= length)).sum()
+        speed = f"{packed.documents / times['pack'] / 1e3:.0f} k"
+        shares = f"{packed.cut / short:.2%}", f"{cut / short:.1%}"
+        rows.append([f"{window} rows of {length}", str(packed.documents), speed, *shares])
+    heads = ["window", "documents", "documents/s", "cut needlessly", "cut by concatenation"]
+    show("Best fit", heads, rows)
 
 
 def main():
@@ -56,6 +80,19 @@ def main():
             next(batches)
             starts.append([label, f"{1e3 * (time.perf_counter() - started):.1f}"])
             runs[label] = lambda batches=batches: next(batches)
+        half = fx.data.NanoGPTTokens(path=str(folder / "a.bin"), end=1)
+        parts = [
+            fx.data.BlendPart(name=name, source=one, weight=weight)
+            for name, one, weight in (("a", nanogpt, 0.7), ("b", half, 0.3))
+        ]
+        settings = {"length": LENGTH, "batch_size": ROWS}
+        blend = iter(fx.tokens(fx.data.Blend(parts=parts), ctx, **settings))
+        runs["blend of two nanoGPT files"] = lambda: next(blend)
+        best = fx.tokens(half, ctx, packing=fx.data.BestFit(), **settings)
+        packed = itertools.chain.from_iterable(best.epochs(1 << 30))
+        for _ in range(100):  # plans the windows
+            next(packed)
+        runs["nanoGPT, best fit, planned"] = lambda: next(packed)
         mapped = np.memmap(folder / "a.bin", dtype=np.uint16, mode="r")
         rng = np.random.default_rng(2)
 
@@ -75,6 +112,7 @@ def main():
         rows = [[label, f"{1e6 * t:.0f}", f"{t / times[base]:.2f}"] for label, t in times.items()]
         show(f"A batch of {ROWS} rows of {LENGTH}", ["source", "us", "ratio"], rows)
         show("Start with a first batch", ["source", "ms"], starts)
+    _plan_windows()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxtrain.data.permutation import permutation, round_keys
+from fxtrain.data.permutation import permutation_in_blocks
 from fxtrain.data.rank_slices import Batching, GlobalBatch, global_batch
 from fxtrain.data.windows import Cursor
 from fxtrain.errors import DataError
@@ -30,10 +30,12 @@ class BlendOrder:
         blend: Sources and weights.
         rows: Rows of each source. Row r of source s has the number `sum(rows[:s]) + r`.
         shuffle: Permute the rows of each source, by the seed and the pass over the source.
+        block: Rows of a source that are visited together, as `BlockSampler` does.
     """
 
-    def __init__(self, blend: Blend, rows: Sequence[int], *, shuffle: bool) -> None:
+    def __init__(self, blend: Blend, rows: Sequence[int], *, shuffle: bool, block: int) -> None:
         self.blend, self.rows, self.shuffled = blend, tuple(rows), shuffle
+        self._block = block
         self._names = [part.name for part in blend.parts]
         self._constant = constant_from(blend)
         known = functools.lru_cache(maxsize=256)(self._shares_at)
@@ -69,7 +71,9 @@ class BlendOrder:
         turns = _turns(
             self._shares, ahead, update, self._constant, accumulate * stride, left * stride
         )
-        places = [_Places(sum(self.rows[:s]), rows) for s, rows in enumerate(self.rows)]
+        places = [
+            _Places(sum(self.rows[:s]), rows, self._block) for s, rows in enumerate(self.rows)
+        ]
         first, over = position.index, False
         while not over:
             units: list[int] = []
@@ -161,8 +165,8 @@ class BlendOrder:
 class _Places:
     """Numbers of the rows of one source in its order, computed in blocks."""
 
-    def __init__(self, start: int, rows: int) -> None:
-        self._start, self._rows = start, rows
+    def __init__(self, start: int, rows: int, together: int) -> None:
+        self._start, self._rows, self._together = start, rows, together
         self._key: tuple[int | str, ...] = ()
         self._find: Any = None
         self._block, self._numbers = -1, [0]
@@ -173,7 +177,7 @@ class _Places:
             return self._start + row
         if key != self._key:
             self._key, self._block = key, -1
-            self._find = permutation(self._rows, round_keys(*key))
+            self._find = permutation_in_blocks(self._rows, self._together, *key)
         block, inside = divmod(row, _BLOCK)
         if block != self._block:
             low = block * _BLOCK

@@ -17,7 +17,14 @@ from torch.utils.data import (
 
 from fxtrain.data.generators import BorrowedGenerators
 from fxtrain.data.loader_errors import safe_length
-from fxtrain.data.permutation import hash_key, permutation, round_keys, uniform, uniform_below
+from fxtrain.data.permutation import (
+    hash_key,
+    permutation,
+    permutation_in_blocks,
+    round_keys,
+    uniform,
+    uniform_below,
+)
 from fxtrain.errors import DataError
 
 _SAMPLER_CHUNK = 512  # units requested from a custom sampler at a time
@@ -36,6 +43,26 @@ class EpochOrder:
     length: int
     take: Callable[[Tensor], list[Any]]
     shuffled: bool = True
+
+
+@attrs.frozen(eq=False)
+class BlockSampler:
+    """Random order in which blocks of consecutive rows are visited one after the other.
+
+    Attributes:
+        rows: Rows of the dataset.
+        block: Rows of a block.
+    """
+
+    rows: int
+    block: int
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __iter__(self) -> Iterator[int]:
+        order = permutation_in_blocks(self.rows, self.block, 0, 0)
+        return iter(order(torch.arange(self.rows, device="cpu")).tolist())
 
 
 def find_order(sampler: Any, seed: int, epoch: int) -> EpochOrder | None:
@@ -153,6 +180,11 @@ def _repeated_permutations(places: Tensor, n: int, seed: int, epoch: int) -> lis
     return found.tolist()
 
 
+def _blocks(sampler: BlockSampler, seed: int, epoch: int) -> EpochOrder:
+    find = permutation_in_blocks(sampler.rows, sampler.block, seed, epoch)
+    return EpochOrder(sampler.rows, lambda places: find(places).tolist())
+
+
 def _subset(sampler: SubsetRandomSampler, seed: int, epoch: int) -> EpochOrder:
     chosen = sampler.indices
     find = permutation(len(chosen), round_keys(seed, epoch))
@@ -181,6 +213,7 @@ def _weighted(sampler: WeightedRandomSampler, seed: int, epoch: int) -> EpochOrd
 _FINDERS: dict[type, Callable[[Any, int, int], EpochOrder]] = {
     SequentialSampler: _sequential,
     RandomSampler: _random,
+    BlockSampler: _blocks,
     SubsetRandomSampler: _subset,
     WeightedRandomSampler: _weighted,
 }

@@ -4,6 +4,7 @@ Entry i of a permutation is computed from (keys, i) alone, so any rank can enter
 anywhere, in constant time. All arithmetic stays below 2**62: int64 never overflows.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -71,6 +72,53 @@ def permutation(n: int, keys: Keys) -> Callable[[Tensor], Tensor]:
             flat[outside] = again
             outside = outside[again >= n]
         return flat.view(place.shape)
+
+    return find
+
+
+def permutation_in_blocks(n: int, block: int, *words: int | str) -> Callable[[Tensor], Tensor]:
+    """A permutation of 0..n-1 that visits blocks of consecutive numbers one after the other.
+
+    The blocks are permuted, and the numbers within each. The last block may be shorter.
+
+    Args:
+        n: Length, from 1 to 2**62.
+        block: Numbers in a block; with n or more, this is `permutation`.
+        words: Such as seed and epoch.
+
+    Returns:
+        As `permutation` does.
+
+    Example:
+        >>> find = permutation_in_blocks(7, 3, "seed", 0)
+        >>> found = find(torch.arange(7)).tolist()
+        >>> sorted(found), sorted(number // 3 for number in found) == [0, 0, 0, 1, 1, 1, 2]
+        ([0, 1, 2, 3, 4, 5, 6], True)
+    """
+    if block >= n:
+        return permutation(n, round_keys(*words))
+    count = -(-n // block)
+    order = permutation(count, round_keys(*words, "blocks"))
+    numbers = torch.arange(count, device="cpu")
+    short = int((order(numbers) == count - 1).nonzero())
+    missing = count * block - n
+
+    @functools.lru_cache(maxsize=2)
+    def inside(number: int) -> Callable[[Tensor], Tensor]:
+        size = block - missing if number == count - 1 else block
+        return permutation(size, round_keys(*words, number))
+
+    def find(place: Tensor) -> Tensor:
+        flat = place.reshape(-1)
+        # As if the short block had the missing numbers too, at its end.
+        flat = flat + missing * (flat >= (short + 1) * block - missing)
+        found = torch.empty_like(flat)
+        turns = flat // block
+        for turn in turns.unique().tolist():
+            number = int(order(torch.tensor([turn], device="cpu")))
+            here = turns == turn
+            found[here] = inside(number)(flat[here] - turn * block) + number * block
+        return found.view(place.shape)
 
     return find
 

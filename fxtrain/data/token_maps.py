@@ -28,7 +28,7 @@ class Opened:
     """Maps of a source, as numpy arrays.
 
     Attributes:
-        path: The file that says where documents end.
+        path: The file that says where documents end, in messages.
         tokens: All of them.
         end: The token that ends a document.
         pointers: For every sequence, its first byte. Not aligned, so numpy copies all of it for
@@ -42,11 +42,27 @@ class Opened:
     pointers: Any = None
     bounds: Any = None
 
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.tokens)
+
+    @property
+    def dtype(self) -> Any:
+        """Their type, as numpy has it."""
+        return self.tokens.dtype
+
+    def gather(self, begins: Any, sizes: Any) -> Any:
+        """The tokens of several stretches, one after the other."""
+        numpy = _numpy()
+        shifts = numpy.repeat(begins - (sizes.cumsum() - sizes), sizes)
+        return self.tokens[shifts + numpy.arange(len(shifts))]
+
     def starts(self, begins: Any, length: int) -> tuple[Any, Any]:
         """Where documents start in stretches of tokens.
 
         Args:
-            begins: int64, the first token of each stretch; for files with bounds.
+            begins: int64, the first token of each stretch.
             length: Tokens of a stretch.
 
         Returns:
@@ -57,6 +73,8 @@ class Opened:
         """
         numpy = _numpy()
         stops = numpy.minimum(begins + length, len(self.tokens))
+        if self.bounds is None:
+            return self._starts_after_ends(begins, stops)
         low, high = self._search(numpy.stack([begins, stops]))
         counts = (high - low).clip(0)
         stretch = numpy.repeat(numpy.arange(len(begins)), counts)
@@ -66,6 +84,21 @@ class Opened:
         if (high < low).any() or (places < 0).any() or (places >= length).any() or disorder.any():
             raise damaged(self.path, "has documents that are not in order")
         return stretch, places
+
+    def _starts_after_ends(self, begins: Any, stops: Any) -> tuple[Any, Any]:
+        numpy = _numpy()
+        if self.end is None:
+            first = (begins == 0).nonzero()[0]
+            return first, 0 * first
+        stretches, places = [begins[:0]], [begins[:0]]
+        for number, (begin, stop) in enumerate(zip(begins, stops, strict=True)):
+            before = max(0, begin - 1)
+            found = (self.tokens[before : stop - 1] == self.end).nonzero()[0] + before + 1
+            if begin == 0:
+                found = numpy.concatenate([[0], found])
+            stretches.append(numpy.full(len(found), number))
+            places.append(found - begin)
+        return numpy.concatenate(stretches), numpy.concatenate(places)
 
     def _search(self, targets: Any) -> Any:
         """How many documents start before each token; all of them searched together."""

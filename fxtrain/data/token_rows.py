@@ -1,6 +1,6 @@
 """Rows of a fixed length, cut from files of tokens that stay on disk."""
 
-import bisect
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +13,19 @@ from torch.utils.data import DataLoader, Dataset
 from fxtrain._optional import optional
 from fxtrain.data.blends import BlendOrder
 from fxtrain.data.fetch import collate_nothing
+from fxtrain.data.order import BlockSampler
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import shard
 from fxtrain.data.token_maps import FileState, file_states, opened
-from fxtrain.errors import DataError
+from fxtrain.data.token_packing import Packed, pack
+from fxtrain.errors import DataError, PlanError
+from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import DistContext, Plan
-from fxtrain.state.token_files import Blend, TokenSource
+from fxtrain.state.token_files import BestFit, Blend, TokenSource
 
 _NO_LABEL = -100  # `ignore_index` of torch's cross-entropy
+_PADDING = {"tokens": 0, "labels": _NO_LABEL, "positions": 0, "documents": -1}
+_PLANS = 256  # windows whose plans a process keeps
 
 
 def tokens(
@@ -32,14 +37,15 @@ def tokens(
     batch_size: int,
     shuffle: bool = True,
     documents: bool = False,
+    packing: BestFit | None = None,
     workers: int = 0,
 ) -> Sharded[dict[str, Tensor]]:
     """Split rows of tokens over the ranks.
 
-    The documents of the source are concatenated and cut into rows of `length` tokens. Rows are
-    computed from their number: there is no cache and no build, and a start or a resume at any row
-    reads the header and a few entries of the index. Order, ranks and cursor are those of
-    `fx.shard`.
+    The documents of the source are concatenated and cut into rows of `length` tokens, or packed by
+    best fit. Rows are computed from their number: there is no cache and no build, and a start or a
+    resume at any row reads the header and a few entries of the index. Order, ranks and cursor are
+    those of `fx.shard`.
 
     Args:
         source: Where the tokens are; mapped into memory, not read whole. Or a blend of sources,
@@ -52,6 +58,8 @@ def tokens(
         documents: Keep documents apart: labels end at their ends, and a batch also has
             `positions` and `documents`. By default, as in the training of Megatron and nanoGPT,
             the last token of a document predicts the first of the next one.
+        packing: Pack documents into rows by best fit, in place of cutting the concatenated
+            documents; keeps them apart, as `documents` does.
         workers: Processes that read, as `num_workers` of a DataLoader. They cost more than a
             batch of tokens in memory; use them where reads of the disk take long.
 
@@ -70,6 +78,7 @@ def tokens(
     Raises:
         DataError: a file is missing or empty, or its header and its size disagree; or those of
             `fx.shard`.
+        PlanError: documents are kept apart under context parallelism.
         MissingPackageError: numpy is not installed.
 
     Example:
@@ -98,17 +107,31 @@ def tokens(
     ):
         if type(value) is not int or value < least:
             raise DataError(f"tokens({name}={value!r}): pass a number, {least} or more.")
+    plan = plan_for("tokens", ctx, plan)
+    if (documents or packing) and plan.context and ctx.axis("context").world_size > 1:
+        raise PlanError(
+            "tokens: documents are kept apart, and the plan splits sequences with CP, whose ring "
+            "attention has no mask of documents: tokens would attend to other documents. Use "
+            "documents=False without packing, or a mesh without a context axis."
+        )
     blend = source if isinstance(source, Blend) else None
     sources = [part.source for part in source.parts] if isinstance(source, Blend) else [source]
-    parts = tuple(
-        _Rows(source=part, length=length, states=file_states(part), separate=documents)
-        for part in sources
-    )
-    order: dict[str, Any] = {"shuffle": shuffle}
+    parts: list[_Cut | _Packed] = []
+    for one in sources:
+        where = {"source": one, "length": length, "states": file_states(one)}
+        parts.append(
+            _Cut(**where, separate=documents) if packing is None else _Packed(**where, how=packing)
+        )
+    counts, order = [len(part) for part in parts], {}
+    block = packing.window_rows * packing.shuffle_windows if packing else max(counts)
     if blend is not None:
-        order = {"sampler": BlendOrder(blend, [len(rows) for rows in parts], shuffle=shuffle)}
+        order["sampler"] = BlendOrder(blend, counts, shuffle=shuffle, block=block)
+    elif packing is not None and shuffle:
+        order["sampler"] = BlockSampler(counts[0], block)
+    else:
+        order["shuffle"] = shuffle
     loader = DataLoader(
-        parts[0] if blend is None else _BlendRows(parts),
+        _Rows(parts, blended=blend is not None),
         batch_size=batch_size,
         num_workers=workers,
         collate_fn=collate_nothing,
@@ -117,35 +140,39 @@ def tokens(
     return shard(loader, ctx, plan)
 
 
-class _BlendRows(Dataset[dict[str, Tensor]]):
-    """Rows of several sources, numbered one source after the other."""
+class _Rows(Dataset[dict[str, Tensor]]):
+    """Rows of one source or several, numbered one source after the other."""
 
-    def __init__(self, parts: "tuple[_Rows, ...]") -> None:
-        self._parts = parts
-        self._starts = list(itertools.accumulate((len(rows) for rows in parts), initial=0))
+    def __init__(self, parts: "Sequence[_Cut | _Packed]", *, blended: bool) -> None:
+        self._parts, self._blended = parts, blended
+        self._starts = list(itertools.accumulate((len(part) for part in parts), initial=0))
 
     def __len__(self) -> int:
         return self._starts[-1]
 
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        return {name: values[0] for name, values in self.__getitems__([row]).items()}
+
     def __getitems__(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """A batch: one read of each source that has rows in it."""
-        sources = [bisect.bisect_right(self._starts, row) - 1 for row in rows]
-        batch: dict[str, Tensor] = {}
-        for source in set(sources):
-            here = [at for at, other in enumerate(sources) if other == source]
-            found = self._parts[source].__getitems__(
-                [rows[at] - self._starts[source] for at in here]
-            )
-            for name, values in found.items():
-                if name not in batch:
-                    batch[name] = values.new_empty((len(rows), *values.shape[1:]))
-                batch[name][here] = values
-        return {**batch, "source": torch.tensor(sources, device="cpu")}
+        """A batch at once: one read of each source that has rows in it."""
+        numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
+        numbers = numpy.array(rows, "i8")
+        if not self._blended:
+            batch = self._parts[0].read(numbers)
+        else:
+            batch = {"source": numpy.searchsorted(self._starts, numbers, side="right") - 1}
+            for source in set(batch["source"].tolist()):
+                here = batch["source"] == source
+                found = self._parts[source].read(numbers[here] - self._starts[source])
+                for name, values in found.items():
+                    shape = (len(rows), *values.shape[1:])
+                    batch.setdefault(name, numpy.empty(shape, values.dtype))[here] = values
+        return {name: torch.from_numpy(value) for name, value in batch.items()}
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class _Rows(Dataset[dict[str, Tensor]]):
-    """Rows of a source; pickled without its maps, which each process opens."""
+class _Cut:
+    """Rows cut from the concatenated documents; pickled without maps, which each process opens."""
 
     source: TokenSource
     length: int
@@ -153,48 +180,109 @@ class _Rows(Dataset[dict[str, Tensor]]):
     separate: bool
 
     def __len__(self) -> int:
-        return -(-len(opened(self.source, self.states).tokens) // self.length)
+        return -(-opened(self.source, self.states).size // self.length)
 
-    def __getitem__(self, row: int) -> dict[str, Tensor]:
-        return {name: values[0] for name, values in self.__getitems__([row]).items()}
-
-    def __getitems__(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """A batch at once: one gather, and arithmetic over whole batches."""
+    def read(self, numbers: Any) -> dict[str, Any]:
+        """Rows by number: one gather, and arithmetic over all of them."""
         numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
         file, length = opened(self.source, self.states), self.length
-        numbers = numpy.array(rows, "i8")
-        # Rows that have a token after their last one; only the row after them may be padded.
-        whole = (len(file.tokens) - 1) // length
-        step = file.tokens.itemsize
-        table = numpy.lib.stride_tricks.as_strided(
-            file.tokens, (whole, length + 1), (length * step, step), writeable=False
-        )
-        if len(rows) and max(rows) < whole:
-            found, short, size = table[numbers], (), length
+        # A row and the token after it, of which the last row has none.
+        sizes = numpy.minimum(file.size - numbers * length, length + 1)
+        short = (sizes <= length).any()
+        if short or file.tokens is None:
+            found = numpy.zeros((len(numbers), length + 1), file.dtype)
+            inside = numpy.arange(length + 1) < sizes[:, None]
+            found[inside] = file.gather(numbers * length, sizes)
         else:
-            found = numpy.zeros((len(rows), length + 1), file.tokens.dtype)
-            inside = numbers < whole
-            found[inside] = table[numbers[inside]]
-            rest = file.tokens[whole * length :]
-            short, size = ~inside, len(rest)
-            found[short, :size] = rest
-        values, labels = found[:, :-1].astype("i8"), found[:, 1:].astype("i8")
-        batch = {"tokens": values, "labels": labels}
+            whole, step = (file.size - 1) // length, file.tokens.itemsize
+            table = numpy.lib.stride_tricks.as_strided(
+                file.tokens, (whole, length + 1), (length * step, step), writeable=False
+            )
+            found = table[numbers]
+        batch = {"tokens": found[:, :-1].astype("i8"), "labels": found[:, 1:].astype("i8")}
         if self.separate:
             first = numpy.zeros(found.shape, bool)  # where a document starts
-            if file.bounds is not None:
+            if file.end is None:
                 first[file.starts(numbers * length, length + 1)] = True
-            elif file.end is not None:
+            else:  # the tokens say where, and are here already
                 numpy.equal(found[:, :-1], file.end, out=first[:, 1:])
-            labels[first[:, 1:]] = _NO_LABEL
+            batch["labels"][first[:, 1:]] = _NO_LABEL
             first = first[:, :-1]
             first[:, 0] = False
             at = numpy.arange(length)
             batch["positions"] = at - numpy.maximum.accumulate(at * first, axis=1)
             batch["documents"] = first.cumsum(1, dtype="i4")
-        if len(short):
-            labels[short, size - 1 :] = _NO_LABEL
-            for name, padding in (("positions", 0), ("documents", -1)):
-                if name in batch:
-                    batch[name][short, size:] = padding
-        return {name: torch.from_numpy(value) for name, value in batch.items()}
+        if short:
+            at = numpy.arange(length)
+            batch["labels"][at >= sizes[:, None] - 1] = _NO_LABEL
+            for name in batch.keys() & _PADDING.keys():
+                batch[name][at >= sizes[:, None]] = _PADDING[name]
+        return batch
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Packed:
+    """Rows packed by best fit; pickled without maps, which each process opens."""
+
+    source: TokenSource
+    length: int
+    states: tuple[FileState, ...]
+    how: BestFit
+
+    def __len__(self) -> int:
+        return -(-opened(self.source, self.states).size // self.length)
+
+    def read(self, numbers: Any) -> dict[str, Any]:
+        """Rows by number: the pieces of all of them at once."""
+        numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
+        file, length = opened(self.source, self.states), self.length
+        plans: list[tuple[Any, ...]] = []
+        for row, number in enumerate(numbers.tolist()):
+            window, inside = divmod(number, self.how.window_rows)
+            plan = _planned(self.source, self.states, self.how.window_rows, length, window)
+            pieces = slice(*plan.bounds[inside : inside + 2].tolist())
+            sizes = plan.sizes[pieces]
+            places = row * length + sizes.cumsum() - sizes
+            plans.append(
+                (plan.begins[pieces], sizes, plan.last[pieces], places, numpy.arange(len(sizes)))
+            )
+        columns = zip(*plans, strict=True)
+        begins, sizes, last, places, documents = (numpy.concatenate(found) for found in columns)
+        starts = sizes.cumsum() - sizes
+        inside = numpy.arange(sizes.sum()) - numpy.repeat(starts, sizes)
+        # Each piece and the token after it, of which the last of the source has none.
+        more = numpy.minimum(sizes + 1, file.size - begins)
+        tokens = file.gather(begins, more)
+        at = numpy.repeat(more.cumsum() - more, sizes) + inside
+        labels = tokens[numpy.minimum(at + 1, len(tokens) - 1)].astype("i8")
+        labels[(starts + sizes - 1)[last]] = _NO_LABEL
+        found = {
+            "tokens": tokens[at],
+            "labels": labels,
+            "positions": inside,
+            "documents": numpy.repeat(documents, sizes),
+        }
+        batch, to = {}, numpy.repeat(places, sizes) + inside
+        for name, values in found.items():
+            dtype = "i4" if name == "documents" else "i8"
+            batch[name] = numpy.full(len(numbers) * length, _PADDING[name], dtype)
+            batch[name][to] = values
+            batch[name] = batch[name].reshape(len(numbers), length)
+        return batch
+
+
+@functools.lru_cache(maxsize=_PLANS)
+def _planned(
+    source: TokenSource, states: tuple[FileState, ...], rows: int, length: int, window: int
+) -> Packed:
+    """The rows of a window."""
+    numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
+    file = opened(source, states)
+    begin = window * rows * length
+    size = min(rows * length, file.size - begin)
+    # With one token more, to see whether a document ends with the window.
+    _, places = file.starts(numpy.array([begin]), size + 1)
+    starts = places[(places > 0) & (places < size)]
+    borders = numpy.concatenate([[0], starts, [size]]) + begin
+    ends = begin + size == file.size or bool((places == size).any())
+    return pack(borders, length, last=ends)

@@ -52,6 +52,30 @@ TokenSource = MegatronTokens | NanoGPTTokens
 
 
 @record
+class BestFit:
+    """Packing of documents that cuts as few as possible.
+
+    Documents are packed in windows of consecutive tokens, each into a fixed number of rows.
+    Documents longer than a row are split into whole rows and a rest; then each document goes into
+    the row with the least room that is enough. Only those that find no room are cut, to fill the
+    room that is left, so that there are no more rows than without packing.
+
+    Attributes:
+        window_rows: Rows of a window. A larger one cuts fewer documents and takes longer to plan.
+        shuffle_windows: Windows whose rows are mixed in a shuffled epoch, and which are planned at
+            the same time.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.data.BestFit().window_rows
+        4096
+    """
+
+    window_rows: int = attrs.field(default=4096, validator=at_least(1))
+    shuffle_windows: int = attrs.field(default=16, validator=at_least(1, 1024))
+
+
+@record
 class BlendPart:
     """A source of a blend.
 

@@ -40,13 +40,22 @@ def _gradients(model, losses):
     return [total.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
-# One row of all documents and padding; several rows, which cut documents.
-@pytest.mark.parametrize(("length", "rows"), [(20, 1), (6, 3)])
-def test_transformers_keeps_documents_apart_by_their_positions(tmp_path, length, rows):
+# One row of all documents and padding; several rows, which cut documents; packed by best fit.
+@pytest.mark.parametrize(
+    ("length", "rows", "packing"),
+    [(20, 1, None), (6, 3, None), (6, 3, fx.data.BestFit()), (9, 2, fx.data.BestFit())],
+)
+def test_transformers_keeps_documents_apart_by_their_positions(tmp_path, length, rows, packing):
     model = _model()
     source = write_megatron(tmp_path, DOCUMENTS)
     (batch,) = fx.tokens(
-        source, world(1)[0], length=length, batch_size=rows, shuffle=False, documents=True
+        source,
+        world(1)[0],
+        length=length,
+        batch_size=rows,
+        shuffle=False,
+        documents=True,
+        packing=packing,
     )
     data = batch.data
     packed = _gradients(model, [_loss(model, data["tokens"], data["labels"], data["positions"])])
