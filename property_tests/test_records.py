@@ -11,6 +11,7 @@ import fxtrain as fx
 from fxtrain import state
 from fxtrain.launchers import plan_variable
 from fxtrain.state import structure, unstructure
+from fxtrain.state.topology.checks import Topology
 
 names = st.one_of(
     st.text(max_size=6),
@@ -69,7 +70,7 @@ plans = st.builds(
 )
 positions = st.builds(fx.Position, epoch=positive, index=positive, is_last=st.booleans())
 meshes = st.builds(fx.Mesh, replicate=positive, shard=positive, tensor=positive)
-topologies = st.builds(state.Topology, rank=positive, launcher=names, main_address=names)
+topologies = st.builds(Topology, rank=positive, launcher=names, main_address=names)
 records = st.one_of(plans, positions, meshes, topologies, ddp, precisions, compiles)
 
 
@@ -137,7 +138,7 @@ kinds = st.sampled_from(
         fx.Plan,
         fx.Position,
         fx.Mesh,
-        state.Topology,
+        Topology,
         fx.DDP,
         fx.DeepSpeed,
         fx.Precision,

@@ -37,8 +37,7 @@ _PLACES = {
     ),
     _JSON: (
         "Run.state.return RunLog.entries RunLog.starts Start.params Start.settings "
-        "deepspeed_config.return parse_json.return parse_text.return unique_keys.pairs "
-        "unique_keys.return unstructure.return"
+        "deepspeed_config.return unstructure.return"
     ),
     _STATE: (
         "AcceleratorState.custom AcceleratorState.loaders AcceleratorState.optimizers "
@@ -47,10 +46,9 @@ _PLACES = {
         "ModelState.values StateReader.values"
     ),
     _NATIVE: (
-        "Case.optimizer Run.native.return Sharded.dataset.return Tracker.artifact Tracker.close "
-        "Tracker.flush Tracker.identity Tracker.image Tracker.last_steps Tracker.log Tracker.open "
-        "Tracker.params Tracker.table Tracker.text Wrapped.engine Wrapped.optimizer "
-        "Wrapped.scheduler plot.return"
+        "Case.optimizer Entry.value Run.native.return Sharded.dataset.return Tracker.close "
+        "Tracker.flush Tracker.identity Tracker.last_steps Tracker.open Tracker.write "
+        "Wrapped.engine Wrapped.optimizer Wrapped.scheduler plot.return"
     ),
     _UNTYPED: "shard.return",
     _RECORD: "Plan.strategy from_config.values",

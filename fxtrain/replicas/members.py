@@ -17,7 +17,6 @@ import attrs
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from fxtrain import ops
 from fxtrain._addresses import find_route
@@ -134,7 +133,7 @@ class Members:
         """
         works: list[tuple[list[Tensor], Tensor, Any]] = []
         for bucket in _buckets(tensors):
-            flat = _flatten_dense_tensors(bucket)
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             works.append((bucket, flat, self.manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM)))
         for bucket, flat, work in works:
             work.wait()
@@ -142,8 +141,9 @@ class Members:
                 # Others may still wait for what this replica will not send: they see it closed.
                 self.group.abort()
                 return False
-            for tensor, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
-                tensor.copy_(summed)
+            sizes = [tensor.numel() for tensor in bucket]
+            for tensor, summed in zip(bucket, flat.split(sizes), strict=True):
+                tensor.copy_(summed.view_as(tensor))
         return True
 
     def commit(self) -> bool:

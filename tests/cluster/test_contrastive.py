@@ -26,10 +26,11 @@ def _contrastive(rows, others, first):
 
 
 def _trained(ctx, plan):
-    model = fx.wrap(net(), ctx, plan, optimizer=_sgd)
+    model = fx.wrap(net().double(), ctx, plan, optimizer=_sgd)
 
     def loss(model, batch):
-        rows, pairs = model(batch[0]), model(batch[0] + 0.1)
+        x = batch[0].double()
+        rows, pairs = model(x), model(x + 0.1)
         everyones = ops.gather(pairs, ctx, grad=True)
         return _contrastive(rows, everyones, ctx.rank * len(rows))
 
@@ -44,7 +45,7 @@ def _trained(ctx, plan):
 def test_negatives_of_all_ranks_train_as_in_one_process(pair, clusters, name):
     (truth,) = clusters[1].run(_trained, PLANS[name])
     for found in pair.run(_trained, PLANS[name]):
-        torch.testing.assert_close(found, truth, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
 
 
 def _gathered(ctx, requires):

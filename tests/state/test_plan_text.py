@@ -5,7 +5,7 @@ import json
 import pytest
 
 import fxtrain as fx
-from fxtrain import state
+from fxtrain.state.topology.checks import Topology
 
 TEXTS = [
     ("json", '{"seed": 1, "seed": 2}', "the key 'seed' appears twice in one table."),
@@ -75,7 +75,7 @@ def test_different_things_have_no_differences():
     for left, right in ((fx.Plan(), fx.Position()), (fx.Plan(), None), ({}, {})):
         with pytest.raises(fx.PlanError, match="diff compares two records of one kind"):
             fx.diff(left, right)
-    assert fx.diff(state.Topology(), state.Topology(rank=1))[0].path == "rank"
+    assert fx.diff(Topology(), Topology(rank=1))[0].path == "rank"
 
 
 KINDS = {

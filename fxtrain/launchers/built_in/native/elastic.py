@@ -36,8 +36,6 @@ from fxtrain.launchers.program import QUIET
 from fxtrain.launchers.rank_reports import read_reports, to_failures
 from fxtrain.launchers.signals import FORWARDED_SIGNALS, forward_signals, signal_children
 from fxtrain.launchers.spec import LaunchSpec
-from fxtrain.ops.stacks import ask, described, unreported
-from fxtrain.ops.standing import STACKS
 
 
 def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
@@ -72,13 +70,13 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
         before = count_kills()
         with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
             stacks = Path(spec.log_dir or folder, "stacks").absolute()
-            os.environ.setdefault(STACKS, str(stacks))
+            os.environ.setdefault(_standing().STACKS, str(stacks))
             config, program, arguments = _config(api, invocation.argv[3:], folder)
             _use_store_rendezvous(config, spec, door)
             call = (config, program, arguments)
             with kept(os.environ[MARK], patience_s=spec.shutdown_s):
                 ending = _run(spec, call, Path(spec.log_dir or folder), serves=door is not None)
-            if ending.code and (text := unreported(stacks)):
+            if ending.code and (text := _stacks().unreported(stacks)):
                 sys.stderr.write(f"fxtrain launch: {text}\n")
     return attrs.evolve(ending, memory=tell_kills(before, count_kills()))
 
@@ -121,9 +119,18 @@ def _forward(number: int) -> None:
         threading.Thread(target=_tell_stacks, name="fxtrain-stacks", daemon=True).start()
 
 
+def _stacks() -> Any:
+    """The module, which loads torch: a launch that is refused does not wait for that."""
+    return importlib.import_module("fxtrain.ops.stacks")
+
+
+def _standing() -> Any:
+    return importlib.import_module("fxtrain.ops.standing")
+
+
 def _tell_stacks() -> None:
     try:
-        text = described(ask(Path(os.environ[STACKS])))
+        text = _stacks().described(_stacks().ask(Path(os.environ[_standing().STACKS])))
     except LaunchError as error:  # no rank has called fx.detect yet
         text = str(error)
     sys.stderr.write(f"fxtrain launch: {text}\n")
