@@ -4,14 +4,28 @@ from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import every_row, shard
 from fxtrain.data.tensor_batches import batch
 from fxtrain.data.token_rows import tokens
-from fxtrain.state.token_files import BestFit, Blend, BlendPart, MegatronTokens, NanoGPTTokens
+from fxtrain.state.token_files import (
+    BestFit,
+    Blend,
+    BlendPart,
+    ColumnTokens,
+    DatatroveTokens,
+    MDSTokens,
+    MegatronTokens,
+    NanoGPTTokens,
+    NumPyTokens,
+)
 
 __all__ = [
     "BestFit",
     "Blend",
     "BlendPart",
+    "ColumnTokens",
+    "DatatroveTokens",
+    "MDSTokens",
     "MegatronTokens",
     "NanoGPTTokens",
+    "NumPyTokens",
     "Sharded",
     "batch",
     "every_row",

@@ -19,8 +19,8 @@ _OPEN_MAPS = 32  # of one process
 _FAN = 16  # parts into which a step of a search divides what is left
 _PROBES = 64  # sequences that a start compares with their successors
 
-# What tells a file from another one at the same path: inode, bytes, time of change.
-FileState = tuple[int, int, int]
+# A file, and what tells it from another one at its path: inode, bytes, time of change.
+FileState = tuple[str, int, int, int]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -29,8 +29,10 @@ class Opened:
 
     Attributes:
         path: The file that says where documents end, in messages.
-        tokens: All of them.
+        tokens: All of them; None where they lie apart.
+        scattered: Those, as an object with `dtype`, a length, and `read(begin, size)`.
         end: The token that ends a document.
+        ends: int64; for every document, the tokens up to its end.
         pointers: For every sequence, its first byte. Not aligned, so numpy copies all of it for
             anything but indexing.
         bounds: For every document, its first sequence; then the number of sequences. Likewise.
@@ -38,23 +40,28 @@ class Opened:
 
     path: str
     tokens: Any
+    scattered: Any = None
     end: int | None = None
+    ends: Any = None
     pointers: Any = None
     bounds: Any = None
 
     @property
     def size(self) -> int:
         """How many tokens there are."""
-        return len(self.tokens)
+        return len(self.scattered if self.tokens is None else self.tokens)
 
     @property
     def dtype(self) -> Any:
         """Their type, as numpy has it."""
-        return self.tokens.dtype
+        return (self.scattered if self.tokens is None else self.tokens).dtype
 
     def gather(self, begins: Any, sizes: Any) -> Any:
         """The tokens of several stretches, one after the other."""
         numpy = _numpy()
+        if self.tokens is None:
+            pairs = zip(begins.tolist(), sizes.tolist(), strict=True)
+            return numpy.concatenate([self.scattered.read(*pair) for pair in pairs])
         shifts = numpy.repeat(begins - (sizes.cumsum() - sizes), sizes)
         return self.tokens[shifts + numpy.arange(len(shifts))]
 
@@ -72,14 +79,14 @@ class Opened:
             DataError: documents are not in order, or refer to sequences that do not exist.
         """
         numpy = _numpy()
-        stops = numpy.minimum(begins + length, len(self.tokens))
-        if self.bounds is None:
+        stops = numpy.minimum(begins + length, self.size)
+        if self.bounds is None and self.ends is None:
             return self._starts_after_ends(begins, stops)
         low, high = self._search(numpy.stack([begins, stops]))
         counts = (high - low).clip(0)
         stretch = numpy.repeat(numpy.arange(len(begins)), counts)
         inside = numpy.arange(len(stretch)) - numpy.repeat(counts.cumsum() - counts, counts)
-        places = self._first_tokens(self.bounds[low[stretch] + inside]) - begins[stretch]
+        places = self._first_tokens(low[stretch] + inside) - begins[stretch]
         disorder = (places[1:] < places[:-1]) & (stretch[1:] == stretch[:-1])
         if (high < low).any() or (places < 0).any() or (places >= length).any() or disorder.any():
             raise damaged(self.path, "has documents that are not in order")
@@ -102,16 +109,23 @@ class Opened:
 
     def _search(self, targets: Any) -> Any:
         """How many documents start before each token; all of them searched together."""
+        numpy = _numpy()
+        if self.ends is not None:
+            return (targets > 0) + numpy.searchsorted(self.ends[:-1], targets)
         low, size = targets * 0, len(self.bounds)
-        last, fans = size - 1, _numpy().arange(1, _FAN)
+        last, fans = size - 1, numpy.arange(1, _FAN)
         while size > 1:
             size = -(-size // _FAN)
             probes = (low[..., None] + size * fans - 1).clip(None, last)
-            before = self._first_tokens(self.bounds[probes]) < targets[..., None]
+            before = self._first_tokens(probes) < targets[..., None]
             low = low + size * before.sum(-1)
         return low
 
-    def _first_tokens(self, sequences: Any) -> Any:
+    def _first_tokens(self, documents: Any) -> Any:
+        """The first token of each document."""
+        if self.ends is not None:
+            return (documents > 0) * self.ends[documents - (documents > 0)]
+        sequences = self.bounds[documents]
         wrong = (sequences < 0) | (sequences > len(self.pointers))
         if wrong.any():
             raise damaged(
@@ -119,8 +133,7 @@ class Opened:
                 f"starts a document at sequence {sequences[wrong][0]} of {len(self.pointers)}",
             )
         beyond = sequences == len(self.pointers)  # documents without tokens, at the end
-        size = self.tokens.itemsize
-        starts = self.pointers[sequences - beyond] // size
+        starts = self.pointers[sequences - beyond] // self.tokens.itemsize
         return ~beyond * starts + beyond * len(self.tokens)
 
 
@@ -130,19 +143,22 @@ def file_states(source: MegatronTokens | NanoGPTTokens) -> tuple[FileState, ...]
     Raises:
         DataError: one is missing.
     """
-    paths = (
-        (source.path,)
-        if isinstance(source, NanoGPTTokens)
-        else (f"{source.path}.idx", f"{source.path}.bin")
-    )
-    found: list[FileState] = []
-    for path in paths:
-        try:
-            stat = os.stat(path)
-        except OSError as error:
-            raise _unreadable(path, error) from error
-        found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
-    return tuple(found)
+    if isinstance(source, NanoGPTTokens):
+        return (file_state(source.path),)
+    return file_state(f"{source.path}.idx"), file_state(f"{source.path}.bin")
+
+
+def file_state(path: str) -> FileState:
+    """What a file is now.
+
+    Raises:
+        DataError: it is missing.
+    """
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return path, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 @functools.lru_cache(maxsize=_OPEN_MAPS // 2)
@@ -154,10 +170,10 @@ def opened(source: MegatronTokens | NanoGPTTokens, _states: tuple[FileState, ...
     """
     numpy = _numpy()
     if isinstance(source, NanoGPTTokens):
-        tokens = _all(numpy, source.path, source.dtype)
+        tokens = mapped_tokens(source.path, source.dtype)
         return Opened(path=source.path, tokens=tokens, end=source.end)
     path = f"{source.path}.idx"
-    index = _mapped(path)
+    index = map_file(path)
     if len(index) < _HEAD.size:
         raise damaged(path, f"has {len(index)} bytes, fewer than its header")
     magic, version, code, sequences, bounds = _HEAD.unpack_from(index)
@@ -172,7 +188,7 @@ def opened(source: MegatronTokens | NanoGPTTokens, _states: tuple[FileState, ...
     lengths = numpy.frombuffer(index, "<i4", sequences, _HEAD.size)
     pointers = numpy.frombuffer(index, "<i8", sequences, _HEAD.size + 4 * sequences)
     starts = numpy.frombuffer(index, "<i8", bounds, _HEAD.size + 12 * sequences)
-    tokens = _all(numpy, f"{source.path}.bin", _CODES[code])
+    tokens = mapped_tokens(f"{source.path}.bin", _CODES[code])
     expected = int(pointers[-1]) + int(lengths[-1]) * tokens.itemsize
     if expected != tokens.nbytes:
         raise damaged(path, f"describes {expected} bytes of tokens, not those of its .bin file")
@@ -195,14 +211,20 @@ def damaged(path: str, problem: str) -> DataError:
     return DataError(f"tokens: {path} {problem}. Check the format, or create the file again.")
 
 
-def _all(numpy: Any, path: str, dtype: str) -> Any:
-    data = _mapped(path)
+def mapped_tokens(path: str, dtype: str) -> Any:
+    """A file of little-endian integers without a header, mapped."""
+    numpy, data = _numpy(), map_file(path)
     if len(data) % numpy.dtype(dtype).itemsize:
-        raise damaged(path, f"has {len(data)} bytes, which is no number of {dtype} tokens")
+        raise damaged(path, f"has {len(data)} bytes, which is no number of {dtype}")
     return numpy.frombuffer(data, numpy.dtype(dtype).newbyteorder("<"))
 
 
-def _mapped(path: str) -> mmap.mmap:
+def map_file(path: str) -> mmap.mmap:
+    """A file that is not empty, mapped.
+
+    Raises:
+        DataError: it is missing or empty.
+    """
     try:
         with open(path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:

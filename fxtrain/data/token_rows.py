@@ -16,7 +16,8 @@ from fxtrain.data.fetch import collate_nothing
 from fxtrain.data.order import BlockSampler
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import shard
-from fxtrain.data.token_maps import FileState, file_states, opened
+from fxtrain.data.token_folders import open_source, source_states
+from fxtrain.data.token_maps import FileState
 from fxtrain.data.token_packing import Packed, pack
 from fxtrain.errors import DataError, PlanError
 from fxtrain.ops.plan_agreement import plan_for
@@ -118,7 +119,7 @@ def tokens(
     sources = [part.source for part in source.parts] if isinstance(source, Blend) else [source]
     parts: list[_Cut | _Packed] = []
     for one in sources:
-        where = {"source": one, "length": length, "states": file_states(one)}
+        where = {"source": one, "length": length, "states": source_states(one)}
         parts.append(
             _Cut(**where, separate=documents) if packing is None else _Packed(**where, how=packing)
         )
@@ -180,12 +181,12 @@ class _Cut:
     separate: bool
 
     def __len__(self) -> int:
-        return -(-opened(self.source, self.states).size // self.length)
+        return -(-open_source(self.source, self.states).size // self.length)
 
     def read(self, numbers: Any) -> dict[str, Any]:
         """Rows by number: one gather, and arithmetic over all of them."""
         numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
-        file, length = opened(self.source, self.states), self.length
+        file, length = open_source(self.source, self.states), self.length
         # A row and the token after it, of which the last row has none.
         sizes = numpy.minimum(file.size - numbers * length, length + 1)
         short = (sizes <= length).any()
@@ -230,12 +231,12 @@ class _Packed:
     how: BestFit
 
     def __len__(self) -> int:
-        return -(-opened(self.source, self.states).size // self.length)
+        return -(-open_source(self.source, self.states).size // self.length)
 
     def read(self, numbers: Any) -> dict[str, Any]:
         """Rows by number: the pieces of all of them at once."""
         numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
-        file, length = opened(self.source, self.states), self.length
+        file, length = open_source(self.source, self.states), self.length
         plans: list[tuple[Any, ...]] = []
         for row, number in enumerate(numbers.tolist()):
             window, inside = divmod(number, self.how.window_rows)
@@ -277,7 +278,7 @@ def _planned(
 ) -> Packed:
     """The rows of a window."""
     numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
-    file = opened(source, states)
+    file = open_source(source, states)
     begin = window * rows * length
     size = min(rows * length, file.size - begin)
     # With one token more, to see whether a document ends with the window.

@@ -48,7 +48,85 @@ class NanoGPTTokens:
     end: int | None = attrs.field(default=None, validator=at_least(0))
 
 
-TokenSource = MegatronTokens | NanoGPTTokens
+@record
+class DatatroveTokens:
+    """Tokens as datatrove's tokenizer writes them: `.ds` files with their `.ds.index`.
+
+    Attributes:
+        path: A `.ds` file, or a folder of them, read in the order of their names.
+        dtype: Type of a token; compared with `.ds.metadata` where that exists.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.data.DatatroveTokens(path="tokenized").dtype
+        'uint16'
+    """
+
+    path: str
+    dtype: Literal["uint16", "uint32"] = "uint16"
+
+
+@record
+class MDSTokens:
+    """Tokens in a column of MDS shards, as MosaicML's streaming writes them, uncompressed.
+
+    Attributes:
+        path: The folder of the shards and their `index.json`.
+        column: The column: arrays of integers (`ndarray`, `ndarray:uint16`, ...) or `bytes`. Each
+            sample is a document.
+        dtype: Type of a token in a column of `bytes`.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.data.MDSTokens(path="shards", column="input_ids").column
+        'input_ids'
+    """
+
+    path: str
+    column: str = "tokens"
+    dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
+
+
+@record
+class ColumnTokens:
+    """Tokens in a column of lists of Parquet files, or of Arrow files as `datasets` writes them.
+
+    Needs pyarrow. Arrow files are mapped; of Parquet files, whole row groups are decoded.
+
+    Attributes:
+        path: A `.parquet` or `.arrow` file, or a folder of either, read in the order of their
+            names.
+        column: The column; each list is a document.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.data.ColumnTokens(path="train.parquet").column
+        'input_ids'
+    """
+
+    path: str
+    column: str = "input_ids"
+
+
+@record
+class NumPyTokens:
+    """Tokens in a folder of `.npy` files of integers.
+
+    Attributes:
+        path: A file, or a folder of them, read in the order of their names. An array of one
+            dimension is a document; of two, each of its rows is.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.data.NumPyTokens(path="tokens").path
+        'tokens'
+    """
+
+    path: str
+
+
+FolderTokens = DatatroveTokens | MDSTokens | ColumnTokens | NumPyTokens
+TokenSource = MegatronTokens | NanoGPTTokens | FolderTokens
 
 
 @record

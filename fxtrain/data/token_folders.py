@@ -1,0 +1,435 @@
+"""Sources of several files or groups of documents: datatrove, MDS, Parquet, Arrow, NumPy."""
+
+import functools
+import glob
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from fxtrain._optional import optional
+from fxtrain.data.token_maps import (
+    FileState,
+    Opened,
+    damaged,
+    file_state,
+    file_states,
+    map_file,
+    mapped_tokens,
+    opened,
+)
+from fxtrain.state.token_files import (
+    ColumnTokens,
+    DatatroveTokens,
+    FolderTokens,
+    MDSTokens,
+    MegatronTokens,
+    NanoGPTTokens,
+    NumPyTokens,
+    TokenSource,
+)
+
+_OPEN_PARTS = 32  # of one process, each with up to two maps
+_PATTERNS: dict[type, tuple[str, ...]] = {
+    DatatroveTokens: ("*.ds",),
+    MDSTokens: ("index.json",),
+    NumPyTokens: ("*.npy",),
+    ColumnTokens: ("*.parquet", "*.arrow"),
+}
+_TYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16"}  # of an array in MDS
+_TYPES |= {32: "uint32", 33: "int32", 64: "uint64", 65: "int64"}
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Joined:
+    """Parts of a source, one after the other; their maps are opened where they are read.
+
+    Attributes:
+        bounds: int64, the first token of each part; then the number of all.
+        dtype: Of the tokens that `gather` returns.
+        part: Number → the maps of a part.
+    """
+
+    bounds: Any
+    dtype: Any
+    part: Callable[[int], Opened]
+    tokens: None = None
+    end: None = None
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return int(self.bounds[-1])
+
+    def gather(self, begins: Any, sizes: Any) -> Any:
+        """The tokens of several stretches, one after the other."""
+        numpy = _numpy()
+        found = [numpy.zeros(0, self.dtype)]
+        for number, begin, size in self._inside(begins, sizes):
+            found.append(self.part(number).gather(numpy.array([begin]), numpy.array([size])))
+        return numpy.concatenate(found, dtype=self.dtype, casting="unsafe")
+
+    def starts(self, begins: Any, length: int) -> tuple[Any, Any]:
+        """Where documents start in stretches of tokens; see `Opened.starts`."""
+        numpy = _numpy()
+        stretches, places = [begins[:0]], [begins[:0]]
+        for stretch, begin in enumerate(begins.tolist()):
+            size = min(length, self.size - begin)
+            for number, first, count in self._inside([begin], [size]):
+                shift = int(self.bounds[number]) + first - begin
+                _, found = self.part(number).starts(numpy.array([first]), count)
+                stretches.append(numpy.full(len(found), stretch))
+                places.append(found + shift)
+        return numpy.concatenate(stretches), numpy.concatenate(places)
+
+    def _inside(self, begins: Any, sizes: Any) -> Any:
+        """(part, first token there, tokens) of stretches, cut where parts end."""
+        numpy = _numpy()
+        for begin, size in zip(map(int, begins), map(int, sizes), strict=True):
+            number = int(numpy.searchsorted(self.bounds, begin, side="right")) - 1
+            while size > 0:
+                first = begin - int(self.bounds[number])
+                count = min(size, int(self.bounds[number + 1]) - begin)
+                if count:
+                    yield number, first, count
+                begin, size, number = begin + count, size - count, number + 1
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Scattered:
+    """Documents that lie apart in a map, as an array of tokens.
+
+    Attributes:
+        data: The map.
+        dtype: Of a token.
+        begins: The first byte of each document.
+        ends: int64, the tokens of all documents up to each.
+    """
+
+    data: Any
+    dtype: Any
+    begins: Any
+    ends: Any
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def read(self, begin: int, size: int) -> Any:
+        """A stretch of tokens."""
+        numpy = _numpy()
+        found, stop = [numpy.zeros(0, self.dtype)], begin + size
+        number = int(numpy.searchsorted(self.ends, begin, side="right"))
+        while begin < stop:
+            start = int(self.ends[number - 1]) if number else 0
+            count = min(stop, int(self.ends[number])) - begin
+            at = int(self.begins[number]) + (begin - start) * self.dtype.itemsize
+            found.append(numpy.frombuffer(self.data, self.dtype, count, at))
+            begin, number = begin + count, number + 1
+        return numpy.concatenate(found)
+
+
+def source_states(source: TokenSource) -> tuple[FileState, ...]:
+    """The files of a source as they are now, in order.
+
+    Raises:
+        DataError: one is missing, or there is none.
+    """
+    if isinstance(source, MegatronTokens | NanoGPTTokens):
+        return file_states(source)
+    found = [source.path]
+    if os.path.isdir(source.path):
+        patterns = _PATTERNS[type(source)]
+        for pattern in patterns:
+            found = sorted(glob.glob(os.path.join(glob.escape(source.path), pattern)))
+            if found:
+                break
+        else:
+            raise damaged(source.path, f"has no file {' or '.join(patterns)}")
+    elif isinstance(source, MDSTokens):
+        found = [os.path.join(source.path, "index.json")]
+    return tuple(file_state(name) for name in found)
+
+
+def open_source(source: TokenSource, states: tuple[FileState, ...]) -> Opened | Joined:
+    """The tokens of a source; files that have changed are opened again.
+
+    Raises:
+        DataError: a file is not what its header says.
+    """
+    if isinstance(source, MegatronTokens | NanoGPTTokens):
+        return opened(source, states)
+    return _joined(source, states)
+
+
+@functools.lru_cache(maxsize=_OPEN_PARTS)
+def _joined(source: FolderTokens, states: tuple[FileState, ...]) -> Opened | Joined:
+    numpy = _numpy()
+    keys = _parts(source, states)
+    sizes = [_size(source, states, key) for key in keys]
+    keys = [key for key, size in zip(keys, sizes, strict=True) if size]
+    if not keys:
+        raise damaged(source.path, "has no tokens")
+    first = _part(source, states, keys[0])
+    if len(keys) == 1:
+        return first
+    bounds = numpy.concatenate([[0], numpy.cumsum([size for size in sizes if size])])
+
+    def part(number: int) -> Opened:
+        found = _part(source, states, keys[number])
+        if found.size != bounds[number + 1] - bounds[number] or found.dtype != first.dtype:
+            raise damaged(
+                keys[number][0],
+                f"has {found.size} tokens of {found.dtype} in part {keys[number][1]}, where "
+                f"{bounds[number + 1] - bounds[number]} of {first.dtype} were expected",
+            )
+        return found
+
+    return Joined(bounds=bounds, dtype=first.dtype, part=part)
+
+
+# What names a part: a file, and a group of it.
+_Key = tuple[str, int]
+
+
+def _parts(source: FolderTokens, states: tuple[FileState, ...]) -> list[_Key]:
+    paths = [state[0] for state in states]
+    if isinstance(source, MDSTokens):
+        return [(name, number) for number, name in enumerate(_mds_shards(paths[0]))]
+    if not isinstance(source, ColumnTokens):
+        return [(path, 0) for path in paths]
+    return [
+        (path, number)
+        for path in paths
+        for number in range(
+            len(_arrow_chunks(path, source.column))
+            if path.endswith(".arrow")
+            else _parquet(path).num_row_groups
+        )
+    ]
+
+
+def _size(source: FolderTokens, states: tuple[FileState, ...], key: _Key) -> int:
+    """Tokens of a part; of a Parquet file, without reading more than its footer."""
+    path, number = key
+    if isinstance(source, ColumnTokens) and not path.endswith(".arrow"):
+        group = _parquet(path).metadata.row_group(number)
+        for column in map(group.column, range(group.num_columns)):
+            statistics = column.statistics
+            named = column.path_in_schema.split(".")[0] == source.column
+            if named and statistics is not None and statistics.has_null_count:
+                return column.num_values - statistics.null_count
+    return _part(source, states, key).size
+
+
+@functools.lru_cache(maxsize=_OPEN_PARTS)
+def _part(source: FolderTokens, states: tuple[FileState, ...], key: _Key) -> Opened:
+    path, number = key
+    if isinstance(source, DatatroveTokens):
+        return _datatrove(source, path)
+    if isinstance(source, MDSTokens):
+        return _mds(source, states[0][0], path, number)
+    if isinstance(source, NumPyTokens):
+        return _npy(path)
+    return _column(source, path, number)
+
+
+def _datatrove(source: DatatroveTokens, path: str) -> Opened:
+    numpy = _numpy()
+    tokens = mapped_tokens(path, source.dtype)
+    if os.path.exists(f"{path}.metadata"):
+        with open(f"{path}.metadata", encoding="utf-8", errors="replace") as file:
+            size = file.readline().strip().rpartition("|")[2]
+        if size != str(tokens.itemsize):
+            raise damaged(f"{path}.metadata", f"says that tokens have {size} bytes")
+    index = mapped_tokens(f"{path}.index", "uint64")
+    if index[-1] != len(tokens):
+        raise damaged(f"{path}.index", f"describes {index[-1]} tokens of {len(tokens)}")
+    return Opened(path=f"{path}.index", tokens=tokens, ends=numpy.asarray(index).view("<i8"))
+
+
+def _npy(path: str) -> Opened:
+    numpy = _numpy()
+    data = map_file(path)
+    try:
+        with open(path, "rb") as file:
+            version = numpy.lib.format.read_magic(file)
+            read = {
+                (1, 0): numpy.lib.format.read_array_header_1_0,
+                (2, 0): numpy.lib.format.read_array_header_2_0,
+            }[version]
+            shape, fortran, dtype = read(file)
+            at = file.tell()
+    except (ValueError, KeyError) as error:
+        raise damaged(path, f"has no header that can be read ({error})") from error
+    size = 1
+    for dim in shape:
+        size *= dim
+    if dtype.kind not in "iu" or len(shape) not in (1, 2) or (fortran and len(shape) > 1):
+        raise damaged(path, f"has an array of {dtype} with shape {shape}, not integers in rows")
+    if len(data) != at + size * dtype.itemsize:
+        raise damaged(path, f"has {len(data)} bytes; an array of {dtype} {shape} needs others")
+    documents = shape[0] if len(shape) == 2 else 1
+    ends = (numpy.arange(documents) + 1) * (size // max(1, documents))
+    return Opened(path=path, tokens=numpy.frombuffer(data, dtype, size, at), ends=ends)
+
+
+def _mds_shards(path: str) -> list[str]:
+    shards = [shard["raw_data"]["basename"] for shard in _mds_index(path)]
+    folder = os.path.dirname(path)
+    if any(os.path.basename(name) != name or name in ("", "..") for name in shards):
+        raise damaged(path, "names shards outside of its folder")
+    return [os.path.join(folder, name) for name in shards]
+
+
+def _mds_index(path: str) -> list[Any]:
+    with open(path, encoding="utf-8") as file:
+        try:
+            shards = json.load(file)["shards"]
+            if any(shard["format"] != "mds" for shard in shards):
+                raise damaged(path, "has shards that are not MDS")
+            if any(shard["compression"] for shard in shards):
+                raise damaged(path, "has compressed shards: write them without compression")
+            return [shard | {"samples": int(shard["samples"])} for shard in shards]
+        except (ValueError, KeyError, TypeError) as error:
+            raise damaged(path, f"is no index of MDS shards ({error!r})") from error
+
+
+def _mds(source: MDSTokens, index: str, path: str, number: int) -> Opened:
+    """A shard: u4 samples, u4 offsets, a config, and samples with a size per variable column."""
+    numpy = _numpy()
+    shard, data = _mds_index(index)[number], map_file(path)
+    samples = shard["samples"]
+    bytes_ = numpy.frombuffer(data, "u1")
+    names, encodings, fixed = (
+        shard[f"column_{field}"] for field in ("names", "encodings", "sizes")
+    )
+    if source.column not in names:
+        raise damaged(index, f'has no column "{source.column}" but {names}')
+    if len(data) < 8 + 4 * samples or int(numpy.frombuffer(data, "<u4", 1)[0]) != samples:
+        raise damaged(path, f"has not the {samples} samples of its index.json")
+    offsets = numpy.frombuffer(data, "<u4", samples + 1, 4).astype("i8")
+    column = names.index(source.column)
+    variable = [size is None for size in fixed]
+    head = 4 * sum(variable)
+    first, sizes = offsets[:-1], numpy.diff(offsets)
+    if len(data) != offsets[-1] or offsets[0] < 8 + 4 * samples or (sizes < head).any():
+        raise damaged(path, "has offsets that do not fit its size")
+    heads = bytes_[first[:, None] + numpy.arange(head)].copy().view("<u4").astype("i8")
+    places = iter(heads.T if head else ())
+    columns = [next(places) if size is None else numpy.full(samples, int(size)) for size in fixed]
+    if (head + sum(columns) != sizes).any():
+        raise damaged(path, "has samples whose columns do not fit their size")
+    begins, lengths = first + head + sum(columns[:column], start=0 * first), columns[column]
+    begins, lengths, dtype = _mds_arrays(source, path, encodings[column], bytes_, begins, lengths)
+    ends = (lengths // dtype.itemsize).cumsum()
+    return Opened(
+        path=path,
+        tokens=None,
+        scattered=_Scattered(data=data, dtype=dtype, begins=begins, ends=ends),
+        ends=ends,
+    )
+
+
+def _mds_arrays(
+    source: MDSTokens, path: str, encoding: str, data: Any, begins: Any, sizes: Any
+) -> tuple[Any, Any, Any]:
+    """Where the tokens of each sample are, without the header of its array."""
+    numpy = _numpy()
+    kind, *options = encoding.split(":")
+    dtype = options[0] if options else None
+    if kind == "bytes":
+        dtype = source.dtype
+    if kind not in ("ndarray", "bytes") or (kind == "bytes" and dtype is None):
+        raise damaged(
+            path,
+            f'has a column "{source.column}" of {encoding}, where MDSTokens reads ndarray, and '
+            f"bytes of a given dtype",
+        )
+
+    def skip(count: Any) -> None:
+        nonlocal begins, sizes
+        if (sizes < count).any():
+            raise damaged(path, "has samples that are smaller than the header of their array")
+        begins, sizes = begins + count, sizes - count
+
+    if kind == "ndarray" and not options and len(begins):
+        codes = set(data[begins].tolist())
+        if len(codes) > 1 or not codes <= _TYPES.keys():
+            raise damaged(path, f"has arrays of several types, or not of integers: {codes}")
+        dtype = _TYPES[codes.pop()]
+        skip(1)
+    if kind == "ndarray" and len(options) < 2 and len(begins):
+        shapes = data[begins].astype("i8")
+        skip(1)
+        skip((shapes >> 2) * numpy.array([1, 2, 4, 8])[shapes & 3])
+    kept = numpy.dtype(dtype or "uint16").newbyteorder("<")
+    if kept.kind not in "iu" or (sizes % kept.itemsize).any():
+        raise damaged(path, f"has arrays whose bytes are no number of {kept} tokens")
+    return begins, sizes, kept
+
+
+def _parquet(path: str) -> Any:
+    pyarrow = _arrow()
+    try:
+        return optional("pyarrow.parquet", extra="arrow", needed_by="ColumnTokens").ParquetFile(
+            path
+        )
+    except pyarrow.ArrowException as error:
+        raise damaged(path, f"is no Parquet file that can be read ({error})") from error
+
+
+@functools.lru_cache(maxsize=_OPEN_PARTS)
+def _arrow_chunks(path: str, column: str) -> list[Any]:
+    pyarrow = _arrow()
+    try:
+        data = pyarrow.memory_map(path)
+        try:
+            table = pyarrow.ipc.open_file(data).read_all()
+        except pyarrow.ArrowInvalid:  # the format of streams, as Hugging Face datasets write it
+            table = pyarrow.ipc.open_stream(data).read_all()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise damaged(path, f"is no Arrow file that can be read ({error})") from error
+    if column not in table.column_names:
+        raise damaged(path, f'has no column "{column}" but {table.column_names}')
+    return table.column(column).chunks
+
+
+def _column(source: ColumnTokens, path: str, number: int) -> Opened:
+    """A row group of a Parquet file, decoded, or a batch of an Arrow file, mapped."""
+    pyarrow = _arrow()
+    try:
+        if path.endswith(".arrow"):
+            lists = _arrow_chunks(path, source.column)[number]
+        else:
+            file = _parquet(path)
+            if source.column not in file.schema_arrow.names:
+                raise damaged(
+                    path, f'has no column "{source.column}" but {file.schema_arrow.names}'
+                )
+            table = file.read_row_group(number, columns=[source.column])
+            lists = table.column(source.column).combine_chunks()
+            if isinstance(lists, pyarrow.ChunkedArray):
+                lists = lists.chunk(0)
+        lists.validate(full=True)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise damaged(path, f"has a group, {number}, that cannot be read ({error})") from error
+    if not hasattr(lists, "flatten") or not pyarrow.types.is_integer(lists.type.value_type):
+        raise damaged(
+            path, f'has a column "{source.column}" of {lists.type}, not lists of integers'
+        )
+    values = lists.flatten()  # without the lists that are null
+    if values.null_count:
+        raise damaged(path, f'has nulls among the tokens of "{source.column}"')
+    lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    tokens = values.to_numpy(zero_copy_only=False)
+    return Opened(path=path, tokens=tokens, ends=lengths.astype("i8").cumsum())
+
+
+def _numpy() -> Any:
+    return optional("numpy", extra="tokens", needed_by="fx.tokens")
+
+
+def _arrow() -> Any:
+    return optional("pyarrow", extra="arrow", needed_by="fx.data.ColumnTokens")

@@ -1,0 +1,161 @@
+"""Sources of several files: the rows of the same documents in Megatron's files; damaged files."""
+
+import itertools
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fxtrain as fx
+from tests.data._loaders import world
+from tests.data._token_files import write_megatron
+
+DOCUMENTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3, 5], [8], [9, 7, 9]]
+NUMBERS = itertools.count()
+
+
+def _groups(documents, parts):
+    size = -(-len(documents) // parts)
+    return [documents[at : at + size] for at in range(0, len(documents), size)]
+
+
+def write_datatrove(folder, documents, parts=2):
+    for number, group in enumerate(_groups(documents, parts)):
+        path = folder / f"{number}.ds"
+        np.array([token for d in group for token in d], "<u2").tofile(path)
+        np.cumsum([len(d) for d in group]).astype("<u8").tofile(f"{path}.index")
+        Path(f"{path}.metadata").write_text("gpt2|2\n17\n17 T")
+    return fx.data.DatatroveTokens(path=str(folder))
+
+
+def write_npy(folder, documents, parts=2):
+    for number, document in enumerate(documents):
+        np.save(folder / f"{number:03d}.npy", np.array(document, "u2"))
+    return fx.data.NumPyTokens(path=str(folder))
+
+
+def _mds_sample(document, encoding):
+    values = np.array(document, "<u2").tobytes()
+    shape = bytes([1 << 2, len(document)])  # one dimension, of type uint8
+    head = {"ndarray:uint16": shape, "ndarray": bytes([16]) + shape, "bytes": b""}[encoding]
+    column = head + values
+    return struct.pack("<2I", len("text"), len(column)) + b"text" + struct.pack("<q", 7) + column
+
+
+def write_mds(folder, documents, parts=2, encoding="ndarray:uint16"):
+    """Shards with a column of text and one of numbers before the tokens."""
+    shards = []
+    for number, group in enumerate(_groups(documents, parts)):
+        samples = [_mds_sample(document, encoding) for document in group]
+        config, n = b"{}", len(samples)
+        start = 4 + 4 * (n + 1) + len(config)
+        offsets = [start + sum(map(len, samples[:at])) for at in range(n + 1)]
+        data = struct.pack(f"<{n + 2}I", n, *offsets) + config + b"".join(samples)
+        (folder / f"shard.{number:05d}.mds").write_bytes(data)
+        shard = {
+            "format": "mds",
+            "compression": None,
+            "samples": n,
+            "column_names": ["a", "b", "tokens"],
+            "column_encodings": ["str", "int", encoding],
+            "column_sizes": [None, 8, None],
+            "raw_data": {"basename": f"shard.{number:05d}.mds", "bytes": len(data)},
+        }
+        shards.append(shard)
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
+    return fx.data.MDSTokens(path=str(folder), dtype="uint16" if encoding == "bytes" else None)
+
+
+def _column(kind):
+    def write(folder, documents, parts=2):
+        pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
+        from pyarrow import parquet
+
+        table, size = pyarrow.table({"input_ids": documents}), -(-len(documents) // parts)
+        if kind == "parquet":
+            parquet.write_table(table, folder / "a.parquet", row_group_size=size)
+        else:
+            make = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
+            with make(str(folder / "a.arrow"), table.schema) as file:
+                file.write_table(table, max_chunksize=size)
+        return fx.data.ColumnTokens(path=str(folder))
+
+    return write
+
+
+WRITERS = {
+    "datatrove": write_datatrove,
+    "npy": write_npy,
+    **{
+        f"mds {encoding}": lambda *args, encoding=encoding: write_mds(*args, encoding=encoding)
+        for encoding in ("ndarray:uint16", "ndarray", "bytes")
+    },
+    **{kind: _column(kind) for kind in ("parquet", "stream", "arrow")},
+}
+
+
+def _rows(source, **settings):
+    loader = fx.tokens(source, world(1)[0], **{"documents": True, "batch_size": 3, **settings})
+    return [{name: v.tolist() for name, v in batch.data.items()} for batch in loader]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@settings(max_examples=10)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    parts=st.integers(1, 4),
+    length=st.integers(1, 12),
+    packing=st.sampled_from([None, fx.data.BestFit(window_rows=2)]),
+)
+def test_rows_are_those_of_megatron_files(tmp_path_factory, name, sizes, parts, length, packing):
+    folder = tmp_path_factory.mktemp("sources")
+    (folder / "own").mkdir()
+    numbers = itertools.count(1)
+    documents = [list(itertools.islice(numbers, size)) for size in sizes]
+    source = WRITERS[name](folder / "own", documents, parts)
+    settings = {"length": length, "packing": packing}
+    assert _rows(source, **settings) == _rows(write_megatron(folder, documents), **settings)
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _edit(old, new):
+    return lambda path: path.write_bytes(path.read_bytes().replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "damage", "message"),
+    [
+        ("datatrove", "0.ds", _cut, "no number of"),
+        ("datatrove", "0.ds.index", lambda p: p.write_bytes(struct.pack("<Q", 99)), "describes 99"),
+        ("datatrove", "0.ds.metadata", lambda p: p.write_text("gpt2|4\n1"), "have 4 bytes"),
+        ("npy", "000.npy", _cut, "needs others"),
+        ("npy", "000.npy", _edit(b"(3,)", b"(9,)"), "needs others"),
+        ("npy", "000.npy", lambda p: np.save(p, np.zeros(3)), "not integers"),
+        ("npy", "000.npy", lambda p: p.write_bytes(b"x" * 99), "no header"),
+        ("mds ndarray", "shard.00000.mds", _cut, "offsets that do not fit"),
+        ("mds ndarray", "shard.00000.mds", _edit(b"\x03\0\0\0", b"\x09\0\0\0"), "not the 3"),
+        ("mds ndarray", "index.json", _edit(b"shard.00000", b"../rd.00000"), "outside"),
+        ("mds ndarray", "index.json", _edit(b'"tokens"', b'"tokenz"'), "no column"),
+        ("mds ndarray", "index.json", _edit(b"null", b'"zstd"'), "compressed"),
+        ("mds ndarray", "index.json", lambda p: p.write_text("[]"), "no index of MDS"),
+        ("parquet", "a.parquet", _cut, "no Parquet file"),
+        ("arrow", "a.arrow", lambda p: p.write_bytes(b"ARROW1\0\0" * 9), "no Arrow file"),
+    ],
+)
+def test_damaged_files_are_errors(tmp_path, name, file, damage, message):
+    source = WRITERS[name](tmp_path, DOCUMENTS)
+    damage(tmp_path / file)
+    with pytest.raises(fx.errors.DataError, match=message):
+        _rows(source, length=4)
+
+
+def test_a_folder_without_files_is_an_error(tmp_path):
+    with pytest.raises(fx.errors.DataError, match=r"has no file \*\.ds"):
+        _rows(fx.data.DatatroveTokens(path=str(tmp_path)), length=4)
