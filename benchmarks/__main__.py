@@ -15,7 +15,7 @@ from benchmarks import (
     muon,
     offload,
     placement,
-    replicas,
+    replica_digests,
     report,
     startup,
     step,
@@ -40,7 +40,7 @@ if __name__ == "__main__":
         placement,
         elastic_replicas,
         report,
-        replicas,
+        replica_digests,
         tokens,
         muon,
     ):

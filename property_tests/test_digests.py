@@ -5,7 +5,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fxtrain.backends.core.replicas import digest, weighted_sums
+from fxtrain.backends.core.replica_digests import digest, weighted_sums
 
 DTYPES = [
     torch.float64,

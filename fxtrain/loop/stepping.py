@@ -11,7 +11,7 @@ from typing_extensions import TypeVar
 
 from fxtrain import _tree, ops
 from fxtrain._record import shown
-from fxtrain.backends.core.replicas import verify_replicas
+from fxtrain.backends.core.replica_digests import verify_replicas
 from fxtrain.errors import CollectiveError, StepError
 from fxtrain.loop import weighting
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers

@@ -13,7 +13,7 @@ from fxtrain import ops
 from fxtrain._display import number
 from fxtrain._reading import StrPath
 from fxtrain._record import shown
-from fxtrain.backends.core.replicas import verify_replicas
+from fxtrain.backends.core.replica_digests import verify_replicas
 from fxtrain.checkpoint import latest, restore, save
 from fxtrain.data import Sharded
 from fxtrain.data.sharding import part_of

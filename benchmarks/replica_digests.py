@@ -1,6 +1,6 @@
 """Two ranks: a check of replicas, beside the training step of which every 100th has one.
 
-python -m benchmarks.replicas
+python -m benchmarks.replica_digests
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 
 import fxtrain as fx
 from benchmarks._common import interleaved, show
-from fxtrain.backends.core.replicas import verify_replicas
+from fxtrain.backends.core.replica_digests import verify_replicas
 from fxtrain.testing import Cluster
 
 EVERY = 100
