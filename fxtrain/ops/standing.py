@@ -42,6 +42,7 @@ _TICK_S = 0.2
 _SHARE = 0.75  # of the timeout of collectives, so that ranks write before they fail
 _PATIENCE_S = 3.0  # for the other ranks to write, before rank 0 compares them; less before it fails
 _STORE_S = 1.0
+_ARM_S = 5.0
 _SILENT = NO_PROGRESS + " for {:.0f} s"
 
 
@@ -82,6 +83,7 @@ class _Watch(threading.Thread):
         self._bound_s = _SHARE * ctx.comm.timeout_s
         self._signal = _answers_signal(self._stacks)
         self._asked = _written_at(folder / ASK)
+        self._armed = 0.0
         self._write_record("started")
 
     def stop(self) -> None:
@@ -118,12 +120,16 @@ class _Watch(threading.Thread):
 
     def _arm(self) -> int:
         """Have stacks written if this thread cannot do it; bytes in their file now."""
-        late_s = self._bound_s + 2 * _TICK_S
-        faulthandler.dump_traceback_later(late_s, file=self._stacks)
+        every_s = min(_ARM_S, self._bound_s / 10)  # each time starts a thread of C
+        if time.monotonic() - self._armed >= every_s:
+            self._armed = time.monotonic()
+            late_s = self._bound_s + every_s + 2 * _TICK_S
+            faulthandler.dump_traceback_later(late_s, file=self._stacks)
         return os.fstat(self._stacks).st_size
 
     def _write(self, why: str) -> None:
         faulthandler.cancel_dump_traceback_later()
+        self._armed = 0.0
         os.ftruncate(self._stacks, 0)
         faulthandler.dump_traceback(self._stacks)
         self._write_record(why)
