@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 
+from fxtrain._byte_units import read_bytes
 from fxtrain._reading import read_text, write_file
-from fxtrain.cli.output import Exit, as_json, check_picture, save_picture
-from fxtrain.errors import LaunchError
+from fxtrain.cli.output import Exit, as_json, check_picture, print_json, save_picture
+from fxtrain.errors import LaunchError, PlanError
 from fxtrain.launchers import LaunchSpec, check_target, plan_variable
 from fxtrain.launchers.fields import name_values
 
@@ -35,6 +37,7 @@ def plan(
     config: str = "",
     profile: str = "",
     json_: bool = False,
+    **failures: Any,
 ) -> int:
     """Carry out `fxtrain plan`.
 
@@ -51,6 +54,7 @@ def plan(
         config: The launch file; by default the one that `fxtrain launch` finds.
         profile: A profile of it.
         json_: Print the result as JSON instead of a table.
+        failures: How ranks fail, as the options of the command name it.
 
     Returns:
         The exit code: FOUND if the program would fail, or failed here for another reason.
@@ -74,6 +78,7 @@ def plan(
     variables = runs.place(world, rank, settings.plan.mesh)
     runs.read_bytes(device_memory)
     check_picture(picture)
+    _check_failures(failures)
     others = [_read(path, state) for path in against]
     if settings.values.plan:
         variables |= name_values((plan_variable(settings.plan),))
@@ -86,10 +91,17 @@ def plan(
         write_file(save, text)
     if picture is not None:
         save_picture(runs.plot(found), picture)
-    if json_:
+    goodput = None if failures.get("rank_mtbf_h") is None else _goodput(found, failures)
+    if goodput is not None and failures["goodput_picture"] is not None:
+        save_picture(runs.plot_goodput(goodput), failures["goodput_picture"])
+    if json_ and goodput is not None:
+        print_json({"run": json.loads(text), "goodput": attrs.asdict(goodput)})
+    elif json_:
         sys.stdout.write(text)
     else:
         _print(runs.table(*others, found))
+        if goodput is not None:
+            _print(runs.goodput_table(goodput))
     return Exit.WELL if found.fits else Exit.FOUND
 
 
@@ -101,6 +113,50 @@ def _in_a_process(request: Mapping[str, Any], variables: Mapping[str, str]) -> t
         env = {**os.environ, **variables}
         done = subprocess.run(line, env=env, stdout=_STDERR, check=False)
         return (out.read_text(encoding="utf-8") if out.exists() else ""), done.returncode
+
+
+def _check_failures(failures: Mapping[str, Any]) -> None:
+    """Refuse settings of failures before the program runs."""
+    check_picture(failures.get("goodput_picture"))
+    if failures.get("rank_mtbf_h") is None:
+        given = [name for name in ("checkpoint_rate", "goodput_picture") if failures.get(name)]
+        if given:
+            flag = given[0].replace("_", "-")
+            raise PlanError(
+                f"--{flag}: goodput needs the mean time between failures of one rank. Add "
+                f"--rank-mtbf-h HOURS."
+            )
+        return
+    if read_bytes(failures["checkpoint_rate"], "--checkpoint-rate") is None:
+        raise PlanError(
+            "--rank-mtbf-h: goodput needs the bandwidth with which all ranks together write a "
+            "checkpoint. Add --checkpoint-rate SIZE, per second, such as 20GB."
+        )
+    _spares(failures)
+
+
+def _spares(failures: Mapping[str, Any]) -> tuple[int, ...]:
+    words = failures["spares"].split(",")
+    if not all(word.strip().isdecimal() and len(word) < 8 for word in words):
+        raise PlanError(
+            f"--spares {failures['spares'][:40]}: pass numbers of ranks between commas, such as "
+            f"0,8,64."
+        )
+    return tuple(int(word) for word in words)
+
+
+def _goodput(run: Any, failures: Mapping[str, Any]) -> Any:
+    """Goodput of a run under simulated failures."""
+    runs = importlib.import_module("fxtrain.profiling")
+    setup = runs.Failures(
+        ranks=run.world,
+        rank_mtbf_s=3600 * failures["rank_mtbf_h"],
+        checkpoint_s=runs.checkpoint_bytes(run) / read_bytes(failures["checkpoint_rate"]),
+        restart_s=failures["restart_s"],
+        repair_s=3600 * failures["repair_h"],
+    )
+    work_s = 86400 * failures["days"]
+    return runs.goodput(setup, work_s=work_s, spares=_spares(failures), seed=failures["seed"])
 
 
 def _read(path: str, state: Any) -> Any:
@@ -131,6 +187,47 @@ def _print(shown: Any) -> None:
 @click.option("--against", multiple=True, metavar="FILE", help="compare with an earlier run")
 @click.option("--save", metavar="FILE", help="write the result as JSON")
 @click.option("--picture", metavar="FILE", help="draw the memory of a step: .svg, .png, .pdf")
+@click.option(
+    "--rank-mtbf-h",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="HOURS",
+    help="mean time between failures of one rank: shows goodput",
+)
+@click.option(
+    "--checkpoint-rate",
+    metavar="SIZE",
+    help="bytes per second that all ranks together write, such as 20GB",
+)
+@click.option(
+    "--restart-s",
+    type=click.FloatRange(min=0),
+    default=120.0,
+    show_default=True,
+    help="seconds from a failure to the next update",
+)
+@click.option(
+    "--repair-h",
+    type=click.FloatRange(min=0),
+    default=24.0,
+    show_default=True,
+    help="hours until a failed rank is a spare",
+)
+@click.option(
+    "--spares",
+    default="0",
+    show_default=True,
+    metavar="N,...",
+    help="numbers of ranks that stand by, to compare",
+)
+@click.option(
+    "--days",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    show_default=True,
+    help="training without failures",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="of the simulated failures")
+@click.option("--goodput-picture", metavar="FILE", help="draw goodput over intervals")
 @click.option("--config", "-c", default="", metavar="FILE", help="launch file with the plan")
 @click.option("--profile", "-p", default="", metavar="NAME", help="profile of the launch file")
 @click.option("-m", "module", is_flag=True, help="the program is a module, not a script")
@@ -147,6 +244,7 @@ def PLAN(program: tuple[str, ...], **options: Any) -> int:
 
     The script runs on tensors without values, as one rank of that world, until its steps
     repeat. Shown are memory by use, traffic by kind and mesh axis, and problems. The
-    plan of a launch file is passed to the script, as `fxtrain launch` does.
+    plan of a launch file is passed to the script, as `fxtrain launch` does. With
+    --rank-mtbf-h, failures are simulated, and goodput is shown.
     """
     return plan(program, **options)

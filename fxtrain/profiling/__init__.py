@@ -10,25 +10,49 @@ import sys
 
 from fxtrain._byte_units import read_bytes, show_bytes
 from fxtrain._packages import Package
+from fxtrain.profiling.failures import (
+    Failures,
+    Goodput,
+    RunTimes,
+    checkpoint_bytes,
+    daly_goodput,
+    daly_interval_s,
+    goodput,
+    goodput_table,
+    plot_goodput,
+    simulate_run,
+    young_interval_s,
+)
 from fxtrain.profiling.rehearsal import dry_run, place, rehearse
 from fxtrain.profiling.step_times import RankTimes, StepTimes, Summary, summary
 from fxtrain.profiling.tables import plot, table
 from fxtrain.profiling.tracing import Trace, profile
 
 __all__ = [
+    "Failures",
+    "Goodput",
     "RankTimes",
+    "RunTimes",
     "StepTimes",
     "Summary",
     "Trace",
+    "checkpoint_bytes",
+    "daly_goodput",
+    "daly_interval_s",
     "dry_run",
+    "goodput",
+    "goodput_table",
     "place",
     "plot",
+    "plot_goodput",
     "profile",
     "read_bytes",
     "rehearse",
     "show_bytes",
+    "simulate_run",
     "summary",
     "table",
+    "young_interval_s",
 ]
 
 sys.modules[__name__].__class__ = Package

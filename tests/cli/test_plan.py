@@ -197,3 +197,42 @@ def test_an_example_runs_as_it_is(tmp_path, capsys, here):
     found = fx.state.loads(saved.read_text(), fx.state.DryRun)
     assert {row.kind for row in found.step} == {"all_reduce", "all_gather"}
     assert {row.ranks for row in found.step} == {16}
+
+
+FAILING = ("--rank-mtbf-h=5000", "--checkpoint-rate=1", "--restart-s=60", "--spares=0,50")
+
+
+def test_goodput_under_failures(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "run", _run_here)
+    picture = tmp_path / "goodput.svg"
+    options = (*FAILING, f"--goodput-picture={picture}", "--days=5")
+    assert main(["plan", "--world=500", *options, script, "1"]) == Exit.WELL
+    shown = capsys.readouterr().out
+    assert "Goodput of 500 ranks: a failure every 10 h, a checkpoint of" in " ".join(shown.split())
+    assert "Best interval:" in shown
+    ET.parse(picture)
+    assert main(["plan", "--world=500", *FAILING, "--days=5", "--json", script, "1"]) == Exit.WELL
+    shown = capsys.readouterr().out  # the program prints here too, in a process of its own if real
+    found = json.loads(shown[shown.index("{") :])
+    assert found["run"]["world"] == 500
+    memory = found["run"]["memory"]
+    assert (
+        found["goodput"]["failures"]["checkpoint_s"] == memory["parameters"] + memory["optimizer"]
+    )
+    waits, spared = found["goodput"]["rows"]
+    assert max(waits) < max(spared) < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--rank-mtbf-h=1"], "Add --checkpoint-rate SIZE"),
+        (["--checkpoint-rate=1GB"], "Add --rank-mtbf-h HOURS"),
+        (["--rank-mtbf-h=1", "--checkpoint-rate=fast"], "--checkpoint-rate='fast'"),
+        (["--rank-mtbf-h=1", "--checkpoint-rate=1GB", "--spares=few"], "--spares few"),
+        (["--goodput-picture=x.txt"], "the name of a picture ends in"),
+    ],
+)
+def test_wrong_failures_are_refused_before_the_program_runs(script, options, words, capsys):
+    assert main(["plan", "--world=2", *options, script, "1"]) == Exit.WRONG
+    assert words in " ".join(capsys.readouterr().err.split())

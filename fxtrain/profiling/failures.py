@@ -1,0 +1,354 @@
+"""What failures cost a run of many ranks: goodput by interval of checkpoints and number of spares.
+
+A run is simulated event by event: ranks fail at random, the work since the last checkpoint is lost,
+a spare takes the place of the rank or the run waits for a repair, and the run starts again. Without
+repairs this is the model of Young and Daly, whose formulas give the best interval directly.
+"""
+
+import heapq
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+from attrs import validators
+from rich import box
+from rich.table import Table
+
+from fxtrain._optional import optional
+from fxtrain._record import above, record
+from fxtrain.errors import PlanError
+from fxtrain.state import DDP, FSDP, PP, DryRun
+from fxtrain.state.mesh import resolve_mesh
+
+_INTERVALS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of Daly's, in a table
+_MOST_FAILURES = 100_000
+_HOUR = 3600.0
+
+
+@record
+class Failures:
+    """How often ranks fail, and what it takes to continue.
+
+    Attributes:
+        ranks: Ranks of the run; one failure stops all of them.
+        rank_mtbf_s: Mean time between failures of one rank, in seconds.
+        checkpoint_s: Time that a checkpoint stops the run, in seconds.
+        restart_s: Time from a failure, or from a repair that it waits for, to the first update.
+        repair_s: Time until a rank that failed can be used again, as a spare; 0 at once.
+        spares: Ranks that stand by at the start.
+
+    Example:
+        >>> from fxtrain.profiling import Failures
+        >>> Failures(ranks=1000, rank_mtbf_s=36e6, checkpoint_s=60, restart_s=300).mtbf_s
+        36000.0
+    """
+
+    ranks: int = attrs.field(validator=validators.ge(1))
+    rank_mtbf_s: float = attrs.field(validator=above(0))
+    checkpoint_s: float = attrs.field(validator=above(0))
+    restart_s: float = attrs.field(default=0.0, validator=validators.ge(0))
+    repair_s: float = attrs.field(default=0.0, validator=validators.ge(0))
+    spares: int = attrs.field(default=0, validator=validators.ge(0))
+
+    @property
+    def mtbf_s(self) -> float:
+        """Mean time between failures of the run, in seconds."""
+        return self.rank_mtbf_s / self.ranks
+
+
+def checkpoint_bytes(run: DryRun) -> int:
+    """Bytes of a checkpoint of a run: parameters, optimizer states and buffers of one replica.
+
+    They are those of the rank that was simulated, times the ranks that share a replica.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> from fxtrain.profiling import checkpoint_bytes
+        >>> memory = fx.state.Memory(parameters=10, optimizer=20)
+        >>> mesh, plan = fx.Mesh(replicate=8), fx.Plan(strategy="fsdp")
+        >>> checkpoint_bytes(
+        ...     fx.state.DryRun(name="train.py", world=8, mesh=mesh, plan=plan, memory=memory)
+        ... )
+        240
+    """
+    sizes = resolve_mesh(run.mesh, run.world).sizes
+    data = sizes["replicate"] * sizes["shard"] * sizes["context"]
+    strategy = DDP() if run.plan is None else run.plan.strategy
+    stages = strategy.stages if isinstance(strategy, PP) else strategy
+    shards = states = 1
+    if isinstance(stages, FSDP) and stages.mode != "none":
+        shards = sizes["shard"] * sizes["context"] if sizes["shard"] > 1 else data
+        shards = states = stages.shard or shards
+    elif isinstance(stages, DDP) and stages.shard_optimizer:
+        states = data
+    memory, others = run.memory, sizes["pipeline"] * sizes["tensor"]
+    return others * (shards * memory.parameters + states * memory.optimizer + memory.buffers)
+
+
+@record
+class RunTimes:
+    """How a simulated run has spent its time, in seconds.
+
+    Attributes:
+        useful_s: Training whose result was kept.
+        checkpoint_s: Writing checkpoints that were completed.
+        lost_s: Training, and writing of checkpoints, that a failure made worthless.
+        restart_s: Starting again, with attempts that failed.
+        waiting_s: Waiting for a repair, since no spare was left.
+        failures: Number of failures.
+        finished: Whether the work was done; otherwise the run was given up after 100,000 failures.
+    """
+
+    useful_s: float = 0.0
+    checkpoint_s: float = 0.0
+    lost_s: float = 0.0
+    restart_s: float = 0.0
+    waiting_s: float = 0.0
+    failures: int = 0
+    finished: bool = True
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.useful_s + self.checkpoint_s + self.lost_s + self.restart_s + self.waiting_s
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that was useful, from 0 to 1; 0 for a run that was given up."""
+        return self.useful_s / self.total_s if self.finished else 0.0
+
+
+def young_interval_s(failures: Failures) -> float:
+    """The training time between two checkpoints that is best to first order.
+
+    Source:
+        J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17 (1974).
+
+    Example:
+        >>> from fxtrain.profiling import Failures, young_interval_s
+        >>> young_interval_s(Failures(ranks=1, rank_mtbf_s=20_000, checkpoint_s=1))
+        200.0
+    """
+    return math.sqrt(2 * failures.checkpoint_s * failures.mtbf_s)
+
+
+def daly_interval_s(failures: Failures) -> float:
+    """The best training time between two checkpoints, to higher order.
+
+    Source:
+        J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps,
+        FGCS 22 (2006), equation 37.
+
+    Example:
+        >>> from fxtrain.profiling import Failures, daly_interval_s
+        >>> round(daly_interval_s(Failures(ranks=1, rank_mtbf_s=20_000, checkpoint_s=1)), 1)
+        199.3
+    """
+    save, mtbf = failures.checkpoint_s, failures.mtbf_s
+    if save >= 2 * mtbf:
+        return mtbf
+    ratio = save / (2 * mtbf)
+    return math.sqrt(2 * save * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
+
+
+def daly_goodput(failures: Failures, interval_s: float) -> float:
+    """The expected goodput of a run that never waits for a repair.
+
+    Source:
+        Daly (2006), equation 20: the expected time of a run with failures at random.
+
+    Example:
+        >>> from fxtrain.profiling import Failures, daly_goodput
+        >>> setup = Failures(ranks=1, rank_mtbf_s=20_000, checkpoint_s=1, restart_s=100)
+        >>> round(daly_goodput(setup, interval_s=200), 3)
+        0.985
+    """
+    mtbf = failures.mtbf_s
+    segment = (interval_s + failures.checkpoint_s) / mtbf
+    if segment + failures.restart_s / mtbf > 500:  # exp would overflow
+        return 0.0
+    return interval_s / (mtbf * math.exp(failures.restart_s / mtbf) * math.expm1(segment))
+
+
+def simulate_run(
+    failures: Failures, *, interval_s: float, work_s: float, seed: int = 0
+) -> RunTimes:
+    """Simulate one run event by event.
+
+    Args:
+        failures: How often ranks fail, and what it takes to continue.
+        interval_s: Training between two checkpoints, in seconds.
+        work_s: Training that the run needs without failures, in seconds.
+        seed: Of the times of failures.
+
+    Returns:
+        How the run spent its time; equal for equal arguments.
+
+    Raises:
+        PlanError: the interval or the work is not above 0.
+
+    Example:
+        >>> from fxtrain.profiling import Failures, simulate_run
+        >>> setup = Failures(ranks=100, rank_mtbf_s=1e6, checkpoint_s=10, restart_s=100)
+        >>> run = simulate_run(setup, interval_s=500, work_s=1e6)
+        >>> run.failures, round(run.goodput, 2)
+        (90, 0.95)
+    """
+    if not (interval_s > 0 and work_s > 0):
+        raise PlanError(
+            f"simulate_run(interval_s={interval_s:g}, work_s={work_s:g}): both are times above 0."
+        )
+    chance = random.Random(seed)
+    spent = dict.fromkeys(("useful_s", "checkpoint_s", "lost_s", "restart_s", "waiting_s"), 0.0)
+    now, count, free = 0.0, 0, failures.spares
+    repairs: list[float] = []
+    fails_at = chance.expovariate(1 / failures.mtbf_s)
+    while spent["useful_s"] < work_s and count < _MOST_FAILURES:
+        piece = min(interval_s, work_s - spent["useful_s"])
+        save = failures.checkpoint_s if spent["useful_s"] + piece < work_s else 0.0
+        if fails_at >= now + piece + save:
+            now += piece + save
+            spent["useful_s"] += piece
+            spent["checkpoint_s"] += save
+            continue
+        spent["lost_s"] += fails_at - now
+        ready = False
+        while not ready and count < _MOST_FAILURES:
+            now, count = fails_at, count + 1
+            heapq.heappush(repairs, now + failures.repair_s)
+            while repairs and repairs[0] <= now:
+                heapq.heappop(repairs)
+                free += 1
+            if free:
+                free -= 1
+            else:
+                begins = heapq.heappop(repairs)
+                spent["waiting_s"] += begins - now
+                now = begins
+            fails_at = now + chance.expovariate(1 / failures.mtbf_s)
+            ready = fails_at >= now + failures.restart_s
+            spent["restart_s"] += failures.restart_s if ready else fails_at - now
+        now += failures.restart_s
+    return RunTimes(**spent, failures=count, finished=spent["useful_s"] >= work_s)
+
+
+@record
+class Goodput:
+    """Goodput over intervals of checkpoints and numbers of spares.
+
+    Attributes:
+        failures: The setup; `spares` is that of the first row.
+        work_s: Training without failures, in seconds, of each simulated run.
+        intervals_s: Intervals of checkpoints, in seconds.
+        spares: Numbers of spares.
+        rows: By number of spares, the goodput of each interval: the mean of several runs.
+    """
+
+    failures: Failures
+    work_s: float
+    intervals_s: tuple[float, ...]
+    spares: tuple[int, ...]
+    rows: tuple[tuple[float, ...], ...]
+
+
+def goodput(
+    failures: Failures,
+    *,
+    work_s: float,
+    spares: Sequence[int] = (0,),
+    runs: int = 10,
+    seed: int = 0,
+) -> Goodput:
+    """Goodput at intervals around Daly's, for several numbers of spares.
+
+    Args:
+        failures: How often ranks fail, and what it takes to continue.
+        work_s: Training that a run needs without failures, in seconds.
+        spares: Numbers of spares to compare.
+        runs: Simulated runs for each figure, with seeds that follow each other.
+        seed: Of the first run.
+
+    Example:
+        >>> from fxtrain.profiling import Failures, goodput
+        >>> setup = Failures(ranks=100, rank_mtbf_s=1e6, checkpoint_s=10, restart_s=100)
+        >>> found = goodput(setup, work_s=1e5)
+        >>> [round(interval) for interval in found.intervals_s]
+        [110, 220, 441, 881, 1762]
+    """
+    best = daly_interval_s(failures)
+    intervals = tuple(factor * best for factor in _INTERVALS)
+    rows = []
+    for number in spares:
+        setup = attrs.evolve(failures, spares=number)
+        rows.append(
+            tuple(
+                sum(
+                    simulate_run(setup, interval_s=interval, work_s=work_s, seed=seed + run).goodput
+                    for run in range(runs)
+                )
+                / runs
+                for interval in intervals
+            )
+        )
+    return Goodput(
+        failures=failures,
+        work_s=work_s,
+        intervals_s=intervals,
+        spares=tuple(spares),
+        rows=tuple(rows),
+    )
+
+
+def goodput_table(found: Goodput) -> Table:
+    """Goodput as a table for rich: a row for each number of spares, a column for each interval."""
+    setup = found.failures
+    title = (
+        f"Goodput of {setup.ranks} ranks: a failure every {setup.mtbf_s / _HOUR:.3g} h, a "
+        f"checkpoint of {setup.checkpoint_s:.3g} s every"
+    )
+    grid = Table("spares", box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    for interval in found.intervals_s:
+        grid.add_column(f"{interval / 60:.3g} min", justify="right")
+    for number, row in zip(found.spares, found.rows, strict=True):
+        grid.add_row(str(number), *(f"{100 * one:.1f} %" for one in row))
+    formula = [daly_goodput(setup, interval) for interval in found.intervals_s]
+    grid.add_row("Daly, no waiting", *(f"{100 * one:.1f} %" for one in formula))
+    young, daly = young_interval_s(setup) / 60, daly_interval_s(setup) / 60
+    grid.caption = f"Best interval: {young:.3g} min by Young's formula, {daly:.3g} min by Daly's."
+    grid.caption_justify = "left"
+    return grid
+
+
+def plot_goodput(found: Goodput) -> Any:
+    """Goodput over intervals, by number of spares and by Daly's formula, as a matplotlib figure.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed (the extra `plots`).
+
+    Example:
+        >>> from fxtrain.profiling import Failures, goodput, plot_goodput
+        >>> setup = Failures(ranks=100, rank_mtbf_s=1e6, checkpoint_s=10, restart_s=100)
+        >>> plot_goodput(goodput(setup, work_s=1e5)).axes[0].get_title(loc="left")
+        '100 ranks: a failure every 2.8 h'
+    """
+    figure = optional("matplotlib.figure", extra="plots", needed_by="plot_goodput")
+    drawn = figure.Figure(figsize=(8, 4), layout="constrained")
+    axes = drawn.subplots()
+    every_h = found.failures.mtbf_s / _HOUR
+    axes.set_title(f"{found.failures.ranks} ranks: a failure every {every_h:.2g} h", loc="left")
+    minutes = [interval / 60 for interval in found.intervals_s]
+    for number, row in zip(found.spares, found.rows, strict=True):
+        axes.plot(minutes, [100 * one for one in row], marker="o", label=f"{number} spares")
+    span = [minutes[0] * (minutes[-1] / minutes[0]) ** (step / 60) for step in range(61)]
+    daly = [100 * daly_goodput(found.failures, 60 * one) for one in span]
+    axes.plot(span, daly, color="#808080", linestyle="--", label="Daly, without waiting")
+    axes.axvline(
+        young_interval_s(found.failures) / 60, color="#d00000", linestyle=":", label="Young"
+    )
+    axes.set_xscale("log")
+    axes.set_xlabel("training between two checkpoints, in minutes")
+    axes.set_ylabel("goodput, in per cent")
+    drawn.legend(loc="outside lower center", ncols=4, frameon=False)
+    return drawn

@@ -1,0 +1,90 @@
+"""Simulated failures: time is conserved, and the formulas of Young and Daly hold."""
+
+import statistics
+
+import attrs
+import pytest
+
+import fxtrain as fx
+from fxtrain.profiling import (
+    Failures,
+    daly_goodput,
+    daly_interval_s,
+    goodput,
+    simulate_run,
+    young_interval_s,
+)
+
+# Mean time between failures of the run, checkpoint and restart, in seconds.
+SETUPS = [(10_000, 10, 100), (10_000, 300, 60), (3_000, 60, 600), (100_000, 30, 0)]
+
+
+def _setup(mtbf, save, restart, **more):
+    return Failures(
+        ranks=1000, rank_mtbf_s=1000 * mtbf, checkpoint_s=save, restart_s=restart, **more
+    )
+
+
+def _mean(setup, interval, runs=40):
+    work = 200 * setup.mtbf_s
+    found = [simulate_run(setup, interval_s=interval, work_s=work, seed=n) for n in range(runs)]
+    return statistics.mean(run.goodput for run in found)
+
+
+@pytest.mark.parametrize("numbers", SETUPS)
+@pytest.mark.parametrize("factor", [0.5, 1, 3])
+def test_runs_have_the_goodput_that_daly_expects(numbers, factor):
+    setup = _setup(*numbers)
+    interval = factor * daly_interval_s(setup)
+    assert _mean(setup, interval) == pytest.approx(daly_goodput(setup, interval), abs=0.006)
+
+
+@pytest.mark.parametrize("numbers", SETUPS)
+def test_no_interval_is_better_than_dalys(numbers):
+    setup = _setup(*numbers)
+    best = daly_interval_s(setup)
+    at_best = daly_goodput(setup, best)
+    others = [daly_goodput(setup, best * factor) for factor in (0.5, 0.8, 0.95, 1.05, 1.25, 2)]
+    assert max(others) < at_best
+    simulated = {factor: _mean(setup, best * factor) for factor in (0.33, 1, 3)}
+    assert max(simulated, key=simulated.get) == 1
+
+
+def test_youngs_interval_is_dalys_to_first_order():
+    for save in (0.01, 0.1, 1.0):
+        setup = _setup(100_000, save, 0)
+        assert daly_interval_s(setup) == pytest.approx(young_interval_s(setup), rel=0.01)
+    assert daly_interval_s(_setup(100, 300, 0)) == 100  # a checkpoint takes longer than that
+
+
+def test_spares_save_waiting_and_never_cost_goodput():
+    setup = _setup(10_000, 60, 120, repair_s=86_400)
+    found = goodput(setup, work_s=3e6, spares=(0, 4, 16, 64), runs=4)
+    best = [max(row) for row in found.rows]
+    assert best == sorted(best)
+    assert best[0] < 0.2  # one repair after the other
+    assert best[-1] == pytest.approx(
+        max(daly_goodput(setup, one) for one in found.intervals_s), abs=0.02
+    )
+    none = simulate_run(attrs.evolve(setup, spares=64), interval_s=1000, work_s=3e6)
+    assert none.waiting_s == 0
+
+
+def test_a_run_that_cannot_end_is_given_up():
+    run = simulate_run(_setup(10, 100, 100), interval_s=100, work_s=1e4)
+    assert not run.finished
+    assert run.goodput == 0
+    assert daly_goodput(_setup(10, 100, 100), 1e9) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ranks": 0}, {"rank_mtbf_s": 0}, {"checkpoint_s": -1}, {"spares": -1}]
+)
+def test_wrong_setups_are_refused(wrong):
+    with pytest.raises(fx.errors.PlanError, match=next(iter(wrong))):
+        Failures(**{"ranks": 1, "rank_mtbf_s": 1.0, "checkpoint_s": 1.0} | wrong)
+
+
+def test_wrong_intervals_are_refused():
+    with pytest.raises(fx.errors.PlanError, match="both are times above 0"):
+        simulate_run(_setup(1, 1, 1), interval_s=0, work_s=1)
