@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRACKERS := .venv-trackers
 
-.PHONY: demo docs docs-look docs-serve examples gpu-bundle test test-deepspeed test-gpu test-newest test-nodes test-recipes test-shadow test-slow test-trackers test-xla lint bench clean
+.PHONY: demo docs docs-look docs-serve examples gpu-bundle test test-deepspeed test-gpu test-megatron test-newest test-nodes test-recipes test-shadow test-slow test-trackers test-xla lint bench clean
 
 demo: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
@@ -68,6 +68,10 @@ test-recipes: $(VENV)/.test
 # An environment of its own, since torch_xla works with one torch only.
 test-xla:
 	CI=$(CI) PYTHON=$(PYTHON) .ci/xla
+
+# An environment of its own over that of the tests, with megatron-core.
+test-megatron: $(VENV)/.test
+	CI=$(CI) PYTHON=$(PYTHON) .ci/megatron
 
 # An environment of its own with the newest torch that pip offers, not the one above.
 test-newest:
@@ -132,4 +136,4 @@ $(VENV)/.bench: $(VENV)/.test
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-recipes $(TRACKERS) .venv-newest .venv-xla .shadow build dist docs/reference docs/examples runs
+	rm -rf $(VENV) .venv-recipes $(TRACKERS) .venv-megatron .venv-newest .venv-xla .shadow build dist docs/reference docs/examples runs

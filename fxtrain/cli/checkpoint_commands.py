@@ -90,7 +90,7 @@ def IMPORT(
     no_optimizer: bool,  # noqa: FBT001
     json_: bool,  # noqa: FBT001
 ) -> int:
-    """Convert a checkpoint of Accelerate, DeepSpeed or torch's DCP in SOURCE."""
+    """Convert a checkpoint of Accelerate, DeepSpeed, Megatron or torch's DCP in SOURCE."""
     from fxtrain.interop import import_checkpoint
     from fxtrain.state import Position
 

@@ -6,12 +6,14 @@ from fxtrain.interop.accelerate_config import Converted, Note, convert_accelerat
 from fxtrain.interop.converting import import_checkpoint
 from fxtrain.interop.dcp_checkpoints import DcpState, read_dcp
 from fxtrain.interop.deepspeed_checkpoints import DeepSpeedState, read_deepspeed
+from fxtrain.interop.megatron_checkpoints import MegatronState, read_megatron, write_megatron
 
 __all__ = [
     "AcceleratorState",
     "Converted",
     "DcpState",
     "DeepSpeedState",
+    "MegatronState",
     "Note",
     "convert_accelerate",
     "deepspeed_config",
@@ -19,4 +21,6 @@ __all__ = [
     "read_accelerate",
     "read_dcp",
     "read_deepspeed",
+    "read_megatron",
+    "write_megatron",
 ]

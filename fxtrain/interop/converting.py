@@ -17,6 +17,7 @@ from fxtrain.errors import CheckpointError
 from fxtrain.interop.accelerate_checkpoints import read_accelerate
 from fxtrain.interop.dcp_checkpoints import read_dcp, tree_of
 from fxtrain.interop.deepspeed_checkpoints import is_deepspeed, read_deepspeed
+from fxtrain.interop.megatron_checkpoints import is_megatron, read_megatron
 from fxtrain.state import Plan, Position, dumps, fingerprint
 
 
@@ -43,7 +44,8 @@ def import_checkpoint(
 
     Reads folders of Accelerate's `save_state` with one model, of DeepSpeed's
     `engine.save_checkpoint` at any ZeRO stage, and of `torch.distributed.checkpoint` with a state
-    dict `{"model": ..., "optimizer": ...}`.
+    dict `{"model": ..., "optimizer": ...}`. Of Megatron's, reads the weights, as transformers
+    names them.
 
     Args:
         source: The folder to read.
@@ -104,6 +106,14 @@ def import_checkpoint(
 def _read(root: Path, *, optimizer: bool) -> _Found:
     if not root.is_dir():
         raise CheckpointError(f"No folder {root}.", code="FX601")
+    if is_megatron(root):
+        if optimizer:
+            raise CheckpointError(
+                f"{root} is a checkpoint of Megatron, of which only weights can be converted. Pass "
+                f"optimizer=False, or --no-optimizer."
+            )
+        model = read_megatron(root)
+        return _Found(tensors=model.tensors, tied=model.tied)
     if (root / ".metadata").exists():
         return _from_dcp(root, optimizer=optimizer)
     if is_deepspeed(root):

@@ -32,6 +32,10 @@ _RECORDS = {
         "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    # Megatron keeps its plans for saving in the index.
+    "torch.distributed.checkpoint.planner": (
+        "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
+    ),
 }  # fmt: skip
 _MAX_REASON_LENGTH = 500  # characters of an unpickling error
 

@@ -61,7 +61,7 @@ def load_weights_only(
     what: str,
     *,
     mmap: bool = False,
-    placeholders: Collection[str] = (),
+    placeholders: Collection[str] | None = (),
 ) -> Any:
     """Load a file onto the CPU with `torch.load(weights_only=True)`.
 
@@ -69,7 +69,8 @@ def load_weights_only(
         file: Path of a regular file, or a file object in memory.
         what: Description for messages.
         mmap: Map the file instead of reading it; requires a path.
-        placeholders: Full names of classes whose objects become placeholders.
+        placeholders: Full names of classes whose objects become placeholders; None for all
+            that the file names and torch does not load.
 
     Raises:
         CheckpointError: the file cannot be opened, torch rejects it, or it is damaged.
@@ -77,6 +78,8 @@ def load_weights_only(
     try:
         with _opened(file) as opened:
             _check_sizes(opened)
+        if placeholders is None:
+            placeholders = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         known: list[Any] = [
             (_placeholder_class(name.rpartition(".")[2]), name) for name in placeholders
         ]
