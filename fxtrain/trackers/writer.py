@@ -195,6 +195,8 @@ class Writer:
         if entry.kind != "log":
             return entry if self._accepts(entry.name, entry.step) else None
         values = {name: x for name, x in entry.value.items() if self._accepts(name, entry.step)}
+        if len(values) == len(entry.value):
+            return entry
         return attrs.evolve(entry, value=values) if values else None
 
     def _accepts(self, name: str, step: int) -> bool:
