@@ -49,14 +49,14 @@ def _nothing(*_: Any) -> None:
 class Entry:
     """One call of a run's methods, as trackers write it.
 
-    | `kind` | `value` |
-    |---|---|
-    | params | hyperparameters by name: None, bool, int, float or text |
-    | log | numbers by name |
-    | text | text |
-    | image | a uint8 tensor on the CPU of shape (height, width, channels); 1, 3 or 4 channels |
-    | table | `{"columns": names, "rows": lists}` of plain values |
-    | artifact | the absolute path of a file or folder |
+    What `value` is follows from `kind`:
+
+    - `params`: hyperparameters by name: None, bool, int, float or text;
+    - `log`: numbers by name;
+    - `text`: text;
+    - `image`: a uint8 tensor on the CPU, of shape (height, width, channels), 1, 3 or 4 channels;
+    - `table`: `{"columns": names, "rows": lists}` of plain values;
+    - `artifact`: the absolute path of a file or folder.
 
     Attributes:
         kind: The method; `params` is logged when a run is opened.
