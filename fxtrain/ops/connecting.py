@@ -21,7 +21,8 @@ from fxtrain.ops.devices import find_device
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.opening import open_group
 from fxtrain.ops.rendezvous_store import open_store
-from fxtrain.ops.standing import STACKS, watch_standing
+from fxtrain.ops.stacks import STACKS
+from fxtrain.ops.standing import watch_standing
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.state import Comm, CommState, DistContext, Mesh, Plan

@@ -16,6 +16,7 @@ import attrs
 from fxtrain.errors import LaunchError
 from fxtrain.ops.transport.mismatches import by_rank, ranges
 
+STACKS = "FXTRAIN_STACKS"  # the folder, set by the launcher or by the user
 ASK = "ask"  # whoever changes the time of this file asks all ranks
 REPORT = "stacks.txt"
 NO_PROGRESS = "no progress"  # how the reason for a record begins, if nobody asked for it

@@ -37,7 +37,6 @@ from fxtrain.ops.stacks import (
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.state import AccumulationWindow, DistContext
 
-STACKS = "FXTRAIN_STACKS"  # the folder, set by the launcher or by the user
 _TICK_S = 0.2
 _SHARE = 0.75  # of the timeout of collectives, so that ranks write before they fail
 _PATIENCE_S = 3.0  # for the other ranks to write, before rank 0 compares them; less before it fails

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import subprocess
 import sys
 
 import pytest
@@ -38,3 +39,12 @@ def test_rubbish_is_not_looked_for_while_torch_loads(monkeypatch):
         assert gc.get_freeze_count() > frozen and gc.isenabled()
     finally:
         gc.unfreeze()
+
+
+def test_the_launcher_is_imported_without_torch():
+    """It makes torch's C++ code quiet, and checks ports and file names, before torch is loaded."""
+    words = "import sys, fxtrain.launchers.built_in.native.elastic; print('torch' in sys.modules)"
+    done = subprocess.run(
+        (sys.executable, "-c", words), capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "False\n"

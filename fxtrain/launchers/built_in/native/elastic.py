@@ -76,7 +76,7 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
             call = (config, program, arguments)
             with kept(os.environ[MARK], patience_s=spec.shutdown_s):
                 ending = _run(spec, call, Path(spec.log_dir or folder), serves=door is not None)
-            if ending.code and (text := _stacks().unreported(stacks)):
+            if ending.code and (text := _standing().unreported(stacks)):
                 sys.stderr.write(f"fxtrain launch: {text}\n")
     return attrs.evolve(ending, memory=tell_kills(before, count_kills()))
 
@@ -112,6 +112,11 @@ def _run(spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool) -
         raise LaunchError(_rendezvous_error(spec, error, time.monotonic() - start)) from error
 
 
+def _standing() -> Any:
+    """Imports torch, so not before `run_elastic` has made its C++ code quiet."""
+    return importlib.import_module("fxtrain.ops.stacks")
+
+
 def _forward(number: int) -> None:
     """Pass a signal on; SIGUSR2 also asks the ranks where they stand, and prints it."""
     signal_children(number)
@@ -119,18 +124,10 @@ def _forward(number: int) -> None:
         threading.Thread(target=_tell_stacks, name="fxtrain-stacks", daemon=True).start()
 
 
-def _stacks() -> Any:
-    """The module, which loads torch: a launch that is refused does not wait for that."""
-    return importlib.import_module("fxtrain.ops.stacks")
-
-
-def _standing() -> Any:
-    return importlib.import_module("fxtrain.ops.standing")
-
-
 def _tell_stacks() -> None:
     try:
-        text = _stacks().described(_stacks().ask(Path(os.environ[_standing().STACKS])))
+        standing = _standing()
+        text = standing.described(standing.ask(Path(os.environ[standing.STACKS])))
     except LaunchError as error:  # no rank has called fx.detect yet
         text = str(error)
     sys.stderr.write(f"fxtrain launch: {text}\n")

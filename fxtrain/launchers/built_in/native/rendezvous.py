@@ -114,10 +114,10 @@ class _CleaningRendezvous:
         end_strays(self._mark, patience_s=self._patience_s, ask=True)
         if self._backend is None:  # numbered nodes, which say themselves for whom they wait
             return self._handler.next_rendezvous()
+        self._backend.settle()
         timer = threading.Timer(_SILENT_S, self._tell_missing, [self._backend])
         timer.daemon = True
         timer.start()
-        self._backend.settle()
         try:
             info = self._handler.next_rendezvous()
         finally:
