@@ -43,7 +43,8 @@ _PLACES = {
         "AcceleratorState.custom AcceleratorState.loaders AcceleratorState.optimizers "
         "AcceleratorState.random AcceleratorState.scaler AcceleratorState.schedulers "
         "DcpState.values DeepSpeedState.optimizer DeepSpeedState.scheduler EMA.state "
-        "ModelState.values StateReader.values"
+        "MegatronState.args MegatronState.config ModelState.values StateReader.values "
+        "read_megatron.args write_megatron.args write_megatron.config"
     ),
     _NATIVE: (
         "Case.optimizer Entry.value Run.native.return Sharded.dataset.return Tracker.close "

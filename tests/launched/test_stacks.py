@@ -39,7 +39,7 @@ def _check(text, how):
     odd = _line_of("re.match" if how == "lock" else "time.sleep")
     assert f"rank 1: apart from the others, at {SCRIPTS / 'stuck.py'}:{odd} in read_rows" in text
     waits = _line_of("gather(" if how == "gather" else "fx.update(")
-    assert f"ranks 0, 2: waiting at {SCRIPTS / 'stuck.py'}:{waits} in <module>" in text
+    assert f"ranks 0, 2: waiting at {SCRIPTS / 'stuck.py'}:{waits} in main" in text
     assert "after 3 updates, in" in text
     assert ("in gather(float32[1])" in text) == (how == "gather")
 
