@@ -1,4 +1,4 @@
-"""Training that goes on while replicas die and join, without a restart: torchft's protocol."""
+"""Training that continues while replicas die and join, without a restart, by torchft's protocol."""
 
 from fxtrain.replicas.members import Replicas
 from fxtrain.replicas.training import Update, train
