@@ -86,11 +86,14 @@ class Members:
         live: How many take part.
         manager: torchft's.
         group: The process group of those that take part, which the manager configures.
+        store: What the manager of rank 0 meets at; None on the other ranks. Kept, since it is
+            served as long as it exists.
     """
 
     settings: Replicas
     manager: Any
     group: Any
+    store: Any
     index: int = 0
     live: int = 0
 
@@ -209,8 +212,7 @@ def join(
         checkpoint_transport=_StateTransport(group, ctx.device if on_gpu else torch.device("cpu")),
     )
     manager.load_state_dict({"step": updates, "batches_committed": updates})
-    manager.fxtrain_store = store  # served as long as the manager is there
-    return Members(settings=settings, manager=manager, group=group)
+    return Members(settings=settings, manager=manager, group=group, store=store)
 
 
 @attrs.frozen(eq=False)
