@@ -56,7 +56,7 @@ def main(ctx: fx.DistContext, folder: str) -> None:
     placement = fx.big.place(fx.big.sizes(Adapted(empty)), policy={"": "cpu", **layers})
     plan = fx.Plan(strategy=fx.Offload(placement=placement), batch="global", clip_norm=1.0)
     model = fx.wrap(
-        Adapted(empty), ctx, plan, optimizer=lambda params: torch.optim.AdamW(params, lr=2e-3)
+        Adapted(empty), ctx, plan, optimizer=lambda params: torch.optim.AdamW(params, lr=5e-4)
     )
     fx.load_model(folder, model, strict=False, rename=lambda name: f"frozen.{name}")
 
