@@ -62,8 +62,8 @@ def _rows(
     source = row_source(loader, batches, attrs.evolve(plan, even="pad"), (0,))
 
     def read(epoch: int, units: int, state: Any) -> Iterator[tuple[int, Any, Any]]:
-        for step, (data,) in source.run(Cursor(Position(epoch=epoch, index=units))):
-            yield step.batch.rows[0], data, None
+        for (batch, _), (data,) in source.run(Cursor(Position(epoch=epoch, index=units))):
+            yield batch.rows[0], data, None
 
     return UnevenStream(
         open=read,

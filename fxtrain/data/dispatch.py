@@ -42,8 +42,9 @@ def dispatch_source(
                 raise _failed(letter["failed"])
             if "step" not in letter:
                 return
-            yield letter["step"].value._replace(state=state), (letter["data"],)
-            if letter["step"].value.position.is_last:
+            batch, position = letter["step"].value
+            yield (batch, Cursor(position, state)), (letter["data"],)
+            if position.is_last:
                 return
 
     source = Source(
@@ -95,11 +96,11 @@ def _messages(
         return [{"failed": error_text(error)}] * ctx.world_size, error, None
     if found is None:
         return [{}] * ctx.world_size, None, None
-    step, data = found
+    (batch, cursor), data = found
     # Only the reading rank needs the indices.
-    head = Opaque(step._replace(batch=step.batch._replace(keys=()), state=None))
+    head = Opaque((batch._replace(keys=(), state=None), cursor.position))
     letters = [{"step": head, "data": data[rank]} for rank in range(ctx.world_size)]
-    return letters, None, step.state
+    return letters, None, cursor.state
 
 
 def _failed(words: str) -> DataError:

@@ -393,27 +393,27 @@ class Sharded(Displayed, Generic[Data_co]):
         loaded, split, seen = self._source.run(cursor), self._split, 0
         if split is not None:
             loaded = ((step, (split(found[0]),)) for step, found in loaded)
-        for step, found in on_device(loaded, self.ctx, plan, ahead=self._source.apart):
-            shared, data = step.batch, found[0]
+        for (shared, after), found in on_device(loaded, self.ctx, plan, ahead=self._source.apart):
+            data = found[0]
             # A rank without a row gets placeholders of size 0, so that it can take part.
             size = shared.sizes[rank] or _tree.row_count(data) or self._batching.per_rank
             shape = size, shared.rows[rank]
             if shape not in masks:
                 masks[shape] = valid_mask(*shape, self.ctx, plan)
-            trail.reached = step.position
+            trail.reached = after.position
             seen += 1
             if seen == 2:  # looking at the first batch only is not a pass
                 trail.passes += 1
             batch = Batch(
                 data=data,
-                position=step.position,
+                position=after.position,
                 valid=masks[shape],
                 rows=shared.rows,
                 sizes=shared.sizes,
                 plan=plan,
                 run_updates=self._run_updates,
             )
-            reached.batch, reached.cursor = batch, Cursor(step.position, step.state)
+            reached.batch, reached.cursor = batch, after
             yield batch
         if seen == 1:
             trail.passes += 1

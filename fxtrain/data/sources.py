@@ -27,12 +27,12 @@ from fxtrain.data.order import CustomOrder, EpochOrder, find_order, length_of
 from fxtrain.data.permutation import hash_key
 from fxtrain.data.rank_slices import Batching, GlobalBatch, batches_of_order, batches_of_stream
 from fxtrain.data.user_loader import FedSampler, LoaderSpec, rebuild
-from fxtrain.data.windows import Cursor, PositionedBatch, advance, in_blocks, positioned
+from fxtrain.data.windows import Cursor, Step, advance, in_blocks, positioned
 from fxtrain.errors import DataError
 from fxtrain.state import Plan, Position
 
 # A step, and the data of each served rank.
-Loaded = tuple[PositionedBatch, Sequence[Any]]
+Loaded = tuple[Step, Sequence[Any]]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -117,7 +117,7 @@ def row_source(
         if not asks:
             call_set_epoch(loader.dataset, epoch)
         found = batches.cut(cursor, ranks, plan.accumulate)
-        made: deque[PositionedBatch] = deque()
+        made: deque[Step] = deque()
 
         def indices() -> Iterator[Any]:
             steps = positioned(found, cursor.position, plan)
@@ -125,13 +125,13 @@ def row_source(
             for block in in_blocks(steps, ahead=batches.is_computed):
                 for step in block:
                     made.append(step)
-                    yield ask(step.batch, epoch) if asks else step.batch.keys[0]
+                    yield ask(step[0], epoch) if asks else step[0].keys[0]
 
         feed.give(indices())
         _seed_workers(over, plan, epoch, ranks)
 
         def asked() -> str:
-            return f"the rows {_short_keys(made[0].batch.keys)}" if made else "its rows"
+            return f"the rows {_short_keys(made[0][0].keys)}" if made else "its rows"
 
         for data in reading(loader, over, asked):
             yield made.popleft(), data if asks else (data,)
@@ -174,7 +174,7 @@ def stream_source(
                 # Older torch turns tuples into lists when it pins memory.
                 batch = GlobalBatch(batch[0], batch[1], tuple(batch[2]), tuple(batch[3]), ())
                 position = advance(position, batch, plan, is_last=is_last)
-                yield PositionedBatch(batch, position, state), data
+                yield (batch, Cursor(position, state)), data
                 if is_last:
                     return
         finally:
@@ -250,7 +250,7 @@ def function_source(
             batch = GlobalBatch(position.index, stride, sizes, sizes, ())
             data = rows_of(position)
             position = advance(position, batch, plan, is_last=False)
-            yield PositionedBatch(batch, position), data
+            yield (batch, Cursor(position)), data
 
     return Source(run=run, length=lambda: None, shuffled=lambda: False)
 

@@ -9,7 +9,7 @@ import torch
 
 from fxtrain import ops
 from fxtrain.data.rank_slices import GlobalBatch
-from fxtrain.data.windows import Cursor, PositionedBatch, advance
+from fxtrain.data.windows import Cursor, Step, advance
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import digest_of_plan, raise_plan_differences
 from fxtrain.ops.same_errors import fail_together
@@ -50,7 +50,7 @@ class _RankBatch:
 
 def uneven_batches(
     local: UnevenStream, cursor: Cursor, ctx: DistContext, plan: Plan
-) -> Iterator[tuple[PositionedBatch, tuple[Any]]]:
+) -> Iterator[tuple[Step, tuple[Any]]]:
     """Global batches made of one batch of every rank.
 
     Under `pad`, a rank whose data has ended repeats it until all have ended. Under `uneven`
@@ -90,7 +90,7 @@ def uneven_batches(
         state = None
         if ended or now.stream is not None:
             state = {"stream": None if ended else now.stream, "behind": behind}
-        yield PositionedBatch(batch, position, state), (now.data,)
+        yield (batch, Cursor(position, state)), (now.data,)
         if is_last:
             return
         now, table = after, coming

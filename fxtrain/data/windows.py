@@ -12,20 +12,6 @@ from fxtrain.state import Plan, Position
 _BLOCK = 32  # steps made at a time
 
 
-class PositionedBatch(NamedTuple):
-    """One global batch and its position in the run; equal on every rank except for the keys.
-
-    Attributes:
-        batch: The global batch.
-        position: The cursor just after it.
-        state: Of the data just after its rows; None where there is none. May differ by rank.
-    """
-
-    batch: GlobalBatch
-    position: Position
-    state: Any = None
-
-
 class Cursor(NamedTuple):
     """A position, and the state of what is read there.
 
@@ -36,6 +22,10 @@ class Cursor(NamedTuple):
 
     position: Position
     state: Any = None
+
+
+# A global batch, and the cursor just after it.
+Step = tuple[GlobalBatch, Cursor]
 
 
 def advance(position: Position, batch: GlobalBatch, plan: Plan, *, is_last: bool) -> Position:
@@ -57,19 +47,17 @@ def to_epoch(position: Position, epoch: int) -> Position:
     return attrs.evolve(position, epoch=epoch, index=0, is_last=False)
 
 
-def positioned(
-    batches: Iterable[GlobalBatch], position: Position, plan: Plan
-) -> Iterator[PositionedBatch]:
+def positioned(batches: Iterable[GlobalBatch], position: Position, plan: Plan) -> Iterator[Step]:
     """Global batches from a position to the end of its epoch, reading one batch ahead."""
     ahead = iter(batches)
     following = next(ahead, None)
     while following is not None:
         batch, following = following, next(ahead, None)
         position = advance(position, batch, plan, is_last=following is None)
-        yield PositionedBatch(batch, position, batch.state)
+        yield batch, Cursor(position, batch.state)
 
 
-def in_blocks(steps: Iterator[PositionedBatch], *, ahead: bool) -> Iterator[list[PositionedBatch]]:
+def in_blocks(steps: Iterator[Step], *, ahead: bool) -> Iterator[list[Step]]:
     """The same steps, made several at a time if they may be made ahead of their use.
 
     Between batches, the data and the training step displace this code from the caches, which makes
