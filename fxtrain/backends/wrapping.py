@@ -176,7 +176,7 @@ def unwrap(model: Wrapped[N]) -> N:
 
 def _compare_options(ctx: DistContext, plan: Plan, made: Any) -> None:
     """Check that optimizers and schedulers have the same options on every rank."""
-    if made.optimizers:
+    if made.optimizers and ctx.world_size > 1:
         # Stages of a pipeline may have groups of their own.
         among = ctx if ctx.mesh.pipeline == 1 else ctx.axis("data")
         check_same_plan("wrap", among, plan, settings_of(made.optimizers, made.schedulers))

@@ -65,7 +65,7 @@ class ModuleChanges:
         for part, _, own in now:
             # Copies, so that changes in the meantime only affect the copies.
             vars(part).update({name: dict(own[name]) for name in _VALUES})
-            vars(part).update({name: OrderedDict(hooks) for name, hooks in _hooks(part)})
+            vars(part).update({name: OrderedDict(hooks) for name, hooks in _hooks(part).items()})
         self.undo()
 
         def restore() -> None:
@@ -96,9 +96,11 @@ def record_module(module: nn.Module) -> ModuleRecord:
 
 
 def _part(part: nn.Module) -> _Part:
-    own = {name: value for name, value in vars(part).items() if not _is_kept(name, value)}
-    hooks = {name: frozenset(found) for name, found in _hooks(part)}
-    return _Part(part=part, kind=type(part), own=own, hooks=hooks)
+    hooks = _hooks(part)
+    kept = {*_VALUES, "training", *hooks}  # "training" is the user's to change
+    own = {name: value for name, value in vars(part).items() if name not in kept}
+    keys = {name: frozenset(found) for name, found in hooks.items()}
+    return _Part(part=part, kind=type(part), own=own, hooks=keys)
 
 
 def _change(before: _Part) -> _Part | None:
@@ -118,14 +120,10 @@ def _change(before: _Part) -> _Part | None:
     return attrs.evolve(before, own=own, hooks=hooks)
 
 
-def _is_kept(name: str, value: Any) -> bool:
-    """Whether an attribute is compared separately, or is the user's to change."""
-    return name in _VALUES or name == "training" or _is_hooks(name, value)
-
-
-def _hooks(part: nn.Module) -> list[tuple[str, dict[Any, Any]]]:
-    return [(name, value) for name, value in vars(part).items() if _is_hooks(name, value)]
-
-
-def _is_hooks(name: str, value: Any) -> bool:
-    return "hooks" in name and isinstance(value, dict)
+def _hooks(part: nn.Module) -> dict[str, dict[Any, Any]]:
+    """Hooks by kind, which are compared by their keys."""
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if "hooks" in name and isinstance(value, dict)
+    }
