@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 
-LIMIT = 20  # of Python functions entered
+LIMIT = 40  # of Python functions entered
 FIT_LIMIT, LOADER_LIMIT = 9, 15  # the same, per step and per batch
 X, Y = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
 

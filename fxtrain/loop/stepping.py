@@ -84,20 +84,10 @@ def check_loss_function(call: str, function: Any) -> None:
         )
 
 
-def _default_update(model: Any) -> UpdateSpec:
-    """What every update of a plan does, unless its window needs a correction factor."""
-    if not isinstance(model, Wrapped):
-        return UpdateSpec()  # the validators, which run next, refuse it
-    return UpdateSpec(clip_norm=model.plan.clip_norm, clip_value=model.plan.clip_value)
-
-
-def _make_compute_loss(
-    loss_fn: Callable[[Any, Any], Any], model: Any
+def _weighted(
+    loss_fn: Callable[[Any, Any], Any],
 ) -> Callable[[Wrapped, Batch], WeightedLoss]:
     """The loss function that strategies call: the user's, with its result checked and weighted."""
-    if not isinstance(model, Wrapped):
-        return loss_fn  # refused by the validators, which run next
-    data_rank = model.ctx.axis("data").rank
 
     def compute_loss(model: Wrapped, batch: Batch) -> WeightedLoss:
         if model.plan.precision.compute == "fp32":
@@ -109,7 +99,7 @@ def _make_compute_loss(
             loss, aux = out, None  # nothing to check or to unpack
         else:
             loss, aux = loss_and_aux(out)
-        return weighting.weigh_loss(loss, aux, batch, model, data_rank)
+        return weighting.weigh_loss(loss, aux, batch, model)
 
     return compute_loss
 
@@ -133,18 +123,6 @@ class StepFns(Generic[M]):
     model: Wrapped[M] = attrs.field(validator=_check_model)
     loss: Callable[[Wrapped[M], Batch[Any]], Loss | tuple[Loss, object]] = attrs.field(
         validator=_check_loss
-    )
-    _update_spec: UpdateSpec = attrs.field(
-        init=False,
-        repr=False,
-        eq=False,
-        default=attrs.Factory(lambda fns: _default_update(fns.model), takes_self=True),
-    )
-    _compute_loss: Callable[[Wrapped, Batch], WeightedLoss] = attrs.field(
-        init=False,
-        repr=False,
-        eq=False,
-        default=attrs.Factory(lambda fns: _make_compute_loss(fns.loss, fns.model), takes_self=True),
     )
 
 
@@ -205,11 +183,11 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
             model.strategy.begin(model)
         if not due or window.micro:  # else the window is this batch
             weighting.count(batch, model)
-        weighted = model.strategy.run(model, batch, fns._compute_loss, due or plan.sync_each)
+        weighted = model.strategy.run(model, batch, _weighted(fns.loss), due or plan.sync_each)
         if plan.nonfinite != "ignore":
             window.bad_losses.add_(~torch.isfinite(weighted.mean))
         if due:
-            outcome = _update(ctx, batch, fns, weighted)
+            outcome = _update(ctx, batch, model, weighted)
         if plan.local is not None or plan.verify_replicas:
             _average_or_verify(model, position)
     except RuntimeError as error:
@@ -374,17 +352,19 @@ def loss_and_aux(out: Any) -> tuple[Any, Any]:
     return attrs.evolve(loss, total=total) if weighted else total, aux
 
 
-def _update(ctx: DistContext, batch: Batch, fns: StepFns, weighted: WeightedLoss) -> UpdateResult:
-    model = fns.model
+def _update(ctx: DistContext, batch: Batch, model: Wrapped, weighted: WeightedLoss) -> UpdateResult:
     plan, window = model.plan, model.window
     scale = None
     if window.micro or weighted.provisional:
         scale = weighting.close_window(weighted, model)
     problem = None if plan.nonfinite == "ignore" else _nonfinite_problem(ctx, batch, model)
-    update_spec, skip = fns._update_spec, problem is not None
-    if scale is not None or skip:
-        update_spec = attrs.evolve(update_spec, scale=scale, skip=skip)
-    outcome = model.strategy.apply(model, update_spec)
+    spec = UpdateSpec(
+        scale=scale,
+        clip_norm=plan.clip_norm,
+        clip_value=plan.clip_value,
+        skip=problem is not None,
+    )
+    outcome = model.strategy.apply(model, spec)
     model.status.added_grads = False
     rows = window.real_rows if window.micro else sum(batch.rows)
     window.end()

@@ -27,13 +27,9 @@ from fxtrain.state import (
 )
 
 
-def weigh_loss(loss: Any, aux: Any, batch: Batch, model: Wrapped, data_rank: int) -> WeightedLoss:
-    """Scale a loss so that the gradients, averaged over ranks, are those of the update.
-
-    Args:
-        data_rank: Of this rank on the data axis.
-    """
-    sizes, mine = batch.sizes, batch.sizes[data_rank]
+def weigh_loss(loss: Any, aux: Any, batch: Batch, model: Wrapped) -> WeightedLoss:
+    """Scale a loss so that the gradients, averaged over ranks, are those of the update."""
+    sizes, mine = batch.sizes, batch.sizes[model.ctx.axis("data").rank]
     if not mine and aux is not None:
         aux = _tree.map_leaves(_zero, aux)
     if type(loss) is Weighted:

@@ -33,16 +33,6 @@ from fxtrain.state import (
 )
 
 
-class _NullContext(nullcontext[None]):
-    """As contextlib's, whose methods are Python functions; these are C functions."""
-
-    __enter__ = staticmethod("".format)  # type: ignore[assignment]
-    __exit__ = staticmethod("".format)  # type: ignore[assignment]
-
-
-NULL_CONTEXT: AbstractContextManager[None] = _NullContext()
-
-
 def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the engine in the plan's precision.
 
@@ -100,7 +90,7 @@ def refuse_backward_of_others(out: Any, model: Wrapped) -> None:
 
 def no_sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
     """Do nothing: there is nothing to reduce, so all micro-batches are alike."""
-    return NULL_CONTEXT
+    return nullcontext()
 
 
 def backward(loss: Tensor, model: Wrapped) -> None:

@@ -3,7 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -210,17 +210,14 @@ def _add_hook(engine: StableBucketsDDP, data: DistContext, config: CommHook) -> 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
     if model.engine is model.module:
-        return step_functions.NULL_CONTEXT
+        return nullcontext()
     return Reduced(model.engine) if enabled else model.engine.no_sync()
 
 
 def _backward(loss: Tensor, model: Wrapped) -> None:
     if model.engine is not model.module:
         model.engine.before_backward(loss)
-    # As `step_functions.backward`, without a call of it in every step.
-    if model.scaler is not None:
-        loss = step_functions.scaled(loss, model)
-    loss.backward()
+    step_functions.backward(loss, model)
 
 
 def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:

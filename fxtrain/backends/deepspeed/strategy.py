@@ -26,8 +26,6 @@ from fxtrain.state import (
     unsupported,
 )
 
-_NULL_CONTEXT = nullcontext()
-
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     engines.load()
@@ -113,7 +111,7 @@ def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noq
     """Tell an engine that counts itself where a window ends; the others learn it in `apply`."""
     if model.optimizers and _counts_itself(model.engine):
         model.engine.set_gradient_accumulation_boundary(enabled)
-    return _NULL_CONTEXT
+    return nullcontext()
 
 
 def _backward(loss: Tensor, model: Wrapped) -> None:

@@ -1,7 +1,7 @@
 """Parameters sharded over ranks, by torch's fully_shard (FSDP2)."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -218,10 +218,10 @@ def loss_on_parts(inner: AbstractContextManager[None]) -> Iterator[None]:
 def _sync_data(model: Wrapped, *, enabled: bool) -> AbstractContextManager[None]:
     module: Any = model.module
     if not hasattr(module, "set_requires_gradient_sync"):
-        return step_functions.NULL_CONTEXT
+        return nullcontext()
     if not enabled:
         return _unreduced(module)
-    return _reduce_ignored(model) if model.plan.strategy.ignore else step_functions.NULL_CONTEXT
+    return _reduce_ignored(model) if model.plan.strategy.ignore else nullcontext()
 
 
 @contextmanager
