@@ -1,8 +1,5 @@
 """`fxtrain verify`, `merge-weights` and `import`: check, export and convert checkpoints."""
 
-import importlib
-import os
-import sys
 from typing import Any
 
 import click
@@ -112,12 +109,11 @@ def _made(factory: str) -> Any:
     """Call the factory on the meta device: only the model's names are needed."""
     import torch
 
-    module, _, name = factory.partition(":")
-    sys.path.insert(0, os.getcwd())
+    from fxtrain.models.weight_list import import_function
+
     try:
-        make = getattr(importlib.import_module(module), name)
         with torch.device("meta"):
-            made = make()
+            made = import_function(factory)()
     except Exception as error:  # any error of the user's code
         raise LaunchError(
             f"import --model {factory}: {type(error).__name__}: {error}. Name a function that "

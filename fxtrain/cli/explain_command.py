@@ -1,6 +1,5 @@
 """`fxtrain explain`: what the code at the end of an error means."""
 
-import re
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
@@ -83,14 +82,9 @@ def _codes_of(word: str) -> list[ErrorCode]:
         ):
             of_class = [other for other in codes if other.error == each.error and other.title]
             return [each] if each.title else [each, *of_class]
-    number = re.search(r"\d{1,9}", word)
-    if number:
-        near = min(codes, key=lambda each: abs(int(each.code[2:]) - int(number[0])))
-        nearest = f" The nearest is {near.code}: {_title(near)}."
-    else:
-        nearest = closest(word, dict.fromkeys(each.error for each in codes))
+    near = closest(word, [*(each.code for each in codes), *(each.error for each in codes)])
     raise click.BadParameter(
-        f"{word}: no such code or class of errors.{nearest} `fxtrain explain` without a code lists "
+        f"{word}: no such code or class of errors.{near} `fxtrain explain` without a code lists "
         f"all.",
         param_hint="'CODE'",
     )

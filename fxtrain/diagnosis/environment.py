@@ -1,7 +1,7 @@
 """Facts about this machine, in groups, ready to paste into an issue."""
 
+import functools
 import os
-import platform
 import re
 import shutil
 import socket
@@ -21,11 +21,11 @@ from fxtrain.state.topology.environments import read_topology
 
 Groups = dict[str, dict[str, str]]
 
+# Beside those that torch lists.
 _PACKAGES = (
-    "torch", "torchvision", "torch_xla", "triton", "numpy", "attrs", "cattrs", "safetensors",
-    "click", "rich", "tomlkit", "pyyaml", "questionary", "cloudpickle", "accelerate", "deepspeed",
-    "transformers", "timm", "datasets", "lightning", "transformer-engine", "torchao",
-    "flash-attn", "bitsandbytes", "mpi4py", "oneccl-bind-pt", "ray", "sagemaker",
+    "attrs", "cattrs", "safetensors", "click", "rich", "tomlkit", "pyyaml", "questionary",
+    "cloudpickle", "accelerate", "deepspeed", "transformers", "timm", "datasets", "lightning",
+    "transformer-engine", "flash-attn", "bitsandbytes", "mpi4py", "ray", "sagemaker", "torch_xla",
 )  # fmt: skip
 
 # Variables that change how ranks find each other or how torch behaves.
@@ -48,20 +48,20 @@ def collect(env: Mapping[str, str]) -> Groups:
         env: Variables of the process; not changed.
 
     Effects:
-        Imports torch and asks it for devices; runs nvidia-smi, mpirun and srun for their versions
-        if they are installed. Sends nothing.
+        Runs `torch.utils.collect_env`, once a process, which takes a few seconds; and nvidia-smi,
+        mpirun and srun if they are installed. Sends nothing.
 
     Example:
         >>> from fxtrain.diagnosis import collect
-        >>> collect({"HF_TOKEN": "x"})["versions"]["fxtrain"] == __import__("fxtrain").__version__
+        >>> collect({"HF_TOKEN": "x"})["packages"]["fxtrain"] == __import__("fxtrain").__version__
         True
     """
     torch = import_module("torch")
     home = env.get("HOME", "")
     parts: dict[str, Callable[[], Mapping[str, Any]]] = {
-        "versions": lambda: _versions(torch),
+        "torch": _torch_facts,
+        "packages": _packages,
         "machine": lambda: _machine(env),
-        "devices": lambda: _devices(torch),
         "topology": lambda: _topology(env),
         "communication": lambda: _communication(torch, env),
         "config": lambda: _config(env),
@@ -81,23 +81,27 @@ def collect(env: Mapping[str, str]) -> Groups:
     }
 
 
-def _versions(torch: Any) -> dict[str, Any]:
-    facts: dict[str, Any] = {"fxtrain": __version__, "python": platform.python_version()}
+@functools.cache  # slow, and a machine does not change while a command runs
+def _torch_facts() -> dict[str, Any]:
+    """What torch tells of itself, of the system, the processor and the accelerators."""
+    facts = import_module("torch.utils.collect_env").get_env_info()._asdict()
+    del facts["caching_allocator_config"]  # a variable
+    return {name: fact for name, fact in facts.items() if fact not in (None, "N/A")}
+
+
+def _packages() -> dict[str, Any]:
+    facts: dict[str, Any] = {"fxtrain": __version__}
     for name in _PACKAGES:
         try:
             facts[name] = version(name)
         except PackageNotFoundError:
             continue
-    built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
-    facts["torch built for"] = ", ".join(f"{k} {v}" for k, v in built.items() if v) or "CPU"
     return facts
 
 
 def _machine(env: Mapping[str, str]) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "system": platform.platform(),
-        "processor": _processor(),
         "bf16 and fp16": half_precision_instructions(_text("/proc/cpuinfo")),
         "cores": f"{cores} usable of {os.cpu_count()}",
         "memory": _memory(),
@@ -105,11 +109,6 @@ def _machine(env: Mapping[str, str]) -> dict[str, Any]:
         "fxtrain command": shutil.which("fxtrain", path=env.get("PATH")) or "not on the PATH",
         "python command": sys.executable,
     }
-
-
-def _processor() -> str:
-    match = re.search(r"model name\s*:\s*(.+)", _text("/proc/cpuinfo"))
-    return match[1] if match else platform.processor() or platform.machine()
 
 
 def half_precision_instructions(cpuinfo: str) -> str:
@@ -137,23 +136,6 @@ def _free(folder: str) -> str:
     return f"{usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f} GiB"
 
 
-def _devices(torch: Any) -> dict[str, Any]:
-    if not torch.accelerator.is_available():
-        return {"accelerators": "none; ranks compute on the CPU"}
-    kind = torch.accelerator.current_accelerator().type
-    facts: dict[str, Any] = {"accelerators": f"{torch.accelerator.device_count()} ({kind})"}
-    module = getattr(torch, kind)
-    for index in range(torch.accelerator.device_count()):
-        if hasattr(module, "get_device_properties"):
-            about = module.get_device_properties(index)
-            size = getattr(about, "total_memory", 0) / 2**30
-            facts[f"{kind}:{index}"] = f"{about.name}, {size:.1f} GiB"
-    if kind == "cuda" and not torch.version.hip:
-        query = "--query-gpu=driver_version", "--format=csv,noheader"
-        facts["driver"] = _tool("nvidia-smi", *query).partition("\n")[0]
-    return facts
-
-
 def _topology(env: Mapping[str, str]) -> dict[str, Any]:
     try:
         here = read_topology(env)
@@ -162,10 +144,7 @@ def _topology(env: Mapping[str, str]) -> dict[str, Any]:
         # Without the values found there.
         names = [name for name in env if re.search(rf"\b{re.escape(name)}\b", str(error))]
         place = f"unreadable: {', '.join(sorted(names))}; see the error of `fx.detect()`"
-    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
-    cores = {node.name: _text(str(node / "cpulist")).strip() for node in nodes}
-    facts: dict[str, Any] = {"this process": place}
-    facts["NUMA nodes"] = ", ".join(f"{k}: cores {v}" for k, v in cores.items()) or "unknown"
+    facts = {"this process": place}
     if shutil.which("nvidia-smi"):
         facts["links"] = "\n" + _tool("nvidia-smi", "topo", "-m")
     return facts

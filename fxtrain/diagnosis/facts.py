@@ -5,13 +5,17 @@ import platform
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fxtrain import __version__
 
-# Packages whose versions must agree, since otherwise ranks run different code.
-_MUST_MATCH = ("python", "fxtrain", "torch", "CUDA", "NCCL")
+# What must agree, since otherwise ranks run different code, and what to do if it does not.
+_MUST_MATCH = {
+    **dict.fromkeys(
+        ("python", "fxtrain", "torch", "CUDA", "NCCL"), "Install the same version everywhere."
+    ),
+    "device": "Give each node the same devices, or set launch.cpu.",
+}
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 # With larger differences between nodes, logs, file times and certificates are unreliable.
 _MAX_CLOCK_SKEW_S = 1.0
@@ -30,8 +34,7 @@ def facts_here(env: Mapping[str, str], torch: Any) -> dict[str, Any]:
         "fxtrain": __version__,
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or "",
-        "NCCL": _nccl(torch),
-        "numpy": _version("numpy"),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "",
         "interfaces": interfaces,
         "asked": {name: env[name] for name in _INTERFACES if env.get(name)},
         "own_address": _own_address(),
@@ -55,21 +58,14 @@ def fact_problems(facts: Sequence[Mapping[str, Any]], *, nodes: int) -> list[str
         'torch differs: 2.12 on n1, 2.13 on n0. Install the same version everywhere.'
     """
     problems: list[str] = []
-    for name in (*_MUST_MATCH, "device"):
+    for name, advice in _MUST_MATCH.items():
         hosts: dict[str, set[str]] = {}
         for fact in facts:
             hosts.setdefault(str(fact.get(name, "")), set()).add(str(fact["host"]))
         if len(hosts) > 1:
-            shown = [
-                f"{value or 'none'} on {_list(names)}" for value, names in sorted(hosts.items())
-            ]
-            advice = (
-                "Give each node the same devices, or set launch.cpu."
-                if name == "device"
-                else "Install the same version everywhere."
-            )
-            problems.append(f"{name} differs: {', '.join(shown)}. {advice}")
-    for fact in _one_per_host(facts):
+            values = [f"{value or 'none'} on {_list(hosts[value])}" for value in sorted(hosts)]
+            problems.append(f"{name} differs: {', '.join(values)}. {advice}")
+    for fact in {str(fact["host"]): fact for fact in facts}.values():
         problems += _interface_problems(fact)
         named = bool(fact.get("asked", {}).get("GLOO_SOCKET_IFNAME"))  # gloo then uses that
         if nodes > 1 and not named and str(fact.get("own_address", "")).startswith("127."):
@@ -118,26 +114,9 @@ def _interface_problems(fact: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _one_per_host(facts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return list({str(fact["host"]): fact for fact in reversed(facts)}.values())[::-1]
-
-
 def _list(hosts: set[str]) -> str:
     shown = sorted(hosts)
     return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
-
-
-def _nccl(torch: Any) -> str:
-    if not torch.cuda.is_available():
-        return ""
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _own_address() -> str:

@@ -3,9 +3,6 @@
 Value first, context after: `ops.gather(tree, ctx)`.
 """
 
-import sys
-
-from fxtrain._packages import Package
 from fxtrain.ops.collectives import broadcast, gather, reduce
 from fxtrain.ops.connecting import close, detect
 from fxtrain.ops.control import main_first, on_main, on_rank, say
@@ -89,5 +86,3 @@ __all__ = [
     "token_positions",
     "unpad",
 ]
-
-sys.modules[__name__].__class__ = Package

@@ -6,10 +6,7 @@
 ...     trace.step()
 """
 
-import sys
-
 from fxtrain._byte_units import read_bytes, show_bytes
-from fxtrain._packages import Package
 from fxtrain.profiling.failures import (
     Failures,
     Goodput,
@@ -54,5 +51,3 @@ __all__ = [
     "table",
     "young_interval_s",
 ]
-
-sys.modules[__name__].__class__ = Package

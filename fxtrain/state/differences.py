@@ -37,7 +37,7 @@ def diff(left: object, right: object) -> tuple[Change, ...]:
         >>> fx.diff(fx.Plan(), fx.Plan(clip_norm=1.0))
         (Change(path='clip_norm', left=None, right=1.0),)
     """
-    if not _comparable(left, right):
+    if not _of_one_kind(left, right):
         raise PlanError(
             f"diff compares two records of one kind, such as two plans; found a "
             f"{type(left).__name__} and a {type(right).__name__}."
@@ -45,45 +45,33 @@ def diff(left: object, right: object) -> tuple[Change, ...]:
     return tuple(_changes("", left, right))
 
 
-def _changes(path: str, left: Any, right: Any) -> Iterator[Change]:
-    if _rows(left) and _rows(right):
-        before, after = _keyed(left), _keyed(right)
-        for key in {**before, **after}:
-            yield from _changes(f"{path}[{key}]", before.get(key), after.get(key))
-        return
-    if not _comparable(left, right):
-        if type(left) is not type(right) or left != right:
-            yield Change(path, left, right)
-        return
-    before, after = _fields(left), _fields(right)
-    found = False
-    for name in {**before, **after}:
-        where = f"{path}.{name}" if path else name
-        for change in _changes(where, before.get(name), after.get(name)):
-            found = True
-            yield change
-    if not found and left != right:  # two types with equal fields
-        yield Change(path, left, right)
-
-
-def _rows(value: Any) -> bool:
-    """Whether a value is a tuple of records."""
-    return isinstance(value, tuple) and bool(value) and all(attrs.has(type(one)) for one in value)
-
-
-def _keyed(rows: tuple[Any, ...]) -> dict[Any, Any]:
-    """Records by name, or by number where they have no names of their own."""
-    names = [getattr(row, "name", None) for row in rows]
-    own = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
-    return dict(zip(names if own else range(len(rows)), rows, strict=True))
-
-
-def _comparable(left: Any, right: Any) -> bool:
+def _of_one_kind(left: Any, right: Any) -> bool:
+    """Whether two values are records of one type, or configs of one field."""
     if not (attrs.has(type(left)) and attrs.has(type(right))):
         return False
     return type(left) is type(right) or (hasattr(left, "kind") and hasattr(right, "kind"))
 
 
+def _changes(path: str, left: Any, right: Any) -> Iterator[Change]:
+    both_rows = isinstance(left, tuple) and isinstance(right, tuple)
+    if _of_one_kind(left, right) or (both_rows and _keyed(left) and _keyed(right)):
+        before, after = (_keyed(value) if both_rows else _fields(value) for value in (left, right))
+        for key in {**before, **after}:
+            yield from _changes((path + key).lstrip("."), before.get(key), after.get(key))
+    elif type(left) is not type(right) or left != right:
+        yield Change(path, left, right)
+
+
 def _fields(record: Any) -> dict[str, Any]:
-    kind = type(record)
-    return {field.name: getattr(record, field.name) for field in attrs.fields(kind) if field.eq}
+    fields = (field for field in attrs.fields(type(record)) if field.eq)
+    return {f".{field.name}": getattr(record, field.name) for field in fields}
+
+
+def _keyed(rows: tuple[Any, ...]) -> dict[str, Any]:
+    """Records by name, or by number where they have no names of their own; empty for others."""
+    if not all(attrs.has(type(row)) for row in rows):
+        return {}
+    names = [getattr(row, "name", None) for row in rows]
+    named = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+    keys = names if named else range(len(rows))
+    return {f"[{key}]": row for key, row in zip(keys, rows, strict=True)}

@@ -6,9 +6,6 @@
 ...         run.log({"loss": 0.5}, 1)
 """
 
-import sys
-
-from fxtrain._packages import Package
 from fxtrain.trackers.json_lines import JsonLines, RunLog, read_run
 from fxtrain.trackers.libraries.aim import Aim
 from fxtrain.trackers.libraries.clearml import ClearML
@@ -50,5 +47,3 @@ __all__ = [
     "track",
     "trackers",
 ]
-
-sys.modules[__name__].__class__ = Package

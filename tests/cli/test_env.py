@@ -4,6 +4,7 @@ import json
 import string
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,14 +16,15 @@ from fxtrain.diagnosis.environment import half_precision_instructions
 PRIVATE = "s3cr3t-value"
 
 
-def test_it_names_versions_devices_and_ways_to_communicate():
+def test_it_names_versions_and_ways_to_communicate():
     groups = collect(
         {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     )
     assert list(groups) == [
-        "versions", "machine", "devices", "topology", "communication", "config", "variables",
+        "torch", "packages", "machine", "topology", "communication", "config", "variables",
     ]  # fmt: skip
-    assert groups["versions"]["fxtrain"] == fx.__version__
+    assert groups["packages"]["fxtrain"] == fx.__version__
+    assert groups["torch"]["torch_version"] == torch.__version__
     assert "gloo" in groups["communication"]["back ends"]
     assert "lo" in groups["communication"]["interfaces"]
     assert groups["topology"]["this process"] == "rank 1 of 2 (plain)"
