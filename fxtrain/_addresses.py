@@ -104,8 +104,8 @@ def _own_address(name: str) -> str:
 def _towards(host: str, port: int) -> str:
     """The address from which this machine sends to another; empty if it cannot."""
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, place = found[0]
+        places = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, place = places[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(place)  # a datagram socket only chooses its own address
             return str(probe.getsockname()[0])
@@ -123,8 +123,8 @@ def _first_address(name: str) -> str:
 def loopback_route() -> Route:
     """The route between ranks of one machine, unreachable for other machines."""
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
-    found = next((name for name in _LOOPBACKS if name in names), "")
-    return Route(address="127.0.0.1", interface=found)
+    name = next((name for name in _LOOPBACKS if name in names), "")
+    return Route(address="127.0.0.1", interface=name)
 
 
 def _leads(address: str) -> bool:
@@ -156,12 +156,12 @@ def _interfaces() -> dict[str, str]:
         return {}
     import fcntl  # not on every system
 
-    found: dict[str, str] = {}
+    addresses: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             asked = struct.pack("256s", name.encode()[:15])
             # An interface may have no address.
             with contextlib.suppress(OSError):
                 told = fcntl.ioctl(probe.fileno(), _ADDRESS_OF, asked)
-                found[name] = socket.inet_ntoa(told[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(told[20:24])
+    return addresses

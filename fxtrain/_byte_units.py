@@ -29,9 +29,9 @@ def read_bytes(size: Any, asked: str = "device_memory") -> int | None:
     """
     if size is None or (type(size) is int and size > 0):
         return size
-    found = re.fullmatch(r"\s*([0-9.]+(?:[eE][0-9]+)?)\s*([KMGT]I?)?B?\s*", str(size), re.I)
+    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][0-9]+)?)\s*([KMGT]I?)?B?\s*", str(size), re.I)
     try:
-        bytes_ = int(float(found[1]) * _UNITS[(found[2] or "").upper()]) if found else 0
+        bytes_ = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
     except (ValueError, OverflowError):  # 1.2.3, 1e999
         bytes_ = 0
     if bytes_ < 1 or type(size) is bool:

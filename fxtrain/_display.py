@@ -111,9 +111,9 @@ def _container(value: Any, depth: int) -> str:
     )
     if depth == _MAX_DEPTH and value:
         return f"{left}...{right}"
-    pairs = value.items() if isinstance(value, Mapping) else ((None, one) for one in value)
+    pairs = value.items() if isinstance(value, Mapping) else ((None, entry) for entry in value)
     shown = []
-    for (key, one), _ in zip(pairs, range(_MAX_ENTRIES), strict=False):
-        shown.append(f"{'' if key is None else f'{key}: '}{describe(one, depth + 1)}")
+    for (key, entry), _ in zip(pairs, range(_MAX_ENTRIES), strict=False):
+        shown.append(f"{'' if key is None else f'{key}: '}{describe(entry, depth + 1)}")
     more = len(value) - len(shown)
     return f"{left}{', '.join([*shown, *([f'{more} more'] if more else [])])}{right}"

@@ -76,7 +76,7 @@ def _candidate_addresses(
     places = [(family, place) for family, _, _, _, place in found]
     if not is_loopback(name) and any(is_loopback(str(place[0])) for _, place in places):
         return []
-    return sorted(places, key=lambda one: one[0] != socket.AF_INET)
+    return sorted(places, key=lambda pair: pair[0] != socket.AF_INET)
 
 
 def _bound_socket(family: int, place: tuple[object, ...]) -> socket.socket:

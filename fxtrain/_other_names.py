@@ -59,9 +59,9 @@ def other_names() -> tuple[OtherName, ...]:
 
 def setting(name: str) -> OtherName | None:
     """What a name is as an argument, a flag, or a key: as it is, or without its prefix."""
-    found = _find(name, _SETTINGS)
-    prefix = next((one for one in _table()["prefixes"] if name.startswith(one)), "")
-    return found or (_find(name.removeprefix(prefix), _SETTINGS) if prefix else None)
+    row = _find(name, _SETTINGS)
+    prefix = next((start for start in _table()["prefixes"] if name.startswith(start)), "")
+    return row or (_find(name.removeprefix(prefix), _SETTINGS) if prefix else None)
 
 
 def hint(name: object, *, at: Literal["script", "file", "command"] = "script") -> str:
@@ -83,16 +83,16 @@ def hint(name: object, *, at: Literal["script", "file", "command"] = "script") -
         ' FSDP2 always does this.'
     """
     word = name.lstrip("-").replace("-", "_").lower() if isinstance(name, str) else ""
-    found = setting(word)
-    if found is None or found.none:
-        return f" {found.none}" if found else ""
-    if at == "file" and found.path:
-        return f" Use {found.path}."
-    is_launch = found.use.startswith("fxtrain ")
-    if at == "command" and found.path and not is_launch:
-        here = f"{found.path} in a launch file, or --set {found.path}=..."
-        return f" Use {found.use} in the script, {here}."
-    return f" Use {found.use}{'' if at == 'script' or is_launch else ' in the script'}."
+    row = setting(word)
+    if row is None or row.none:
+        return f" {row.none}" if row else ""
+    if at == "file" and row.path:
+        return f" Use {row.path}."
+    is_launch = row.use.startswith("fxtrain ")
+    if at == "command" and row.path and not is_launch:
+        here = f"{row.path} in a launch file, or --set {row.path}=..."
+        return f" Use {row.use} in the script, {here}."
+    return f" Use {row.use}{'' if at == 'script' or is_launch else ' in the script'}."
 
 
 def field_hint(owner: str, name: str, known: Collection[str]) -> str:
@@ -109,8 +109,8 @@ def field_hint(owner: str, name: str, known: Collection[str]) -> str:
     """
     if own := _find(f"{owner}.{name}", _SETTINGS):
         return f" {own.none}" if own.none else f" Use {owner}({own.use})."
-    found = setting(name)
-    field = found.path.rpartition(".")[2] if found else ""
+    row = setting(name)
+    field = row.path.rpartition(".")[2] if row else ""
     return f" Use {owner}({field}=...)." if field in known and owner != "Plan" else hint(name)
 
 
@@ -122,8 +122,8 @@ def call_hint(name: str, owner: str = "") -> str:
         >>> call_hint("wait_for_everyone")
         ' Use fx.ops.barrier(ctx).'
     """
-    found = _find(f"{owner}.{name}", _CALLS) if owner else _find(name, _CALLS) or setting(name)
-    return f" {found.none or f'Use {found.use}.'}" if found else ""
+    row = _find(f"{owner}.{name}", _CALLS) if owner else _find(name, _CALLS) or setting(name)
+    return f" {row.none or f'Use {row.use}.'}" if row else ""
 
 
 def value_hint(field: str, value: object) -> str:
@@ -136,8 +136,8 @@ def value_hint(field: str, value: object) -> str:
     """
     plain = isinstance(value, str) or type(value).__name__ == "dtype" or value in (16, 32)
     word = str(value).lower().removeprefix("torch.") if plain else ""
-    found = _find(f"{field}.{word}", ("value",))
-    return f" Use {field}={found.use}." if found else ""
+    row = _find(f"{field}.{word}", ("value",))
+    return f" Use {field}={row.use}." if row else ""
 
 
 def closest(value: Any, choices: Iterable[str]) -> str:
@@ -158,15 +158,15 @@ def _table() -> Mapping[str, Any]:
 @functools.cache
 def _by_name() -> Mapping[tuple[str, str], OtherName]:
     """By kind and name; of a name that several libraries have, the first."""
-    names = {(one.kind, one.name): one for one in reversed(other_names())}
+    names = {(row.kind, row.name): row for row in reversed(other_names())}
     return MappingProxyType(names)
 
 
 def _find(name: str, kinds: Collection[str]) -> OtherName | None:
     known = _by_name()
     exact = next((known[kind, name] for kind in kinds if (kind, name) in known), None)
-    patterns = (one for one in known.values() if "*" in one.name and one.kind in kinds)
-    return exact or next((one for one in patterns if fnmatchcase(name, one.name)), None)
+    patterns = (row for row in known.values() if "*" in row.name and row.kind in kinds)
+    return exact or next((row for row in patterns if fnmatchcase(name, row.name)), None)
 
 
 def _answer(answer: Any) -> dict[str, str]:

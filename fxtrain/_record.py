@@ -55,13 +55,13 @@ def record(cls: type[T], *, error: type[FxError] = PlanError) -> type[T]:
     def checked(_: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:
         return [_with_check(owner, field, error) for field in fields]
 
-    made: Any = attrs.frozen(kw_only=True, field_transformer=checked, repr=False)(cls)
+    frozen: Any = attrs.frozen(kw_only=True, field_transformer=checked, repr=False)(cls)
     for name, function in _DISPLAY.items():
         if name not in cls.__dict__:
-            setattr(made, name, function)
-    made.__setattr__ = _refuse_change
-    made.__init__ = _with_hints(made)
-    return made
+            setattr(frozen, name, function)
+    frozen.__setattr__ = _refuse_change
+    frozen.__init__ = _with_hints(frozen)
+    return frozen
 
 
 def _with_hints(cls: Any) -> Callable[..., None]:
@@ -92,14 +92,14 @@ def _refuse_change(self: Any, name: str, value: object) -> None:
 
 
 def _repr(self: Any) -> str:
-    given = [f"{name}={text}" for name, text, default in _shown_fields(self) if not default]
-    return f"{type(self).__name__}({', '.join(given)})"
+    changed = [f"{name}={text}" for name, text, default in _shown_fields(self) if not default]
+    return f"{type(self).__name__}({', '.join(changed)})"
 
 
 def _rich_repr(self: Any) -> Iterator[tuple[str, Any]]:
-    given = {name for name, _, default in _shown_fields(self) if not default}
+    changed = {name for name, _, default in _shown_fields(self) if not default}
     for field in attrs.fields(type(self)):
-        if field.alias in given:
+        if field.alias in changed:
             yield field.alias, getattr(self, field.name)
 
 
@@ -191,8 +191,8 @@ def _as_written(value: Any, fits: Callable[[Any], bool]) -> str:
             return f" Write {str(words[value.lower()]).lower()}, without quotes."
     parts = value.split(",") if isinstance(value, str) else value
     several = parts if isinstance(parts, list | tuple) else [parts]
-    plain = all(type(one) is str or (type(one) is int and one in _INT64) for one in several)
-    listed = tuple(str(one).strip() for one in several) if plain else ()
+    plain = all(type(part) is str or (type(part) is int and part in _INT64) for part in several)
+    listed = tuple(str(part).strip() for part in several) if plain else ()
     return (
         f" Write {list(listed)}."
         if len(listed) < _MAX_ENTRIES and fits(listed) and any(listed)
@@ -232,8 +232,8 @@ def check_of(
     error: type[FxError] = PlanError,
 ) -> Check:
     """The check of a type annotation."""
-    literals = [one for one in members(kind) if get_origin(one) is Literal]
-    choices = [name for one in literals for name in get_args(one) if isinstance(name, str)]
+    literals = [member for member in members(kind) if get_origin(member) is Literal]
+    choices = [name for member in literals for name in get_args(member) if isinstance(name, str)]
     fits = functools.partial(_fits, kind)
     return Check(owner, fits, words or _type_names(kind), tuple(choices), also, error)
 
@@ -250,13 +250,13 @@ def canonical(kind: Any) -> Callable[[Any], Any] | None:
     """
     kinds = members(kind)
     is_float = float in kinds and int not in kinds
-    needed = is_float or any(get_origin(one) is tuple for one in kinds)
+    needed = is_float or any(get_origin(member) is tuple for member in kinds)
     return (lambda value: _canonical_value(kind, value)) if needed else None
 
 
 def _canonical_value(kind: Any, value: Any) -> Any:
     kinds = members(kind)
-    items = next((get_args(one) for one in kinds if get_origin(one) is tuple), None)
+    items = next((get_args(member) for member in kinds if get_origin(member) is tuple), None)
     if items is not None and isinstance(value, list | tuple):
         items = _items(items, len(value))
         same_length = len(items) == len(value)
@@ -281,11 +281,13 @@ def shown(value: object) -> str:
 
 def few(lines: Iterable[str]) -> list[str]:
     """Problems for one message: each once and truncated, and the number of further ones."""
-    found = list(dict.fromkeys(lines))
-    more = [f"and {len(found) - _MAX_LINES} more problems."] if len(found) > _MAX_LINES else []
+    problems = list(dict.fromkeys(lines))
+    more = (
+        [f"and {len(problems) - _MAX_LINES} more problems."] if len(problems) > _MAX_LINES else []
+    )
     cut = [
-        one if len(one) <= _MAX_LINE_LENGTH else f"{one[:_MAX_LINE_LENGTH]}..."
-        for one in found[:_MAX_LINES]
+        line if len(line) <= _MAX_LINE_LENGTH else f"{line[:_MAX_LINE_LENGTH]}..."
+        for line in problems[:_MAX_LINES]
     ]
     return cut + more
 
@@ -326,10 +328,10 @@ def _fits(kind: Any, value: Any) -> bool:
     if len(kinds) > 1:
         if type(value) in kinds:
             return _fits(type(value), value)
-        return any(_fits(one, value) for one in kinds)
+        return any(_fits(member, value) for member in kinds)
     origin = get_origin(kind)
     if origin is Literal:
-        return any(type(value) is type(one) and value == one for one in get_args(kind))
+        return any(type(value) is type(member) and value == member for member in get_args(kind))
     if origin is tuple:
         items = _items(get_args(kind), len(value)) if type(value) is tuple else None
         return items is not None and len(items) == len(value) and all(map(_fits, items, value))
@@ -359,7 +361,7 @@ def _type_name(kind: Any) -> str:
         choices = [repr(choice) for choice in get_args(kind)]
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
     if get_origin(kind) is tuple:
-        words = [_type_names(one) for one in get_args(kind) if one is not ...]
+        words = [_type_names(item) for item in get_args(kind) if item is not ...]
         return f"a list or tuple, {'each ' if ... in get_args(kind) else ''}{', '.join(words)}"
     if kind in _WORDS:
         return _WORDS[kind]

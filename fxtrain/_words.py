@@ -75,7 +75,7 @@ def _container(value: Any, depth: int) -> str:
     kind = type(value)
     if kind is dict:
         return f"{{{_pairs(value.items(), depth)}}}"
-    inside = [_canonical(one, depth + 1) for one in value]
+    inside = [_canonical(item, depth + 1) for item in value]
     if kind is list:
         return f"[{', '.join(inside)}]"
     if kind is tuple:
@@ -84,8 +84,8 @@ def _container(value: Any, depth: int) -> str:
 
 
 def _pairs(items: Iterable[tuple[Any, Any]], depth: int) -> str:
-    pairs = [(_canonical(key, depth + 1), _canonical(one, depth + 1)) for key, one in items]
-    return ", ".join(f"{key}: {one}" for key, one in sorted(pairs))
+    pairs = [(_canonical(key, depth + 1), _canonical(item, depth + 1)) for key, item in items]
+    return ", ".join(f"{key}: {item}" for key, item in sorted(pairs))
 
 
 def _tensor(value: Tensor) -> str:
@@ -135,6 +135,6 @@ def _object(value: Any, depth: int) -> str:
     # Entries that follow are those of a list, and pairs those of a dict.
     follow = [*parts[3:5], None, None][:2]
     said = [_canonical(part, depth + 1) for part in parts[1:3]]
-    said += [f"[{', '.join(_canonical(one, depth + 1) for one in follow[0])}]"] if follow[0] else []
+    said += [f"[{', '.join(_canonical(x, depth + 1) for x in follow[0])}]"] if follow[0] else []
     said += [f"{{{_pairs(follow[1], depth)}}}"] if follow[1] else []
     return f"{kind.__qualname__}({'; '.join(said)})"

@@ -20,7 +20,7 @@ def VERIFY(path: str, json_: bool) -> int:  # noqa: FBT001
     from fxtrain.errors import CheckpointError
 
     try:
-        found = verify(path)
+        checkpoint = verify(path)
     except (UnreadableError, NewerFormatError):
         raise  # its bytes could not be checked
     except CheckpointError as error:
@@ -32,19 +32,19 @@ def VERIFY(path: str, json_: bool) -> int:  # noqa: FBT001
     if json_:
         print_json(
             {
-                "path": found.path,
+                "path": checkpoint.path,
                 "whole": True,
-                "updates": found.position.updates,
-                "tensors": found.tensors,
-                "bytes": found.size,
-                "ranks": found.world_size,
+                "updates": checkpoint.position.updates,
+                "tensors": checkpoint.tensors,
+                "bytes": checkpoint.size,
+                "ranks": checkpoint.world_size,
             }
         )
     else:
         say(
-            f"{found.path} is intact: update {found.position.updates}, "
-            f"{counted(found.tensors, 'tensor')}, {found.size / 1e6:.1f} MB, saved by "
-            f"{counted(found.world_size, 'rank')}."
+            f"{checkpoint.path} is intact: update {checkpoint.position.updates}, "
+            f"{counted(checkpoint.tensors, 'tensor')}, {checkpoint.size / 1e6:.1f} MB, saved by "
+            f"{counted(checkpoint.world_size, 'rank')}."
         )
     return Exit.WELL
 
@@ -113,15 +113,15 @@ def _made(factory: str) -> Any:
 
     try:
         with torch.device("meta"):
-            made = import_function(factory)()
+            model = import_function(factory)()
     except Exception as error:  # any error of the user's code
         raise LaunchError(
             f"import --model {factory}: {type(error).__name__}: {error}. Name a function that "
             f"builds the model without arguments, as MODULE:FUNCTION."
         ) from error
-    if not isinstance(made, torch.nn.Module):
+    if not isinstance(model, torch.nn.Module):
         raise LaunchError(
-            f"import --model {factory}: it returned a {type(made).__name__}, not a "
+            f"import --model {factory}: it returned a {type(model).__name__}, not a "
             f"torch.nn.Module. Name a function that builds the model, as MODULE:FUNCTION."
         )
-    return made
+    return model

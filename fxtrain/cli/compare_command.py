@@ -56,20 +56,20 @@ def COMPARE(
     base = Plan() if reference is None else read_plan(reference)
     quality = importlib.import_module("fxtrain.quality")
     function = import_function(case, returns="an fx.quality.Case")
-    made = function() if callable(function) else function
-    if not isinstance(made, quality.Case):
+    built = function() if callable(function) else function
+    if not isinstance(built, quality.Case):
         raise PlanError(
-            f"{case} is or returns a {type(made).__name__}. Name a function without arguments "
+            f"{case} is or returns a {type(built).__name__}. Name a function without arguments "
             f"that returns an fx.quality.Case."
         )
     with importlib.import_module("fxtrain.ops").detect() as ctx:
-        found = quality.compare(made, named, ctx, reference=base, updates=updates)
+        comparison = quality.compare(built, named, ctx, reference=base, updates=updates)
     if picture is not None:
-        save_picture(quality.plot(found), picture)
+        save_picture(quality.plot(comparison), picture)
     if json_:
-        click.echo(json.dumps(_finite(attrs.asdict(found)), indent=2))
+        click.echo(json.dumps(_finite(attrs.asdict(comparison)), indent=2))
     else:
-        print_renderable(quality.table(found, layers=layers))
+        print_renderable(quality.table(comparison, layers=layers))
 
 
 def _plan_of(word: str, *, emulate: bool) -> Plan:
@@ -77,26 +77,26 @@ def _plan_of(word: str, *, emulate: bool) -> Plan:
     if Path(word).exists():
         return read_plan(word)
     if word in FORMATS:
-        made = Plan(precision=word)  # type: ignore[arg-type]
+        plan = Plan(precision=word)  # type: ignore[arg-type]
     elif not isinstance(quantize_of(word), str):  # type: ignore[arg-type]
-        made = Plan(quantize=word)  # type: ignore[arg-type]
+        plan = Plan(quantize=word)  # type: ignore[arg-type]
     elif not isinstance(recipe := recipe_of(word), str):
-        made = Plan(precision=Precision(compute="fp8", recipe=recipe))
+        plan = Plan(precision=Precision(compute="fp8", recipe=recipe))
     else:
         return read_plan(word)
-    recipe = made.precision.recipe
+    recipe = plan.precision.recipe
     if not emulate or recipe is None:
-        return made
+        return plan
     if isinstance(recipe, TE):
         raise PlanError(f"--plan {word} --emulate: Transformer Engine cannot be emulated.")
     chosen = attrs.evolve(recipe, emulate=True)
-    return Plan(precision=attrs.evolve(made.precision, recipe=chosen))
+    return Plan(precision=attrs.evolve(plan.precision, recipe=chosen))
 
 
 def _finite(value: Any) -> Any:
     """JSON has no infinity: an exact layer has no signal-to-noise ratio there."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

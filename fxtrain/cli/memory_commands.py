@@ -91,8 +91,8 @@ def ESTIMATE(
             )
         reports = [_planned_report(model, read_plan(plan), **chosen)]
     else:
-        found = read_hub(model) if away else read_weights(model)
-        reports = [_report(found, precision=one, **chosen) for one in precision or ("bf16",)]
+        weights = read_hub(model) if away else read_weights(model)
+        reports = [_report(weights, precision=dtype, **chosen) for dtype in precision or ("bf16",)]
     if json_:
         print_json(reports if len(reports) > 1 else reports[0])
     elif len(reports) > 1:
@@ -105,26 +105,26 @@ def _report(
     weights: Weights, *, precision: str, batch: int, tokens: int, **chosen: Any
 ) -> dict[str, Any]:
     compute: Any = precision if precision in ("fp32", "bf16", "fp16") else "bf16"
-    held, cache = inference(weights, precision=precision, batch=batch, tokens=tokens)
+    weight_bytes, cache = inference(weights, precision=precision, batch=batch, tokens=tokens)
     trained = training(weights, precision=compute, **chosen)
-    return _numbers(weights, compute, precision, trained, held, cache)
+    return _numbers(weights, compute, precision, trained, weight_bytes, cache)
 
 
 def _planned_report(
     model: str, plan: Plan, *, batch: int, tokens: int, **chosen: Any
 ) -> dict[str, Any]:
     """Weights in inference are as stored: autocast makes its copies for each call."""
-    found = plan_weights(model, plan)
+    planned = plan_weights(model, plan)
     word = plan.precision.compute
     compute = "bf16" if word == "fp8" else word
-    _, cache = inference(found.weights, precision=compute, batch=batch, tokens=tokens)
-    held = estimate(found.weights).nbytes
-    trained = found.training(precision=compute, **chosen)
-    return _numbers(found.weights, word, "as stored", trained, held, cache)
+    _, cache = inference(planned.weights, precision=compute, batch=batch, tokens=tokens)
+    weight_bytes = estimate(planned.weights).nbytes
+    trained = planned.training(precision=compute, **chosen)
+    return _numbers(planned.weights, word, "as stored", trained, weight_bytes, cache)
 
 
 def _numbers(
-    weights: Weights, compute: str, held_as: str, trained: Training, held: float,
+    weights: Weights, compute: str, held_as: str, trained: Training, weight_bytes: float,
     cache: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     about = estimate(weights)
@@ -144,7 +144,7 @@ def _numbers(
             "total": round(trained.total),
         },
         "inference_bytes": {
-            "weights": round(held),
+            "weights": round(weight_bytes),
             "cache": None if cache is None else round(cache),
         },
         "inference_precision": held_as,
@@ -157,9 +157,9 @@ def _print_table(reports: list[dict[str, Any]]) -> None:
     say(f"{first['source']}: {first['parameters']:,} parameters.\n")
     rows: list[list[str]] = []
     for report in reports:
-        held = report["inference_bytes"]
-        total = held["weights"] + (held["cache"] or 0)
-        sizes = (held["weights"], total, report["training_bytes"]["total"])
+        inferred = report["inference_bytes"]
+        total = inferred["weights"] + (inferred["cache"] or 0)
+        sizes = (inferred["weights"], total, report["training_bytes"]["total"])
         rows.append([report["inference_precision"], *map(_size, sizes)])
     print_table(["precision", ">weights", ">inference", ">training, each rank"], rows)
 
@@ -180,14 +180,14 @@ def _print(report: dict[str, Any], chosen: dict[str, Any]) -> None:
         f"With {chosen['optimizer']}, sharding {chosen['sharding']}, {chosen['ranks']} ranks, "
         f"{report['compute']} compute. Activations depend on the batch and on the code.\n"
     )
-    held, cache = report["inference_bytes"]["weights"], report["inference_bytes"]["cache"]
+    weight_bytes, cache = report["inference_bytes"]["weights"], report["inference_bytes"]["cache"]
     rows = [
-        [f"weights ({report['inference_precision']})", _size(held)],
+        [f"weights ({report['inference_precision']})", _size(weight_bytes)],
         [
             f"keys and values of {chosen['batch']} x {chosen['tokens']} tokens",
             "unknown shape" if cache is None else _size(cache),
         ],
-        ["total", _size(held + (cache or 0))],
+        ["total", _size(weight_bytes + (cache or 0))],
     ]
     print_table(["inference, one device", ">size"], rows)
 
@@ -266,32 +266,32 @@ def PLACE(model: str, json_: bool, output: str | None, **chosen: Any) -> None:  
 
 def _quantize(word: str | None) -> Quantize | None:
     """The record of a format that is named, or that of a plan in a file."""
-    made = None if word is None else quantize_of(word)  # type: ignore[arg-type]
-    if not isinstance(made, str):
-        return made
-    if not Path(made).exists():
+    record = None if word is None else quantize_of(word)  # type: ignore[arg-type]
+    if not isinstance(record, str):
+        return record
+    if not Path(record).exists():
         raise PlanError(
-            f"--quantize {made}: neither a format nor a file. Choose bnb8, bnb4 or torchao, or "
+            f"--quantize {record}: neither a format nor a file. Choose bnb8, bnb4 or torchao, or "
             f"name a file with a plan."
         )
-    found = read_plan(made).quantize
-    if found is None:
+    quantize = read_plan(record).quantize
+    if quantize is None:
         raise PlanError(
-            f"--quantize {made}: this plan has no quantize. Set it, or omit --quantize."
+            f"--quantize {record}: this plan has no quantize. Set it, or omit --quantize."
         )
-    return found
+    return quantize
 
 
 def _pairs(option: str, words: Sequence[str], example: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for word in words:
         name, equals, value = word.rpartition("=")
         if not equals or not value:
             raise PlanError(f"{option} {word}: write it as {example}.")
-        if name in found:
+        if name in pairs:
             raise PlanError(f"{option} {word}: {name!r} is given twice. Keep one.")
-        found[name] = value
-    return found
+        pairs[name] = value
+    return pairs
 
 
 def _activation_bytes(text: str) -> int:

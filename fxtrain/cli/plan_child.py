@@ -22,19 +22,19 @@ def main() -> int:
     """Run the program that the arguments name, write the results, and return the exit code."""
     request, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     sys.argv[:] = [request["target"], *request["args"]]
-    given = launched_plan()
+    plan = launched_plan()
     try:
-        found = rehearse(
+        run = rehearse(
             lambda: _program(request),
             os.environ,
             name=os.path.basename(request["target"]),
-            mesh=None if given is None else given.mesh,
+            mesh=None if plan is None else plan.mesh,
             device_memory=request["device_memory"],
         )
     except FxError as error:
         sys.stderr.write(f"fxtrain plan: {type(error).__name__}: {error}\n")
         return Exit.WRONG
-    out.write_text(dumps(found), encoding="utf-8")
+    out.write_text(dumps(run), encoding="utf-8")
     return 0
 
 

@@ -86,12 +86,12 @@ def plan(
     text, code = _in_a_process(request, variables)
     if code or not text:
         return code or Exit.FOUND
-    found = state.loads(text, state.DryRun)
+    run = state.loads(text, state.DryRun)
     if save is not None:
         write_file(save, text)
     if picture is not None:
-        save_picture(runs.plot(found), picture)
-    goodput = None if failures.get("rank_mtbf_h") is None else _goodput(found, failures)
+        save_picture(runs.plot(run), picture)
+    goodput = None if failures.get("rank_mtbf_h") is None else _goodput(run, failures)
     if goodput is not None and failures["goodput_picture"] is not None:
         save_picture(runs.plot_goodput(goodput), failures["goodput_picture"])
     if json_ and goodput is not None:
@@ -99,10 +99,10 @@ def plan(
     elif json_:
         sys.stdout.write(text)
     else:
-        _print(runs.table(*others, found))
+        _print(runs.table(*others, run))
         if goodput is not None:
             _print(runs.goodput_table(goodput))
-    return Exit.WELL if found.fits else Exit.FOUND
+    return Exit.WELL if run.fits else Exit.FOUND
 
 
 def _in_a_process(request: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[str, int]:

@@ -112,28 +112,33 @@ def _launch(program: Sequence[str], orders: dict[str, Any], *, ranks: int, cpu: 
 def _report_differences(straight: str, resumed: str, *, json_: bool) -> int:
     from fxtrain.checkpoint import compare, count_leaves
 
-    found = list(compare(straight, resumed))
+    differences = list(compare(straight, resumed))
     leaves = count_leaves(straight)
     name = Path(straight).name
     if json_:
-        rows = [{"path": one.path, "whole": one.left, "resumed": one.right} for one in found]
-        print_json({"checkpoint": name, "leaves": leaves, "equal": not found, "differences": rows})
-    elif found:
-        rows = [(one.path, one.left, one.right) for one in found[:_SHOWN]]
-        title = f"{name}: {len(found)} of {leaves} leaves differ; the first is {found[0].path}"
+        rows = [
+            {"path": leaf.path, "whole": leaf.left, "resumed": leaf.right} for leaf in differences
+        ]
+        print_json(
+            {"checkpoint": name, "leaves": leaves, "equal": not differences, "differences": rows}
+        )
+    elif differences:
+        rows = [(leaf.path, leaf.left, leaf.right) for leaf in differences[:_SHOWN]]
+        first = differences[0].path
+        title = f"{name}: {len(differences)} of {leaves} leaves differ; the first is {first}"
         print_table(("leaf", "uninterrupted", "resumed"), rows, title=title)
     else:
         click.echo(f"{name}: all {leaves} leaves are bitwise equal.")
-    return Exit.FOUND if found else Exit.WELL
+    return Exit.FOUND if differences else Exit.WELL
 
 
 def _nearest(folder: str, update: int) -> str:
     """The last checkpoint before an update."""
     from fxtrain.checkpoint import before
 
-    found = before(folder, update)
-    if found is None:
+    checkpoint = before(folder, update)
+    if checkpoint is None:
         raise CheckpointError(
             f"No complete checkpoint before update {update} in {folder}.", code="FX601"
         )
-    return found
+    return checkpoint

@@ -130,7 +130,7 @@ def _wait(folder: Path, file: str, every_s: float) -> None:
 def _table(reader: RunReader) -> Table:
     curves, count = reader.curves(), reader.contents.damaged
     steps = [curve.steps[-1] for curve in curves.values()]
-    times = [one for c in curves.values() if not math.isnan(one := c.times[-1])]
+    times = [last for c in curves.values() if not math.isnan(last := c.times[-1])]
     ago = f", last entry {max(time.time() - max(times), 0):,.0f} s ago" if times else ""
     damaged = f", {count:,} damaged lines" if count else ""
     title = f"{reader.path.parent}: {max(steps, default=0):,.0f} updates{ago}{damaged}"
@@ -151,7 +151,7 @@ def _text(text: str) -> Text:
 
 
 def _cells(curve: Curve) -> tuple[str, ...]:
-    finite = [one for one in curve.values if math.isfinite(one)]
+    finite = [value for value in curve.values if math.isfinite(value)]
     low, high = (f"{min(finite):.5g}", f"{max(finite):.5g}") if finite else ("-", "-")
     return f"{curve.values[-1]:.5g}", low, high, sparkline(curve.values, _BARS)
 
@@ -163,9 +163,9 @@ def PROFILE(path: str, json_: bool) -> int:  # noqa: FBT001
     """Split the time of a step by rank, from the folder PATH of a profile."""
     from fxtrain.profiling import summary
 
-    found = summary(path)
+    times = summary(path)
     if json_:
-        print_json({"slowest": found.slowest, **attrs.asdict(found)})
+        print_json({"slowest": times.slowest, **attrs.asdict(times)})
     else:
-        print_renderable(found)
+        print_renderable(times)
     return Exit.WELL

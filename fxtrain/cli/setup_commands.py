@@ -114,7 +114,7 @@ def _try_out(spec: LaunchSpec, plan: Plan, out: Path, *, mib: float) -> dict[str
     ending = run(attrs.evolve(spec, target=_TRIAL, module=True, args=words))
     if ending.code:
         here = facts_here(os.environ, importlib.import_module("torch"))
-        causes = [f"! {one}" for one in fact_problems([here], nodes=spec.nodes)]
+        causes = [f"! {problem}" for problem in fact_problems([here], nodes=spec.nodes)]
         warn("\n".join([f"fxtrain test: {describe(ending)}", *causes]))
         return Exit.FOUND
     if not out.is_file():
@@ -145,7 +145,7 @@ def _print(told: dict[str, Any]) -> None:
             f"{training['steps']} steps, {training['step_ms']:.2f} ms each."
         )
     problems = told["problems"]
-    click.echo("\n" + ("\n".join(f"! {one}" for one in problems) or "No problems found."))
+    click.echo("\n" + ("\n".join(f"! {problem}" for problem in problems) or "No problems found."))
     sys.stdout.flush()
 
 
@@ -181,9 +181,9 @@ def TPU(
     """
     settings = resolve(file=file, profile=profile, env=os.environ, flags=from_flags(()))
     said = settings.launch.options if settings.launch.launcher == "tpu-pod" else None
-    given = {key: value for key, value in (("name", name), ("zone", zone)) if value}
+    named = {key: value for key, value in (("name", name), ("zone", zone)) if value}
     row = LAUNCHERS["tpu-pod"]
-    options = options_from(row.options, {**(said or {}), **given}, launcher=row.name)
+    options = options_from(row.options, {**(said or {}), **named}, launcher=row.name)
     lines = read_text(command_file).splitlines() if command_file else []
     argv = setup_command(
         options,

@@ -81,8 +81,6 @@ class Reached:
 class Sharded(Displayed, Generic[Data_co]):
     """A loader that yields this rank's part of every global batch; see `shard`.
 
-    Equality and hash are by identity, since the loader inside is torch's.
-
     Attributes:
         ctx: The ranks that share the data.
         plan: The plan that it follows.

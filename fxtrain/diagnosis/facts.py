@@ -104,7 +104,9 @@ def _interface_problems(fact: Mapping[str, Any]) -> list[str]:
         # NCCL accepts prefixes, and ^ to exclude; gloo accepts full names.
         exact = asked.startswith("=") or not variable.startswith("NCCL")
         if asked.startswith("^") or any(
-            name == one if exact else name.startswith(one) for one in wanted for name in there
+            name == interface if exact else name.startswith(interface)
+            for interface in wanted
+            for name in there
         ):
             continue
         problems.append(

@@ -39,7 +39,7 @@ def _put(name: str, function: Any) -> None:
 
 def _redirect(folder: Path, stop: int) -> None:
     """Redirect checkpoints to another folder, and end after this many of them."""
-    found: list[str] = []
+    saved: list[str] = []
 
     def elsewhere(path: Any) -> Any:
         inside = str(path)
@@ -54,8 +54,8 @@ def _redirect(folder: Path, stop: int) -> None:
 
     def save_and_count(path: Any, *args: Any, **options: Any) -> Saving:
         saving = save(elsewhere(path), *args, **options)
-        found.append(saving.path)
-        if len(found) == stop:
+        saved.append(saving.path)
+        if len(saved) == stop:
             saving.result()
             if args[0].is_main:
                 (folder / "last").write_text(saving.path)

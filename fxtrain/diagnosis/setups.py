@@ -62,12 +62,12 @@ def setup_problems(spec: LaunchSpec, plan: Plan) -> tuple[str, ...]:
         return (f"launch: {error.message}",)
     try:
         ctx = planned_context(spec, plan)
-        found = plan_problems(ctx, plan)
+        problems = plan_problems(ctx, plan)
     except MissingPackageError:
         return ()
     except FxError as error:
-        found = tuple(error.message.splitlines())
-    return tuple(f"plan: {problem}" for problem in found)
+        problems = tuple(error.message.splitlines())
+    return tuple(f"plan: {problem}" for problem in problems)
 
 
 def section_problems(section: Section) -> tuple[str, ...]:

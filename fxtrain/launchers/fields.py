@@ -30,9 +30,9 @@ def each(fits: Callable[[str], object], *, expected: str) -> Callable[[Any, Any,
     """A validator for each of several strings, or for one non-empty string."""
 
     def check(instance: Any, attribute: "attrs.Attribute[Any]", value: Any) -> None:
-        for one in (value,) if isinstance(value, str) else value:
-            if one and not fits(one):
-                raise ValueError(f"expected {expected}, found {shown(one)}.")
+        for text in (value,) if isinstance(value, str) else value:
+            if text and not fits(text):
+                raise ValueError(f"expected {expected}, found {shown(text)}.")
 
     return check
 
@@ -58,19 +58,19 @@ def name_values(pairs: tuple[str, ...]) -> dict[str, str]:
     return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
 
 
-def options_from(kind: type | None, given: Mapping[str, Any], *, launcher: str) -> Any:
+def options_from(kind: type | None, options: Mapping[str, Any], *, launcher: str) -> Any:
     """Convert words of a command line, or values of a file, into a launcher's own options.
 
     Args:
         kind: The record, or None for a launcher without options.
-        given: By name; a string is parsed as the option's type.
+        options: By name; a string is parsed as the option's type.
         launcher: Its name, for messages.
 
     Raises:
         LaunchError: the launcher has no such option, or a value is invalid.
     """
     types_of = {} if kind is None else {field.name: field.type for field in attrs.fields(kind)}
-    for name in given:
+    for name in options:
         if name not in types_of:
             raise LaunchError(
                 f"The launcher {launcher} has no option {name!r}."
@@ -81,7 +81,7 @@ def options_from(kind: type | None, given: Mapping[str, Any], *, launcher: str) 
         name: _read(value, types_of[name], said=f"{launcher}: {name}={shown(value)}")
         if isinstance(value, str)
         else value
-        for name, value in given.items()
+        for name, value in options.items()
     }
     return None if kind is None else kind(**read)
 

@@ -154,5 +154,5 @@ def _words(flag: Flag, value: Any) -> list[str]:
     if not flag.metavar:
         return [flag.flag]
     if flag.many == "again":
-        return [f"{flag.flag}={one}" for one in value]
+        return [f"{flag.flag}={entry}" for entry in value]
     return [f"{flag.flag}={','.join(map(str, value)) if flag.many else value}"]

@@ -159,7 +159,7 @@ class LaunchSpec:
 def _problems(spec: LaunchSpec) -> list[str]:
     """Problems between fields."""
     fewest = spec.min_nodes if spec.min_nodes is not None else spec.nodes
-    found = {
+    problems = {
         "LaunchSpec(module=True, executable=True): a program cannot be both.": (
             spec.module and spec.executable
         ),
@@ -177,7 +177,7 @@ def _problems(spec: LaunchSpec) -> list[str]:
             not spec.log_dir and {spec.redirect, spec.tee} != {"none"}
         ),
     }
-    return [problem for problem, wrong in found.items() if wrong]
+    return [problem for problem, wrong in problems.items() if wrong]
 
 
 def rank_environment(

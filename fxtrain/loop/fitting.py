@@ -90,9 +90,9 @@ def fit(
         save_every: Updates between checkpoints.
         save_minutes: Minutes between checkpoints, by the clock of rank 0.
         save_epochs: Save at the end of every epoch.
-        keep_last: Keep so many of the newest checkpoints; all, if no rule is given.
-        keep_best: Keep so many with the best `metric`. Nothing is pruned by checkpoints that are
-            saved without an evaluation.
+        keep_last: Number of newest checkpoints to keep; all, if no rule is given.
+        keep_best: Number of checkpoints with the best `metric` to keep. Checkpoints that are saved
+            without an evaluation prune nothing.
         metric: Which value of `evaluate` decides; not needed where it gives one number.
         best: Whether the smallest or the largest metric is the best.
         evaluate: () → a number or a mapping of numbers by name, equal on every rank; for example

@@ -19,8 +19,7 @@ from fxtrain.state import DistContext, Report, Weighted
 class Mean:
     """A running weighted mean over batches and ranks; a value, like everything that a loop carries.
 
-    `update` waits for no device and for no rank. Identity decides equality and hash, since tensors
-    do not compare to a single truth.
+    `update` waits for no device and for no rank.
 
     Attributes:
         total: The values so far, each times its weight, of this rank.

@@ -21,8 +21,6 @@ _HALF = (torch.bfloat16, torch.float16)
 class EMA:
     """An exponential moving average of a model's parameters; made by `fx.ema`.
 
-    Equality and hash are by identity: the tensors change in place.
-
     Attributes:
         model: The model that trains.
         decay: Weight of the average so far, in each update.

@@ -22,8 +22,6 @@ T = TypeVar("T")
 class Padded(Generic[T]):
     """A tree whose tensors were padded to the same length on every rank; itself a tree.
 
-    Compared and hashed by identity, since comparing tensors does not give a single bool.
-
     Attributes:
         data: The padded tree.
         lengths: For each tensor leaf, its length on each rank before padding; equal on every

@@ -116,7 +116,7 @@ def quantize_on_meta(
     Sizes do not depend on the device, so one that cannot compute in the format is not refused.
 
     Returns:
-        What puts the old layers back.
+        A function that puts the original layers back.
 
     Raises:
         PlanError: as `planned_layers`, except for the device.

@@ -187,19 +187,19 @@ def _on(batch: Any, ctx: DistContext) -> Any:
 
 def _outputs(case: Case, model: Wrapped, batch: Any) -> Tensor:
     if case.forward is not None:
-        found = case.forward(model, batch)
+        output = case.forward(model, batch)
     elif isinstance(batch, Mapping):
-        found = model(**batch)
+        output = model(**batch)
     elif isinstance(batch, tuple | list):
-        found = model(*batch)
+        output = model(*batch)
     else:
-        found = model(batch)
-    if not isinstance(found, Tensor):
+        output = model(batch)
+    if not isinstance(output, Tensor):
         raise PlanError(
-            f"quality.compare: the model returned a {type(found).__name__}, not a tensor. Choose "
+            f"quality.compare: the model returned a {type(output).__name__}, not a tensor. Choose "
             f"one: Case(forward=lambda model, batch: model(**batch).logits)."
         )
-    return found
+    return output
 
 
 def _over_ranks(sums: Sums, ctx: DistContext) -> dict[str, Any]:

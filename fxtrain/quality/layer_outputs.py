@@ -86,8 +86,8 @@ def add_error(sums: Sums, name: str, reference: Tensor, value: Tensor) -> None:
     if difference.numel():
         noise += float(torch.linalg.vector_norm(difference)) ** 2
         signal += float(torch.linalg.vector_norm(wide)) ** 2
-        found = float(difference.abs().max())
-        largest = found if math.isnan(found) else max(largest, found)
+        maximum = float(difference.abs().max())
+        largest = maximum if math.isnan(maximum) else max(largest, maximum)
     sums[name] = noise, signal, largest
 
 

@@ -17,25 +17,25 @@ from fxtrain.quality.records import Compared, Comparison
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
 
 
-def table(found: Comparison, *, layers: int = 5) -> RenderableType:
+def table(comparison: Comparison, *, layers: int = 5) -> RenderableType:
     """Tables of a comparison, to print with rich.
 
     Args:
-        found: What `compare` returned.
+        comparison: What `compare` returned.
         layers: How many layers with the largest errors to show per plan.
 
     Example:
         >>> import fxtrain as fx
         >>> from rich.console import Console
-        >>> found = fx.quality.Comparison(reference="fp32", weight_bytes=4000, plans=())
+        >>> comparison = fx.quality.Comparison(reference="fp32", weight_bytes=4000, plans=())
         >>> console = Console(width=80)
         >>> with console.capture() as shown:
-        ...     console.print(fx.quality.table(found))
+        ...     console.print(fx.quality.table(comparison))
         >>> [line.split() for line in shown.get().splitlines() if "fp32" in line]
         [['fp32', '4.00', 'kB', 'reference']]
     """
-    parts: list[RenderableType] = [_plans(found)]
-    parts += [_layers(plan, layers) for plan in found.plans if layers and plan.layers]
+    parts: list[RenderableType] = [_plans(comparison)]
+    parts += [_layers(plan, layers) for plan in comparison.plans if layers and plan.layers]
     return Group(*parts)
 
 
@@ -43,29 +43,34 @@ def _plain(text: str) -> Text:
     return Text(escape_unprintable(text))
 
 
-def _plans(found: Comparison) -> Table:
+def _plans(comparison: Comparison) -> Table:
     columns = {
-        "best agrees": [_percent(plan.agreement) for plan in found.plans],
-        "smallest cosine": [_number(plan.cosine, ".5f") for plan in found.plans],
+        "best agrees": [_percent(plan.agreement) for plan in comparison.plans],
+        "smallest cosine": [_number(plan.cosine, ".5f") for plan in comparison.plans],
         "last loss": [
-            _number(plan.losses[-1], ".4f") if plan.losses else "" for plan in found.plans
+            _number(plan.losses[-1], ".4f") if plan.losses else "" for plan in comparison.plans
         ],
     }
     shown = {title: cells for title, cells in columns.items() if any(cells)}
     grid = Table("plan", box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("weights", "error", "SNR", "largest difference", *shown):
         grid.add_column(title, justify="right")
-    last = _number(found.losses[-1], ".4f") if found.losses else ""
+    last = _number(comparison.losses[-1], ".4f") if comparison.losses else ""
     blank = [last if title == "last loss" else "" for title in shown]
     grid.add_row(
-        _plain(found.reference), show_bytes(found.weight_bytes), "reference", "", "", *blank
+        _plain(comparison.reference),
+        show_bytes(comparison.weight_bytes),
+        "reference",
+        "",
+        "",
+        *blank,
     )
-    for number, plan in enumerate(found.plans):
-        one = plan.outputs
+    for number, plan in enumerate(comparison.plans):
+        outputs = plan.outputs
         cells = [cells[number] for cells in shown.values()]
         grid.add_row(
-            _plain(plan.name), show_bytes(plan.weight_bytes), _number(one.relative, ".3g"),
-            _decibels(one.snr_db), _number(one.largest, ".3g"), *cells,
+            _plain(plan.name), show_bytes(plan.weight_bytes), _number(outputs.relative, ".3g"),
+            _decibels(outputs.snr_db), _number(outputs.largest, ".3g"), *cells,
         )  # fmt: skip
     return grid
 
@@ -75,9 +80,9 @@ def _layers(plan: Compared, count: int) -> Table:
     grid.add_column(_plain(f"{plan.name}: largest errors"))
     grid.add_column("error", justify="right")
     grid.add_column("SNR", justify="right")
-    worst = sorted(plan.layers, key=lambda one: (not math.isnan(one.relative), -one.relative))
-    for one in worst[:count]:
-        grid.add_row(_plain(one.name), _number(one.relative, ".3g"), _decibels(one.snr_db))
+    worst = sorted(plan.layers, key=lambda layer: (not math.isnan(layer.relative), -layer.relative))
+    for layer in worst[:count]:
+        grid.add_row(_plain(layer.name), _number(layer.relative, ".3g"), _decibels(layer.snr_db))
     return grid
 
 
@@ -93,49 +98,49 @@ def _decibels(value: float) -> str:
     return "exact" if value == math.inf else f"{value:.1f} dB"
 
 
-def plot(found: Comparison) -> Any:
+def plot(comparison: Comparison) -> Any:
     """Errors along the layers of a model, and losses, as a `matplotlib.figure.Figure`.
 
     Save it with `savefig`, as SVG, PNG or PDF.
 
     Args:
-        found: What `compare` returned.
+        comparison: What `compare` returned.
 
     Raises:
         MissingPackageError: matplotlib is not installed (the extra `plots`).
 
     Example:
         >>> import fxtrain as fx
-        >>> found = fx.quality.Comparison(reference="fp32", weight_bytes=4000, plans=())
-        >>> fx.quality.plot(found).axes[0].get_xlabel()
+        >>> comparison = fx.quality.Comparison(reference="fp32", weight_bytes=4000, plans=())
+        >>> fx.quality.plot(comparison).axes[0].get_xlabel()
         'layers, in the order of the model'
     """
     figure = optional("matplotlib.figure", extra="plots", needed_by="fxtrain.quality.plot")
-    drawn = figure.Figure(figsize=(8, 7 if found.losses else 4), layout="constrained")
-    every = drawn.subplots(2 if found.losses else 1, squeeze=False)[:, 0]
-    _draw_errors(every[0], found)
-    if found.losses:
-        _draw_losses(every[1], found)
-    if found.plans:
+    drawn = figure.Figure(figsize=(8, 7 if comparison.losses else 4), layout="constrained")
+    every = drawn.subplots(2 if comparison.losses else 1, squeeze=False)[:, 0]
+    _draw_errors(every[0], comparison)
+    if comparison.losses:
+        _draw_losses(every[1], comparison)
+    if comparison.plans:
         drawn.legend(*every[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return drawn
 
 
-def _draw_errors(axes: Any, found: Comparison) -> None:
-    axes.set_title(f"error relative to {found.reference}", loc="left", parse_math=False)
+def _draw_errors(axes: Any, comparison: Comparison) -> None:
+    axes.set_title(f"error relative to {comparison.reference}", loc="left", parse_math=False)
     axes.set_xlabel("layers, in the order of the model")
     axes.set_yscale("log")
-    for number, plan in enumerate(found.plans):
+    for number, plan in enumerate(comparison.plans):
         # A logarithmic axis has no place for an exact layer.
-        errors = [one.relative or math.nan for one in plan.layers]
+        errors = [layer.relative or math.nan for layer in plan.layers]
         axes.plot(errors, label=plan.name, color=_colour(number))
 
 
-def _draw_losses(axes: Any, found: Comparison) -> None:
+def _draw_losses(axes: Any, comparison: Comparison) -> None:
     axes.set_title("training loss", loc="left")
     axes.set_xlabel("updates")
-    axes.plot(found.losses, label=found.reference, color="black", linestyle="--")
-    for number, plan in enumerate(found.plans):
+    axes.plot(comparison.losses, label=comparison.reference, color="black", linestyle="--")
+    for number, plan in enumerate(comparison.plans):
         axes.plot(plan.losses, label=plan.name, color=_colour(number))
 
 

@@ -37,8 +37,6 @@ class Batch(Displayed, Generic[Data_co]):
 
     A batch whose data is a mapping is a mapping itself: `model(**batch)`.
 
-    Equality and hash are by identity, since tensors do not compare to a single truth value.
-
     Attributes:
         data: The result of the loader's collate function, on the context's device.
         position: The cursor just after this batch.
@@ -159,8 +157,6 @@ class Weighted(Displayed):
 @attrs.frozen(kw_only=True, eq=False, repr=False)
 class Report(Displayed):
     """The result of one step. Tensors stay on the device; reading one there synchronizes.
-
-    Equality and hash are by identity, since tensors do not compare to a single truth value.
 
     Attributes:
         loss: Scalar, this rank's micro-batch mean, detached; 0 if it has no row in the batch.

@@ -28,7 +28,7 @@ class CommState:
 
     The one mutable part of a context, like the sequence number of a process group: whether it can
     be used, and what closing must wait for and release. What a layer keeps beside that is in a
-    record of its own (`Comm.slot`). Equality and hash are by identity.
+    record of its own (`Comm.slot`).
 
     Attributes:
         failure: Message of the failure that made the communicator unusable.
@@ -76,7 +76,7 @@ def _nothing(error: BaseException | None) -> None:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Comm:
-    """The communicator of a context. Equality and hash are by identity.
+    """The communicator of a context.
 
     Attributes:
         group: torch's process group for tensors on the context's device; None at one rank.
@@ -132,16 +132,16 @@ class Comm:
                 self.state.background_tasks.pop(0).result()
             except Exception as failed:  # any error: the groups are closed all the same
                 errors.append(failed)
-        found = error
+        raised = error
         for failed in errors:
-            if found is None:
-                found = failed
+            if raised is None:
+                raised = failed
             else:
-                found.add_note(f"And while the context closed: {failed}")
+                raised.add_note(f"And while the context closed: {failed}")
         self.state.close()
-        self.close(found)
-        if found is not None and error is None:
-            raise found
+        self.close(raised)
+        if raised is not None and error is None:
+            raise raised
 
 
 def _cpu() -> torch.device:
@@ -236,9 +236,9 @@ class DistContext(Displayed):
             ...     ctx.axis("tensor").world_size
             1
         """
-        found = self._axes.get(name)
-        if found is not None:
-            return found
+        axis = self._axes.get(name)
+        if axis is not None:
+            return axis
         if name == "node" and self.num_nodes == 1:
             return self
         meshless = self._axes.keys() <= {"node"}

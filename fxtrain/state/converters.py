@@ -134,12 +134,14 @@ def plain(record: Any) -> dict[str, Any]:
 
 def _data(value: Any) -> Any:
     if attrs.has(type(value)):
-        fields = [one for one in attrs.fields(type(value)) if one.init or one.name == "kind"]
+        fields = [
+            field for field in attrs.fields(type(value)) if field.init or field.name == "kind"
+        ]
         return {field.alias: _data(getattr(value, field.name)) for field in fields}
     if isinstance(value, tuple | list):
-        return [_data(one) for one in value]
+        return [_data(entry) for entry in value]
     if isinstance(value, Mapping):
-        return {key: _data(one) for key, one in value.items()}
+        return {key: _data(entry) for key, entry in value.items()}
     return value
 
 
@@ -219,13 +221,13 @@ def _field_hook(
     check, convert = field.validator, field.converter
     if not isinstance(check, Check):  # a config that does not validate itself
         check, convert = check_of(kind, ""), canonical(kind)
-    inner = [one for one in members(kind) if attrs.has(one)]
-    rows = next((one for one in members(kind) if _holds_records(one)), None)
+    inner = [member for member in members(kind) if attrs.has(member)]
+    rows = next((member for member in members(kind) if _holds_records(member)), None)
     several: Any = Mapping if get_origin(rows) is Mapping else (list, tuple)
 
     def build(data: Any, _: Any) -> Any:
         if len(inner) > 1 and isinstance(data, Mapping):
-            return _tagged(data, converter, {str(kind_of(one)): one for one in inner})
+            return _tagged(data, converter, {str(kind_of(member)): member for member in inner})
         if inner and isinstance(data, Mapping):
             return converter.structure(data, inner[0])
         if rows is not None and isinstance(data, several):
@@ -246,7 +248,7 @@ def _table_words(inner: list[Any], problem: str) -> str:
     if not inner or ('="' in problem and "=fx." not in problem):
         return ""
     if len(inner) > 1:
-        kinds = ", ".join(repr(str(kind_of(one))) for one in inner)
+        kinds = ", ".join(repr(str(kind_of(record))) for record in inner)
         return f" In a file, use a table with a `kind`: one of {kinds}."
     fields = ", ".join(field.alias for field in attrs.fields(inner[0]) if field.init)
     return f" In a file, use a table of {fields}."

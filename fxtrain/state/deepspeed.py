@@ -248,5 +248,5 @@ def _enabled(data: Mapping[str, Any], name: str) -> bool:
 
 def autocast_dtype(data: Mapping[str, Any]) -> str:
     """The dtype of a config's autocast section, by its name in plans."""
-    found = str(data["torch_autocast"].get("dtype", "bfloat16")).split(".")[-1]
-    return _DTYPES.get(found, found)
+    dtype = str(data["torch_autocast"].get("dtype", "bfloat16")).split(".")[-1]
+    return _DTYPES.get(dtype, dtype)

@@ -67,7 +67,7 @@ def agreed_mesh(mesh: Mesh | None, planned: Mesh | None, size: int) -> Mesh | No
         >>> agreed_mesh(Mesh(replicate=1, tensor=-1), Mesh(tensor=2), 2)
         Mesh(replicate=1, tensor=-1)
     """
-    shapes = {resolve_mesh(one, size) for one in (mesh, planned) if one is not None}
+    shapes = {resolve_mesh(shape, size) for shape in (mesh, planned) if shape is not None}
     if len(shapes) == 2:
         raise MeshError(
             f"fx.detect(mesh={mesh}) and the launch's plan, which has mesh={planned}, lay out the "

@@ -54,7 +54,7 @@ class ModuleNames(Displayed, Generic[M_co]):
 
     def __repr__(self) -> str:
         parts = [type(self.module).__name__, self.strategy.name, self.plan.precision.compute]
-        parts += [type(one).__name__ for one in self.optimizers]
+        parts += [type(optimizer).__name__ for optimizer in self.optimizers]
         where = f"rank {self.ctx.rank} of {self.ctx.world_size} on {self.ctx.device}"
         closed = [f"closed by fx.{self.status.closed}"] if self.status.closed else []
         return f"Wrapped({', '.join([*parts, where, *closed])})"
@@ -62,7 +62,7 @@ class ModuleNames(Displayed, Generic[M_co]):
     def _details(self) -> tuple[tuple[str, str], ...]:
         trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         every = sum(p.numel() for p in self.module.parameters())
-        optimizers = ", ".join(type(one).__name__ for one in self.optimizers)
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         return (
             ("module", type(self.module).__name__),
             ("parameters", f"{every:,} on this rank, {trained:,} of them require grad"),

@@ -254,13 +254,13 @@ def from_environment(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
         >>> from_environment({"FXTRAIN_PLAN__DATA__SOURCE": "dispatch"})
         {'plan.data.source': ('dispatch', 'environment FXTRAIN_PLAN__DATA__SOURCE')}
     """
-    found: dict[str, tuple[Any, str]] = {}
+    values: dict[str, tuple[Any, str]] = {}
     for name in sorted(env):
         first, *rest = name.split("__")
         if first in ("FXTRAIN_LAUNCH", "FXTRAIN_PLAN") and rest:
             path = ".".join([first.removeprefix("FXTRAIN_"), *rest]).lower()
-            found[path] = (value_of(env[name]), f"environment {name}")
-    return found
+            values[path] = (value_of(env[name]), f"environment {name}")
+    return values
 
 
 def value_of(text: str) -> Any:

@@ -80,7 +80,7 @@ class Placement:
 
     Attributes:
         units: In the order in which the model defines them.
-        device: Where units compute that are held on none.
+        device: Where units on the CPU or on disk compute.
         tied: Names of tensors that are one tensor, each group in the order of the model; the
             units of a group are held in one place.
         offload_buffers: Buffers stream with the parameters of their unit. Otherwise they stay on
@@ -132,9 +132,9 @@ class Placement:
     @property
     def devices(self) -> tuple[str, ...]:
         """Everything that holds a unit, `device` first and "cpu" and "disk" last."""
-        found = dict.fromkeys([self.device, *(unit.device for unit in self.units)])
-        last = [name for name in ("cpu", DISK) if name in found and name != self.device]
-        return (*(name for name in found if name not in last), *last)
+        devices = dict.fromkeys([self.device, *(unit.device for unit in self.units)])
+        last = [name for name in ("cpu", DISK) if name in devices and name != self.device]
+        return (*(name for name in devices if name not in last), *last)
 
     @property
     def streamed(self) -> tuple[Unit, ...]:
@@ -152,9 +152,9 @@ class Placement:
         total += self.staging if device == "cpu" else 0
         for unit in self.units:
             computes = self.computes_on(unit)
-            kept = unit.buffers if computes != unit.device else 0
-            total += unit.bytes - kept if unit.device == device else 0
-            total += unit.working + kept if computes == device else 0
+            buffers = unit.buffers if computes != unit.device else 0
+            total += unit.bytes - buffers if unit.device == device else 0
+            total += unit.working + buffers if computes == device else 0
         return total
 
 

@@ -123,8 +123,11 @@ class TE:
 Recipe = Float8 | MX | TE
 RECIPES: tuple[type, ...] = (Float8, MX, TE)
 _SHORT: dict[str, Any] = {
-    **{one: (Float8, {"scaling": one}) for one in ("tensorwise", "rowwise", "rowwise_with_gw_hp")},
-    **{one: (MX, {"format": one}) for one in ("mxfp8", "mxfp4", "nvfp4")},
+    **{
+        name: (Float8, {"scaling": name})
+        for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+    },
+    **{name: (MX, {"format": name}) for name in ("mxfp8", "mxfp4", "nvfp4")},
     "float8": (Float8, {}),
     "mx": (MX, {}),
     "te": (TE, {}),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class FlatShard:
     """This rank's part of a flattened tensor: a range of its elements.
 
-    Engines that flatten parameters shard them so. Equality and hash are by identity.
+    Engines that flatten parameters shard them so.
 
     Attributes:
         shape: Shape of the full tensor.
@@ -34,7 +34,7 @@ class FlatShard:
 class ModelState:
     """Everything that a wrapped model needs to resume exactly.
 
-    Tensors are the live ones, not copies. Equality and hash are by identity.
+    Tensors are the live ones, not copies.
 
     Attributes:
         tensors: By name, with the same names and shapes on every rank that holds them. A
@@ -53,7 +53,7 @@ class ModelState:
 
 @attrs.frozen(kw_only=True, eq=False)
 class StateReader:
-    """A saved `ModelState`, read one tensor at a time. Equality and hash are by identity.
+    """A saved `ModelState`, read one tensor at a time.
 
     Attributes:
         shapes: (shape, dtype) of each tensor by name.

@@ -47,7 +47,7 @@ class UpdateSpec:
 
 @attrs.frozen(kw_only=True, eq=False)
 class UpdateResult:
-    """The result of an update. Equality and hash are by identity, since it contains a tensor.
+    """The result of an update.
 
     Attributes:
         applied: Whether the optimizers ran.
@@ -61,8 +61,6 @@ class UpdateResult:
 @attrs.frozen(kw_only=True, eq=False)
 class Round:
     """What replicas that train independently keep from one average to the next.
-
-    Equality and hash are by identity: the tensors change in place.
 
     Attributes:
         copies: The ranks that hold the same part of each replica.
@@ -96,7 +94,7 @@ class Round:
 
 @attrs.frozen(kw_only=True, eq=False)
 class WeightedLoss:
-    """One micro-batch's part in its update. Equality and hash are by identity.
+    """One micro-batch's part in its update.
 
     Attributes:
         loss: The tensor from which backward starts.
@@ -122,8 +120,6 @@ class Wrapped(ModuleNames[M_co]):
 
     It has the names of `nn.Module` that are right under its strategy; any other name is an
     AttributeError that says what to use.
-
-    Equality and hash are by identity: the torch objects inside change in place.
 
     Attributes:
         module: The user's module.
@@ -282,8 +278,8 @@ def round_of(model: Wrapped) -> Round | None:
         ...     fx.state.round_of(fx.wrap(torch.nn.Linear(2, 1), ctx)) is None
         True
     """
-    kept = model.strategy_state
-    return kept if isinstance(kept, Round) else None
+    state = model.strategy_state
+    return state if isinstance(state, Round) else None
 
 
 def _nothing() -> None:

@@ -386,5 +386,5 @@ def round_ends(local: LocalSGD | DiLoCo, position: Position) -> bool:
     """
     if not is_alone(local, position):
         return False
-    made = position.updates - local.warmup
-    return position.is_last or (position.micro == 0 and made % local.every == 0)
+    updates = position.updates - local.warmup
+    return position.is_last or (position.micro == 0 and updates % local.every == 0)

@@ -40,8 +40,6 @@ class Location:
 class Weight:
     """One tensor of a user's module: how to gather its full value, and how to fill it.
 
-    Equality and hash are by identity.
-
     Attributes:
         like: The live tensor, plain or sharded, or a fake tensor like it if this rank has no part
             of it.

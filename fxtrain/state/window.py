@@ -51,7 +51,7 @@ class ModelStatus:
 class AccumulationWindow:
     """A model's updates, and sums over its open accumulation window; zero between windows.
 
-    It is mutable: a step changes it in place. Equality and hash are by identity.
+    It is mutable: a step changes it in place.
 
     Attributes:
         sums: On the device, floating-point, shape (4,): the four numbers that follow.

@@ -29,8 +29,6 @@ class Run:
     the order in which they were logged. If a tracker raises there, the logger `fxtrain.trackers`
     warns once; training and the other trackers continue.
 
-    Equality and hash are by identity.
-
     Attributes:
         id: The same on every rank, and after the run is resumed.
         path: The folder of the run.

@@ -106,7 +106,7 @@ def from_flags(words: Sequence[str]) -> dict[str, tuple[Any, str]]:
         >>> from_flags(["launch.ranks=4"])
         {'launch.ranks': (4, 'flag')}
     """
-    found: dict[str, tuple[Any, str]] = {}
+    values: dict[str, tuple[Any, str]] = {}
     for word in words:
         path, equals, text = word.partition("=")
         parts = path.split(".")
@@ -114,8 +114,8 @@ def from_flags(words: Sequence[str]) -> dict[str, tuple[Any, str]]:
             raise PlanError(
                 f"--set {word}: write a value as launch.ranks=4 or plan.precision=bf16."
             )
-        found[path] = (value_of(text), "flag")
-    return found
+        values[path] = (value_of(text), "flag")
+    return values
 
 
 def resolve(

@@ -100,14 +100,14 @@ def _expand(name: str, text: str) -> list[int]:
     """The numbers in SLURM's short form: 2(x3),1 is 2, 2, 2, 1."""
     tasks: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"\s*([1-9][0-9]{0,5})(?:\(x([1-9][0-9]{0,5})\))?\s*", part)
-        if not found or len(tasks) > _MOST_NODES:
+        tasks_of = re.fullmatch(r"\s*([1-9][0-9]{0,5})(?:\(x([1-9][0-9]{0,5})\))?\s*", part)
+        if not tasks_of or len(tasks) > _MOST_NODES:
             raise ContextError(
                 f"{name}={text[:60]!r}: expected numbers of tasks such as 2(x3),1. Start the "
                 f"ranks with srun, which sets it.",
                 code="FX101",
             )
-        tasks += [int(found[1])] * int(found[2] or 1)
+        tasks += [int(tasks_of[1])] * int(tasks_of[2] or 1)
     return tasks
 
 
@@ -118,8 +118,8 @@ def _main_address(env: Mapping[str, str]) -> str:
     if name is None or env.get("MASTER_ADDR", "").strip():
         return ""
     part = r"[^\s\[\],]*(?:\[[^\[\]]+\][^\s\[\],]*)*"
-    found = re.match(rf"\s*({part})\s*(?:,|$)", env[name])
-    host = re.sub(r"\[\s*([0-9A-Za-z]+)[^\]]*\]", r"\1", found[1]) if found else ""
+    host_list = re.match(rf"\s*({part})\s*(?:,|$)", env[name])
+    host = re.sub(r"\[\s*([0-9A-Za-z]+)[^\]]*\]", r"\1", host_list[1]) if host_list else ""
     if not host or "[" in host:
         raise ContextError(
             f"{name}={env[name][:60]!r}: expected a list of hosts such as n[001-003,7],x1. Set "
