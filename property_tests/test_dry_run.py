@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.profiling import plot, read_bytes
-from fxtrain.profiling.memory_log import MemoryLog
+from fxtrain.profiling.watching import MemoryLog
 from fxtrain.state import Memory, Problem, Traffic
 from fxtrain.state.dry_runs import PARTS
 from fxtrain.state.mesh import AXES, read_mesh

@@ -166,7 +166,7 @@ MUTABLE = {
     "fxtrain.backends.xla.strategy.RecompilationLog": "counts compilations of one model",
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
     "fxtrain.profiling.tracing.Trace": "how far a schedule got",
-    "fxtrain.profiling.recording.Recording": "one cycle of torch's profiler",
+    "fxtrain.profiling.tracing.Recording": "one cycle of torch's profiler",
     "fxtrain.loop.fit_entries.Entries": "what fit measured since the last entry of its trackers",
     "fxtrain.loop.fitting._Loop": "how far a run of fit got, and its last checkpoint",
     "fxtrain.trackers.entries.Logged": "its entry, once the value is read from the device",

@@ -1,12 +1,11 @@
 """Checkpoints: written atomically, verified by digests, and free of pickle."""
 
 from fxtrain.checkpoint.background import Saving
-from fxtrain.checkpoint.comparison import Difference, compare, count_leaves
 from fxtrain.checkpoint.folders import before, best, latest
 from fxtrain.checkpoint.merging import merge, saved_weights
 from fxtrain.checkpoint.restoring import Restored, restore
 from fxtrain.checkpoint.saving import save
-from fxtrain.checkpoint.verification import Verified, verify
+from fxtrain.checkpoint.verification import Difference, Verified, compare, count_leaves, verify
 
 __all__ = [
     "Difference",

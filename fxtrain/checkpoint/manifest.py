@@ -18,14 +18,14 @@ import xxhash
 from cattrs.v import transform_error
 
 from fxtrain._display import counted
-from fxtrain.checkpoint.owner import Owner, owner_from
+from fxtrain.checkpoint.folder_lock import Owner, owner_from
+from fxtrain.checkpoint.storage import MANIFEST
 from fxtrain.errors import CheckpointError
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.state import Position, structure, unstructure
 from fxtrain.state.parsing import parse_json
 
 FORMAT = 1
-MANIFEST = "manifest.json"
 CHUNK = 4 << 20  # bytes of a stored box that share a digest; reads verify complete chunks
 HIGHEST = (1 << 63) - 1  # limit of sizes, offsets and orders
 _MAX_BYTES = 1 << 30  # bytes of a manifest

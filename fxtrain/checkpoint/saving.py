@@ -21,21 +21,29 @@ from fxtrain.checkpoint.background import (
     start_background,
     wait_for_earlier,
 )
-from fxtrain.checkpoint.data_files import Written, merged, write_file
-from fxtrain.checkpoint.folder_lock import Lock, acquire
-from fxtrain.checkpoint.folders import CheckpointInfo, list_checkpoints, new_name, next_order
+from fxtrain.checkpoint.folder_lock import Lock, acquire, this_process
+from fxtrain.checkpoint.folders import (
+    CheckpointInfo,
+    RetentionRule,
+    list_checkpoints,
+    new_name,
+    next_order,
+    retention_rule,
+    to_prune,
+)
 from fxtrain.checkpoint.manifest import Manifest, dump_manifest
-from fxtrain.checkpoint.owner import this_process
-from fxtrain.checkpoint.retention import RetentionRule, retention_rule, to_prune
 from fxtrain.checkpoint.snapshot import Snapshot, by_name, snapshot
 from fxtrain.checkpoint.storage import Storage, open_storage
 from fxtrain.checkpoint.write_plan import (
     Proposal,
     TensorChunk,
+    Written,
     chunks_to_write,
     compare_proposals,
+    merged,
     varying_digests,
     writable_chunks,
+    write_file,
 )
 from fxtrain.errors import CheckpointError, CollectiveError, FxError
 from fxtrain.ops.same_errors import gather_with_errors

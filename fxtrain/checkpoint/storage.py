@@ -18,9 +18,9 @@ import attrs
 
 from fxtrain._optional import optional
 from fxtrain._reading import path_problem
-from fxtrain.checkpoint.manifest import MANIFEST
 from fxtrain.errors import CheckpointError, FxError
 
+MANIFEST = "manifest.json"  # a folder with this file is a checkpoint
 _TEMPORARY = ".partial-"
 _FLUSH_BYTES = 32 << 20  # bytes after which writing to disk starts
 # Errors that mean "does not exist" or "is not a plain file" rather than "reading failed".

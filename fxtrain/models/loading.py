@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fxtrain.errors import CheckpointError
 from fxtrain.models.quantized_loading import prepare_layers, quantized_while_read
+from fxtrain.models.tensor_bytes import context_of, module_of, weights_by_name
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source, renamed
-from fxtrain.models.tensors import context_of, module_of, weights_by_name
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import part_of, plain_name
 from fxtrain.precision import allocate, put_layers, quantized_tensors

@@ -6,9 +6,14 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxtrain.errors import CheckpointError
+from fxtrain.ops.whole_tensors import is_sharded, weight_of, weights_of
+from fxtrain.state import DistContext, Weight, Wrapped
+from fxtrain.state.module_names import check_open
 
 # The safetensors dtypes that torch supports.
 DTYPE_NAMES: Mapping[str, torch.dtype] = {
@@ -84,3 +89,78 @@ def digest(tensor: Tensor) -> str:
     """XXH3 of a tensor's values in host memory, with its dtype and shape; strides do not matter."""
     kind = f"{tensor.dtype} {list(tensor.shape)} "
     return kind + xxhash.xxh3_128_hexdigest(memory_of(contiguous(tensor)))
+
+
+def module_of(model: Any, call: str) -> nn.Module:
+    """The user's module, without the wrappers around it.
+
+    Raises:
+        CheckpointError: the value is not a model, or is a closed wrapped model.
+    """
+    if isinstance(model, Wrapped):
+        check_open(model, call, CheckpointError)
+    module = model.module if isinstance(model, Wrapped) else model
+    if not isinstance(module, nn.Module):
+        raise CheckpointError(
+            f"{call} takes a model from fx.wrap or a torch.nn.Module, found "
+            f"{type(module).__name__}."
+        )
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+            module = inner  # torch.compile(module)
+        else:
+            return module
+
+
+def context_of(model: Any, ctx: DistContext | None, call: str) -> DistContext | None:
+    """The context of a call: the one passed, or the model's.
+
+    Raises:
+        CheckpointError: ctx is not a context.
+    """
+    if ctx is not None and not isinstance(ctx, DistContext):
+        raise CheckpointError(f"{call}: ctx is a {type(ctx).__name__}. Pass a DistContext.")
+    return model.ctx if ctx is None and isinstance(model, Wrapped) else ctx
+
+
+def weights_by_name(model: Any, module: nn.Module | None) -> dict[str, Weight]:
+    """The stored tensors of a model or a mapping by name, on whichever ranks they are.
+
+    Args:
+        module: The user's module, or None if the model is a mapping.
+    """
+    if isinstance(model, Wrapped):
+        found = model.strategy.weights(model)
+    elif module is None:
+        found = {name: weight_of(tensor) for name, tensor in model.items()}
+    else:
+        found = weights_of(module)
+    return {name: weight for name, weight in found.items() if weight.stored}
+
+
+def problems_of(weights: Mapping[str, Weight], allowed: Mapping[torch.dtype, str]) -> list[str]:
+    """Reasons why tensors cannot be written, one line each."""
+    return [
+        f"{name} is {why}" for name, weight in weights.items() if (why := _problem(weight, allowed))
+    ]
+
+
+def _problem(weight: Weight, allowed: Mapping[torch.dtype, str]) -> str | None:
+    tensor = weight.like
+    if not isinstance(tensor, Tensor):
+        return f"a {type(tensor).__name__}, not a tensor"
+    if is_lazy(tensor):
+        return "not initialized: run the model once"
+    if hasattr(tensor, "ds_id") and not weight.together:
+        return "partitioned by DeepSpeed ZeRO-3: pass the model from fx.wrap"
+    if tensor.is_meta and weight.here:
+        return "on the meta device and has no values"
+    if tensor.is_complex():
+        return f"complex ({tensor.dtype}): store torch.view_as_real(tensor)"
+    if tensor.layout is not torch.strided or tensor.is_quantized or weight.dtype not in allowed:
+        return f"a {tensor.layout} tensor of dtype {weight.dtype}, unsupported by the format"
+    if not is_sharded(tensor) and is_traceable_wrapper_subclass(tensor):
+        return f"a {type(tensor).__name__}, whose values are not in a single buffer"
+    return None

@@ -14,13 +14,15 @@ from fxtrain.precision.plain_tensors import (
     stored_tensors,
     stream_later,
 )
-from fxtrain.precision.quantized_fields import difference, gradient_problem, packed_layer
 from fxtrain.precision.quantizing import (
     Quantized,
     companions,
     converted_to_fp32,
+    difference,
+    gradient_problem,
     hold_as_parameters,
     library_of,
+    packed_layer,
     planned_layers,
     put_layers,
     quantize_layers,

@@ -1,36 +1,118 @@
-"""Run a model and data under several plans, and compare with a reference."""
+"""Run a model and data under several plans, and compare outputs and losses with a reference."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Any
+from operator import itemgetter
+from typing import Any, Literal
 
 import attrs
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fxtrain import _tree, ops
-from fxtrain._display import counted
+from fxtrain._display import counted, describe
 from fxtrain.backends import unwrap, wrap
 from fxtrain.data import shard
 from fxtrain.errors import DataError, PlanError
 from fxtrain.loop import StepFns, step
 from fxtrain.precision import stored_tensors
-from fxtrain.quality.layer_outputs import (
-    OUTPUTS,
-    Sums,
-    add_error,
-    compared,
-    innermost,
-    recorded,
-)
-from fxtrain.quality.records import Case, Compared, Comparison, error_of
 from fxtrain.state import DistContext, Plan, Wrapped
 from fxtrain.state.context import check_connected
 
+
+@attrs.frozen(kw_only=True, eq=False)
+class Case:
+    """A model and data on which plans are compared.
+
+    Attributes:
+        build: () → the model. Called once or twice per plan, each time with equally seeded random
+            generators, so that all plans get the same weights.
+        batches: The data. With several ranks, each takes every n-th batch.
+        forward: (model, batch) → the outputs to compare, as one tensor. By default the model is
+            called with a tuple's or list's entries, a dict's entries by name, or the batch itself.
+        outputs: "logits" also compares the best entry of the last dim, "embeddings" the direction
+            along the last dim.
+        loss: (model, batch) → the training loss, for a curve.
+        optimizer: The optimizer factory for the curve, as `fx.wrap` takes it.
+    """
+
+    build: Callable[[], nn.Module]
+    batches: Sequence[Any] = attrs.field(repr=describe)
+    forward: Callable[[Any, Any], Tensor] | None = None
+    outputs: Literal["values", "logits", "embeddings"] = "values"
+    loss: Callable[[Any, Any], Any] | None = None
+    optimizer: Any = None
+
+
+@attrs.frozen(kw_only=True)
+class LayerError:
+    """How far the outputs of one layer are from the reference, over all batches.
+
+    The inputs of a layer differ too, so that errors of earlier layers are included.
+
+    Attributes:
+        name: Its name in the model; empty for the model's outputs.
+        relative: Norm of the difference over the norm of the reference.
+        snr_db: The same as a signal-to-noise ratio in decibels: -20 · log10(relative).
+        largest: Largest absolute difference of an entry.
+    """
+
+    name: str
+    relative: float
+    snr_db: float
+    largest: float
+
+
+@attrs.frozen(kw_only=True)
+class Compared:
+    """One plan beside the reference.
+
+    Attributes:
+        name: Its name.
+        outputs: The error of the model's outputs.
+        layers: Errors of the innermost modules, in the order of the model.
+        agreement: Share of rows whose largest entry is that of the reference; None unless the
+            outputs are logits.
+        cosine: Smallest cosine between an embedding and that of the reference; None unless the
+            outputs are embeddings.
+        weight_bytes: Bytes of parameters and buffers.
+        losses: The training loss of each update, of its last micro-batch; empty without a curve.
+    """
+
+    name: str
+    outputs: LayerError
+    layers: tuple[LayerError, ...]
+    agreement: float | None = None
+    cosine: float | None = None
+    weight_bytes: int
+    losses: tuple[float, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class Comparison:
+    """Plans beside a reference.
+
+    Attributes:
+        reference: The name of the reference.
+        weight_bytes: Bytes of its parameters and buffers.
+        losses: Its training loss of each update; empty without a curve.
+        plans: The others, in the order given.
+    """
+
+    reference: str
+    weight_bytes: int
+    losses: tuple[float, ...] = ()
+    plans: tuple[Compared, ...]
+
+
 _KINDS = ("values", "logits", "embeddings")
+_OUTPUTS = ""  # the name of the model's own outputs
+# By module: sums of squares of the difference and of the reference, and the largest difference.
+_Sums = dict[str, tuple[float, float, float]]
 
 
 def compare(
@@ -137,14 +219,17 @@ def _weight_bytes(model: Wrapped) -> int:
 
 def _compare_outputs(case: Case, name: str, base: Wrapped, other: Wrapped) -> Compared:
     ctx = other.ctx
-    sums: Sums = {}
+    sums: _Sums = {}
     rows = hits = 0
     cosine = 1.0
     base.eval()
     other.eval()
     mine = ctx.axis("data")
     for batch in case.batches[mine.rank :: mine.world_size]:
-        wanted, got = _both(case, _on(batch, ctx), base, other, sums)
+        moved = _tree.map_leaves(
+            lambda leaf: leaf.to(ctx.device) if isinstance(leaf, Tensor) else leaf, batch
+        )
+        wanted, got = _both(case, moved, base, other, sums)
         if case.outputs == "logits":
             same = wanted.argmax(-1) == got.argmax(-1)
             rows, hits = rows + same.numel(), hits + int(same.sum())
@@ -158,8 +243,8 @@ def _compare_outputs(case: Case, name: str, base: Wrapped, other: Wrapped) -> Co
     rows, hits = ops.reduce((rows, hits), ctx, op="sum")
     return Compared(
         name=name,
-        outputs=errors[OUTPUTS],
-        layers=tuple(errors[layer] for layer in innermost([n for n in errors if n != OUTPUTS])),
+        outputs=errors[_OUTPUTS],
+        layers=tuple(errors[layer] for layer in innermost([n for n in errors if n != _OUTPUTS])),
         agreement=hits / rows if case.outputs == "logits" else None,
         cosine=ops.reduce(cosine, ctx, op="min") if case.outputs == "embeddings" else None,
         weight_bytes=size,
@@ -168,21 +253,15 @@ def _compare_outputs(case: Case, name: str, base: Wrapped, other: Wrapped) -> Co
 
 @torch.no_grad()
 def _both(
-    case: Case, batch: Any, base: Wrapped, other: Wrapped, sums: Sums
+    case: Case, batch: Any, base: Wrapped, other: Wrapped, sums: _Sums
 ) -> tuple[Tensor, Tensor]:
     """The outputs of both models; adds the errors of all modules to the sums."""
-    with recorded(base.module) as seen:
+    with _recorded(base.module) as seen:
         wanted = _outputs(case, base, batch)
-    with compared(other.module, seen, sums):
+    with _compared(other.module, seen, sums):
         got = _outputs(case, other, batch)
-    add_error(sums, OUTPUTS, wanted, got)
+    _add_error(sums, _OUTPUTS, wanted, got)
     return wanted, got
-
-
-def _on(batch: Any, ctx: DistContext) -> Any:
-    return _tree.map_leaves(
-        lambda leaf: leaf.to(ctx.device) if isinstance(leaf, Tensor) else leaf, batch
-    )
 
 
 def _outputs(case: Case, model: Wrapped, batch: Any) -> Tensor:
@@ -202,13 +281,20 @@ def _outputs(case: Case, model: Wrapped, batch: Any) -> Tensor:
     return output
 
 
-def _over_ranks(sums: Sums, ctx: DistContext) -> dict[str, Any]:
+def _over_ranks(sums: _Sums, ctx: DistContext) -> dict[str, LayerError]:
+    """The error of each module, from the sums of all ranks."""
     added = ops.reduce({name: squares for name, (*squares, _) in sums.items()}, ctx, op="sum")
     largest = ops.reduce({name: most for name, (*_, most) in sums.items()}, ctx, op="max")
-    return {
-        name: error_of(name, noise=added[name][0], signal=added[name][1], largest=largest[name])
-        for name in sums
-    }
+    errors: dict[str, LayerError] = {}
+    for name, (noise, signal) in added.items():
+        relative = math.sqrt(noise / signal) if noise and signal else math.inf if noise else 0.0
+        errors[name] = LayerError(
+            name=name,
+            relative=relative,
+            snr_db=-20 * math.log10(relative) if relative else math.inf,
+            largest=largest[name],
+        )
+    return errors
 
 
 def _losses(case: Case, ctx: DistContext, plan: Plan, updates: int) -> tuple[float, ...]:
@@ -217,18 +303,100 @@ def _losses(case: Case, ctx: DistContext, plan: Plan, updates: int) -> tuple[flo
         return ()
     model = _wrapped(case, ctx, plan, case.optimizer)
     model.train()
-    loader = DataLoader(case.batches, batch_size=1, collate_fn=_only)  # pyright: ignore[reportArgumentType]
+    # The batches of the case are the rows of the loader.
+    loader = DataLoader(case.batches, batch_size=1, collate_fn=itemgetter(0))  # pyright: ignore[reportArgumentType]
     fns = StepFns(model=model, loss=lambda model, batch: case.loss(model, batch.data))  # pyright: ignore[reportOptionalCall]
-    losses: list[float] = []
-    with ExitStack() as end:
-        end.callback(unwrap, model)
+    try:
         batches = chain.from_iterable(shard(loader, ctx, plan).epochs(updates))
         reports = (step(ctx, batch, fns) for batch in batches)
         due = (report for report in reports if report.applied or report.skipped)
         losses = [float(ops.reduce(report.loss, ctx)) for report in islice(due, updates)]
+    finally:
+        unwrap(model)
     return tuple(losses)
 
 
-def _only(rows: list[Any]) -> Any:
-    """The only row: the case's batches are the rows of the loader."""
-    return rows[0]
+@contextmanager
+def _recorded(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Collect copies of the outputs of every submodule, one per call."""
+    seen: dict[str, list[Tensor]] = {}
+
+    def keep(name: str, value: Tensor) -> None:
+        seen.setdefault(name, []).append(value.clone())
+
+    with _watched(module, keep):
+        yield seen
+
+
+@contextmanager
+def _compared(module: nn.Module, seen: dict[str, list[Tensor]], sums: _Sums) -> Iterator[None]:
+    """Compare the outputs of submodules with those of the same names, call by call."""
+    calls: dict[str, int] = {}
+
+    def compare(name: str, value: Tensor) -> None:
+        call = calls[name] = calls.get(name, -1) + 1
+        if call < len(others := seen.get(name, [])):
+            _add_error(sums, name, others[call], value)
+
+    with _watched(module, compare):
+        yield
+
+
+@contextmanager
+def _watched(module: nn.Module, take: Callable[[str, Tensor], None]) -> Iterator[None]:
+    def hook(name: str) -> Callable[..., None]:
+        def run(part: nn.Module, inputs: Any, output: Any) -> None:
+            leaves, _ = _tree.flatten(output)
+            tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+            first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+            if first is not None:
+                take(name, first.detach())
+
+        return run
+
+    handles = [
+        part.register_forward_hook(hook(name)) for name, part in module.named_modules() if name
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _add_error(sums: _Sums, name: str, reference: Tensor, value: Tensor) -> None:
+    """Add the difference of two outputs to the sums of a module.
+
+    Raises:
+        PlanError: the shapes differ.
+    """
+    if reference.shape != value.shape:
+        raise PlanError(
+            f"quality.compare: {name or 'the output of the model'} has shape "
+            f"{list(reference.shape)} under the reference and {list(value.shape)} under this plan. "
+            f"Compare plans under which the model computes the same tensors."
+        )
+    wide = reference.float()
+    difference = wide - value.float()
+    noise, signal, largest = sums.get(name, (0.0, 0.0, 0.0))
+    if difference.numel():
+        noise += float(torch.linalg.vector_norm(difference)) ** 2
+        signal += float(torch.linalg.vector_norm(wide)) ** 2
+        maximum = float(difference.abs().max())
+        largest = maximum if math.isnan(maximum) else max(largest, maximum)
+    sums[name] = noise, signal, largest
+
+
+def innermost(names: list[str]) -> list[str]:
+    """Names that are not parents of others, in the same order.
+
+    Example:
+        >>> innermost(["block", "block.linear", "head"])
+        ['block.linear', 'head']
+    """
+    parents = {
+        ".".join(parts[:length])
+        for parts in (name.split(".") for name in names)
+        for length in range(1, len(parts))
+    }
+    return [name for name in names if name not in parents]

@@ -11,7 +11,7 @@ from rich.text import Text
 from fxtrain._byte_units import show_bytes
 from fxtrain._optional import optional
 from fxtrain.errors import escape_unprintable
-from fxtrain.quality.records import Compared, Comparison
+from fxtrain.quality.comparing import Compared, Comparison
 
 # The palette of Okabe and Ito, which colour-blind people can tell apart.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")

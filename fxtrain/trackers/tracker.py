@@ -1,10 +1,11 @@
-"""A tracker is a record of functions, which receive records."""
+"""A tracker is a record of functions, which receive records; what trackers of libraries share."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from fxtrain._optional import optional
 from fxtrain.state import Config, DistContext, Plan, Position
@@ -169,3 +170,17 @@ class Tracker:
 
 # What a run is logged to: a tracker's config, its kind, such as "wandb", or a tracker.
 Target = Config | Tracker | str
+
+
+def array(image: Tensor) -> Any:
+    """A NumPy array of shape (height, width, channels), or (height, width) if it is grey."""
+    return (image[..., 0] if image.shape[-1] == 1 else image).numpy()
+
+
+def picture(config: type, image: Tensor) -> Any:
+    """A `PIL.Image`.
+
+    Raises:
+        MissingPackageError: pillow is not installed.
+    """
+    return library(config, "PIL.Image").fromarray(array(image))

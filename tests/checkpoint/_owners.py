@@ -4,7 +4,7 @@ import subprocess
 
 import attrs
 
-from fxtrain.checkpoint.owner import this_process
+from fxtrain.checkpoint.folder_lock import this_process
 
 
 def ended():

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint.folders import CheckpointInfo
+from fxtrain.checkpoint.folder_lock import this_process
+from fxtrain.checkpoint.folders import CheckpointInfo, RetentionRule, to_prune
 from fxtrain.checkpoint.manifest import HIGHEST, MANIFEST, digest_of
-from fxtrain.checkpoint.owner import this_process
-from fxtrain.checkpoint.retention import RetentionRule, to_prune
 
 DATA = "rank-00000.safetensors"
 KEEP = st.one_of(st.none(), st.integers(1, 3))

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.checkpoint import folder_lock
-from fxtrain.checkpoint.folder_lock import acquire, parse_lock
-from fxtrain.checkpoint.owner import is_running, owner_from, this_process
+from fxtrain.checkpoint.folder_lock import acquire, is_running, owner_from, parse_lock, this_process
 from fxtrain.checkpoint.storage import open_storage
 from tests.checkpoint._owners import elsewhere, ended
 

@@ -7,10 +7,8 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.checkpoint import saving
-from fxtrain.checkpoint.folder_lock import acquire
-from fxtrain.checkpoint.folders import CheckpointInfo
-from fxtrain.checkpoint.owner import Owner, this_process
-from fxtrain.checkpoint.retention import RetentionRule, to_prune
+from fxtrain.checkpoint.folder_lock import Owner, acquire, this_process
+from fxtrain.checkpoint.folders import CheckpointInfo, RetentionRule, to_prune
 from fxtrain.checkpoint.storage import open_storage
 from tests.checkpoint._owners import elsewhere, ended
 

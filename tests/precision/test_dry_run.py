@@ -9,8 +9,7 @@ import torch
 import fxtrain as fx
 from fxtrain.cli import Exit, main
 from fxtrain.precision import quantize_layers, recipe_targets, stored_tensors
-from fxtrain.profiling.rehearsal import axis_namer, figures
-from fxtrain.profiling.torch_patches import load_in_process
+from fxtrain.profiling.rehearsal import axis_namer, figures, load_in_process
 from fxtrain.profiling.watching import LoopRecorder, StepsConverged, recording
 from fxtrain.state.mesh import resolve_mesh
 from tests._slow import slow_after

@@ -12,7 +12,7 @@ import fxtrain as fx
 from fxtrain.precision import quantize_layers, stored_tensors
 
 bnb = pytest.importorskip("bitsandbytes", reason="needs fxtrain[quant]")
-prepacked = pytest.importorskip("fxtrain.precision.bnb_prepacked")
+prepacked = pytest.importorskip("fxtrain.precision.bnb_modules")
 
 X = torch.randn(7, 128, generator=torch.Generator().manual_seed(1))
 SHAPES = [(32, 64), (96, 128), (512, 192)]

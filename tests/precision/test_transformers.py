@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.models.transformers_readers import transformers_config, warn_of_readers
+from fxtrain.models.exporting import transformers_config, warn_of_readers
 from fxtrain.precision import quantize_layers, stored_tensors
 from tests.precision._records import RECORDS, marked
 

@@ -7,8 +7,7 @@ import pytest
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fxtrain as fx
-from fxtrain.profiling.rehearsal import axis_namer, figures
-from fxtrain.profiling.torch_patches import load_in_process
+from fxtrain.profiling.rehearsal import axis_namer, figures, load_in_process
 from fxtrain.profiling.watching import LoopRecorder, StepsConverged, recording
 from fxtrain.state.mesh import resolve_mesh
 from fxtrain.testing import count_collectives

@@ -10,8 +10,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 import fxtrain as fx
 from fxtrain.ops.splitting import chunk_of
-from fxtrain.profiling.memory_log import MemoryLog
-from fxtrain.profiling.torch_patches import lazy_chunks
+from fxtrain.profiling.rehearsal import lazy_chunks
+from fxtrain.profiling.watching import MemoryLog
 from tests.profiling._loops import by_steps, net
 
 _WORLD = 1024

@@ -11,7 +11,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.quality.layer_outputs import innermost
+from fxtrain.quality.comparing import innermost
 from tests.precision._records import RECORDS, frozen_mlp, marked, mlp
 
 FP32 = {"same": fx.Plan()}

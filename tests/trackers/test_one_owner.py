@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.checkpoint import folder_lock
-from fxtrain.checkpoint.owner import this_process
+from fxtrain.checkpoint.folder_lock import this_process
 from fxtrain.trackers import read_run
 from tests.launched._run import PYTHON, finish, run_fork, start_fork
 

@@ -23,7 +23,7 @@ from fxtrain.backends.core.module_changes import (
 from fxtrain.backends.core.weights import torch_weights
 from fxtrain.backends.handle import make_handle
 from fxtrain.backends.offload.hooks import attach
-from fxtrain.backends.offload.offload_folder import digest_of
+from fxtrain.backends.offload.mapped_files import digest_of
 from fxtrain.backends.offload.streaming import (
     Streaming,
     keep_for_folder,

@@ -21,8 +21,8 @@ from fxtrain.backends.offload.mapped_files import (
     mapped,
     read,
     spans_of,
+    write_unit,
 )
-from fxtrain.backends.offload.offload_folder import write_unit
 from fxtrain.backends.offload.units import PlacedTensor, StreamedUnit
 from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.precision import has_no_memory

@@ -7,8 +7,7 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._record import record
-from fxtrain.trackers.libraries.pictures import picture
-from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named, picture
 
 
 @record

@@ -9,8 +9,7 @@ from urllib.parse import quote
 import attrs
 
 from fxtrain._record import record
-from fxtrain.trackers.libraries.pictures import array
-from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, array, library, maybe_named
 
 
 @record

@@ -6,8 +6,7 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._record import record
-from fxtrain.trackers.libraries.pictures import array
-from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, array, library, maybe_named
 
 
 @record
