@@ -94,7 +94,9 @@ def test_what_gloo_adds_for_everybody_is_cut():
     said, shown = answers.get(timeout=60)
     for worker in workers:
         worker.join(20)
-    assert "typically caused" in said and "GLHF" in said and "/gloo/" in said
+    assert "/gloo/" in said
+    advises = "typically caused" in said and "GLHF" in said
+    assert advises or torch.__version__ < "2.13"  # torch 2.9 has an older gloo, without advice
     assert re.fullmatch(r"(Connection closed by peer|Read error) \[127[^!]*\.", shown)
 
 
