@@ -20,6 +20,7 @@ from benchmarks import (
     startup,
     step,
     tokens,
+    watch,
 )
 
 if __name__ == "__main__":
@@ -43,5 +44,6 @@ if __name__ == "__main__":
         replica_digests,
         tokens,
         muon,
+        watch,
     ):
         each.main()

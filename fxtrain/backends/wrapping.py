@@ -25,6 +25,7 @@ from fxtrain.models.loading import Loaded
 from fxtrain.ops.logs import log
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.ops.standing import Models
+from fxtrain.ops.transport.pace import share_pace
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.precision import gradient_problem
 from fxtrain.state import DeepSpeed, DistContext, FromConfig, Plan, Strategy, Wrapped
@@ -139,6 +140,7 @@ def wrap(
     made = attrs.evolve(made, undo=undo, hide_changes=changes.hide, dtypes=dtypes)
     ctx.comm.slot(_WrappedModules).handles[model] = weakref.ref(made)
     ctx.comm.slot(Models).windows.add(made.window)
+    share_pace(ctx)
     return made
 
 

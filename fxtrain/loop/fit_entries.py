@@ -19,6 +19,7 @@ from fxtrain.loop.means import Mean, total_of
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.meters import count_flops, memory, peak_of_model
 from fxtrain.ops.devices import synchronize
+from fxtrain.ops.transport.pace import Pace
 from fxtrain.profiling import Trace
 from fxtrain.state import Batch, DistContext, Position, Report, Wrapped
 from fxtrain.trackers import Run
@@ -135,6 +136,7 @@ class Entries:
     _paused_s: float = 0.0
     _waited_s: float = 0.0
     _flops: float = 0.0
+    _slow: int = 0
     _flops_per_element: float | None = None
     _rates: Sequence[Any] = ()
     _phases: Mapping[str, float] = attrs.field(factory=dict)
@@ -229,11 +231,31 @@ class Entries:
             **self._phases,
         }
         self.run.log(values, position)
+        self._write_slow_ranks(position)
         self.weights = self.weights + weight
         self.total, self.weight, self.skipped, self.rows = 0.0, 0.0, 0, position.samples
         self._started_s, self._apart_s, self._waited_s = self._stepped_s, 0.0, 0.0
         self._flops = 0.0
         self.carried, self._phases, self.updates = False, {}, position.updates
+
+    def _write_slow_ranks(self, position: Position) -> None:
+        """Write the table of ranks that compute for longer than the others, if there are more."""
+        pace = self.ctx.comm.state.slots.get(Pace)
+        if pace is None or len(pace.slow) == self._slow:
+            return
+        self._slow = len(pace.slow)
+        slow = list(pace.slow.values())
+        self.run.table(
+            "slow ranks",
+            {
+                "rank": [one.rank for one in slow],
+                "host": [one.host for one in slow],
+                "device": [one.device for one in slow],
+                "ms per step": [round(1000 * one.seconds, 1) for one in slow],
+                "median of ranks": [round(1000 * one.median, 1) for one in slow],
+            },
+            position,
+        )
 
     def _mean(self) -> tuple[Tensor | float, Tensor | float]:
         """The mean loss of all ranks, and its weight; waits for no device."""

@@ -1,7 +1,7 @@
 """One micro-batch: forward, backward and, at the end of a window, the update and its schedulers."""
 
 from collections.abc import Callable
-from typing import Any, Generic
+from typing import Any, Generic, NoReturn
 
 import attrs
 import torch
@@ -16,11 +16,14 @@ from fxtrain.errors import CollectiveError, StepError
 from fxtrain.loop import weighting
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers
 from fxtrain.ops.transport.exchange import rank_loss_guard
+from fxtrain.ops.transport.pace import Pace
 from fxtrain.state import (
+    DDP,
     Batch,
     DistContext,
     Position,
     Report,
+    Single,
     UpdateResult,
     UpdateSpec,
     Weighted,
@@ -104,6 +107,24 @@ def _weighted(
     return compute_loss
 
 
+def _timed(
+    loss_fn: Callable[[Any, Any], Any], pace: Pace, model: Wrapped
+) -> Callable[[Any, Any], Any]:
+    """The user's loss; its time is added to the rank's pace if no rank waits for others in it."""
+    device = model.ctx.device.type
+    apart = isinstance(model.plan.strategy, Single | DDP) and model.ctx.mesh.context == 1
+
+    def timed_loss(model: Wrapped, batch: Batch) -> Any:
+        pace.begin(device)
+        began = pace.now(device)
+        out = loss_fn(model, batch)
+        if apart:
+            pace.add(began, device)
+        return out
+
+    return timed_loss
+
+
 @attrs.frozen
 class StepFns(Generic[M]):
     """What a step runs.
@@ -166,16 +187,13 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
         ...     report.applied, report.updates
         (True, 2)
     """
-    if not isinstance(fns, StepFns):
-        raise StepError(
-            f"step takes fx.StepFns, found {type(fns).__name__}. "
-            f"Use fx.step(ctx, batch, fx.StepFns(model, loss))."
-        )
-    model, plan = fns.model, fns.model.plan
+    model = fns.model if isinstance(fns, StepFns) else _refuse(fns)
+    plan = model.plan
     fits = type(batch) is Batch and batch.plan is plan and model.optimizers
     if not fits or model.status.closed or type(ctx) is not DistContext or ctx.comm.state.closed:
         check_step("step", ctx, batch, model)
     position, window = batch.position, model.window
+    pace = ctx.comm.state.slots.get(Pace)
     window.closes = due = window.micro + 1 >= plan.accumulate or (position.is_last and plan.flush)
     outcome = _NO_UPDATE
     try:
@@ -183,7 +201,8 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
             model.strategy.begin(model)
         if not due or window.micro:  # else the window is this batch
             weighting.count(batch, model)
-        weighted = model.strategy.run(model, batch, _weighted(fns.loss), due or plan.sync_each)
+        loss = fns.loss if pace is None else _timed(fns.loss, pace, model)
+        weighted = model.strategy.run(model, batch, _weighted(loss), due or plan.sync_each)
         if plan.nonfinite != "ignore":
             window.bad_losses.add_(~torch.isfinite(weighted.mean))
         if due:
@@ -195,6 +214,8 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
         raise
     if not window.updates or (position.is_last and model.scheduler is not None):
         _remind(ctx, model, position)
+    if pace is not None:
+        pace.end(ctx)
     return Report(
         loss=weighted.mean,
         weight=weighted.weight,
@@ -305,6 +326,13 @@ def _check_dtype(loss: Any, model: Wrapped) -> None:
             f"Plan(precision=fx.Precision(compute={compute!r}, output='fp32'))).",
             code="FX502",
         )
+
+
+def _refuse(fns: object) -> NoReturn:
+    raise StepError(
+        f"step takes fx.StepFns, found {type(fns).__name__}. "
+        f"Use fx.step(ctx, batch, fx.StepFns(model, loss))."
+    )
 
 
 def _average_or_verify(model: Wrapped, position: Position) -> None:

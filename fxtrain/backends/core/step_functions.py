@@ -21,6 +21,7 @@ from fxtrain.backends.core.gradients import (
 from fxtrain.backends.core.placeholders import has_no_row, uncounted
 from fxtrain.errors import StepError
 from fxtrain.ops import autocast
+from fxtrain.ops.transport.pace import Pace
 from fxtrain.state import (
     AccumulationWindow,
     Batch,
@@ -201,11 +202,15 @@ def apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
     if update.clip_value is not None:
         strategy.clip_value(model, update.clip_value)
     applied = not update.skip
+    pace, device = model.ctx.comm.state.slots.get(Pace), model.ctx.device.type
+    began = None if pace is None else pace.now(device)
     if model.scaler is not None:
         applied = _scaled_update(model, model.scaler, update)
     elif applied and not update.keep_parameters:
         for optimizer in model.optimizers:
             optimizer.step()
+    if pace is not None:
+        pace.add(began, device)
     for optimizer in model.optimizers:
         optimizer.zero_grad()
     return UpdateResult(applied=applied, grad_norm=norm)

@@ -30,9 +30,10 @@ from fxtrain.ops.transport.mismatches import (
     mismatch_error,
     unusable_message,
 )
+from fxtrain.ops.transport.pace import Pace
 from fxtrain.state import DistContext
 
-HEADER = 32  # digest 16, payload length 8, call number 8
+HEADER = 32  # digest 16, payload length 8, pace of the rank 8
 _MAX_PACKET_BYTES = 8192
 _RECENT = 8
 _MAX_TOTAL_BYTES = 1 << 19  # bytes that arrive at each rank in one exchange, at most
@@ -231,10 +232,12 @@ class rank_loss_guard:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
-            return
         ctx, call, site = self._for
         waited_s = time.monotonic() - self._started
+        if (pace := ctx.comm.state.slots.get(Pace)) is not None:
+            pace.waited_s += waited_s
+        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
+            return
         raise lost_rank_error(ctx, call, site or call_site(), waited_s, error) from error
 
 
@@ -253,7 +256,9 @@ def _start(
     state.count += 1
     state.recent.append((state.count, call))
     size = payload.numel()
-    header = digest + size.to_bytes(8, "little") + state.count.to_bytes(8, "little")
+    pace = ctx.comm.state.slots.get(Pace)
+    micros = 0 if pace is None else pace.micros
+    header = digest + size.to_bytes(8, "little") + micros.to_bytes(8, "little")
     # As raw memory: torch's views cost 60 us per call.
     ctypes.memmove(state.packet.data_ptr(), header, HEADER)
     if 0 < size <= capacity(ctx.world_size):
@@ -296,6 +301,9 @@ def _complete(ctx: DistContext, exchange: Exchange) -> list[int]:
             exchange.payloads.wait(_remaining(until))
     state.in_flight = None
     state.completed = state.count
+    pace = ctx.comm.state.slots.get(Pace)
+    if pace is not None and pace.fresh and ctx.is_main and ctx.comm.name == "world":
+        pace.compare(ctx, [int.from_bytes(header[24:], "little") for header in headers])
     if differ:
         text = f"{exchange.call[0]}\n{' '.join(exchange.call[1:])}\n{exchange.site or call_site()}"
         cut = text.encode()[: capacity(len(sizes)) - 1].decode(errors="ignore")

@@ -1,0 +1,132 @@
+"""Ranks that compute for longer than the others are named, and those that wait are not."""
+
+import io
+import logging
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fxtrain as fx
+from fxtrain.curves import read_curves
+from fxtrain.curves.page import page_of
+from fxtrain.ops.transport.pace import _FACTOR, KEPT, Pace
+
+SLOW_S = 0.01
+WHERE = ("loss", "data", "optimizer")
+
+
+class _Slow(torch.optim.SGD):
+    wait_s = 0.0
+
+    def step(self, closure=None):
+        time.sleep(self.wait_s)
+        return super().step(closure)
+
+
+def _train(ctx, strategy, where, slow, updates, folder=None):
+    """Updates in which some ranks sleep in a place; the names of slow ranks, and their times."""
+    for name in ("world", *ctx._axes):  # of earlier tests on the same ranks
+        (ctx if name == "world" else ctx.axis(name)).comm.state.slots.pop(Pace, None)
+    wait_s = SLOW_S if ctx.rank in slow else 0.0
+    plan = fx.Plan(strategy=strategy)
+    torch.manual_seed(0)
+
+    def optimizer(params):
+        made = _Slow(params, lr=0.1)
+        made.wait_s = wait_s * (where == "optimizer")
+        return made
+
+    model = fx.wrap(nn.Linear(4, 1), ctx, plan, optimizer=optimizer)
+
+    def loss(model, batch):
+        time.sleep(wait_s * (where == "loss"))
+        return model(batch.data).square().mean()
+
+    fns = fx.StepFns(model, loss)
+    loader = fx.shard(DataLoader(torch.ones(64 * ctx.world_size, 4), batch_size=1), ctx, plan)
+    if folder is not None:
+        reports = fx.fit(ctx, fns, loader, folder, updates=updates, save_epochs=False, show=False)
+        for _ in reports:
+            time.sleep(wait_s * (where == "data"))
+    else:
+        for update, batch in enumerate(loader.updates(updates)):
+            time.sleep(wait_s * (where == "data"))
+            report = fx.step(ctx, batch, fns)
+            if update % 10 == 9:
+                fx.ops.reduce(report.loss, ctx)
+    pace = ctx.comm.slot(Pace)
+    return sorted(pace.slow), pace.micros / 1e6, [str(one) for one in pace.slow.values()]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_slow_rank_is_named(clusters, where):
+    found = clusters[4].run(_train, fx.DDP(), where, (2,), 4 * KEPT)
+    assert found[0][0] == [2]
+    assert all(slow == [] for slow, *_ in found[1:])  # rank 0 names them, for all
+    assert "device='cpu'" in found[0][2][0]
+    times = [seconds for _, seconds, _ in found]
+    assert times[2] > SLOW_S > _FACTOR * max(times[0], times[1], times[3])
+
+
+def test_a_slow_rank_is_named_under_fsdp(pair):
+    found = pair.run(_train, fx.FSDP(min_params=1), "optimizer", (1,), 3 * KEPT)
+    assert found[0][0] == [1]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_nobody_is_named_where_all_are_equally_slow(pair, where):
+    found = pair.run(_train, fx.DDP(), where, (0, 1), 3 * KEPT)
+    assert [slow for slow, *_ in found] == [[], []]
+    assert all(seconds > SLOW_S for _, seconds, _ in found)
+
+
+def _wait_for(ctx, late):
+    """Steps around a collective for which one rank is late, outside of what it counts."""
+    ctx.comm.state.slots.pop(Pace, None)
+    model = fx.wrap(nn.Linear(4, 1), ctx, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    fns = fx.StepFns(model, lambda model, batch: model(batch.data).square().mean())
+    batch = fx.batch(torch.ones(2, 4), ctx)
+    for _ in range(KEPT):
+        fx.step(ctx, batch, fns)
+        if ctx.rank == late:
+            time.sleep(SLOW_S)
+        fx.ops.reduce(torch.ones(()), ctx)
+        fx.ops.gather_objects(ctx.rank, ctx)
+    return ctx.comm.slot(Pace).micros / 1e6
+
+
+def test_time_in_collectives_is_not_computing(pair):
+    times = pair.run(_wait_for, 1)
+    assert times[1] > SLOW_S > _FACTOR * times[0]
+
+
+def test_a_slow_rank_is_in_the_log_and_in_the_report(pair, tmp_path):
+    text = pair.run(_logged, str(tmp_path))[0]
+    assert text.count("computes for") == 1
+    assert "Rank 1 on " in text
+    assert "(cpu) computes for" in text
+    table = read_curves([tmp_path])[0].tables["slow ranks"]
+    (row,) = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+    assert (row["rank"], row["device"]) == (1, "cpu")
+    assert row["ms per step"] > 1000 * SLOW_S > row["median of ranks"]
+    assert "slow ranks" in page_of(read_curves([tmp_path]))
+
+
+def _logged(ctx, folder):
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    logging.getLogger("fxtrain.ranks").addHandler(handler)
+    try:
+        _train(ctx, fx.DDP(), "loss", (1,), 4 * KEPT, folder)
+    finally:
+        logging.getLogger("fxtrain.ranks").removeHandler(handler)
+    return lines.getvalue()
+
+
+def test_one_rank_keeps_no_pace():
+    with fx.detect(env={}, device="cpu") as ctx:
+        fx.wrap(nn.Linear(2, 1), ctx)
+        assert Pace not in ctx.comm.state.slots
