@@ -141,24 +141,26 @@ class ModuleNames(Displayed, Generic[M_co]):
     def generate(self) -> Callable[..., Any]:
         """`generate` of a module that has it, in the plan's precision.
 
-        Where ranks hold shards (`FSDP`, `TP`), all ranks call it at the same time, those of the
-        tensor axis with the same arguments. It then runs with `synced_gpus=True`, so that ranks
-        whose sequences have ended take part in the forwards of the others.
+        Where ranks hold shards or stages (`FSDP`, `TP`, `PP`), all ranks call it at the same time,
+        those of the tensor and pipeline axes with the same arguments. Under `FSDP` it runs with
+        `synced_gpus=True`, so that ranks whose sequences have ended take part in the forwards of
+        the others. Under `PP` it runs stage by stage, and each rank caches its own layers.
 
         Raises:
             AttributeError: the module has none, or one without `synced_gpus` that this rank cannot
-                run alone, or its ranks run different layers or parts of sequences.
+                run alone, or its ranks run different parts of sequences.
         """
         method: Any = getattr(self.module, "generate")  # noqa: B009 - not every module has it
         together = not self.status.closed and not _runs_alone(self)
         if together and not _generates_together(self, method):
             raise AttributeError("generate")
         handle: Any = self
-        inner = attrs.evolve(handle, module=method, engine=method)
 
         def generate(*args: Any, **kwargs: Any) -> Any:
-            options = {"synced_gpus": True, **kwargs} if together else kwargs
-            return self.strategy.forward(inner, args, options)
+            if together:
+                return self.strategy.generate(handle, method, args, kwargs)
+            inner = attrs.evolve(handle, module=method, engine=method)
+            return self.strategy.forward(inner, args, kwargs)
 
         return generate
 
@@ -195,7 +197,7 @@ def _runs_alone(model: ModuleNames[Any]) -> bool:
 def _generates_together(model: ModuleNames[Any], generate: Callable[..., Any]) -> bool:
     """Whether all ranks together can run a module's `generate`, at lengths that differ."""
     takes_part = "synced_gpus" in inspect.signature(generate).parameters
-    return takes_part and model.strategy.generates_together and model.ctx.mesh.context == 1
+    return takes_part and model.strategy.generate is not None and model.ctx.mesh.context == 1
 
 
 def _has_full_weights(model: ModuleNames[Any], *, same_dtype: bool = False) -> bool:

@@ -178,7 +178,7 @@ class Wrapped(ModuleNames[M_co]):
 class Strategy:
     """How one backend carries out one kind of plan: functions only, no state.
 
-    Every function has the same signature in every backend, and none of them is optional:
+    Every function has the same signature in every backend, and none but `generate` is optional:
     a missing ability is `unsupported(...)`. Change one with `attrs.evolve(entry, sync=mine)`, and
     pass the entry to `fx.wrap(..., strategy=entry)`: every function is called as it has it.
 
@@ -225,8 +225,8 @@ class Strategy:
             compute with them.
         updates_on_host: Whether it supports torchao's CPUOffloadOptimizer: its parameters,
             gradients and updates are those of the module.
-        generates_together: Whether the forward of the user's module runs on all ranks together
-            and gives each the outputs of its own rows, so that they may call its `generate`.
+        generate: (model, method, args, kwargs) → what the `generate` of the user's module returns,
+            which all ranks call together; None where they cannot, or need not.
         verifies_replicas: Whether ranks can compare their replicas (`Plan.verify_replicas`): the
             parameters of the module and the states of its optimizers are in memory, and shards are
             DTensors.
@@ -261,7 +261,7 @@ class Strategy:
     full_parameters: bool = False
     splits_quantized: bool = False
     updates_on_host: bool = False
-    generates_together: bool = False
+    generate: Callable[[Wrapped, Callable[..., Any], Any, Any], Any] | None = None
     verifies_replicas: bool = False
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
         lambda: unsupported("average", by="This strategy")

@@ -172,8 +172,9 @@ def every_function_is_used(
 ) -> None:
     """A row with a function of its own uses it, in the step and wherever else it is needed.
 
-    Except those that the row itself declares as `fused`; `clip_value` only where terms have it,
-    `average` only where the row takes `Plan.local`.
+    Except those that the row itself declares as `fused`, and `generate`, which the small
+    transformer has not; `clip_value` only where terms have it, `average` only where the row takes
+    `Plan.local`.
     """
     task = Task(plan=plan, mesh=mesh, dtype=terms.dtype)
     for names in unused_functions(ranks, task, clip_value=terms.clip_value):

@@ -77,6 +77,7 @@ def functions_unused(ctx: Any, task: Task, folder: str) -> list[str]:
         alone = _alone(placed, task, row)
         if alone is not None:
             trained(placed, ctx.rank, alone, strategy=mine)
+        wanted -= {"generate"}  # the small transformer generates no text
         wanted -= {"average"} if alone is None else set()
         wanted -= {"clip_value"} if task.plan.clip_value is None else set()
         return sorted(wanted - calls)

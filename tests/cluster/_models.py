@@ -72,7 +72,7 @@ def _made(kind, config, **sizes):
 
 
 def llama(**changes):
-    return _made("LlamaForCausalLM", "LlamaConfig", **_SIZES, **changes).double()
+    return _made("LlamaForCausalLM", "LlamaConfig", **{**_SIZES, **changes}).double()
 
 
 def tied_llama():

@@ -185,12 +185,14 @@ def by_hand(name, clip):
         ("mixtral", 4, fx.Mesh(shard=2, tensor=2), {}),
         ("gpt2", 2, PAIR, {}),
         ("gpt2", 4, fx.Mesh(shard=2, tensor=2), {}),
+        pytest.param("mixtral", 2, fx.Mesh(pipeline=2), {}, marks=PIPELINES),
+        pytest.param("mixtral", 4, STAGES, {}, marks=PIPELINES),
         pytest.param("llama", 4, STAGES, {"sequence": True}, marks=PIPELINES),
         pytest.param("tied", 4, STAGES, {"loss": True}, marks=PIPELINES),
     ],
 )
 def test_models_of_transformers_train_as_in_one_process(clusters, name, n, mesh, options):
-    held = fx.FSDP(tensor=fx.TP(**options))
+    held = fx.FSDP(tensor=fx.TP(**options)) if mesh.tensor > 1 else None
     strategy = fx.PP(stages=held) if mesh.pipeline > 1 else held
     plan = fx.Plan(strategy=strategy, clip_norm=0.5)
     wanted_norms, wanted_logits, wanted = by_hand(name, 0.5)

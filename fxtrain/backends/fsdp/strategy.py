@@ -260,6 +260,11 @@ def _backward(loss: Tensor, model: Wrapped) -> None:
         ) from error
 
 
+def _generate(model: Wrapped, method: Any, args: Any, kwargs: Any) -> Any:
+    inner = attrs.evolve(model, module=method, engine=method)
+    return step_functions.forward(inner, args, {"synced_gpus": True, **kwargs})
+
+
 FSDP_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="FSDP",
@@ -268,7 +273,7 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     splits_quantized=True,
     updates_on_host=False,
     verifies_replicas=True,
-    generates_together=True,
+    generate=_generate,
     check=_check,
     wrap=_wrap,
     sync=_sync,

@@ -26,8 +26,11 @@ from torch._subclasses.fake_tensor import (
 from fxtrain import _tree, ops
 from fxtrain.backends.pipeline.fake_stages import OtherStageFakes, ReceivedFakes, StagesMixedError
 from fxtrain.backends.pipeline.partition import Partition
+from fxtrain.backends.tensor.layer_plan import is_mixture
 from fxtrain.errors import PlanError
 from fxtrain.state import DistContext
+
+_MAX_REMEMBERED = 64  # kinds of arguments of a module; masks grow while text is generated
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -152,6 +155,8 @@ class Stage(nn.Module):
         """
         shell = self.shell
         starts = [shell.get_submodule(name) for name in partition.starts]
+        for part in filter(is_mixture, shell.modules()):
+            part.forward = functools.partial(_mixed, part, part.forward)
         for part in _outermost(shell, starts, self._without_parameters):
             for inner in part.modules():
                 vars(inner).pop("_compiled_call_impl", None)  # nothing to compile there
@@ -270,6 +275,8 @@ class Stage(nn.Module):
             outputs, form = _tree.flatten(out)
             if not all(self._hollow.made(one) for one in outputs if isinstance(one, Tensor)):
                 return out
+            if len(known) >= _MAX_REMEMBERED:
+                known.clear()
             known[key] = (outputs, form)
         outputs, form = known[key]
         return _tree.unflatten(form, [_fresh_output(one) for one in outputs])
@@ -359,6 +366,19 @@ def _outermost(
         return
     for child in module.children():
         yield from _outermost(child, around, wanted)
+
+
+def _mixed(
+    part: nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
+    """The forward of a mixture of experts; of tokens without values, whose routes are unknown, a
+    shape.
+    """
+    tokens: Tensor = (*args, *kwargs.values())[0]
+    if not isinstance(getattr(tokens, "fake_mode", None), OtherStageFakes | ReceivedFakes):
+        return forward(*args, **kwargs)
+    trained = tokens.requires_grad or any(one.requires_grad for one in part.parameters())
+    return tokens.detach().clone().requires_grad_(trained and torch.is_grad_enabled())
 
 
 def _fresh_output(leaf: Any) -> Any:

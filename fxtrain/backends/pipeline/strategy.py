@@ -130,6 +130,12 @@ def _backward(loss: Tensor, model: Wrapped) -> None:
     step_functions.backward(loss, model)
 
 
+def _generate(model: Wrapped, method: Any, args: Any, kwargs: Any) -> Any:
+    from fxtrain.backends.pipeline.generation import generate
+
+    return generate(model, method, args, kwargs)
+
+
 PIPELINE_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="PP",
@@ -141,6 +147,7 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     check=_check,
     wrap=_wrap,
     forward=forward,
+    generate=_generate,
     backward=_backward,
     run=run,
     clip_norm=clip_norm,
