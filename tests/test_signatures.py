@@ -28,7 +28,9 @@ _UNTYPED = "the batches of a DataLoader[Any]"
 _INNER = "what one strategy, or torch, keeps for itself"
 
 _PLACES = {
-    _FORWARD: "Case.forward Case.loss StepFns.loss Strategy.forward evaluate.return",
+    _FORWARD: (
+        "Case.forward Case.loss StepFns.loss Strategy.forward Strategy.generate evaluate.return"
+    ),
     _TREE: (
         "Case.batches RankLogger.process.msg RankLogger.process.return RankLogger.process.kwargs "
         "RankLogger.log.args RankLogger.log.exc_info Report.aux "

@@ -10,6 +10,8 @@ from torch.optim import _muon
 import fxtrain as fx
 from fxtrain.backends.deepspeed.optimizer import single_optimizer
 from fxtrain.testing import count_collectives
+from fxtrain.testing.training import on_mesh
+from tests.cluster._models import PIPELINES
 
 SHAPES = [(8, 8), (8, 4), (4, 8), (6, 4)]
 PLANS = {
@@ -135,6 +137,74 @@ def test_a_ready_made_optimizer_and_its_scheduler(pair, ctx, name):
         assert rate == 0.05
         for key, value in wanted.items():
             torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-6)
+
+
+class _Text(nn.Sequential):
+    """A stage without matrices for AdamW, after the embedding."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Embedding(4, 4), *(nn.Linear(4, 4, bias=False) for _ in range(4)))
+
+
+def _embedding_apart(params, *, groups):
+    parts = [
+        [p for n, p in params.named() if n.startswith("0.") == first] for first in (False, True)
+    ]
+    matrices, others = [[{"params": part}] if groups else part for part in parts]
+    return [torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(others, lr=0.01)]
+
+
+def _text_updates(ctx, plan, folder, start, stop):
+    model = fx.wrap(_Text(), ctx, plan, optimizer=lambda p: _embedding_apart(p, groups=True))
+    if start:
+        fx.restore(folder, ctx, model)
+    fns = fx.StepFns(model, lambda model, batch: model(batch.data).square().mean())
+    for number in range(start, stop):
+        rows = torch.arange(12).view(4, 3) * (number + 1) % 4
+        report = fx.step(ctx, fx.batch(rows, ctx, plan), fns)
+    fx.save(folder, ctx, model, position=report.position)
+    return {name: value.clone() for name, value in fx.weights(model)}
+
+
+def _staged(ctx, folder):
+    plan = fx.Plan(strategy=fx.PP(split=("3",)))
+    with on_mesh(ctx, fx.Mesh(pipeline=2)) as placed:
+        net = _Text()
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        with pytest.raises((fx.PlanError, fx.errors.CollectiveError), match=r'\[{"params": other'):
+            fx.wrap(net, placed, plan, optimizer=lambda p: _embedding_apart(p, groups=False))
+        assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
+        return _text_updates(placed, plan, folder, 0, 2)
+
+
+@PIPELINES
+def test_a_stage_may_have_no_parameter_of_an_optimizer(pair, ctx, tmp_path):
+    wanted = _text_updates(ctx, fx.Plan(), tmp_path / "alone", 0, 4)
+    pair.run(_staged, str(tmp_path / "run"))
+    weights = _text_updates(ctx, fx.Plan(), tmp_path / "run", 2, 4)
+    for name, value in wanted.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+def _computed_by(ctx):
+    with on_mesh(ctx, fx.Mesh(pipeline=2, replicate=2)) as placed:
+        plan = fx.Plan(strategy=fx.PP(split=("3",)))
+        model = fx.wrap(_Text(), placed, plan, optimizer=lambda p: _embedding_apart(p, groups=True))
+        fns = fx.StepFns(model, lambda model, batch: model(batch.data).square().mean())
+        calls, compute = [], _muon._zeropower_via_newtonschulz
+        _muon._zeropower_via_newtonschulz = lambda *args: calls.append(0) or compute(*args)
+        try:
+            fx.step(placed, fx.batch(torch.arange(6).view(2, 3) % 4, placed, plan), fns)
+        finally:
+            _muon._zeropower_via_newtonschulz = compute
+        return len(calls)
+
+
+@PIPELINES
+@pytest.mark.slow  # four ranks
+def test_replicas_of_a_stage_share_the_work(clusters):
+    assert clusters[4].run(_computed_by) == [1] * 4
 
 
 def _between_averages(ctx):

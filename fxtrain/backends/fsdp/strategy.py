@@ -155,7 +155,7 @@ def _wrap(
         gather()
         put_back()
 
-    model = _undone_together(
+    model = undone_together(
         lambda: make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo), undo, ctx
     )
     for one in model.optimizers:
@@ -163,7 +163,7 @@ def _wrap(
     return independent_replicas(model, size)
 
 
-def _undone_together(
+def undone_together(
     make: Callable[[], Wrapped], undo: Callable[[], None], ctx: DistContext
 ) -> Wrapped:
     """Build the handle; if that fails on a rank, all of them gather the parameters again.

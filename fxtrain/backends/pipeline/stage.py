@@ -368,12 +368,8 @@ def _outermost(
         yield from _outermost(child, around, wanted)
 
 
-def _mixed(
-    part: nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any
-) -> Tensor:
-    """The forward of a mixture of experts; of tokens without values, whose routes are unknown, a
-    shape.
-    """
+def _mixed(part: nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of a mixture of experts; the shape of its output where tokens have no values."""
     tokens: Tensor = (*args, *kwargs.values())[0]
     if not isinstance(getattr(tokens, "fake_mode", None), OtherStageFakes | ReceivedFakes):
         return forward(*args, **kwargs)

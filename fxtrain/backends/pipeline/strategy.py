@@ -1,5 +1,7 @@
 """Stages of the model on the ranks of the pipeline axis, by torch.distributed.pipelining."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 from fxtrain.backends.core import buffers, step_functions
 from fxtrain.backends.core.module_changes import unmatched_names
 from fxtrain.backends.core.optimizers import disable_foreach
-from fxtrain.backends.fsdp.strategy import sharding_problems
+from fxtrain.backends.fsdp.strategy import sharding_problems, undone_together
 from fxtrain.backends.handle import make_handle, wrap_without_engine
 from fxtrain.backends.pipeline.execute import forward, run
 from fxtrain.backends.pipeline.partition import SCHEDULES, pipeline_problems
@@ -17,6 +19,7 @@ from fxtrain.backends.pipeline.stage_state import load_state, state_of
 from fxtrain.backends.pipeline.weights import pipeline_weights
 from fxtrain.backends.single import SINGLE
 from fxtrain.backends.tensor.layer_plan import region
+from fxtrain.errors import PlanError
 from fxtrain.state import PP, DistContext, Plan, Strategy, Wrapped, unsupported
 
 
@@ -118,10 +121,34 @@ def _wrap(
     from fxtrain.backends.pipeline.assemble import split_into_stages
 
     engine, undo = split_into_stages(module, ctx, plan)
-    model = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo)
+    data = ctx.axis("data")
+    copies = data.comm.group if plan.strategy.stages is None and data.world_size > 1 else None
+
+    def make() -> Wrapped:
+        with _empty_lists_explained():
+            return make_handle(
+                strategy, module, ctx, plan, optimizer, scheduler, undo=undo, replicas=copies
+            )
+
+    model = undone_together(make, undo, ctx)
     for one in model.optimizers:
         disable_foreach(one)
     return attrs.evolve(model, engine=engine)
+
+
+@contextmanager
+def _empty_lists_explained() -> Iterator[None]:
+    """Around a factory: what to write where a stage has no parameter for one of its optimizers."""
+    try:
+        yield
+    except ValueError as error:
+        if "empty parameter list" not in str(error):
+            raise
+        raise PlanError(
+            "wrap(optimizer=...): the stages of this rank have none of the parameters of one of "
+            "the optimizers, and torch refuses an empty list. Pass them as a group, which may be "
+            'empty: torch.optim.AdamW([{"params": others}], lr=3e-4).'
+        ) from error
 
 
 def _backward(loss: Tensor, model: Wrapped) -> None:
