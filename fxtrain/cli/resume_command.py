@@ -1,4 +1,4 @@
-"""`fxtrain verify-resume` and `fxtrain replay`: test exact resuming, and repeat one update."""
+"""`fxtrain verify-resume` and `fxtrain replay`: test exact resuming, and repeat updates."""
 
 import json
 import sys
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 
 from fxtrain.cli.output import Exit, as_json, print_json, print_table
@@ -43,6 +44,14 @@ def VERIFY_RESUME(ranks: int, cpu: bool, json_: bool, program: tuple[str, ...]) 
 @click.option("--ranks", "-n", default=1, show_default=True, help="ranks of this machine")
 @click.option("--cpu", is_flag=True, help="run on the CPU")
 @click.option("--debug", is_flag=True, help="stop in pdb before each micro-batch (one rank)")
+@click.option(
+    "--times",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="repeat so often, and compare all updates since the checkpoint",
+)
+@as_json
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def REPLAY(
     checkpoint: str,
@@ -50,29 +59,89 @@ def REPLAY(
     ranks: int,
     cpu: bool,  # noqa: FBT001
     debug: bool,  # noqa: FBT001
+    times: int,
+    json_: bool,  # noqa: FBT001
     program: tuple[str, ...],
 ) -> int:
-    """Repeat one update of a run, from the nearest checkpoint before it.
+    """Repeat updates of a run, from the nearest checkpoint before one.
 
-    The script restores with fx.restore and continues with loader.at(restored.position). It saves
-    nothing, and stops after the update. The results of each of its micro-batches are printed
-    as one line of JSON per rank.
+    The script trains with fx.fit, or restores with fx.restore and continues with
+    loader.at(restored.position). It saves nothing, and stops after the update. The results of
+    each of its micro-batches are printed as one line of JSON per rank.
+
+    With --times 2 or more, losses, parameters and optimizer states of every update since the
+    checkpoint are compared between the times, and between ranks that hold replicas. An update
+    that differs from itself points to hardware, or to kernels that are not deterministic;
+    replicas that differ in the same way each time point to a bug.
     """
-    if debug and ranks != 1:
-        raise LaunchError("replay --debug works with one rank only. Omit --ranks.")
-    orders = {
-        "kind": "replay",
-        "checkpoint": _nearest(checkpoint, update),
-        "update": update,
-        "debug": debug,
-    }
-    if debug:  # in this process, which has the terminal
-        from fxtrain.diagnosis.rerun import main
+    if debug and (ranks != 1 or times != 1):
+        raise LaunchError("replay --debug works with one rank only. Omit --ranks and --times.")
+    nearest = _nearest(checkpoint, update)
+    with tempfile.TemporaryDirectory(prefix="fxtrain-replay-") as scratch:
+        orders = {
+            "kind": "replay",
+            "checkpoint": nearest,
+            "update": update,
+            "debug": debug,
+            "folder": scratch,
+            "records": None,
+        }
+        if debug:  # in this process, which has the terminal
+            from fxtrain.diagnosis.rerun import main
 
-        check_target(LaunchSpec(target=program[0]))
-        main([json.dumps(orders), *program])
-        return Exit.WELL
-    return _launch(program, orders, ranks=ranks, cpu=cpu)
+            check_target(LaunchSpec(target=program[0]))
+            main([json.dumps(orders), *program])
+            return Exit.WELL
+        if times == 1:
+            return _launch(program, orders, ranks=ranks, cpu=cpu)
+        folders = [Path(scratch, f"time-{number}") for number in range(times)]
+        for folder in folders:
+            folder.mkdir()
+            orders["records"] = str(folder)
+            if code := _launch(program, orders, ranks=ranks, cpu=cpu):
+                return code
+        return _report_replays(nearest, folders, json_=json_)
+
+
+def _report_replays(start: str, folders: Sequence[Path], *, json_: bool) -> int:
+    from fxtrain.diagnosis.rerun import read_replays
+    from fxtrain.ops.transport.mismatches import ranges
+
+    replays = read_replays(folders)
+    parted = next((one for one in replays if one.losses or one.tensors), None)
+    differing = next((one for one in replays if one.replicas), None)
+    if json_:
+        print_json([attrs.asdict(one) for one in replays])
+        return Exit.FOUND if parted or differing else Exit.WELL
+    first, last = replays[0].update, replays[-1].update
+    click.echo(f"Updates {first} to {last} from {start}, {len(folders)} times:")
+    if parted is not None:
+        where = (
+            f"in the losses of ranks {ranges([*parted.losses])}"
+            if parted.losses
+            else (f"in the tensors of ranks {ranges([*parted.tensors])}, with equal losses")
+        )
+        click.echo(
+            f"Update {parted.update} differs from itself, {where}. The updates before it do not; "
+            f"those after it start from what it left. Either kernels are not deterministic (try "
+            f"torch.use_deterministic_algorithms(True)), or hardware is faulty: repeat this on "
+            f"other machines."
+        )
+    else:
+        click.echo("No update differs from itself: all are bitwise equal each time.")
+    if differing is not None:
+        lines = "\n".join(differing.replicas)
+        click.echo(
+            f"After update {differing.update} replicas differ, in the same way each time:\n"
+            f"{lines}\n"
+            f"This is a bug: look for code that changes parameters on some ranks only."
+        )
+    elif parted is None:
+        click.echo(
+            "Replicas are equal. If they differed in the run, a machine computed or stored a wrong "
+            "number then: it is the one that the error named."
+        )
+    return Exit.FOUND if parted or differing else Exit.WELL
 
 
 def _train(program: Sequence[str], folder: Path, saves: int, *, ranks: int, cpu: bool) -> str:

@@ -7,14 +7,24 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import fxtrain
-from fxtrain import checkpoint, loop
+import attrs
+
+from fxtrain import checkpoint, loop, trackers
+from fxtrain.backends.core.replica_digests import (
+    described,
+    differences_of,
+    digests_of,
+    verify_replicas,
+)
 from fxtrain.checkpoint import Saving
-from fxtrain.errors import StepError
+from fxtrain.errors import CheckpointError, StepError
+
+_Rows = Mapping[int, Mapping[str, Any]]  # by update, what a rank has recorded of it
 
 
 def main(argv: list[str]) -> None:
@@ -23,23 +33,25 @@ def main(argv: list[str]) -> None:
     if orders["kind"] == "verify":
         _redirect(Path(orders["folder"]), orders["saves"])
     else:
-        _replay(orders["checkpoint"], orders["update"], debug=orders["debug"])
+        _replay(orders)
     script = argv[1]
     sys.argv = argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
 
 
-def _put(name: str, function: Any) -> None:
-    """Replace a public function, wherever the script finds it."""
-    for module in (fxtrain, checkpoint, loop):
-        if hasattr(module, name):
-            setattr(module, name, function)
+def _put(function: Any, replacement: Any) -> None:
+    """Replace a function in every module of fxtrain, and so wherever a script finds it."""
+    for name, module in [*sys.modules.items()]:
+        if name.partition(".")[0] == "fxtrain" and name != __name__:
+            for key, value in [*vars(module).items()]:
+                if value is function:
+                    setattr(module, key, replacement)
 
 
 def _redirect(folder: Path, stop: int) -> None:
     """Redirect checkpoints to another folder, and end after this many of them."""
-    saved: list[str] = []
+    found: list[str] = []
 
     def elsewhere(path: Any) -> Any:
         inside = str(path)
@@ -54,23 +66,26 @@ def _redirect(folder: Path, stop: int) -> None:
 
     def save_and_count(path: Any, *args: Any, **options: Any) -> Saving:
         saving = save(elsewhere(path), *args, **options)
-        saved.append(saving.path)
-        if len(saved) == stop:
+        found.append(saving.path)
+        if len(found) == stop:
             saving.result()
             if args[0].is_main:
                 (folder / "last").write_text(saving.path)
             raise SystemExit(0)
         return saving
 
-    _put("save", save_and_count)
-    _put("restore", lambda path, *args, **more: restore(elsewhere(path), *args, **more))
-    _put("latest", lambda path: latest(elsewhere(path)))
-    _put("verify", lambda path: verify(elsewhere(path)))
+    _put(save, save_and_count)
+    _put(restore, lambda path, *args, **more: restore(elsewhere(path), *args, **more))
+    _put(latest, lambda path: latest(elsewhere(path)))
+    _put(verify, lambda path: verify(elsewhere(path)))
 
 
-def _replay(chosen: str, update: int, *, debug: bool) -> None:
-    """Restore a given checkpoint, save none, and report the micro-batches of one update."""
-    restore, step = checkpoint.restore, loop.step
+def _replay(orders: Mapping[str, Any]) -> None:
+    """Restore a given checkpoint, save none, and report the micro-batches up to an update."""
+    chosen, update, records = orders["checkpoint"], orders["update"], orders["records"]
+    restore, step, fit, track = checkpoint.restore, loop.step, loop.fit, trackers.track
+    scratch = orders["folder"]
+    losses: list[str] = []
 
     def report_and_stop(ctx: Any, batch: Any, fns: Any) -> Any:
         place = batch.position
@@ -80,19 +95,28 @@ def _replay(chosen: str, update: int, *, debug: bool) -> None:
                 f"with fx.restore, and continue with loader.at(restored.position)."
             )
         leads = place.updates == (update if place.micro == 0 else update - 1)
-        if debug and leads:
+        if orders["debug"] and leads:
             breakpoint()
         report = step(ctx, batch, fns)
-        if leads:
+        if records is not None:
+            losses.append(float(report.loss).hex())
+            if not place.micro:
+                _record(Path(records), ctx.rank, place.updates, losses, fns.model)
+                losses.clear()
+        elif leads:
             _tell(ctx, report)
         if place.updates == update and place.micro == 0:
             raise SystemExit(0)
         return report
 
-    _put("step", report_and_stop)
-    _put("restore", lambda path, *args, **more: restore(chosen, *args, **more))
-    _put("latest", lambda path: chosen)
-    _put("save", lambda path, *args, **options: Saving(path=os.fspath(path)))
+    _put(step, report_and_stop)
+    _put(restore, lambda path, *args, **more: restore(chosen, *args, **more))
+    _put(checkpoint.latest, lambda path: chosen)
+    _put(checkpoint.save, lambda path, *args, **options: Saving(path=os.fspath(path)))
+    _put(verify_replicas, lambda model: None)  # which would end the run where they differ
+    quiet: Any = {"to": (), "checkpoints": scratch}
+    _put(fit, lambda a, b, c, path, **more: fit(a, b, c, scratch, **more | quiet))
+    _put(track, lambda path, ctx, to=(), **more: track(scratch, ctx, (), **more))
 
 
 def _tell(ctx: Any, report: Any) -> None:
@@ -111,6 +135,70 @@ def _tell(ctx: Any, report: Any) -> None:
     }
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
+
+
+def _record(folder: Path, rank: int, update: int, losses: Sequence[str], model: Any) -> None:
+    line = {"update": update, "losses": losses, "digests": digests_of(model)}
+    with (folder / f"rank-{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+@attrs.frozen(kw_only=True)
+class Replayed:
+    """An update that was computed several times from one checkpoint.
+
+    Attributes:
+        update: Its number.
+        losses: Ranks whose losses differed between the times.
+        tensors: Ranks whose parameters or optimizer states did, after it.
+        replicas: Which replicas differ from each other after it, as lines; empty if it differed
+            between the times.
+    """
+
+    update: int
+    losses: tuple[int, ...]
+    tensors: tuple[int, ...]
+    replicas: tuple[str, ...]
+
+
+def read_replays(folders: Sequence[Path]) -> list[Replayed]:
+    """Compare the updates that a script has recorded in each of several folders.
+
+    Raises:
+        CheckpointError: a script has recorded no update, or not the same ones each time.
+    """
+    times = [_recorded(folder) for folder in folders]
+    updates = [sorted(row) for ranks in times for row in ranks.values()]
+    if not updates or any(found != updates[0] for found in updates):
+        raise CheckpointError(
+            "replay: the script did not run the same updates each time. It should train with "
+            "fx.fit, or restore with fx.restore and train with fx.step, and depend on nothing "
+            "that has changed since.",
+        )
+    return [_replayed(update, times) for update in updates[0]]
+
+
+def _recorded(folder: Path) -> dict[int, _Rows]:
+    """By rank."""
+    found: dict[int, _Rows] = {}
+    for path in folder.glob("rank-*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        found[int(path.stem.removeprefix("rank-"))] = {line["update"]: line for line in lines}
+    return found
+
+
+def _replayed(update: int, times: Sequence[Mapping[int, _Rows]]) -> Replayed:
+    first, *others = ({rank: rows[update] for rank, rows in one.items()} for one in times)
+
+    def differing(key: str) -> tuple[int, ...]:
+        ranks = sorted(first)
+        return tuple(r for r in ranks if any(one[r][key] != first[r][key] for one in others))
+
+    losses, tensors = differing("losses"), differing("digests")
+    replicas: list[str] = []
+    if not (losses or tensors):
+        replicas = described(differences_of([first[rank]["digests"] for rank in sorted(first)]), {})
+    return Replayed(update=update, losses=losses, tensors=tensors, replicas=tuple(replicas))
 
 
 if __name__ == "__main__":

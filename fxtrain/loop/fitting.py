@@ -12,6 +12,7 @@ from torch import nn
 from fxtrain import ops
 from fxtrain._reading import StrPath
 from fxtrain._record import shown
+from fxtrain.backends.core.replica_digests import verify_replicas
 from fxtrain.checkpoint import Restored, Saving, latest, restore, save
 from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.data import Sharded
@@ -394,6 +395,9 @@ def _agreed(loop: _Loop, position: Position, left: str | None) -> tuple[str | No
 
 def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = False) -> None:
     rules, ctx, found = loop.rules, loop.ctx, report.metrics
+    every = loop.model.plan.verify_replicas
+    if every and report.position.updates % every:  # else they were compared after this update
+        verify_replicas(loop.model)
     found = found.get(rules.metric) if isinstance(found, Mapping) else found
     score = finite_number(found)
     pruned = rules.keep_best is None or score is not None

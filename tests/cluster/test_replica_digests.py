@@ -2,6 +2,7 @@
 
 import platform
 import re
+import time
 
 import attrs
 import pytest
@@ -148,6 +149,30 @@ def test_without_a_majority_nothing_is_healed(pair):
             "No majority of ranks agrees on blocks.1.down.weight, so nothing was overwritten"
             in error
         )
+
+
+def _fit(ctx, folder, every, found_after):
+    """A run whose rank 1 changes a parameter after update 4; the updates that were saved."""
+    plan = fx.Plan(verify_replicas=every)
+    model = fx.wrap(torch.nn.Linear(4, 1), ctx, plan, optimizer=_adamw)
+    loader = fx.shard(DataLoader(torch.ones(64, 4), batch_size=2), ctx, plan)
+    reports = fx.fit(
+        ctx, fx.StepFns(model, _loss), loader, folder, updates=9, save_every=3, show=False
+    )
+    with pytest.raises(fx.errors.StepError, match=f"Replicas differ after update {found_after} "):
+        for report in reports:
+            if report.updates == 4 and ctx.rank == 1:
+                model.module.weight.data[0, 0] += 1
+    until = time.monotonic() + 20
+    while fx.latest(folder) is None and time.monotonic() < until:  # written in the background
+        time.sleep(0.01)
+    fx.ops.barrier(ctx)
+    return fx.restore(folder, ctx, model).position.updates
+
+
+@pytest.mark.parametrize(("every", "found_after"), [(5, 5), (100, 6)])
+def test_no_checkpoint_of_fit_has_replicas_that_differ(pair, every, found_after, tmp_path):
+    assert pair.run(_fit, str(tmp_path), every, found_after) == [3, 3]
 
 
 def test_strategies_without_replicas_in_memory_are_refused():

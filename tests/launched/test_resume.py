@@ -8,6 +8,7 @@ import pytest
 
 from fxtrain.cli import Exit, main, resume_command
 from fxtrain.diagnosis import rerun
+from fxtrain.errors import CheckpointError
 from fxtrain.testing.cluster import starter
 from tests.launched._run import FXTRAIN, PYTHON, ROOT, SCRIPTS, finish, run_fork, start_fork
 
@@ -134,3 +135,55 @@ def test_replay_runs_an_update_again(tmp_path, capsys):
     assert sorted(one.name for one in tmp_path.iterdir()) == before
     assert main([*replay, "5", *words]) == Exit.WRONG
     assert "No complete checkpoint before update 5" in capsys.readouterr().err
+
+
+def _lasting(folder):
+    """What is in a folder, with the contents of its files."""
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(("fault", "repeats"), [("none", True), ("hardware", False)])
+def test_replay_finds_an_update_that_differs_from_itself(
+    fault, repeats, tmp_path, monkeypatch, capsys
+):
+    script = [str(SCRIPTS / "replayed.py"), str(tmp_path), fault]
+    done = run_fork(*PYTHON, *script)
+    assert done.code == 0, done.err
+    before = _lasting(tmp_path)
+    monkeypatch.setattr(resume_command, "_launch", _run_here)
+    replay = ["replay", "--checkpoint", str(tmp_path), "--update", "8", "--times", "2"]
+    assert main([*replay, *script]) == (Exit.WELL if repeats else Exit.FOUND)
+    told = capsys.readouterr().out
+    assert "Updates 5 to 8 from" in told and "update-0000000004, 2 times" in told
+    if repeats:
+        assert "No update differs from itself" in told and "Replicas are equal." in told
+    else:
+        # The loop changed a parameter after update 6, so update 7 is the first to compute with it.
+        assert "Update 7 differs from itself, in the losses of ranks 0." in told
+    assert _lasting(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_replay_tells_a_bug_from_hardware(tmp_path):
+    script = [str(SCRIPTS / "replayed.py"), str(tmp_path), "bug"]
+    launch = (*FXTRAIN, "launch", "--cpu", "--ranks", "2", *script)
+    failed = run_fork(*launch)
+    assert failed.code == 1
+    assert "Replicas differ after update 8 (2 ranks)" in failed.err
+    replay = ("replay", "--checkpoint", str(tmp_path), "--update", "8", "--ranks", "2", "--cpu")
+    done = run_fork(*FXTRAIN, *replay, "--times", "2", *script)
+    assert done.code == Exit.FOUND, done.err
+    assert "No update differs from itself" in done.out
+    assert "After update 7 replicas differ, in the same way each time:" in done.out
+    assert "ranks 0-1: 1 tensor differs between them: 0.weight" in done.out
+    assert "This is a bug" in done.out
+
+
+def test_replays_that_ran_other_updates_are_refused(tmp_path):
+    for name, updates in (("a", (1, 2)), ("b", (1,))):
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [json.dumps({"update": one, "losses": [], "digests": {}}) for one in updates]
+        (folder / "rank-0.jsonl").write_text("\n".join(lines))
+    with pytest.raises(CheckpointError, match="did not run the same updates each time"):
+        rerun.read_replays([tmp_path / "a", tmp_path / "b"])

@@ -50,7 +50,7 @@ class _Held:
 
 
 @attrs.frozen
-class _Difference:
+class Difference:
     """A tensor that should be the same on some ranks, and is not.
 
     Attributes:
@@ -93,9 +93,9 @@ def verify_replicas(model: Wrapped) -> None:
         return
     mine = {part: found for part, found in digests.items() if _key_of(part) in differing}
     rows = gather_objects((platform.node(), mine), ctx)
-    differences = _differences([found for _, found in rows])
+    differences = differences_of([found for _, found in rows])
     hosts = {rank: host for rank, (host, _) in enumerate(rows) if ctx.num_nodes > 1}
-    lines = _described(differences, hosts)
+    lines = described(differences, hosts)
     update = model.window.updates
     if model.plan.replicas_differ == "heal" and all(one.most and one.whole for one in differences):
         _heal(ctx, held, differences)
@@ -107,8 +107,9 @@ def verify_replicas(model: Wrapped) -> None:
         return
     undecided = [one.name for one in differences if not (one.most and one.whole)]
     cure = (
-        "Restore a checkpoint from before the last check that passed, and compare `fxtrain replay` "
-        "of the updates since then on these hosts with others."
+        "Continue from a checkpoint that was saved before, such as with `fxtrain launch "
+        "--restarts`. `fxtrain replay --times 2` of the updates since then tells a faulty "
+        "machine from a bug."
     )
     if model.plan.replicas_differ == "heal":
         cure = f"No majority of ranks agrees on {undecided[0]}, so nothing was overwritten. {cure}"
@@ -169,6 +170,11 @@ def _held_tensors(model: Wrapped) -> list[_Held]:
     ]
 
 
+def digests_of(model: Wrapped) -> dict[str, dict[str, str]]:
+    """Digests of parameters and optimizer states of this rank, by part and by name."""
+    return _digests(_held_tensors(model))
+
+
 def _shard(tensor: Tensor) -> str:
     """Which shard of a tensor this rank holds: its place on the axes that do not replicate it."""
     if not isinstance(tensor, DTensor):
@@ -210,9 +216,9 @@ def _differing_parts(ctx: DistContext, parts: Mapping[str, bytes]) -> set[bytes]
     return differing
 
 
-def _differences(rows: Sequence[_Digests]) -> list[_Difference]:
+def differences_of(rows: Sequence[_Digests]) -> list[Difference]:
     """What differs, of the digests of all ranks."""
-    found: list[_Difference] = []
+    found: list[Difference] = []
     for part in sorted({part for row in rows for part in row}):
         holders = [rank for rank, row in enumerate(rows) if part in row]
         for name in sorted({name for rank in holders for name in rows[rank][part]}):
@@ -226,11 +232,11 @@ def _differences(rows: Sequence[_Digests]) -> list[_Difference]:
             most = most if 2 * len(most) > len(holders) else []
             others = [rank for rank in holders if rank not in most]
             whole = None not in counts
-            found.append(_Difference(part, name, tuple(most), tuple(others), whole))
+            found.append(Difference(part, name, tuple(most), tuple(others), whole))
     return found
 
 
-def _described(differences: Sequence[_Difference], hosts: Mapping[int, str]) -> list[str]:
+def described(differences: Sequence[Difference], hosts: Mapping[int, str]) -> list[str]:
     """Lines that name ranks, hosts and tensors: one for each set of ranks that differs."""
     names: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for one in differences:
@@ -245,7 +251,7 @@ def _described(differences: Sequence[_Difference], hosts: Mapping[int, str]) -> 
     return lines
 
 
-def _heal(ctx: DistContext, held: Iterable[_Held], differences: Iterable[_Difference]) -> None:
+def _heal(ctx: DistContext, held: Iterable[_Held], differences: Iterable[Difference]) -> None:
     """Overwrite what differs with what most ranks hold."""
     settle(ctx)
     mine = {(one.part, one.name): one.tensor for one in held}
