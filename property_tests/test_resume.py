@@ -52,6 +52,8 @@ HOW = {
     "sharded optimizer": {"strategy": fx.DDP(shard_optimizer=True)},
     "alone": {"local": fx.LocalSGD(every=3, warmup=1)},
     "alone with an outer optimizer": {"local": fx.DiLoCo(every=2)},
+    "fragments": {"local": fx.DiLoCo(every=4, fragments=2, delay=3, compress="int8")},
+    "late": {"local": fx.DiLoCo(every=3, delay=2)},
 }
 
 
@@ -73,6 +75,8 @@ HOW = {
 @example("fp16", 1, 5, 4, False, 0, "pad", "alone with an outer optimizer")
 @example("bf16", 2, 5, 4, False, 0, "drop", "together")
 @example("scheduled", 2, 5, 4, False, 0, "drop", "sharded optimizer")
+@example("plain", 1, 3, 5, True, 0, "drop", "fragments")
+@example("two optimizers", 1, 4, 4, False, 0, "pad", "late")
 @example("compressed", 1, 5, 4, True, 0, "drop", "together")
 @example("fp16", 4, 1, 2, True, 0, "pad", "sharded optimizer")
 def test_a_resumed_run_is_equal_in_every_bit(

@@ -57,7 +57,8 @@ _PLACES = {
     _RECORD: "Plan.strategy from_config.values",
     _INNER: (
         "Comm.store CommState.background_tasks CommState.open_runs CommState.opened_groups "
-        "CommState.slots Strategy.fused Strategy.wrap Weight.like Wrapped.strategy_state"
+        "CommState.slots Round.under_way Strategy.fused Strategy.wrap Weight.like "
+        "Wrapped.strategy_state"
     ),
 }
 ALLOWED = {place: reason for reason, places in _PLACES.items() for place in places.split()}

@@ -67,25 +67,34 @@ class Round:
         within: The ranks of this replica, over which its gradients are averaged.
         peers: Their numbers on the data axis.
         parameters: The averaged parameters, by name; buffers are averaged as well.
-        rows: On the CPU, int64, shape (3,): rows of this replica, those of all replicas together,
-            and micro-batches with a `Weighted` loss, in the updates since the last average.
-        weight: On the device, a number: the weight of this rank's `Weighted` losses in them.
-        open_rows: The same as `rows`, for the open accumulation window.
-        open_weight: The same as `weight`, for the open accumulation window.
+        fragments: Names of the parameters that are averaged together.
+        rows: On the CPU, int64, shape (fragments, 3): rows of this replica, those of all replicas
+            together, and micro-batches with a `Weighted` loss, in the updates since the last
+            average of the fragment.
+        weight: On the device, shape (fragments,): the weight of this rank's `Weighted` losses in
+            them.
+        open_rows: Shape (3,): the same as `rows`, for the open accumulation window.
+        open_weight: A number: the same as `weight`, for the open accumulation window.
         anchor: Parameters after the last average, by name; only with an outer optimizer.
         momentum: Momentum of the outer optimizer, by name.
+        residual: What compression has lost so far, by name; only with compression.
+        under_way: By fragment, the average that the replicas compute while they train. It is
+            mutable.
     """
 
     copies: DistContext
     within: DistContext
     peers: tuple[int, ...]
     parameters: Mapping[str, nn.Parameter] = attrs.field(repr=False)
+    fragments: tuple[tuple[str, ...], ...] = attrs.field(repr=False)
     rows: torch.Tensor = attrs.field(repr=False)
     weight: torch.Tensor = attrs.field(repr=False)
     open_rows: torch.Tensor = attrs.field(repr=False)
     open_weight: torch.Tensor = attrs.field(repr=False)
     anchor: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
     momentum: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
+    residual: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
+    under_way: dict[int, Any] = attrs.field(factory=dict, repr=False)
 
     def sizes(self, batch: Batch) -> tuple[int, ...]:
         """The rows of a batch, including padding, on each rank of this replica."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 import attrs
 
 from fxtrain._record import above, at_least, between, record
+from fxtrain.errors import PlanError
 from fxtrain.state.position import Position
 
 _PATH = re.compile(r"[^\W\d]\w*(\.\w+)*:[^\W\d]\w*(\.\w+)*")
@@ -345,6 +346,12 @@ class DiLoCo:
         outer_lr: Learning rate of the outer SGD.
         outer_momentum: Its momentum.
         nesterov: Whether to use Nesterov momentum.
+        fragments: Parts of the model, of about equal size, that are averaged in turn: each once in
+            `every` updates.
+        delay: Updates that replicas make while a fragment is averaged. What they change in the
+            fragment meanwhile is replaced by the result.
+        compress: "int8" sends the changes of parameters in eight bits, with a scale for each 1024,
+            and adds what that loses to what is sent the next time.
     """
 
     kind: Literal["diloco"] = attrs.field(default="diloco", init=False)
@@ -355,6 +362,21 @@ class DiLoCo:
         default=0.9, validator=between(0, 1, open_low=False, words="of at least 0 and below 1")
     )
     nesterov: bool = True
+    fragments: int = attrs.field(default=1, validator=at_least(1))
+    delay: int = attrs.field(default=0, validator=at_least(0))
+    compress: Literal["none", "int8"] = "none"
+
+    def __attrs_post_init__(self) -> None:
+        if self.fragments > self.every:
+            raise PlanError(
+                f"DiLoCo(every={self.every}, fragments={self.fragments}): one fragment is averaged "
+                f"at an update. Use at most fragments={self.every}."
+            )
+        if self.delay >= self.every:
+            raise PlanError(
+                f"DiLoCo(every={self.every}, delay={self.delay}): a fragment is applied before it "
+                f"is averaged again. Use at most delay={self.every - 1}."
+            )
 
 
 def is_alone(local: LocalSGD | DiLoCo, position: Position) -> bool:
@@ -373,8 +395,28 @@ def round_begins(local: LocalSGD | DiLoCo, position: Position) -> bool:
     return position.updates == local.warmup and position.micro == 0
 
 
+def fragments_due(local: LocalSGD | DiLoCo, position: Position) -> tuple[int, ...]:
+    """The fragments of a model whose average starts at a position, before the end of the data.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> local = fx.DiLoCo(every=4, fragments=2)
+        >>> [fragments_due(local, fx.Position(updates=n)) for n in range(1, 7)]
+        [(), (0,), (), (1,), (), (0,)]
+    """
+    updates = position.updates - local.warmup
+    if updates <= 0 or position.micro:
+        return ()
+    count = local.fragments if isinstance(local, DiLoCo) else 1
+    starts = [(number + 1) * local.every // count for number in range(count)]
+    return tuple(n for n, start in enumerate(starts) if not (updates - start) % local.every)
+
+
 def round_ends(local: LocalSGD | DiLoCo, position: Position) -> bool:
-    """Whether replicas are averaged at a position: every few updates, and where the data ends.
+    """Whether parameters become those of an average at a position.
+
+    That is every few updates, and where the data ends. With `DiLoCo(fragments=...)` it is one
+    fragment, and the whole model where the data ends.
 
     Example:
         >>> import fxtrain as fx
@@ -386,5 +428,6 @@ def round_ends(local: LocalSGD | DiLoCo, position: Position) -> bool:
     """
     if not is_alone(local, position):
         return False
-    updates = position.updates - local.warmup
-    return position.is_last or (position.micro == 0 and updates % local.every == 0)
+    delay = local.delay if isinstance(local, DiLoCo) else 0
+    begun = attrs.evolve(position, updates=max(0, position.updates - delay))
+    return position.is_last or bool(fragments_due(local, begun))

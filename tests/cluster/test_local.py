@@ -100,6 +100,31 @@ def test_warm_up_is_ddp_and_then_nothing(pair):
         assert kinds[2:6] == [{}, {}, {}, {"all_reduce": 2}]
 
 
+def test_fragments_are_sent_in_turn_and_in_eight_bits(pair):
+    local = fx.DiLoCo(every=4, fragments=2, delay=1, compress="int8")
+    # Blocks of 1024 integers with a scale, and the replica's weight.
+    send = {"all_gather": 1}, {"all_gather": 1024 + 4 + 8}
+    buffers = {"all_reduce": 2}, {"all_reduce": 4 * (12 + 1) + 8}
+    for counts, values in pair.run(_counted, fx.Plan(local=local)):
+        with_buffers = send[0] | buffers[0], send[1] | buffers[1]
+        assert counts[:4] == [({}, {}), send, ({}, {}), with_buffers]
+        # The fragment under way is applied where the data ends, and the other one is averaged.
+        assert counts[4] == ({}, {})
+        assert values["1.num_batches_tracked"] == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 2, "fragments": 3}, "Use at most fragments=2"),
+        ({"every": 2, "delay": 2}, "Use at most delay=1"),
+    ],
+)
+def test_fragments_and_delays_that_no_round_has_room_for(options, words):
+    with pytest.raises(fx.PlanError, match=words):
+        fx.DiLoCo(**options)
+
+
 def _one_average(ctx, local):
     net = nn.Module()
     net.narrow = nn.Parameter(torch.full((3,), 1.0 + ctx.rank, dtype=torch.bfloat16))
@@ -184,6 +209,7 @@ PLACES = {
     "sharded": (2, fx.FSDP(), None),
 }
 ROUNDS = fx.Plan(local=fx.DiLoCo(every=4), seed=3)
+LATE = fx.DiLoCo(every=4, fragments=2, delay=2, compress="int8")
 
 
 def _whole(tensor):
@@ -222,17 +248,19 @@ def _restore(ctx, folder, plan, mesh, count):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("local", [ROUNDS.local, LATE], ids=["together", "fragments"])
 @pytest.mark.parametrize("first", ["two copies", "sharded copies"])
-def test_an_open_round_goes_on_here_and_elsewhere(clusters, first, tmp_path):
+def test_an_open_round_goes_on_here_and_elsewhere(clusters, first, local, tmp_path):
     n, strategy, mesh = PLACES[first]
-    plan = attrs.evolve(ROUNDS, strategy=strategy)
+    rounds = attrs.evolve(ROUNDS, local=local)
+    plan = attrs.evolve(rounds, strategy=strategy)
     answers = clusters[n].run(_save, str(tmp_path), plan, mesh, 24 * n)
     one, other = answers[0][0][0], answers[-1][0][0]
     assert not torch.equal(one["0.weight"], other["0.weight"])
     anchors = answers[0][0][1]
     for place, (ranks, strategy, mesh) in PLACES.items():
-        for local in (ROUNDS.local, None) if ranks > 1 and place != "sharded" else (None,):
-            plan = attrs.evolve(ROUNDS, strategy=strategy, local=local)
+        for local in (rounds.local, None) if ranks > 1 and place != "sharded" else (None,):
+            plan = attrs.evolve(rounds, strategy=strategy, local=local)
             got = clusters[ranks].run(_restore, str(tmp_path), plan, mesh, 24 * n)
             if local is not None and place == first:
                 _same_bits(got, answers)

@@ -5,7 +5,7 @@ so that a round of one update of plain SGD equals one update on all rows.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +15,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fxtrain import ops
+from fxtrain.backends.core.fragments import (
+    accumulation_dtype,
+    finish_exchange,
+    real,
+    resume_exchange,
+    start_exchange,
+    start_int8_exchange,
+)
 from fxtrain.backends.core.optimizer_state import as_bytes, from_bytes, local_part
 from fxtrain.backends.core.weights import from_first_rank
 from fxtrain.errors import StepError
@@ -41,13 +49,13 @@ from fxtrain.state import (
     Weight,
     WeightedLoss,
     Wrapped,
-    round_ends,
     round_of,
 )
-from fxtrain.state.strategy_configs import round_begins
+from fxtrain.state.strategy_configs import fragments_due, is_alone, round_begins
 
 _WEIGHTED = 2  # the index of weighted micro-batches in `Round.rows`
 _RANKS_OF_REPLICA = "copy"  # among the values of a checkpoint
+_FRAGMENTS = "fragments"  # names of their parameters
 # Added to every weight: too small to change one, but gives replicas of weight zero a mean.
 MIN_WEIGHT = 2.0**-60
 
@@ -191,8 +199,12 @@ def _state(inner: Strategy, model: Wrapped) -> ModelState:
     return attrs.evolve(
         state,
         tensors={**state.tensors, **shared},
-        own={**state.own, **optimizers, **_accounts(now)},
-        values={**state.values, _RANKS_OF_REPLICA: len(now.peers)},
+        own={**state.own, **optimizers, **_accounts(now), **_under_way(now)},
+        values={
+            **state.values,
+            _RANKS_OF_REPLICA: len(now.peers),
+            _FRAGMENTS: [list(names) for names in now.fragments],
+        },
         varies_by_rank=frozenset(state.tensors),
     )
 
@@ -201,8 +213,11 @@ def _load_state(inner: Strategy, model: Wrapped, saved: StateReader) -> None:
     """Each replica as it was, if it has the same ranks; otherwise their mean."""
     now = round_of(model)
     assert now is not None
-    resumes = saved.ranks == saved.loading_ranks and saved.values.get(_RANKS_OF_REPLICA) == len(
-        now.peers
+    names = [list(names) for names in now.fragments]
+    resumes = (
+        saved.ranks == saved.loading_ranks
+        and saved.values.get(_RANKS_OF_REPLICA) == len(now.peers)
+        and saved.values.get(_FRAGMENTS, names if len(names) == 1 else None) == names
     )
     inner.load_state(model, _of_this_replica(saved) if resumes else saved)
     _load_round(now, saved, resumes=resumes)
@@ -242,15 +257,16 @@ def _weights(inner: Strategy, model: Wrapped) -> dict[str, Weight]:
             found[name] = from_first_rank(weight, now.copies)
     for name, anchor in now.anchor.items():
         if name in found:
-            fill = functools.partial(_fill_both, found[name], anchor)
+            fill = functools.partial(_fill_both, found[name], anchor, now)
             found[name] = attrs.evolve(found[name], fill=fill)
     return found
 
 
 @torch.no_grad()
 def _fill_both(
-    weight: Weight, anchor: Tensor, read: Callable[[TensorIndex | None], Tensor]
+    weight: Weight, anchor: Tensor, now: Round, read: Callable[[TensorIndex | None], Tensor]
 ) -> None:
+    now.under_way.clear()  # what the replicas have sent was a change of other values
     weight.fill(read)
     anchor.copy_(weight.like)
 
@@ -261,22 +277,43 @@ def _first_round(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
     alone = attrs.evolve(copies, rank=0, world_size=1, comm=Comm(), mesh=Mesh(replicate=1))
     first = data.rank // size * size
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    outer = isinstance(plan.local, DiLoCo)
-    anchor = {
-        name: _accumulation_copy(p.detach()).clone() for name, p in parameters.items() if outer
-    }
+    local = plan.local
+    anchor: dict[str, Tensor] = {}
+    residual: dict[str, Tensor] = {}
+    if isinstance(local, DiLoCo):
+        anchor = {name: _accumulation_copy(p.detach()).clone() for name, p in parameters.items()}
+        if local.compress == "int8":
+            residual = {
+                name: torch.zeros_like(real(part), device=ctx.device)
+                for name, part in zip(anchor, _parts(anchor, anchor), strict=True)
+            }
+    fragments = _fragments(parameters, local.fragments if isinstance(local, DiLoCo) else 1)
+    shape = (len(fragments), 3)
     return Round(
         copies=copies,
         within=alone if size == 1 else ctx.axis("shard"),
         peers=tuple(range(first, first + size)),
         parameters=parameters,
-        rows=torch.zeros(3, dtype=torch.int64, device="cpu"),
-        weight=torch.zeros((), dtype=_float(ctx), device=ctx.device),
+        fragments=fragments,
+        rows=torch.zeros(shape, dtype=torch.int64, device="cpu"),
+        weight=torch.zeros(shape[:1], dtype=_float(ctx), device=ctx.device),
         open_rows=torch.zeros(3, dtype=torch.int64, device="cpu"),
         open_weight=torch.zeros((), dtype=_float(ctx), device=ctx.device),
         anchor=anchor,
         momentum={name: torch.zeros_like(value) for name, value in anchor.items()},
+        residual=residual,
     )
+
+
+def _fragments(parameters: Mapping[str, nn.Parameter], count: int) -> tuple[tuple[str, ...], ...]:
+    """Neighbouring parameters, of about the same size together."""
+    found: list[list[str]] = [[] for _ in range(count)]
+    total, before = sum(p.numel() for p in parameters.values()), 0
+    for name, parameter in parameters.items():
+        middle = before + parameter.numel() / 2
+        found[min(count - 1, int(count * middle / max(total, 1)))].append(name)
+        before += parameter.numel()
+    return tuple(map(tuple, found))
 
 
 def average(model: Wrapped, position: Position | None) -> None:
@@ -292,37 +329,46 @@ def average(model: Wrapped, position: Position | None) -> None:
     assert now is not None and local is not None
     if position is not None and position.micro == 0:
         # A window still open where the data ends belongs to the round of its update.
-        torch._foreach_add_([now.rows, now.weight], [now.open_rows, now.open_weight])
+        now.rows.add_(now.open_rows)
+        now.weight.add_(now.open_weight)
         torch._foreach_zero_([now.open_rows, now.open_weight])
-    if position is not None and round_begins(local, position):
-        with torch.no_grad():
+    with torch.no_grad():
+        if position is not None and round_begins(local, position):
             for name, value in now.anchor.items():
                 value.copy_(now.parameters[name])
-    elif position is None or round_ends(local, position):
-        _end(model, now, local)
+        else:
+            _exchange(model, now, local, position)
     _end_warmup(model, now)
 
 
-def _end(model: Wrapped, now: Round, local: LocalSGD | DiLoCo) -> None:
-    _check_parameters(model, now, local)
-    with torch.no_grad():
-        buffers = [one for one in model.module.buffers() if one.numel()]
-        floating = [one for one in buffers if _is_floating(one)]
-        held = _parts(now.parameters)
-        if not isinstance(local, DiLoCo):
-            means = _means([*held, *floating], now)
-        else:
-            anchor = _parts(now.anchor)
-            moved = [_accumulation_copy(one) - old for one, old in zip(held, anchor, strict=True)]
-            means = _means([*moved, *floating], now)
-            means[: len(held)] = _outer_step(now, means[: len(held)], local)
-        for tensor, mean in zip([*held, *floating], means, strict=True):
-            tensor.copy_(mean)
-        counters = [one for one in buffers if not _is_floating(one)]
-        for tensor, first in zip(counters, _firsts(counters, now), strict=True):
-            tensor.copy_(first)
-    now.rows.zero_()
-    now.weight.zero_()
+def _exchange(
+    model: Wrapped, now: Round, local: LocalSGD | DiLoCo, position: Position | None
+) -> None:
+    """Apply the exchanges that are due, and start those of other fragments."""
+    everything = position is None or (position.is_last and is_alone(local, position))
+    update = 0 if position is None else position.updates
+    due = [n for n, one in now.under_way.items() if everything or one.due <= update]
+    for fragment in due:
+        _finish(model, now, local, fragment)
+    if everything:
+        begin = [n for n in range(len(now.fragments)) if n not in due]
+    else:
+        assert position is not None
+        begin = fragments_due(local, position)
+    delay = local.delay if isinstance(local, DiLoCo) and not everything else 0
+    for fragment in begin:
+        _check_parameters(model, now, local)
+        _start(model, now, local, fragment, update + delay, at_once=not delay)
+    if not delay:
+        for fragment in begin:
+            _finish(model, now, local, fragment)
+    if len(now.fragments) - 1 in begin:
+        _take_counters(model, now)
+
+
+def _buffers_of(model: Wrapped, *, floating: bool) -> list[Tensor]:
+    found = [one for one in model.module.buffers() if one.numel()]
+    return [one for one in found if _is_floating(one) == floating]
 
 
 def _check_parameters(model: Wrapped, now: Round, local: LocalSGD | DiLoCo) -> None:
@@ -351,9 +397,63 @@ def averaging_weight(rows: Tensor, weight: Tensor, copies: int) -> Tensor | floa
     return mine * copies / every if every else 1.0
 
 
-def _outer_step(now: Round, moved: list[Tensor], local: DiLoCo) -> list[Tensor]:
+def _start(
+    model: Wrapped,
+    now: Round,
+    local: LocalSGD | DiLoCo,
+    fragment: int,
+    due: int,
+    *,
+    at_once: bool,
+) -> None:
+    """Send what this replica has made of a fragment since it was averaged last."""
+    names = now.fragments[fragment]
+    weight = now.weight[fragment]
+    if now.rows[fragment, _WEIGHTED]:
+        weight = ops.reduce(weight, now.within, op="sum")
+    weight = averaging_weight(now.rows[fragment], weight, now.copies.world_size) + MIN_WEIGHT
+    tensors, compress = _parts(now.parameters, names), "none"
+    if isinstance(local, DiLoCo):
+        anchor, compress = _parts(now.anchor, names), local.compress
+        tensors = [_accumulation_copy(one) - old for one, old in zip(tensors, anchor, strict=True)]
+    if fragment == len(now.fragments) - 1 and (buffers := _buffers_of(model, floating=True)):
+        if at_once and compress == "none":
+            tensors += buffers
+        else:
+            exchange = start_exchange(buffers, weight, now.copies, due=due, keep=False)
+            _copy_all(buffers, finish_exchange(exchange, buffers, now.copies))
+    if compress == "int8":
+        residuals = [now.residual[name] for name in names]
+        exchange = start_int8_exchange(tensors, residuals, weight, now.copies, due=due)
+    else:
+        exchange = start_exchange(tensors, weight, now.copies, due=due, keep=not at_once)
+    now.under_way[fragment] = exchange
+    now.rows[fragment].zero_()
+    now.weight[fragment].zero_()
+
+
+def _finish(model: Wrapped, now: Round, local: LocalSGD | DiLoCo, fragment: int) -> None:
+    """Wait for the mean of a fragment, and give every replica what follows from it."""
+    exchange, names = now.under_way.pop(fragment), now.fragments[fragment]
+    held = _parts(now.parameters, names)
+    tensors = _parts(now.anchor, names) if isinstance(local, DiLoCo) else held
+    if exchange.count > len(held):
+        tensors = [*tensors, *_buffers_of(model, floating=True)]
+    means = finish_exchange(exchange, tensors, now.copies)
+    _copy_all(tensors[len(held) :], means[len(held) :])
+    values = means[: len(held)]
+    if isinstance(local, DiLoCo):
+        values = _outer_step(now, names, values, local)
+    _copy_all(held, values)
+
+
+def _outer_step(
+    now: Round, names: Sequence[str], moved: list[Tensor], local: DiLoCo
+) -> list[Tensor]:
     """torch's SGD on the gradient `-moved`; the resulting parameters."""
-    anchor, momentum = _parts(now.anchor), _parts(now.momentum)
+    anchor, momentum = _parts(now.anchor, names), _parts(now.momentum, names)
+    if not anchor:
+        return []
     torch._foreach_mul_(momentum, local.outer_momentum)
     torch._foreach_add_(momentum, moved)
     if local.nesterov:
@@ -364,26 +464,15 @@ def _outer_step(now: Round, moved: list[Tensor], local: DiLoCo) -> list[Tensor]:
     return anchor
 
 
-def _means(tensors: list[Tensor], now: Round) -> list[Tensor]:
-    """The weighted mean of each tensor over the replicas; one all-reduce per dtype."""
-    weight = now.weight
-    if now.rows[_WEIGHTED]:
-        weight = ops.reduce(weight, now.within, op="sum")
-    factor = averaging_weight(now.rows, weight, now.copies.world_size) + MIN_WEIGHT
-    means: list[Tensor | None] = [None] * len(tensors)
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        by_dtype.setdefault(_accumulation_dtype(tensor.dtype), []).append(place)
-    for dtype, places in by_dtype.items():
-        device = now.weight.device
-        parts = [_real(tensors[place]).reshape(-1).to(device, dtype) for place in places]
-        flat = torch.cat([*parts, torch.ones(1, dtype=dtype, device=device)])
-        flat.mul_(factor)
-        _sum(flat, now)
-        flat = flat[:-1] / flat[-1]
-        for place, part in zip(places, flat.split([len(one) for one in parts]), strict=True):
-            means[place] = _like(part, tensors[place]).to(tensors[place].device)
-    return [mean for mean in means if mean is not None]
+def _copy_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
+
+
+def _take_counters(model: Wrapped, now: Round) -> None:
+    """Whole-number buffers become those of the first replica."""
+    counters = _buffers_of(model, floating=False)
+    _copy_all(counters, _firsts(counters, now))
 
 
 def _firsts(tensors: list[Tensor], now: Round) -> list[Tensor]:
@@ -403,34 +492,17 @@ def _sum(flat: Tensor, now: Round) -> None:
         dist.all_reduce(flat, group=now.copies.comm.group)
 
 
-def _parts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+def _parts(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
     """The local part of each tensor."""
-    return [getattr(one, "_local_tensor", one) for one in tensors.values()]
+    return [getattr(tensors[name], "_local_tensor", tensors[name]) for name in names]
 
 
 def _is_floating(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _like(flat: Tensor, tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return torch.view_as_complex(flat.view(*tensor.shape, 2).clone())  # aligned
-    return flat.view(tensor.shape)
-
-
 def _accumulation_copy(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_complex() else tensor.to(_accumulation_dtype(tensor.dtype))
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which means are computed: half precision would lose the update."""
-    if dtype.is_complex:
-        return dtype.to_real()
-    return dtype if dtype.itemsize >= 4 else torch.float32
+    return tensor if tensor.is_complex() else tensor.to(accumulation_dtype(tensor.dtype))
 
 
 def _float(ctx: DistContext) -> torch.dtype:
@@ -443,6 +515,7 @@ def _accounts(now: Round) -> dict[str, Tensor]:
         "round.weight": now.weight,
         "round.open_rows": now.open_rows,
         "round.open_weight": now.open_weight,
+        **{f"round.residual.{name}": value for name, value in now.residual.items()},
     }
 
 
@@ -462,6 +535,31 @@ def _load_round(now: Round, saved: StateReader, *, resumes: bool) -> None:
     for name, account in _accounts(now).items():
         found = saved.own(name, saved.rank) if resumes else None
         account.copy_(torch.zeros_like(account) if found is None else found)
+    now.under_way.clear()
+    if resumes:
+        _resume_exchanges(now, saved)
+
+
+def _under_way(now: Round) -> dict[str, Tensor]:
+    """What a checkpoint has of the exchanges that are under way."""
+    found = {
+        f"round.sent.{fragment}.{number}": flat
+        for fragment, exchange in now.under_way.items()
+        for number, flat in enumerate(exchange.sent)
+    }
+    due = [[fragment, exchange.due] for fragment, exchange in now.under_way.items()]
+    if due:
+        found["round.due"] = torch.tensor(due, device="cpu")
+    return found
+
+
+def _resume_exchanges(now: Round, saved: StateReader) -> None:
+    due = saved.own("round.due", saved.rank)
+    for fragment, update in [] if due is None else due.tolist():
+        anchor, sent = _parts(now.anchor, now.fragments[fragment]), []
+        while (flat := saved.own(f"round.sent.{fragment}.{len(sent)}", saved.rank)) is not None:
+            sent.append(flat.to(now.copies.device))
+        now.under_way[fragment] = resume_exchange(anchor, sent, now.copies, due=update)
 
 
 def weighted_mean(saved: StateReader, name: str) -> Tensor | None:
@@ -472,9 +570,12 @@ def weighted_mean(saved: StateReader, name: str) -> Tensor | None:
     size = saved.values.get(_RANKS_OF_REPLICA)
     if size is None or saved.own(name, 0) is None:
         return None
+    fragments = saved.values.get(_FRAGMENTS, [])
+    short = name.removeprefix("module.")
+    fragment = next((n for n, names in enumerate(fragments) if short in names), 0)
     total, weights = 0.0, 0.0
     for first in range(0, saved.ranks, size):
-        share = _saved_weight(saved, range(first, first + size))
+        share = _saved_weight(saved, range(first, first + size), fragment)
         # If a replica has several ranks, each has its part along the first dimension.
         found = [saved.own(name, rank) for rank in range(first, first + size)]
         parts = [one for one in found if one is not None]
@@ -485,10 +586,11 @@ def weighted_mean(saved: StateReader, name: str) -> Tensor | None:
     return total / weights
 
 
-def _saved_weight(saved: StateReader, ranks: range) -> float:
-    """The weight of a replica that was saved by some ranks."""
+def _saved_weight(saved: StateReader, ranks: range, fragment: int) -> float:
+    """The weight of a replica that was saved by some ranks, for a fragment."""
     rows = saved.own("round.rows", ranks[0])
     weights = [saved.own("round.weight", rank) for rank in ranks]
     assert rows is not None  # every rank of such a checkpoint has saved them
-    weight = torch.stack([one for one in weights if one is not None]).sum()
+    weight = torch.stack([one.reshape(-1)[fragment] for one in weights if one is not None]).sum()
+    rows = rows.view(-1, 3)[fragment]
     return float(averaging_weight(rows, weight, saved.ranks // len(ranks))) + MIN_WEIGHT

@@ -16,7 +16,7 @@ PIECE_BYTES = 256 * 2**20
 
 # NCCL receives a list of tensors in a buffer of its own, and copies them from there. torch 2.13
 # renamed the function that does without, and warns about the older name.
-_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def pieces(tensors: Sequence[Tensor], most: int = PIECE_BYTES) -> list[list[Tensor]]:
@@ -53,7 +53,7 @@ def gather_all(
         if flat.is_cpu:
             dist.all_gather(list(rows), flat, group=group)
         else:
-            _gather_into(rows.view(-1), flat, group=group)
+            gather_into(rows.view(-1), flat, group=group)
         out += unpack_ranks(rows, piece, joined=joined)
     return out
 

@@ -1,0 +1,213 @@
+"""Means over replicas of a fragment of a model, which may be under way during training."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.nn import functional as F
+
+from fxtrain.ops.transport.exchange import rank_loss_guard
+from fxtrain.ops.transport.large import gather_into
+from fxtrain.state import DistContext
+
+BLOCK = 1024  # values that share a scale
+_WEIGHT_BYTES = 8
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Exchange:
+    """A weighted mean over the replicas that is under way. Equality and hash are by identity.
+
+    Attributes:
+        due: The update at which it is applied.
+        places: By dtype of the sums, in the order of `sent`, the numbers of its tensors.
+        sent: What this replica sends, kept for checkpoints; empty if it is applied at once.
+        received: What the collectives fill.
+        works: The collectives.
+    """
+
+    due: int
+    places: dict[torch.dtype, list[int]]
+    sent: list[Tensor]
+    received: list[Tensor]
+    works: list[Any]
+
+    @property
+    def count(self) -> int:
+        """How many tensors it averages."""
+        return sum(map(len, self.places.values()))
+
+
+def start_exchange(
+    tensors: Sequence[Tensor], weight: Tensor | float, copies: DistContext, *, due: int, keep: bool
+) -> Exchange:
+    """Start the mean of each tensor over the replicas, weighted by one number of each replica.
+
+    Args:
+        tensors: Of the same shapes and dtypes on every replica.
+        copies: The ranks that hold the same part of each replica.
+        keep: Whether to keep what is sent, for a checkpoint that is written before it is due.
+
+    Effects:
+        Starts one all-reduce per dtype in which sums are computed.
+    """
+    sent: list[Tensor] = []
+    places = by_dtype(tensors)
+    for dtype, numbers in places.items():
+        parts = [real(tensors[n]).reshape(-1).to(copies.device, dtype) for n in numbers]
+        flat = torch.cat([*parts, torch.ones(1, dtype=dtype, device=parts[0].device)])
+        sent.append(flat.mul_(weight))
+    return _send(places, sent, copies, due=due, keep=keep)
+
+
+def start_int8_exchange(
+    tensors: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+    weight: Tensor | float,
+    copies: DistContext,
+    *,
+    due: int,
+) -> Exchange:
+    """Like `start_exchange`, with values of eight bits; what they lose is sent the next time.
+
+    Args:
+        residuals: What earlier exchanges have lost of each tensor; replaced in place.
+
+    Effects:
+        Starts one all-gather per dtype in which sums are computed.
+    """
+    sent: list[Tensor] = []
+    places = by_dtype(tensors)
+    for dtype, numbers in places.items():
+        moved = [real(tensors[n]).to(copies.device, dtype) for n in numbers]
+        parts = [(one + residuals[n]).reshape(-1) for one, n in zip(moved, numbers, strict=True)]
+        exact = torch.cat(parts)
+        payload = quantize(exact)
+        lost = exact - dequantize(payload, len(exact), dtype)
+        for number, part in zip(numbers, lost.split([len(one) for one in parts]), strict=True):
+            residuals[number].copy_(part.view_as(residuals[number]))
+        share = torch.as_tensor(weight, dtype=torch.float64, device=copies.device).reshape(1)
+        sent.append(torch.cat([payload, share.view(torch.uint8)]))
+    return _send(places, sent, copies, due=due, keep=True)
+
+
+def resume_exchange(
+    tensors: Sequence[Tensor], sent: list[Tensor], copies: DistContext, *, due: int
+) -> Exchange:
+    """Send again what a checkpoint has kept of an exchange that was under way."""
+    return _send(by_dtype(tensors), sent, copies, due=due, keep=True)
+
+
+def finish_exchange(
+    exchange: Exchange, tensors: Sequence[Tensor], copies: DistContext
+) -> list[Tensor]:
+    """Wait for the collectives; the mean of each tensor, with its shape, dtype and device.
+
+    Raises:
+        CollectiveError: a replica never sent its part.
+    """
+    means: list[Tensor] = [*tensors]
+    for (dtype, numbers), received, work in zip(
+        exchange.places.items(), exchange.received, exchange.works, strict=True
+    ):
+        with rank_loss_guard(copies, ("average", f"{len(received)} numbers of {received.dtype}")):
+            work.wait()
+        sizes = [real(tensors[number]).numel() for number in numbers]
+        flat = _mean_of(received, sum(sizes), dtype, copies.world_size)
+        for number, part in zip(numbers, flat.split(sizes), strict=True):
+            means[number] = _like(part, tensors[number]).to(tensors[number].device)
+    return means
+
+
+def _mean_of(received: Tensor, count: int, dtype: torch.dtype, replicas: int) -> Tensor:
+    if received.dtype != torch.uint8:
+        return received[:-1] / received[-1]
+    total = torch.zeros(count, dtype=dtype, device=received.device)
+    weights = torch.zeros(1, dtype=dtype, device=received.device)
+    # Every replica adds in the same order, and so gets the same bits.
+    for payload in received.view(replicas, -1):
+        weight = payload[-_WEIGHT_BYTES:].clone().view(torch.float64).to(dtype)
+        total += dequantize(payload[:-_WEIGHT_BYTES], count, dtype) * weight
+        weights += weight
+    return total / weights
+
+
+def _send(
+    places: dict[torch.dtype, list[int]],
+    sent: list[Tensor],
+    copies: DistContext,
+    *,
+    due: int,
+    keep: bool,
+) -> Exchange:
+    group = copies.comm.group
+    received: list[Tensor] = []
+    works: list[Any] = []
+    for flat in sent:
+        if flat.dtype == torch.uint8:
+            received.append(flat.new_empty(copies.world_size * len(flat)))
+            work = gather_into(received[-1], flat, group=group, async_op=True)
+        else:
+            received.append(flat.clone() if keep else flat)
+            work = dist.all_reduce(received[-1], group=group, async_op=True)
+        works.append(work)
+    kept = sent if keep else []
+    return Exchange(due=due, places=places, sent=kept, received=received, works=works)
+
+
+def quantize(values: Tensor) -> Tensor:
+    """Values as integers of eight bits, and a scale for each 1024 of them.
+
+    Args:
+        values: Floating-point, 1-D.
+
+    Returns:
+        uint8, 1-D: the integers, then the scales as fp32.
+
+    Example:
+        >>> import torch
+        >>> dequantize(quantize(torch.tensor([127.0, -3.0, 0.2])), 3, torch.float32).tolist()
+        [127.0, -3.0, 0.0]
+    """
+    blocks = F.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+    scales = (blocks.abs().amax(1, keepdim=True) / 127).float()
+    safe = torch.where(scales == 0, 1.0, scales).to(values.dtype)
+    integers = (blocks / safe).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat([integers.view(-1).view(torch.uint8), scales.view(-1).view(torch.uint8)])
+
+
+def dequantize(payload: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """The first values that `quantize` was given, as far as eight bits hold them."""
+    blocks = -(-count // BLOCK)
+    integers = payload[: blocks * BLOCK].view(torch.int8).view(blocks, BLOCK)
+    scales = payload[blocks * BLOCK :].clone().view(torch.float32)  # aligned
+    return (integers.to(dtype) * scales.to(dtype)[:, None]).view(-1)[:count]
+
+
+def by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
+    """By dtype in which their sums are computed, the numbers of the tensors."""
+    found: dict[torch.dtype, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        found.setdefault(accumulation_dtype(tensor.dtype), []).append(number)
+    return found
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which means are computed: half precision would lose the update."""
+    if dtype.is_complex:
+        return dtype.to_real()
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+def real(tensor: Tensor) -> Tensor:
+    """A complex tensor as one of pairs of real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _like(flat: Tensor, tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return torch.view_as_complex(flat.view(*tensor.shape, 2).clone())  # aligned
+    return flat.view(tensor.shape)
