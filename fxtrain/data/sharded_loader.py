@@ -22,6 +22,11 @@ from fxtrain.state.batch import Data_co
 from fxtrain.state.context import check_connected
 from fxtrain.state.position import position_words
 
+_NO_BATCH = (
+    "Pass a dataset with rows; with drop_last=True or even='drop', at least as many as one batch "
+    "of all ranks."
+)
+
 
 @attrs.define(eq=False)
 class Iteration:
@@ -268,9 +273,7 @@ class Sharded(Displayed, Generic[Data_co]):
                     return
             if batch is None and whole:
                 raise DataError(
-                    f"updates({n}): epoch {epoch.number} has no batch, so update {n} is never "
-                    f"reached. Pass a dataset with rows; with drop_last=True or even='drop', at "
-                    f"least as many as one batch of all ranks."
+                    f"Epoch {epoch.number} has no batch, so the run would never end. {_NO_BATCH}"
                 )
 
     def at(self, position: Position, state: object = None) -> "Sharded[Data_co]":
@@ -415,6 +418,8 @@ class Sharded(Displayed, Generic[Data_co]):
             yield batch
         if seen == 1:
             trail.passes += 1
+        if not seen and not cursor.position.index:
+            ops.log(self.ctx).warning("Epoch %d has no batch. %s", cursor.position.epoch, _NO_BATCH)
 
     def _left(self) -> int | None:
         """Units from here to the end of the epoch; None if only reading tells."""

@@ -15,7 +15,7 @@ from fxtrain.backends.core.replica_digests import verify_replicas
 from fxtrain.errors import CollectiveError, StepError
 from fxtrain.loop import weighting
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers
-from fxtrain.ops.transport.exchange import rank_loss_guard
+from fxtrain.ops.transport.mismatches import call_site, lost_rank_error
 from fxtrain.ops.transport.pace import Pace
 from fxtrain.state import (
     DDP,
@@ -511,11 +511,8 @@ def _name_lost_rank(ctx: DistContext, error: RuntimeError) -> None:
         word in str(error) for word in ("gloo", "NCCL", "Connection closed", "ProcessGroup")
     ):
         return
-    try:
-        with rank_loss_guard(ctx, ("step", "forward, backward and update")):
-            raise error
-    except CollectiveError as named:
-        raise named from error
+    call = ("step", "forward, backward and update")  # torch's message says how long it waited
+    raise lost_rank_error(ctx, call, call_site(), None, error) from error
 
 
 def _detach(leaf: Any) -> Any:

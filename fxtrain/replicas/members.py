@@ -178,6 +178,7 @@ def join(
         Rank 0 serves a store and torchft's manager on free ports; one broadcast of its address.
 
     Raises:
+        CollectiveError: no lighthouse answers within `timeout_s`.
         MissingPackageError: torchft is not installed.
     """
     set_defaults({"RUST_LOG": "warn"})  # torchft logs twenty lines an update otherwise
@@ -193,24 +194,34 @@ def join(
     timeout = timedelta(seconds=settings.timeout_s)
     on_gpu = ctx.device.type == "cuda"
     group = (torchft.ProcessGroupNCCL if on_gpu else torchft.ProcessGroupGloo)(timeout=timeout)
-    manager = torchft.Manager(
-        pg=group,
-        load_state_dict=unpack,
-        state_dict=pack,
-        min_replica_size=settings.min_count,
-        use_async_quorum=False,  # so that the rows of this update are known before its forward
-        timeout=timeout,
-        quorum_timeout=_WAITS * timeout,
-        connect_timeout=timeout,
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        store_addr=address,
-        store_port=port,
-        lighthouse_addr=settings.lighthouse,
-        replica_id=f"{settings.name or 'replica'}_",
-        hostname=address,
-        checkpoint_transport=_StateTransport(group, ctx.device if on_gpu else torch.device("cpu")),
-    )
+    try:
+        manager = torchft.Manager(
+            pg=group,
+            load_state_dict=unpack,
+            state_dict=pack,
+            min_replica_size=settings.min_count,
+            use_async_quorum=False,  # so that the rows of this update are known before its forward
+            timeout=timeout,
+            quorum_timeout=_WAITS * timeout,
+            connect_timeout=timeout,
+            rank=ctx.rank,
+            world_size=ctx.world_size,
+            store_addr=address,
+            store_port=port,
+            lighthouse_addr=settings.lighthouse,
+            replica_id=f"{settings.name or 'replica'}_",
+            hostname=address,
+            checkpoint_transport=_StateTransport(
+                group, ctx.device if on_gpu else torch.device("cpu")
+            ),
+        )
+    except (RuntimeError, TimeoutError) as error:
+        raise CollectiveError(
+            f"No lighthouse answers at {settings.lighthouse} ({_first_line(error)}). Start "
+            f"`torchft_lighthouse --min_replicas 1` on that machine, or correct "
+            f"Replicas(lighthouse=...).",
+            code="FX302",
+        ) from error
     manager.load_state_dict({"step": updates, "batches_committed": updates})
     return Members(settings=settings, manager=manager, group=group, store=store)
 

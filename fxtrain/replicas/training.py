@@ -110,8 +110,8 @@ def train(
         replicas, beside what the strategy communicates between its own ranks.
 
     Raises:
-        CollectiveError: fewer than `min_count` replicas were ready in time; with a `folder`, after
-            saving there.
+        CollectiveError: no lighthouse answers, or fewer than `min_count` replicas were ready in
+            time; the latter with a `folder` after saving there.
         MissingPackageError: torchft is not installed.
         PlanError: the plan's strategy, mesh, precision or data cannot train so, or this replica's
             plan or versions differ from those of the others.

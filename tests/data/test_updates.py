@@ -66,8 +66,16 @@ def test_a_wrong_number_is_named(call):
 
 
 def test_epochs_without_a_batch_never_get_there():
-    with pytest.raises(fx.errors.DataError, match="epoch 0 has no batch"):
+    with pytest.raises(fx.errors.DataError, match="Epoch 0 has no batch, so the run would never"):
         list(_loader(1, drop_last=True).updates(3))
+
+
+def test_an_epoch_without_a_batch_is_said(caplog):
+    assert [list(epoch) for epoch in _loader(1, drop_last=True).epochs(2)] == [[], []]
+    assert [record.getMessage()[:23] for record in caplog.records] == [
+        "Epoch 0 has no batch. P",
+        "Epoch 1 has no batch. P",
+    ]
 
 
 def test_iterators_of_a_loader_print_what_was_called():

@@ -63,6 +63,12 @@ def test_without_torchft(ctx, monkeypatch):
         _train(ctx, fx.Plan(), fx.replicas.Replicas(count=2, lighthouse=LIGHTHOUSE))
 
 
+def test_no_lighthouse(ctx, torchft):
+    team = fx.replicas.Replicas(count=2, lighthouse=LIGHTHOUSE, timeout_s=0.5)
+    with pytest.raises(CollectiveError, match=r"No lighthouse answers at http://127.0.0.1:9 \("):
+        _train(ctx, fx.Plan(), team)
+
+
 def test_too_few_replicas_end_the_run_after_saving_it(ctx, lighthouse, tmp_path):
     team = fx.replicas.Replicas(count=2, min_count=2, lighthouse=lighthouse, timeout_s=0.5)
     with pytest.raises(CollectiveError, match=r"2 of 2 replicas were not ready at .*: 1 were"):

@@ -87,25 +87,35 @@ def _parse_view(view: list[str]) -> tuple[str, str, str]:
 
 
 def lost_rank_error(
-    ctx: DistContext, call: tuple[str, ...], site: str, waited_s: float, error: BaseException
+    ctx: DistContext, call: tuple[str, ...], site: str, waited_s: float | None, error: BaseException
 ) -> CollectiveError:
     """The error for a rank that never joined or left; informs the other ranks.
+
+    Args:
+        ctx: The context of the call.
+        call: The op and its arguments.
+        site: Where the call is made.
+        waited_s: Seconds since the call began; None if that is unknown.
+        error: What torch raised.
 
     Effects:
         Marks the communicator as broken. Writes this rank's view to the store and reads
         those of the others, for 1.9 seconds at most; for 1 if the store does not answer.
     """
     op, args = call[0], call[1]
-    told = _ask_others(ctx, {"op": op, "site": site, "waited_s": round(waited_s, 1)})
+    spent = "" if waited_s is None else f"{round(waited_s, 1):g} s "
+    told = _ask_others(ctx, {"op": op, "site": site, "spent": spent})
     waiting = [
-        (rank, f"waited {seen['waited_s']:g} s in {seen['op']} at {seen['site']}")
+        (rank, f"waited {seen['spent']}in {seen['op']} at {seen['site']}")
         for rank, seen in sorted(told.views.items())
     ]
     gone = [(rank, f"left with {word}") for rank, word in sorted(told.words.items()) if word]
     gone += [(rank, "left") for rank, word in sorted(told.words.items()) if not word]
     known = told.views.keys() | told.words.keys()
-    ended = "timed out" if waited_s >= 0.9 * ctx.comm.timeout_s else "failed"
-    never = f"never joined this {op} ({ended} after {waited_s:.3g} s)"
+    never = f"never joined this {op}"
+    if waited_s is not None:
+        ended = "timed out" if waited_s >= 0.9 * ctx.comm.timeout_s else "failed"
+        never += f" ({ended} after {waited_s:.3g} s)"
     silent = [(rank, never) for rank in range(ctx.world_size) if rank not in known]
     message = "\n".join(
         [
