@@ -212,3 +212,23 @@ def test_the_loop_of_the_docs_gives_the_same_parameters(ctx, tmp_path):
     by_hand, fitted = (read_run(tmp_path / name) for name in ("hand", "fit"))
     assert by_hand.curve("eval") == fitted.curve("eval") == [(n, 0.5) for n in (4, 8, 12)]
     assert _kept(tmp_path / "hand") == _kept(tmp_path / "fit")
+
+
+def _counted(ctx, folder, updates):
+    """Run a script whose body keeps names for parts of `extra`, and return these."""
+    counts, history = {"bodies": 0, "rule": fx.EarlyStopping(patience=9)}, []
+    fns, loader = _made(ctx)
+    extra = {"counts": counts, "history": history}
+    for report in fx.fit(ctx, fns, loader, folder, updates=updates, extra=extra, show=False):
+        counts["bodies"] += 1
+        counts["rule"] = counts["rule"].update(1.0)
+        history.append(report.updates)
+    return counts, history
+
+
+def test_dicts_and_lists_inside_extra_are_filled_in_place(ctx, tmp_path):
+    _counted(ctx, tmp_path, 2)
+    for updates in (5, 5):  # the second finds the run complete
+        counts, history = _counted(ctx, tmp_path, updates)
+        assert counts["bodies"] == 5 and counts["rule"].waited == 4
+        assert history == [1, 2, 3, 4, 5]

@@ -1,7 +1,7 @@
 """Restore a checkpoint at any world size; each rank reads only what it needs."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import attrs
@@ -92,10 +92,10 @@ def restore(
         model: A model returned by `fx.wrap` that matches the saved one (its plan may differ),
             or several by name. The checkpoint may contain other models as well. A model
             without an optimizer loads only parameters and buffers.
-        extra: A tree with the structure of the saved one: tensors are filled in place
-            (each rank reads its part of a sharded one), objects with `load_state_dict` are loaded,
-            attrs records are created. Without it, `restored.extra` contains plain values and new
-            tensors on the CPU.
+        extra: A tree with the structure of the saved one: tensors, dicts and lists are filled in
+            place (each rank reads its part of a sharded tensor), objects with `load_state_dict`
+            are loaded, attrs records are created. An empty dict or list takes whatever was saved
+            in it. Without it, `restored.extra` contains plain values and new tensors on the CPU.
         random: Whether to restore the random generators.
 
     Effects:
@@ -297,28 +297,52 @@ def _load_into(template: Any, saved: Any, path: str = "extra") -> Any:
         template.load_state_dict(_read(saved))
         return template
     if isinstance(template, Mapping):
-        if not isinstance(saved, Mapping) or template.keys() != saved.keys():
-            keys = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
-            raise CheckpointError(
-                f"{path} has the keys {sorted(map(str, template))} in the template, but was saved "
-                f"with {keys}. Pass a template with the keys that were saved.",
-                code="FX603",
-            )
-        return {
+        return _load_mapping(template, saved, path)
+    if isinstance(template, list | tuple) and isinstance(saved, list | tuple):
+        return _load_sequence(template, saved, path)
+    return _read(saved)
+
+
+def _load_mapping(template: Mapping[Any, Any], saved: Any, path: str) -> Mapping[Any, Any]:
+    if isinstance(saved, Mapping) and not template:
+        read = _read(saved)
+    elif not isinstance(saved, Mapping) or template.keys() != saved.keys():
+        keys = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
+        raise CheckpointError(
+            f"{path} has the keys {sorted(map(str, template))} in the template, but was saved "
+            f"with {keys}. Pass a template with the keys that were saved.",
+            code="FX603",
+        )
+    else:
+        read = {
             key: _load_into(inner, saved[key], f"{path}.{key}") for key, inner in template.items()
         }
-    if isinstance(template, list | tuple) and isinstance(saved, list | tuple):
-        if len(template) != len(saved):
-            raise CheckpointError(
-                f"{path} has {len(template)} items in the template, but was saved with "
-                f"{len(saved)}. Pass a template with the items that were saved.",
-                code="FX603",
-            )
-        return type(saved)(
+    if isinstance(template, MutableMapping):  # the script may have a name for it
+        template.update(read)
+        return template
+    return read
+
+
+def _load_sequence(
+    template: list[Any] | tuple[Any, ...], saved: list[Any] | tuple[Any, ...], path: str
+) -> list[Any] | tuple[Any, ...]:
+    if isinstance(template, list) and not template:
+        items = _read(saved)
+    elif len(template) != len(saved):
+        raise CheckpointError(
+            f"{path} has {len(template)} items in the template, but was saved with "
+            f"{len(saved)}. Pass a template with the items that were saved.",
+            code="FX603",
+        )
+    else:
+        items = [
             _load_into(inner, value, f"{path}.{i}")
             for i, (inner, value) in enumerate(zip(template, saved, strict=True))
-        )
-    return _read(saved)
+        ]
+    if isinstance(template, list):
+        template[:] = items
+        return template
+    return type(saved)(items)
 
 
 def _read(saved: Any) -> Any:

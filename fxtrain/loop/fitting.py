@@ -336,8 +336,7 @@ def _restored(ctx: DistContext, model: Wrapped, rules: Rules) -> Restored | None
     if (found := ops.broadcast_object(found, ctx)) is None:
         return None
     kept = dict.fromkeys(("run", "stopped", "data", "layout", *Entries.SAVED))
-    restored = restore(found, ctx, model, extra={**kept, "user": dict(rules.extra)})
-    rules.extra.update(restored.extra["user"])
+    restored = restore(found, ctx, model, extra={**kept, "user": rules.extra})
     return restored
 
 
