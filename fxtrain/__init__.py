@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fxtrain import checkpoint as checkpoint
     from fxtrain import data as data
     from fxtrain import errors as errors
+    from fxtrain import experts as experts
     from fxtrain import interop as interop
     from fxtrain import meters as meters
     from fxtrain import ops as ops
@@ -123,8 +124,8 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = (
-    *("big", "checkpoint", "data", "errors", "interop", "meters", "ops", "profiling", "quality"),
-    *("replicas", "state", "testing", "trackers", "tuning"),
+    *("big", "checkpoint", "data", "errors", "experts", "interop", "meters", "ops", "profiling"),
+    *("quality", "replicas", "state", "testing", "trackers", "tuning"),
 )
 
 __all__ = sorted([*_HOME, "ops", "state"])  # pyright: ignore[reportUnsupportedDunderAll]

@@ -85,6 +85,19 @@ def mixtral():
     return _made("MixtralForCausalLM", "MixtralConfig", **_SIZES, **experts)
 
 
+def qwen2_moe():
+    """Of fp32, with an expert that every token uses beside the chosen ones."""
+    sizes = {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    return _made("Qwen2MoeForCausalLM", "Qwen2MoeConfig", **_SIZES, **sizes, **experts)
+
+
+def qwen3_moe():
+    """Of fp32."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    return _made("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_SIZES, **experts, head_dim=4)
+
+
 def gpt2():
     sizes = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)

@@ -4,11 +4,14 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fxtrain as fx
 from fxtrain.testing import count_collectives, fake_world
+from fxtrain.testing.training import on_mesh
 from property_tests.test_experts import WIDTH, Block
-from tests.cluster.test_tensor import by_hand, train
+from tests.cluster._models import PIPELINES
+from tests.cluster.test_tensor import MIXED, by_hand, train
 
 SPREAD = fx.Plan(strategy=fx.FSDP(expert=2), clip_norm=0.5)
 PLANS = {
@@ -93,24 +96,88 @@ def test_the_module_is_given_back(pair):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("n", "strategy"),
+    ("name", "n", "strategy"),
     [
-        (2, fx.FSDP(expert=2)),
-        (4, fx.FSDP(expert=2)),
-        (4, fx.FSDP(expert=4, mode="grads_and_optimizer")),
-        (4, fx.FSDP(expert=2, shard=2)),
+        ("mixtral", 2, fx.FSDP(expert=2)),
+        ("mixtral", 4, fx.FSDP(expert=2)),
+        ("mixtral", 4, fx.FSDP(expert=4, mode="grads_and_optimizer")),
+        ("mixtral", 4, fx.FSDP(expert=2, shard=2)),
+        ("qwen2_moe", 2, fx.FSDP(expert=2)),
+        ("qwen3_moe", 4, fx.FSDP(expert=2)),
     ],
-    ids=["one group", "two groups", "one group of four", "replicas"],
 )
-def test_mixtral_trains_as_in_one_process(clusters, n, strategy):
+def test_models_of_transformers_train_as_in_one_process(clusters, name, n, strategy):
     plan = fx.Plan(strategy=strategy, clip_norm=0.5)
-    wanted_norms, wanted_logits, wanted = by_hand("mixtral", 0.5)
-    for norms, logits, parameters in clusters[n].run(train, "mixtral", fx.Mesh(), plan):
-        # Its router computes in fp32.
+    wanted_norms, wanted_logits, wanted = by_hand(name, 0.5)
+    for norms, logits, parameters in clusters[n].run(train, name, fx.Mesh(), plan):
+        # Their routers compute in fp32.
         torch.testing.assert_close(norms, wanted_norms, rtol=1e-4, atol=0)
         torch.testing.assert_close(logits, wanted_logits, rtol=1e-3, atol=1e-3)
         for key, value in wanted.items():
             torch.testing.assert_close(parameters[key], value, rtol=1e-3, atol=1e-5)
+
+
+def _balanced(ctx, name, plan, mesh=None):
+    """Train with the load-balancing loss; tokens of 0 are padding, more of it in some rows."""
+    with on_mesh(ctx, mesh) as placed:
+        model = fx.wrap(MIXED[name](), placed, plan, optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+
+        def loss(model, batch):
+            kept = batch.data != 0
+            out = model(batch.data, output_router_logits=True)
+            each = F.cross_entropy(
+                out.logits.flatten(0, 1), batch.data.flatten(), reduction="sum", ignore_index=0
+            )
+            balance = fx.experts.balance_loss(out.router_logits, placed, top_k=2, mask=kept)
+            return fx.Weighted(each + balance * kept.sum(), kept.sum())
+
+        fns, data = fx.StepFns(model, loss), placed.axis("data")
+        tokens = torch.arange(64).view(8, 8) * 7 % 24
+        rows = (tokens * (torch.arange(8) < 2 + torch.arange(8)[:, None])).chunk(plan.accumulate)
+        for part in rows:
+            own = part.chunk(data.world_size)[data.rank]
+            fx.step(placed, fx.batch(own, placed, plan), fns)
+        return {key: value.clone() for key, value in fx.weights(model)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("strategy", [fx.DDP(), fx.FSDP(), fx.FSDP(expert=2)], ids=repr)
+def test_the_balance_of_models_of_transformers_is_that_of_one_process(pair, name, strategy):
+    with fx.detect({}, device="cpu") as alone:
+        wanted = _balanced(alone, name, fx.Plan(accumulate=2))
+    for weights in pair.run(_balanced, name, fx.Plan(strategy=strategy, accumulate=2)):
+        for key, value in wanted.items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-3, atol=1e-5)
+
+
+def _router_logits_by_stages(ctx):
+    with pytest.raises(fx.PlanError, match="a value of an earlier stage"):
+        _balanced(ctx, "mixtral", fx.Plan(strategy=fx.PP()), fx.Mesh(pipeline=2))
+
+
+@PIPELINES
+def test_router_logits_of_other_stages_are_refused(pair):
+    pair.run(_router_logits_by_stages)
+
+
+def _exported(ctx, name, folder):
+    model = fx.wrap(MIXED[name](), ctx, SPREAD)
+    fx.export(model, folder)
+    return {key: value.clone() for key, value in fx.weights(model)}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_plain_transformers_reads_an_export(pair, tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    weights = pair.run(_exported, name, str(tmp_path))[0]
+    net, told = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(net) is type(MIXED[name]())
+    for key, value in net.named_parameters():
+        assert torch.equal(value, weights[key]), key
 
 
 def test_a_dry_run_assumes_equal_shares():
@@ -128,6 +195,24 @@ REFUSED = {
     "experts": (fx.FSDP(expert=8), {}, 8, "has 4 experts, which 8 ranks do not divide"),
     "replica": (fx.FSDP(expert=4, shard=2), {}, 4, "multiple of 4 ranks, but one has 2"),
     "mode": (fx.FSDP(expert=2, mode="none"), {}, 2, "cannot be combined with tensor or context"),
+    "tensor": (
+        fx.FSDP(expert=2, tensor=fx.TP(styles=(fx.Style(modules="*gate", style="rowwise"),))),
+        {"mesh": fx.Mesh(shard=2, tensor=2)},
+        4,
+        "cannot be combined with tensor or context",
+    ),
+    "context": (
+        fx.FSDP(expert=2),
+        {"mesh": fx.Mesh(shard=2, context=2), "context": fx.CP()},
+        4,
+        "cannot be combined with tensor or context",
+    ),
+    "pipeline": (
+        fx.PP(stages=fx.FSDP(expert=2)),
+        {"mesh": fx.Mesh(shard=2, pipeline=2)},
+        4,
+        r"PP\(stages=fx.FSDP\(expert=...\)\) is not supported",
+    ),
     "local": (
         fx.FSDP(expert=2, shard=2),
         {"local": fx.LocalSGD(every=2)},
@@ -141,7 +226,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_spread_is_refused(name):
     strategy, options, world, text = REFUSED[name]
-    with fake_world(world) as ctx, pytest.raises(fx.PlanError, match=text):
+    mesh = options.get("mesh")
+    with fake_world(world, mesh=mesh) as ctx, pytest.raises(fx.PlanError, match=text):
         fx.wrap(_net(), ctx, fx.Plan(strategy=strategy, **options))
 
 

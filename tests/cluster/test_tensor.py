@@ -18,6 +18,8 @@ from tests.cluster._models import (
     gpt2,
     llama,
     mixtral,
+    qwen2_moe,
+    qwen3_moe,
     tied_llama,
 )
 
@@ -92,7 +94,8 @@ def test_a_rank_of_many_holds_its_part_of_both_axes(rank):
         assert fx.ops.apply(model).applied
 
 
-MODELS = {"llama": llama, "tied": tied_llama, "gpt2": gpt2, "mixtral": mixtral}
+MIXED = {"mixtral": mixtral, "qwen2_moe": qwen2_moe, "qwen3_moe": qwen3_moe}
+MODELS = {"llama": llama, "tied": tied_llama, "gpt2": gpt2, **MIXED}
 
 
 def test_a_carried_plan_leaves_out_what_would_cut_ties():
@@ -183,10 +186,12 @@ def by_hand(name, clip):
         ("llama", 4, fx.Mesh(shard=2, tensor=2), {"sequence": True, "loss": True}),
         ("mixtral", 2, PAIR, {}),
         ("mixtral", 4, fx.Mesh(shard=2, tensor=2), {}),
+        ("qwen2_moe", 2, PAIR, {}),
         ("gpt2", 2, PAIR, {}),
         ("gpt2", 4, fx.Mesh(shard=2, tensor=2), {}),
         pytest.param("mixtral", 2, fx.Mesh(pipeline=2), {}, marks=PIPELINES),
         pytest.param("mixtral", 4, STAGES, {}, marks=PIPELINES),
+        pytest.param("qwen3_moe", 2, fx.Mesh(pipeline=2), {}, marks=PIPELINES),
         pytest.param("llama", 4, STAGES, {"sequence": True}, marks=PIPELINES),
         pytest.param("tied", 4, STAGES, {"loss": True}, marks=PIPELINES),
     ],
@@ -196,7 +201,7 @@ def test_models_of_transformers_train_as_in_one_process(clusters, name, n, mesh,
     strategy = fx.PP(stages=held) if mesh.pipeline > 1 else held
     plan = fx.Plan(strategy=strategy, clip_norm=0.5)
     wanted_norms, wanted_logits, wanted = by_hand(name, 0.5)
-    within = 1e-4 if name == "mixtral" else 1e-7  # of which all, or the norms, are in fp32
+    within = 1e-4 if name in MIXED else 1e-7  # of which all, or the norms, are in fp32
     for norms, logits, parameters in clusters[n].run(train, name, mesh, plan):
         torch.testing.assert_close(norms, wanted_norms, rtol=within, atol=0)
         torch.testing.assert_close(logits, wanted_logits, rtol=10 * within, atol=10 * within)

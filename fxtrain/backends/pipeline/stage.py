@@ -370,11 +370,14 @@ def _outermost(
 
 def _mixed(part: nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """The forward of a mixture of experts; the shape of its output where tokens have no values."""
-    tokens: Tensor = (*args, *kwargs.values())[0]
-    if not isinstance(getattr(tokens, "fake_mode", None), OtherStageFakes | ReceivedFakes):
+    given = (*args, *kwargs.values())
+    modes = [getattr(one, "fake_mode", None) for one in given]
+    mode = next((one for one in modes if isinstance(one, OtherStageFakes | ReceivedFakes)), None)
+    if mode is None:
         return forward(*args, **kwargs)
-    trained = tokens.requires_grad or any(one.requires_grad for one in part.parameters())
-    return tokens.detach().clone().requires_grad_(trained and torch.is_grad_enabled())
+    trained = any(one.requires_grad for one in (*given[:3], *part.parameters()))
+    out = mode.like(given[0], given[0].device)
+    return out.requires_grad_(trained and torch.is_grad_enabled())
 
 
 def _fresh_output(leaf: Any) -> Any:

@@ -1,0 +1,186 @@
+"""The load of experts: the loss and the biases of several ranks are those of one process."""
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fxtrain as fx
+from fxtrain.testing.training import on_mesh
+from tests.cluster._models import PIPELINES
+
+ON_RANKS = settings(
+    max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
+WIDTH, EXPERTS, UPDATES = 4, 4, 3
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 6))
+        self.down = nn.Parameter(torch.randn(EXPERTS, 6, WIDTH))
+
+    def forward(self, tokens, index, weights):
+        def compute(rows, product):
+            return product(product(rows, self.up).relu(), self.down)
+
+        return fx.experts.mix(tokens, index, weights, self.num_experts, compute)
+
+
+class Mixture(nn.Module):
+    """One that chooses experts by its scores and a bias of each."""
+
+    def __init__(self, chosen):
+        super().__init__()
+        self.chosen = chosen
+        self.gate, self.experts = nn.Linear(WIDTH, EXPERTS), Experts()
+        self.register_buffer("bias", torch.linspace(0, 2, EXPERTS, dtype=torch.float64))
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        scores = self.gate(tokens).sigmoid()
+        index = (scores + self.bias).topk(self.chosen).indices
+        out = self.experts(tokens, index, scores.gather(1, index))
+        return x + out.view_as(x)
+
+
+def _net(chosen):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Mixture(chosen) for _ in range(2))).double()
+
+
+def _rows(update):
+    generator = torch.Generator().manual_seed(update)
+    return torch.randn(8, 3, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def _balanced(ctx, chosen, plan, mesh):
+    with on_mesh(ctx, mesh) as placed:
+        net = _net(chosen)
+        update = fx.experts.balance_bias(net, bias="bias", rate=0.1)
+        model = fx.wrap(net, placed, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        fns = fx.StepFns(model, lambda model, batch: model(batch.data).square().mean())
+        data, loads = placed.axis("data"), []
+        for number in range(UPDATES):
+            rows = _rows(number).chunk(data.world_size)[data.rank]
+            for part in rows.chunk(plan.accumulate):
+                report = fx.step(placed, fx.batch(part, placed, plan), fns)
+            assert report.applied
+            loads.append({name: count.tolist() for name, count in update(model).items()})
+        return loads, {name: value.clone() for name, value in fx.weights(model)}
+
+
+_SPLIT = fx.TP(styles=(fx.Style(modules="*.experts", style="expert"),))
+PLANS = {
+    "DDP": (fx.DDP(), None),
+    "FSDP": (fx.FSDP(), None),
+    "spread": (fx.FSDP(expert=2), None),
+    "tensor axis": (fx.FSDP(mode="none", tensor=_SPLIT), fx.Mesh(tensor=2)),
+    "pipeline": (fx.PP(), fx.Mesh(pipeline=2)),
+}
+
+
+@PIPELINES
+@ON_RANKS
+@given(data=st.data())
+def test_biases_are_those_of_one_process(pair, data):
+    strategy, mesh = PLANS[data.draw(st.sampled_from([*PLANS]), label="strategy")]
+    chosen = data.draw(st.integers(1, 3), label="experts of a token")
+    plan = fx.Plan(strategy=strategy, accumulate=data.draw(st.integers(1, 2), label="accumulate"))
+
+    net = _net(chosen)
+    with fx.detect({}, device="cpu") as alone:
+        loads, wanted = _balanced(alone, chosen, fx.Plan(), None)
+    before = dict(net.named_buffers())
+    assert any(not torch.equal(wanted[name], value) for name, value in before.items())
+    stages = [{"0.bias"}, {"1.bias"}] if mesh == fx.Mesh(pipeline=2) else [{"0.bias", "1.bias"}] * 2
+    for names, (found, weights) in zip(
+        stages, pair.run(_balanced, chosen, plan, mesh), strict=True
+    ):
+        for got, of_one in zip(found, loads, strict=True):
+            assert got == {name: of_one[name] for name in names}
+        for name, value in wanted.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
+            if name.endswith("bias") and "gate" not in name:
+                assert torch.equal(weights[name], value)
+
+
+def _balance(ctx, rows, mask, chosen, parts):
+    """The loss and gradient of a router whose micro-batches are weighted by their tokens."""
+    torch.manual_seed(0)
+    router = nn.Linear(WIDTH, EXPERTS, bias=False).double()
+    plan = fx.Plan(strategy=fx.DDP(), accumulate=parts)
+    model = fx.wrap(router, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+
+    def loss(model, batch):
+        tokens, kept = batch.data
+        balance = fx.experts.balance_loss(model(tokens).flatten(0, 1), ctx, top_k=chosen, mask=kept)
+        return fx.Weighted(balance * kept.sum(), kept.sum())
+
+    fns = fx.StepFns(model, loss)
+    for part, kept in zip(rows.chunk(parts), mask.chunk(parts), strict=True):
+        own = [whole.chunk(ctx.world_size)[ctx.rank] for whole in (part, kept)]
+        report = fx.step(ctx, fx.batch(tuple(own), ctx, plan), fns)
+    assert report.applied
+    return router.weight.detach().clone()
+
+
+@ON_RANKS
+@given(data=st.data())
+def test_the_loss_is_that_of_one_process(pair, data):
+    chosen = data.draw(st.integers(1, 3), label="experts of a token")
+    parts = data.draw(st.sampled_from([1, 2]), label="micro-batches")
+    kept = data.draw(st.lists(st.booleans(), min_size=24, max_size=24), label="mask")
+    mask = torch.tensor(kept).view(8, 3)
+    mask[:, 0] = True  # each rank has a token in each micro-batch
+    rows = _rows(0)
+    with fx.detect({}, device="cpu") as alone:
+        wanted = _balance(alone, rows, mask, chosen, parts)
+    for weight in pair.run(_balance, rows, mask, chosen, parts):
+        torch.testing.assert_close(weight, wanted, rtol=1e-5, atol=1e-6)  # in fp32
+
+
+@given(st.data())
+def test_it_is_the_loss_of_transformers_for_each_layer(data):
+    modeling = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    chosen = data.draw(st.integers(1, 3))
+    layers = [torch.randn(12, EXPERTS) * data.draw(st.sampled_from([0.1, 3.0])) for _ in range(2)]
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=12, max_size=12)))
+    mask[0] = True
+    wanted = [
+        modeling.load_balancing_loss_func((one,), EXPERTS, chosen, mask.view(3, 4))
+        for one in layers
+    ]
+    with fx.detect({}, device="cpu") as ctx:
+        found = fx.experts.balance_loss(layers, ctx, top_k=chosen, mask=mask.view(3, 4))
+    torch.testing.assert_close(found, torch.stack(wanted).mean())
+
+
+@given(st.data())
+def test_mixed_tokens_are_the_sum_of_their_experts(data):
+    tokens = torch.randn(data.draw(st.integers(0, 9)), WIDTH, dtype=torch.float64)
+    chosen = data.draw(st.integers(1, 3))
+    picks = st.integers(0, EXPERTS)  # the last one is no expert
+    drawn = data.draw(st.lists(picks, min_size=len(tokens) * chosen, max_size=len(tokens) * chosen))
+    index = torch.tensor(drawn, dtype=torch.int64).view(len(tokens), chosen)
+    weights = torch.rand(index.shape, dtype=torch.float64).requires_grad_()
+    experts = Experts().double()
+    wanted = torch.zeros_like(tokens)
+    for token, place in zip(*torch.where(index < EXPERTS), strict=True):
+        e = index[token, place]
+        made = (tokens[token] @ experts.up[e]).relu() @ experts.down[e]
+        wanted = wanted.index_add(0, token[None], made[None] * weights[token, place])
+    found = experts(tokens, index, weights)
+    torch.testing.assert_close(found, wanted)
+    parameters = [*experts.parameters(), weights]
+    grads = torch.autograd.grad(found.square().sum(), parameters)
+    if wanted.requires_grad:
+        for got, one in zip(
+            grads,
+            torch.autograd.grad(wanted.square().sum(), parameters, materialize_grads=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, one)
