@@ -10,8 +10,8 @@ pytestmark = [pytest.mark.nodes, pytest.mark.timeout(150)]
 MEET = SCRIPTS / "meet.py"
 
 
-def _launcher(lab, number, main="n0"):
-    return lab.nodes[number].launch("--nodes=2", f"--main-address={main}", MEET)
+def _launcher(lab, number, main="n0", stay_s=0):
+    return lab.nodes[number].launch("--nodes=2", f"--main-address={main}", MEET, stay_s)
 
 
 def _torchrun(lab, number, main="n0"):
@@ -21,10 +21,10 @@ def _torchrun(lab, number, main="n0"):
     )
 
 
-def _plain(lab, number, main="n0"):
+def _plain(lab, number, main="n0", stay_s=0):
     variables = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     variables |= {"MASTER_ADDR": main, "MASTER_PORT": 29511}
-    return lab.nodes[number].start(MEET, env={k: str(v) for k, v in variables.items()})
+    return lab.nodes[number].start(MEET, stay_s, env={k: str(v) for k, v in variables.items()})
 
 
 def _slurm(lab, number, main="n0"):
@@ -78,6 +78,29 @@ def test_gloo_uses_the_network_of_the_main_address(lab, way):
         for node in lab.nodes:
             node.link("down", second=True)
         _met(lab, way, main=lab.address(0))
+
+
+@pytest.mark.parametrize(
+    ("way", "hosts"),
+    [
+        ("launcher", "debian"),
+        ("plain", "good"),
+        pytest.param("launcher", "good", marks=pytest.mark.slow),
+        pytest.param("plain", "debian", marks=pytest.mark.slow),
+    ],
+)
+def test_sockets_listen_where_the_page_on_security_says(lab, way, hosts):
+    """At the address towards the other machine; the store on all, if its name is of loopback."""
+    lab.hosts(hosts)
+    programs = [WAYS[way](lab, number, stay_s=5) for number in (0, 1)]
+    for number, program in enumerate(programs):
+        program.wait_for(f"rank {number} met")
+    for node in lab.nodes[:2]:
+        rows = [line.split() for line in node.run("ss", "-Htln").splitlines()]
+        places = {row[3].rpartition(":")[0] for row in rows}
+        everywhere = {"*"} if hosts == "debian" and not node.number else set()
+        assert places == {node.address} | everywhere, rows
+    assert [program.finish() for program in programs] == [0, 0]
 
 
 @pytest.mark.parametrize("cut", [0, 1])

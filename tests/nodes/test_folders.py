@@ -1,8 +1,12 @@
 """Checkpoints in folders that machines share, and in folders that they do not."""
 
+import re
+import time
+
 import pytest
 
-from tests.nodes._lab import SCRIPTS
+from tests.nodes._lab import LAUNCH, SCRIPTS
+from tests.nodes._rows import every_row_once
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(120)]
 
@@ -44,6 +48,45 @@ def test_files_of_several_machines_in_one_export_need_a_shared_folder(lab):
     for text in _both(lab, SCRIPTS / "save.py", lab.shared / "model", "export sharded"):
         assert "export sharded done" in text
     assert len([*(lab.shared / "model").glob("*.safetensors")]) == 2
+
+
+def test_a_report_of_a_folder_of_each_machine_has_what_its_ranks_logged(lab):
+    def reported(node, *words):
+        program = node.start("-m", "fxtrain.cli", "report", *words)
+        return program.finish(), program.text
+
+    first, second = lab.nodes[:2]
+    _both(lab, SCRIPTS / "save.py", "main", "track")
+    assert reported(first, "main")[0] == 0
+    assert '"loss"' in (first.disk / "report.html").read_text()
+    code, text = reported(second, "main")
+    assert code == 2 and "report('main'): there is no such folder" in text
+    _both(lab, SCRIPTS / "save.py", "all", "track all")
+    assert reported(first, "all")[0] == 0
+    code, text = reported(second, "all")
+    assert code == 2 and "this folder has no metrics.jsonl; found metrics-rank1.jsonl" in text
+    assert reported(second, "all", "--file", "metrics-rank1.jsonl")[0] == 0
+    assert '"loss"' in (second.disk / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_lock_of_a_machine_that_lost_its_power_is_waited_for_and_taken_over(lab):
+    """A run that continues on other machines says for whose lock it waits."""
+    words = (SCRIPTS / "train.py", "--folder", lab.shared / "runs", "--sleep", "0.3")
+    first = lab.nodes[0].launch("--nodes=1", *words)
+    first.wait_for("update 6.")
+    lab.nodes[0].power_off()
+    start = time.monotonic()
+    again = lab.nodes[1].start(*LAUNCH, *words)
+    again.wait_for("for a sign that it is alive", 30)
+    assert re.search(
+        rf"{lab.shared}/runs has a lock of process \d+ on n0: waiting up to 20 s for a sign that",
+        again.text,
+    )
+    again.wait_for("continues after update", 30)
+    assert time.monotonic() - start > 20
+    assert again.finish() == 0, again.text
+    every_row_once(lab, 240)
 
 
 @pytest.mark.parametrize("action", ["export", "track"])

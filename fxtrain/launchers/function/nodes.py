@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.built_in.native.network import reach, serve
+from fxtrain.launchers.built_in.native.network import reach, serve, serve_nodes
 
 _PORT = 29_500  # torch's own
 
@@ -41,22 +41,24 @@ def connect_nodes(count: int, rank: int, address: str, port: int, *, timeout_s: 
         port that the system chooses.
 
     Raises:
-        LaunchError: the port is in use, or node 0 could not be reached in time.
+        LaunchError: the port is in use, node 0 could not be reached in time, or this is node 0 and
+            the address is another machine's.
     """
     # The ranks of one node reach it on loopback, whatever its name is elsewhere.
     place = address if count > 1 else "127.0.0.1"
     where = port or (_PORT if count > 1 else 0)
+    who = f"Node {rank} of {count}"
     door = None
     if rank == 0:
-        door = serve(place, where)
+        door = serve_nodes(place.strip("[]"), where, who=who) if count > 1 else serve(place, where)
         where = door.getsockname()[1]
     else:
-        reach(place, where, who=f"Node {rank} of {count}", timeout_s=timeout_s)
+        reach(place, where, who=who, timeout_s=timeout_s)
     try:
         store = open_store(place, where, door, timeout_s=timeout_s)
     except RuntimeError as error:
         raise LaunchError(
-            f"Node {rank} of {count} could not open the store at {place}:{where}: {error}. Check "
+            f"{who} could not open the store at {place}:{where}: {error}. Check "
             f"that the port is free and not blocked by a firewall.",
             code="FX701",
         ) from error

@@ -17,10 +17,10 @@ with fx.detect(device="cpu", timeout_s=20) as ctx:
                 fx.export(model, sys.argv[1])
             elif action == "export sharded":
                 fx.export(model, sys.argv[1], "20KB", sharded=True)
-            elif action == "track":
-                with fx.track(
-                    sys.argv[1], ctx, resume="folder", position=fx.Position(updates=1)
-                ) as run:
+            elif action.startswith("track"):
+                who = "all" if action == "track all" else "main"
+                start = fx.Position(updates=1)
+                with fx.track(sys.argv[1], ctx, resume="folder", position=start, ranks=who) as run:
                     run.log({"loss": 0.5}, fx.Position(updates=2))
             elif action == "latest":
                 print("latest is", fx.latest(sys.argv[1]), flush=True)

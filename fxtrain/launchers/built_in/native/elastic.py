@@ -15,8 +15,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from fxtrain._listen import listen
 from fxtrain._secret import SECRET, derive_key, fresh_secret, key_proof
 from fxtrain.errors import LaunchError
@@ -26,6 +24,7 @@ from fxtrain.launchers.built_in.native.network import (
     is_local,
     reach,
     serve,
+    serve_nodes,
 )
 from fxtrain.launchers.built_in.native.oom import count_kills, tell_kills
 from fxtrain.launchers.built_in.native.preload import load_torch
@@ -67,7 +66,6 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
         api = load_torch("torch.distributed.run")
         check_devices(spec)
         _quiet()
-        before = count_kills()
         with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
             stacks = Path(spec.log_dir or folder, "stacks").absolute()
             os.environ.setdefault(_standing().STACKS, str(stacks))
@@ -78,7 +76,7 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
                 ending = _run(spec, call, Path(spec.log_dir or folder), serves=door is not None)
             if ending.code and (text := _standing().unreported(stacks)):
                 sys.stderr.write(f"fxtrain launch: {text}\n")
-    return attrs.evolve(ending, memory=tell_kills(before, count_kills()))
+    return ending
 
 
 def _run(spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool) -> LaunchResult:
@@ -86,12 +84,13 @@ def _run(spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool) -
     signals = importlib.import_module("torch.distributed.elastic.multiprocessing")
     meeting = importlib.import_module("torch.distributed.elastic.rendezvous")
     distributed = importlib.import_module("torch.distributed")
-    start, begun = time.monotonic(), time.time()
+    start, begun, kills = time.monotonic(), time.time(), count_kills()
 
     def ended(codes: dict[int, int], node: str) -> LaunchResult:
         reports = read_reports(_last_attempt(logs, since=begun)) if codes else {}
         failures = by_cause(to_failures(codes, reports))
-        return LaunchResult(ranks=spec.world_size, failures=failures, node=node)
+        memory = tell_kills(kills, count_kills())
+        return LaunchResult(ranks=spec.world_size, failures=failures, node=node, memory=memory)
 
     def tell_attempt(attempt: int, result: LaunchResult) -> None:
         why = describe(result) if result.failures else "A rank of another node ended."
@@ -150,8 +149,9 @@ def _open_rendezvous(spec: LaunchSpec) -> socket.socket | None:
     if spec.nodes == 1:
         return serve("127.0.0.1", spec.port)
     host = spec.main_address.strip("[]")
+    who = f"Node {spec.node_rank} of {spec.nodes}"
     if spec.meets == "static" and spec.node_rank == 0:
-        return serve(host, spec.port)
+        return serve_nodes(host, spec.port, who=who)
     if spec.meets == "c10d" and is_local(host):
         try:
             return listen(host, spec.port)
@@ -163,7 +163,6 @@ def _open_rendezvous(spec: LaunchSpec) -> socket.socket | None:
                     f"main_port.",
                     code="FX701",
                 ) from error
-    who = f"Node {spec.node_rank} of {spec.nodes}"
     reach(host, spec.port, who=who, timeout_s=spec.connect_timeout_s)
     return None
 

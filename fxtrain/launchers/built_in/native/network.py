@@ -76,6 +76,36 @@ def serve(address: str, port: int) -> socket.socket:
         ) from error
 
 
+def serve_nodes(address: str, port: int, *, who: str) -> socket.socket:
+    """Listen at the main address of several nodes, as node 0.
+
+    Args:
+        address: Host name or address.
+        port: TCP port.
+        who: This node, for the message.
+
+    Effects:
+        Connects to the address once if this machine does not have it: it may be forwarded here.
+
+    Raises:
+        LaunchError: as `serve`, or the main address is another machine's.
+    """
+    door = serve(address, port)
+    if is_local(address):
+        return door
+    try:
+        socket.create_connection((address, port), _ONE_TRY_S).close()
+    except OSError as error:
+        door.close()
+        raise LaunchError(
+            f"{who} serves the main address {address}:{port}, which is none of this machine and "
+            f"does not lead to it ({_why(address, error)}). Start node 0 on the machine that has "
+            f"this address, or set the main address to one of this machine.",
+            code="FX701",
+        ) from error
+    return door
+
+
 def is_local(address: str) -> bool:
     """Whether an address is one of this machine's."""
     try:
