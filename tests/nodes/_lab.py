@@ -2,7 +2,7 @@
 
 Nodes are joined by a bridge that lives in a namespace of its own, so no interface of the host is
 touched. Namespaces have no names: they exist as long as their first process, which the kernel kills
-with the process that made the lab, however that one ends.
+with the process that made the lab, however that one ends; its files go a second later.
 """
 
 import contextlib
@@ -448,11 +448,16 @@ class Lab:
         for process in reversed(self.started):
             process.kill()
             process.wait(10)
+            if process.stdin is not None:
+                process.stdin.close()
 
     def open(self, count: int) -> None:
+        # Its input ends with this process, however that ends.
+        words = ("sh", "-c", 'read line; sleep 1; rm -rf "$0"', str(self.folder))
+        self.started.append(subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True))
         for path in (self.own, self.shared):
             path.mkdir(parents=True)
-        self.switch = self._first_process("switch", "exec sleep infinity")
+        self.switch = self._first_process("switch", "", "sleep infinity")
         for bridge in ("br0", "br1", "br2"):
             self._switch("ip", "link", "add", bridge, "type", "bridge")
             self._switch("ip", "link", "set", bridge, "up")
@@ -461,7 +466,8 @@ class Lab:
             (self.folder / name).mkdir()
             for file, text in ((f"{name}.hosts", ""), (f"{name}.name", name), ("resolv", "")):
                 (self.folder / file).write_text(text)
-            init = self._first_process(name, _MOUNTS.format(name=name, folder=self.folder))
+            mounts = _MOUNTS.format(name=name, folder=self.folder)
+            init = self._first_process(name, mounts, f"{sys.executable} -I -c '{_INIT}'")
             node = Node(lab=self, number=number, init=init)
             self.nodes.append(node)
             node.run("ip", "link", "set", "lo", "up")
@@ -484,15 +490,15 @@ class Lab:
     def _switch(self, *words: str) -> None:
         _well(*self._on_switch, *words)
 
-    def _first_process(self, name: str, commands: str) -> int:
-        """The first process of new namespaces, by its number outside."""
+    def _first_process(self, name: str, commands: str, program: str) -> int:
+        """The first process of new namespaces, once commands have run there; its number outside."""
         ready = self.folder / f"{name}.ready"
         process = subprocess.Popen(
             (
                 *("setpriv", "--pdeathsig", "KILL"),
                 *("unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--mount-proc"),
                 *("--fork", "--kill-child=KILL", "sh", "-ec"),
-                f"touch {ready}\n{commands}",
+                f"{commands}\ntouch {ready}\nexec {program}",
             ),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -508,8 +514,7 @@ class Lab:
         raise AssertionError(f"{name} did not start")
 
 
-_MOUNTS = (
-    """
+_MOUNTS = """
 hostname {name}
 mount --make-rprivate /
 mount --bind {folder}/{name} {folder}/own
@@ -517,9 +522,7 @@ mount --bind {folder}/{name}.hosts /etc/hosts
 mount --bind {folder}/{name}.name /etc/hostname
 mount --bind {folder}/resolv "$(readlink -f /etc/resolv.conf)" || true
 mount -t tmpfs none /dev/shm
-exec """
-    + f"{sys.executable} -I -c '{_INIT}'"
-)
+"""
 
 
 def _well(*words: str) -> None:

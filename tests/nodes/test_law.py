@@ -122,7 +122,7 @@ def _history(lab, history):
     ended = [program.finish(TIMEOUT_S + 25) for program in there]
     waited_s = time.monotonic() - start
     if any(ended):
-        assert waited_s < TIMEOUT_S + 15, (history, waited_s, [p.text[-800:] for p in there])
+        assert waited_s < TIMEOUT_S + 10, (history, waited_s, [p.text[-800:] for p in there])
     _same_culprit(history, there)
     for program in there:
         _nothing_left(program.node)

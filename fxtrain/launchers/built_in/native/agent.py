@@ -127,7 +127,7 @@ class _Agent(LocalElasticAgent):
 
     def run_and_leave(self) -> LaunchResult:
         """Run to the end; the other nodes learn how this one ended."""
-        end, stopped = NodeEnd(text="ended with an error"), False
+        end, closes = NodeEnd(text="ended with an error"), True
         try:
             result: Any = self.run()
             end = None  # the others know
@@ -135,7 +135,12 @@ class _Agent(LocalElasticAgent):
                 return attrs.evolve(self.ended({}, ""), culprit=self._culprit)
             return self._told(self._ended(result.failures))
         except SignalException as error:
-            end, stopped = NodeEnd(text=f"was stopped by {error.sigval.name}.", stopped=True), True
+            # A node that was stopped may be replaced, so the rendezvous stays open.
+            end, closes = NodeEnd(text=f"was stopped by {error.sigval.name}.", stopped=True), False
+            raise
+        except LostRendezvousError as error:
+            if isinstance(error.__cause__, RendezvousConnectionError):  # nobody can be told
+                self._ends, closes = None, False
             raise
         except Exception as error:
             end = NodeEnd(text=f"ended with an error: {first_line(error)}")
@@ -143,7 +148,7 @@ class _Agent(LocalElasticAgent):
         finally:
             # Beside what the launcher does next, which is to show the error.
             farewell = threading.Thread(
-                target=self._farewell, args=(end, stopped), name=FAREWELL, daemon=True
+                target=self._farewell, args=(end, closes), name=FAREWELL, daemon=True
             )
             farewell.start()
             atexit.register(farewell.join, FAREWELL_S)
@@ -161,14 +166,14 @@ class _Agent(LocalElasticAgent):
             self._ends = None
         return attrs.evolve(ending, culprit=culprit or "")
 
-    def _farewell(self, end: NodeEnd | None, stopped: bool) -> None:  # noqa: FBT001 - internal
+    def _farewell(self, end: NodeEnd | None, closes: bool) -> None:  # noqa: FBT001 - internal
         if self._ends is not None:
             with contextlib.suppress(RuntimeError):  # the node that serves the store has ended
                 if end is not None:
                     name = self._ends.name[:1].upper() + self._ends.name[1:]
                     self._ends.tell(attrs.evolve(end, text=f"{name} {end.text}"))
                 self._ends.leave()
-        if not stopped:  # a node that was stopped may be replaced
+        if closes:
             self._rdzv_handler.shutdown()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -145,6 +145,8 @@ class NodeEnds:
                 # Under torch 2.9, a node that works sends none either.
                 known = hasattr(self.store, "clone")
                 ends[node] = NodeEnd(text=self._silent(node), distance=1, stopped=not known)
+                if known:  # so that `leave` does not wait for it again
+                    self.store.set(f"left/{node}", "")
             if node in ends:
                 del beats[node]
 
