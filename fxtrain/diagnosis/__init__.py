@@ -1,8 +1,7 @@
 """Inspects machines, tests setups, and reruns a script to examine it."""
 
-from fxtrain.diagnosis.environment import collect
+from fxtrain.diagnosis.environment import collect, hidden, hidden_words, shown
 from fxtrain.diagnosis.facts import clock_problems, fact_problems, facts_here
-from fxtrain.diagnosis.secrets import hidden, hidden_words, shown
 
 __all__ = [
     "clock_problems",

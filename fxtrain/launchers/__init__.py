@@ -1,12 +1,12 @@
 """Launchers: pure functions from a spec to a command line, and the code that starts processes."""
 
-from fxtrain.launchers.built_in.deepspeed.launcher import DeepSpeedOptions, deepspeed
+from fxtrain.launchers.built_in.deepspeed import DeepSpeedOptions, deepspeed
 from fxtrain.launchers.built_in.kubernetes import KubernetesOptions, kubernetes
 from fxtrain.launchers.built_in.mpi import MpiOptions, mpi
 from fxtrain.launchers.built_in.native.launcher import native
 from fxtrain.launchers.built_in.native.oom import MemoryKills, count_kills, tell_kills
 from fxtrain.launchers.built_in.native.preload import load_torch
-from fxtrain.launchers.built_in.ray.launcher import RayOptions, ray
+from fxtrain.launchers.built_in.ray import RayOptions, ray
 from fxtrain.launchers.built_in.sagemaker.launcher import SageMakerOptions, sagemaker
 from fxtrain.launchers.built_in.slurm import SlurmOptions, slurm
 from fxtrain.launchers.built_in.tpu import TpuPodOptions, setup_command, tpu, tpu_pod

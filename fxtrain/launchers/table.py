@@ -10,12 +10,12 @@ from fxtrain._addresses import Route, find_route, loopback_route
 from fxtrain._installed import installed_rows
 from fxtrain._record import closest
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.built_in.deepspeed.launcher import DEEPSPEED
+from fxtrain.launchers.built_in.deepspeed import DEEPSPEED
 from fxtrain.launchers.built_in.kubernetes import KUBERNETES
 from fxtrain.launchers.built_in.mpi import MPI
 from fxtrain.launchers.built_in.native.launcher import NATIVE
 from fxtrain.launchers.built_in.native.network import is_local
-from fxtrain.launchers.built_in.ray.launcher import RAY
+from fxtrain.launchers.built_in.ray import RAY
 from fxtrain.launchers.built_in.sagemaker.launcher import SAGEMAKER
 from fxtrain.launchers.built_in.slurm import SLURM
 from fxtrain.launchers.built_in.tpu import TPU, TPU_POD

@@ -14,7 +14,7 @@ from fxtrain._reading import read_file
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError, FxError
 from fxtrain.models.safetensors_files import Entry, parse_json
-from fxtrain.models.stored_layers import StoredLayer, record_of
+from fxtrain.models.stored_layers import StoredLayer, record_of, shape_problem
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source
 from fxtrain.precision import (
     converted_to_fp32,
@@ -24,7 +24,6 @@ from fxtrain.precision import (
     planned_layers,
     put_layers,
     quantized_layers,
-    shape_problem,
 )
 from fxtrain.state import Quantize, TensorIndex, Wrapped
 

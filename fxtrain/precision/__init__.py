@@ -29,10 +29,13 @@ from fxtrain.precision.quantizing import (
     quantize_on_meta,
     sharding_problem,
 )
-from fxtrain.precision.recipe_layers import Converted, convert_layers, recipe_targets
-from fxtrain.precision.stored_shapes import shape_problem
+from fxtrain.precision.recipe_layers import (
+    Converted,
+    convert_layers,
+    gather_in_float8,
+    recipe_targets,
+)
 from fxtrain.precision.torchao_layers import TORCHAO, torchao_config
-from fxtrain.precision.torchao_recipes import gather_in_float8
 from fxtrain.precision.transformer_engine import engine_region, scaling_state
 
 __all__ = [
@@ -67,7 +70,6 @@ __all__ = [
     "quantized_weight",
     "recipe_targets",
     "scaling_state",
-    "shape_problem",
     "sharding_problem",
     "stored_tensors",
     "stream_later",

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxtrain.profiling.dispatched_traffic import sent
+from fxtrain.profiling.watching import sent
 
 
 @attrs.frozen

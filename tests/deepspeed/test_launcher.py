@@ -6,7 +6,7 @@ import types
 import pytest
 
 from fxtrain.cli import main
-from fxtrain.launchers.built_in.deepspeed.hostfile import deepspeed_argv, filter_hosts, read_hosts
+from fxtrain.launchers.built_in.deepspeed import deepspeed_argv, filter_hosts, read_hosts
 
 pytestmark = pytest.mark.deepspeed
 

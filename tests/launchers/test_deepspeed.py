@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.launchers.built_in.deepspeed.hostfile import deepspeed_argv, filter_hosts, read_hosts
+from fxtrain.launchers.built_in.deepspeed import deepspeed_argv, filter_hosts, read_hosts
 
 HOSTFILE = """
 # two big ones

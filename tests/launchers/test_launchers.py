@@ -193,7 +193,7 @@ CASES = [
         name="ray",
         spec=spec_of("ray", ranks=2, options=RayOptions(job_server="http://h:8265", wait=False)),
         words="ray job submit --address=http://h:8265 --working-dir=. --no-wait -- python -m "
-        "fxtrain.launchers.built_in.ray.driver fxtrain-launch/ray.json",
+        "fxtrain.launchers.built_in.ray_driver fxtrain-launch/ray.json",
     ),
     Case(
         name="kubernetes",

@@ -63,7 +63,7 @@ def ray(spec: LaunchSpec, machine: Machine) -> Invocation:
     else:
         before = (machine.python,)
     return Invocation(
-        argv=(*before, "-m", "fxtrain.launchers.built_in.ray.driver", _FILE),
+        argv=(*before, "-m", "fxtrain.launchers.built_in.ray_driver", _FILE),
         files={_FILE: json.dumps(told, indent=2) + "\n"},
     )
 

@@ -1,6 +1,6 @@
 """The program that requests nodes from Ray and runs a native launcher on each of them.
 
-`python -m fxtrain.launchers.built_in.ray.driver FILE`, with the file that
+`python -m fxtrain.launchers.built_in.ray_driver FILE`, with the file that
 `fxtrain launch --launcher ray` has written.
 """
 

@@ -1,3 +1,0 @@
-"""DeepSpeed's launcher."""
-
-__all__: list[str] = []
