@@ -18,9 +18,9 @@ from fxtrain.checkpoint.json_values import decode
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.checkpoint.snapshot import by_name, set_random_state
 from fxtrain.checkpoint.storage import open_storage
-from fxtrain.errors import CheckpointError, CollectiveError, FxError
+from fxtrain.errors import CheckpointError, FxError
 from fxtrain.models.tensor_bytes import DTYPES
-from fxtrain.ops.same_errors import problem_of_ranks
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import (
     DistContext,
@@ -121,25 +121,20 @@ def restore(
     check_connected("restore", ctx)
     models = by_name(model)
     state = ctx.comm.slot(CheckpointState)
-    earlier, restored, problem, reason = state.restored_from, None, None, ""
+    earlier = state.restored_from
     try:
-        chosen: Any = ops.broadcast_object(_choose_checkpoint(path) if ctx.is_main else None, ctx)
-        if isinstance(chosen, BaseException):
-            raise chosen
-        state.restored_from = open_storage(chosen).key()  # before it is read: no save removes it
-        restored = _restore(chosen, ctx, models, extra, random)
-    except Exception as error:  # any error must be reported to the other ranks
-        problem = error
-        known = isinstance(error, FxError | OSError)
-        reason = (known and str(error)) or repr(error)
-    try:
-        reason = problem_of_ranks("restore", reason, ctx)
-    except CollectiveError as error:
-        reason = reason or str(error)
-        problem = error
-    if restored is None or reason:
+        with fail_together(ctx, "restore"):
+            chosen: Any = ops.broadcast_object(
+                _choose_checkpoint(path) if ctx.is_main else None, ctx
+            )
+            if isinstance(chosen, BaseException):
+                raise chosen
+            state.restored_from = open_storage(chosen).key()  # no save removes it meanwhile
+            restored = _restore(chosen, ctx, models, extra, random)
+    except Exception as error:  # any error of the models or of the template
         state.restored_from = earlier
-        raise CheckpointError(f"{path} was not restored. {reason}") from problem
+        known = isinstance(error, FxError | OSError) and str(error)
+        raise CheckpointError(f"{path} was not restored. {known or repr(error)}") from error
     for name, wrapped in models.items():
         _log_changes(ctx, restored, name, wrapped)
     return restored

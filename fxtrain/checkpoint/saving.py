@@ -149,7 +149,7 @@ def save(
         in_progress = wait_for_earlier(ctx, busy)
         if in_progress is not None:
             return in_progress
-        mine = Proposal(path=str(path), arguments={k: repr(v) for k, v in arguments.items()})
+        mine = Proposal(path=str(path), arguments=arguments)
         job, open_group = _prepare(
             ctx, path, mine, problem, lambda: snapshot(ctx, models, at, extra, metric), keep
         )

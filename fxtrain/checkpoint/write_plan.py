@@ -48,7 +48,7 @@ class Proposal:
 
     Attributes:
         path: The path as passed.
-        arguments: Those that must be equal on every rank, as text.
+        arguments: Those that must be equal on every rank.
         sizes: Bytes of the chunks that it could write, by key.
         digests: Name and digest of the chunks that may differ between ranks, by key.
         aliases: Names of tensors that share the memory of another.
@@ -57,7 +57,7 @@ class Proposal:
     """
 
     path: str
-    arguments: Mapping[str, str] = attrs.field(factory=dict)
+    arguments: Mapping[str, object] = attrs.field(factory=dict)
     sizes: Mapping[str, int] = attrs.field(factory=dict)
     digests: Mapping[str, tuple[str, str]] = attrs.field(factory=dict)
     aliases: Mapping[str, str] = attrs.field(factory=dict)
@@ -109,7 +109,7 @@ def compare_proposals(
     ]
     if unequal:
         values = [
-            ", ".join(f"{name}={proposal.arguments[name]}" for name in unequal)
+            ", ".join(f"{name}={proposal.arguments[name]!r}" for name in unequal)
             for proposal in proposals
         ]
         advice = "Pass the same arguments on every rank."

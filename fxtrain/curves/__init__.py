@@ -3,7 +3,7 @@
 Nothing here imports torch, since that would take longer than most reports.
 """
 
-from fxtrain.curves.curve import Curve, downsample, sparkline
+from fxtrain.curves.curve import Curve, sparkline
 from fxtrain.curves.page import page_of, picture_of
 from fxtrain.curves.reading import RunCurves, RunReader, file_of, read_curves
 
@@ -11,7 +11,6 @@ __all__ = [
     "Curve",
     "RunCurves",
     "RunReader",
-    "downsample",
     "file_of",
     "page_of",
     "picture_of",

@@ -14,7 +14,7 @@ _SLACK = 8  # times the limit of points before values are thinned out
 
 @attrs.frozen(kw_only=True)
 class Curve:
-    """The values of one metric, downsampled.
+    """The values of one metric, of which few points are kept.
 
     Attributes:
         steps: Updates at each point.
@@ -32,40 +32,9 @@ class Curve:
     count: int
     nonfinite: int = 0
 
-    def limited(self, limit: int) -> "Curve":
-        """The same curve with at most about `limit` points: see `downsample`."""
-        if len(self.values) <= limit:
-            return self
-        kept = downsample(self.values, limit)
-        columns = {
-            name: tuple(map(getattr(self, name).__getitem__, kept))
-            for name in ("steps", "rows", "times", "values")
-        }
-        return attrs.evolve(self, **columns)
-
     def axis(self, over: str) -> tuple[float, ...]:
         """The horizontal positions: updates, rows, or time in seconds since 1970."""
         return {"updates": self.steps, "rows": self.rows, "time": self.times}[over]
-
-
-def downsample(values: Sequence[float], limit: int) -> list[int]:
-    """The positions of the values to keep, in order.
-
-    Values are divided into buckets of equal counts. Each keeps its minimum, its maximum and its
-    first non-finite value, so no spike is lost. The first and the last value are kept as well.
-
-    Args:
-        limit: Number of positions, at least 5.
-
-    Example:
-        >>> downsample([0.0, 1.0, 9.0, 1.0, 2.0, 1.0, -7.0, 1.0, 0.0, 3.0], 6)
-        [0, 2, 6, 9]
-    """
-    count = len(values)
-    if count <= limit:
-        return list(range(count))
-    buckets = max(1, (limit - 2) // (2 if math.isfinite(sum(values)) else 3))
-    return _extremes(values, [bucket * count // buckets for bucket in range(buckets + 1)])
 
 
 def _extremes(values: Sequence[float], edges: Sequence[int]) -> list[int]:
@@ -117,7 +86,7 @@ class Column:
             self.thin(limit)
 
     def thin(self, limit: int) -> None:
-        """Keep about `limit` values."""
+        """Keep about `limit` values: the extremes and the first non-finite value of each bucket."""
         while 2 * self.count > self.width * limit:
             self.width *= 2
         edges = [0]

@@ -290,10 +290,16 @@ def read_curves(folders: Sequence[Any], *, file: str = "metrics.jsonl") -> tuple
     if not folders:
         raise PlanError("report: no run was passed. Pass the folders of one run or several.")
     paths = [file_of(folder, file) for folder in folders]
-    # With twice the points that a page has, since the number of curves is not known yet.
-    points, total = 2 * _CURVE_POINTS, 2 * _ALL_POINTS
-    runs = [_run(RunReader(path=path, points=points, total=total)) for path in paths]
-    return _limited(_labelled(runs))
+    readers = [
+        RunReader(path=path, points=_CURVE_POINTS, total=_ALL_POINTS).read(ended=True)
+        for path in paths
+    ]
+    columns = [column for reader in readers for column in reader.contents.columns.values()]
+    limit = max(_FEWEST, min(_CURVE_POINTS, _ALL_POINTS // max(len(columns), 1)))
+    for column in columns:
+        if len(column.values) > limit:
+            column.thin(limit)
+    return _labelled([_run(reader) for reader in readers])
 
 
 def file_of(folder: Any, file: str) -> Path:
@@ -328,7 +334,7 @@ def file_of(folder: Any, file: str) -> Path:
 
 
 def _run(reader: RunReader) -> RunCurves:
-    path, contents = reader.path, reader.read(ended=True).contents
+    path, contents = reader.path, reader.contents
     if not contents.starts:
         raise PlanError(
             f"report: {path} has no line that starts a run, so fx.JsonLines() did not write it. "
@@ -355,7 +361,7 @@ def _run(reader: RunReader) -> RunCurves:
     )
 
 
-def _labelled(runs: Sequence[RunCurves]) -> list[RunCurves]:
+def _labelled(runs: Sequence[RunCurves]) -> tuple[RunCurves, ...]:
     """Runs with the same name are told apart by their folders, then by numbers."""
     names = [run.label for run in runs]
     folders = [os.path.abspath(run.folder) for run in runs]
@@ -364,13 +370,4 @@ def _labelled(runs: Sequence[RunCurves]) -> list[RunCurves]:
         label = name if names.count(name) == 1 else f"{name} ({folder})"
         again = labels.count(label)
         labels.append(f"{label} #{again + 1}" if again else label)
-    return [attrs.evolve(run, label=label) for run, label in zip(runs, labels, strict=True)]
-
-
-def _limited(runs: Sequence[RunCurves]) -> tuple[RunCurves, ...]:
-    count = sum(len(run.curves) for run in runs)
-    limit = max(_FEWEST, min(_CURVE_POINTS, _ALL_POINTS // max(count, 1)))
-    return tuple(
-        attrs.evolve(run, curves={name: curve.limited(limit) for name, curve in run.curves.items()})
-        for run in runs
-    )
+    return tuple(map(lambda run, label: attrs.evolve(run, label=label), runs, labels))

@@ -5,7 +5,8 @@ import platform
 from collections.abc import Iterator
 from typing import Any
 
-from fxtrain.errors import CheckpointError, CollectiveError
+from fxtrain import errors
+from fxtrain.errors import CheckpointError, CollectiveError, FxError, PlanError
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.transport.exchange import exchange_texts
 from fxtrain.ops.transport.mismatches import by_rank, check_is_context
@@ -120,6 +121,25 @@ def gather_with_errors(
     hosts = {rank: host for rank, (*_, host) in enumerate(found) if host and ctx.num_nodes > 1}
     problems = by_rank(((rank, text) for rank, (_, text, _) in enumerate(found) if text), hosts)
     return [value for value, *_ in found], problems
+
+
+def gather_or_raise(value: Any, problem: FxError | None, ctx: DistContext) -> list[Any]:
+    """Every rank's value; if a rank has a problem, raise the first one on every rank.
+
+    Effects:
+        One exchange of packets; none at one rank or in a dry run.
+
+    Raises:
+        FxError: of the class of the first problem, or a PlanError for a class of its own.
+    """
+    words = None if problem is None else (type(problem).__name__, str(problem))
+    own = (words, value)
+    of_ranks = [own] if ctx.comm.simulated else gather_objects(own, ctx)
+    for words, _ in of_ranks:
+        if words is not None:
+            kind, text = words
+            raise getattr(errors, kind, PlanError)(text) from problem
+    return [each for _, each in of_ranks]
 
 
 def _problem_text(problem: Exception, action: str) -> str:

@@ -15,7 +15,6 @@ from fxtrain.precision.plain_tensors import (
     stream_later,
 )
 from fxtrain.precision.quantizing import (
-    Quantized,
     companions,
     converted_to_fp32,
     difference,
@@ -30,7 +29,6 @@ from fxtrain.precision.quantizing import (
     sharding_problem,
 )
 from fxtrain.precision.recipe_layers import (
-    Converted,
     convert_layers,
     gather_in_float8,
     recipe_targets,
@@ -41,9 +39,7 @@ from fxtrain.precision.transformer_engine import engine_region, scaling_state
 __all__ = [
     "BNB4",
     "BNB8",
-    "Converted",
     "Library",
-    "Quantized",
     "TORCHAO",
     "allocate",
     "companions",

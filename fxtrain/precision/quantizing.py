@@ -29,19 +29,6 @@ _HOOKS = (
 _BY_RECORD: dict[type, Library] = {Bnb4: BNB4, Bnb8: BNB8, Torchao: TORCHAO}
 
 
-@attrs.frozen(kw_only=True)
-class Quantized:
-    """What `quantize_layers` changed.
-
-    Attributes:
-        layers: Names of the quantised layers.
-        undo: Puts the layers back that were there before.
-    """
-
-    layers: tuple[str, ...]
-    undo: Callable[[], None] = attrs.field(repr=False)
-
-
 def library_of(record: Quantize) -> Library:
     """The library that quantises as a record says."""
     return _BY_RECORD[type(record)]
@@ -83,15 +70,18 @@ def _quantized_already(module: nn.Module, record: Quantize) -> bool:
 
 def quantize_layers(
     module: nn.Module, record: Quantize, device: torch.device, *, trains: bool = False
-) -> Quantized:
+) -> tuple[Targets, Callable[[], None]]:
     """Quantise the layers of a model in place, one at a time.
 
     Args:
         trains: Skip layers whose weight requires grad.
 
+    Returns:
+        The layers, and a function that puts the original ones back, which stay in memory as long as
+        it is referenced.
+
     Effects:
-        Replaces layers; the new ones are frozen and on the device. The old ones stay in memory
-        as long as the result is referenced, so that it can put them back.
+        Replaces layers; the new ones are frozen and on the device.
 
     Raises:
         PlanError: as `planned_layers`; the model is as it was, then and after any other error.
@@ -101,11 +91,12 @@ def quantize_layers(
         >>> import fxtrain as fx
         >>> from fxtrain.precision import quantize_layers
         >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
-        >>> quantize_layers(net, fx.Torchao(), torch.device("cpu")).layers
+        >>> targets, undo = quantize_layers(net, fx.Torchao(), torch.device("cpu"))
+        >>> targets.names
         ('0',)
     """
-    names = planned_layers(module, record, device, trains=trains).names
-    return Quantized(layers=names, undo=_replaced(module, names, record, device))
+    targets = planned_layers(module, record, device, trains=trains)
+    return targets, _replaced(module, targets.names, record, device)
 
 
 def quantize_on_meta(
@@ -288,7 +279,7 @@ def difference(part: nn.Module, library: Library, record: Quantize) -> tuple[str
         >>> from fxtrain.precision import TORCHAO, quantize_layers
         >>> from fxtrain.precision.quantizing import difference
         >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
-        >>> layers = quantize_layers(net, fx.Torchao(), torch.device("cpu"))
+        >>> _ = quantize_layers(net, fx.Torchao(), torch.device("cpu"))
         >>> difference(net[0], TORCHAO, fx.Torchao(activations="int8"))
         ("activations='int8'", 'with activations=None')
     """

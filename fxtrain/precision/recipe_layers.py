@@ -127,21 +127,6 @@ MX_LAYERS = LayerFormat(
 _BY_RECORD: Mapping[type, LayerFormat] = {Float8: FLOAT8_LAYERS, MX: MX_LAYERS, TE: TE_LAYERS}
 
 
-@attrs.frozen(kw_only=True)
-class Converted:
-    """What `convert_layers` changed.
-
-    Attributes:
-        layers: Names of the converted layers.
-        skipped: For each other linear layer, why it is skipped.
-        undo: Gives the layers their classes and attributes back.
-    """
-
-    layers: tuple[str, ...]
-    skipped: Mapping[str, str]
-    undo: Callable[[], None] = attrs.field(repr=False)
-
-
 def recipe_targets(module: nn.Module, recipe: Recipe) -> Targets:
     """The linear layers that a recipe converts, and why it skips the others. Imports nothing.
 
@@ -174,13 +159,16 @@ def recipe_targets(module: nn.Module, recipe: Recipe) -> Targets:
 
 def convert_layers(
     module: nn.Module, recipe: Recipe, device: torch.device, *, seed: int = 0, checked: bool = True
-) -> Converted:
+) -> tuple[Targets, Callable[[], None]]:
     """Convert the linear layers of a model in place, as a recipe says.
 
     Args:
         device: Where the model will compute.
         seed: For recipes that draw random numbers: the same on every rank.
         checked: Whether to refuse a device that cannot compute in the format.
+
+    Returns:
+        The layers, and a function that gives them their classes and attributes back.
 
     Effects:
         Changes the class of the layers, and adds the attributes that it needs. Parameters,
@@ -197,7 +185,8 @@ def convert_layers(
         >>> from fxtrain.precision import convert_layers
         >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
         >>> recipe = fx.Float8(emulate=True)
-        >>> convert_layers(net, recipe, torch.device("cpu")).layers
+        >>> targets, undo = convert_layers(net, recipe, torch.device("cpu"))
+        >>> targets.names
         ('0',)
     """
     how = _BY_RECORD[type(recipe)]
@@ -213,7 +202,7 @@ def convert_layers(
         for one in undos:
             one()
 
-    return Converted(layers=names, skipped=targets.skipped, undo=undo)
+    return attrs.evolve(targets, names=names), undo
 
 
 def _become(part: nn.Module, like: nn.Module) -> Callable[[], None]:

@@ -31,7 +31,7 @@ class Targets:
     """The linear layers of a model, by what happens to them.
 
     Attributes:
-        names: Those to quantise, in the order of the model.
+        names: Those that are replaced or converted, in the order of the model.
         skipped: For each other one, why it is skipped.
     """
 

@@ -1,10 +1,10 @@
 """Run torch operators without values: floats have only shapes, integers keep their values."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future  # pyright: ignore
@@ -33,19 +33,6 @@ _TABLES = "create_dynamic_map"
 _NO = {"ne", "eq", "lt", "gt", "le", "ge", "isnan", "isinf", "any"}
 
 
-@attrs.frozen
-class ValueRead:
-    """A read of a value that does not exist.
-
-    Attributes:
-        where: File and line of the user's code; "" inside a library.
-        given: The value that it got instead.
-    """
-
-    where: str
-    given: str
-
-
 class FakeValuesMode(TorchDispatchMode):
     """While active, floating-point tensors are torch's fake tensors, of any size.
 
@@ -55,7 +42,8 @@ class FakeValuesMode(TorchDispatchMode):
     give, and is recorded.
 
     Attributes:
-        peeks: Reads of unknown values.
+        peeks: Number of reads of unknown values, by file and line of the user's code ("" inside a
+            library) and the value that was returned instead.
         fakes: torch's mode of all fake tensors.
         record: (operator, args, kwargs, result) → None: called after each operator. A second mode
             would cost as much as this one.
@@ -63,7 +51,7 @@ class FakeValuesMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peeks: list[ValueRead] = []
+        self.peeks: Counter[tuple[str, str]] = Counter()
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.record: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] = _nothing
 
@@ -143,7 +131,7 @@ class FakeValuesMode(TorchDispatchMode):
             given = 0j
         else:
             given = 0.0 if tensor.dtype.is_floating_point else 0
-        self.peeks.append(ValueRead(user_place(), repr(given)))
+        self.peeks[user_place(), repr(given)] += 1
         return given
 
     def index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,8 +3,7 @@
 import itertools
 import sys
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,7 +24,7 @@ from fxtrain._byte_units import read_bytes, show_bytes
 from fxtrain.errors import ContextError, FxError, PlanError, StepError
 from fxtrain.ops.connecting import launched_plan
 from fxtrain.ops.splitting import chunk_of
-from fxtrain.profiling.fake_tensors import FakeValuesMode, ValueRead, is_library
+from fxtrain.profiling.fake_tensors import FakeValuesMode, is_library
 from fxtrain.profiling.watching import (
     Collective,
     LoopRecorder,
@@ -394,7 +393,11 @@ def ends_the_run(error: BaseException) -> bool:
 
 
 def find_problems(
-    run: DryRun, *, requested: Mesh | None, ended: BaseException | None, peeks: Sequence[ValueRead]
+    run: DryRun,
+    *,
+    requested: Mesh | None,
+    ended: BaseException | None,
+    peeks: Mapping[tuple[str, str], int],
 ) -> DryRun:
     """Return the run with its problems, fatal ones first."""
     found = [
@@ -494,8 +497,7 @@ def _steps(run: DryRun, ended: BaseException | None) -> list[Problem]:
     return [Problem(kind="steps", text=text)]
 
 
-def _values(peeks: Sequence[ValueRead]) -> list[Problem]:
-    places = Counter((peek.where, peek.given) for peek in peeks if peek.where)
+def _values(peeks: Mapping[tuple[str, str], int]) -> list[Problem]:
     return [
         Problem(
             kind="value",
@@ -504,7 +506,8 @@ def _values(peeks: Sequence[ValueRead]) -> list[Problem]:
             f"branch. On a real device, the read also waits for all preceding work.",
             where=where,
         )
-        for (where, given), count in places.items()
+        for (where, given), count in peeks.items()
+        if where
     ]
 
 

@@ -22,6 +22,7 @@ from fxtrain import ops
 from fxtrain._record import shown
 from fxtrain.errors import FxError, PlanError, StepError
 from fxtrain.ops.plan_agreement import check_same_plan
+from fxtrain.ops.same_errors import gather_or_raise
 from fxtrain.profiling.step_times import Event, RankTimes, StepTimes, Summary, events_of, step_times
 from fxtrain.state import DistContext, Plan, Profile, write_record
 from fxtrain.state.context import check_connected
@@ -430,7 +431,7 @@ def profile(
     check_same_plan("profile", ctx, Plan(profile=spec), {})
     if spec is not None:
         for check in (_problem, _unwritable):  # a folder is made once every rank accepts the rest
-            _raise_first(check(spec, ctx), ctx)
+            gather_or_raise(None, check(spec, ctx), ctx)
     if not (on_trace_ready is None or callable(on_trace_ready)):
         raise PlanError(f"profile(on_trace_ready={shown(on_trace_ready)}): pass a function.")
     trace = Trace(ctx, on_trace_ready)
@@ -493,12 +494,3 @@ def _unwritable(spec: Profile, ctx: DistContext) -> FxError | None:
             f"profile(folder={spec.folder!r}): cannot write there: {error.strerror or error}. "
             f"Choose another folder."
         )
-
-
-def _raise_first(problem: FxError | None, ctx: DistContext) -> None:
-    """Raise the same error on every rank if any has a problem."""
-    words = None if problem is None else (type(problem) is StepError, str(problem))
-    for found in ops.gather_objects(words, ctx):
-        if found is not None:
-            is_step, text = found
-            raise (StepError if is_step else PlanError)(text) from problem

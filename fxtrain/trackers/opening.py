@@ -20,7 +20,8 @@ from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain._version import __version__
 from fxtrain.checkpoint.folder_lock import Lock
-from fxtrain.errors import FxError, MissingPackageError, PlanError
+from fxtrain.errors import FxError, PlanError
+from fxtrain.ops.same_errors import gather_or_raise
 from fxtrain.state import DistContext, Plan, Position, fingerprint, unstructure
 from fxtrain.state.context import check_connected
 from fxtrain.trackers.entries import Logged
@@ -32,7 +33,6 @@ from fxtrain.trackers.tracker import Entry, Start, Target, Tracker
 from fxtrain.trackers.writer import Patience, Warn, Writer, start_writer
 
 _LOG = logging.getLogger("fxtrain.trackers")
-_ERRORS = {"MissingPackageError": MissingPackageError}
 _DEEPEST = 20
 _LONGEST = 1000  # characters of one value
 
@@ -114,7 +114,7 @@ def own(path: Any, ctx: DistContext) -> Lock | None:
     except FxError as error:
         problem = error
     try:
-        _gathered(None, problem, ctx)
+        gather_or_raise(None, problem, ctx)
     except BaseException:
         if lock is not None:
             lock.release()
@@ -225,7 +225,7 @@ def _track(
             identity = _claimed(request, ctx)
         except FxError as error:
             problem = error
-        identity = _gathered(identity, problem, ctx)[0]
+        identity = gather_or_raise(identity, problem, ctx)[0]
         assert request is not None  # otherwise there was a problem
         if not ctx.comm.simulated and (ctx.is_main or request.everyone):
             problem = _open(writers, request, identity, ctx, patience)
@@ -340,7 +340,7 @@ def _run(
         tracker.name if config is None else type(config).__name__
         for tracker, config in request.rows.values()
     ]
-    of_ranks = _gathered(({**identity.of_rank(ctx.rank), **called}, kinds), problem, ctx)
+    of_ranks = gather_or_raise(({**identity.of_rank(ctx.rank), **called}, kinds), problem, ctx)
     kinds = of_ranks[0][1]  # "all" may be fewer on another machine
     identities = [ids for ids, _ in of_ranks[: None if request.everyone else 1]]
     if ctx.is_main and not ctx.comm.simulated:
@@ -362,18 +362,6 @@ def _run(
         calls=request.position.updates,
         lock=lock,
     )
-
-
-def _gathered(value: Any, problem: FxError | None, ctx: DistContext) -> list[Any]:
-    """Every rank's value; if any rank has a problem, raise the first one on every rank."""
-    words = None if problem is None else (type(problem).__name__, str(problem))
-    mine = (words, value)
-    of_ranks = [mine] if ctx.comm.simulated else ops.gather_objects(mine, ctx)
-    for words, _ in of_ranks:
-        if words is not None:
-            kind, text = words
-            raise _ERRORS.get(kind, PlanError)(text) from problem
-    return [value for _, value in of_ranks]
 
 
 def flat(values: Any, path: str = "") -> dict[str, Any]:

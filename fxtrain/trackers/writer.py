@@ -77,8 +77,12 @@ class Writer:
     _lost: "Counter[str]" = attrs.field(factory=Counter, init=False)
     _last_steps: dict[str, int] = attrs.field(factory=dict, init=False)
 
-    def put(self, entry: Any) -> bool:
-        """Queue an entry; whether there was room for it."""
+    def put(self, entry: Logged | threading.Event | bool) -> bool:  # noqa: FBT001
+        """Queue an entry, an event to set then, or the end and whether the run failed.
+
+        Returns:
+            Whether there was room for it.
+        """
         if self._queue.qsize() >= self.patience.entries and not self._wait(entry):
             return False
         self._queue.put(entry)
@@ -106,7 +110,7 @@ class Writer:
 
     def end(self, *, failed: bool) -> None:
         """Request the end: queued entries are written, then the tracker is closed."""
-        if not self.put(_End(failed)):
+        if not self.put(failed):
             self._warn("close", f"{self.tracker.name} was not closed: {self._behind()}")
         self._awaited.set()
 
@@ -133,7 +137,7 @@ class Writer:
                 entry.set()
             else:
                 if not self.tracker.closed_by_caller:
-                    self._call("close", self.tracker.close, self.native, entry.failed)
+                    self._call("close", self.tracker.close, self.native, entry)
                 self._ended.set()
                 return
             if self._queue.empty():
@@ -255,11 +259,6 @@ def _until(until: float, function: Callable[..., Any]) -> Callable[..., Any]:
             signal.setitimer(signal.ITIMER_REAL, rest)
 
     return call
-
-
-@attrs.frozen
-class _End:
-    failed: bool
 
 
 def start_writer(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxtrain.curves import RunReader, downsample, page_of, read_curves
+from fxtrain.curves import RunReader, page_of, read_curves
 from fxtrain.curves.curve import Column
 from fxtrain.trackers import read_run
 from tests.curves._runs import written
@@ -15,28 +15,6 @@ from tests.curves._runs import written
 
 def _same(left, right):
     return all(a == b or (a != a and b != b) for a, b in zip(left, right, strict=True))
-
-
-@given(
-    values=st.lists(st.floats(width=32), max_size=300),
-    limit=st.integers(5, 60),
-)
-def test_downsampling_keeps_the_extremes_of_each_bucket(values, limit):
-    kept = downsample(values, limit)
-    assert kept == sorted(set(kept)) and len(kept) <= max(limit, 5)
-    if len(values) <= limit:
-        assert kept == list(range(len(values)))
-        return
-    assert kept[0] == 0 and kept[-1] == len(values) - 1
-    finite = math.isfinite(sum(values))
-    buckets = max(1, (limit - 2) // (2 if finite else 3))
-    for bucket in range(buckets):
-        where = range(bucket * len(values) // buckets, (bucket + 1) * len(values) // buckets)
-        part = [values[at] for at in where if math.isfinite(values[at])]
-        found = [values[at] for at in kept if at in where and math.isfinite(values[at])]
-        assert not part or (min(part), max(part)) == (min(found), max(found))
-        bad = [at for at in where if not math.isfinite(values[at])]
-        assert not bad or bad[0] in kept
 
 
 _NUMBERS = st.one_of(
@@ -121,7 +99,7 @@ def test_a_long_run_is_small_and_keeps_its_spikes(tmp_path):
     ]
     written(tmp_path, lines)
     alone = read_curves([tmp_path])[0]
-    assert 3e6 < len(page_of([alone])) < 5e6
+    assert 2e6 < len(page_of([alone])) < 5e6
     curve = alone.curves["loss"]
     assert (curve.count, curve.nonfinite) == (40_000, 1)
     assert len(curve.values) <= 15_000

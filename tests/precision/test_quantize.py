@@ -37,8 +37,8 @@ def test_outputs_are_near_and_forward_changes_nothing(name, dtype):
     net, x = mlp(dtype=dtype).requires_grad_(False), torch.randn(5, 64, dtype=dtype)
     wanted = net(x).float()
     before = _values(net)
-    done = quantize_layers(net, RECORDS[name], CPU)
-    assert done.layers == ("0", "2")
+    targets, undo = quantize_layers(net, RECORDS[name], CPU)
+    assert targets.names == ("0", "2")
     held = _values(net)
     for mode in (net.eval, net.train):
         error = (mode()(x).float() - wanted).norm() / wanted.norm()
@@ -51,7 +51,7 @@ def test_outputs_are_near_and_forward_changes_nothing(name, dtype):
         net(x)
     _same(_values(net), held)
     _same(_values(copy.deepcopy(net)), held)
-    done.undo()
+    undo()
     _same(_values(net), before)
 
 
