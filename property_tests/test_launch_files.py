@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.cli.config.prompts import interview
+from fxtrain.cli.config import interview
 from fxtrain.interop.accelerate_config import _SECTIONS, _TYPES, convert_accelerate
 from fxtrain.interop.accelerate_rules import RULES
-from fxtrain.launchers.config import LaunchFile, Machine, Section, render
-from fxtrain.launchers.config.launch_file import parse, problems_of
+from fxtrain.launchers.config import LaunchFile, Machine, Section, parse, problems_of, render
 from tests.cli._files import GOOD
 
 WORDS = st.sampled_from(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.data.permutation import permutation_in_blocks
+from fxtrain.data.order import permutation_in_blocks
 from fxtrain.data.token_packing import pack
 from tests.data._loaders import world
 from tests.data._token_files import write_megatron, write_nanogpt

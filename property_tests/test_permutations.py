@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
 
-from fxtrain.data.order import find_order
-from fxtrain.data.permutation import permutation, round_keys
+from fxtrain.data.order import find_order, permutation, round_keys
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 1 << 40), epoch=st.integers(0, 5))

@@ -10,7 +10,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.backends import built_in, strategies
-from fxtrain.launchers.config.launch_file import parse
+from fxtrain.launchers.config import parse
 from fxtrain.state import structure, unsupported
 from fxtrain.testing import LAWS, Cluster
 

@@ -12,7 +12,7 @@ _BUILT_IN = {
     FSDP: "fsdp.strategy.FSDP_STRATEGY",
     DeepSpeed: "deepspeed.strategy.DEEPSPEED_STRATEGY",
     PP: "pipeline.strategy.PIPELINE_STRATEGY",
-    XLA: "xla.strategy.XLA_STRATEGY",
+    XLA: "xla.XLA_STRATEGY",
     Offload: "offload.strategy.OFFLOAD",
 }
 

@@ -11,18 +11,22 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain.backends.core.converted_layers import convert_as_planned, recipe_problems
+from fxtrain.backends.core.converted_layers import (
+    convert_as_planned,
+    quantized_as_planned,
+    quantized_problems,
+    recipe_problems,
+)
 from fxtrain.backends.core.existing_optimizers import as_factories, described
 from fxtrain.backends.core.local_sgd import local_problems
 from fxtrain.backends.core.module_changes import model_signature
 from fxtrain.backends.core.optimizers import Optimizers, Params, Schedulers, settings_of
-from fxtrain.backends.core.parameter_dtypes import raise_to_fp32
-from fxtrain.backends.core.quantized_models import quantized_as_planned, quantized_problems
 from fxtrain.backends.core.undo import record_module
+from fxtrain.backends.core.weights import raise_to_fp32
 from fxtrain.backends.registry import strategy_of
 from fxtrain.errors import MeshError, PlanError
 from fxtrain.models.loading import Loaded
-from fxtrain.ops.logs import log
+from fxtrain.ops.control import log
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.ops.standing import Models
 from fxtrain.ops.transport.pace import share_pace

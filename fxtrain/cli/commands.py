@@ -24,7 +24,7 @@ COMMANDS = tuple(
     CommandEntry(name, home, help)
     for name, home, help in (
         ("launch", "launch_command:LAUNCH", "run a script or module on several ranks"),
-        ("config", "config.command:CONFIG", "write, show and check launch files"),
+        ("config", "config:CONFIG", "write, show and check launch files"),
         ("env", "setup_commands:ENV", "show the setup of this machine"),
         ("estimate-memory", "memory_commands:ESTIMATE", "estimate the memory of a model"),
         ("place", "memory_commands:PLACE", "place a model that does not fit a device"),

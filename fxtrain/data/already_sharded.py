@@ -1,5 +1,6 @@
 """Loaders that yield only this rank's rows, each to its own rank."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,17 +8,47 @@ import attrs
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fxtrain import _tree
+from fxtrain import _tree, ops
 from fxtrain.data.fetch import StartWorker, call_set_epoch
 from fxtrain.data.iterable import StreamMemory
-from fxtrain.data.permutation import hash_key
-from fxtrain.data.rank_slices import Batching
+from fxtrain.data.order import hash_key
+from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, Step, advance
 from fxtrain.data.sources import RowBatches, Source, row_source
-from fxtrain.data.uneven_streams import UnevenStream, uneven_batches
 from fxtrain.data.user_loader import LoaderSpec, read_loader, rebuild
-from fxtrain.data.windows import Cursor
 from fxtrain.errors import DataError
+from fxtrain.ops.plan_agreement import digest_of_plan, raise_plan_differences
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.state import DistContext, Plan, Position
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class UnevenStream:
+    """One rank's own batches.
+
+    Attributes:
+        open: (epoch, units to skip, state or None) → (rows, data, state after it) of every batch
+            that follows; from a state on, nothing is skipped.
+        sizes: (epoch) → (rows, units) of every batch without reading it; None if only
+            reading tells, and then `open` skips nothing.
+        most: Maximum rows in a batch; None if unknown.
+        shuffled: Whether epochs differ in their order, as far as is known so far.
+    """
+
+    open: Callable[[int, int, Any], Iterator[tuple[int, Any, Any]]]
+    sizes: Callable[[int], Iterator[tuple[int, int]]] | None
+    most: int | None
+    shuffled: Callable[[], bool]
+
+
+@attrs.frozen
+class _RankBatch:
+    """What one rank contributes to a global batch."""
+
+    state: int
+    size: int = 0
+    data: Any = None
+    stream: Any = None
+    error: Exception | None = None
 
 
 def presharded_source(
@@ -137,3 +168,155 @@ class _Counted:
         batch = self._collate(rows)
         count = _tree.row_count(batch) or 1 if self._items else len(rows)
         return count, batch, None if self._memory is None else self._memory.state()
+
+
+_HAS, _ENDED, _FAILED = range(3)  # states of a rank
+
+
+def uneven_batches(
+    local: UnevenStream, cursor: Cursor, ctx: DistContext, plan: Plan
+) -> Iterator[tuple[Step, tuple[Any]]]:
+    """Global batches made of one batch of every rank.
+
+    Under `pad`, a rank whose data has ended repeats it until all have ended. Under `uneven`
+    likewise, but these batches have size 0 and count for nothing. Under `drop`, the first rank
+    that ends stops all.
+
+    Effects:
+        One gather per global batch, one batch ahead; two after some ranks have ended.
+
+    Raises:
+        DataError: a rank has no data, or the cursor does not match; on every rank.
+        PlanError: the ranks pass different plans; on every rank.
+        Exception: whatever a rank's loader raised; on other ranks a CollectiveError that names it.
+    """
+    epoch, position = cursor.position.epoch, cursor.position
+    batches, behind = _seek(local, cursor, ctx)
+    own = _rank_batches(batches, _HAS)
+    # Padding, too, continues where it was.
+    again = itertools.islice(_rank_batches(_repeat(local, epoch), _ENDED), behind, None)
+    ends = any if plan.even == "drop" else all
+    now = next(own)
+    table = _gather_sizes(now, ctx, plan)
+    if ends(state != _HAS for state, _ in table):
+        return
+    for number in itertools.count():
+        ended = now.state != _HAS
+        if any(state != _HAS for state, _ in table):
+            now = next(again) if ended else now
+            behind += ended
+            table = _gather_sizes(now, ctx)
+            _refuse_empty(table, ctx)
+        after = next(own)
+        coming = _gather_sizes(after, ctx)
+        is_last = ends(state != _HAS for state, _ in coming)
+        batch = _global_batch(number, table, plan)
+        position = advance(position, batch, plan, is_last=is_last)
+        state = None
+        if ended or now.stream is not None:
+            state = {"stream": None if ended else now.stream, "behind": behind}
+        yield (batch, Cursor(position, state)), (now.data,)
+        if is_last:
+            return
+        now, table = after, coming
+
+
+def _global_batch(number: int, table: list[tuple[int, int]], plan: Plan) -> GlobalBatch:
+    rows = tuple(size if state == _HAS else 0 for state, size in table)
+    sizes = rows if plan.even == "uneven" else tuple(size for _, size in table)
+    return GlobalBatch(number, sum(rows), rows, sizes, ())
+
+
+def _rank_batches(batches: Iterator[tuple[int, Any, Any]], state: int) -> Iterator[_RankBatch]:
+    """One turn per batch, then empty ones forever; a failure is a turn too."""
+    try:
+        for size, data, stream in batches:
+            yield _RankBatch(state, size, data, stream)
+    except Exception as error:
+        yield _RankBatch(_FAILED, error=error)
+    while True:
+        yield _RankBatch(_ENDED)
+
+
+def _repeat(local: UnevenStream, epoch: int) -> Iterator[tuple[int, Any, Any]]:
+    """This rank's epoch from its start, repeatedly; nothing if it is empty."""
+    found = True
+    while found:
+        found = False
+        for batch in local.open(epoch, 0, None):
+            found = True
+            yield batch
+
+
+def _seek(
+    local: UnevenStream, cursor: Cursor, ctx: DistContext
+) -> tuple[Iterator[tuple[int, Any, Any]], int]:
+    """This rank's batches from where all ranks together have seen this many rows.
+
+    Returns:
+        The batches, and how many padding batches preceded them.
+    """
+    epoch, wanted = cursor.position.epoch, cursor.position.index
+    if cursor.state is not None:
+        stream, behind = cursor.state["stream"], cursor.state["behind"]
+        return iter(()) if stream is None else local.open(epoch, 0, stream), behind
+    opened = local.open(epoch, 0, None) if local.sizes is None or wanted == 0 else None
+    if wanted == 0:
+        assert opened is not None
+        return opened, 0
+    source = local.sizes(epoch) if local.sizes else ((rows, rows) for rows, *_ in opened or ())
+    units = seen = behind = 0
+    most: list[Any] = ops.gather_objects(local.most, ctx)
+    while seen < wanted:
+        # As many steps as cannot overshoot, so that one exchange covers many.
+        known = [steps for steps in most if steps is not None]
+        least = max(1, (wanted - seen) // sum(known)) if len(known) == len(most) else 1
+        with fail_together(ctx):
+            mine = list(itertools.islice(source, least))
+        units += sum(found[1] for found in mine)
+        behind += least - len(mine)
+        passed = sum(ops.gather_objects(sum(found[0] for found in mine), ctx))
+        seen += passed
+        if passed == 0:
+            break
+    if seen != wanted:
+        raise DataError(
+            f"The position has index {wanted}, which is not a boundary between two global batches "
+            f'of these loaders. Data(source="sharded") can only resume with the world size, batch '
+            f"size and data with which the position was made.",
+            code="FX401",
+        )
+    return (local.open(epoch, units, None) if opened is None else opened), behind
+
+
+def _gather_sizes(
+    turn: _RankBatch, ctx: DistContext, plan: Plan | None = None
+) -> list[tuple[int, int]]:
+    """Every rank's (state, size).
+
+    Args:
+        plan: To compare with those of the other ranks.
+
+    Raises:
+        PlanError: the plans differ; on every rank.
+        Exception: whatever a rank's loader raised; on other ranks a CollectiveError that names it.
+    """
+    digest = b"" if plan is None else digest_of_plan(plan, {})
+    # One column per byte: no integer type of torch holds them all.
+    mine = torch.tensor([[turn.state, turn.size, *digest]], device="cpu")
+    table: list[list[int]] = ops.gather(mine, ctx).tolist()
+    if plan is not None and any(row[2:] != table[0][2:] for row in table):
+        raise_plan_differences("iterating", ctx, plan, {})
+    if any(state == _FAILED for state, *_ in table):
+        ops.raise_together(turn.error, ctx)
+    return [(state, size) for state, size, *_ in table]
+
+
+def _refuse_empty(table: list[tuple[int, int]], ctx: DistContext) -> None:
+    empty = [rank for rank, (state, size) in enumerate(table) if state != _HAS and not size]
+    if empty:
+        raise DataError(
+            f'Data(source="sharded"): the loaders of ranks {empty} of {ctx.world_size} yield '
+            f"no rows, so there is nothing to pad with. Give every rank rows, or "
+            f'use even="drop".'
+        )

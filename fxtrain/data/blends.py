@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from fxtrain.data.permutation import permutation_in_blocks
-from fxtrain.data.rank_slices import Batching, GlobalBatch, global_batch
-from fxtrain.data.windows import Cursor
+from fxtrain.data.order import permutation_in_blocks
+from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, global_batch
 from fxtrain.errors import DataError
 from fxtrain.state.token_files import Blend, constant_from, weight_at
 

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fxtrain import ops
-from fxtrain.data.rank_slices import Batching
+from fxtrain.data.rank_slices import Batching, Cursor
 from fxtrain.data.sources import Loaded, Source
-from fxtrain.data.windows import Cursor
 from fxtrain.errors import DataError
 from fxtrain.ops.objects import Opaque
 from fxtrain.ops.plan_agreement import digest_of_plan, raise_plan_differences

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset, get_worker_info
 from fxtrain import _tree
 from fxtrain.data.generators import BorrowedGenerators, seed_all
 from fxtrain.data.iterable import PlainStream, StreamMemory, StreamReader
-from fxtrain.data.permutation import hash_key
+from fxtrain.data.order import hash_key
 from fxtrain.data.rank_slices import Batching, GlobalBatch, global_batch
 from fxtrain.errors import DataError
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from fxtrain import _tree, ops
 from fxtrain._display import Displayed, counted
 from fxtrain.data.iterable import PlainStream
-from fxtrain.data.rank_slices import Batching
+from fxtrain.data.rank_slices import Batching, Cursor, to_epoch
 from fxtrain.data.sources import Source
 from fxtrain.data.to_device import on_device, valid_mask
-from fxtrain.data.windows import Cursor, to_epoch
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.state import Batch, DistContext, Plan, Position

@@ -23,11 +23,19 @@ from fxtrain.data.fetch import (
     fetch_key,
 )
 from fxtrain.data.loader_errors import reading
-from fxtrain.data.order import CustomOrder, EpochOrder, find_order, length_of
-from fxtrain.data.permutation import hash_key
-from fxtrain.data.rank_slices import Batching, GlobalBatch, batches_of_order, batches_of_stream
+from fxtrain.data.order import CustomOrder, EpochOrder, find_order, hash_key, length_of
+from fxtrain.data.rank_slices import (
+    Batching,
+    Cursor,
+    GlobalBatch,
+    Step,
+    advance,
+    batches_of_order,
+    batches_of_stream,
+    in_blocks,
+    positioned,
+)
 from fxtrain.data.user_loader import FedSampler, LoaderSpec, rebuild
-from fxtrain.data.windows import Cursor, Step, advance, in_blocks, positioned
 from fxtrain.errors import DataError
 from fxtrain.state import Plan, Position
 

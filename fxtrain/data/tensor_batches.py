@@ -5,10 +5,9 @@ from typing import Any, TypeVar
 import torch
 
 from fxtrain import _tree, ops
-from fxtrain.data.rank_slices import GlobalBatch
+from fxtrain.data.rank_slices import GlobalBatch, advance, to_epoch
 from fxtrain.data.sequence_slices import make_splitter
 from fxtrain.data.to_device import to_device, valid_mask
-from fxtrain.data.windows import advance, to_epoch
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import Batch, DistContext, Plan, Position

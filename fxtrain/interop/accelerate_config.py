@@ -17,7 +17,7 @@ from fxtrain.interop.accelerate_rules import (
     whole,
 )
 from fxtrain.launchers import LAUNCHERS
-from fxtrain.launchers.config.launch_file import Section, problems_of
+from fxtrain.launchers.config import Section, problems_of
 from fxtrain.state.parsing import near, put
 
 # Sections, with their short names and the prefixes of their keys.

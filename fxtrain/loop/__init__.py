@@ -1,9 +1,8 @@
 """Training loops: a step, an update, a whole run, metrics, running means, and when to stop."""
 
 from fxtrain.loop.early_stopping import EarlyStopping
-from fxtrain.loop.evaluating import evaluate
+from fxtrain.loop.evaluating import Mean, evaluate
 from fxtrain.loop.fitting import fit
-from fxtrain.loop.means import Mean
 from fxtrain.loop.releasing import Released, release
 from fxtrain.loop.stepping import StepFns, step, update
 from fxtrain.loop.weight_averages import EMA, ema

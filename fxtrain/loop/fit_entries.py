@@ -15,7 +15,7 @@ from fxtrain import ops
 from fxtrain._tree import flatten
 from fxtrain.checkpoint import Restored
 from fxtrain.errors import PlanError
-from fxtrain.loop.means import Mean, total_of
+from fxtrain.loop.evaluating import Mean, total_of
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.meters import count_flops, memory, peak_of_model
 from fxtrain.ops.devices import synchronize

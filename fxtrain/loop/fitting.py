@@ -18,10 +18,17 @@ from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.data import Sharded
 from fxtrain.data.sharding import in_windows
 from fxtrain.errors import PlanError
+from fxtrain.loop.evaluating import finite_number
 from fxtrain.loop.fit_entries import Entries, entries_after, tokens_of
-from fxtrain.loop.fit_rules import Rules, check_arguments, check_changes, layout_of
-from fxtrain.loop.means import finite_number
-from fxtrain.loop.reports import Reports, body_failed, progress
+from fxtrain.loop.reports import (
+    Reports,
+    Rules,
+    body_failed,
+    check_arguments,
+    check_changes,
+    layout_of,
+    progress,
+)
 from fxtrain.loop.stepping import StepFns
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.profiling import profile

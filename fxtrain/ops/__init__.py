@@ -5,9 +5,8 @@ Value first, context after: `ops.gather(tree, ctx)`.
 
 from fxtrain.ops.collectives import broadcast, gather, reduce
 from fxtrain.ops.connecting import close, detect
-from fxtrain.ops.control import main_first, on_main, on_rank, say
-from fxtrain.ops.duplication import duplicate
-from fxtrain.ops.logs import RankLogger, log
+from fxtrain.ops.control import RankLogger, log, main_first, on_main, on_rank, say
+from fxtrain.ops.devices import fork_rng, seed
 from fxtrain.ops.mapping import map
 from fxtrain.ops.objects import (
     agree,
@@ -17,15 +16,13 @@ from fxtrain.ops.objects import (
     broadcast_object,
     gather_objects,
 )
-from fxtrain.ops.padding import Padded, pad, unpad
+from fxtrain.ops.opening import duplicate
+from fxtrain.ops.padding import Padded, gather_valid, pad, unpad
+from fxtrain.ops.padding import gather_valid as gather_for_metrics
 from fxtrain.ops.preempt_signals import Preemption, preemption
-from fxtrain.ops.rng import fork_rng, seed
-from fxtrain.ops.rows import gather_valid
-from fxtrain.ops.rows import gather_valid as gather_for_metrics
 from fxtrain.ops.same_errors import raise_together
-from fxtrain.ops.scattering import scatter
 from fxtrain.ops.sequence_tokens import join_tokens, token_positions
-from fxtrain.ops.splitting import split
+from fxtrain.ops.splitting import scatter, split
 from fxtrain.ops.step_parts import (
     apply,
     autocast,
@@ -37,7 +34,7 @@ from fxtrain.ops.step_parts import (
     schedule,
     sync,
 )
-from fxtrain.ops.tensor_files import save
+from fxtrain.ops.whole_tensors import save
 
 print = say  # not in __all__, since a star import would hide Python's own
 

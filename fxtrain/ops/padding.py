@@ -1,5 +1,7 @@
-"""Padding ragged tensors."""
+"""Padding ragged tensors, and gathering rows without padding."""
 
+import sys
+from collections.abc import Sized
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -7,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxtrain._display import describe
+from fxtrain import _tree
+from fxtrain._display import counted, describe
 from fxtrain.errors import DataError
+from fxtrain.ops.collectives import gather_packed
+from fxtrain.ops.same_errors import raise_together
 from fxtrain.ops.transport.exchange import exchange_payloads
 from fxtrain.ops.transport.mismatches import check_is_context
-from fxtrain.ops.transport.packing import pack
-from fxtrain.state import DistContext
+from fxtrain.ops.transport.packing import Back, as_tensor, is_array, pack, packed_leaves
+from fxtrain.state import Batch, DistContext
 
 _STATIC = {"static": True}
 T = TypeVar("T")
@@ -170,3 +175,166 @@ def _real(tensor: Tensor, padded: Padded[Any], length: int) -> Tensor:
     """A rank's tensor without its padding."""
     start = tensor.shape[padded.dim] - length if padded.first else 0
     return tensor.narrow(padded.dim, start, length)
+
+
+_HINT = (
+    "Put one entry per row into a list; put columns, and values of the batch, into a tuple or "
+    "a dict."
+)
+
+
+def gather_valid(tree: T, batch: Batch, ctx: DistContext) -> T:
+    """Gather per-row results of a batch, without padding rows.
+
+    Over an epoch this returns exactly the rows of the data, once each, in order. Whether a value
+    is per row depends on its type only, never on a length that happens to match:
+
+    - A list has one entry per row. The entries may be anything: numbers, strings, dicts, lists,
+      tuples, tensors of any shape. A tuple of strings counts as a list, since torch's collate
+      makes one.
+    - A tensor or NumPy array is a column: its first dimension is the rows.
+    - Tuples, dicts and records are structure, with columns and lists inside.
+    - A 0-d tensor, a number, a string or any other object is one value of this rank's batch.
+
+    Args:
+        tree: Results for this rank's rows, including padding.
+        batch: The batch of these results.
+
+    Returns:
+        A new tree, equal on every rank: columns and lists concatenated without padding. Values
+        of a batch come from the ranks with a real row, concatenated (0-d tensors and NumPy
+        scalars) or in a list (others). So `(correct, total)` stays a pair. Tensors in lists
+        are on the CPU or the context's device, as before.
+
+    Effects:
+        As `gather`.
+
+    Raises:
+        DataError: a tensor, array or list has a different number of rows, or a leaf has a length
+            but is none of the above, such as a set. Other ranks raise a CollectiveError.
+        CollectiveError: the ranks disagree or one never joins; on every rank.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> from torch.utils.data import DataLoader
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     for batch in fx.shard(DataLoader(torch.arange(5), batch_size=3), ctx):
+        ...         boxes = [{"id": int(i), "box": torch.ones(int(i), 4)} for i in batch.data]
+        ...         doubled, found = fx.ops.gather_valid((batch.data * 2, boxes), batch, ctx)
+        ...         doubled, [len(one["box"]) for one in found]
+        (tensor([0, 2, 4]), [0, 1, 2])
+        (tensor([6, 8]), [3, 4])
+    """
+    check_is_context("gather_valid", ctx)
+    here = ctx.axis("data") if len(batch.sizes) != ctx.world_size else ctx
+    leaves, shape = _tree.flatten(tree, _is_rows)
+    given = len(batch.valid)
+    problem = next((found for leaf in leaves if (found := _leaf_problem(leaf, given))), None)
+    if problem is not None:
+        raise_together(DataError(f"gather_valid: {problem} {_HINT}"), here)
+    back: dict[int, Back] = {}
+    for place, leaf in enumerate(leaves):
+        if found := as_tensor(leaf):
+            leaves[place], back[place] = found
+    got = _gathered(leaves, shape, batch, here) if leaves else []
+    pairs = zip(leaves, got, strict=True)
+    real = [_real_rows(leaf, found, batch, here) for leaf, found in pairs]
+    for place, again in back.items():
+        real[place] = again(real[place])
+    return _tree.unflatten(shape, real)
+
+
+def _gathered(
+    leaves: list[Any], shape: _tree.TreeSpec, batch: Batch, ctx: DistContext
+) -> list[Any]:
+    """Columns of all ranks, padded and concatenated; of every other leaf the list of all ranks'."""
+    # Placeholder rows (`even="uneven"`) have size 0, so they are not sent.
+    size, longest = batch.sizes[ctx.rank], max(batch.sizes)
+    kinds = [_kind(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
+    text = " ".join([shape.text, *kinds])  # compared between ranks
+    flat = _tree.TreeSpec(text, (_tree.TreeSpec("*"),) * len(leaves), rebuild=list)
+    packed = packed_leaves([_to_send(leaf, size, longest) for leaf in leaves], flat)
+    return gather_packed("gather_valid", packed, ctx)
+
+
+def _kind(leaf: Any) -> str:
+    if _is_rows(leaf):
+        return f"{'list' if isinstance(leaf, list) else 'tuple'} of rows"
+    return f"array{list(leaf.shape[1:])}" if is_array(leaf) and leaf.ndim else "value"
+
+
+def _is_rows(node: Any) -> bool:
+    """Whether a container has one entry per row, rather than being structure."""
+    if isinstance(node, list):
+        return True
+    return type(node) is tuple and bool(node) and all(isinstance(one, str | bytes) for one in node)
+
+
+def _leaf_problem(leaf: Any, size: int) -> str | None:
+    """Why a leaf is neither per row nor a value of the batch; None if it is either."""
+    here = f"the batch has {counted(size, 'row')} on this rank."
+    if isinstance(leaf, Tensor) or is_array(leaf):
+        fits = not leaf.ndim or leaf.shape[0] == size
+        kind = "a tensor" if isinstance(leaf, Tensor) else "an array"
+        return None if fits else f"found {kind} of shape {list(leaf.shape)}, but {here}"
+    if _is_rows(leaf):
+        kind = type(leaf).__name__
+        return None if len(leaf) == size else f"found a {kind} of {len(leaf)} entries, but {here}"
+    if isinstance(leaf, Sized) and not isinstance(leaf, str | bytes):
+        return (
+            f"found a {type(leaf).__qualname__} of length {len(leaf)}, which may be per row or "
+            f"not; {here}"
+        )
+    return None
+
+
+class _DeviceTensor:
+    """A CPU copy of a device tensor, restored to the device after the gather."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _to_send(leaf: Any, size: int, longest: int) -> Any:
+    """A leaf as it is sent: columns padded to one length, lists without padding rows."""
+    if isinstance(leaf, Tensor):
+        return extend(leaf.detach()[:size] if leaf.ndim else leaf.detach(), 0, longest, 0)
+    if _is_rows(leaf):
+        leaf = leaf[:size]
+    if _is_rows(leaf) and any([isinstance(one, Tensor) for one in _tree.flatten(leaf)[0]]):
+        return _tree.map_leaves(_detached_copy, leaf)
+    return leaf
+
+
+def _detached_copy(leaf: Any) -> Any:
+    """A tensor on the CPU with its own storage: pickle sends the full storage of a view."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    plain = leaf.detach()
+    return plain.clone() if plain.is_cpu else _DeviceTensor(plain.cpu())
+
+
+def _real_rows(leaf: Any, found: Any, batch: Batch, ctx: DistContext) -> Any:
+    """The gathered leaf without padding rows."""
+    some = [rank for rank, rows in enumerate(batch.rows) if rows]
+    if isinstance(leaf, Tensor) and leaf.ndim == 0:
+        return found if len(some) == len(batch.rows) else found[some]
+    longest = max(batch.sizes)
+    if isinstance(leaf, Tensor):
+        if min(batch.rows) == longest:
+            return found
+        parts = found.split(longest) if longest else [found]
+        return torch.cat([part[:rows] for part, rows in zip(parts, batch.rows, strict=False)])
+    if _is_rows(leaf):
+        rows = [row for part, n in zip(found, batch.rows, strict=True) for row in part[:n]]
+        if ctx.device.type != "cpu":
+            rows = _tree.map_leaves(lambda one: _to_device(one, ctx), rows)
+        return rows if isinstance(leaf, list) else tuple(rows)
+    if is_array(leaf) and leaf.ndim:
+        numpy: Any = sys.modules["numpy"]
+        return numpy.concatenate([part[:n] for part, n in zip(found, batch.rows, strict=True)])
+    return [found[rank] for rank in some]
+
+
+def _to_device(leaf: Any, ctx: DistContext) -> Any:
+    return leaf.tensor.to(ctx.device) if isinstance(leaf, _DeviceTensor) else leaf

@@ -1,16 +1,29 @@
-"""Shares of sequences, and of tensors as torch cuts them."""
+"""Shares of sequences, and of tensors as torch cuts them; and trees that one rank sends out."""
 
+import pickle
 import sys
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from fxtrain.errors import DataError
-from fxtrain.ops.transport.arrays import is_array
-from fxtrain.ops.transport.mismatches import check_is_context
+from fxtrain import _tree
+from fxtrain.errors import CollectiveError, DataError
+from fxtrain.ops.transport.exchange import Call, exchange_payloads, rank_loss_guard
+from fxtrain.ops.transport.mismatches import check_is_context, check_source_rank
+from fxtrain.ops.transport.packing import Back, from_bytes, is_array, pack, to_bytes
+from fxtrain.ops.transport.pickled import (
+    dump,
+    error_text,
+    pickled,
+    pickling_error,
+    raise_unpickling_errors,
+    unpickle_all,
+    unpickles_anywhere,
+)
 from fxtrain.state import DistContext
 
 T = TypeVar("T")
@@ -129,3 +142,149 @@ def chunk_of(tensor: Tensor, n: int, dim: int, index: int) -> Tensor:
     size = -(-length // n)
     start = min(index * size, length)
     return tensor.narrow(dim, start, min(size, length - start))
+
+
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class _Slot:
+    """A placeholder for a tensor in a pickled tree.
+
+    Attributes:
+        index: Index among the tensors that are sent after the tree.
+        back: How it is converted back; None for a tensor.
+    """
+
+    def __init__(self, index: int, back: Back | None) -> None:
+        self.index = index
+        self.back = back
+
+
+def scatter(values: Sequence[T] | None, ctx: DistContext, src: int = 0) -> T:
+    """Send a different tree from one rank to each rank.
+
+    Args:
+        values: On `src` one tree per rank, of any structure and shapes; ignored elsewhere.
+        src: The rank of this context that sends.
+
+    Returns:
+        This rank's tree. Its tensors are new, on the CPU or on this context's device as they
+        were on `src`, without gradient; NumPy values are new too.
+
+    Effects:
+        One exchange of packets, then one message from `src` to each other rank with that
+        rank's tree. A second exchange if a tree contains objects that could fail to unpickle.
+
+    Raises:
+        CollectiveError: `src` does not pass one tree per rank, a rank cannot unpickle its tree,
+            or a rank never joins; on every rank.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.scatter([{"x": torch.arange(2)}], ctx)
+        {'x': tensor([0, 1])}
+    """
+    check_is_context("scatter", ctx)
+    check_source_rank("scatter", src, ctx)
+    call = ("scatter", f"src={src}")
+    payloads: list[Tensor] = []
+    note = _EMPTY
+    if ctx.comm.simulated and ctx.rank != src:
+        raise CollectiveError(
+            f"scatter(src={src}): this is fake rank {ctx.rank}, and fake ranks receive no data. "
+            f"Run as rank {src}, which sends."
+        )
+    if ctx.rank == src:
+        try:
+            payloads, sure, problem = _serialized_trees(values, ctx)
+        except Exception as error:  # code of the user's types may raise anything
+            sure, problem = True, _unsendable(error_text(error))
+        note = dump(problem or ([payload_bytes.numel() for payload_bytes in payloads], sure), ctx)
+    (received,) = unpickle_all("scatter", {src: exchange_payloads(ctx, call, note)[src]}, ctx)
+    if isinstance(received, str):
+        raise CollectiveError(f"scatter: rank {src} passed {received}")
+    sizes, sure = received
+    if ctx.rank == src:
+        _send_trees(ctx, call, payloads)
+        payload_bytes = payloads[src]
+    else:
+        payload_bytes = torch.empty(sizes[ctx.rank], dtype=torch.uint8, device="cpu")
+        with rank_loss_guard(ctx, call):
+            dist.recv(payload_bytes, src=ctx.comm.ranks[src], group=ctx.comm.control)
+    return _deserialized_tree(payload_bytes, ctx, src, sure=sure)
+
+
+def _serialized_trees(values: Any, ctx: DistContext) -> tuple[list[Tensor], bool, str | None]:
+    """Each rank's tree as bytes, whether every rank can unpickle its own, and any problem."""
+    if not isinstance(values, Sequence) or len(values) != ctx.world_size:
+        found = f"{len(values)} trees" if isinstance(values, Sequence) else type(values).__name__
+        problem = f"{found} for {ctx.world_size} ranks. Pass a sequence of one tree per rank."
+        return [], True, problem
+    payloads: list[Tensor] = []
+    sure = True
+    for value in values:
+        packed = pack(value)
+        kinds = [(t.dtype, tuple(t.shape), t.device.type) for t in packed.tensors.values()]
+        # Tensors are sent as bytes; the pickled tree has a slot for each.
+        slots: dict[int, Any] = {
+            place: _Slot(index, packed.back.get(place))
+            for index, place in enumerate(packed.tensors)
+        }
+        leaves = packed.others | slots
+        tree = _tree.unflatten(packed.shape, [leaves[place] for place in range(len(leaves))])
+        head = dump((tree, kinds), ctx)
+        if reason := pickling_error(head):
+            return [], True, _unsendable(reason)
+        sure = sure and unpickles_anywhere(head)
+        size = torch.tensor([head.numel()], device="cpu").view(torch.uint8)
+        body = to_bytes([tensor.cpu() for tensor in packed.tensors.values()])
+        gap = torch.empty(-(8 + head.numel()) % 16, dtype=torch.uint8, device="cpu")
+        payloads.append(torch.cat([size, head, gap, body]))
+    return payloads, sure, None
+
+
+def _unsendable(reason: str) -> str:
+    return f"a tree that cannot be sent: {reason}. Send tensors, or objects that pickle."
+
+
+def _send_trees(ctx: DistContext, call: Call, payloads: list[Tensor]) -> None:
+    with rank_loss_guard(ctx, call):
+        sent = [
+            dist.isend(payload_bytes, dst=ctx.comm.ranks[rank], group=ctx.comm.control)
+            for rank, payload_bytes in enumerate(payloads)
+            if rank != ctx.rank
+        ]
+        for work in sent:
+            if work is not None:
+                work.wait()
+
+
+def _deserialized_tree(payload_bytes: Tensor, ctx: DistContext, src: int, *, sure: bool) -> Any:
+    size = int(payload_bytes[:8].view(torch.int64))
+    tree: Any = None
+    kinds: Any = []
+    problem = None
+    head = pickled("scatter", src, payload_bytes[8 : 8 + size], ctx)
+    try:
+        tree, kinds = pickle.loads(head)
+    except Exception as error:  # raises whatever the object's own code does
+        problem = f"its tree from rank {src}: {error_text(error)}"
+    if not sure:
+        raise_unpickling_errors("scatter", problem, ctx)
+    like = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape, _ in kinds]
+    start = 8 + size + (-(8 + size) % 16)
+    tensors = [
+        tensor if device == "cpu" else tensor.to(ctx.device)
+        for tensor, (_, _, device) in zip(
+            from_bytes(payload_bytes[start:], like), kinds, strict=True
+        )
+    ]
+
+    def fill(leaf: Any) -> Any:
+        if not isinstance(leaf, _Slot):
+            return leaf
+        tensor = tensors[leaf.index]
+        return tensor if leaf.back is None else leaf.back(tensor)
+
+    return _tree.map_leaves(fill, tree)

@@ -2,21 +2,17 @@
 
 from fxtrain.state.batch import Batch, Report, Weighted
 from fxtrain.state.context import Comm, CommState, DistContext
-from fxtrain.state.converters import fingerprint, structure, unstructure
+from fxtrain.state.converters import Change, diff, fingerprint, structure, unstructure
 from fxtrain.state.deepspeed import DeepSpeed, FromConfig, from_config
-from fxtrain.state.differences import Change, diff
 from fxtrain.state.dry_runs import DryRun, Memory, Problem, Traffic
 from fxtrain.state.files import dumps, loads, read_plan, read_record, write_plan, write_record
 from fxtrain.state.mesh import Mesh
 from fxtrain.state.placement import DtypeRule, Limit, Offload, Placement, Room, Unit
-from fxtrain.state.plan import Compile, Data, Plan
+from fxtrain.state.plan import Compile, Data, Plan, Profile
 from fxtrain.state.position import Position
-from fxtrain.state.precision import LossScale, Precision
-from fxtrain.state.profile import Profile
+from fxtrain.state.precision import MX, TE, Float8, LossScale, Precision, Recipe
 from fxtrain.state.quantized_weights import Bnb4, Bnb8, Quantize, Torchao
-from fxtrain.state.recipes import MX, TE, Float8, Recipe
 from fxtrain.state.registry import Config
-from fxtrain.state.stored_state import FlatShard, ModelState, StateReader
 from fxtrain.state.strategy import (
     Round,
     Strategy,
@@ -45,7 +41,7 @@ from fxtrain.state.strategy_configs import (
     token_ranges,
 )
 from fxtrain.state.weight import Location, TensorIndex, Weight
-from fxtrain.state.window import AccumulationWindow, ModelStatus
+from fxtrain.state.window import AccumulationWindow, FlatShard, ModelState, ModelStatus, StateReader
 
 __all__ = [
     "AccumulationWindow",

@@ -181,7 +181,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     not apply to another. A short form below a table counts as the table for which it stands.
 
     Example:
-        >>> from fxtrain.launchers.config import merge
+        >>> from fxtrain.state.parsing import merge
         >>> merge({"a": {"x": 1}, "b": 2}, {"a": {"y": 3}})
         {'a': {'x': 1, 'y': 3}, 'b': 2}
         >>> merge({"strategy": "fsdp"}, {"strategy": {"shard": 4}})
@@ -218,7 +218,7 @@ def put(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """Data with a value at a dotted path.
 
     Example:
-        >>> from fxtrain.launchers.config import put
+        >>> from fxtrain.state.parsing import put
         >>> put({"a": {"b": 1}}, "a.c", 2)
         {'a': {'b': 1, 'c': 2}}
     """
@@ -250,7 +250,7 @@ def from_environment(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     Two underscores separate the names of a path; a value is parsed as TOML, or is a string.
 
     Example:
-        >>> from fxtrain.launchers.config import from_environment
+        >>> from fxtrain.state.parsing import from_environment
         >>> from_environment({"FXTRAIN_PLAN__DATA__SOURCE": "dispatch"})
         {'plan.data.source': ('dispatch', 'environment FXTRAIN_PLAN__DATA__SOURCE')}
     """

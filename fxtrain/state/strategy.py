@@ -16,9 +16,8 @@ from fxtrain.state.module_names import M_co, ModuleNames, check_open
 from fxtrain.state.placement import Placement
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position
-from fxtrain.state.stored_state import ModelState, StateReader
 from fxtrain.state.weight import Weight
-from fxtrain.state.window import AccumulationWindow, ModelStatus
+from fxtrain.state.window import AccumulationWindow, ModelState, ModelStatus, StateReader
 
 if TYPE_CHECKING:
     import torch

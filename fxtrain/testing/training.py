@@ -29,8 +29,8 @@ from fxtrain.state import (
     WeightedLoss,
     Wrapped,
 )
+from fxtrain.testing.cluster import MeshContext
 from fxtrain.testing.transformer import Transformer
-from fxtrain.testing.worker import MeshContext
 
 _UPDATES = 3
 # Updates and micro-batches after which whole weights are taken out, of windows of two.

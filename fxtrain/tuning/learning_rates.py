@@ -15,7 +15,7 @@ from fxtrain._record import record, shown
 from fxtrain.backends.core.memory_state import format_of, local_part_of, memory_reader
 from fxtrain.data import Sharded
 from fxtrain.errors import PlanError, StepError
-from fxtrain.loop.means import Mean
+from fxtrain.loop.evaluating import Mean
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.state import DistContext, Wrapped
 from fxtrain.state.context import check_connected

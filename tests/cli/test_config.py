@@ -16,12 +16,12 @@ from fxtrain.launchers.config import (
     detect_machine,
     find_file,
     from_flags,
+    parse,
     read_launch_file,
     render,
     resolve,
     suggested,
 )
-from fxtrain.launchers.config.launch_file import parse
 from fxtrain.state import structure
 from tests.cli._files import GOOD
 

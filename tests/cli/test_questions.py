@@ -17,8 +17,7 @@ from prompt_toolkit.output import DummyOutput
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.cli.config import Question, next_question, read_answer
-from fxtrain.cli.config.prompts import arrow_keys, interview
+from fxtrain.cli.config import Question, arrow_keys, interview, next_question, read_answer
 from fxtrain.launchers.config import Machine, Section, read_launch_file
 from tests.launched._run import FXTRAIN, ROOT
 
@@ -147,7 +146,7 @@ def test_lines_make_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = ["native", "1", "3", "", "", "2", "2", "1.0", ""]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
-    monkeypatch.setattr("fxtrain.cli.config.command.detect_machine", lambda: PLAIN)
+    monkeypatch.setattr("fxtrain.cli.config.detect_machine", lambda: PLAIN)
     assert main(["config"]) == Exit.WELL
     file = read_launch_file("fxtrain.toml")
     assert file.section("") == Section(

@@ -9,7 +9,7 @@ import pytest
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain._secret import SECRET, derive_key
-from fxtrain.ops import scattering
+from fxtrain.ops import splitting
 from fxtrain.ops.rendezvous_store import open_store
 from fxtrain.ops.transport.pickled import dump, unpickle_all
 from fxtrain.state.topology.checks import Topology
@@ -53,11 +53,11 @@ def test_a_pickle_is_read_under_its_own_seal_only(sent, known, tmp_path):
 
 def test_a_letter_of_scatter_is_read_under_its_own_seal_only(tmp_path):
     with fx.detect({}, device="cpu") as ctx:
-        (letter,), *_ = scattering._serialized_trees([_Harm(tmp_path)], _with_key(ctx, KEYS[0]))
+        (letter,), *_ = splitting._serialized_trees([_Harm(tmp_path)], _with_key(ctx, KEYS[0]))
         with pytest.raises(fx.CollectiveError, match="not signed with this run's secret"):
-            scattering._deserialized_tree(letter, _with_key(ctx, KEYS[1]), 0, sure=False)
+            splitting._deserialized_tree(letter, _with_key(ctx, KEYS[1]), 0, sure=False)
         assert not list(tmp_path.iterdir())
-        scattering._deserialized_tree(letter, _with_key(ctx, KEYS[0]), 0, sure=False)
+        splitting._deserialized_tree(letter, _with_key(ctx, KEYS[0]), 0, sure=False)
     assert list(tmp_path.iterdir())
 
 

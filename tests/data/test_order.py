@@ -14,8 +14,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fxtrain.data.order import CustomOrder, find_order
-from fxtrain.data.permutation import hash_key, permutation, round_keys, uniform, uniform_below
+from fxtrain.data.order import (
+    CustomOrder,
+    find_order,
+    hash_key,
+    permutation,
+    round_keys,
+    uniform,
+    uniform_below,
+)
 
 BIG = 100_003  # above the length up to which a table is used
 

@@ -13,8 +13,8 @@ import fxtrain as fx
 from fxtrain.cli import main
 from fxtrain.cli.launch_command import LAUNCH
 from fxtrain.launchers import FLAGS, LAUNCHERS, LaunchSpec
-from fxtrain.launchers.config import put
 from fxtrain.state import structure, unstructure
+from fxtrain.state.parsing import put
 
 _OBJECTS = {
     "batch": fx.Batch, "ctx": fx.DistContext, "loader": fx.Sharded, "model": fx.Wrapped,

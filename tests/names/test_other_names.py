@@ -13,7 +13,7 @@ from fxtrain._other_names import hint, other_names, setting
 from fxtrain.cli import main
 from fxtrain.cli.launch_command import LAUNCH
 from fxtrain.launchers import LaunchSpec
-from fxtrain.launchers.config.launch_file import parse
+from fxtrain.launchers.config import parse
 from fxtrain.state import structure
 from tests.names._answers import check_answer
 from tests.names._library_names import snapshot

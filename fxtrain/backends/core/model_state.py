@@ -18,7 +18,7 @@ from fxtrain.backends.core.optimizer_state import (
     optimizer_state,
 )
 from fxtrain.backends.core.optimizers import local_optimizer
-from fxtrain.backends.core.parameter_dtypes import HALF
+from fxtrain.backends.core.weights import HALF
 from fxtrain.errors import CheckpointError
 from fxtrain.models import tensor_bytes
 from fxtrain.ops.whole_tensors import is_sharded, plain_name

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch import nn
 
 from fxtrain._optional import optional
-from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
+from fxtrain.backends.deepspeed.config import ZERO, device, section
 from fxtrain.errors import MissingPackageError, PlanError
 from fxtrain.ops.connecting import ensure_group, export_local_rank
 from fxtrain.ops.same_errors import problem_of_ranks

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
+from fxtrain.backends.deepspeed.config import ZERO, device, section
 from fxtrain.backends.deepspeed.engine import load
 from fxtrain.errors import PlanError
 from fxtrain.ops.same_errors import problem_of_ranks

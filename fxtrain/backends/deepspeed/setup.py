@@ -17,12 +17,13 @@ from fxtrain.backends.core.trained_parameters import TrainedParameters
 from fxtrain.backends.deepspeed import engine as engines
 from fxtrain.backends.deepspeed import optimizer as optim
 from fxtrain.backends.deepspeed.config import (
+    ZERO,
     Inputs,
+    autocasts,
     config_problems,
     hidden_size,
     resolve,
 )
-from fxtrain.backends.deepspeed.config_entries import ZERO, autocasts
 from fxtrain.errors import PlanError
 from fxtrain.ops.step_parts import DTYPES
 from fxtrain.state import DeepSpeed, DistContext, Plan, Strategy, Wrapped

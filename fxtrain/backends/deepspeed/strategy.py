@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fxtrain import _tree
 from fxtrain.backends.core import step_functions
-from fxtrain.backends.core.buffers import send_buffers
+from fxtrain.backends.core.initial_values import send_buffers
 from fxtrain.backends.core.module_changes import unmatched_names
 from fxtrain.backends.deepspeed import engine as engines
 from fxtrain.backends.deepspeed.engine_state import engine_state, engine_weights, load_engine_state

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from fxtrain import ops
 from fxtrain.backends.context.split_sequences import sequence_problems
-from fxtrain.backends.core import buffers, step_functions
+from fxtrain.backends.core import step_functions
+from fxtrain.backends.core.initial_values import apply_with_buffers
 from fxtrain.backends.core.local_sgd import average, independent_replicas
 from fxtrain.backends.core.module_changes import unmatched_names, xla_problems
 from fxtrain.backends.core.optimizers import disable_foreach
@@ -278,7 +279,7 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     wrap=_wrap,
     sync=_sync,
     backward=_backward,
-    apply=buffers.apply,
+    apply=apply_with_buffers,
     cuts_sequences=True,
     average=average,
 )

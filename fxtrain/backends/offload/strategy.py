@@ -12,7 +12,7 @@ from torch import nn
 
 from fxtrain import big, ops
 from fxtrain._byte_units import read_bytes
-from fxtrain.backends.core import buffers
+from fxtrain.backends.core.initial_values import apply_with_buffers
 from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import (
     prepare_module,
@@ -358,7 +358,7 @@ OFFLOAD = attrs.evolve(
     check=_check,
     wrap=wrap_streamed,
     sync=_sync,
-    apply=buffers.apply,
+    apply=apply_with_buffers,
     state=_trained_state,
     load_state=_load_trained,
     weights=_weights,

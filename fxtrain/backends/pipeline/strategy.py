@@ -7,7 +7,8 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-from fxtrain.backends.core import buffers, step_functions
+from fxtrain.backends.core import step_functions
+from fxtrain.backends.core.initial_values import apply_with_buffers
 from fxtrain.backends.core.module_changes import unmatched_names
 from fxtrain.backends.core.optimizers import disable_foreach
 from fxtrain.backends.fsdp.strategy import sharding_problems, undone_together
@@ -15,8 +16,7 @@ from fxtrain.backends.handle import make_handle, wrap_without_engine
 from fxtrain.backends.pipeline.execute import forward, run
 from fxtrain.backends.pipeline.partition import SCHEDULES, pipeline_problems
 from fxtrain.backends.pipeline.stage_gradients import clip_norm
-from fxtrain.backends.pipeline.stage_state import load_state, state_of
-from fxtrain.backends.pipeline.weights import pipeline_weights
+from fxtrain.backends.pipeline.weights import load_state, pipeline_weights, state_of
 from fxtrain.backends.single import SINGLE
 from fxtrain.backends.tensor.layer_plan import region
 from fxtrain.errors import PlanError
@@ -178,7 +178,7 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     backward=_backward,
     run=run,
     clip_norm=clip_norm,
-    apply=buffers.apply,
+    apply=apply_with_buffers,
     state=state_of,
     load_state=load_state,
     weights=pipeline_weights,

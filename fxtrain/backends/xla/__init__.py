@@ -1,3 +1,0 @@
-"""torch_xla: one graph per step."""
-
-__all__: list[str] = []

@@ -1,0 +1,597 @@
+"""`fxtrain config`: its subcommands, and the questions that it asks."""
+
+import importlib.util
+import itertools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import click
+
+from fxtrain._optional import optional
+from fxtrain._reading import read_text, write_file
+from fxtrain._record import shown
+from fxtrain.cli.output import Exit, as_json, print_json, print_table, say, warn
+from fxtrain.diagnosis.setups import section_problems
+from fxtrain.errors import PlanError
+from fxtrain.interop.accelerate_config import convert_accelerate
+from fxtrain.launchers import LaunchSpec, known_launchers
+from fxtrain.launchers.config import (
+    HERE,
+    LaunchFile,
+    Machine,
+    Section,
+    detect_machine,
+    find_file,
+    from_flags,
+    parse,
+    problems_of,
+    read_launch_file,
+    render,
+    render_profile,
+    resolve,
+    suggested,
+)
+from fxtrain.state import Plan
+from fxtrain.state.files import format_of, read_data
+from fxtrain.state.parsing import put
+from fxtrain.state.registry import BUILT_IN
+
+_NOTED = 80  # characters of a value
+_path = click.Path(dir_okay=False)
+_file = click.option("--config", "-c", "file", default="", type=_path, help="the launch file")
+_force = click.option("--force", is_flag=True, help="replace an existing file")
+
+
+@click.group("config", invoke_without_command=True)
+@click.option("--config", "-c", "path", default=HERE[0], type=_path, help="the file to write")
+@click.option("--profile", "-p", default="", help="add a profile with this name to it")
+@_force
+@click.pass_context
+def CONFIG(ctx: click.Context, path: str, profile: str, force: bool) -> None:  # noqa: FBT001
+    """Write, show, check and convert launch files.
+
+    Without a command: ask a few questions and write a launch file.
+    """
+    if ctx.invoked_subcommand:
+        return
+    file = read_launch_file(path) if profile and Path(path).exists() else None
+    if file is None:
+        _check_new(path, force=force)
+    elif profile in file.profiles and not force:
+        raise PlanError(f"{path} already has a profile {profile!r}. Use --force to replace it.")
+    machine = detect_machine()
+    section = interview(machine, choose_prompt())
+    if file is None:
+        _write_new(path, _file_of(section, profile), notes=_head(machine))
+    else:
+        _write(path, _with_profile(path, file, profile, section))
+        say(f"{path} has the profile {profile}: fxtrain launch --profile {profile} ...")
+
+
+@CONFIG.command()
+@click.argument("path", default=HERE[0], type=_path)
+@click.option("--precision", default="", help="fp32, bf16, fp16 or fp8; by the machine if omitted")
+@_force
+def default(path: str, precision: str, force: bool) -> None:  # noqa: FBT001
+    """Write a launch file without questions.
+
+    It contains values for this machine, and all other fields as comments.
+    """
+    _check_new(path, force=force)
+    machine = detect_machine()
+    section = suggested(machine)
+    if precision:
+        section = attrs.evolve(section, plan={"precision": precision})
+    if problems := problems_of(section):
+        raise PlanError("\n".join(problems))
+    _write_new(path, _file_of(section, ""), notes=_head(machine))
+
+
+@CONFIG.command()
+@_file
+@click.option("--profile", "-p", default="", help="the profile")
+@click.option("--set", "words", multiple=True, metavar="PATH=VALUE", help="such as launch.ranks=4")
+@click.option("--said", is_flag=True, help="only values that are not defaults")
+@as_json
+def show(file: str, profile: str, words: tuple[str, ...], said: bool, json_: bool) -> None:  # noqa: FBT001
+    """Show all values and their origins."""
+    settings = resolve(file=file, profile=profile, env=os.environ, flags=from_flags(words))
+    rows = [each for each in settings.every() if not said or each.origin != "default"]
+    if json_:
+        values = [attrs.asdict(row) for row in rows]
+        print_json({"file": settings.file, "profile": settings.profile, "values": values})
+        return
+    place = settings.file or "none (all defaults)"
+    say(f"launch file: {place}\nprofile: {settings.profile or 'none'}\n")
+    print_table(
+        ["value", "is", "from"], [[row.path, _shown(row.value), row.origin] for row in rows]
+    )
+
+
+@CONFIG.command()
+@click.argument("path", default="", type=_path)
+@as_json
+def check(path: str, json_: bool) -> int:  # noqa: FBT001
+    """Check that a launch file starts, and that its plan would be accepted.
+
+    For each profile: its values, what `launch --dry` would refuse on this machine, and what
+    `fx.wrap` would refuse on the ranks of the launch, except for names in your model. The exit
+    code is 1 if there are errors.
+    """
+    path = path or find_file(os.environ) or HERE[0]
+    if not os.path.exists(path):
+        read_launch_file(path)  # raises, also with --json
+    problems: list[str] = []
+    profiles: list[str] = []
+    try:
+        file = read_launch_file(path)
+        profiles = list(file.profiles)
+        problems = _setup_problems(file)
+    except PlanError as error:
+        problems = [line for line in error.message.splitlines() if line != f"{path}:"]
+    if json_:
+        print_json({"file": path, "profiles": profiles, "problems": problems})
+    else:
+        good = f"{path} is valid. Profiles: {', '.join(profiles) or 'none'}."
+        say("\n".join([f"{path}:", *problems]) if problems else good)
+    return Exit.FOUND if problems else Exit.WELL
+
+
+@CONFIG.command()
+@click.argument("path", default="", type=_path)
+def update(path: str) -> None:
+    """Rewrite a launch file with the fields and comments of this version.
+
+    It keeps all values, profiles and the comment at the top, and shows the other fields with
+    their defaults. Other comments are replaced. A file with errors is not changed.
+    """
+    path = path or find_file(os.environ) or HERE[0]
+    text = render(read_launch_file(path), format_of(path))
+    lines = read_text(path).splitlines()
+    head = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
+    while head and head[-1] in text.splitlines()[:1]:  # the comment of the first value
+        head.pop()
+    _write(path, "\n".join([*head, "", text]) if head else text)
+    say(f"Updated {path}. Show all values with `fxtrain config show`.")
+
+
+def _setup_problems(file: LaunchFile) -> list[str]:
+    """What a launch with each profile would meet; without any only if the file has no default."""
+    problems: list[str] = []
+    for name in [*([] if file.default else [""]), *file.profiles]:
+        at = f"profiles.{name}." if name else ""
+        problems += [f"{at}{line}" for line in section_problems(file.section(name))]
+    return problems
+
+
+@CONFIG.command()
+@click.argument("source", default="", type=_path)
+@click.argument("path", default=HERE[0], type=_path)
+@click.option("--profile", "-p", default="", help="write it as a profile with this name")
+@click.option("--brief", is_flag=True, help="write the converted values without comments")
+@_force
+@as_json
+def convert(
+    source: str,
+    path: str,
+    profile: str,
+    brief: bool,  # noqa: FBT001
+    force: bool,  # noqa: FBT001
+    json_: bool,  # noqa: FBT001
+) -> None:
+    """Turn an Accelerate config into a launch file.
+
+    SOURCE is a YAML or JSON file of `accelerate config`; by default the last one it wrote.
+    Settings without a counterpart are printed, and noted at the top of the new file.
+    With --brief the file has the converted values only.
+    """
+    source = source or _accelerates_own(os.environ)
+    data = read_data(source)
+    try:
+        converted = convert_accelerate(data)
+    except PlanError as error:
+        raise PlanError(f"{source}:\n{error}") from None
+    notes = [f"{note.key} = {_quoted_value(note.value)}: {note.text}." for note in converted.notes]
+    section = converted.section
+    if json_:
+        listed = [attrs.asdict(note) for note in converted.notes]
+        print_json({**attrs.asdict(section), "notes": listed})
+        return
+    changed = " Changed or without a counterpart:" if notes else ""
+    head = [f"Converted from {source}.{changed}", *notes]
+    _check_new(path, force=force)
+    _write_new(path, _file_of(section, profile), notes=head, brief=brief)
+    for note in (*notes, *section_problems(section)):
+        warn(note)
+
+
+def _file_of(section: Section, profile: str) -> LaunchFile:
+    if profile:
+        return LaunchFile(profiles={profile: section})
+    return LaunchFile(launch=section.launch, plan=section.plan)
+
+
+def _with_profile(path: str, file: LaunchFile, name: str, section: Section) -> str:
+    """The text of a launch file with another profile; comments in TOML are kept."""
+    if (form := format_of(path)) != "toml":
+        return render(attrs.evolve(file, profiles={**file.profiles, name: section}), form)
+    tomlkit = optional("tomlkit", extra="files", needed_by="adding a profile")
+    document = tomlkit.parse(read_text(path))
+    if name in file.profiles:
+        del document["profiles"][name]
+    text = f"{tomlkit.dumps(document).rstrip()}\n\n{render_profile(name, section)}"
+    parse(text, "toml")
+    return text
+
+
+def _check_new(path: str, *, force: bool) -> None:
+    """Refuse to write a launch file of an unknown format, or one that exists, without `force`."""
+    format_of(path)
+    if Path(path).exists() and not force:
+        raise PlanError(
+            f"{path} already exists. Choose another name, add a --profile, or use --force to "
+            f"replace it."
+        )
+
+
+def _write_new(path: str, file: LaunchFile, *, notes: list[str], brief: bool = False) -> None:
+    _write(path, render(file, format_of(path), notes=notes, brief=brief))
+    say(f"Wrote {path}. Show all values with `fxtrain config show`.")
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, text)
+    except OSError as error:
+        raise PlanError(f"{path} cannot be written: {error}.") from error
+
+
+def _accelerates_own(env: Mapping[str, str]) -> str:
+    """Where `accelerate config` writes its file."""
+    cache = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME", "~"), ".cache"))
+    home = Path(env.get("HF_HOME") or Path(cache, "huggingface"), "accelerate")
+    return str(home / "default_config.yaml")
+
+
+def _head(machine: Machine) -> list[str]:
+    return [
+        f"Written by fxtrain config on {machine.summary}.",
+        "Commented-out lines show defaults. profiles.NAME.launch and profiles.NAME.plan change "
+        "values for one setup, chosen with --profile NAME.",
+    ]
+
+
+def _quoted_value(value: Any) -> str:
+    """A value in a note; text without quotes, as written in the file."""
+    return value if isinstance(value, str) and len(value) < _NOTED else shown(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping) or value is None:
+        return "" if not value else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_TYPES: Mapping[str, click.ParamType] = {
+    "yes": click.BOOL,
+    "whole": click.IntRange(0, 10**9),
+    "number": click.FLOAT,
+    "text": click.STRING,
+}
+
+Answers = Mapping[str, Any]
+
+
+@attrs.frozen
+class Question:
+    """One question.
+
+    Attributes:
+        path: The value in the launch file that it sets.
+        text: The question itself.
+        kind: choice: one of several; yes: yes or no; whole: a whole number of at least 0; number: a
+            number; text: a text; words: texts separated by commas.
+        choices: Values with their meanings.
+        default: The value for an empty answer; None leaves it unset.
+        when: Whether it is asked after these answers.
+    """
+
+    path: str
+    text: str
+    kind: Literal["choice", "yes", "whole", "number", "text", "words"] = "text"
+    choices: tuple[tuple[str, str], ...] = ()
+    default: Any = None
+    when: Callable[[Answers], bool] = lambda answers: True
+
+
+def questions(machine: Machine) -> list[Question]:
+    """All questions, for this machine."""
+    return [*_launch_questions(machine), *_launcher_questions(), *_plan_questions(machine)]
+
+
+def next_question(answers: Answers, machine: Machine) -> Question | None:
+    """The first applicable question without an answer; None at the end.
+
+    Example:
+        >>> from fxtrain.cli.config import next_question
+        >>> from fxtrain.launchers.config import Machine
+        >>> next_question({"launch.launcher": "native", "launch.nodes": 1}, Machine()).path
+        'launch.ranks'
+    """
+    return next((q for q in questions(machine) if q.path not in answers and q.when(answers)), None)
+
+
+def _launch_questions(machine: Machine) -> list[Question]:
+    launchers = known_launchers()
+
+    def is_native(answers: Answers) -> bool:
+        return answers["launch.launcher"] == "native"
+
+    def has_several_nodes(answers: Answers) -> bool:
+        return is_native(answers) and answers["launch.nodes"] > 1
+
+    def uses_some_gpus(answers: Answers) -> bool:
+        some = answers.get("launch.ranks", machine.count) < machine.count
+        return is_native(answers) and not answers.get("launch.cpu") and some
+
+    ranks = (
+        f"How many ranks on each machine? (this one has {machine.count} accelerators and "
+        f"{machine.cores} cores)"
+    )
+    return [
+        Question("launch.launcher", "Which launcher starts the ranks?", "choice",
+                 choices=tuple((name, row.help) for name, row in launchers.items()),
+                 default="slurm" if machine.slurm else "tpu-pod" if machine.tpu else "native"),
+        Question("launch.nodes", "On how many machines?", "whole", default=1,
+                 when=lambda answers: answers["launch.launcher"] not in ("tpu", "tpu-pod")),
+        Question("launch.main_address", "Host name or address of the first machine?",
+                 when=has_several_nodes),
+        Question("launch.main_port", "A free port on it?", "whole", default=29_500,
+                 when=has_several_nodes),
+        Question("launch.rendezvous", "How do the machines find each other?", "choice",
+                 choices=(("static", "each is started with its own --node-rank"),
+                          ("c10d", "in any order, and again after one has failed")),
+                 default="static", when=has_several_nodes),
+        Question("launch.ranks", ranks, "whole", default=max(1, machine.count),
+                 when=lambda answers: answers["launch.launcher"] != "tpu"),
+        Question("launch.cpu", "Compute on the CPU only?", "yes", default=False,
+                 when=lambda answers: machine.count > 0 and is_native(answers)),
+        Question("launch.gpus", "Which accelerators? (comma-separated numbers; empty: all)",
+                 "words", when=uses_some_gpus),
+        Question("launch.restarts", "How often may the ranks restart after a failure?", "whole",
+                 default=0,
+                 when=lambda answers: "restarts" in launchers[answers["launch.launcher"]].uses),
+    ]  # fmt: skip
+
+
+def _launcher_questions() -> list[Question]:
+    def option(
+        launcher: str, name: str, text: str, kind: Any = "text", default: Any = "", **more: Any
+    ) -> Question:
+        def when(answers: Answers) -> bool:
+            return answers["launch.launcher"] == launcher
+
+        path = f"launch.options.{name}"
+        return Question(path, text, kind, default=default, when=when, **more)
+
+    objects = (("jobset", ""), ("pytorchjob", "of Kubeflow's training operator"))
+    return [
+        option("mpi", "hostfile", "File with the names of the machines?"),
+        option("deepspeed", "hostfile", "File with lines such as worker-0 slots=8? (empty: here)"),
+        option("deepspeed", "include", "Which of them, such as worker-0@worker-1:0? (empty: all)"),
+        option("slurm", "partition", "Which partition?"),
+        option("slurm", "account", "Which account is charged?"),
+        option("slurm", "time", "Time limit? (such as 1-12:00:00)"),
+        option("slurm", "gpus_per_node", "How many GPUs on each node?"),
+        option("slurm", "requeue", "Requeue after preemption or the time limit?", "yes",
+               default=True),
+        option("tpu-pod", "name", "Name of the TPU VM?"),
+        option("tpu-pod", "zone", "Its zone? (empty: gcloud's own)"),
+        option("ray", "job_server", "Job server, such as http://head:8265? (empty: none)"),
+        option("ray", "gpus_per_rank", "How many GPUs for each rank?", "whole", default=0),
+        option("kubernetes", "manifest", "Which kind of object?", "choice", "jobset",
+               choices=objects),
+        option("kubernetes", "image", "Which container image? (with fxtrain and the program)"),
+        option("kubernetes", "namespace", "Which namespace?"),
+        option("kubernetes", "gpus", "How many accelerators for each pod?", "whole", default=0),
+        option("sagemaker", "role", "Name of the IAM role?"),
+        option("sagemaker", "instance_type", "Type of machine? (such as ml.p4d.24xlarge)"),
+        option("sagemaker", "spot", "Use spot instances, which may be interrupted?", "yes",
+               default=False),
+    ]  # fmt: skip
+
+
+def _plan_questions(machine: Machine) -> list[Question]:
+    configs = (*BUILT_IN, *machine.strategies)
+    kinds = tuple(
+        (kind, (config.__doc__ or "").strip().partition("\n")[0])
+        for config in configs
+        if (kind := str(attrs.fields_dict(config)["kind"].default)) != "single"  # for one rank
+    )
+
+    def has_several_ranks(answers: Answers) -> bool:
+        return answers.get("launch.ranks", 2) * answers.get("launch.nodes", 1) > 1
+
+    def uses_fsdp(answers: Answers) -> bool:
+        return answers.get("plan.strategy.kind") == "fsdp"
+
+    def uses_deepspeed(answers: Answers) -> bool:
+        return answers.get("plan.strategy.kind") == "deepspeed"
+
+    return [
+        Question("plan.strategy.kind", "How is the model distributed over the ranks?", "choice",
+                 choices=kinds, default="ddp", when=has_several_ranks),
+        Question("plan.strategy.mode", "What is sharded?", "choice",
+                 choices=(("full", "parameters, gradients and optimizer states (ZeRO-3)"),
+                          ("grads_and_optimizer", "gradients and optimizer states (ZeRO-2)"),
+                          ("none", "nothing, as DDP")),
+                 default="full", when=uses_fsdp),
+        Question("plan.strategy.wrap", "Class names of the blocks? (empty: chosen by the model)",
+                 "words", default=[], when=uses_fsdp),
+        Question("plan.strategy.offload", "Keep parameters and optimizer states in host memory?",
+                 "yes", default=False, when=uses_fsdp),
+        Question("plan.strategy.stage", "Which ZeRO stage, 0 to 3? (empty: 2, or the file's)",
+                 "whole", when=uses_deepspeed),
+        Question("plan.strategy.config", "A DeepSpeed JSON file? (empty: none)",
+                 when=uses_deepspeed),
+        Question("plan.strategy.offload_optimizer",
+                 "Offload optimizer states to cpu or nvme? (empty: no)", when=uses_deepspeed),
+        Question("plan.precision", "In which precision?", "choice",
+                 choices=(("fp32", "as the model is"),
+                          ("bf16", "half the memory, for newer devices"),
+                          ("fp16", "with a loss scale, for older devices")),
+                 default="bf16" if machine.bf16 else "fp32"),
+        Question("plan.accumulate", "Micro-batches per optimizer update?", "whole", default=1),
+        Question("plan.clip_norm", "Maximum gradient norm? (empty: no clipping)", "number"),
+        Question("plan.compile", "Compile the model with torch.compile?", "yes", default=False),
+    ]  # fmt: skip
+
+
+def read_answer(question: Question, text: str) -> Any:
+    """The value of a typed answer; that of an empty one is the default.
+
+    Raises:
+        ValueError: it does not answer the question; the message says what would.
+
+    Example:
+        >>> from fxtrain.cli.config import Question, read_answer
+        >>> read_answer(Question(path="launch.ranks", text="How many?", kind="whole"), "4")
+        4
+    """
+    text = text.strip()
+    if not text:
+        return question.default
+    names = [name for name, _ in question.choices]
+    if text.isdecimal() and 1 <= int(text[:9]) <= len(names):
+        return names[int(text) - 1]
+    if question.kind == "words":
+        return [word.strip() for word in text.split(",") if word.strip()]
+    kind = click.Choice(names) if question.kind == "choice" else _TYPES[question.kind]
+    try:
+        return kind.convert(text, None, None)
+    except click.BadParameter as error:
+        raise ValueError(error.message) from None
+
+
+def problem_with(question: Question, value: Any, answers: Answers, machine: Machine) -> str:
+    """What the records object to in a value; empty if it agrees with earlier answers."""
+    problems = problems_of(section_of({**answers, question.path: value}), more=machine.strategies)
+    return problems[0].partition(": ")[2] if problems else ""
+
+
+def section_of(answers: Answers) -> Section:
+    """What the answers put into a launch file: everything but defaults, and the ranks.
+
+    Example:
+        >>> from fxtrain.cli.config import section_of
+        >>> section_of({"launch.ranks": 2, "launch.nodes": 1, "plan.precision": "bf16"})
+        Section(launch={'ranks': 2}, plan={'precision': 'bf16'})
+    """
+    fields = [("launch", attrs.fields(LaunchSpec)), ("plan", attrs.fields(Plan))]
+    defaults = {f"{part}.{field.name}": field.default for part, each in fields for field in each}
+    defaults |= {"plan.strategy.kind": "ddp", "plan.precision": "fp32", "plan.compile": False}
+    data: dict[str, Any] = {"launch": {}, "plan": {}}
+    for path, value in answers.items():
+        if value in (None, "", []) or (path != "launch.ranks" and value == defaults.get(path)):
+            continue
+        if path == "plan.compile":
+            data = put(data, "plan.compile.backend", "inductor")
+        else:
+            data = put(data, path, value)
+    strategy = data["plan"].get("strategy", {})
+    if strategy and "kind" not in strategy:
+        data = put(data, "plan.strategy.kind", answers["plan.strategy.kind"])
+    return Section(launch=data["launch"], plan=data["plan"])
+
+
+# A prompt takes a question and returns what was typed or chosen.
+AskFunction = Callable[[Question], str]
+
+
+def interview(machine: Machine, ask: AskFunction) -> Section:
+    """Ask until no question remains; repeat a question after an invalid answer.
+
+    Raises:
+        PlanError: the input ended before the questions.
+    """
+    answers: dict[str, Any] = {}
+    while question := next_question(answers, machine):
+        text = ask(question)
+        try:
+            value = read_answer(question, text)
+        except ValueError as error:
+            click.echo(f"  {error}", err=True)
+            continue
+        if problem := problem_with(question, value, answers, machine):
+            click.echo(f"  {problem}", err=True)
+            continue
+        answers[question.path] = value
+    return section_of(answers)
+
+
+def choose_prompt() -> AskFunction:
+    """Arrow keys if there is a terminal and questionary is installed; otherwise lines."""
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    return arrow_keys if terminal and importlib.util.find_spec("questionary") else line_by_line
+
+
+def line_by_line(question: Question) -> str:
+    """Print a question and read a line.
+
+    Raises:
+        PlanError: the input has ended.
+    """
+    click.echo(question.text)
+    for number, (name, meaning) in enumerate(question.choices, 1):
+        click.echo(f"  {number}. {name}{': ' * bool(meaning)}{meaning}")
+    click.echo(f"[{_default_text(question)}]> ", nl=False)
+    line = sys.stdin.readline()
+    if not line:
+        raise PlanError(
+            f"No answer to {question.text!r}: the input ended. `fxtrain config default` asks "
+            f"nothing."
+        )
+    if not sys.stdin.isatty():
+        click.echo(line.rstrip("\n"))  # so that a log reads like a session
+    return line
+
+
+def arrow_keys(question: Question) -> str:
+    """Ask on a terminal.
+
+    Raises:
+        KeyboardInterrupt: the user pressed Ctrl-C.
+        MissingPackageError: questionary is not installed (the extra `cli`).
+    """
+    q = optional("questionary", extra="cli", needed_by="fxtrain config with arrow keys")
+    if question.kind == "choice":
+        width = max(len(name) for name, _ in question.choices)
+        picked = [
+            q.Choice(f"{name:{width}}  {meaning}".rstrip(), value=name)
+            for name, meaning in question.choices
+        ]
+        return q.select(question.text, choices=picked, default=question.default).unsafe_ask()
+    if question.kind == "yes":
+        return "yes" if q.confirm(question.text, default=question.default).unsafe_ask() else "no"
+
+    def fits(said: str) -> bool | str:
+        try:
+            read_answer(question, said)
+        except ValueError as error:
+            return str(error)
+        return True
+
+    return q.text(question.text, default=_default_text(question), validate=fits).unsafe_ask()
+
+
+def _default_text(question: Question) -> str:
+    if question.kind == "yes":
+        return "yes" if question.default else "no"
+    if isinstance(question.default, list):
+        return ",".join(question.default)
+    return "" if question.default is None else str(question.default)
