@@ -1,6 +1,5 @@
 """`fxtrain config`: its subcommands, and the questions that it asks."""
 
-import importlib.util
 import itertools
 import os
 import sys
@@ -64,7 +63,7 @@ def CONFIG(ctx: click.Context, path: str, profile: str, force: bool) -> None:  #
     elif profile in file.profiles and not force:
         raise PlanError(f"{path} already has a profile {profile!r}. Use --force to replace it.")
     machine = detect_machine()
-    section = interview(machine, choose_prompt())
+    section = interview(machine, line_by_line)
     if file is None:
         _write_new(path, _file_of(section, profile), notes=_head(machine))
     else:
@@ -509,7 +508,7 @@ def section_of(answers: Answers) -> Section:
     return Section(launch=data["launch"], plan=data["plan"])
 
 
-# A prompt takes a question and returns what was typed or chosen.
+# Takes a question and returns what was typed.
 AskFunction = Callable[[Question], str]
 
 
@@ -534,12 +533,6 @@ def interview(machine: Machine, ask: AskFunction) -> Section:
     return section_of(answers)
 
 
-def choose_prompt() -> AskFunction:
-    """Arrow keys if there is a terminal and questionary is installed; otherwise lines."""
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    return arrow_keys if terminal and importlib.util.find_spec("questionary") else line_by_line
-
-
 def line_by_line(question: Question) -> str:
     """Print a question and read a line.
 
@@ -549,7 +542,12 @@ def line_by_line(question: Question) -> str:
     click.echo(question.text)
     for number, (name, meaning) in enumerate(question.choices, 1):
         click.echo(f"  {number}. {name}{': ' * bool(meaning)}{meaning}")
-    click.echo(f"[{_default_text(question)}]> ", nl=False)
+    default = question.default
+    if question.kind == "yes":
+        default = "yes" if default else "no"
+    elif isinstance(default, list):
+        default = ",".join(default)
+    click.echo(f"[{'' if default is None else default}]> ", nl=False)
     line = sys.stdin.readline()
     if not line:
         raise PlanError(
@@ -559,39 +557,3 @@ def line_by_line(question: Question) -> str:
     if not sys.stdin.isatty():
         click.echo(line.rstrip("\n"))  # so that a log reads like a session
     return line
-
-
-def arrow_keys(question: Question) -> str:
-    """Ask on a terminal.
-
-    Raises:
-        KeyboardInterrupt: the user pressed Ctrl-C.
-        MissingPackageError: questionary is not installed (the extra `cli`).
-    """
-    q = optional("questionary", extra="cli", needed_by="fxtrain config with arrow keys")
-    if question.kind == "choice":
-        width = max(len(name) for name, _ in question.choices)
-        picked = [
-            q.Choice(f"{name:{width}}  {meaning}".rstrip(), value=name)
-            for name, meaning in question.choices
-        ]
-        return q.select(question.text, choices=picked, default=question.default).unsafe_ask()
-    if question.kind == "yes":
-        return "yes" if q.confirm(question.text, default=question.default).unsafe_ask() else "no"
-
-    def fits(said: str) -> bool | str:
-        try:
-            read_answer(question, said)
-        except ValueError as error:
-            return str(error)
-        return True
-
-    return q.text(question.text, default=_default_text(question), validate=fits).unsafe_ask()
-
-
-def _default_text(question: Question) -> str:
-    if question.kind == "yes":
-        return "yes" if question.default else "no"
-    if isinstance(question.default, list):
-        return ",".join(question.default)
-    return "" if question.default is None else str(question.default)

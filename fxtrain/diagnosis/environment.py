@@ -22,8 +22,8 @@ Groups = dict[str, dict[str, str]]
 
 # Beside those that torch lists.
 _PACKAGES = (
-    "attrs", "cattrs", "safetensors", "click", "rich", "tomlkit", "pyyaml", "questionary",
-    "cloudpickle", "accelerate", "deepspeed", "transformers", "timm", "datasets", "lightning",
+    "attrs", "cattrs", "safetensors", "click", "rich", "tomlkit", "pyyaml", "cloudpickle",
+    "accelerate", "deepspeed", "transformers", "timm", "datasets", "lightning",
     "transformer-engine", "flash-attn", "bitsandbytes", "mpi4py", "ray", "sagemaker", "torch_xla",
 )  # fmt: skip
 

@@ -1,25 +1,15 @@
 """`fxtrain config`: the questions, without a terminal, with one, and what they write."""
 
 import io
-import os
-import pty
-import select
-import subprocess
 import sys
-import time
 from typing import Literal
 
 import attrs
 import pytest
-from prompt_toolkit.application import create_app_session
-from prompt_toolkit.input import create_pipe_input
-from prompt_toolkit.output import DummyOutput
 
-import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.cli.config import Question, arrow_keys, interview, next_question, read_answer
+from fxtrain.cli.config import Question, interview, next_question, read_answer
 from fxtrain.launchers.config import Machine, Section, read_launch_file
-from tests.launched._run import FXTRAIN, ROOT
 
 PLAIN = Machine(cores=8)
 GPUS = Machine(cores=64, kind="cuda", count=8, bf16=True)
@@ -187,103 +177,3 @@ def test_a_profile_is_added_to_a_file(name, tmp_path, monkeypatch, capsys):
     assert ("# mine" in (tmp_path / name).read_text()) == toml
     assert answer() == Exit.WRONG
     assert "already exists" in capsys.readouterr().err
-
-
-DOWN, ENTER = "\x1b[B", "\r"
-
-
-@pytest.mark.parametrize(
-    ("question", "keys", "said"),
-    [
-        (Question(path="p", text="?", kind="choice", choices=(("a", ""), ("b", "B")), default="a"),
-         DOWN + ENTER, "b"),
-        (Question(path="p", text="?", kind="choice", choices=(("a", ""), ("b", "B")), default="b"),
-         ENTER, "b"),
-        (Question(path="p", text="?", kind="yes", default=False), "y", "yes"),
-        (Question(path="p", text="?", kind="yes", default=True), ENTER, "yes"),
-        (Question(path="p", text="?", kind="whole", default=8), "0" + ENTER, "80"),
-        (Question(path="p", text="?", kind="whole", default=8), f"x{ENTER}\x7f2{ENTER}", "82"),
-    ],
-    ids=["arrow", "default", "yes", "yes by default", "text", "text that is no number"],
-)  # fmt: skip
-def test_keys_on_a_terminal(question, keys, said):
-    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
-        pipe.send_text(keys)
-        assert arrow_keys(question) == said
-
-
-class _Terminal:
-    """A program on a terminal of its own: what it shows, and keys for it."""
-
-    def __init__(self, *command, cwd):
-        self.end, own = pty.openpty()
-        # Without the GPUs and the SLURM that the machine may have, which change the questions.
-        env = {
-            **os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "PYTHONPATH": str(ROOT),
-            "CUDA_VISIBLE_DEVICES": "", "PATH": str(cwd),
-        }  # fmt: skip
-        self.process = subprocess.Popen(
-            command, cwd=cwd, env=env, stdin=own, stdout=own, stderr=own, start_new_session=True
-        )
-        os.close(own)
-        self.shown = ""
-
-    def wait_for(self, text, *, timeout_s=90.0):
-        """Read until a text was shown; what comes after it is left for the next call."""
-        limit = time.monotonic() + timeout_s
-        while text not in self.shown:
-            left = limit - time.monotonic()
-            assert left > 0 and select.select([self.end], [], [], left)[0], self.shown
-            self.shown += os.read(self.end, 4096).decode(errors="replace")
-        before, _, self.shown = self.shown.partition(text)
-        return before
-
-    def press(self, keys):
-        os.write(self.end, keys.encode())
-
-    def leave(self):
-        code = self.process.wait(30)
-        os.close(self.end)
-        return code
-
-
-@pytest.mark.slow
-def test_a_terminal_has_arrow_keys_and_colour(tmp_path):
-    terminal = _Terminal(*FXTRAIN, "config", cwd=tmp_path)
-    terminal.wait_for("Which launcher starts the ranks?")
-    terminal.press(ENTER)
-    terminal.wait_for("On how many machines?")
-    terminal.press(ENTER)
-    terminal.wait_for("How many ranks")
-    terminal.press(f"\x7f4{ENTER}")  # in the place of the default
-    terminal.wait_for("restart after a failure")
-    terminal.press(ENTER)
-    terminal.wait_for("How is the model distributed")
-    terminal.press(DOWN + ENTER)
-    for text in ("What is sharded?", "Class names", "host memory"):
-        terminal.wait_for(text)
-        terminal.press(ENTER)
-    terminal.wait_for("In which precision?")
-    terminal.press(DOWN + ENTER)
-    for text in ("Micro-batches", "gradient norm", "torch.compile"):
-        terminal.wait_for(text)
-        terminal.press(ENTER)
-    assert "\x1b[" in terminal.wait_for("Wrote fxtrain.toml")
-    assert terminal.leave() == Exit.WELL
-    found = read_launch_file(tmp_path / "fxtrain.toml")
-    assert found.launch == {"ranks": 4}
-    assert (found.plan["strategy"]["kind"], found.plan["precision"]) == ("fsdp", "bf16")
-
-
-def test_ctrl_c_leaves_without_a_file():
-    question = Question(path="p", text="?")
-    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
-        pipe.send_text("\x03")
-        with pytest.raises(KeyboardInterrupt):
-            arrow_keys(question)
-
-
-def test_without_questionary_the_command_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "questionary", None)
-    with pytest.raises(fx.errors.MissingPackageError, match=r"fxtrain\[cli\]"):
-        arrow_keys(Question(path="p", text="?"))
