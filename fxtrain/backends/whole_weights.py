@@ -73,8 +73,10 @@ def weights(
     _check(model, ranks, "weights")
     wanted = None if names is None else [names] if isinstance(names, str) else list(names)
     ops.agree((wanted, ranks), model.ctx, name="what to gather (names, ranks)")
-    found = {name: one for name, one in model.strategy.weights(model).items() if one.stored}
-    chosen = _chosen(found, wanted)
+    stored = {
+        name: weight for name, weight in model.strategy.weights(model).items() if weight.stored
+    }
+    chosen = _chosen(stored, wanted)
     where = model.ctx.device if device is None else torch.device(device)
     return _one_by_one(model, chosen, where, ranks)
 
@@ -239,21 +241,21 @@ def _copy(weight: Weight, device: torch.device, *, keep: bool) -> Tensor | None:
 
 def _collect(model: Wrapped, *, keep: bool) -> dict[tuple[str, str], Tensor]:
     """Full copies of a module's tensors: (module path, name in it) → tensor."""
-    found = model.strategy.weights(model)
-    known = {id(weight.like): weight for weight in found.values() if weight.here}
-    for name, weight in found.items():
+    weights = model.strategy.weights(model)
+    known = {id(weight.like): weight for weight in weights.values() if weight.here}
+    for name, weight in weights.items():
         _check_values(name, weight)
-    made: dict[Hashable, Tensor | None] = {}
+    copies: dict[Hashable, Tensor | None] = {}
     places: dict[tuple[str, str], Tensor] = {}
     for path, part in model.module.named_modules():
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
             name = plain_name(f"{path}.{key}" if path else key)
-            weight = known.get(id(tensor)) if name not in found else found[name]
+            weight = known.get(id(tensor)) if name not in weights else weights[name]
             if weight is None:
                 continue  # nothing there, such as the bias that a layer lacks
-            if weight.key not in made:
-                made[weight.key] = _fresh(weight, model.ctx.device, keep=keep)
-            if (value := made[weight.key]) is not None:
+            if weight.key not in copies:
+                copies[weight.key] = _fresh(weight, model.ctx.device, keep=keep)
+            if (value := copies[weight.key]) is not None:
                 places[path, key] = value
     return places
 
@@ -275,8 +277,8 @@ def _install_weights(model: Wrapped, whole: dict[tuple[str, str], Tensor]) -> It
         while whole:
             (path, key), value = whole.popitem()
             part = parts[path]
-            held: dict[str, Any] = part._parameters if key in part._parameters else part._buffers
-            held[key] = value
+            tensors: dict[str, Any] = part._parameters if key in part._parameters else part._buffers
+            tensors[key] = value
             del value
         yield
     finally:

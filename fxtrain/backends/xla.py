@@ -312,7 +312,7 @@ def _checkpointed(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callabl
             return checkpoint(forward, *args)
         # It takes positional arguments only; keyword arguments are bound by the signature.
         bound = inspect.signature(forward).bind(*args, **kwargs)
-        return checkpoint(lambda *given: forward(*given, **bound.kwargs), *bound.args)
+        return checkpoint(lambda *inputs: forward(*inputs, **bound.kwargs), *bound.args)
 
     return run
 

@@ -240,11 +240,11 @@ def _rank_batches(batches: Iterator[tuple[int, Any, Any]], state: int) -> Iterat
 
 def _repeat(local: UnevenStream, epoch: int) -> Iterator[tuple[int, Any, Any]]:
     """This rank's epoch from its start, repeatedly; nothing if it is empty."""
-    found = True
-    while found:
-        found = False
+    has_data = True
+    while has_data:
+        has_data = False
         for batch in local.open(epoch, 0, None):
-            found = True
+            has_data = True
             yield batch
 
 

@@ -70,10 +70,10 @@ def _broadcast_layout(
             }
         except Exception as error:
             problem, facts = error, {"failed": error_text(error)}
-    found: list[Any] = ops.gather_objects((digest_of_plan(plan, {}), facts), ctx)
-    if any(digest != found[0][0] for digest, _ in found):
+    layouts: list[Any] = ops.gather_objects((digest_of_plan(plan, {}), facts), ctx)
+    if any(digest != layouts[0][0] for digest, _ in layouts):
         raise_plan_differences("shard", ctx, plan, {})
-    facts = found[0][1]
+    facts = layouts[0][1]
     if problem is not None:
         raise problem
     if "failed" in facts:
@@ -90,12 +90,12 @@ def _messages(
         That, the error, and the state of the stream, which stays here.
     """
     try:
-        found = next(steps, None)
+        step = next(steps, None)
     except Exception as error:
         return [{"failed": error_text(error)}] * ctx.world_size, error, None
-    if found is None:
+    if step is None:
         return [{}] * ctx.world_size, None, None
-    (batch, cursor), data = found
+    (batch, cursor), data = step
     # Only the reading rank needs the indices.
     head = Opaque((batch._replace(keys=(), state=None), cursor.position))
     letters = [{"step": head, "data": data[rank]} for rank in range(ctx.world_size)]

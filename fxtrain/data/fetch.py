@@ -42,12 +42,12 @@ class RowFetch(Dataset[list[Any]]):
         if ask.epoch != self.epoch:
             self.epoch = ask.epoch
             call_set_epoch(self.dataset, ask.epoch)
-        found: list[Any] = []
+        rows: list[Any] = []
         for place, key in enumerate(ask.keys):
             if ask.seeds:
                 seed_all(ask.seeds[place])
-            found.append(self._load(key))
-        return found
+            rows.append(self._load(key))
+        return rows
 
     def _load(self, key: Any) -> Any:
         if not self.collates:
@@ -200,9 +200,9 @@ def fetch_key(batching: Batching, seed: int, epoch: int, first: int, rank: int) 
     return hash_key(seed, epoch, first + rank * batching.per_rank)
 
 
-def collate_nothing(found: Any) -> Any:
+def collate_nothing(rows: Any) -> Any:
     """Return data unchanged: the fetch has collated it."""
-    return found
+    return rows
 
 
 def call_set_epoch(dataset: Any, epoch: int) -> None:

@@ -75,9 +75,9 @@ class StreamReader:
         """The first rows of the epoch, read again."""
         lent = None if self._lent is None else self._lent.again()
         with _hide_worker_info(), nullcontext() if lent is None else lent():
-            found = list(itertools.islice(self._memory.again(), self._batching.stride))
+            rows = list(itertools.islice(self._memory.again(), self._batching.stride))
         # A stream that can be read only once yields nothing now.
-        return found or [self._first]
+        return rows or [self._first]
 
     def _drop(self, count: int) -> None:
         for _ in range(min(count, len(self._buffer))):

@@ -133,16 +133,16 @@ class CustomOrder:
 
 def _set_epoch(sampler: Any, epoch: int, key: int) -> bool:
     """Call `set_epoch` of a sampler and of those it wraps; whether that changes the order."""
-    told = False
+    shuffles = False
     for part in _sampler_chain(sampler):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
             # torch's DistributedSampler, and samplers modelled on it, have this attribute.
-            told = told or getattr(part, "shuffle", True) is not False
+            shuffles = shuffles or getattr(part, "shuffle", True) is not False
         if isinstance(getattr(part, "generator", None), torch.Generator):
             part.generator.manual_seed(key)
-            told = True
-    return told
+            shuffles = True
+    return shuffles
 
 
 def _sampler_chain(sampler: Any) -> Iterator[Any]:
@@ -171,12 +171,12 @@ def _random(sampler: RandomSampler, seed: int, epoch: int) -> EpochOrder:
 
 def _repeated_permutations(places: Tensor, n: int, seed: int, epoch: int) -> list[int]:
     """More samples than rows: consecutive permutations, each with its own keys."""
-    found, laps = torch.empty_like(places), places // n
+    entries, laps = torch.empty_like(places), places // n
     for lap in laps.unique().tolist():
         here = laps == lap
         words = (seed, epoch, lap) if lap else (seed, epoch)
-        found[here] = permutation(n, round_keys(*words))(places[here] % n)
-    return found.tolist()
+        entries[here] = permutation(n, round_keys(*words))(places[here] % n)
+    return entries.tolist()
 
 
 def _blocks(sampler: BlockSampler, seed: int, epoch: int) -> EpochOrder:
@@ -237,8 +237,8 @@ def hash_key(*words: int | str) -> int:
 
 def round_keys(*words: int | str) -> Keys:
     """Independent keys from a few words, such as seed and epoch."""
-    found = _hash(words, 8 * _ROUNDS)
-    numbers = [int.from_bytes(found[i : i + 4], "little") & _MASK for i in range(0, len(found), 4)]
+    keys = _hash(words, 8 * _ROUNDS)
+    numbers = [int.from_bytes(keys[i : i + 4], "little") & _MASK for i in range(0, len(keys), 4)]
     return tuple((a, b | 1) for a, b in zip(numbers[::2], numbers[1::2], strict=True))
 
 
@@ -318,13 +318,13 @@ def permutation_in_blocks(n: int, block: int, *words: int | str) -> Callable[[Te
         flat = place.reshape(-1)
         # As if the short block had the missing numbers too, at its end.
         flat = flat + missing * (flat >= (short + 1) * block - missing)
-        found = torch.empty_like(flat)
+        entries = torch.empty_like(flat)
         turns = flat // block
         for turn in turns.unique().tolist():
             number = int(order(torch.tensor([turn], device="cpu")))
             here = turns == turn
-            found[here] = inside(number)(flat[here] - turn * block) + number * block
-        return found.view(place.shape)
+            entries[here] = inside(number)(flat[here] - turn * block) + number * block
+        return entries.view(place.shape)
 
     return find
 

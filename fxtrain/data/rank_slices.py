@@ -157,10 +157,10 @@ def _full(
         steps = max(1, length // (size * max(1, len(ranks))))
         block = torch.arange(low, min(low + steps, whole), device="cpu")
         places = start + block[:, None] * stride + across
-        found = [order.take((places + rank * size).view(-1)) for rank in ranks]
+        columns = [order.take((places + rank * size).view(-1)) for rank in ranks]
         for number in range(len(block)):
             at = number * size
-            keys = [units[at : at + size] for units in found]
+            keys = [units[at : at + size] for units in columns]
             if not by_row:
                 keys = [_key(batching, units) for units in keys]
             first = start + (low + number) * stride
@@ -173,29 +173,29 @@ def _rank_units(
 ) -> tuple[list[Any], int]:
     """One rank's units, and how many of them are real."""
     low, size = rank * batching.per_rank, batching.per_rank
-    found = list(units[low : low + size])
-    real = len(found)
+    mine = list(units[low : low + size])
+    real = len(mine)
     if batching.borrows(rank, len(units)):
         # Padding continues from the start of the epoch, counted over all ranks.
         after = max(0, low - len(units))
-        found += [head[(after + n) % len(head)] for n in range(size - real)]
-    return found, real
+        mine += [head[(after + n) % len(head)] for n in range(size - real)]
+    return mine, real
 
 
-def _rows(batching: Batching, found: list[Any], real: int) -> tuple[int, int]:
+def _rows(batching: Batching, units: list[Any], real: int) -> tuple[int, int]:
     """Rows on a rank: the real ones, and all including padding."""
     if batching.unit == "batch":
-        size = len(found[0])
+        size = len(units[0])
         if not size:
             raise DataError("The batch sampler of this loader returned an empty batch.")
         return (size, size) if real else (0, size if batching.pads else 0)
-    return real, len(found) if batching.pads else real
+    return real, len(units) if batching.pads else real
 
 
-def _key(batching: Batching, found: list[Any]) -> Any:
+def _key(batching: Batching, units: list[Any]) -> Any:
     if batching.unit == "item":
-        return found[0]
-    return list(found[0]) if batching.unit == "batch" else found
+        return units[0]
+    return list(units[0]) if batching.unit == "batch" else units
 
 
 def _beyond(start: int, length: int) -> DataError:

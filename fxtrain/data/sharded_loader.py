@@ -85,6 +85,8 @@ class Reached:
 class Sharded(Displayed, Generic[Data_co]):
     """A loader that yields this rank's part of every global batch; see `shard`.
 
+    A handle: its settings stay, and iterating it changes where it stands (`position`, `batch`).
+
     Attributes:
         ctx: The ranks that share the data.
         plan: The plan that it follows.
@@ -392,9 +394,9 @@ class Sharded(Displayed, Generic[Data_co]):
         masks: dict[tuple[int, int], Tensor] = {}
         loaded, split, seen = self._source.run(cursor), self._split, 0
         if split is not None:
-            loaded = ((step, (split(found[0]),)) for step, found in loaded)
-        for (shared, after), found in on_device(loaded, self.ctx, plan, ahead=self._source.apart):
-            data = found[0]
+            loaded = ((step, (split(shards[0]),)) for step, shards in loaded)
+        for (shared, after), shards in on_device(loaded, self.ctx, plan, ahead=self._source.apart):
+            data = shards[0]
             # A rank without a row gets placeholders of size 0, so that it can take part.
             size = shared.sizes[rank] or _tree.row_count(data) or self._batching.per_rank
             shape = size, shared.rows[rank]

@@ -137,18 +137,18 @@ class _RowFunction:
     batch_size: int
 
 
-def _as_loader(given: Any, batch_size: int | None, plan: Plan) -> Any:
+def _as_loader(source: Any, batch_size: int | None, plan: Plan) -> Any:
     """A loader of data that comes without one."""
-    if isinstance(given, DataLoader):
+    if isinstance(source, DataLoader):
         if batch_size is not None:
             raise DataError(
                 f"shard(batch_size={batch_size!r}): this DataLoader has a batch size of its own. "
                 f"Use DataLoader(dataset, batch_size={batch_size!r})."
             )
-        return given
+        return source
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
         raise DataError(f"shard(batch_size={batch_size!r}): pass a number of rows, 1 or more.")
-    if not isinstance(given, Iterable | Dataset):
+    if not isinstance(source, Iterable | Dataset):
         if batch_size is None:
             raise DataError(
                 "shard: a function of a position needs the number of rows that it returns. Use "
@@ -160,19 +160,19 @@ def _as_loader(given: Any, batch_size: int | None, plan: Plan) -> Any:
                 "all ranks, for the position of each. To make batches of what each rank has, use "
                 "fx.batch(data, ctx, plan, after=position)."
             )
-        return _RowFunction(given, batch_size)
-    if isinstance(given, IterableDataset):
-        return DataLoader(given, batch_size=batch_size)
-    if batch_size is None and isinstance(given, Tensor | Dataset):
+        return _RowFunction(source, batch_size)
+    if isinstance(source, IterableDataset):
+        return DataLoader(source, batch_size=batch_size)
+    if batch_size is None and isinstance(source, Tensor | Dataset):
         raise DataError(
-            f"shard: a {type(given).__name__} of rows needs a batch size. Use "
+            f"shard: a {type(source).__name__} of rows needs a batch size. Use "
             f"fx.shard(DataLoader(dataset, batch_size=32, shuffle=True), ctx, plan), or "
             f"fx.shard(rows, ctx, plan, batch_size=32) for the rows in their order."
         )
-    if batch_size is not None and hasattr(given, "__getitem__") and hasattr(given, "__len__"):
-        rows: Any = given
+    if batch_size is not None and hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        rows: Any = source
         return DataLoader(rows, batch_size=batch_size)
-    return DataLoader(PlainStream(given), batch_size=batch_size)
+    return DataLoader(PlainStream(source), batch_size=batch_size)
 
 
 def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) -> Sharded[T]:

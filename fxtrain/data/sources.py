@@ -124,11 +124,11 @@ def row_source(
         epoch = cursor.position.epoch
         if not asks:
             call_set_epoch(loader.dataset, epoch)
-        found = batches.cut(cursor, ranks, plan.accumulate)
+        global_batches = batches.cut(cursor, ranks, plan.accumulate)
         made: deque[Step] = deque()
 
         def indices() -> Iterator[Any]:
-            steps = positioned(found, cursor.position, plan)
+            steps = positioned(global_batches, cursor.position, plan)
             # A custom sampler is read no further ahead than necessary.
             for block in in_blocks(steps, ahead=batches.is_computed):
                 for step in block:
@@ -267,9 +267,9 @@ def _called(make: Callable[[Position], Any], position: Position, size: int) -> A
     rows = make(position)
     count = _tree.row_count(rows)
     if count != size:
-        found = f"{type(rows).__name__} without rows" if count is None else f"{count} rows"
+        has = f"{type(rows).__name__} without rows" if count is None else f"{count} rows"
         raise DataError(
-            f"The function of this loader returned {found} for index {position.index}, and the "
+            f"The function of this loader returned {has} for index {position.index}, and the "
             f"loader has batch_size={size}. Return {size} rows for every position."
         )
     return rows

@@ -97,17 +97,17 @@ def _rows_of_ranks(
 ) -> tuple[int, ...]:
     """The rows of each rank; every rank raises or none does."""
     mine = rows, after, last
-    found = [mine] if ctx.world_size == 1 else ops.gather_objects(mine, ctx)
-    if any(other[1:] != found[0][1:] for other in found):
+    sizes = [mine] if ctx.world_size == 1 else ops.gather_objects(mine, ctx)
+    if any(other[1:] != sizes[0][1:] for other in sizes):
         views = "; ".join(
             f"rank {rank} continues after {position_words(where)}{', last' if ends else ''}"
-            for rank, (_, where, ends) in enumerate(found)
+            for rank, (_, where, ends) in enumerate(sizes)
         )
         raise DataError(
             f"batch: the ranks make different batches: {views}. Pass the same after= and last= on "
             f"every rank."
         )
-    counts = [count for count, *_ in found]
+    counts = [count for count, *_ in sizes]
     without = [rank for rank, count in enumerate(counts) if count is None]
     if without:
         raise DataError(

@@ -522,13 +522,15 @@ def detect_machine(env: Mapping[str, str] | None = None) -> Machine:
     """
     env = os.environ if env is None else env
     torch = import_module("torch")
-    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = there.type if there else "cpu"
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    kind = accelerator.type if accelerator else "cpu"
     affinity = getattr(os, "sched_getaffinity", None)
     return Machine(
         cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
         kind=kind,
-        count=torch.accelerator.device_count() if there else 0,
+        count=torch.accelerator.device_count() if accelerator else 0,
         bf16=_bf16(torch, kind),
         slurm=bool(shutil.which("sbatch", path=env.get("PATH"))),
         tpu=env.get("TPU_NAME", ""),

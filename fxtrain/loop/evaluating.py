@@ -90,7 +90,7 @@ class Mean:
         if ctx.device.type == "cpu" and type(self.total) is type(self.weight) is float:
             return torch.tensor(both, dtype=wide, device="cpu")
         like = torch.empty((), dtype=wide, device=ctx.device)
-        return torch.stack([as_scalar(one, like) for one in both])  # waits for no device
+        return torch.stack([as_scalar(value, like) for value in both])  # waits for no device
 
 
 def total_of(value: Any) -> Tensor | float:
@@ -283,10 +283,10 @@ def _update_metrics(values: Any, objects: Mapping[str, Any], batch: Batch, ctx: 
         return values
     single = "" in objects
     if not single and (not isinstance(values, Mapping) or not objects.keys() <= values.keys()):
-        found = list(values) if isinstance(values, Mapping) else shown(values)
+        names = list(values) if isinstance(values, Mapping) else shown(values)
         raise DataError(
             f"evaluate(metrics=...): fn returns the arguments of each metric under its name; "
-            f"expected a dict with {', '.join(map(repr, objects))}, found {found}."
+            f"expected a dict with {', '.join(map(repr, objects))}, found {names}."
         )
     arguments = {"": values} if single else {name: values[name] for name in objects}
     gathered = ops.gather_valid(arguments, batch, ctx)
@@ -299,10 +299,10 @@ def _is_value(node: Any) -> bool:
     return isinstance(node, list | Weighted)
 
 
-def _check_shape(found: _tree.TreeSpec, first: _tree.TreeSpec) -> None:
-    if found.text != first.text:
+def _check_shape(shape: _tree.TreeSpec, first: _tree.TreeSpec) -> None:
+    if shape.text != first.text:
         raise DataError(
-            f"evaluate: fn returned {found.text} for one batch and {first.text} for the first. "
+            f"evaluate: fn returned {shape.text} for one batch and {first.text} for the first. "
             f"Return the same structure for every batch."
         )
 
@@ -382,15 +382,15 @@ def local_metric(metric: Any, ctx: DistContext) -> Iterator[None]:
     if hasattr(metric, "reset"):
         metric.reset()
     # torchmetrics would add up the states of all ranks, which are the same.
-    parts = [one for one in _parts(metric) if hasattr(one, "distributed_available_fn")]
-    before = [one.distributed_available_fn for one in parts]
-    for one in parts:
-        one.distributed_available_fn = _never
+    parts = [part for part in _parts(metric) if hasattr(part, "distributed_available_fn")]
+    before = [part.distributed_available_fn for part in parts]
+    for part in parts:
+        part.distributed_available_fn = _never
     try:
         yield
     finally:
-        for one, earlier in zip(parts, before, strict=True):
-            one.distributed_available_fn = earlier
+        for part, earlier in zip(parts, before, strict=True):
+            part.distributed_available_fn = earlier
 
 
 def update_metric(metric: Any, arguments: Any) -> None:

@@ -71,18 +71,18 @@ def release(*objects: Wrapped | nn.Module | torch.optim.Optimizer) -> Released:
         >>> released.before.now > 0, net.weight.device
         (True, device(type='meta'))
     """
-    for one in objects:
-        if not isinstance(one, Wrapped | nn.Module | torch.optim.Optimizer):
+    for target in objects:
+        if not isinstance(target, Wrapped | nn.Module | torch.optim.Optimizer):
             raise PlanError(
                 f"release takes wrapped models, modules and optimizers, found "
-                f"{type(one).__name__}. A tensor is freed when nothing refers to it: use del."
+                f"{type(target).__name__}. A tensor is freed when nothing refers to it: use del."
             )
-        if isinstance(one, Wrapped) and one.status.closed == "gathered":
-            check_open(one, "release", PlanError)
+        if isinstance(target, Wrapped) and target.status.closed == "gathered":
+            check_open(target, "release", PlanError)
     ctx = _context(objects)
     before = memory(ctx)
-    for one in objects:
-        _release(one)
+    for target in objects:
+        _release(target)
     empty_cache(ctx.device)
     return Released(before=before, after=memory(ctx))
 
@@ -99,33 +99,33 @@ def empty_cache(device: torch.device) -> None:
 
 def _context(objects: tuple[Any, ...]) -> DistContext:
     """The context of the first wrapped model, or one of the device of the first parameter."""
-    for one in objects:
-        if isinstance(one, Wrapped):
-            return one.ctx
-    for one in objects:
-        for parameter in _parameters(one):
+    for target in objects:
+        if isinstance(target, Wrapped):
+            return target.ctx
+    for target in objects:
+        for parameter in _parameters(target):
             if not parameter.is_meta:
                 return DistContext(device=parameter.device)
     device = torch.accelerator.current_accelerator(check_available=True)
     return DistContext(device=device or torch.device("cpu"))
 
 
-def _parameters(one: nn.Module | torch.optim.Optimizer) -> list[Any]:
-    if isinstance(one, nn.Module):
-        return list(one.parameters())
-    return [parameter for group in one.param_groups for parameter in group["params"]]
+def _parameters(target: nn.Module | torch.optim.Optimizer) -> list[Any]:
+    if isinstance(target, nn.Module):
+        return list(target.parameters())
+    return [parameter for group in target.param_groups for parameter in group["params"]]
 
 
-def _release(one: Any) -> None:
-    if isinstance(one, Wrapped):
-        one.status.closed = "release"
-        for optimizer in one.optimizers:
+def _release(target: Any) -> None:
+    if isinstance(target, Wrapped):
+        target.status.closed = "release"
+        for optimizer in target.optimizers:
             _empty_optimizer(optimizer)
-        _empty_module(one.module)
-    elif isinstance(one, nn.Module):
-        _empty_module(one)
+        _empty_module(target.module)
+    elif isinstance(target, nn.Module):
+        _empty_module(target)
     else:
-        _empty_optimizer(one)
+        _empty_optimizer(target)
 
 
 def _empty_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -141,13 +141,13 @@ def _empty_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def _empty_module(module: nn.Module) -> None:
-    made: dict[int, Any] = {}  # tied tensors stay tied
+    empty: dict[int, Any] = {}  # tied tensors stay tied
     for part in module.modules():
-        for held in (part._parameters, part._buffers):
-            for name, tensor in held.items():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
                 if tensor is not None:
                     tensor.grad = None
-                    held[name] = made.setdefault(id(tensor), _meta(tensor))
+                    tensors[name] = empty.setdefault(id(tensor), _meta(tensor))
 
 
 def _meta(tensor: Any) -> Any:

@@ -102,8 +102,8 @@ def body_failed(closing: GeneratorExit, handled: BaseException | None) -> bool:
         return True
     frame: Any = sys._getframe(2)
     return any(
-        type(one) is TracebackType and one.tb_lasti == frame.f_lasti
-        for one in gc.get_referrers(frame)
+        type(referrer) is TracebackType and referrer.tb_lasti == frame.f_lasti
+        for referrer in gc.get_referrers(frame)
     )
 
 

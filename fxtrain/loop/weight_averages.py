@@ -94,15 +94,15 @@ class EMA:
             torch.Size([3, 1])
         """
         check_open(self.model, "EMA.applied", PlanError)
-        held = [local_values(one).clone() for one in self._parameters]
+        before = [local_values(parameter).clone() for parameter in self._parameters]
         try:
             self._set(self._local_averages())
             yield self.model
         finally:
-            self._set(held)
+            self._set(before)
 
     def _local_averages(self) -> list[Tensor]:
-        return [local_values(one) for one in self.state["weights"].values()]
+        return [local_values(average) for average in self.state["weights"].values()]
 
     @torch.no_grad()
     def _set(self, values: list[Tensor]) -> None:

@@ -81,7 +81,9 @@ def gather(tree: T, ctx: DistContext, *, grad: bool = False) -> T:
         return gather_packed("gather", pack(tree), ctx)
     check_gradients(ctx)
     leaves, shape = _tree.flatten(tree)
-    own = {n: one for n, one in enumerate(leaves) if isinstance(one, Tensor) and one.requires_grad}
+    own = {
+        n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
+    }
     name = f"gather(grad=True), with gradients of the leaves {[*own]},"
     return gather_packed(name, packed_leaves(leaves, shape), ctx, own)
 
@@ -96,18 +98,18 @@ def gather_packed(
         own: Leaves through which gradients flow, by place.
     """
     leaves = _gathered_leaves(name, packed, ctx)
-    for place, one in own.items():
-        leaves[place] = with_gradient(one, leaves[place], ctx)
+    for place, leaf in own.items():
+        leaves[place] = with_gradient(leaf, leaves[place], ctx)
     return packed.rebuild(leaves)
 
 
 def _gathered_leaves(name: str, packed: Packed, ctx: DistContext) -> dict[int, Any]:
     others = dump(list(packed.others.values()), ctx) if packed.others else _EMPTY
     call = (name, signature(packed))
-    joined, found = _gather_leaves(ctx, call, packed, others, joined=True)
+    joined, rest = _gather_leaves(ctx, call, packed, others, joined=True)
     leaves: dict[int, Any] = dict(zip(packed.tensors, joined, strict=True))
     for index, place in enumerate(packed.others):
-        leaves[place] = [values[index] for values in found]
+        leaves[place] = [values[index] for values in rest]
     return leaves
 
 
@@ -149,8 +151,8 @@ def reduce(
     check_is_context("reduce", ctx)
     packed = pack(tree, numbers=True)
     others = packed.others.values()
-    kept = ", ".join([canonical_text(value) for value in others])
-    extra = " ".join(part for part in (op, kept) if part)
+    text = ", ".join([canonical_text(value) for value in others])
+    extra = " ".join(part for part in (op, text) if part)
     tensors = list(packed.tensors.values())
     call = ("reduce", signature(packed, extra))
     if _fits_in_packet(ctx, tensors):
@@ -395,10 +397,10 @@ def check_reducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) -
             f"reduce(op={op!r}): complex numbers have no order. Use 'mean', 'sum' or 'product', "
             f"or reduce their absolute values."
         )
-    found = [problem for leaf in others if (problem := combinable(leaf))]
-    if found:
+    problems = [problem for leaf in others if (problem := combinable(leaf))]
+    if problems:
         raise CollectiveError(
-            f"reduce: {found[0]} cannot be combined. Pass tensors, NumPy numbers of up to 64 "
+            f"reduce: {problems[0]} cannot be combined. Pass tensors, NumPy numbers of up to 64 "
             f"bits (complex up to 128), or int, float and complex."
         )
 

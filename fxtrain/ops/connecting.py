@@ -104,25 +104,25 @@ def detect(
             f"detect(timeout_s={shown}): not a timeout. Pass a number of seconds above 0 and at "
             f"most {LONGEST_S:.0f}."
         )
-    given = plan_in(variables)
+    plan = plan_in(variables)
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
     if dist.is_available() and dist.is_initialized():
         topology = _existing_topology(variables)
         found, _ = find_device(device, variables, topology)
-        mesh = agreed_mesh(mesh, given and given.mesh, topology.world_size)
+        mesh = agreed_mesh(mesh, plan and plan.mesh, topology.world_size)
         ctx = _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=None, key=key)
-        return _ready(ctx, given, variables)
+        return _ready(ctx, plan, variables)
     topology = read_topology(variables)
     found, devices = find_device(device, variables, topology)
     alone = topology.world_size == 1
-    mesh = agreed_mesh(mesh, given and given.mesh, devices if alone else topology.world_size)
+    mesh = agreed_mesh(mesh, plan and plan.mesh, devices if alone else topology.world_size)
     if alone:
         ctx = _single_rank_context(topology, found, devices, mesh, wait_s, checks=checks)
-        return _ready(ctx, given, variables)
+        return _ready(ctx, plan, variables)
     _choose_interface(variables, topology)
     store = open_store(topology, wait_s, key=key)
     ctx = _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=store, key=key)
-    return _ready(ctx, given, variables)
+    return _ready(ctx, plan, variables)
 
 
 def _ready(ctx: DistContext, given: Plan | None, variables: Mapping[str, str]) -> DistContext:
@@ -193,11 +193,11 @@ def _existing_topology(env: Mapping[str, str]) -> Topology:
     """This rank in the existing group; the environment only adds the nodes."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     try:
-        found = read_topology(env)
+        topology = read_topology(env)
     except ContextError:
-        found = Topology()
-    if (found.rank, found.world_size) == (rank, world_size):
-        return found
+        topology = Topology()
+    if (topology.rank, topology.world_size) == (rank, world_size):
+        return topology
     return Topology(
         rank=rank,
         world_size=world_size,

@@ -68,9 +68,9 @@ def main_first(ctx: DistContext) -> Iterator[None]:
 def _release_others(problem: BaseException | None, ctx: DistContext) -> None:
     """Report to the other ranks that this one has finished the block, or why it failed."""
     mine = "" if problem is None else error_text(problem)
-    found = exchange_texts(ctx, ("main_first", "", mine), mine)
+    problems = exchange_texts(ctx, ("main_first", "", mine), mine)
     failed = [
-        f"rank {rank} failed inside the block: {text}" for rank, text in enumerate(found) if text
+        f"rank {rank} failed inside the block: {text}" for rank, text in enumerate(problems) if text
     ]
     if failed and problem is None:
         raise CollectiveError("\n".join([f"main_first: {failed[0]}", *failed[1:]]), code="FX303")
@@ -129,8 +129,8 @@ def say(text: object, ctx: DistContext, *, everyone: bool = False) -> None:
     check_is_context("say", ctx)
     lines = [str(text)]
     if everyone:
-        found = gather_objects(str(text), ctx)
-        lines = [f"[{rank}] {line}" for rank, line in enumerate(found)]
+        texts = gather_objects(str(text), ctx)
+        lines = [f"[{rank}] {line}" for rank, line in enumerate(texts)]
     if ctx.is_main:
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()

@@ -115,10 +115,10 @@ def as_scalar(value: Any, like: Tensor) -> Tensor:
     for each value of a number that a kernel writes.
     """
     if isinstance(value, Tensor):
-        found = value.detach().to(like.dtype)
+        scalar = value.detach().to(like.dtype)
     else:
-        found = torch.tensor(value, dtype=like.dtype, device="cpu")
-    return found.to(like.device, non_blocking=like.device.type != "cpu")
+        scalar = torch.tensor(value, dtype=like.dtype, device="cpu")
+    return scalar.to(like.device, non_blocking=like.device.type != "cpu")
 
 
 def device_random_state(ctx: DistContext) -> Tensor | None:
@@ -217,7 +217,7 @@ def fork_rng(ctx: DistContext, value: int | None = None) -> Iterator[None]:
         True
     """
     numpy: Any = sys.modules.get("numpy")
-    kept = (random.getstate(), numpy.random.get_state() if numpy else None)
+    states = (random.getstate(), numpy.random.get_state() if numpy else None)
     device = device_random_state(ctx)
     with torch.random.fork_rng(devices=[]):  # the CPU generator only
         try:
@@ -225,8 +225,8 @@ def fork_rng(ctx: DistContext, value: int | None = None) -> Iterator[None]:
                 seed(value, ctx)
             yield
         finally:
-            random.setstate(kept[0])
+            random.setstate(states[0])
             if device is not None:
                 set_device_random_state(ctx, device)
-            if numpy and kept[1] is not None:
-                numpy.random.set_state(kept[1])
+            if numpy and states[1] is not None:
+                numpy.random.set_state(states[1])

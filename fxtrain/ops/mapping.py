@@ -115,12 +115,12 @@ def map(
             _wait_for_others(ctx, key)
             raise
         _wait_for_others(ctx, key)
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     for part in gather_objects(taken, ctx):
-        found |= part
-    if len(found) != count:
-        raise CollectiveError(f"map: {count - len(found)} of {count} items were left out.")
-    return [found[place] for place in range(count)]
+        results |= part
+    if len(results) != count:
+        raise CollectiveError(f"map: {count - len(results)} of {count} items were left out.")
+    return [results[place] for place in range(count)]
 
 
 def _checked(items: Any, batch: Any, order: Any) -> int:
@@ -146,24 +146,24 @@ def _call(
     fn: Callable[[Any], Any], items: Any, places: _Places, batch: int | None, ctx: DistContext
 ) -> list[Any]:
     which = f"item {places[0]}" if len(places) == 1 else f"items {places[0]} to {places[-1]}"
-    given = select(items, places)
+    chosen = select(items, places)
     try:
-        results = fn(given) if batch is not None else [fn(_only(given))]
-        made = list(results)
+        results = fn(chosen) if batch is not None else [fn(_only(chosen))]
+        outputs = list(results)
     except Exception as error:
         text = f"map: {which} failed on rank {ctx.rank}: {type(error).__name__}: {error}"
         raise DataError(text) from error
-    if len(made) != len(places):
+    if len(outputs) != len(places):
         raise DataError(
-            f"map: for {which}, the function returned {len(made)} results on rank {ctx.rank}. With "
-            f"batch=..., return a list with one for each item."
+            f"map: for {which}, the function returned {len(outputs)} results on rank "
+            f"{ctx.rank}. With batch=..., return a list with one for each item."
         )
-    return made
+    return outputs
 
 
-def _only(given: Any) -> Any:
+def _only(tree: Any) -> Any:
     """The one item of a share."""
-    return {key: _only(one) for key, one in given.items()} if isinstance(given, dict) else given[0]
+    return {key: _only(entry) for key, entry in tree.items()} if isinstance(tree, dict) else tree[0]
 
 
 def _note_progress(ctx: DistContext, key: str) -> None:

@@ -174,10 +174,10 @@ def _flags(op: str, flag: object, ctx: DistContext) -> list[bool]:
         unclear = error
     payload = torch.tensor([mine, unclear is not None], device="cpu").view(torch.uint8)
     rows = exchange_payloads(ctx, (op, ""), payload)
-    found = [(bool(row[0]), bool(row[1])) for row in rows]
-    if wrong := [str(rank) for rank, (_, is_unclear) in enumerate(found) if is_unclear]:
+    flags = [(bool(row[0]), bool(row[1])) for row in rows]
+    if wrong := [str(rank) for rank, (_, is_unclear) in enumerate(flags) if is_unclear]:
         raise CollectiveError(
             f"{op}: the flag of rank {', '.join(wrong)} is neither true nor false. Pass a bool "
             f"or a tensor with one entry."
         ) from unclear
-    return [is_set for is_set, _ in found]
+    return [is_set for is_set, _ in flags]

@@ -115,7 +115,7 @@ def _open_in_time(
 def _message(topology: Topology, store: Any, backend: str, error: Exception) -> str:
     """What each rank saw, and which ones this rank does not reach; informs the other ranks."""
     me, ranks = f"Rank {topology.rank} of {topology.world_size}", range(topology.world_size)
-    told: dict[int, str] = {}
+    errors: dict[int, str] = {}
     hosts: dict[int, str] = {}
     places: dict[str, list[int]] = {}
     deadline = time.monotonic() + _LOOK_S
@@ -130,17 +130,17 @@ def _message(topology: Topology, store: Any, backend: str, error: Exception) -> 
                 for place in json.loads(store.get(f"opens/{rank}")):
                     places.setdefault(place, []).append(rank)
             else:
-                told[rank] = "never began to open it"
+                errors[rank] = "never began to open it"
 
     known = answered(_LOOK_S + _ANSWER_S, look)
     far = [
         f"{ranks_on(places[place], hosts)} at {place} ({why})"
         for place, why in _unreached(places).items()
     ]
-    told[topology.rank] = first_line(error) + f" It does not reach {'; '.join(far)}." * bool(far)
-    known = known and _ask_others(topology, store, told)
+    errors[topology.rank] = first_line(error) + f" It does not reach {'; '.join(far)}." * bool(far)
+    known = known and _ask_others(topology, store, errors)
     silent = "has told no error so far" if known else "unknown, since the store does not answer"
-    views = [(rank, told.get(rank, silent)) for rank in ranks]
+    views = [(rank, errors.get(rank, silent)) for rank in ranks]
     did = f"did not reach {'; '.join(far)} to open" if far else "could not open"
     return "\n".join(
         [
@@ -152,16 +152,16 @@ def _message(topology: Topology, store: Any, backend: str, error: Exception) -> 
     )
 
 
-def _ask_others(topology: Topology, store: Any, told: dict[int, str]) -> bool:
+def _ask_others(topology: Topology, store: Any, errors: dict[int, str]) -> bool:
     """Add what other ranks tell within a moment; whether the store answers."""
     deadline = time.monotonic() + _LOOK_S
 
     def ask() -> None:
-        store.set(f"unopened/{topology.rank}", told[topology.rank])
-        while len(told) < topology.world_size and time.monotonic() < deadline:
-            for rank in set(range(topology.world_size)) - told.keys():
+        store.set(f"unopened/{topology.rank}", errors[topology.rank])
+        while len(errors) < topology.world_size and time.monotonic() < deadline:
+            for rank in set(range(topology.world_size)) - errors.keys():
                 if time.monotonic() < deadline and store.check([f"unopened/{rank}"]):
-                    told[rank] = store.get(f"unopened/{rank}").decode()
+                    errors[rank] = store.get(f"unopened/{rank}").decode()
             time.sleep(_POLL_INTERVAL_S)
 
     return answered(_LOOK_S + _ANSWER_S, ask)

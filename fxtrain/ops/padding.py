@@ -228,8 +228,10 @@ def gather_valid(tree: T, batch: Batch, ctx: DistContext) -> T:
     check_is_context("gather_valid", ctx)
     here = ctx.axis("data") if len(batch.sizes) != ctx.world_size else ctx
     leaves, shape = _tree.flatten(tree, _is_rows)
-    given = len(batch.valid)
-    problem = next((found for leaf in leaves if (found := _leaf_problem(leaf, given))), None)
+    rows_of_batch = len(batch.valid)
+    problem = next(
+        (found for leaf in leaves if (found := _leaf_problem(leaf, rows_of_batch))), None
+    )
     if problem is not None:
         raise_together(DataError(f"gather_valid: {problem} {_HINT}"), here)
     back: dict[int, Back] = {}
@@ -267,7 +269,9 @@ def _is_rows(node: Any) -> bool:
     """Whether a container has one entry per row, rather than being structure."""
     if isinstance(node, list):
         return True
-    return type(node) is tuple and bool(node) and all(isinstance(one, str | bytes) for one in node)
+    return (
+        type(node) is tuple and bool(node) and all(isinstance(entry, str | bytes) for entry in node)
+    )
 
 
 def _leaf_problem(leaf: Any, size: int) -> str | None:
@@ -301,7 +305,7 @@ def _to_send(leaf: Any, size: int, longest: int) -> Any:
         return extend(leaf.detach()[:size] if leaf.ndim else leaf.detach(), 0, longest, 0)
     if _is_rows(leaf):
         leaf = leaf[:size]
-    if _is_rows(leaf) and any([isinstance(one, Tensor) for one in _tree.flatten(leaf)[0]]):
+    if _is_rows(leaf) and any([isinstance(entry, Tensor) for entry in _tree.flatten(leaf)[0]]):
         return _tree.map_leaves(_detached_copy, leaf)
     return leaf
 
@@ -328,7 +332,7 @@ def _real_rows(leaf: Any, found: Any, batch: Batch, ctx: DistContext) -> Any:
     if _is_rows(leaf):
         rows = [row for part, n in zip(found, batch.rows, strict=True) for row in part[:n]]
         if ctx.device.type != "cpu":
-            rows = _tree.map_leaves(lambda one: _to_device(one, ctx), rows)
+            rows = _tree.map_leaves(lambda leaf: _to_device(leaf, ctx), rows)
         return rows if isinstance(leaf, list) else tuple(rows)
     if is_array(leaf) and leaf.ndim:
         numpy: Any = sys.modules["numpy"]

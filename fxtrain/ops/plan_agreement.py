@@ -50,19 +50,19 @@ def plan_for(action: str, ctx: DistContext, plan: Plan | None) -> Plan:
         how they differ. Reads the config of a DeepSpeed plan on every rank, and logs once what it
         adds.
     """
-    given = ctx.given_plan
+    launched = ctx.given_plan
     if plan is None:
-        return _filled(action, ctx, given or _DEFAULT)
-    if given is not None and plan.mesh is None:  # any mesh, such as the launch's
-        given = attrs.evolve(given, mesh=None)
-        given = None if given == _DEFAULT else given
-    if given is not None and plan != given and plan not in ctx.comm.slot(LoggedPlans).plans:
+        return _filled(action, ctx, launched or _DEFAULT)
+    if launched is not None and plan.mesh is None:  # any mesh, such as the launch's
+        launched = attrs.evolve(launched, mesh=None)
+        launched = None if launched == _DEFAULT else launched
+    if launched is not None and plan != launched and plan not in ctx.comm.slot(LoggedPlans).plans:
         ctx.comm.slot(LoggedPlans).plans.add(plan)
         log(ctx, "fxtrain.plan").warning(
             "fx.%s uses the plan that the script passes, not the one that came with the launch: "
             "%s. Leave the plan out to use the launch's, or start from it: "
             "attrs.evolve(fx.given_plan(), ...).",
-            *(action, _changes(given, plan)),
+            *(action, _changes(launched, plan)),
         )
     return _filled(action, ctx, plan)
 
@@ -123,8 +123,8 @@ def check_same_plan(action: str, ctx: DistContext, plan: Plan, extra: Mapping[st
     if ctx.world_size == 1 or not ctx.comm.checks or ctx.comm.control is None:
         return
     mine = torch.frombuffer(bytearray(digest_of_plan(plan, extra)), dtype=torch.uint8)
-    found = exchange_payloads(ctx, (action, ""), mine)
-    if any(not torch.equal(one, found[0]) for one in found):
+    digests = exchange_payloads(ctx, (action, ""), mine)
+    if any(not torch.equal(digest, digests[0]) for digest in digests):
         raise_plan_differences(action, ctx, plan, extra)
 
 
@@ -156,9 +156,9 @@ def raise_plan_differences(
         PlanError: the plans differ.
         CollectiveError: an extra value differs.
     """
-    found = gather_objects((plan, _extra_text(extra)), ctx)
-    first, facts = found[0]
-    changes = {rank: _changes(first, other) for rank, (other, _) in enumerate(found)}
+    plans = gather_objects((plan, _extra_text(extra)), ctx)
+    first, facts = plans[0]
+    changes = {rank: _changes(first, other) for rank, (other, _) in enumerate(plans)}
     lines = by_rank((rank, text) for rank, text in changes.items() if text)
     if lines:
         raise PlanError(
@@ -171,8 +171,8 @@ def raise_plan_differences(
                 ]
             )
         )
-    names = [name for name in facts if len({others[name] for _, others in found}) > 1]
-    shown = [", ".join(f"{name}: {facts[name]}" for name in names) for _, facts in found]
+    names = [name for name in facts if len({others[name] for _, others in plans}) > 1]
+    shown = [", ".join(f"{name}: {facts[name]}" for name in names) for _, facts in plans]
     raise CollectiveError(
         "\n".join(
             [

@@ -110,10 +110,10 @@ def preemption(
 
 
 def _number(name: str) -> signal.Signals:
-    found = getattr(signal, str(name), None)
-    if not isinstance(found, signal.Signals):
+    number = getattr(signal, str(name), None)
+    if not isinstance(number, signal.Signals):
         raise ContextError(
             f"preemption(signals=...): {name!r} is not a signal on this system. "
             f"Use names such as 'SIGTERM'."
         )
-    return found
+    return number

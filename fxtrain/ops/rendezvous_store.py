@@ -121,11 +121,11 @@ def _ranks_that_differ(topology: Topology, store: Any, key: bytes) -> dict[int, 
     ranks = range(topology.world_size)
     if store.add(f"same/{_identity(key)}", 0) == len(ranks):
         return {}
-    found = {rank: store.get(f"hello/{rank}").decode() for rank in ranks}
+    greetings = {rank: store.get(f"hello/{rank}").decode() for rank in ranks}
     store.set(f"differs/{topology.rank}", "")
     if topology.rank == 0:
         store.wait([f"differs/{rank}" for rank in ranks], _SECRET_WAIT)
-    return {rank: text for rank, text in found.items() if text != _identity(key)}
+    return {rank: text for rank, text in greetings.items() if text != _identity(key)}
 
 
 def _difference(me: str, key: bytes, others: dict[int, str]) -> str:

@@ -35,9 +35,9 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
     check_is_context("raise_together", ctx)
     if ctx.world_size > 1:
         mine = "" if problem is None else error_text(problem)
-        found = exchange_texts(ctx, ("raise_together", "", mine), mine)
-        if problem is None and any(found):
-            lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
+        texts = exchange_texts(ctx, ("raise_together", "", mine), mine)
+        if problem is None and any(texts):
+            lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts) if text]
             raise CollectiveError("\n".join(["Another rank failed:", *lines]), code="FX303")
     if problem is not None:
         raise problem
@@ -79,8 +79,8 @@ def fail_together(ctx: DistContext | None, action: str = "") -> Iterator[None]:
             raise problem
     else:
         mine = "" if problem is None else _problem_text(problem, action)
-        if found := problem_of_ranks("raise_together", mine, ctx):
-            raise CheckpointError(found) from problem
+        if problems := problem_of_ranks("raise_together", mine, ctx):
+            raise CheckpointError(problems) from problem
 
 
 def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
@@ -100,11 +100,11 @@ def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
     machine = f" on {platform.node()}" if ctx.num_nodes > 1 else ""
     mine = words and f"{machine}: {words}"
     rows = exchange_texts(ctx, (op, "", mine), mine)
-    found = {rank: row.partition(": ") for rank, row in enumerate(rows) if row}
-    texts = {text for _, _, text in found.values()}
-    if len(texts) <= 1 and (not machine or len(found) in (0, ctx.world_size)):
+    problems = {rank: row.partition(": ") for rank, row in enumerate(rows) if row}
+    texts = {text for _, _, text in problems.values()}
+    if len(texts) <= 1 and (not machine or len(problems) in (0, ctx.world_size)):
         return next(iter(texts), "")
-    return "\n".join(f"rank {rank}{where}: {text}" for rank, (where, _, text) in found.items())
+    return "\n".join(f"rank {rank}{where}: {text}" for rank, (where, _, text) in problems.items())
 
 
 def gather_with_errors(
@@ -117,10 +117,10 @@ def gather_with_errors(
     """
     mine = "" if problem is None else error_text(problem)
     own = (value, mine, mine and platform.node())
-    found = [own] if ctx.world_size == 1 else gather_objects(own, ctx)
-    hosts = {rank: host for rank, (*_, host) in enumerate(found) if host and ctx.num_nodes > 1}
-    problems = by_rank(((rank, text) for rank, (_, text, _) in enumerate(found) if text), hosts)
-    return [value for value, *_ in found], problems
+    rows = [own] if ctx.world_size == 1 else gather_objects(own, ctx)
+    hosts = {rank: host for rank, (*_, host) in enumerate(rows) if host and ctx.num_nodes > 1}
+    problems = by_rank(((rank, text) for rank, (_, text, _) in enumerate(rows) if text), hosts)
+    return [value for value, *_ in rows], problems
 
 
 def gather_or_raise(value: Any, problem: FxError | None, ctx: DistContext) -> list[Any]:

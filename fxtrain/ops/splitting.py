@@ -218,8 +218,8 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, src: int = 0) -> T:
 def _serialized_trees(values: Any, ctx: DistContext) -> tuple[list[Tensor], bool, str | None]:
     """Each rank's tree as bytes, whether every rank can unpickle its own, and any problem."""
     if not isinstance(values, Sequence) or len(values) != ctx.world_size:
-        found = f"{len(values)} trees" if isinstance(values, Sequence) else type(values).__name__
-        problem = f"{found} for {ctx.world_size} ranks. Pass a sequence of one tree per rank."
+        has = f"{len(values)} trees" if isinstance(values, Sequence) else type(values).__name__
+        problem = f"{has} for {ctx.world_size} ranks. Pass a sequence of one tree per rank."
         return [], True, problem
     payloads: list[Tensor] = []
     sure = True

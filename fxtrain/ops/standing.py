@@ -94,17 +94,17 @@ class _Watch(threading.Thread):
         os.close(self._stacks)
 
     def run(self) -> None:
-        seen, since, told = self._progress(), time.monotonic(), False
+        seen, since, written = self._progress(), time.monotonic(), False
         size = self._arm()
         while not self._stopped.wait(_TICK_S):
             asked, now = _written_at(self._folder / ASK), self._progress()
             if os.fstat(self._stacks).st_size != size:
                 self._write_record("signal")
             if now != seen:
-                seen, since, told = now, time.monotonic(), False
+                seen, since, written = now, time.monotonic(), False
                 self._arm()
-            elif not told and time.monotonic() - since > self._bound_s:
-                told = True
+            elif not written and time.monotonic() - since > self._bound_s:
+                written = True
                 self._write(_SILENT.format(time.monotonic() - since))
                 if self._ctx.is_main:
                     self._report()
@@ -115,7 +115,7 @@ class _Watch(threading.Thread):
 
     def _progress(self) -> tuple[object, ...]:
         calls = [(state.count, state.completed) for _, state in self._states()]
-        return (calls, *((one.updates, one.micro) for one in self._windows()))
+        return (calls, *((window.updates, window.micro) for window in self._windows()))
 
     def _arm(self) -> int:
         """Have stacks written if this thread cannot do it; bytes in their file now."""
@@ -161,8 +161,8 @@ class _Watch(threading.Thread):
 
     def _states(self) -> Iterable[tuple[str, CallState]]:
         """The collectives of the context, and of its axes."""
-        found = {id(one.comm): one.comm for one in (self._ctx, *self._ctx._axes.values())}
-        return [(one.name, one.slot(CallState)) for one in found.values()]
+        comms = {id(one.comm): one.comm for one in (self._ctx, *self._ctx._axes.values())}
+        return [(one.name, one.slot(CallState)) for one in comms.values()]
 
     def _windows(self) -> list[AccumulationWindow]:
         return list(self._ctx.comm.slot(Models).windows)
@@ -184,7 +184,9 @@ class _Watch(threading.Thread):
             "why": why,
             "time": time.time(),
             "asked": self._asked,
-            "models": [{"updates": one.updates, "micro": one.micro} for one in self._windows()],
+            "models": [
+                {"updates": window.updates, "micro": window.micro} for window in self._windows()
+            ],
             "calls": calls,
             "host_memory_bytes": _host_memory(),
             "device_memory_bytes": _device_memory(self._ctx.device),

@@ -289,11 +289,11 @@ def schedule(metric: float | Tensor, model: Wrapped) -> None:
 
 def waiting_schedulers(model: Wrapped) -> list[ReduceLROnPlateau]:
     """The schedulers of a model that follow a metric."""
-    made = model.scheduler
-    if isinstance(made, Mapping):
-        made = list(made.values())
-    every = made if isinstance(made, list | tuple) else [made]
-    return [one for one in every if isinstance(one, ReduceLROnPlateau)]
+    schedulers = model.scheduler
+    if isinstance(schedulers, Mapping):
+        schedulers = list(schedulers.values())
+    every = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
+    return [scheduler for scheduler in every if isinstance(scheduler, ReduceLROnPlateau)]
 
 
 def check_loss(loss: Any) -> None:

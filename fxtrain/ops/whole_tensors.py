@@ -27,14 +27,14 @@ def weights_of(module: nn.Module) -> dict[str, Weight]:
         No traffic; no tensor is copied.
     """
     stored = stored_tensors(module)
-    found = {plain_name(name): weight_of(value) for name, value in stored.items()}
+    weights = {plain_name(name): weight_of(value) for name, value in stored.items()}
     known = {id(value) for value in stored.values()}
     known |= {id(part.weight) for _, part, _ in quantized_layers(module)}
     for named in (module.named_parameters, module.named_buffers):
         for name, tensor in named(remove_duplicate=False):
             if id(tensor) not in known:
-                found.setdefault(plain_name(name), attrs.evolve(weight_of(tensor), stored=False))
-    return found
+                weights.setdefault(plain_name(name), attrs.evolve(weight_of(tensor), stored=False))
+    return weights
 
 
 def weight_of(tensor: Any) -> Weight:
@@ -103,10 +103,12 @@ def part_of(tensor: Any) -> TensorIndex | None:
 def _rows(tensor: Any, dim: int, package: Any) -> slice | Tensor:
     size = tensor.shape[dim]
     along = [
-        one if getattr(one, "dim", None) in (dim, dim - tensor.ndim) else package.Replicate()
-        for one in tensor.placements
+        placement
+        if getattr(placement, "dim", None) in (dim, dim - tensor.ndim)
+        else package.Replicate()
+        for placement in tensor.placements
     ]
-    if all(one.is_replicate() for one in along):
+    if all(placement.is_replicate() for placement in along):
         return slice(0, size)
     numbers = torch.arange(size, device="cpu").reshape(
         [-1 if d == dim else 1 for d in range(tensor.ndim)]

@@ -49,14 +49,14 @@ def load(part: str = "", *, needed_by: str = "XLA") -> ModuleType:
 def _check_versions(needed_by: str) -> None:
     """Compare versions before importing: otherwise the import fails on an undefined symbol."""
     try:
-        found = importlib.metadata.version(_PACKAGE)
+        version = importlib.metadata.version(_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         return  # `optional` reports it
-    if found.split(".")[:2] != torch.__version__.split(".")[:2]:
+    if version.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise MissingPackageError(
             f"{needed_by} needs the torch_xla that is built for torch {torch.__version__}, but "
-            f"{found} is installed. Install the same version of both, in a separate environment: "
-            f"pip install torch=={found} torch_xla=={found}",
+            f"{version} is installed. Install the same version of both, in a separate environment: "
+            f"pip install torch=={version} torch_xla=={version}",
             name=_PACKAGE,
         )
 

@@ -236,8 +236,8 @@ def _field_hook(
         problem = check.problem(field, value)
         if problem is not None:
             table = _table_words(inner, problem)
-            told = shown(data) if field.repr else "a value"
-            raise ValueError(f"found {told}; {problem}{table}")
+            words = shown(data) if field.repr else "a value"
+            raise ValueError(f"found {words}; {problem}{table}")
         return value
 
     return build

@@ -144,8 +144,8 @@ _BY_KIND = {str(kind_of(config)): config for config in BUILT_IN}
 
 def _strategy_of(value: Config | StrategyKind) -> Config:
     """The config of a strategy given by its kind; any other value unchanged."""
-    made = _BY_KIND[value]() if isinstance(value, str) and value in _BY_KIND else value
-    return cast(Config, made)  # the plan's check refuses anything else
+    strategy = _BY_KIND[value]() if isinstance(value, str) and value in _BY_KIND else value
+    return cast(Config, strategy)  # the plan's check refuses anything else
 
 
 def _compile_of(value: Compile | bool | None) -> Compile | None:  # noqa: FBT001 - a converter

@@ -107,5 +107,5 @@ def quantize_of(
     value: Bnb8 | Bnb4 | Torchao | QuantizeKind | None,
 ) -> Bnb8 | Bnb4 | Torchao | None:
     """The record of a kind of quantisation; everything else as it is."""
-    made = _BY_KIND[value]() if isinstance(value, str) and value in _BY_KIND else value
-    return cast(Quantize | None, made)  # the plan's check refuses anything else
+    config = _BY_KIND[value]() if isinstance(value, str) and value in _BY_KIND else value
+    return cast(Quantize | None, config)  # the plan's check refuses anything else

@@ -413,8 +413,8 @@ def _close_others(before: tuple[int, list[Any]], own: list[Any]) -> None:
 
     from fxtrain.backends.core.device_mesh import clear_sharding_caches
 
-    kept = {id(group) for group in (*before[1], *own)}
-    others = [group for group in groups if id(group) not in kept]
+    remaining = {id(group) for group in (*before[1], *own)}
+    others = [group for group in groups if id(group) not in remaining]
     for group in others:
         dist.destroy_process_group(group)
     if others:

@@ -248,7 +248,7 @@ def on_mesh(ctx: Any, mesh: Mesh | None) -> Iterator[DistContext]:
 
 def _works(placed: DistContext) -> bool:
     state = placed.comm.state
-    return not any(one.closed or one.failure for one in (state, *state.children))
+    return not any(each.closed or each.failure for each in (state, *state.children))
 
 
 def _close_last(state: MeshContext) -> None:

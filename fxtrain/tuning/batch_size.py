@@ -152,12 +152,14 @@ def predict_batch_size(
             mesh=mesh,
             device_memory=device_memory,
         )
-        if others := [one.text for one in run.problems if one.fatal and one.kind != "memory"]:
+        if others := [
+            problem.text for problem in run.problems if problem.fatal and problem.kind != "memory"
+        ]:
             raise PlanError(
                 f"predict_batch_size: the dry run of batch size {size} ends with a problem:\n"
                 + "\n".join(others)
             )
-        if not any(one.kind == "memory" for one in run.problems):
+        if not any(problem.kind == "memory" for problem in run.problems):
             return size, candidate
     raise _nothing_fits("predict_batch_size", start)
 
@@ -318,15 +320,15 @@ class NoiseScale:
         return max(self.noise, 0.0) / self.signal if self.signal > 0 else None
 
 
-def _pair(name: str, given: Any) -> tuple[float, float]:
+def _pair(name: str, pair: Any) -> tuple[float, float]:
     try:
-        norm, rows = given
-        values = [one.item() if isinstance(one, Tensor) else one for one in (norm, rows)]
-        if all(isinstance(one, int | float) for one in values) and values[1] > 0:
+        norm, rows = pair
+        values = [value.item() if isinstance(value, Tensor) else value for value in (norm, rows)]
+        if all(isinstance(value, int | float) for value in values) and values[1] > 0:
             return float(values[0]), float(values[1])
     except (TypeError, ValueError, RuntimeError):
         pass
     raise PlanError(
-        f"NoiseScale.update({name}={shown(given)}): pass the norm of a gradient and the number of "
+        f"NoiseScale.update({name}={shown(pair)}): pass the norm of a gradient and the number of "
         f"its rows. report.grad_norm is a number where Plan(clip_norm=...) is set."
     )

@@ -54,11 +54,11 @@ class RateCurve:
     def smoothed(self) -> tuple[float, ...]:
         """Means over a twentieth of the curve on each side, which shift nothing along it."""
         count = len(self.losses)
-        found: list[float] = []
+        losses: list[float] = []
         for n in range(count):
             side = min(max(1, count // 20), n, count - 1 - n)
-            found.append(sum(self.losses[n - side : n + side + 1]) / (2 * side + 1))
-        return tuple(found)
+            losses.append(sum(self.losses[n - side : n + side + 1]) / (2 * side + 1))
+        return tuple(losses)
 
     @property
     def steepest(self) -> float | None:
@@ -155,7 +155,7 @@ def _check(
             f"fx.shard(torch_loader, ctx, plan)."
         )
     placed = fns.model.strategy.weights(fns.model).values()
-    if fns.model.ctx.mesh.pipeline > 1 or any(one.together or one.place for one in placed):
+    if fns.model.ctx.mesh.pipeline > 1 or any(weight.together or weight.place for weight in placed):
         raise PlanError(
             f"find_lr: {fns.model.strategy.name} keeps trained values in other places than the "
             f"module's parameters on each rank. Use Single, DDP, FSDP or TP."

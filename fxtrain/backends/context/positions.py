@@ -46,24 +46,24 @@ def expose_positions(module: nn.Module, ctx: DistContext, plan: Plan) -> None:
 
 def _owners(module: nn.Module, config: CP) -> list[tuple[nn.Module, list[str]]]:
     chosen = {n for n in tables(module) if any(fnmatch.fnmatchcase(n, p) for p in config.tables)}
-    found: list[tuple[nn.Module, list[str]]] = []
+    owners: list[tuple[nn.Module, list[str]]] = []
     for prefix, part in module.named_modules():
         own = [*part._parameters, *part._buffers]
         names = [name for name in own if f"{prefix}.{name}".lstrip(".") in chosen]
         if names:
-            found.append((part, names))
-    return found
+            owners.append((part, names))
+    return owners
 
 
 def _masked(module: nn.Module, config: CP) -> list[nn.Module]:
     """The innermost modules that pass a mask to attention which is causal without it."""
     if not config.causal:
         return []
-    found = [part for part in module.modules() if "attention_mask" in _arguments(part)]
+    parts = [part for part in module.modules() if "attention_mask" in _arguments(part)]
     return [
         part
-        for part in found
-        if not any(inner is not part and inner in found for inner in part.modules())
+        for part in parts
+        if not any(inner is not part and inner in parts for inner in part.modules())
     ]
 
 
@@ -77,9 +77,9 @@ def _maskless(part: nn.Module) -> Callable[..., Any]:
     forward, signature = part.forward, inspect.signature(part.forward)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.arguments["attention_mask"] = None
-        return forward(*given.args, **given.kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["attention_mask"] = None
+        return forward(*bound.args, **bound.kwargs)
 
     return run
 

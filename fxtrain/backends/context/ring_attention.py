@@ -108,9 +108,9 @@ def _backward(
     attention in backward, so the autograd engine has to run inside the mode.
     """
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-    given = gradient if grad_tensors is None else grad_tensors
-    grads = (given,) if given is None or isinstance(given, Tensor) else tuple(given)
-    grads = _make_grads(roots, grads * len(roots) if given is None else grads, False)  # noqa: FBT003
+    gradients = gradient if grad_tensors is None else grad_tensors
+    grads = (gradients,) if gradients is None or isinstance(gradients, Tensor) else tuple(gradients)
+    grads = _make_grads(roots, grads * len(roots) if gradients is None else grads, False)  # noqa: FBT003
     leaves = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
     keep = create_graph if retain_graph is None else retain_graph
     with mode:
@@ -263,8 +263,8 @@ def _many_heads(
 def _many_heads_back(
     op: Callable[..., Any], n: int, *, key: Tensor, value: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = op(key=_repeated(key, n), value=_repeated(value, n), **options)
-    query, keys, values = found[:3]
+    gradients = op(key=_repeated(key, n), value=_repeated(value, n), **options)
+    query, keys, values = gradients[:3]
     return query, _summed(keys, n), _summed(values, n)
 
 
@@ -373,8 +373,8 @@ def _plain_backward(
     mean = (grad * out.to(wide)).sum(-1, keepdim=True)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     slopes = shares * (grad @ value.to(wide).mT - mean) * factor
-    found = slopes @ key.to(wide), slopes.mT @ query.to(wide), shares.mT @ grad
-    return found[0].to(query.dtype), found[1].to(key.dtype), found[2].to(value.dtype)
+    gradients = slopes @ key.to(wide), slopes.mT @ query.to(wide), shares.mT @ grad
+    return gradients[0].to(query.dtype), gradients[1].to(key.dtype), gradients[2].to(value.dtype)
 
 
 _NO_DROPOUT: dict[str, Any] = {"dropout_p": 0.0}

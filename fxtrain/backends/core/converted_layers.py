@@ -159,8 +159,8 @@ def _split_problems(
     """What does not fit where quantised weights are split over ranks."""
     if ctx.world_size == 1:
         return []
-    found = sharding_problem(module, plan.quantize)
-    problems = [] if found is None else [f"{what} under {strategy.name}: {found}."]
+    problem = sharding_problem(module, plan.quantize)
+    problems = [] if problem is None else [f"{what} under {strategy.name}: {problem}."]
     if ctx.mesh.tensor > 1:
         problems.append(
             f"{what} under {strategy.name}: layers cannot be split over the mesh's tensor axis as "
@@ -196,8 +196,8 @@ def quantized_as_planned(
                 undo.append(quantize_layers(module, plan.quantize, device, trains=trains)[1])
             if isinstance(config, Offload):
                 if config.source is not None and not is_quantized(module):
-                    with open_source(config.source) as found:
-                        undo.append(put_stored_layers(config.source, found, module))
+                    with open_source(config.source) as source:
+                        undo.append(put_stored_layers(config.source, source, module))
                 undo.append(stream_later(module, torch.device("cpu")))
         yield
     except BaseException:

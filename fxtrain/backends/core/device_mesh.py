@@ -102,8 +102,8 @@ def show_local(module: nn.Module, names: Iterable[str], **options: Any) -> None:
         options: Of `DTensor.to_local`.
     """
     for name in names:
-        held: Any = module._parameters[name]
-        vars(module)[name] = held.to_local(**options)
+        parameter: Any = module._parameters[name]
+        vars(module)[name] = parameter.to_local(**options)
 
 
 def hide_local(module: nn.Module, names: Iterable[str]) -> list[Tensor]:

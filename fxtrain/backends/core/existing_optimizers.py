@@ -22,17 +22,17 @@ _FACTORY = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
 _BOTH = "fx.wrap(net, ctx, plan, optimizer=optimizer, scheduler=scheduler)"
 
 
-def described(given: Any, module: nn.Module) -> str:
+def described(objects: Any, module: nn.Module) -> str:
     """What ranks compare of an optimizer or scheduler."""
-    if given is None:
+    if objects is None:
         return "none"
     names = _names_of(module)
-    told = [type(one).__name__ for one in _all(given, LRScheduler)]
-    for one in _all(given, torch.optim.Optimizer):
-        sizes = [len(group["params"]) for group in one.param_groups]
-        own = sum(id(p) in names for group in one.param_groups for p in group["params"])
-        told.append(f"{type(one).__name__} of groups of {sizes}, {own} of this model")
-    return ", ".join(told) or "given"
+    kinds = [type(each).__name__ for each in _all(objects, LRScheduler)]
+    for each in _all(objects, torch.optim.Optimizer):
+        sizes = [len(group["params"]) for group in each.param_groups]
+        own = sum(id(p) in names for group in each.param_groups for p in group["params"])
+        kinds.append(f"{type(each).__name__} of groups of {sizes}, {own} of this model")
+    return ", ".join(kinds) or "given"
 
 
 def as_factories(optimizer: Any, scheduler: Any, module: nn.Module) -> tuple[Any, Any]:
@@ -66,13 +66,13 @@ def as_factories(optimizer: Any, scheduler: Any, module: nn.Module) -> tuple[Any
     return optimizer, scheduler
 
 
-def _all(given: Any, kind: type) -> list[Any]:
+def _all(objects: Any, kind: type) -> list[Any]:
     """The ready-made objects in an argument of `wrap`; none if it is a factory."""
-    if isinstance(given, kind):
-        return [given]
-    found = list(given.values()) if isinstance(given, Mapping) else given
-    is_list = isinstance(found, list | tuple) and bool(found)
-    return list(found) if is_list and all(isinstance(one, kind) for one in found) else []
+    if isinstance(objects, kind):
+        return [objects]
+    entries = list(objects.values()) if isinstance(objects, Mapping) else objects
+    is_list = isinstance(entries, list | tuple) and bool(entries)
+    return list(entries) if is_list and all(isinstance(entry, kind) for entry in entries) else []
 
 
 def _names_of(module: nn.Module) -> dict[int, list[str]]:
@@ -87,23 +87,23 @@ def _check_parameters(
     optimizers: list[torch.optim.Optimizer], names: Mapping[int, list[str]], module: nn.Module
 ) -> None:
     seen: set[int] = set()
-    for one in optimizers:
-        held = [p for group in one.param_groups for p in group["params"]]
-        foreign = [tuple(p.shape) for p in held if id(p) not in names]
+    for optimizer in optimizers:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        foreign = [tuple(p.shape) for p in parameters if id(p) not in names]
         if foreign:
             raise PlanError(
-                f"wrap(optimizer=...): {len(foreign)} of the {len(held)} parameters of this "
-                f"{type(one).__name__} are not those of the {type(module).__name__} (the first has "
-                f"the shape {list(foreign[0])}). Build it on the parameters of the module before "
-                f"it is wrapped, or pass a factory: {_FACTORY}"
+                f"wrap(optimizer=...): {len(foreign)} of the {len(parameters)} parameters of "
+                f"this {type(optimizer).__name__} are not those of the {type(module).__name__} "
+                f"(the first has the shape {list(foreign[0])}). Build it on the parameters of the "
+                f"module before it is wrapped, or pass a factory: {_FACTORY}"
             )
-        twice = [names[id(p)][0] for p in held if id(p) in seen]
+        twice = [names[id(p)][0] for p in parameters if id(p) in seen]
         if twice:
             raise PlanError(
                 f"wrap(optimizer=...): several of these optimizers hold {twice[0]}, which each of "
                 f"them would update. Give every parameter to one optimizer."
             )
-        seen.update(map(id, held))
+        seen.update(map(id, parameters))
 
 
 def _optimizer_factory(
@@ -213,8 +213,8 @@ def _scheduler_factory(
                 continue
             # The strategy has put another optimizer into its place, with the same groups.
             _StepCount(new)
-            for one in schedulers:
-                _build_on(one, old, new)
+            for scheduler in schedulers:
+                _build_on(scheduler, old, new)
         return given
 
     return adopt

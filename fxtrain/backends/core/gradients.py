@@ -82,25 +82,25 @@ def clamp_local(parts: list[Tensor], limit: float) -> None:
 
 def unscale_local(parts: list[Tensor], inverse: Tensor) -> Tensor:
     """Multiply in place by the inverse loss scale; 1 if this rank has an inf or nan, else 0."""
-    found = torch.zeros((), device=inverse.device)
+    nonfinite = torch.zeros((), device=inverse.device)
     for (_, device), alike in _by_dtype_and_device(parts).items():
-        there = found.to(device)
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, there, inverse.to(device))
-        found = torch.maximum(found, there.to(found.device))
-    return found
+        flag = nonfinite.to(device)
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, inverse.to(device))
+        nonfinite = torch.maximum(nonfinite, flag.to(nonfinite.device))
+    return nonfinite
 
 
 def _as_parameters_laid_out(parameters: Any) -> list[Any]:
     """Gradients with the placements of their parameters: torch leaves some as partial sums."""
-    found: list[Any] = []
+    gradients: list[Any] = []
     for parameter in parameters:
         grad = parameter.grad
         if grad is None:
             continue
         if hasattr(grad, "device_mesh") and grad.placements != parameter.placements:
             parameter.grad = grad = grad.redistribute(placements=parameter.placements)
-        found.append(grad)
-    return found
+        gradients.append(grad)
+    return gradients
 
 
 def _groups_of(grad: Any) -> list[Any]:

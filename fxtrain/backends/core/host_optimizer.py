@@ -54,7 +54,7 @@ def refuse_existing(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def on_host(
-    made: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
     module: nn.Module,
     strategy: Strategy,
     change: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None,
@@ -67,9 +67,9 @@ def on_host(
     Raises:
         PlanError: this strategy, device or version does not support it.
     """
-    if isinstance(made, HostOptimizer):
+    if isinstance(optimizer, HostOptimizer):
         raise PlanError(f"{_ASKED} of a model that was wrapped. {_FACTORY}")
-    library: Any = made
+    library: Any = optimizer
     freed = _take_hooks(library)  # also if it is refused: they hold memory of the host
     if not strategy.updates_on_host:
         raise PlanError(f"{_ASKED} under {strategy.name}, which does not support it. {_INSTEAD}")
@@ -126,12 +126,12 @@ class _Place(NamedTuple):
 
 def _places(library: Any) -> dict[Tensor, _Place]:
     places = {
-        parameter: _Place(one, one.param_groups[0], library.param_d2h_map[parameter])
-        for parameter, one in library.optim_dict.items()
+        parameter: _Place(each, each.param_groups[0], library.param_d2h_map[parameter])
+        for parameter, each in library.optim_dict.items()
     }
     if library.d_opt is not None:
         for group in library.d_opt.param_groups:
-            places |= {one: _Place(library.d_opt, group, one) for one in group["params"]}
+            places |= {each: _Place(library.d_opt, group, each) for each in group["params"]}
     return places
 
 
@@ -174,8 +174,8 @@ class HostOptimizer(torch.optim.Optimizer):
     def forget(self) -> None:
         """Free the memory on the host; there is nothing to update afterwards."""
         library = self._library
-        for held in (self._places, library.optim_dict, library.param_d2h_map, library.queue):
-            held.clear()
+        for table in (self._places, library.optim_dict, library.param_d2h_map, library.queue):
+            table.clear()
         library.d_opt = None
 
     @torch.no_grad()
@@ -217,12 +217,12 @@ class HostOptimizer(torch.optim.Optimizer):
     def _receive(self) -> None:
         """Take over states, and options that an update changed."""
         for group in self.param_groups:
-            places = {one: self._places[one] for one in group["params"]}
+            places = {each: self._places[each] for each in group["params"]}
             for parameter, place in places.items():
                 if place.tensor in place.optimizer.state:
                     self.state[parameter] = place.optimizer.state[place.tensor]
             found = [_options(place.group) for place in places.values()]
-            if any(one != found[0] for one in found[1:]):
+            if any(each != found[0] for each in found[1:]):
                 raise StepError(
                     f"{self.updated_by} changes options of its parameter groups in an update. "
                     f"Under torchao's {_NAME} each parameter has its own, and a checkpoint stores "
@@ -237,9 +237,9 @@ def _groups(places: Mapping[Tensor, _Place], module: nn.Module) -> list[dict[str
         parameter: index for index, parameter in enumerate(module.parameters())
     }
     groups: list[dict[str, Any]] = []
-    for parameter in sorted(places, key=lambda one: order.get(one, len(order))):
+    for parameter in sorted(places, key=lambda each: order.get(each, len(order))):
         options = _options(places[parameter].group)
-        same = next((one for one in groups if _options(one) == options), None)
+        same = next((each for each in groups if _options(each) == options), None)
         if same is None:
             groups.append({**options, "params": [parameter]})
         else:

@@ -95,14 +95,14 @@ def fill_full(
     """
     ready: dict[int, Tensor] = {}
     for path, part in module.named_modules(remove_duplicate=False):
-        for held in (part._parameters, part._buffers):
-            for key, tensor in held.items():
+        for tensors in (part._parameters, part._buffers):
+            for key, tensor in tensors.items():
                 # Every stage also computes with some buffers of others, such as frequencies.
-                needed = held is part._buffers or (f"{path}.{key}" if path else key) in keep
+                needed = tensors is part._buffers or (f"{path}.{key}" if path else key) in keep
                 if tensor is not None and needed:
                     if id(tensor) not in ready:
                         ready[id(tensor)] = _materialized(tensor, ctx)
-                    held[key] = ready[id(tensor)]  # pyright: ignore[reportArgumentType]
+                    tensors[key] = ready[id(tensor)]  # pyright: ignore[reportArgumentType]
     _fill_materialized(module, start, ctx, seed)
 
 
@@ -206,8 +206,8 @@ def _shape_of(like: DTensor) -> Tensor:
 def _reset_function(module: nn.Module, part: nn.Module) -> Callable[[], Any] | None:
     """The function with which a module initializes itself."""
     for owner, name in ((part, "reset_parameters"), (part, "_reset_parameters")):
-        if callable(found := getattr(owner, name, None)):
-            return found
+        if callable(function := getattr(owner, name, None)):
+            return function
     init = getattr(module, "_init_weights", None)  # of transformers, over a single module
     return (lambda: init(part)) if callable(init) else None
 
@@ -224,14 +224,14 @@ def _reset(module: nn.Module, ctx: DistContext) -> None:
     done: set[int] = set()
     for part in module.modules():
         reset = _reset_function(module, part)
-        held = {name: p for name, p in part._parameters.items() if p is not None}
+        parameters = {name: p for name, p in part._parameters.items() if p is not None}
         if reset is None or not _own(part):
             continue
-        for name, parameter in held.items():
+        for name, parameter in parameters.items():
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=ctx.device)
             part._parameters[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         reset()
-        for name, parameter in held.items():
+        for name, parameter in parameters.items():
             whole = part._parameters[name]
             assert whole is not None
             part._parameters[name] = parameter

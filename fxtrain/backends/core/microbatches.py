@@ -58,9 +58,9 @@ def split(tree: Any, rows: int, parts: int) -> list[Any]:
     return [_tree.unflatten(shape, piece) for piece in pieces]
 
 
-def _is_column(one: Any, rows: int) -> bool:
-    values = type(one) is list and len(one) == rows and rows > 0
-    return values and not any(isinstance(value, Tensor) for value in one)
+def _is_column(leaf: Any, rows: int) -> bool:
+    values = type(leaf) is list and len(leaf) == rows and rows > 0
+    return values and not any(isinstance(value, Tensor) for value in leaf)
 
 
 def join(trees: Sequence[Any], rows: int) -> Any:

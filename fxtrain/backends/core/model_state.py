@@ -55,7 +55,7 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
     values: dict[str, Any] = {
         "module": extra,
         "optimizers": optimizers,
-        "schedulers": [one.state_dict() for one in flatten_schedulers(model.scheduler)],
+        "schedulers": [scheduler.state_dict() for scheduler in flatten_schedulers(model.scheduler)],
         "scaler": None if model.scaler is None else model.scaler.state_dict(),
         # torch's DDP sends buffers before a forward if the one before it ended a window.
         "sends_buffers": getattr(model.engine, _SENDS_BUFFERS, None),
@@ -77,8 +77,8 @@ def _scales(model: Wrapped, *, create: bool = False) -> dict[str, Tensor]:
     recipe = model.plan.precision.recipe
     if not isinstance(recipe, TE):
         return {}
-    found = scaling_state(model.module, recipe, create=create)
-    return {f"fp8.{name}": tensor for name, tensor in found.items()}
+    scales = scaling_state(model.module, recipe, create=create)
+    return {f"fp8.{name}": tensor for name, tensor in scales.items()}
 
 
 def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()) -> None:
@@ -133,14 +133,14 @@ def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
     Neither is there for a plan that asks for none, so that its checkpoints stay as they were.
     """
     facts = quantized_facts(model.module)
-    found: dict[str, Any] = {"quantized": facts} if facts else {}
+    values: dict[str, Any] = {"quantized": facts} if facts else {}
     if model.plan.frozen == "digests":
         named = model.module.named_parameters(remove_duplicate=False)
         names = {name for name, parameter in named if not parameter.requires_grad}
         names |= quantized_tensors(model.module).keys()
         base = [name for name in tensors if name.removeprefix("module.") in names]
-        found["base"] = {name: _digest(tensors.pop(name)) for name in base}
-    return found
+        values["base"] = {name: _digest(tensors.pop(name)) for name in base}
+    return values
 
 
 def _digest(tensor: Any) -> str:
@@ -171,25 +171,25 @@ def _check_base(tensors: dict[str, Tensor], base: Mapping[str, str]) -> None:
         )
 
 
-def _check_formats(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+def _check_formats(here: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Quantised weights of two formats may have tensors of the same shapes."""
-    for name in sorted(here.keys() | there.keys()):
-        if here.get(name) != there.get(name):
-            found = [one.get(name, {}).get("format", "not quantised") for one in (there, here)]
-            how = ", with other settings" if found[0] == found[1] else ""
+    for name in sorted(here.keys() | theirs.keys()):
+        if here.get(name) != theirs.get(name):
+            formats = [each.get(name, {}).get("format", "not quantised") for each in (theirs, here)]
+            how = ", with other settings" if formats[0] == formats[1] else ""
             raise CheckpointError(
-                f"{name} is {found[0]} in the checkpoint, and {found[1]} in the model{how}. Wrap "
-                f"the model with the Plan(quantize=...) that it was saved with.",
+                f"{name} is {formats[0]} in the checkpoint, and {formats[1]} in the model{how}. "
+                f"Wrap the model with the Plan(quantize=...) that it was saved with.",
                 code="FX603",
             )
 
 
 def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
-    there = {name for name in saved.shapes if name.startswith("module.")}
-    problems = [f"  {name[7:]} is not in the checkpoint" for name in tensors.keys() - there]
-    problems += [f"  {name[7:]} is only in the checkpoint" for name in there - tensors.keys()]
+    saved_names = {name for name in saved.shapes if name.startswith("module.")}
+    problems = [f"  {name[7:]} is not in the checkpoint" for name in tensors.keys() - saved_names]
+    problems += [f"  {name[7:]} is only in the checkpoint" for name in saved_names - tensors.keys()]
     kept = False
-    for name in tensors.keys() & there:
+    for name in tensors.keys() & saved_names:
         shape, dtype = saved.shapes[name]
         tensor = tensors[name]
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):

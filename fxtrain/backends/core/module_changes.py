@@ -69,8 +69,8 @@ def checkpointed(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callable
     """A forward whose activations are recomputed in backward, except those of some operators."""
     options: dict[str, Any] = {"use_reentrant": False}
     if keep:
-        kept = [operator for name in keep for operator in _SAVED_OPERATORS[name]]
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
+        operators = [operator for name in keep for operator in _SAVED_OPERATORS[name]]
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, operators)
     return functools.partial(checkpoint, forward, **options)
 
 
@@ -103,7 +103,7 @@ def prepare_module(
 def model_values(module: nn.Module) -> tuple[Tensor, ...]:
     """The parameters and buffers of a model; of quantised weights, the tensors they consist of."""
     hidden = {id(part.weight) for _, part, _ in quantized_layers(module)}
-    plain = [one for one in module.parameters() if id(one) not in hidden]
+    plain = [parameter for parameter in module.parameters() if id(parameter) not in hidden]
     return (*plain, *module.buffers(), *quantized_tensors(module).values())
 
 
@@ -144,7 +144,7 @@ def _tied_names(module: nn.Module) -> list[list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return [found for found in names.values() if len(found) > 1]
+    return [tied for tied in names.values() if len(tied) > 1]
 
 
 def unknown_classes(module: nn.Module, names: Iterable[str], *, field: str) -> list[str]:
@@ -182,7 +182,7 @@ def compile_parts(
         Sets torch's compiled call on them and, with `hooked`, `forward` on torch's own modules
         inside. Each call that creates graphs logs their number, on rank 0.
     """
-    told = _CompilationCounter(ctx)
+    counter = _CompilationCounter(ctx)
     for part in parts:
         for inner in part.modules():
             if hooked and _needs_own_frame(inner):
@@ -197,7 +197,7 @@ def compile_parts(
             dynamic=config.dynamic,
             options={"freezing": True} if config.prepack else None,
         )
-        part._compiled_call_impl = told.watched(compiled, type(part).__name__)
+        part._compiled_call_impl = counter.watched(compiled, type(part).__name__)
 
 
 class _CompilationCounter:

@@ -37,7 +37,9 @@ def window_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Tensor], 
         pending = None if part is None else _unreduced(part)
         for kind, grad in (("grad", parameter.grad), ("unreduced", pending)):
             if grad is not None:
-                partial = any(one.is_partial() for one in getattr(grad, "placements", ()))
+                partial = any(
+                    placement.is_partial() for placement in getattr(grad, "placements", ())
+                )
                 own[f"partial.{name}" if partial else f"{kind}.{name}"] = local_part(grad)
     tensors = _means(model, losses) if window.micro or model.status.added_grads else {}
     facts = {"layout": _layout(model), "losses": losses.world_size, "replicas": _replicas(model)}
@@ -122,9 +124,9 @@ def load_window(model: Wrapped, saved: StateReader) -> None:
         parameter.grad = None
         if hasattr(part, "_unsharded_param"):
             part._unsharded_param.grad = None
-        if kept := part is not None and _PENDING in vars(part):  # until torch 2.13
+        if pending := part is not None and _PENDING in vars(part):  # until torch 2.13
             setattr(part, _PENDING, None)
-        if exact and (kept or part is None):
+        if exact and (pending or part is None):
             _set_own(parameter, part, *[saved.own(f"{kind}.{name}", saved.rank) for kind in _KINDS])
         elif f"grad.{name}" in saved.shapes:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
@@ -178,9 +180,11 @@ def _load_counts(
     """
     first, losses = windows[0], model.ctx.axis("loss")
     for name in ("rows", "full_rows"):
-        setattr(first, name, sum(getattr(one, name) for one in windows) * replicas // len(windows))
+        setattr(
+            first, name, sum(getattr(window, name) for window in windows) * replicas // len(windows)
+        )
     # Other ranks of a data rank have the same weight. The sum over the data ranks stays.
-    weight = torch.stack([one.weight for one in windows]).sum() * ranks / len(windows)
+    weight = torch.stack([window.weight for window in windows]).sum() * ranks / len(windows)
     sums = first.sums.clone()
     sums[0], sums[1] = first.scale * losses.world_size / ranks, weight * (losses.rank == 0)
     _set_counts(model.window, first, sums)

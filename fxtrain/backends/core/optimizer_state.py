@@ -41,18 +41,18 @@ def optimizer_state(
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of one parameter's state, and everything else."""
     packed = {key: pack(value) for key, value in state.items() if is_packed(value)}
-    held = {
+    tensors = {
         key: value
         for key, value in state.items()
         if isinstance(value, Tensor) and key not in packed
     }
-    plain = {key: value for key, value in state.items() if key not in held and key not in packed}
+    plain = {key: value for key, value in state.items() if key not in tensors and key not in packed}
     values: dict[str, Any] = {"keys": list(state), "plain": plain}
     if packed:
         values["packed"] = {key: facts for key, (_, facts) in packed.items()}
     for key, (inside, _) in packed.items():
-        held |= {f"{key}.{name}": value for name, value in inside.items()}
-    return held, values
+        tensors |= {f"{key}.{name}": value for name, value in inside.items()}
+    return tensors, values
 
 
 def load_optimizers(model: Wrapped, saved: StateReader, kept: Iterable[Tensor]) -> None:
@@ -115,17 +115,17 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def own_tensor_of_ranks(saved: StateReader, name: str) -> list[Tensor]:
     """Each rank's own copy of a tensor, where ranks differ."""
-    found = [saved.own(name, rank) for rank in range(saved.ranks)]
-    return [one for one in found if one is not None]
+    tensors = [saved.own(name, rank) for rank in range(saved.ranks)]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
-def flatten_schedulers(made: Any) -> list[Any]:
+def flatten_schedulers(schedulers: Any) -> list[Any]:
     """The schedulers in what the factory returned, in order."""
-    if made is None:
+    if schedulers is None:
         return []
-    if isinstance(made, Mapping):
-        return list(made.values())
-    return list(made) if isinstance(made, list | tuple) else [made]
+    if isinstance(schedulers, Mapping):
+        return list(schedulers.values())
+    return list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers]
 
 
 def _load_optimizer(
@@ -138,7 +138,7 @@ def _load_optimizer(
 ) -> None:
     """Restore an optimizer directly: torch's loading would cast states to the parameters' dtype."""
     part = local_optimizer(optimizer)
-    held = {id(parameter) for group in part.param_groups for parameter in group["params"]}
+    parameters = {id(parameter) for group in part.param_groups for parameter in group["params"]}
     groups = list(_groups(optimizer, names))
     own = [[name for name, _ in named] for _, named in groups]
     theirs = [group["params"] for group in values["groups"]]
@@ -160,7 +160,7 @@ def _load_optimizer(
         fast = bool(group.get("capturable")) or bool(group.get("fused"))
         for name, parameter in named:
             state = values["state"].get(name)
-            if state is None or id(parameter) not in held:
+            if state is None or id(parameter) not in parameters:
                 part.state.pop(parameter, None)
                 continue
             old = part.state.get(parameter, {})
@@ -187,8 +187,8 @@ def _read_value(
 def _states(states: Mapping[str, Any], prefix: str, saved: StateReader) -> Mapping[str, Any]:
     """Which state an optimizer keeps for which parameter, on all ranks together."""
     every = dict(states)
-    for one in own_tensor_of_ranks(saved, f"{prefix}.state"):
-        every = {**from_bytes(one), **every}
+    for each in own_tensor_of_ranks(saved, f"{prefix}.state"):
+        every = {**from_bytes(each), **every}
     return every
 
 
@@ -214,17 +214,17 @@ def _reader(
     def read(prefix: str, key: str) -> Tensor:
         name = f"{prefix}.{key}"
         shape, dtype = saved.shapes[name]
-        there: Any = old.get(key)
-        if shape == tuple(parameter.shape) and _reusable(there, parameter, dtype, taken):
-            made = there
+        current: Any = old.get(key)
+        if shape == tuple(parameter.shape) and _reusable(current, parameter, dtype, taken):
+            tensor = current
         elif shape == tuple(parameter.shape):
-            made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:
             # torch counts steps on the host, unless a kernel reads the count.
             on_host = key == "step" and not fast
-            made = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
-        saved.fill(name, made)
-        return made
+            tensor = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+        saved.fill(name, tensor)
+        return tensor
 
     return read
 
@@ -261,12 +261,12 @@ def _like(value: Any, old: Any) -> Any:
 def _first_difference(own: list[list[str]], theirs: list[list[str]]) -> str:
     if len(own) != len(theirs):
         return f"{len(own)} groups here, {len(theirs)} in the checkpoint"
-    for i, (here, there) in enumerate(zip(own, theirs, strict=True)):
-        for a, b in zip(here, there, strict=False):
+    for i, (here, other) in enumerate(zip(own, theirs, strict=True)):
+        for a, b in zip(here, other, strict=False):
             if a != b:
                 return f"group {i} has {a} here, and {b} in the checkpoint"
-        if len(here) != len(there):
-            return f"group {i} has {len(here)} parameters here, {len(there)} in the checkpoint"
+        if len(here) != len(other):
+            return f"group {i} has {len(here)} parameters here, {len(other)} in the checkpoint"
     return ""
 
 

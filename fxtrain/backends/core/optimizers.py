@@ -108,15 +108,15 @@ def make_optimizers(
 
 
 def _changed(
-    made: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
     module: nn.Module,
     strategy: Strategy,
     change: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None,
     replicas: Any,
 ) -> torch.optim.Optimizer:
-    if is_host_optimizer(made):
-        return on_host(made, module, strategy, change)
-    return divide_muon(made, replicas) if change is None else change(made)
+    if is_host_optimizer(optimizer):
+        return on_host(optimizer, module, strategy, change)
+    return divide_muon(optimizer, replicas) if change is None else change(optimizer)
 
 
 class _KnownParameters:
@@ -149,25 +149,25 @@ def refuse_later_parameters(
     optimizers: Iterable[torch.optim.Optimizer], module: nn.Module, ctx: DistContext
 ) -> None:
     """Have optimizers of several ranks refuse parameters that are not in the wrapped module."""
-    for one in optimizers if ctx.world_size > 1 else ():
-        one.register_step_pre_hook(_KnownParameters(module, len(one.param_groups)))
+    for optimizer in optimizers if ctx.world_size > 1 else ():
+        optimizer.register_step_pre_hook(_KnownParameters(module, len(optimizer.param_groups)))
 
 
 def _refuse_states(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Refuse small states that could not be saved, or not resharded."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for one in optimizers:
-        if is_host_optimizer(one):
+    for optimizer in optimizers:
+        if is_host_optimizer(optimizer):
             continue
-        library = type(one).__module__.partition(".")[0]
-        what = f"wrap(optimizer=...): asked for {library}'s {type(one).__name__}"
-        sharded = [p for g in one.param_groups for p in g["params"] if isinstance(p, DTensor)]
+        library = type(optimizer).__module__.partition(".")[0]
+        what = f"wrap(optimizer=...): asked for {library}'s {type(optimizer).__name__}"
+        sharded = [p for g in optimizer.param_groups for p in g["params"] if isinstance(p, DTensor)]
         if library == "bitsandbytes" and sharded:
             raise PlanError(
                 f"{what} over sharded parameters. Its states cannot be saved and resharded. Use "
                 f"it with Single or DDP, or torchao's AdamW8bit, or an optimizer of torch."
             )
-        packed = sharded if has_packed_states(one) else []
+        packed = sharded if has_packed_states(optimizer) else []
         for parameter in packed:
             if (problem := shard_problem(parameter)) is not None:
                 name = names.get(id(parameter), "a parameter")
@@ -176,7 +176,7 @@ def _refuse_states(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer
                     f"Use it with Single or DDP, or an optimizer of torch."
                 )
         if packed:
-            step_without_cache(one)
+            step_without_cache(optimizer)
 
 
 def make_schedulers(factory: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -230,7 +230,9 @@ def refuse_closures(optimizers: Iterable[torch.optim.Optimizer]) -> None:
         # The method of the class: a scheduler has put a function around it on the optimizer.
         _, *taken = inspect.signature(type(optimizer).step).parameters.values()
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        if any(one.kind in kinds and one.default is one.empty for one in taken):
+        if any(
+            parameter.kind in kinds and parameter.default is parameter.empty for parameter in taken
+        ):
             name = type(optimizer).__name__
             raise PlanError(
                 f"wrap(optimizer=...): {name}.step needs a closure that computes the loss several "
@@ -241,33 +243,33 @@ def refuse_closures(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def _checked_list(made: Any, kind: type, what: str, example: str) -> tuple[Any, ...]:
-    found: Sequence[Any]
+    entries: Sequence[Any]
     if isinstance(made, Mapping):
-        found = list(made.values())
+        entries = list(made.values())
     elif isinstance(made, list | tuple):
-        found = made
+        entries = made
     else:
-        found = [made]
-    wrong = [type(one).__name__ for one in found if not isinstance(one, kind)]
-    if wrong or not found:
+        entries = [made]
+    wrong = [type(entry).__name__ for entry in entries if not isinstance(entry, kind)]
+    if wrong or not entries:
         raise PlanError(
             f"The {what} factory returned {', '.join(wrong) or 'nothing'}; it should return "
             f"one {kind.__name__}, or a list or dict of them. For example: {example}"
         )
-    return tuple(found)
+    return tuple(entries)
 
 
 def settings_of(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, object]:
     """Plain values of the groups of optimizers and of schedulers, which ranks compare."""
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
     for number, optimizer in enumerate(optimizers):
         for group, options in enumerate(optimizer.param_groups):
             where = f"{type(optimizer).__name__} {number}, group {group}"
-            found |= {f"{where}: {name}": value for name, value in _plain(options)}
+            settings |= {f"{where}: {name}": value for name, value in _plain(options)}
     for number, scheduler in enumerate(schedulers):
         where = f"{type(scheduler).__name__} {number}"
-        found |= {f"{where}: {name}": value for name, value in _plain(scheduler.state_dict())}
-    return found
+        settings |= {f"{where}: {name}": value for name, value in _plain(scheduler.state_dict())}
+    return settings
 
 
 def _plain(options: Mapping[str, Any]) -> Iterator[tuple[str, object]]:

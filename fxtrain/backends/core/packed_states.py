@@ -64,9 +64,9 @@ def is_packed(value: Any) -> bool:
 def pack(value: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors inside a state, live, and what else describes it, as plain values."""
     sharded = isinstance(value, DTensor)
-    held: Any = value._local_tensor if sharded else value
-    names, attributes = held.__tensor_flatten__()
-    tensors = {name: getattr(held, name) for name in names}
+    local: Any = value._local_tensor if sharded else value
+    names, attributes = local.__tensor_flatten__()
+    tensors = {name: getattr(local, name) for name in names}
     if sharded:
         attributes = [value.shape if isinstance(a, torch.Size) else a for a in attributes]
         tensors = {
@@ -74,7 +74,7 @@ def pack(value: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
             for name, one in tensors.items()
         }
     return tensors, {
-        "class": type(held).__name__,
+        "class": type(local).__name__,
         "tensors": list(names),
         "attributes": [_plain(one) for one in attributes],
     }
@@ -104,7 +104,9 @@ def shard_problem(parameter: Tensor) -> str | None:
 
 def _shards(parameter: DTensor) -> int | None:
     """Among how many ranks a parameter is split along its first dim; None if otherwise."""
-    split = [dim for dim, one in enumerate(parameter.placements) if not one.is_replicate()]
+    split = [
+        dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()
+    ]
     if any(parameter.placements[dim] != Shard(0) for dim in split) or len(split) > 1:
         return None
     return parameter.device_mesh.size(split[0]) if split else 1
@@ -177,7 +179,7 @@ def _of_rank(tensor: Tensor, like: DTensor) -> Tensor:
     """This rank's part of a tensor."""
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
-    dims = [dim for dim, one in enumerate(like.placements) if not one.is_replicate()]
+    dims = [dim for dim, placement in enumerate(like.placements) if not placement.is_replicate()]
     if not dims:
         return tensor
     length = tensor.numel() // like.device_mesh.size(dims[0])

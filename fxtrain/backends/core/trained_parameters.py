@@ -33,11 +33,13 @@ class TrainedParameters:
         if now == self.requires_grad or not any(now):
             return []
         pairs = zip(self.parameters, self.requires_grad, now, strict=True)
-        return [one for one, before, after in pairs if before != after]
+        return [parameter for parameter, before, after in pairs if before != after]
 
     @staticmethod
     def named(parameters: Sequence[nn.Parameter], module: nn.Module) -> str:
         """The names of parameters in a module, for messages."""
-        names = {id(one): name for name, one in module.named_parameters()}
-        told = ", ".join(names.get(id(one), "a removed one") for one in parameters[:_NAMED])
-        return told + f" and {len(parameters) - _NAMED} more" * (len(parameters) > _NAMED)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        shown = ", ".join(
+            names.get(id(parameter), "a removed one") for parameter in parameters[:_NAMED]
+        )
+        return shown + f" and {len(parameters) - _NAMED} more" * (len(parameters) > _NAMED)

@@ -42,15 +42,15 @@ class ModuleChanges:
 
     def undo(self) -> None:
         """Revert these changes, and no later ones."""
-        for one in self.parts:
-            own = vars(one.part)
-            one.part.__class__ = one.kind
-            for name, value in one.own.items():
+        for part in self.parts:
+            own = vars(part.part)
+            part.part.__class__ = part.kind
+            for name, value in part.own.items():
                 if value is _ABSENT:
                     own.pop(name, None)
                 else:
                     own[name] = value
-            for name, keys in one.hooks.items():
+            for name, keys in part.hooks.items():
                 for key in keys:
                     own[name].pop(key, None)
 
@@ -86,8 +86,8 @@ class ModuleRecord:
 
     def changes(self) -> ModuleChanges:
         """What has changed since."""
-        found = tuple(change for one in self.parts if (change := _change(one)) is not None)
-        return ModuleChanges(module=self.module, parts=found)
+        changes = tuple(change for part in self.parts if (change := _change(part)) is not None)
+        return ModuleChanges(module=self.module, parts=changes)
 
 
 def record_module(module: nn.Module) -> ModuleRecord:
@@ -99,7 +99,7 @@ def _part(part: nn.Module) -> _Part:
     hooks = _hooks(part)
     kept = {*_VALUES, "training", *hooks}  # "training" is the user's to change
     own = {name: value for name, value in vars(part).items() if name not in kept}
-    keys = {name: frozenset(found) for name, found in hooks.items()}
+    keys = {name: frozenset(entries) for name, entries in hooks.items()}
     return _Part(part=part, kind=type(part), own=own, hooks=keys)
 
 
@@ -112,8 +112,8 @@ def _change(before: _Part) -> _Part | None:
     }
     hooks = {
         name: added
-        for name, found in after.hooks.items()
-        if (added := found - before.hooks.get(name, frozenset()))
+        for name, entries in after.hooks.items()
+        if (added := entries - before.hooks.get(name, frozenset()))
     }
     if after.kind is before.kind and not own and not hooks:
         return None

@@ -32,11 +32,11 @@ def torch_weights(model: Wrapped) -> dict[str, Weight]:
     for part in model.module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # the registered parameters are then the shards
-    found = weights_of(model.module)
-    for name, weight in found.items():
+    weights = weights_of(model.module)
+    for name, weight in weights.items():
         if not isinstance(weight.like, nn.Parameter):
-            found[name] = from_first_rank(weight, model.ctx.axis("loss"))
-    return in_loaded_dtypes(found, model)
+            weights[name] = from_first_rank(weight, model.ctx.axis("loss"))
+    return in_loaded_dtypes(weights, model)
 
 
 def from_first_rank(weight: Weight, copies: DistContext) -> Weight:
@@ -97,14 +97,14 @@ def raise_to_fp32(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[
     trained = _trained_in_half(module) if _mixes_dtypes(plan) else {}
     for part in module.modules():
         parameters: dict[str, Any] = part._parameters
-        names = [name for name, one in parameters.items() if id(one) in trained]
+        names = [name for name, parameter in parameters.items() if id(parameter) in trained]
         changed += [(parameters, name, trained[id(parameters[name])].dtype) for name in names]
         buffers: dict[str, Any] = part._buffers if names else {}
         changed += [(buffers, name, b.dtype) for name, b in buffers.items() if _is_half(b)]
-    formats = {str(one.dtype).removeprefix("torch.") for one in trained.values()}
-    elements = sum(one.numel() for one in trained.values())
-    for held, name, _ in changed:
-        _convert(held[name], torch.float32)
+    formats = {str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()}
+    elements = sum(parameter.numel() for parameter in trained.values())
+    for tensors, name, _ in changed:
+        _convert(tensors[name], torch.float32)
     if trained:
         log(ctx, "fxtrain.plan").info(
             f"fx.wrap: {counted(len(trained), 'trained parameter')} "
@@ -114,8 +114,8 @@ def raise_to_fp32(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[
         )
 
     def undo() -> None:
-        for held, name, dtype in changed:
-            _convert(held[name], dtype)
+        for tensors, name, dtype in changed:
+            _convert(tensors[name], dtype)
 
     return undo
 
@@ -133,9 +133,12 @@ def _trained_in_half(module: nn.Module) -> dict[int, nn.Parameter]:
     """By id, so that tied parameters count once."""
     hidden = {id(part.weight) for _, part, _ in quantized_layers(module)}
     return {
-        id(one): one
-        for one in module.parameters()
-        if one.requires_grad and _is_half(one) and id(one) not in hidden and not is_lazy(one)
+        id(parameter): parameter
+        for parameter in module.parameters()
+        if parameter.requires_grad
+        and _is_half(parameter)
+        and id(parameter) not in hidden
+        and not is_lazy(parameter)
     }
 
 

@@ -36,10 +36,10 @@ def unit_problems(module: nn.Module, config: FSDP) -> list[str]:
         )
     sparse = [
         name
-        for name, one in module.named_modules()
-        if isinstance(one, nn.Embedding | nn.EmbeddingBag)
-        and one.sparse
-        and one.weight.requires_grad
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+        and part.sparse
+        and part.weight.requires_grad
         and f"{name}.weight" not in ignored
     ]
     if sparse:
@@ -56,17 +56,17 @@ def _dtype_problems(module: nn.Module, config: FSDP, ignored: set[str]) -> list[
     unit_of = {id(part): unit[0] for unit in parts for part in unit}
     owners = _unit_of_parameters(module, [part for unit in parts for part in unit])
     named: dict[int, dict[torch.dtype, str]] = {}
-    for name, one in module.named_parameters():
-        if one.requires_grad and name not in ignored:
-            unit = unit_of.get(id(owners[id(one)][0]), module)
-            named.setdefault(id(unit), {}).setdefault(one.dtype, name)
-    mixed = [found for found in named.values() if len(found) > 1]
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and name not in ignored:
+            unit = unit_of.get(id(owners[id(parameter)][0]), module)
+            named.setdefault(id(unit), {}).setdefault(parameter.dtype, name)
+    mixed = [examples for examples in named.values() if len(examples) > 1]
     if not mixed:
         return []
-    told = " and ".join(f"{name} in {str(dtype)[6:]}" for dtype, name in mixed[0].items())
+    dtypes = " and ".join(f"{name} in {str(dtype)[6:]}" for dtype, name in mixed[0].items())
     return [
         f"FSDP gathers the parameters of a unit in one buffer, so those that are trained need one "
-        f"dtype, but a unit of {type(module).__name__} has {told}. Cast them, for example by "
+        f"dtype, but a unit of {type(module).__name__} has {dtypes}. Cast them, for example by "
         f"net.float(), with Plan(precision='bf16') to compute in bf16. Or choose smaller units by "
         f"FSDP(wrap=...) or FSDP(min_params=...), or name the others in FSDP(ignore=...)."
     ]
@@ -74,14 +74,14 @@ def _dtype_problems(module: nn.Module, config: FSDP, ignored: set[str]) -> list[
 
 def _function_problems(module: nn.Module, path: str) -> list[str]:
     try:
-        found = _function(path)
+        function = _function(path)
     except (ImportError, AttributeError, ValueError) as error:
         return [
             f"FSDP(wrap_by={path!r}): {error}. Name a function that every rank can import, as "
             f"'package.module:function'."
         ]
-    if not callable(found):
-        return [f"FSDP(wrap_by={path!r}) is a {type(found).__name__}. Name a function."]
+    if not callable(function):
+        return [f"FSDP(wrap_by={path!r}) is a {type(function).__name__}. Name a function."]
     if not _by_function(module, path):
         return [
             f"FSDP(wrap_by={path!r}) chose no module of {type(module).__name__}, so the whole "
@@ -178,19 +178,19 @@ def _tied_together(module: nn.Module, chosen: list[nn.Module]) -> list[list[nn.M
 def _unit_of_parameters(module: nn.Module, chosen: list[nn.Module]) -> dict[int, list[nn.Module]]:
     """For each parameter, the units (or the root) that own it."""
     own = {id(part) for part in chosen}
-    found: dict[int, list[nn.Module]] = {}
+    units_of: dict[int, list[nn.Module]] = {}
 
     def visit(part: nn.Module, unit: nn.Module) -> None:
         unit = part if id(part) in own else unit
         for parameter in part.parameters(recurse=False):
-            holders = found.setdefault(id(parameter), [])
-            if all(unit is not one for one in holders):
+            holders = units_of.setdefault(id(parameter), [])
+            if all(unit is not each for each in holders):
                 holders.append(unit)
         for child in part.children():
             visit(child, unit)
 
     visit(module, module)
-    return found
+    return units_of
 
 
 def _nested(parts: list[nn.Module]) -> bool:

@@ -76,21 +76,21 @@ class StableBucketsDDP(DistributedDataParallel):
             StepError: the graph is static, or the change is inside an accumulation window.
             CollectiveError: the ranks changed other parameters.
         """
-        told = self._trained.named(changed, self.module)
+        names = self._trained.named(changed, self.module)
         if self.static_graph:
             raise StepError(
-                f"requires_grad of {told} changed after fx.wrap, and DDP(static_graph=True) needs "
+                f"requires_grad of {names} changed after fx.wrap, and DDP(static_graph=True) needs "
                 f"the same graph in every step. Use static_graph=False.",
                 code="FX505",
             )
-        if any(one.grad is not None for one in changed if not one.requires_grad):
+        if any(parameter.grad is not None for parameter in changed if not parameter.requires_grad):
             raise StepError(
-                f"requires_grad_(False) on {told} inside an accumulation window, whose gradients "
+                f"requires_grad_(False) on {names} inside an accumulation window, whose gradients "
                 f"are not reduced yet. Call it after an update.",
                 code="FX505",
             )
         if self.data is not None:
-            compare(self.data, ("forward", f"requires_grad changed: {told}"))
+            compare(self.data, ("forward", f"requires_grad changed: {names}"))
         parameters, sparse = self._build_params_for_reducer()
         names_by_index = self._build_debug_param_to_name_mapping(parameters)
         self._ddp_init_helper(parameters, sparse, names_by_index, self.static_graph)
@@ -109,7 +109,7 @@ class StableBucketsDDP(DistributedDataParallel):
     def _decide_in_backward(self, out: Any) -> None:
         """See to it that a `loss.backward()`, which nobody announces, reduces gradients."""
         leaves = _tree.flatten(out)[0]
-        outputs = [one for one in leaves if isinstance(one, Tensor) and one.grad_fn is not None]
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
         self._undecided = bool(outputs)
         if not outputs:  # that are found
             self._expect([])
@@ -122,8 +122,8 @@ class StableBucketsDDP(DistributedDataParallel):
             self._undecided = False
             roots.clear()  # they hold this function
 
-        for one in outputs:
-            one.register_hook(begins)
+        for leaf in outputs:
+            leaf.register_hook(begins)
 
     def _expect(self, roots: list[Tensor]) -> None:
         self.reducer.prepare_for_forward()
@@ -172,8 +172,8 @@ class Reduced:
 
 def _not_reduced(module: nn.Module, torch_says: str) -> StepError:
     names = [name for name, p in module.named_parameters() if p.requires_grad][::-1]
-    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", torch_says)
-    unused = [names[int(place)] for place in found[1].split()] if found else []
+    match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", torch_says)
+    unused = [names[int(place)] for place in match[1].split()] if match else []
     return StepError(
         f"DDP averages the gradients of all parameters, but this backward reached "
         f"{len(names) - len(unused) if unused else 'only some'} of {len(names)}. Without "

@@ -141,7 +141,7 @@ def _data_parallel_options(
         warnings.simplefilter("ignore", DeprecationWarning)
         from fxtrain.backends.ddp.zero1 import ShardedOptimizer
 
-    return lambda made: ShardedOptimizer(made, data)
+    return lambda optimizer: ShardedOptimizer(optimizer, data)
 
 
 def _replicate(
@@ -233,7 +233,7 @@ def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
 
 def _unwrap(model: Wrapped) -> nn.Module:
     module = SINGLE.unwrap(model)
-    if any(local_optimizer(one) is not one for one in model.optimizers):
+    if any(local_optimizer(optimizer) is not optimizer for optimizer in model.optimizers):
         # Out of the buckets in which they were sent.
         for parameter in module.parameters():
             parameter.data = parameter.data.clone()
@@ -254,9 +254,9 @@ def power_sgd_state(model: Wrapped) -> ModelState:
 
     Errors are each rank's own; everything else of the hook is equal on all ranks.
     """
-    found, hook = state_of(model), _hook(model)
+    state, hook = state_of(model), _hook(model)
     if hook is None:
-        return found
+        return state
     _, key, place, has_gauss, cached = hook.rng.get_state(legacy=True)
     values = {
         "counts": {name: getattr(hook, name) for name in _COUNTS},
@@ -265,8 +265,8 @@ def power_sgd_state(model: Wrapped) -> ModelState:
         "q": dict(hook.q_memory_dict),
         "buckets": _buckets(model),
     }
-    errors = {f"{_KEY}.error.{bucket}": one for bucket, one in hook.error_dict.items()}
-    return attrs.evolve(found, own={**found.own, **errors}, values={**found.values, _KEY: values})
+    errors = {f"{_KEY}.error.{bucket}": error for bucket, error in hook.error_dict.items()}
+    return attrs.evolve(state, own={**state.own, **errors}, values={**state.values, _KEY: values})
 
 
 def load_power_sgd(model: Wrapped, saved: StateReader) -> None:
@@ -284,15 +284,15 @@ def load_power_sgd(model: Wrapped, saved: StateReader) -> None:
     key, place, has_gauss, cached = values["random"]
     hook.rng.set_state(("MT19937", key.numpy().astype("uint32"), place, has_gauss, cached))
     device = model.ctx.device
-    hook.p_memory_dict = {bucket: one.to(device) for bucket, one in values["p"].items()}
-    hook.q_memory_dict = {bucket: one.to(device) for bucket, one in values["q"].items()}
+    hook.p_memory_dict = {bucket: tensor.to(device) for bucket, tensor in values["p"].items()}
+    hook.q_memory_dict = {bucket: tensor.to(device) for bucket, tensor in values["q"].items()}
     errors = {bucket: _error(saved, bucket) for bucket in range(len(values["buckets"]))}
-    hook.error_dict = {b: one.to(device) for b, one in errors.items() if one is not None}
+    hook.error_dict = {b: tensor.to(device) for b, tensor in errors.items() if tensor is not None}
 
 
 def _hook(model: Wrapped) -> Any:
-    found = getattr(model.engine, "hook_state", None)
-    return found if isinstance(found, PowerSGDState) else None
+    state = getattr(model.engine, "hook_state", None)
+    return state if isinstance(state, PowerSGDState) else None
 
 
 def _buckets(model: Wrapped) -> list[int]:
@@ -306,8 +306,8 @@ def _error(saved: StateReader, bucket: int) -> Tensor | None:
     name = f"{_KEY}.error.{bucket}"
     if saved.ranks == saved.loading_ranks:
         return saved.own(name, saved.rank)
-    found = own_tensor_of_ranks(saved, name)
-    return torch.stack(found).mean(0) if found else None
+    tensors = own_tensor_of_ranks(saved, name)
+    return torch.stack(tensors).mean(0) if tensors else None
 
 
 DDP_STRATEGY: Strategy = attrs.evolve(

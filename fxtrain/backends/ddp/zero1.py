@@ -19,19 +19,19 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     checkpoints see contain all parameters.
     """
 
-    def __init__(self, made: torch.optim.Optimizer, data: DistContext) -> None:
-        groups = [copy.copy(group) for group in made.param_groups]
+    def __init__(self, optimizer: torch.optim.Optimizer, data: DistContext) -> None:
+        groups = [copy.copy(group) for group in optimizer.param_groups]
         kinds = {p.dtype for group in groups for p in group["params"]}
         super().__init__(
             groups,
-            lambda own: _keep_groups(made, own),  # type: ignore[arg-type]
+            lambda own: _keep_groups(optimizer, own),  # type: ignore[arg-type]
             process_group=data.comm.group,
             # One message per rank; torch's buckets take a single dtype.
             parameters_as_bucket_view=len(kinds) == 1,
         )
-        self.defaults = made.defaults  # some schedulers read it
-        self._optimizer_step_pre_hooks.update(made._optimizer_step_pre_hooks)
-        self._optimizer_step_post_hooks.update(made._optimizer_step_post_hooks)
+        self.defaults = optimizer.defaults  # some schedulers read it
+        self._optimizer_step_pre_hooks.update(optimizer._optimizer_step_pre_hooks)
+        self._optimizer_step_post_hooks.update(optimizer._optimizer_step_post_hooks)
 
     def _verify_same_dense_param_type(self) -> None:
         """Accept mixed dtypes: torch needs one dtype only for its buckets, which are not used."""
@@ -43,14 +43,14 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
 
 def _keep_groups(
-    made: torch.optim.Optimizer, groups: list[dict[str, Any]]
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
     """Reduce an optimizer to these groups of its parameters."""
-    made.param_groups = groups
-    kept = {parameter for group in groups for parameter in group["params"]}
-    for parameter in [one for one in made.state if one not in kept]:
-        del made.state[parameter]  # some start with a state of zeros
-    step: Any = type(made).step
+    optimizer.param_groups = groups
+    parameters = {parameter for group in groups for parameter in group["params"]}
+    for parameter in [each for each in optimizer.state if each not in parameters]:
+        del optimizer.state[parameter]  # some start with a state of zeros
+    step: Any = type(optimizer).step
     if getattr(step, "hooked", False):  # by torch: hooks should see one step, that of all ranks
-        made.step = MethodType(step.__wrapped__, made)
-    return made
+        optimizer.step = MethodType(step.__wrapped__, optimizer)
+    return optimizer

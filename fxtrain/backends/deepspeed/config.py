@@ -139,8 +139,8 @@ def resolve(plan: Plan, base: Mapping[str, Any], facts: Inputs) -> dict[str, Any
     if "bfloat16" in config:  # the former name
         config.setdefault("bf16", config.pop("bfloat16"))
     conflicts: list[str] = []
-    for said in all_plan_entries(plan, config):
-        conflicts += _merge_entry(config, said)
+    for entry in all_plan_entries(plan, config):
+        conflicts += _merge_entry(config, entry)
     conflicts += _merge_sizes(config, plan, facts)
     conflicts += _autocast_conflicts(config, plan)
     if conflicts:
@@ -159,21 +159,21 @@ def resolve(plan: Plan, base: Mapping[str, Any], facts: Inputs) -> dict[str, Any
     return _with_defaults(config, plan)
 
 
-def _merge_entry(config: dict[str, Any], said: PlanEntry) -> list[str]:
+def _merge_entry(config: dict[str, Any], entry: PlanEntry) -> list[str]:
     """Write the plan's value unless the file has one; return the line of a conflict."""
-    found = get(config, said.path)
-    if said.value is None:
-        if found == AUTO and said.path not in (_BUCKET, _PREFETCH, _THRESHOLD):
-            drop(config, said.path)
+    found = get(config, entry.path)
+    if entry.value is None:
+        if found == AUTO and entry.path not in (_BUCKET, _PREFETCH, _THRESHOLD):
+            drop(config, entry.path)
         return []
     if found is None or found == AUTO:
-        if said.write or found == AUTO:
-            put(config, said.path, said.value)
+        if entry.write or found == AUTO:
+            put(config, entry.path, entry.value)
         return []
-    if _same(found, said.value):
+    if _same(found, entry.value):
         return []
-    value = said.value if said.told is None else said.told
-    return [f"{said.path}: {said.by} has {value!r}, the config has {found!r}"]
+    value = entry.value if entry.told is None else entry.told
+    return [f"{entry.path}: {entry.by} has {value!r}, the config has {found!r}"]
 
 
 def _merge_sizes(config: dict[str, Any], plan: Plan, facts: Inputs) -> list[str]:
@@ -202,25 +202,25 @@ def _merge_sizes(config: dict[str, Any], plan: Plan, facts: Inputs) -> list[str]
 
 
 def _count(config: Mapping[str, Any], path: str) -> int | None:
-    found = get(config, path)
-    if found is None or found == AUTO:
+    value = get(config, path)
+    if value is None or value == AUTO:
         return None
-    if type(found) is not int or found < 1:
+    if type(value) is not int or value < 1:
         raise PlanError(
-            f'The DeepSpeed config has {path}={found!r}. Write a whole number of rows, or "auto".'
+            f'The DeepSpeed config has {path}={value!r}. Write a whole number of rows, or "auto".'
         )
-    return found
+    return value
 
 
 def _autocast_conflicts(config: Mapping[str, Any], plan: Plan) -> list[str]:
     if not autocasts(config):
         return []
-    found = autocast_dtype(config)
-    if found == plan.precision.compute:
+    dtype = autocast_dtype(config)
+    if dtype == plan.precision.compute:
         return []
     return [
         f"torch_autocast.dtype: Plan.precision has {plan.precision.compute!r}, "
-        f"the config has {found!r}"
+        f"the config has {dtype!r}"
     ]
 
 
@@ -248,15 +248,15 @@ def _fill_widths(config: dict[str, Any], facts: Inputs) -> None:
 
 
 def _fill_values(config: dict[str, Any], values: FromConfig) -> None:
-    given = {name: value for name, value in attrs.asdict(values).items() if value is not None}
+    known = {name: value for name, value in attrs.asdict(values).items() if value is not None}
     if values.betas is not None:
-        given["betas"] = list(values.betas)
+        known["betas"] = list(values.betas)
     if values.lr is not None:
-        given.setdefault("warmup_max_lr", values.lr)
+        known.setdefault("warmup_max_lr", values.lr)
     for part in ("optimizer", "scheduler"):
         for name, value in section(section(config, part), "params").items():
-            if value == AUTO and name in given:
-                put(config, f"{part}.params.{name}", given[name])
+            if value == AUTO and name in known:
+                put(config, f"{part}.params.{name}", known[name])
 
 
 def _check_autos(config: Mapping[str, Any]) -> None:
@@ -310,10 +310,10 @@ def _counts_itself(config: Mapping[str, Any]) -> bool:
     )
 
 
-def _same(found: Any, wanted: Any) -> bool:
-    if isinstance(found, bool) or isinstance(wanted, bool):
-        return found is wanted
-    return found == wanted
+def _same(value: Any, wanted: Any) -> bool:
+    if isinstance(value, bool) or isinstance(wanted, bool):
+        return value is wanted
+    return value == wanted
 
 
 def _member(part: Any, name: str) -> Any:
@@ -345,7 +345,7 @@ def config_problems(config: Mapping[str, Any], ranks: int) -> tuple[str, ...]:
     checks |= _by_stage(config, zero, stage)
     leaves = section(zero, "leaf_module").get("classes")
     checks[f"leaf_modules needs stage 3, but this is stage {stage}."] = bool(leaves) and stage != 3
-    return tuple(f"DeepSpeed: {problem}" for problem, found in checks.items() if found)
+    return tuple(f"DeepSpeed: {problem}" for problem, applies in checks.items() if applies)
 
 
 def _by_stage(config: Mapping[str, Any], zero: Mapping[str, Any], stage: Any) -> dict[str, bool]:
@@ -392,7 +392,7 @@ def all_plan_entries(plan: Plan, base: Mapping[str, Any]) -> list[PlanEntry]:
 
 def _precision_entries(plan: Plan, base: Mapping[str, Any]) -> list[PlanEntry]:
     compute = "fp32" if autocasts(base) else plan.precision.compute
-    said = [
+    entries = [
         PlanEntry(
             f"{name}.enabled",
             compute == name,
@@ -405,12 +405,12 @@ def _precision_entries(plan: Plan, base: Mapping[str, Any]) -> list[PlanEntry]:
     scale = plan.precision.scale
     if compute == "fp16" and scale != LossScale():
         by = "Plan.precision.scale"
-        said += [
+        entries += [
             PlanEntry("fp16.loss_scale", 0, by),
             PlanEntry("fp16.initial_scale_power", power_of_two(scale.initial), by),
             PlanEntry("fp16.loss_scale_window", scale.interval, by),
         ]
-    return said
+    return entries
 
 
 def _zero_entries(config: DeepSpeed) -> list[PlanEntry]:
@@ -426,29 +426,29 @@ def _zero_entries(config: DeepSpeed) -> list[PlanEntry]:
         "persistence_threshold": "stage3_param_persistence_threshold",
         "overlap": "overlap_comm",
     }
-    said = [
+    entries = [
         PlanEntry(f"{ZERO}.{entry}", getattr(config, field), field)
         for field, entry in names.items()
     ]
     leaves = list(config.leaf_modules) or None
-    return [*said, PlanEntry(f"{ZERO}.leaf_module.classes", leaves, "leaf_modules")]
+    return [*entries, PlanEntry(f"{ZERO}.leaf_module.classes", leaves, "leaf_modules")]
 
 
 def _offload_entries(config: DeepSpeed, zero: Mapping[str, Any]) -> list[PlanEntry]:
-    said: list[PlanEntry] = []
+    entries: list[PlanEntry] = []
     for field, name in _OFFLOADED.items():
         chosen = getattr(config, field)
         path = f"{ZERO}.{name}"
-        said.append(PlanEntry(f"{path}.device", chosen, field))
+        entries.append(PlanEntry(f"{path}.device", chosen, field))
         used = chosen or device(zero, name)
-        said.append(
+        entries.append(
             PlanEntry(
                 f"{path}.nvme_path", config.nvme_path if used == "nvme" else None, "nvme_path"
             )
         )
         pinned = None if used in ("none", AUTO) else config.pin_memory
-        said.append(PlanEntry(f"{path}.pin_memory", pinned, "pin_memory"))
-    return said
+        entries.append(PlanEntry(f"{path}.pin_memory", pinned, "pin_memory"))
+    return entries
 
 
 def power_of_two(scale: float) -> int:
@@ -468,19 +468,19 @@ def power_of_two(scale: float) -> int:
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A table inside a config; empty where it is absent or null."""
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
+    entry = config.get(name)
+    return entry if isinstance(entry, Mapping) else {}
 
 
 def autos(data: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Paths of the entries left at "auto"."""
-    found: list[str] = []
+    paths: list[str] = []
     for key, value in data.items():
         if value == AUTO:
-            found.append(f"{prefix}{key}")
+            paths.append(f"{prefix}{key}")
         elif isinstance(value, Mapping):
-            found += autos(value, f"{prefix}{key}.")
-    return found
+            paths += autos(value, f"{prefix}{key}.")
+    return paths
 
 
 def device(zero: Mapping[str, Any], name: str) -> str:
@@ -505,14 +505,14 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
     """Set the value at a path in place, with the tables on the way."""
     *tables, name = path.split(".")
     for table in tables:
-        found = config.setdefault(table, {})
-        if found is None:
-            found = config[table] = {}
-        if not isinstance(found, dict):
+        entries = config.setdefault(table, {})
+        if entries is None:
+            entries = config[table] = {}
+        if not isinstance(entries, dict):
             raise PlanError(
-                f"The DeepSpeed config has {table}={found!r}, but {path} needs a table there."
+                f"The DeepSpeed config has {table}={entries!r}, but {path} needs a table there."
             )
-        config = found
+        config = entries
     config[name] = copy.deepcopy(value)
 
 

@@ -34,8 +34,8 @@ def load(needed_by: str = "Plan(strategy=DeepSpeed(...))") -> ModuleType:
         MissingPackageError: deepspeed is not installed, or older than 0.19.
     """
     with _ignore_import_warnings():
-        found = optional("deepspeed", extra="deepspeed", needed_by=needed_by)
-    version = str(found.__version__)
+        library = optional("deepspeed", extra="deepspeed", needed_by=needed_by)
+    version = str(library.__version__)
     if tuple(int(part) for part in version.split(".")[:2]) < _MIN_VERSION:
         wanted = ".".join(map(str, _MIN_VERSION))
         raise MissingPackageError(
@@ -43,7 +43,7 @@ def load(needed_by: str = "Plan(strategy=DeepSpeed(...))") -> ModuleType:
             f"Install it with: pip install --upgrade 'deepspeed>={wanted}'",
             name="deepspeed",
         )
-    return found
+    return library
 
 
 def device_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
@@ -90,8 +90,8 @@ def check_folders(config: Mapping[str, Any], ctx: DistContext) -> None:
     if not paths:
         return
     mine = "; ".join(filter(None, (*map(_unwritable, paths), _without_aio())))
-    if found := problem_of_ranks("wrap", mine, ctx):
-        raise PlanError(f"DeepSpeed cannot offload to nvme: {found}")
+    if problem := problem_of_ranks("wrap", mine, ctx):
+        raise PlanError(f"DeepSpeed cannot offload to nvme: {problem}")
 
 
 def _unwritable(path: str) -> str:
@@ -106,8 +106,8 @@ def _unwritable(path: str) -> str:
 def _without_aio() -> str:
     builder = load().accelerator.get_accelerator().create_op_builder("AsyncIOBuilder")
     with _ignore_import_warnings():
-        found = builder is not None and builder.is_compatible(verbose=False)
-    if found:
+        compatible = builder is not None and builder.is_compatible(verbose=False)
+    if compatible:
         return ""
     return "the asynchronous I/O operator needs libaio (apt-get install libaio-dev)"
 
@@ -155,23 +155,23 @@ def start(
         PlanError: DeepSpeed refuses the config.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    given = copy.deepcopy(dict(config))
-    made = sequence_groups(library, ctx)
-    if made is not None:
-        library.utils.groups.mpu = made
+    settings = copy.deepcopy(dict(config))
+    groups = sequence_groups(library, ctx)
+    if groups is not None:
+        library.utils.groups.mpu = groups
         # From these it would create its own groups, which lack the reduction over sequences.
-        given.pop("sequence_parallel_size", None)
-        given.pop("data_parallel_size", None)
+        settings.pop("sequence_parallel_size", None)
+        settings.pop("data_parallel_size", None)
     if ctx.axis("tensor").world_size > 1:
-        del given["train_batch_size"]  # DeepSpeed also counts the tensor ranks
+        del settings["train_batch_size"]  # DeepSpeed also counts the tensor ranks
     try:
         with _ignore_import_warnings():
             engine, *_ = library.initialize(
                 model=module,
                 optimizer=optimizer,
                 model_parameters=trained,
-                mpu=made,
-                config=given,
+                mpu=groups,
+                config=settings,
             )
     except (AssertionError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, PlanError) or not _is_refusal(error):

@@ -50,19 +50,24 @@ def engine_state(model: Wrapped) -> ModelState:
         return state_of(model)
     _check_savable(model)
     parameters = model.module.parameters()
-    held = {id(one): value for one, value in zip(parameters, local_values(model), strict=True)}
+    local = {
+        id(parameter): value
+        for parameter, value in zip(parameters, local_values(model), strict=True)
+    }
     tensors: dict[str, Tensor | FlatShard] = {}
     extra: dict[str, Any] = {}
     for name, value in model.module.state_dict(keep_vars=True).items():
         place = tensors if isinstance(value, Tensor) else extra
-        place[f"module.{name}"] = held.get(id(value), value)
+        place[f"module.{name}"] = local.get(id(value), value)
     values: dict[str, Any] = {"module": extra, "optimizers": [], "schedulers": [], "scaler": None}
     values["settings"] = dict(model.strategy_state.values)  # for readers of the manifest
     if model.optimizers:
         states, facts = _optimizer_state(model)
         tensors.update(states)
         values["optimizers"] = [facts]
-        values["schedulers"] = [one.state_dict() for one in flatten_schedulers(model.scheduler)]
+        values["schedulers"] = [
+            scheduler.state_dict() for scheduler in flatten_schedulers(model.scheduler)
+        ]
         values["scaler"] = _scale_state(model.engine.optimizer)
     buffers = {f"module.{name}" for name, _ in model.module.named_buffers()}
     return ModelState(
@@ -102,7 +107,7 @@ def fill_full(model: Wrapped) -> Callable[[Tensor, Tensor], None]:
     Effects:
         All ranks call the function at once, each time with the same full value.
     """
-    masters = {id(one.parameter): one for one in _trained(model)} if model.optimizers else {}
+    masters = {id(each.parameter): each for each in _trained(model)} if model.optimizers else {}
 
     def fill(parameter: Tensor, value: Tensor) -> None:
         _set_whole(parameter, value.to(model.ctx.device), masters.get(id(parameter)))
@@ -172,18 +177,18 @@ def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor | FlatShard], dic
     tensors: dict[str, Tensor | FlatShard] = {}
     states: dict[str, Any] = {}
     members: list[list[str]] = [[] for _ in optimizer.param_groups]
-    for one in _trained(model):
-        members[one.group].append(one.name)
-        state = optimizer.state.get(one.master)
+    for trained in _trained(model):
+        members[trained.group].append(trained.name)
+        state = optimizer.state.get(trained.master)
         if not state:
             continue
         plain: dict[str, Any] = {}
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"{_PREFIX}.{one.name}.{key}"] = _state_of(one, key, value)
+                tensors[f"{_PREFIX}.{trained.name}.{key}"] = _state_of(trained, key, value)
             else:
                 plain[key] = value
-        states[one.name] = {"keys": list(state), "plain": plain}
+        states[trained.name] = {"keys": list(state), "plain": plain}
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": names}
         for group, names in zip(optimizer.param_groups, members, strict=True)
@@ -191,12 +196,14 @@ def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor | FlatShard], dic
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "state": states}
 
 
-def _state_of(one: _TrainedParameter, key: str, value: Tensor) -> Tensor | FlatShard:
-    if one.full_shape:
+def _state_of(trained: _TrainedParameter, key: str, value: Tensor) -> Tensor | FlatShard:
+    if trained.full_shape:
         return value
     # A step count is one tensor for all parameters of a list.
     return (
-        local_state(one.parameter, key) if _is_partitioned(one, value) else value.detach().clone()
+        local_state(trained.parameter, key)
+        if _is_partitioned(trained, value)
+        else value.detach().clone()
     )
 
 
@@ -211,20 +218,20 @@ def _link_states(engine_optimizer: Any, optimizer: torch.optim.Optimizer) -> Non
         link()
 
 
-def _is_partitioned(one: _TrainedParameter, value: Tensor) -> bool:
+def _is_partitioned(trained: _TrainedParameter, value: Tensor) -> bool:
     """Whether a state is as long as the flat master; a step count is not."""
-    return value.dim() > 0 and value.numel() == one.master.numel()
+    return value.dim() > 0 and value.numel() == trained.master.numel()
 
 
 def _load_module(model: Wrapped, saved: StateReader) -> None:
-    masters = {id(one.parameter): one for one in _trained(model)} if model.optimizers else {}
+    masters = {id(each.parameter): each for each in _trained(model)} if model.optimizers else {}
     here = model.module.state_dict(keep_vars=True)
-    there = {name[7:] for name in saved.shapes if name.startswith("module.")}
+    names = {name[7:] for name in saved.shapes if name.startswith("module.")}
     wanted = {name for name, value in here.items() if isinstance(value, Tensor)}
     shapes = {name: tuple(getattr(here[name], "ds_shape", here[name].shape)) for name in wanted}
     wrong = sorted(
-        {*(wanted ^ there)}
-        | {n for n in wanted & there if saved.shapes[f"module.{n}"][0] != shapes[n]}
+        {*(wanted ^ names)}
+        | {n for n in wanted & names if saved.shapes[f"module.{n}"][0] != shapes[n]}
     )
     if wrong:
         raise CheckpointError(
@@ -301,39 +308,39 @@ def _make_states(
     Sharded states are zero where a parameter was saved without them. The old states are dropped
     first, so that both are never in memory.
     """
-    made: dict[Tensor, dict[str, Any]] = {one.master: {} for one in trained}
+    made: dict[Tensor, dict[str, Any]] = {each.master: {} for each in trained}
     for master in made:
         optimizer.state.pop(master, None)
-    for one in trained:
-        kept = made[one.master]
-        state = states.get(one.name) or {"keys": (), "plain": {}}
+    for each in trained:
+        kept = made[each.master]
+        state = states.get(each.name) or {"keys": (), "plain": {}}
         for key in state["keys"]:
             if key in state["plain"]:
                 kept.setdefault(key, state["plain"][key])
-            elif key == "step" or not saved.shapes[_place(one, key)][0]:
-                kept[key] = _latest(kept.get(key), _read(one, key, saved), one, key)
+            elif key == "step" or not saved.shapes[_place(each, key)][0]:
+                kept[key] = _latest(kept.get(key), _read(each, key, saved), each, key)
             elif key not in kept:
-                kept[key] = _empty_state(one, key, saved)
+                kept[key] = _empty_state(each, key, saved)
     optimizer.state.update({master: state for master, state in made.items() if state})
 
 
-def _place(one: _TrainedParameter, key: str) -> str:
-    return f"{_PREFIX}.{one.name}.{key}"
+def _place(trained: _TrainedParameter, key: str) -> str:
+    return f"{_PREFIX}.{trained.name}.{key}"
 
 
-def _read(one: _TrainedParameter, key: str, saved: StateReader) -> Tensor:
-    shape, dtype = saved.shapes[_place(one, key)]
+def _read(trained: _TrainedParameter, key: str, saved: StateReader) -> Tensor:
+    shape, dtype = saved.shapes[_place(trained, key)]
     value = torch.empty(shape, dtype=dtype, device="cpu")
-    saved.fill(_place(one, key), value)
+    saved.fill(_place(trained, key), value)
     return value
 
 
-def _latest(known: Tensor | None, value: Tensor, one: _TrainedParameter, key: str) -> Tensor:
+def _latest(known: Tensor | None, value: Tensor, trained: _TrainedParameter, key: str) -> Tensor:
     """A count that the parameters of one list share."""
-    if known is None or one.full_shape or torch.equal(known, value):
+    if known is None or trained.full_shape or torch.equal(known, value):
         return value
     warnings.warn(
-        f"The parameters were saved with different values of {key!r}: {one.name} with "
+        f"The parameters were saved with different values of {key!r}: {trained.name} with "
         f"{value.tolist()}, another of its list with {known.tolist()}. DeepSpeed keeps one value "
         f"per list, so all parameters of this list continue with the larger.",
         stacklevel=2,
@@ -341,35 +348,35 @@ def _latest(known: Tensor | None, value: Tensor, one: _TrainedParameter, key: st
     return torch.maximum(known, value)
 
 
-def _empty_state(one: _TrainedParameter, key: str, saved: StateReader) -> Tensor:
+def _empty_state(trained: _TrainedParameter, key: str, saved: StateReader) -> Tensor:
     """Zeros for a state: as large as the master, for all parameters in it."""
-    shape, dtype = saved.shapes[_place(one, key)]
-    if one.full_shape:
-        return torch.zeros(shape, dtype=dtype, device=one.master.device)
-    wanted = tuple(getattr(one.parameter, "ds_shape", one.parameter.shape))
+    shape, dtype = saved.shapes[_place(trained, key)]
+    if trained.full_shape:
+        return torch.zeros(shape, dtype=dtype, device=trained.master.device)
+    wanted = tuple(getattr(trained.parameter, "ds_shape", trained.parameter.shape))
     if shape != wanted:
         raise CheckpointError(
-            f"The optimizer's {key!r} of {one.name} was saved with shape {shape}, but ZeRO shards "
-            f"only states of the parameter's shape {wanted}. Use DeepSpeed(stage=0), or restore "
-            f"into a model that was wrapped without an optimizer."
+            f"The optimizer's {key!r} of {trained.name} was saved with shape {shape}, but ZeRO "
+            f"shards only states of the parameter's shape {wanted}. Use DeepSpeed(stage=0), or "
+            f"restore into a model that was wrapped without an optimizer."
         )
-    return torch.zeros_like(one.master, dtype=dtype, requires_grad=False)
+    return torch.zeros_like(trained.master, dtype=dtype, requires_grad=False)
 
 
 @torch.no_grad()
 def _fill_states(
-    optimizer: torch.optim.Optimizer, one: _TrainedParameter, saved: StateReader
+    optimizer: torch.optim.Optimizer, trained: _TrainedParameter, saved: StateReader
 ) -> None:
     """Read the states of one parameter: this rank's shard of them, if they are sharded."""
-    for key, value in optimizer.state.get(one.master, {}).items():
-        name = _place(one, key)
+    for key, value in optimizer.state.get(trained.master, {}).items():
+        name = _place(trained, key)
         if not isinstance(value, Tensor) or name not in saved.shapes:
             continue
-        if one.full_shape:
-            value.copy_(_read(one, key, saved))
-        elif _is_partitioned(one, value):
+        if trained.full_shape:
+            value.copy_(_read(trained, key, saved))
+        elif _is_partitioned(trained, value):
             dtype = saved.shapes[name][1]
-            fill_local(one.parameter, key, dtype, functools.partial(saved.fill, name))
+            fill_local(trained.parameter, key, dtype, functools.partial(saved.fill, name))
 
 
 def _scale_state(optimizer: Any) -> dict[str, Any] | None:
@@ -403,11 +410,11 @@ def engine_weights(model: Wrapped) -> dict[str, Weight]:
         return torch_weights(model)
     masters = plain_masters(model.engine.optimizer)
     fill = fill_full(model)
-    found = weights_of(model.module)
-    for name, weight in found.items():
+    weights = weights_of(model.module)
+    for name, weight in weights.items():
         if isinstance(weight.like, nn.Parameter):
             dtype = model.dtypes.get(name, weight.dtype)
-            found[name] = attrs.evolve(
+            weights[name] = attrs.evolve(
                 weight,
                 shape=tuple(getattr(weight.like, "ds_shape", weight.shape)),
                 dtype=dtype,
@@ -416,8 +423,8 @@ def engine_weights(model: Wrapped) -> dict[str, Weight]:
                 together=True,
             )
         else:
-            found[name] = from_first_rank(weight, model.ctx.axis("data"))
-    return in_user_dtypes(found, model)
+            weights[name] = from_first_rank(weight, model.ctx.axis("data"))
+    return in_user_dtypes(weights, model)
 
 
 def _gathered(
@@ -467,11 +474,11 @@ def fill_local(
         else:
             utils.safe_set_local_optimizer_state(parameter, values, key)
     elif (mapping := parameter._hp_mapping) is not None:
-        held = mapping.get_hp_fragment(key)
-        values = torch.empty(held.shape, dtype=dtype, device="cpu")
+        fragment = mapping.get_hp_fragment(key)
+        values = torch.empty(fragment.shape, dtype=dtype, device="cpu")
         start = mapping.lp_fragment_address.start
         fill(FlatShard(shape=tuple(parameter.shape), start=start, values=values))
-        held.data.copy_(values)
+        fragment.data.copy_(values)
 
 
 def _local_master(parameter: Any, masters: dict[nn.Parameter, Tensor]) -> Tensor | FlatShard:
@@ -540,9 +547,9 @@ def full_value(parameter: Any, masters: dict[nn.Parameter, Tensor]) -> Tensor:
         return masters[parameter].detach().clone()
     spread = hasattr(parameter, "ds_id")
     if _is_trained(parameter):
-        found = library.utils.safe_get_full_fp32_param(parameter)
-        if found is not None:
-            return found.detach().clone()
+        value = library.utils.safe_get_full_fp32_param(parameter)
+        if value is not None:
+            return value.detach().clone()
     if not spread:
         return parameter.detach().clone()
     with library.zero.GatheredParameters([parameter]):

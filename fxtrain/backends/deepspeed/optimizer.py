@@ -35,15 +35,15 @@ def is_from_config(factory: Any) -> bool:
 
 def auto_values(optimizer: Any, scheduler: Any) -> FromConfig:
     """The values for "auto": the scheduler's take precedence over the optimizer's."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for factory in (optimizer, scheduler):
         if isinstance(factory, FromConfig):
-            given |= {
+            values |= {
                 field.name: getattr(factory, field.name)
                 for field in attrs.fields(FromConfig)
                 if getattr(factory, field.name) != field.default
             }
-    return FromConfig(**given)
+    return FromConfig(**values)
 
 
 def ownership_problems(
@@ -54,13 +54,13 @@ def ownership_problems(
         return ()
     problems: list[str] = []
     for name, factory in (("optimizer", optimizer), ("scheduler", scheduler)):
-        there = bool(section(config, name))
-        if is_from_config(factory) and not there:
+        configured = bool(section(config, name))
+        if is_from_config(factory) and not configured:
             problems.append(
                 f"wrap({name}=fx.from_config): the DeepSpeed config has no {name!r} section. "
                 f"Add one, or pass a factory."
             )
-        if not is_from_config(factory) and there:
+        if not is_from_config(factory) and configured:
             what = "none" if factory is None else "a factory"
             problems.append(
                 f"The DeepSpeed config has a section {name!r}, but wrap received {what}. Pass "

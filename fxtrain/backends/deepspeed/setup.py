@@ -163,8 +163,8 @@ def _with_engine(
     flattens = optimizer is not None and config[ZERO]["stage"] > 0
     trained = TrainedParameters.of(module) if flattens else None
     engine = engines.start(library, module, config, mine, ctx)
-    kept = EngineConfig(values=MappingProxyType(config), trained=trained)
-    model = attrs.evolve(model, engine=engine, strategy_state=kept)
+    engine_config = EngineConfig(values=MappingProxyType(config), trained=trained)
+    model = attrs.evolve(model, engine=engine, strategy_state=engine_config)
     if optimizer is None:
         return model
     engines.clip_at_stage_0(engine)

@@ -253,10 +253,14 @@ def _unwrap(model: Wrapped) -> nn.Module:
     Raises:
         PlanError: AutoTP has replaced layers.
     """
-    found = model.strategy.weights(model).values()
+    weights = model.strategy.weights(model).values()
     if model.engine is not model.module:
-        parameters = {one.key: one for one in found if isinstance(one.like, nn.Parameter)}
-        values = [(one.like, one.gather().to(model.ctx.device)) for one in parameters.values()]
+        parameters = {
+            weight.key: weight for weight in weights if isinstance(weight.like, nn.Parameter)
+        }
+        values = [
+            (weight.like, weight.gather().to(model.ctx.device)) for weight in parameters.values()
+        ]
         model.engine.destroy()
         for parameter, value in values:
             parameter.data = value

@@ -74,7 +74,7 @@ def _apply(
     parts = units(module, plan.strategy)
     if spread is not None:
         experts = list(expert_modules(module).values())
-        parts = [unit for unit in parts if all(unit[0] is not one for one in experts)]
+        parts = [unit for unit in parts if all(unit[0] is not expert for expert in experts)]
         for part in experts:
             shard_experts(part, spread, ctx, _options(spread, None, ctx, plan))
     shard_parts(module, parts, ignored, mesh, ctx, plan)

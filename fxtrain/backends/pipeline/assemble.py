@@ -69,11 +69,13 @@ def split_into_stages(
 def _keep(places: Iterable[TensorSlot], partition: Partition, stages: dict[int, Stage]) -> None:
     """Reduce a module to the parameters and buffers of this rank's stages, as they hold them."""
     for place in places:
-        found = [stage for index, stage in stages.items() if index in partition.stages[place.name]]
-        if not found:
+        holders = [
+            stage for index, stage in stages.items() if index in partition.stages[place.name]
+        ]
+        if not holders:
             place.held[place.key] = None
         elif isinstance(place.like, nn.Parameter):
-            part = found[0].shell.get_submodule(place.path)
+            part = holders[0].shell.get_submodule(place.path)
             place.held[place.key] = part._parameters[place.key]
 
 

@@ -348,8 +348,8 @@ def _broadcast_aux(model: Wrapped, ready: Any, shares: list[WeightedLoss], rows:
     if model.ctx.comm.simulated and not own:
         fake = _tree.map_leaves(lambda leaf: _made(leaf, device), ready.form.aux)
         own = [fake] * ready.parts
-    told = _broadcast_object(model, join(own, rows) if own else None)
-    return _tree.map_leaves(lambda leaf: _on(leaf, device), told)
+    aux = _broadcast_object(model, join(own, rows) if own else None)
+    return _tree.map_leaves(lambda leaf: _on(leaf, device), aux)
 
 
 def _broadcast_object(model: Wrapped, value: Any) -> Any:

@@ -44,8 +44,8 @@ class _FakeTensors(FakeTensorMode):
     def like(self, tensor: Any, device: torch.device) -> Tensor:
         """A tensor of this mode with a device, and the shape and dtype of another tensor."""
         with self:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        return made.requires_grad_(tensor.requires_grad)
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return fake.requires_grad_(tensor.requires_grad)
 
 
 class ReceivedFakes(_FakeTensors):

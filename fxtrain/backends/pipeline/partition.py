@@ -228,10 +228,10 @@ def _too_few_blocks(module: nn.Module, count: int) -> list[str]:
     blocks = _blocks(module)
     if len(blocks) >= count:
         return []
-    found = f"{len(blocks)} blocks ({', '.join(blocks[:4])})" if blocks else "no blocks"
+    has = f"{len(blocks)} blocks ({', '.join(blocks[:4])})" if blocks else "no blocks"
     return [
         f"PP() splits {type(module).__name__} at its blocks into {count} stages, but it has "
-        f"{found}. Use fewer stages, or name their first modules: PP(split=(...))."
+        f"{has}. Use fewer stages, or name their first modules: PP(split=(...))."
     ]
 
 
@@ -270,14 +270,14 @@ def _beginning(partition: Partition, rank: int) -> str:
 def _blocks(module: nn.Module) -> list[str]:
     """Names of the modules at which a model may be split, in order, none inside another."""
     kinds = block_names(module)
-    found: list[str] = []
+    blocks: list[str] = []
     for name, part in module.named_modules():
         # A module is followed directly by its parts.
-        inside = bool(found) and name.startswith(f"{found[-1]}.")
+        inside = bool(blocks) and name.startswith(f"{blocks[-1]}.")
         if type(part).__name__ in kinds and name and not inside:
-            found.append(name)
-    if found:
-        return found
+            blocks.append(name)
+    if blocks:
+        return blocks
     for name, part in module.named_modules():
         if isinstance(part, nn.Sequential):
             return [f"{name}.{child}" if name else child for child, _ in part.named_children()]
@@ -335,7 +335,7 @@ def _stages(module: nn.Module, config: PP, starts: tuple[str, ...]) -> dict[str,
                 names_of.setdefault(id(tensor), []).append(full)
     for names in names_of.values():
         stages = {stage for name in names for stage in held[name]}
-        if any(fnmatch.fnmatchcase(name, one) for name in names for one in config.shared):
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in config.shared):
             stages = set(range(len(starts) + 1))
         for name in names:
             held[name] = stages

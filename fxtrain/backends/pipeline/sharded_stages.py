@@ -152,32 +152,32 @@ def _empty(stage: Stage, formats: Mapping[str, torch.dtype]) -> None:
     """Replace a stage's parameters by fake tensors of the same shapes."""
     own = {id(parameter) for parameter in stage.own()}
     blanks = OwnFakes()
-    made: dict[int, nn.Parameter] = {}
+    fakes: dict[int, nn.Parameter] = {}
     for path, part in stage.shell.named_modules(remove_duplicate=False):
         for key, parameter in part._parameters.items():
             if parameter is None or id(parameter) not in own:
                 continue
             name = f"{path}.{key}" if path else key
-            if id(parameter) not in made:
+            if id(parameter) not in fakes:
                 dtype = formats.get(name, parameter.dtype)
-                made[id(parameter)] = _fake_parameter(parameter, dtype, blanks)
-            part._parameters[key] = made[id(parameter)]
+                fakes[id(parameter)] = _fake_parameter(parameter, dtype, blanks)
+            part._parameters[key] = fakes[id(parameter)]
 
 
 def _fake_parameter(like: nn.Parameter, dtype: torch.dtype, mode: OwnFakes) -> nn.Parameter:
     local: Any = getattr(like, "_local_tensor", like)
     with mode:
-        made: Any = torch.empty(local.shape, dtype=dtype, device=local.device)
+        fake: Any = torch.empty(local.shape, dtype=dtype, device=local.device)
     if isinstance(like, DTensor):
-        made = DTensor.from_local(
-            made,
+        fake = DTensor.from_local(
+            fake,
             like.device_mesh,
             like.placements,
             run_check=False,
             shape=like.shape,
             stride=like.stride(),
         )
-    return nn.Parameter(made, requires_grad=like.requires_grad)
+    return nn.Parameter(fake, requires_grad=like.requires_grad)
 
 
 def _shard(stage: Stage, partition: Partition, index: int, ctx: DistContext, axes: _Axes) -> None:

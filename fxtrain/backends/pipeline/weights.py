@@ -47,12 +47,12 @@ def tensor_slots(module: nn.Module) -> tuple[TensorSlot, ...]:
     likes: dict[int, Tensor] = {}
     places: list[TensorSlot] = []
     for path, part in module.named_modules(remove_duplicate=False):
-        for held in (part._parameters, part._buffers):
-            for key, tensor in held.items():
+        for tensors in (part._parameters, part._buffers):
+            for key, tensor in tensors.items():
                 if tensor is not None:
                     name = f"{path}.{key}" if path else key
                     like = likes.setdefault(id(tensor), _like(tensor))
-                    places.append(TensorSlot(name, path, key, held, like, name in stored))
+                    places.append(TensorSlot(name, path, key, tensors, like, name in stored))
     return tuple(sorted(places, key=lambda place: stored.get(place.name, len(stored))))
 
 
@@ -65,17 +65,17 @@ def full_tensor_of(
         Gathers it if it is sharded; the first rank that holds it sends it to the pipeline if some
         rank does not hold it.
     """
-    held = partition.holders(place.name)
-    everywhere = len(held) == axis.world_size
+    holders = partition.holders(place.name)
+    everywhere = len(holders) == axis.world_size
     # Every rank that holds a part joins the gather, also those to which the full value is sent.
     tensor = place.held[place.key]
     own = None if tensor is None else weight_of(tensor).gather().to(device)
-    if own is not None and (everywhere or axis.rank == held[0]):
+    if own is not None and (everywhere or axis.rank == holders[0]):
         whole = own if everywhere else own.contiguous()
     else:
         whole = torch.empty(place.like.shape, dtype=place.like.dtype, device=device)
     if not everywhere:
-        dist.broadcast(whole, axis.comm.ranks[held[0]], group=axis.comm.group)
+        dist.broadcast(whole, axis.comm.ranks[holders[0]], group=axis.comm.group)
     return whole
 
 
@@ -89,7 +89,7 @@ def pipeline_weights(model: Wrapped) -> dict[str, Weight]:
     if engine is model.module:
         return torch_weights(model)
     shells = dict(next(iter(engine.stages.values())).shell.named_buffers(remove_duplicate=False))
-    found: dict[str, Weight] = {}
+    weights: dict[str, Weight] = {}
     for place in engine.places:
         here = place.held[place.key] is not None
         gather = functools.partial(
@@ -107,8 +107,8 @@ def pipeline_weights(model: Wrapped) -> dict[str, Weight]:
         )
         is_parameter = isinstance(place.like, nn.Parameter)
         weight = weight if is_parameter else from_first_rank(weight, model.ctx.axis("data"))
-        found[plain_name(place.name)] = weight
-    return in_loaded_dtypes(found, model)
+        weights[plain_name(place.name)] = weight
+    return in_loaded_dtypes(weights, model)
 
 
 def _fill(
@@ -122,10 +122,10 @@ def _fill(
 
 
 def _like(tensor: Tensor) -> Tensor:
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    tensor_like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made
+        return nn.Parameter(tensor_like, requires_grad=tensor.requires_grad)
+    return tensor_like
 
 
 def state_of(model: Wrapped) -> ModelState:
@@ -144,8 +144,8 @@ def state_of(model: Wrapped) -> ModelState:
         return state
     if model.window.micro:
         state = attrs.evolve(state, tensors={**state.tensors, **_shared_gradients(model, state)})
-    found = ops.gather_objects(state.values, engine.axis)
-    return attrs.evolve(state, values=_merged(found, list(engine.partition.stages)))
+    values = ops.gather_objects(state.values, engine.axis)
+    return attrs.evolve(state, values=_merged(values, list(engine.partition.stages)))
 
 
 def _shared_gradients(model: Wrapped, state: ModelState) -> dict[str, Tensor]:
@@ -184,13 +184,13 @@ def _own_part(saved: StateReader, partition: Partition, rank: int) -> StateReade
     tensors |= {f"grad.{name}" for name in partition.stages if partition.holders(name)[0] != rank}
     optimizers = [
         {
-            **one,
+            **each,
             "groups": [
                 {**group, "params": [name for name in group["params"] if name not in others]}
-                for group in one["groups"]
+                for group in each["groups"]
             ],
         }
-        for one in saved.values["optimizers"]
+        for each in saved.values["optimizers"]
     ]
     extra = {
         name: value
@@ -207,16 +207,16 @@ def _own_part(saved: StateReader, partition: Partition, rank: int) -> StateReade
 def _is_on_other_ranks(name: str, partition: Partition, others: set[str]) -> bool:
     """Whether every tensor of the owner of some extra state is on other ranks."""
     path = name.removeprefix("module.").rpartition("_extra_state")[0]
-    held = [one for one in partition.stages if one.startswith(path)]
-    return bool(held) and all(one in others for one in held)
+    names = [one for one in partition.stages if one.startswith(path)]
+    return bool(names) and all(one in others for one in names)
 
 
-def _merged(found: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
+def _merged(states_of_ranks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
     """The values of all stages, as one process would have them."""
-    first = found[0]
+    first = states_of_ranks[0]
     place = {name: index for index, name in enumerate(order)}
     optimizers = []
-    for columns in zip(*(one["optimizers"] for one in found), strict=True):
+    for columns in zip(*(one["optimizers"] for one in states_of_ranks), strict=True):
         if len({(one["kind"], len(one["groups"])) for one in columns}) > 1:
             kinds = [f"{one['kind']} with {len(one['groups'])} groups" for one in columns]
             raise CheckpointError(
@@ -229,5 +229,7 @@ def _merged(found: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[st
             groups.append({**alike[0], "params": sorted(names, key=lambda n: place.get(n, -1))})
         states = {name: value for one in columns for name, value in one["state"].items()}
         optimizers.append({**columns[0], "groups": groups, "state": states})
-    extra = {name: value for one in reversed(found) for name, value in one["module"].items()}
+    extra = {
+        name: value for one in reversed(states_of_ranks) for name, value in one["module"].items()
+    }
     return {**first, "optimizers": optimizers, "module": extra}

@@ -39,7 +39,9 @@ def find_splits(module: nn.Module, config: TP) -> Split:
     names = [name for name, _ in module.named_modules()]
     if config.styles:
         return {
-            name: one.style for one in config.styles for name in fnmatch.filter(names, one.modules)
+            name: rule.style
+            for rule in config.styles
+            for name in fnmatch.filter(names, rule.modules)
         }
     splits = _rename_plan(module, names) or {
         name: style
@@ -54,11 +56,11 @@ def split_problems(module: nn.Module, config: TP, n: int) -> list[str]:
     """Patterns that match nothing, layers that cannot be split, sizes that are not divisible."""
     names = [name for name, _ in module.named_modules()]
     problems: list[str] = []
-    for one in config.styles:
-        if not fnmatch.filter(names, one.modules):
-            close = difflib.get_close_matches(one.modules, names, n=3) or names[1:6]
+    for rule in config.styles:
+        if not fnmatch.filter(names, rule.modules):
+            close = difflib.get_close_matches(rule.modules, names, n=3) or names[1:6]
             problems.append(
-                f"TP: no module matches {one.modules!r}. Did you mean {', '.join(close)}?"
+                f"TP: no module matches {rule.modules!r}. Did you mean {', '.join(close)}?"
             )
     unknown = sorted({s for s in _transformers_plan(module).values() if s not in _HF_STYLES})
     if unknown and not config.styles:

@@ -125,9 +125,9 @@ def _lay_out(
     layer.register_forward_hook(after)
 
 
-def _laid_out(value: Any, mesh: DeviceMesh, given: Placement, needed: Placement) -> DTensor:
+def _laid_out(value: Any, mesh: DeviceMesh, current: Placement, needed: Placement) -> DTensor:
     if not isinstance(value, DTensor):
-        value = DTensor.from_local(value, mesh, [given], run_check=False)
+        value = DTensor.from_local(value, mesh, [current], run_check=False)
     return value.redistribute(placements=[needed])
 
 
@@ -208,7 +208,7 @@ def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             places.setdefault(id(parameter), []).append((part, name))
-    return [found for found in places.values() if len(found) > 1]
+    return [names for names in places.values() if len(names) > 1]
 
 
 def _tie(places: list[tuple[nn.Module, str]]) -> None:
@@ -245,7 +245,7 @@ def split_experts(part: nn.Module, mesh: DeviceMesh, distributed: DistributedPar
     known = {"num_experts": here}
     if hasattr(part, "_is_expert_parallel"):
         known["_is_expert_parallel"] = True  # for transformers: some routes lead to no expert
-    kept = {name: getattr(part, name) for name in known}
+    values = {name: getattr(part, name) for name in known}
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         tokens, index, weights, *rest = signature.bind(*args, **kwargs).args
@@ -256,7 +256,7 @@ def split_experts(part: nn.Module, mesh: DeviceMesh, distributed: DistributedPar
 
     def after(module: nn.Module, _: Any, __: Any, out: Any) -> Any:
         hide_local(module, names)
-        vars(module).update(kept)
+        vars(module).update(values)
         if not isinstance(out, Tensor):
             return out  # forward failed, and this hook was called to clean up
         whole = DTensor.from_local(out, mesh, [Partial()], run_check=False)

@@ -104,14 +104,14 @@ def lost_rank_error(
     """
     op, args = call[0], call[1]
     spent = "" if waited_s is None else f"{round(waited_s, 1):g} s "
-    told = _ask_others(ctx, {"op": op, "site": site, "spent": spent})
+    answers = _ask_others(ctx, {"op": op, "site": site, "spent": spent})
     waiting = [
         (rank, f"waited {seen['spent']}in {seen['op']} at {seen['site']}")
-        for rank, seen in sorted(told.views.items())
+        for rank, seen in sorted(answers.views.items())
     ]
-    gone = [(rank, f"left with {word}") for rank, word in sorted(told.words.items()) if word]
-    gone += [(rank, "left") for rank, word in sorted(told.words.items()) if not word]
-    known = told.views.keys() | told.words.keys()
+    gone = [(rank, f"left with {word}") for rank, word in sorted(answers.words.items()) if word]
+    gone += [(rank, "left") for rank, word in sorted(answers.words.items()) if not word]
+    known = answers.views.keys() | answers.words.keys()
     never = f"never joined this {op}"
     if waited_s is not None:
         ended = "timed out" if waited_s >= 0.9 * ctx.comm.timeout_s else "failed"
@@ -121,8 +121,8 @@ def lost_rank_error(
         [
             f"{op}({args}) at {site} did not complete ({_where(ctx)}, "
             f"timeout {ctx.comm.timeout_s:g} s).",
-            *by_rank(waiting + gone + silent, told.hosts),
-            *told.problem,
+            *by_rank(waiting + gone + silent, answers.hosts),
+            *answers.problem,
             f"torch says: {first_line(error)}",
             "Check the ranks that never joined: they failed, are still busy, or skipped "
             "this call. If a rank is only slow, raise detect(timeout_s=...).",
@@ -158,25 +158,25 @@ class _Told:
 
 
 def _ask_others(ctx: DistContext, view: dict[str, Any]) -> _Told:
-    told = _Told({ctx.rank: view})
+    answers = _Told({ctx.rank: view})
     store = ctx.comm.store
     if store is not None:
         deadline = time.monotonic() + min(_ASK_S, ctx.comm.timeout_s / 2)
 
         def tell() -> None:
             store.set(f"{ctx.comm.name}/lost/{ctx.rank}", json.dumps(view))
-            told.hosts.update(_hosts(ctx))
+            answers.hosts.update(_hosts(ctx))
 
         def ask() -> None:
-            while _read_others(ctx, told, deadline) and time.monotonic() < deadline:
+            while _read_others(ctx, answers, deadline) and time.monotonic() < deadline:
                 time.sleep(_POLL_INTERVAL_S)
 
         known = answered(_ANSWER_S, tell)
         left_s = max(0.0, deadline - time.monotonic())
         if not (known and answered(left_s + _LAST_ANSWER_S, ask)):
-            told.problem.append(_NO_STORE)
+            answers.problem.append(_NO_STORE)
     return attrs.evolve(
-        told, views={**told.views}, words={**told.words}, hosts={**told.hosts}
+        answers, views={**answers.views}, words={**answers.words}, hosts={**answers.hosts}
     )  # a thread that is still waiting may write later
 
 
@@ -196,18 +196,18 @@ def _hosts(ctx: DistContext) -> dict[int, str]:
     return {rank: name.decode() for rank, name in enumerate(ctx.comm.store.multi_get(keys))}
 
 
-def _read_others(ctx: DistContext, told: _Told, deadline: float) -> bool:
+def _read_others(ctx: DistContext, answers: _Told, deadline: float) -> bool:
     """Read what other ranks have written since; whether some have written nothing."""
     store, name = ctx.comm.store, ctx.comm.name
-    for rank in set(range(ctx.world_size)) - told.views.keys() - told.words.keys():
+    for rank in set(range(ctx.world_size)) - answers.views.keys() - answers.words.keys():
         if time.monotonic() > deadline:  # a question per rank takes long at thousands of them
             break
         lost_key, left_key = f"{name}/lost/{rank}", f"world/left/{ctx.comm.ranks[rank]}"
         if store.check([lost_key]):
-            told.views[rank] = json.loads(store.get(lost_key))
+            answers.views[rank] = json.loads(store.get(lost_key))
         elif store.check([left_key]):
-            told.words[rank] = store.get(left_key).decode()
-    return len(told.views) + len(told.words) < ctx.world_size
+            answers.words[rank] = store.get(left_key).decode()
+    return len(answers.views) + len(answers.words) < ctx.world_size
 
 
 def by_rank(entries: Iterable[tuple[int, str]], hosts: Mapping[int, str] = _NOWHERE) -> list[str]:

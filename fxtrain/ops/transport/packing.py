@@ -65,8 +65,8 @@ def packed_leaves(leaves: Sequence[Any], shape: _tree.TreeSpec, *, numbers: bool
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             tensors[place] = leaf.detach() if leaf.requires_grad else leaf
-        elif found := as_tensor(leaf) or (number_as_tensor(leaf) if numbers else None):
-            tensors[place], back[place] = found
+        elif converted := as_tensor(leaf) or (number_as_tensor(leaf) if numbers else None):
+            tensors[place], back[place] = converted
         else:
             others[place] = leaf
     return Packed(shape=shape, tensors=tensors, others=others, back=back)
@@ -103,13 +103,13 @@ def byte_layout(
     tensors: Sequence[Tensor],
 ) -> tuple[list[tuple[torch.dtype, list[int], int]], int]:
     """Where `to_bytes` puts tensors: dtype, places and first byte; and the number of bytes."""
-    found: list[tuple[torch.dtype, list[int], int]] = []
+    layout: list[tuple[torch.dtype, list[int], int]] = []
     start = 0
     for dtype, places in _by_dtype(tensors).items():
-        found.append((dtype, places, start))
+        layout.append((dtype, places, start))
         size = sum([tensors[place].numel() for place in places]) * dtype.itemsize
         start += size + -size % _ALIGN
-    return found, start
+    return layout, start
 
 
 def unpack_ranks(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) -> list[Tensor]:

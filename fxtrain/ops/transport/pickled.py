@@ -88,15 +88,15 @@ def pickled(op: str, rank: int, blob: Tensor, ctx: DistContext) -> memoryview:
             code="FX304",
         )
     signed = memoryview(ctypes.string_at(blob.data_ptr(), blob.numel()))[1:]
-    found = verified(signed, ctx.comm.key)
-    if found is None:
+    data = verified(signed, ctx.comm.key)
+    if data is None:
         raise CollectiveError(
             f"{op}: the object from rank {rank} is not signed with this run's secret, so it was "
             f"not unpickled. Either {SECRET} differs between ranks, or another program sent the "
             f"object: check who can reach the ports of the ranks.",
             code="FX103",
         )
-    return found
+    return data
 
 
 def pickling_error(blob: Tensor) -> str | None:
@@ -124,10 +124,10 @@ def unpickle_all(op: str, blobs: Mapping[int, Tensor], ctx: DistContext) -> list
         CollectiveError: a sender could not pickle its value, a signature is not of this run, or
             a rank cannot unpickle a value; on every rank.
     """
-    found = {rank: pickled(op, rank, blob, ctx) for rank, blob in blobs.items()}
+    pickles = {rank: pickled(op, rank, blob, ctx) for rank, blob in blobs.items()}
     values: list[Any] = []
     problem = None
-    for rank, data in found.items():
+    for rank, data in pickles.items():
         try:
             values.append(pickle.loads(data))
         except Exception as error:  # raises whatever the object's own code does
@@ -150,8 +150,8 @@ def raise_unpickling_errors(op: str, problem: str | None, ctx: DistContext) -> N
     Raises:
         CollectiveError: with each problem; on every rank.
     """
-    found = exchange_texts(ctx, (op, "unpickled"), problem or "")
-    lines = [f"rank {rank} cannot unpickle {text}" for rank, text in enumerate(found) if text]
+    texts = exchange_texts(ctx, (op, "unpickled"), problem or "")
+    lines = [f"rank {rank} cannot unpickle {text}" for rank, text in enumerate(texts) if text]
     if lines:
         raise CollectiveError(
             f"{op}: {'; '.join(lines)}. Send plain values or tensors, or make the same version "

@@ -116,7 +116,7 @@ def checked_topology(topology: Topology, env: Mapping[str, str]) -> Topology:
     )
     known = {"MASTER_ADDR": bool(address), "MASTER_PORT": bool(port)}
     if not alone and not all(known.values()):
-        missing = " and ".join(name for name, there in known.items() if not there)
+        missing = " and ".join(name for name, known_value in known.items() if not known_value)
         raise ContextError(
             f"{topology.launcher}: {topology.world_size} ranks need {missing} to connect. Found "
             f"{_found(env)}. Set the host name of rank 0 and a free port on it for every rank, "
