@@ -1,9 +1,17 @@
-"""Imports of packages that only some plans need."""
+"""Packages that may be installed: importing them, and what they add by entry points."""
 
+import functools
 import importlib
+import os
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterable
 from types import ModuleType
+from typing import Any, TypeVar
 
-from fxtrain.errors import MissingPackageError
+from fxtrain.errors import FxError, MissingPackageError
+
+K = TypeVar("K", bound=Hashable)
+R = TypeVar("R")
 
 
 def optional(name: str, *, extra: str, needed_by: str) -> ModuleType:
@@ -27,3 +35,83 @@ def optional(name: str, *, extra: str, needed_by: str) -> ModuleType:
             f"Install it with: pip install 'fxtrain[{extra}]'",
             name=name,
         ) from error
+
+
+def installed_rows(
+    *,
+    taken: Collection[K],
+    group: str,
+    kind: type[R],
+    key: Callable[[R], K],
+    error: type[FxError],
+) -> dict[K, R]:
+    """The records that entry points of installed packages load, by key.
+
+    Args:
+        taken: Keys of fxtrain's own records.
+        group: The group of entry points, such as `fxtrain.launchers`.
+        kind: The type that each entry point must load.
+        key: (record) → its key.
+        error: The error to raise.
+
+    Effects:
+        Imports the packages that have an entry point in the group.
+
+    Raises:
+        FxError: of type `error`: an entry point does not load or loads something else, or two
+            records share a key.
+    """
+    table: dict[K, R] = {}
+    metadata = importlib.import_module("importlib.metadata")  # slow, and few commands need it
+    for entry in _entries(metadata.entry_points, group, _folders()):
+        named = f"The entry point {entry.name} = {entry.value} in {group}"
+        row = _loaded(entry, named, error)
+        if not isinstance(row, kind):
+            raise error(
+                f"{named} should load a {kind.__name__}, found {type(row).__name__}. Report this "
+                f"to the author of its package."
+            )
+        if key(row) in table or key(row) in taken:
+            name = key(row)
+            shown = name.__name__ if isinstance(name, type) else name
+            raise error(
+                f"{named} adds a second {kind.__name__.lower()} for {shown}. Uninstall one of them."
+            )
+        table[key(row)] = row
+    return table
+
+
+def _loaded(entry: Any, named: str, error: type[FxError]) -> Any:
+    try:
+        return entry.load()
+    except FxError:  # says what is wrong, also of an entry point that the package itself looks up
+        raise
+    except Exception as problem:  # whatever the package raises while it is imported
+        raise error(
+            f"{named} cannot be loaded: {type(problem).__name__}: {problem}. Report this to the "
+            f"author of its package, or uninstall it."
+        ) from problem
+
+
+@functools.lru_cache(maxsize=16)
+def _entries(
+    find: Callable[..., Iterable[Any]], group: str, folders: tuple[tuple[str, int], ...]
+) -> tuple[Any, ...]:
+    """The entry points of a group.
+
+    Cached, since the search reads a file of every installed package. `folders` says when to
+    search again: installing or removing a package changes the time of its folder.
+    """
+    return tuple(find(group=group))
+
+
+def _folders() -> tuple[tuple[str, int], ...]:
+    """The folders in which Python looks for packages, with the times of their last change."""
+    return tuple((path, _changed_ns(path)) for path in sys.path)
+
+
+def _changed_ns(path: str) -> int:
+    try:
+        return os.stat(path or ".").st_mtime_ns
+    except OSError:  # Python skips what is not there
+        return 0

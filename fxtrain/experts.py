@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxtrain import ops
-from fxtrain.backends.tensor.layer_plan import is_mixture
+from fxtrain.backends.tensor import is_mixture
 from fxtrain.errors import PlanError
 from fxtrain.state import DistContext, Wrapped
 

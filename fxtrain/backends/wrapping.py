@@ -26,7 +26,7 @@ from fxtrain.backends.core.weights import raise_to_fp32
 from fxtrain.backends.registry import strategy_of
 from fxtrain.errors import MeshError, PlanError
 from fxtrain.models.loading import Loaded
-from fxtrain.ops.control import log
+from fxtrain.ops.logs import log
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.ops.standing import Models
 from fxtrain.ops.transport.pace import share_pace

@@ -39,6 +39,9 @@ from fxtrain.state import (
     unsupported,
 )
 
+_HINTS = {"shard": "Parameters are sharded over the devices of one process only (SPMD). "}
+Undo = Callable[[], None]
+
 
 @attrs.define(kw_only=True, eq=False)
 class RecompilationLog:
@@ -125,9 +128,6 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     return tuple(problems)
 
 
-_HINTS = {"shard": "Parameters are sharded over the devices of one process only (SPMD). "}
-
-
 def _wrap(
     strategy: Strategy,
     module: nn.Module,
@@ -199,9 +199,6 @@ def _unwrap(model: Wrapped) -> nn.Module:
     xla_runtime.mark_step()
     model.undo()
     return model.module
-
-
-Undo = Callable[[], None]
 
 
 def move_to_device(module: nn.Module, ctx: DistContext, *, downcast: bool) -> Undo:

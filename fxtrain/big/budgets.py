@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from fxtrain._byte_units import read_bytes
+from fxtrain._display import read_bytes
 from fxtrain._record import record
 from fxtrain.errors import PlanError
 from fxtrain.state import Limit, Room

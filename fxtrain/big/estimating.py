@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fxtrain._byte_units import show_bytes
+from fxtrain._display import show_bytes
 from fxtrain._record import above, record
 from fxtrain.big.budgets import Budget
 from fxtrain.errors import escape_unprintable

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, NoReturn
 
 import attrs
 
-from fxtrain._byte_units import show_bytes
+from fxtrain._display import show_bytes
 from fxtrain._record import closest, few
 from fxtrain.big.budgets import Budget, device_name
 from fxtrain.big.estimating import Speeds

@@ -13,8 +13,7 @@ from fxtrain.cli.output import as_json, check_picture, print_renderable, save_pi
 from fxtrain.errors import PlanError
 from fxtrain.models.weight_list import import_function
 from fxtrain.state import TE, Plan, Precision, read_plan
-from fxtrain.state.precision import FORMATS, recipe_of
-from fxtrain.state.quantized_weights import quantize_of
+from fxtrain.state.precision import FORMATS, quantize_of, recipe_of
 
 
 @click.command("compare-precision")

@@ -43,6 +43,13 @@ _NOTED = 80  # characters of a value
 _path = click.Path(dir_okay=False)
 _file = click.option("--config", "-c", "file", default="", type=_path, help="the launch file")
 _force = click.option("--force", is_flag=True, help="replace an existing file")
+_TYPES: Mapping[str, click.ParamType] = {
+    "yes": click.BOOL,
+    "whole": click.IntRange(0, 10**9),
+    "number": click.FLOAT,
+    "text": click.STRING,
+}
+Answers = Mapping[str, Any]
 
 
 @click.group("config", invoke_without_command=True)
@@ -274,16 +281,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, Mapping) or value is None:
         return "" if not value else str(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-_TYPES: Mapping[str, click.ParamType] = {
-    "yes": click.BOOL,
-    "whole": click.IntRange(0, 10**9),
-    "number": click.FLOAT,
-    "text": click.STRING,
-}
-
-Answers = Mapping[str, Any]
 
 
 @attrs.frozen

@@ -9,7 +9,7 @@ import attrs
 import click
 
 from fxtrain import big
-from fxtrain._byte_units import read_bytes
+from fxtrain._display import read_bytes
 from fxtrain.cli.output import as_json, print_json, print_renderable, print_table, say, warn
 from fxtrain.errors import PlanError
 from fxtrain.models.memory_estimates import (
@@ -24,7 +24,7 @@ from fxtrain.models.memory_estimates import (
 )
 from fxtrain.models.weight_list import Weights, read_hub, read_weights
 from fxtrain.state import Placement, Plan, Quantize, read_plan, unstructure, write_record
-from fxtrain.state.quantized_weights import quantize_of
+from fxtrain.state.precision import quantize_of
 
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 _WORDS = {

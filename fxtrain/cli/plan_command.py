@@ -13,12 +13,12 @@ from typing import Any
 import attrs
 import click
 
-from fxtrain._byte_units import read_bytes
+from fxtrain._display import read_bytes
 from fxtrain._reading import read_text, write_file
 from fxtrain.cli.output import Exit, as_json, check_picture, print_json, save_picture
 from fxtrain.errors import LaunchError, PlanError
 from fxtrain.launchers import LaunchSpec, check_target, plan_variable
-from fxtrain.launchers.fields import name_values
+from fxtrain.launchers.spec import name_values
 
 _STDERR = 2  # for the program's output; the results go to standard output
 

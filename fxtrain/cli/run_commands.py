@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fxtrain._byte_units import show_bytes
+from fxtrain._display import show_bytes
 from fxtrain._reading import write_file
 from fxtrain.cli.output import (
     PICTURES,

@@ -20,6 +20,8 @@ from fxtrain.ops.plan_agreement import digest_of_plan, raise_plan_differences
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.state import DistContext, Plan, Position
 
+_HAS, _ENDED, _FAILED = range(3)  # states of a rank
+
 
 @attrs.frozen(kw_only=True, eq=False)
 class UnevenStream:
@@ -168,9 +170,6 @@ class _Counted:
         batch = self._collate(rows)
         count = _tree.row_count(batch) or 1 if self._items else len(rows)
         return count, batch, None if self._memory is None else self._memory.state()
-
-
-_HAS, _ENDED, _FAILED = range(3)  # states of a rank
 
 
 def uneven_batches(

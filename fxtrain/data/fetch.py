@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, get_worker_info
 
 from fxtrain import _tree
-from fxtrain.data.generators import BorrowedGenerators, seed_all
 from fxtrain.data.iterable import PlainStream, StreamMemory, StreamReader
 from fxtrain.data.order import hash_key
 from fxtrain.data.rank_slices import Batching, GlobalBatch, global_batch
+from fxtrain.data.user_code import BorrowedGenerators, seed_all
 from fxtrain.errors import DataError
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
-from fxtrain.data.generators import BorrowedGenerators
 from fxtrain.data.rank_slices import Batching
+from fxtrain.data.user_code import BorrowedGenerators
 from fxtrain.errors import DataError
 
 _END = object()

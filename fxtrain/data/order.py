@@ -22,11 +22,19 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fxtrain.data.generators import BorrowedGenerators
-from fxtrain.data.loader_errors import safe_length
+from fxtrain.data.user_code import BorrowedGenerators, safe_length
 from fxtrain.errors import DataError
 
 _SAMPLER_CHUNK = 512  # units requested from a custom sampler at a time
+# One (offset, odd multiplier) per round, 31 bits each.
+Keys = tuple[tuple[int, int], ...]
+_ROUNDS = 8
+_BITS = 31
+_MASK = (1 << _BITS) - 1
+# Odd, and its bits look random; the rounds' own multipliers do most of the mixing.
+_SPREAD = 0x2C9277B5
+# Up to this size a table is faster than arithmetic, and as uniform as a shuffle can be.
+_TABLE = 1 << 16
 
 
 @attrs.frozen(eq=False)
@@ -216,18 +224,6 @@ _FINDERS: dict[type, Callable[[Any, int, int], EpochOrder]] = {
     SubsetRandomSampler: _subset,
     WeightedRandomSampler: _weighted,
 }
-
-
-# One (offset, odd multiplier) per round, 31 bits each.
-Keys = tuple[tuple[int, int], ...]
-
-_ROUNDS = 8
-_BITS = 31
-_MASK = (1 << _BITS) - 1
-# Odd, and its bits look random; the rounds' own multipliers do most of the mixing.
-_SPREAD = 0x2C9277B5
-# Up to this size a table is faster than arithmetic, and as uniform as a shuffle can be.
-_TABLE = 1 << 16
 
 
 def hash_key(*words: int | str) -> int:

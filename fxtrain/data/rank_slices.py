@@ -16,6 +16,7 @@ from fxtrain.errors import DataError
 from fxtrain.state import Plan, Position
 
 _FIRST_BLOCK, _BLOCK = 1 << 10, 1 << 14  # indices computed at a time
+_CURSOR_BLOCK = 32  # steps made at a time
 
 
 @attrs.frozen(kw_only=True)
@@ -218,9 +219,6 @@ def _shared_slot(
         )
     even = (part,) * batching.ranks
     return GlobalBatch(first, 1, even, even, tuple(batch[r * part : (r + 1) * part] for r in ranks))
-
-
-_CURSOR_BLOCK = 32  # steps made at a time
 
 
 class Cursor(NamedTuple):

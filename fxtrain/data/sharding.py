@@ -9,12 +9,18 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fxtrain.data.already_sharded import presharded_source
 from fxtrain.data.blends import BlendOrder
-from fxtrain.data.dispatch import dispatch_source
 from fxtrain.data.iterable import PlainStream
 from fxtrain.data.rank_slices import Batching
-from fxtrain.data.sequence_slices import make_splitter
 from fxtrain.data.sharded_loader import Iteration, Reached, Sharded
-from fxtrain.data.sources import RowBatches, Source, function_source, row_source, stream_source
+from fxtrain.data.sources import (
+    RowBatches,
+    Source,
+    dispatch_source,
+    function_source,
+    row_source,
+    stream_source,
+)
+from fxtrain.data.to_device import make_splitter
 from fxtrain.data.user_loader import read_loader, share_of
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import plan_for

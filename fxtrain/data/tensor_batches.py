@@ -6,8 +6,7 @@ import torch
 
 from fxtrain import _tree, ops
 from fxtrain.data.rank_slices import GlobalBatch, advance, to_epoch
-from fxtrain.data.sequence_slices import make_splitter
-from fxtrain.data.to_device import to_device, valid_mask
+from fxtrain.data.to_device import make_splitter, to_device, valid_mask
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import Batch, DistContext, Plan, Position

@@ -10,7 +10,6 @@ from fxtrain.launchers.built_in.ray import RayOptions, ray
 from fxtrain.launchers.built_in.sagemaker.launcher import SageMakerOptions, sagemaker
 from fxtrain.launchers.built_in.slurm import SlurmOptions, slurm
 from fxtrain.launchers.built_in.tpu import TpuPodOptions, setup_command, tpu, tpu_pod
-from fxtrain.launchers.fields import options_from
 from fxtrain.launchers.flags import FLAGS, Flag, flag_words
 from fxtrain.launchers.invocation import Invocation, as_json, show
 from fxtrain.launchers.launched_plan import given_plan, plan_variable
@@ -19,7 +18,7 @@ from fxtrain.launchers.machine import Machine, cores_of_ranks, look, read_cores,
 from fxtrain.launchers.outcome import Failure, LaunchResult, by_cause, describe
 from fxtrain.launchers.program import shared_environment
 from fxtrain.launchers.rank_reports import keep_tracebacks
-from fxtrain.launchers.spec import LaunchSpec, rank_environment
+from fxtrain.launchers.spec import LaunchSpec, options_from, rank_environment
 from fxtrain.launchers.table import LAUNCHERS, find_launcher, known_launchers, prepare, run
 from fxtrain.launchers.target import check_target
 

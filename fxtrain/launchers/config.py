@@ -34,6 +34,10 @@ NO_TARGET = "train.py"
 
 _KEY = re.compile(r"\['(.*?)'\]")  # of a table, in a path of cattrs
 _TABLE = {"choose": "a table"}
+# In the current folder; these come before the user's own file.
+HERE = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
+_TEMPLATE = Path(__file__).with_name("launch_template.toml")
+_UNSET_FIELD = re.compile(r"# (\w+)[\w.]* = .*")
 
 
 @record
@@ -230,10 +234,6 @@ def _placed(line: str, cls: type, where: str) -> str:
     return f"{place or 'the file'}: {rest}"
 
 
-# In the current folder; these come before the user's own file.
-HERE = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
-
-
 @attrs.frozen(kw_only=True)
 class Setting:
     """One value and where it came from.
@@ -396,10 +396,6 @@ def _with_origin(line: str, origins: Mapping[str, str]) -> str:
     path = line.partition(": ")[0].replace("[", ".").replace("]", "")
     origin = _origin(path, origins)
     return line if origin == "default" else f"{line} ({origin})"
-
-
-_TEMPLATE = Path(__file__).with_name("launch_template.toml")
-_UNSET_FIELD = re.compile(r"# (\w+)[\w.]* = .*")
 
 
 def render(

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import attrs
 
-from fxtrain._addresses import GLOO, NCCL, Route
-from fxtrain._listen import free_port
+from fxtrain._addresses import GLOO, NCCL, Route, free_port
 from fxtrain._reading import read_text
 from fxtrain._secret import SECRET
 from fxtrain.errors import LaunchError

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from fxtrain.launchers.fields import name_values
 from fxtrain.launchers.machine import Machine
-from fxtrain.launchers.spec import LaunchSpec
+from fxtrain.launchers.spec import LaunchSpec, name_values
 
 # torch's C++ code warns of names without reverse DNS, and of closed connections at every end.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}

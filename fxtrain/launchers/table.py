@@ -7,7 +7,7 @@ from types import MappingProxyType
 import attrs
 
 from fxtrain._addresses import Route, find_route, loopback_route
-from fxtrain._installed import installed_rows
+from fxtrain._optional import installed_rows
 from fxtrain._record import closest
 from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.deepspeed import DEEPSPEED
@@ -19,12 +19,11 @@ from fxtrain.launchers.built_in.ray import RAY
 from fxtrain.launchers.built_in.sagemaker.launcher import SAGEMAKER
 from fxtrain.launchers.built_in.slurm import SLURM
 from fxtrain.launchers.built_in.tpu import TPU, TPU_POD
-from fxtrain.launchers.fields import options_from
 from fxtrain.launchers.invocation import Invocation
 from fxtrain.launchers.launcher import COMMON, Launcher
 from fxtrain.launchers.machine import Machine, look
 from fxtrain.launchers.outcome import LaunchResult
-from fxtrain.launchers.spec import LaunchSpec
+from fxtrain.launchers.spec import LaunchSpec, options_from
 from fxtrain.launchers.target import check_target
 
 _BUILT_IN = (NATIVE, MPI, SLURM, DEEPSPEED, TPU, TPU_POD, RAY, KUBERNETES, SAGEMAKER)

@@ -30,12 +30,15 @@ from fxtrain.checkpoint import Restored
 from fxtrain.data import Sharded
 from fxtrain.errors import DataError, PlanError
 from fxtrain.loop.stepping import StepFns
-from fxtrain.ops.control import log
+from fxtrain.ops.logs import log
 from fxtrain.state import Batch, DistContext, Position, Report
 from fxtrain.trackers import Entry, Start, Tracker
 
 _SHOWN = ("loss", "rows_per_s", "tokens_per_s", "memory_gib")
 _UNITS = {"rows_per_s": "rows/s", "tokens_per_s": "tokens/s", "memory_gib": "GiB"}
+_MEASURES = ("epochs", "updates", "rows", "tokens")
+# Settings that determine to which row a position inside an epoch refers.
+_MEANING = {"units": "rows or batches in an epoch", "unit": "unit", "order": "order"}
 
 
 class _ScriptEnded(BaseException):
@@ -178,12 +181,6 @@ def _text(values: Mapping[str, float]) -> str:
 
 def _one(name: str, value: float) -> str:
     return f"{value:.4g} {_UNITS[name]}" if name in _UNITS else f"{name} {value:.4g}"
-
-
-_MEASURES = ("epochs", "updates", "rows", "tokens")
-
-# Settings that determine to which row a position inside an epoch refers.
-_MEANING = {"units": "rows or batches in an epoch", "unit": "unit", "order": "order"}
 
 
 @record

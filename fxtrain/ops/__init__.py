@@ -5,8 +5,9 @@ Value first, context after: `ops.gather(tree, ctx)`.
 
 from fxtrain.ops.collectives import broadcast, gather, reduce
 from fxtrain.ops.connecting import close, detect
-from fxtrain.ops.control import RankLogger, log, main_first, on_main, on_rank, say
+from fxtrain.ops.control import Preemption, main_first, on_main, on_rank, preemption, say
 from fxtrain.ops.devices import fork_rng, seed
+from fxtrain.ops.logs import RankLogger, log
 from fxtrain.ops.mapping import map
 from fxtrain.ops.objects import (
     agree,
@@ -19,7 +20,6 @@ from fxtrain.ops.objects import (
 from fxtrain.ops.opening import duplicate
 from fxtrain.ops.padding import Padded, gather_valid, pad, unpad
 from fxtrain.ops.padding import gather_valid as gather_for_metrics
-from fxtrain.ops.preempt_signals import Preemption, preemption
 from fxtrain.ops.same_errors import raise_together
 from fxtrain.ops.sequence_tokens import join_tokens, token_positions
 from fxtrain.ops.splitting import scatter, split

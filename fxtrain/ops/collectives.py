@@ -40,6 +40,23 @@ _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _MAX_PAYLOAD_BYTES = 1 << 20  # of the tensors of a gather that are sent as one payload
 # torch 2.13 renamed this function, and warns about the older name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OPS = {
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_FOLDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda rows: rows.sum(0),
+    "sum": lambda rows: rows.sum(0),
+    "max": lambda rows: rows.amax(0),
+    "min": lambda rows: rows.amin(0),
+    "product": lambda rows: rows.prod(0),
+}
+# Dtypes that every library sums natively; others are computed in a wider one.
+_NATIVE_DTYPES = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8}
+_LOWEST = torch.iinfo(torch.int64).min
 
 
 def gather(tree: T, ctx: DistContext, *, grad: bool = False) -> T:
@@ -358,26 +375,6 @@ class _Gathered(torch.autograd.Function):
         group = ctx.comm.control if grad.is_cpu else ctx.comm.group
         _reduce_scatter(mine.view(-1), grad.reshape(-1), group=group)
         return mine, None
-
-
-_OPS = {
-    "mean": dist.ReduceOp.SUM,
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
-_FOLDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda rows: rows.sum(0),
-    "sum": lambda rows: rows.sum(0),
-    "max": lambda rows: rows.amax(0),
-    "min": lambda rows: rows.amin(0),
-    "product": lambda rows: rows.prod(0),
-}
-# Dtypes that every library sums natively; others are computed in a wider one.
-_NATIVE_DTYPES = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8}
-
-_LOWEST = torch.iinfo(torch.int64).min
 
 
 def check_reducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) -> None:

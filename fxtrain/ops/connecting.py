@@ -19,12 +19,11 @@ from fxtrain.ops import xla_runtime
 from fxtrain.ops.closing import make_close, make_part_close
 from fxtrain.ops.devices import find_device
 from fxtrain.ops.objects import gather_objects
-from fxtrain.ops.opening import open_group
+from fxtrain.ops.opening import open_by_members, open_group
 from fxtrain.ops.rendezvous_store import open_store
 from fxtrain.ops.stacks import STACKS
 from fxtrain.ops.standing import watch_standing
 from fxtrain.ops.transport.exchange import CallState
-from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.state import Comm, CommState, DistContext, Mesh, Plan
 from fxtrain.state.context import with_plan
 from fxtrain.state.files import plan_in

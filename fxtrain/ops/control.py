@@ -1,20 +1,24 @@
-"""Running code on one rank first or on one rank only, printing once, and logging with the rank."""
+"""Running code on one rank first or on one rank only, printing once, and stopping at a signal."""
 
-import logging
+import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from fxtrain._record import shown
+import attrs
+
 from fxtrain.errors import CollectiveError, ContextError
-from fxtrain.ops.objects import gather_objects
+from fxtrain.ops.objects import any_rank, gather_objects
 from fxtrain.ops.transport.exchange import CallState, exchange_texts
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.pickled import error_text
-from fxtrain.state import DistContext
+from fxtrain.state import DistContext, Position
+from fxtrain.state.context import check_connected
 
 T = TypeVar("T")
+_DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 
 
 @contextmanager
@@ -136,86 +140,104 @@ def say(text: object, ctx: DistContext, *, everyone: bool = False) -> None:
         sys.stdout.flush()
 
 
-class RankLogger(logging.LoggerAdapter[logging.Logger]):
-    """A standard library logger that logs on rank 0 by default.
+@attrs.frozen(kw_only=True, eq=False)
+class Preemption:
+    """Whether a signal has requested that this run stops; see `preemption`.
 
-    Every call takes two more keywords: `everyone=True` logs on all ranks, each line prefixed
-    with its rank; `rank=3` logs on that rank only.
+    Attributes:
+        ctx: The ranks that stop together.
+        every: Updates between two checks.
     """
 
-    def __init__(self, logger: logging.Logger, ctx: DistContext) -> None:
-        super().__init__(logger, {})
-        self._ctx = ctx
+    ctx: DistContext = attrs.field(repr=False)
+    every: int = 1
+    _signalled: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
+    _agreed: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
 
-    def log(  # the keywords of `logging.Logger.log`, and two more
-        self,
-        level: int,
-        msg: object,
-        *args: Any,
-        everyone: bool = False,
-        rank: int = 0,
-        exc_info: Any = None,
-        stack_info: bool = False,
-        stacklevel: int = 1,
-        extra: Mapping[str, object] | None = None,
-    ) -> None:
-        """Log on the chosen ranks; the others return without formatting the message."""
-        if (everyone or self._ctx.rank == rank) and self.isEnabledFor(level):
-            text = f"[rank {self._ctx.rank}] {msg}" if everyone or rank else msg
-            self.logger.log(
-                level,
-                text,
-                *args,
-                exc_info=exc_info,
-                stack_info=stack_info,
-                stacklevel=stacklevel + 1,
-                extra=extra,
-            )
+    @property
+    def signalled(self) -> bool:
+        """Whether this rank has received a signal; ranks may differ, unlike in `due`."""
+        return self._signalled.is_set()
 
-    def process(
-        self, msg: Any, kwargs: MutableMapping[str, Any]
-    ) -> tuple[Any, MutableMapping[str, Any]]:
-        """Return the message and keywords unchanged."""
-        return msg, kwargs
+    def due(self, position: Position) -> bool:
+        """Whether all ranks should save and stop now.
+
+        Args:
+            position: Of the batch just trained on, the same on every rank.
+
+        Effects:
+            One small collective every `every` updates; none inside an accumulation window, at
+            one rank, or after it has returned True.
+
+        Raises:
+            CollectiveError: a rank never joins.
+        """
+        if self._agreed.is_set():
+            return True
+        if position.micro or (position.updates % self.every and not position.is_last):
+            return False
+        if any_rank(self._signalled.is_set(), self.ctx):
+            self._agreed.set()
+        return self._agreed.is_set()
 
 
-def log(ctx: DistContext, name: str = "fxtrain.run") -> RankLogger:
-    """A logger for this rank, which logs on rank 0 unless a call asks for other ranks.
+@contextmanager
+def preemption(
+    ctx: DistContext, *, signals: Sequence[str] = _DEFAULT_SIGNALS, every: int = 1
+) -> Iterator[Preemption]:
+    """Catch signals, so that a run can save and stop at the end of an update.
+
+    SLURM sends SIGUSR1 ahead of a time limit (`--signal`); most schedulers send SIGTERM before
+    they kill a job. One rank that gets the signal is enough: all stop after the same update.
 
     Args:
-        ctx: The context of this process.
-        name: Name of the underlying standard library logger; you configure its handlers and
-            level. While it has no handler, records from INFO up, or from the level that you set,
-            go to standard error.
+        signals: Names of the signals.
+        every: Updates between two checks, each of which is one small collective. Choose it so
+            that `every` updates and a save fit into the scheduler's grace period.
+
+    Effects:
+        Installs handlers for these signals in this process, and restores the earlier ones at
+        the end of the block.
 
     Raises:
-        ContextError: the first argument is not a context, or the name is not a string.
+        ContextError: called outside the main thread, without an open context, or a signal does not
+            exist.
 
     Example:
-        >>> import fxtrain as fx, logging
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     fx.ops.log(ctx).warning("loss %.1f", 0.25, everyone=True)
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx, fx.ops.preemption(ctx) as notice:
+        ...     notice.due(fx.Position(updates=1))
+        False
     """
-    if not isinstance(ctx, DistContext):
+    check_connected("preemption", ctx)
+    numbers = [_number(name) for name in signals]
+    if type(every) is not int or every < 1:
         raise ContextError(
-            f"log takes a context, found {shown(ctx)}. For example: "
-            f"fx.ops.log(ctx).info('loss %.3f', report.loss)."
+            f"preemption(every={every!r}): not a number of updates. Pass an int of 1 or more."
         )
-    if not isinstance(name, str):
-        raise ContextError(f"log(ctx, name={shown(name)}): pass the name of a logger, a string.")
-    logger = logging.getLogger(name)
-    return RankLogger(logger if logger.hasHandlers() else _to_stderr(logger), ctx)
+    if threading.current_thread() is not threading.main_thread():
+        raise ContextError(
+            "preemption: called outside the main thread, the only one in which Python can handle "
+            "signals. Call it in the main thread."
+        )
+    notice = Preemption(ctx=ctx, every=every)
+
+    def record(number: int, frame: Any) -> None:
+        notice._signalled.set()
+
+    earlier = {number: signal.signal(number, record) for number in numbers}
+    try:
+        yield notice
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-def _to_stderr(logger: logging.Logger) -> logging.Logger:
-    """A logger of its own in place of one that nobody has set up."""
-    plain = logging.Logger(logger.name, _level_of(logger))
-    plain.addHandler(logging.StreamHandler())
-    return plain
-
-
-def _level_of(logger: logging.Logger) -> int:
-    """The level that was set for a logger or one above it, but for the root; INFO by default."""
-    if logger.parent is None:
-        return logging.INFO
-    return logger.level or _level_of(logger.parent)
+def _number(name: str) -> signal.Signals:
+    number = getattr(signal, str(name), None)
+    if not isinstance(number, signal.Signals):
+        raise ContextError(
+            f"preemption(signals=...): {name!r} is not a signal on this system. "
+            f"Use names such as 'SIGTERM'."
+        )
+    return number

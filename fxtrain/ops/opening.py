@@ -1,4 +1,4 @@
-"""Opening the default process group within a time, and a second context over the same ranks."""
+"""Opening process groups within a time, by their members alone, and for a second context."""
 
 import contextlib
 import errno
@@ -21,7 +21,6 @@ from fxtrain.ops.closing import answered, within
 from fxtrain.ops.devices import check_own_device
 from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.ops.transport.exchange import CallState, rank_loss_guard, settle
-from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.ops.transport.mismatches import by_rank, check_is_context, ranks_on
 from fxtrain.state import Comm, CommState, DistContext
 from fxtrain.state.topology.checks import Topology
@@ -33,6 +32,7 @@ _ANSWER_S = 0.15
 _PROBE_S = 0.4
 _POLL_INTERVAL_S = 0.05
 _DISCARD = 9  # a port where usually nothing listens
+_MANY = 1000  # more than a process has groups open
 
 
 def open_group(
@@ -256,3 +256,40 @@ def _connected(ctx: DistContext, name: str) -> None:
         store.set(f"{key}/{arrived}", "")
     last = -(-arrived // ctx.world_size) * ctx.world_size
     store.wait([f"{key}/{last}"], timedelta(seconds=ctx.comm.timeout_s))
+
+
+def open_by_members(ranks: list[int], **options: Any) -> Any:
+    """Open a process group without the ranks that are not in it.
+
+    torch names such a group after its ranks and the number of open groups. Once other groups have
+    been closed, that may be the name of an earlier group of the same ranks: of one that is open,
+    which torch refuses, or of a closed one, whose addresses are still in the store. Here the
+    number counts the groups of these ranks that this rank has opened, so that no name comes twice.
+
+    Args:
+        ranks: The members, of which this rank is one. They open the same groups in the same order.
+        options: Further arguments of `torch.distributed.new_group`.
+
+    Returns:
+        The group.
+    """
+    # torch_xla replaces torch.distributed.new_group with one that takes fewer arguments.
+    library: Any = dist.distributed_c10d
+    names: dict[Any, str] = dist.distributed_c10d._world.pg_names  # pyright: ignore
+    simulated = dist.get_backend() == "fake"  # its store does not count
+    key = f"fxtrain/groups/{'_'.join(map(str, ranks))}/{library.group.WORLD.rank()}"
+    number = _MANY + (0 if simulated else library._get_default_store().add(key, 1))
+    placeholders: list[object] = []
+    try:
+        while True:
+            placeholders += [object() for _ in range(number - len(names))]
+            names.update(dict.fromkeys(placeholders, ""))
+            try:
+                return library.new_group(ranks, use_local_synchronization=True, **options)
+            except ValueError as error:
+                if not simulated or "group name" not in str(error):
+                    raise
+                number += 1
+    finally:
+        for placeholder in placeholders:
+            del names[placeholder]

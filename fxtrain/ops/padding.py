@@ -21,6 +21,10 @@ from fxtrain.state import Batch, DistContext
 
 _STATIC = {"static": True}
 T = TypeVar("T")
+_HINT = (
+    "Put one entry per row into a list; put columns, and values of the batch, into a tuple or "
+    "a dict."
+)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -175,12 +179,6 @@ def _real(tensor: Tensor, padded: Padded[Any], length: int) -> Tensor:
     """A rank's tensor without its padding."""
     start = tensor.shape[padded.dim] - length if padded.first else 0
     return tensor.narrow(padded.dim, start, length)
-
-
-_HINT = (
-    "Put one entry per row into a list; put columns, and values of the batch, into a tuple or "
-    "a dict."
-)
 
 
 def gather_valid(tree: T, batch: Batch, ctx: DistContext) -> T:

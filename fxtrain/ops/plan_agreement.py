@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from fxtrain.errors import CollectiveError, PlanError
-from fxtrain.ops.control import log
+from fxtrain.ops.logs import log
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.ops.transport.exchange import exchange_payloads

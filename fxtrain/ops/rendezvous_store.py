@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from fxtrain._listen import listen
+from fxtrain._addresses import listen
 from fxtrain._secret import SECRET, key_proof
 from fxtrain._version import __version__
 from fxtrain.errors import ContextError

@@ -28,6 +28,7 @@ from fxtrain.state import DistContext
 
 T = TypeVar("T")
 V = TypeVar("V")
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @overload
@@ -142,9 +143,6 @@ def chunk_of(tensor: Tensor, n: int, dim: int, index: int) -> Tensor:
     size = -(-length // n)
     start = min(index * size, length)
     return tensor.narrow(dim, start, min(size, length - start))
-
-
-_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class _Slot:

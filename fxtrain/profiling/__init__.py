@@ -6,7 +6,7 @@
 ...     trace.step()
 """
 
-from fxtrain._byte_units import read_bytes, show_bytes
+from fxtrain._display import read_bytes, show_bytes
 from fxtrain.profiling.failures import (
     Failures,
     Goodput,

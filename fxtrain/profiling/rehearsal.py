@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from fxtrain import ops
-from fxtrain._byte_units import read_bytes, show_bytes
+from fxtrain._display import read_bytes, show_bytes
 from fxtrain.errors import ContextError, FxError, PlanError, StepError
 from fxtrain.ops.connecting import launched_plan
 from fxtrain.ops.splitting import chunk_of

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fxtrain._byte_units import show_bytes
+from fxtrain._display import show_bytes
 from fxtrain._optional import optional
 from fxtrain.errors import escape_unprintable
 from fxtrain.state import DryRun, Mesh, Traffic, diff

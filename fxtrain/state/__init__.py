@@ -10,8 +10,18 @@ from fxtrain.state.mesh import Mesh
 from fxtrain.state.placement import DtypeRule, Limit, Offload, Placement, Room, Unit
 from fxtrain.state.plan import Compile, Data, Plan, Profile
 from fxtrain.state.position import Position
-from fxtrain.state.precision import MX, TE, Float8, LossScale, Precision, Recipe
-from fxtrain.state.quantized_weights import Bnb4, Bnb8, Quantize, Torchao
+from fxtrain.state.precision import (
+    MX,
+    TE,
+    Bnb4,
+    Bnb8,
+    Float8,
+    LossScale,
+    Precision,
+    Quantize,
+    Recipe,
+    Torchao,
+)
 from fxtrain.state.registry import Config
 from fxtrain.state.strategy import (
     Round,

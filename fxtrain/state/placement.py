@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
-from fxtrain._byte_units import read_bytes
+from fxtrain._display import read_bytes
 from fxtrain._record import at_least, canonical, closest, record
 from fxtrain.errors import PlanError
 

@@ -9,10 +9,23 @@ from fxtrain._other_names import value_hint
 from fxtrain._record import above, at_least, closest, record
 from fxtrain.errors import PlanError
 from fxtrain.state.mesh import Mesh, read_mesh
-from fxtrain.state.precision import FORMATS, Compute, Precision, precision_of
-from fxtrain.state.quantized_weights import Bnb4, Bnb8, QuantizeKind, Torchao, names_of, quantize_of
+from fxtrain.state.precision import (
+    FORMATS,
+    Bnb4,
+    Bnb8,
+    Compute,
+    Precision,
+    QuantizeKind,
+    Torchao,
+    names_of,
+    precision_of,
+    quantize_of,
+)
 from fxtrain.state.registry import BUILT_IN, Config, kind_of
 from fxtrain.state.strategy_configs import CP, DDP, TP, CommHook, DiLoCo, LocalSGD
+
+StrategyKind = Literal["ddp", "deepspeed", "fsdp", "offload", "pp", "single", "xla"]
+_BY_KIND = {str(kind_of(config)): config for config in BUILT_IN}
 
 
 def _is_folder(_: Any, __: Any, value: str) -> None:
@@ -138,8 +151,6 @@ _OTHER_FIELDS = {
     CommHook: "strategy=fx.DDP(hook=fx.{}(...))",
     Compile: "compile=fx.{}(...)",
 }
-StrategyKind = Literal["ddp", "deepspeed", "fsdp", "offload", "pp", "single", "xla"]
-_BY_KIND = {str(kind_of(config)): config for config in BUILT_IN}
 
 
 def _strategy_of(value: Config | StrategyKind) -> Config:

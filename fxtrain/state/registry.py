@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
-from fxtrain._installed import installed_rows
+from fxtrain._optional import installed_rows
 from fxtrain.errors import PlanError
 from fxtrain.state.deepspeed import DeepSpeed
 from fxtrain.state.placement import Offload

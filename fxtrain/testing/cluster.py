@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from fxtrain._addresses import loopback_route
-from fxtrain._listen import free_port
+from fxtrain._addresses import free_port, loopback_route
 from fxtrain._secret import SECRET, fresh_secret
 from fxtrain.errors import CollectiveError
 
@@ -26,13 +25,14 @@ _START_S = 90.0
 _ENDED, _RAISED, _SILENT, _ECHO = range(4)
 # Importing these takes seconds.
 _LOADED = ["fxtrain.testing", "torch._dynamo"]
+T = TypeVar("T")
+# Numbers of the answers that a rank sends before its first call. Between them it waits for a
+# port, because importing torch on a busy machine may take longer than the group's timeout.
+LOADED, CONNECTED = range(2)
 
 
 class RankFailure(Exception):
     """A rank of a pool ended, did not answer in time, or returned a value that does not pickle."""
-
-
-T = TypeVar("T")
 
 
 @attrs.frozen(kw_only=True)
@@ -283,11 +283,6 @@ def starter(*more: str) -> Any:
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload([*_LOADED, *more])
     return forks
-
-
-# Numbers of the answers that a rank sends before its first call. Between them it waits for a
-# port, because importing torch on a busy machine may take longer than the group's timeout.
-LOADED, CONNECTED = range(2)
 
 
 @attrs.define

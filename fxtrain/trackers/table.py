@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from fxtrain._installed import installed_rows
+from fxtrain._optional import installed_rows
 from fxtrain._record import closest, shown
 from fxtrain.errors import PlanError
 from fxtrain.state.registry import kind_of

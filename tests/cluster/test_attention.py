@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.backends.context.ring_attention import PLAIN, Ring, RingAttention
-from fxtrain.data.sequence_slices import make_splitter
+from fxtrain.data.to_device import make_splitter
 from fxtrain.ops.sequence_tokens import positions_of
 from fxtrain.testing import Task, Transformer, count_collectives, fake_world, on_ranks, reference
 

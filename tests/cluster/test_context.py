@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain.data.sequence_slices import make_splitter
+from fxtrain.data.to_device import make_splitter
 from fxtrain.errors import DataError, StepError
+from fxtrain.ops.opening import open_by_members
 from fxtrain.ops.transport.exchange import CallState
-from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.testing import Transformer, fake_world
 from tests.cluster._models import llama
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import _muon
 
 import fxtrain as fx
-from fxtrain.backends.deepspeed.optimizer import single_optimizer
+from fxtrain.backends.deepspeed.setup import single_optimizer
 from fxtrain.testing import count_collectives
 from fxtrain.testing.training import on_mesh
 from tests.cluster._models import PIPELINES

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from fxtrain.backends.tensor.layer_plan import find_splits
+from fxtrain.backends.tensor import find_splits
 from fxtrain.testing import Transformer, fake_world
 from tests.cluster._models import (
     ATTENTION,

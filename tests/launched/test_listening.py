@@ -8,7 +8,8 @@ import sys
 import pytest
 
 import fxtrain as fx
-from fxtrain import _listen, ops
+from fxtrain import _addresses as addresses
+from fxtrain import ops
 from tests.launched._run import FXTRAIN, SCRIPTS, finish, start
 from tests.launched._sockets import addresses_of
 
@@ -70,7 +71,7 @@ def test_a_pool_listens_on_loopback(pair):
 def test_a_loopback_address_is_bound_alone(address):
     if "::1" in address and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
-    with _listen.listen(address, 0) as door:
+    with addresses.listen(address, 0) as door:
         assert door.getsockname()[0] == ("::1" if "::1" in address else "127.0.0.1")
 
 
@@ -93,12 +94,12 @@ def test_a_name_that_does_not_tell_the_interface(found, bound, monkeypatch):
         return rows
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    with _listen.listen("node7", 0) as door:
+    with addresses.listen("node7", 0) as door:
         assert door.getsockname()[0] in ("::", "0.0.0.0")
 
 
 def test_a_port_in_use_is_an_error():
-    with _listen.listen("127.0.0.1", 0) as door:
+    with addresses.listen("127.0.0.1", 0) as door:
         port = door.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
-            _listen.listen("127.0.0.1", port)
+            addresses.listen("127.0.0.1", port)

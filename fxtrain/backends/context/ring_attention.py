@@ -34,6 +34,11 @@ _ROTATE = {
     "allgather": theirs._RotateMethod.ALL_GATHER,
     "alltoall": theirs._RotateMethod.ALL_TO_ALL,
 }
+_HEAD_ALIGNMENT = 8  # head sizes that CUDA's kernels take are multiples of it
+# Tokens to whose multiple the memory-efficient kernel pads logsumexp; AMD's kernel does not.
+_SUM_ALIGNMENT = 1 if torch.version.hip else 32
+_aten = torch.ops.aten
+_NO_DROPOUT: dict[str, Any] = {"dropout_p": 0.0}
 
 
 class AttentionKernel(NamedTuple):
@@ -290,12 +295,6 @@ def _torch_options(turn: _AttentionCall, dtype: torch.dtype) -> Iterator[None]:
         options.convert_to_f32, options.enable_load_balance, options.rotate_method = before
 
 
-_HEAD_ALIGNMENT = 8  # head sizes that CUDA's kernels take are multiples of it
-# Tokens to whose multiple the memory-efficient kernel pads logsumexp; AMD's kernel does not.
-_SUM_ALIGNMENT = 1 if torch.version.hip else 32
-_aten = torch.ops.aten
-
-
 def padded_size(query: Tensor, value: Tensor) -> int:
     """The head size that kernels compute with: queries, keys and values have the same there."""
     largest = max(query.shape[-1], value.shape[-1])
@@ -377,7 +376,6 @@ def _plain_backward(
     return gradients[0].to(query.dtype), gradients[1].to(key.dtype), gradients[2].to(value.dtype)
 
 
-_NO_DROPOUT: dict[str, Any] = {"dropout_p": 0.0}
 _CPU = AttentionKernel(
     forward=_aten._scaled_dot_product_flash_attention_for_cpu.default,
     backward=_aten._scaled_dot_product_flash_attention_for_cpu_backward.default,

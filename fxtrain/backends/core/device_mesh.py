@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, _redistribute, debug, distribute_tensor
 
-from fxtrain.ops.transport.member_groups import open_by_members
+from fxtrain.ops.opening import open_by_members
 from fxtrain.state import DistContext, Mesh
 from fxtrain.state.mesh import AXES
 

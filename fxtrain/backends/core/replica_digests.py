@@ -21,7 +21,7 @@ from fxtrain.backends.core.optimizer_state import local_part, names_of, optimize
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.errors import StepError
 from fxtrain.models import tensor_bytes
-from fxtrain.ops.control import log
+from fxtrain.ops.logs import log
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.transport.exchange import exchange_payloads, rank_loss_guard, settle
 from fxtrain.ops.transport.mismatches import by_rank, ranges

@@ -12,13 +12,14 @@ from torch.nn.parameter import is_lazy
 
 from fxtrain import ops
 from fxtrain._display import counted
-from fxtrain.ops.control import log
+from fxtrain.ops.logs import log
 from fxtrain.ops.whole_tensors import weights_of
 from fxtrain.precision import quantized_layers
 from fxtrain.state import DistContext, Plan, TensorIndex, Weight, Wrapped
 
 _Gather = Callable[[], Tensor]
 _Read = Callable[[TensorIndex | None], Tensor]
+HALF = (torch.bfloat16, torch.float16)
 
 
 def torch_weights(model: Wrapped) -> dict[str, Weight]:
@@ -76,9 +77,6 @@ def _broadcast(gather: _Gather, copies: DistContext) -> Tensor:
 
 def _cast(gather: _Gather, dtype: torch.dtype) -> Tensor:
     return gather().to(dtype)
-
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 def raise_to_fp32(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], None]:

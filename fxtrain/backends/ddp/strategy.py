@@ -45,6 +45,13 @@ from fxtrain.state import (
 
 # Axes whose ranks would be redundant replicas, and the strategies that use them.
 _ALTERNATIVES = {"tensor": "FSDP(mode='none', tensor=fx.TP(...))", "pipeline": "PP()"}
+_KEY = "power_sgd"
+_COUNTS = (
+    "iter",
+    "total_numel_before_compression",
+    "total_numel_after_compression",
+    "next_stats_report",
+)
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
@@ -238,15 +245,6 @@ def _unwrap(model: Wrapped) -> nn.Module:
         for parameter in module.parameters():
             parameter.data = parameter.data.clone()
     return module
-
-
-_KEY = "power_sgd"
-_COUNTS = (
-    "iter",
-    "total_numel_before_compression",
-    "total_numel_after_compression",
-    "next_stats_report",
-)
 
 
 def power_sgd_state(model: Wrapped) -> ModelState:

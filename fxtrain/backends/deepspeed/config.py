@@ -25,6 +25,7 @@ _BUCKET = f"{ZERO}.reduce_bucket_size"
 _MICRO, _, _TOTAL = WINDOW_ENTRIES
 # Prefixes of entries in which "auto" is one of DeepSpeed's own values.
 _DEEPSPEED_AUTO = ("data_types.keep_in_fp32_modules", f"{ZERO}.zenflow.", "expert_parallel.")
+_OFFLOADED = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
 
 
 @attrs.frozen
@@ -366,9 +367,6 @@ def _needs_nvme_path(zero: Mapping[str, Any]) -> bool:
         device(zero, name) == "nvme" and not section(zero, name).get("nvme_path")
         for name in ("offload_optimizer", "offload_param")
     )
-
-
-_OFFLOADED = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
 
 
 def all_plan_entries(plan: Plan, base: Mapping[str, Any]) -> list[PlanEntry]:

@@ -20,8 +20,8 @@ from fxtrain._optional import optional
 from fxtrain.backends.deepspeed.config import ZERO, device, section
 from fxtrain.errors import MissingPackageError, PlanError
 from fxtrain.ops.connecting import ensure_group, export_local_rank
+from fxtrain.ops.opening import open_by_members
 from fxtrain.ops.same_errors import problem_of_ranks
-from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.state import DistContext, Plan
 
 _MIN_VERSION = (0, 19)

@@ -1,6 +1,8 @@
 """From a user's module to a wrapped one under DeepSpeed, and what that leaves on the module."""
 
 import functools
+import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -15,18 +17,21 @@ from fxtrain.backends.core.module_changes import move_module, prepare_module, se
 from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
 from fxtrain.backends.core.trained_parameters import TrainedParameters
 from fxtrain.backends.deepspeed import engine as engines
-from fxtrain.backends.deepspeed import optimizer as optim
 from fxtrain.backends.deepspeed.config import (
     ZERO,
     Inputs,
     autocasts,
     config_problems,
+    device,
     hidden_size,
     resolve,
+    section,
 )
+from fxtrain.backends.deepspeed.engine import load
 from fxtrain.errors import PlanError
+from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.ops.step_parts import DTYPES
-from fxtrain.state import DeepSpeed, DistContext, Plan, Strategy, Wrapped
+from fxtrain.state import DeepSpeed, DistContext, FromConfig, Plan, Strategy, Wrapped, from_config
 from fxtrain.state.deepspeed import read_config
 
 _HOOKS = (
@@ -37,6 +42,18 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_backward_hooks",
     "_backward_pre_hooks",
+)
+# How torch's optimizers may compute, which DeepSpeed's do not.
+_TORCH_ONLY = (
+    "amsgrad",
+    "capturable",
+    "decoupled_weight_decay",
+    "differentiable",
+    "foreach",
+    "fused",
+    "initial_accumulator_value",
+    "lr_decay",
+    "maximize",
 )
 
 
@@ -132,9 +149,9 @@ def _resolved_config(
     base = read_config(plan.strategy)
     if optimizer is None:
         base = {key: base[key] for key in base if key not in ("optimizer", "scheduler")}
-    if problems := optim.ownership_problems(base, optimizer, scheduler):
+    if problems := ownership_problems(base, optimizer, scheduler):
         raise PlanError("\n".join(problems))
-    values = optim.auto_values(optimizer, scheduler)
+    values = auto_values(optimizer, scheduler)
     config = resolve(plan, base, Inputs(ranks=ranks, hidden=hidden_size(module), values=values))
     problems = [*config_problems(config, ranks)]
     if config.get("managed_gradient_accumulation", True) and plan.sync_each:
@@ -152,13 +169,13 @@ def _with_engine(
 ) -> Wrapped:
     module, ctx, plan = model.module, model.ctx, model.plan
     given, mine = None, None
-    if optim.is_from_config(optimizer):
-        optim.prepare_section(config, plan.strategy, ctx)
+    if is_from_config(optimizer):
+        prepare_section(config, plan.strategy, ctx)
     else:
         given, several = make_optimizers(optimizer, module, model.strategy)
         if several:
-            first = optim.single_optimizer(several)
-            mine = optim.compiled_on_cpu(first, config, plan.strategy, ctx)
+            first = single_optimizer(several)
+            mine = compiled_on_cpu(first, config, plan.strategy, ctx)
             given = given if mine is first else mine
     flattens = optimizer is not None and config[ZERO]["stage"] > 0
     trained = TrainedParameters.of(module) if flattens else None
@@ -171,7 +188,7 @@ def _with_engine(
     # A step advances schedulers, so the engine must not.
     planned, engine.lr_scheduler = engine.lr_scheduler, None
     schedulers = (planned,)
-    if not optim.is_from_config(scheduler):
+    if not is_from_config(scheduler):
         planned, schedulers = make_schedulers(scheduler, given or engine.basic_optimizer)
     return attrs.evolve(
         model,
@@ -244,3 +261,174 @@ def watch_gradients(module: nn.Module, count: torch.Tensor) -> None:
 
 def _note(count: torch.Tensor, grad: torch.Tensor) -> None:
     count.add_(~torch.isfinite(grad).all())
+
+
+def is_from_config(factory: Any) -> bool:
+    """Whether a factory is the marker for "from the DeepSpeed config"."""
+    return factory is from_config or isinstance(factory, FromConfig)
+
+
+def auto_values(optimizer: Any, scheduler: Any) -> FromConfig:
+    """The values for "auto": the scheduler's take precedence over the optimizer's."""
+    values: dict[str, Any] = {}
+    for factory in (optimizer, scheduler):
+        if isinstance(factory, FromConfig):
+            values |= {
+                field.name: getattr(factory, field.name)
+                for field in attrs.fields(FromConfig)
+                if getattr(factory, field.name) != field.default
+            }
+    return FromConfig(**values)
+
+
+def ownership_problems(
+    config: Mapping[str, Any], optimizer: Any, scheduler: Any
+) -> tuple[str, ...]:
+    """Problems with who provides optimizer and scheduler."""
+    if optimizer is None and scheduler is None:
+        return ()
+    problems: list[str] = []
+    for name, factory in (("optimizer", optimizer), ("scheduler", scheduler)):
+        configured = bool(section(config, name))
+        if is_from_config(factory) and not configured:
+            problems.append(
+                f"wrap({name}=fx.from_config): the DeepSpeed config has no {name!r} section. "
+                f"Add one, or pass a factory."
+            )
+        if not is_from_config(factory) and configured:
+            what = "none" if factory is None else "a factory"
+            problems.append(
+                f"The DeepSpeed config has a section {name!r}, but wrap received {what}. Pass "
+                f"{name}=fx.from_config, or remove the section."
+            )
+    custom = scheduler is not None and not is_from_config(scheduler)
+    if is_from_config(optimizer) and custom:
+        problems.append(
+            "wrap(optimizer=fx.from_config, scheduler=<a factory>): DeepSpeed creates the config's "
+            "optimizer itself, in a class that depends on stage and offload, so a scheduler "
+            "made for another class may not work. Pass scheduler=fx.from_config with a "
+            "'scheduler' section, or pass a factory for the optimizer too."
+        )
+    return tuple(problems)
+
+
+def single_optimizer(optimizers: tuple[torch.optim.Optimizer, ...]) -> torch.optim.Optimizer:
+    """The optimizer that an engine steps.
+
+    Raises:
+        PlanError: there are several, or it is one that updates whole matrices.
+    """
+    if len(optimizers) != 1:
+        raise PlanError(
+            f"DeepSpeed steps one optimizer per model, but the factory returned "
+            f"{len(optimizers)}. Use parameter groups of one optimizer."
+        )
+    if isinstance(optimizers[0], torch.optim.Muon):
+        raise PlanError(
+            "wrap(optimizer=...): asked for torch's Muon under DeepSpeed, which flattens "
+            "parameters, and Muon updates whole matrices. Use FSDP, or DeepSpeed's own: "
+            '"type": "Muon" in the section "optimizer" of its config, and optimizer=fx.from_config.'
+        )
+    return optimizers[0]
+
+
+def compiled_on_cpu(
+    optimizer: torch.optim.Optimizer, config: Mapping[str, Any], plan: DeepSpeed, ctx: DistContext
+) -> torch.optim.Optimizer:
+    """DeepSpeed's compiled optimizer in place of torch's, if updates run on the CPU.
+
+    Effects:
+        Compiles an operator on its first use on a machine, which takes about a minute.
+
+    Raises:
+        PlanError: `cpu_optimizer="deepspeed"` is not available; on every rank.
+    """
+    if device(section(config, ZERO), "offload_optimizer") == "none":
+        return optimizer
+    if plan.cpu_optimizer == "torch" or type(optimizer).__module__.startswith("deepspeed"):
+        return optimizer
+    reason = _why_not(optimizer) or _without_compiler(ctx)
+    if reason:
+        _use_torch_adam(reason, type(optimizer).__name__, plan)
+        return optimizer
+    groups = [
+        {name: value for name, value in group.items() if name not in _TORCH_ONLY}
+        for group in optimizer.param_groups
+    ]
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return load().ops.adagrad.DeepSpeedCPUAdagrad(groups)
+    return load().ops.adam.DeepSpeedCPUAdam(
+        groups, adamw_mode=isinstance(optimizer, torch.optim.AdamW)
+    )
+
+
+def prepare_section(config: dict[str, Any], plan: DeepSpeed, ctx: DistContext) -> None:
+    """Make the config's own Adam compute without a compiler if there is none.
+
+    Raises:
+        PlanError: `cpu_optimizer="deepspeed"` is not available; on every rank.
+    """
+    found = config.get("optimizer")
+    offloaded = device(section(config, ZERO), "offload_optimizer") != "none"
+    if not offloaded or not isinstance(found, dict):
+        return
+    if str(found.get("type")).lower() not in ("adam", "adamw"):
+        return
+    params = found.setdefault("params", {})
+    if params.get("torch_adam"):
+        return
+    reason = "" if plan.cpu_optimizer == "torch" else _without_compiler(ctx)
+    if reason:
+        _use_torch_adam(reason, str(found["type"]), plan)
+    if reason or plan.cpu_optimizer == "torch":
+        params["torch_adam"] = True
+
+
+def _why_not(optimizer: torch.optim.Optimizer) -> str:
+    kind = type(optimizer)
+    if kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
+        return f"DeepSpeed has no compiled {kind.__name__} (only Adam, AdamW and Adagrad)"
+    plain = {"amsgrad": False, "maximize": False, "lr_decay": 0, "initial_accumulator_value": 0}
+    special = [
+        name
+        for name, usual in plain.items()
+        if any(group.get(name, usual) != usual for group in optimizer.param_groups)
+    ]
+    if special:
+        return f"DeepSpeed's compiled {kind.__name__} has no {', '.join(special)}"
+    return ""
+
+
+def _without_compiler(ctx: DistContext) -> str:
+    """Why the operator cannot be compiled on some rank, for every rank; empty if it can."""
+    missing = problem_of_ranks("wrap", ", ".join(_missing_tools()), ctx)
+    if not missing:
+        return ""
+    return (
+        f"the compiled optimizer needs a C++ compiler and ninja on every rank "
+        f"({'; '.join(missing.splitlines())}; for example: apt-get install g++, pip install ninja)"
+    )
+
+
+def _missing_tools() -> tuple[str, ...]:
+    from torch.utils import cpp_extension
+
+    compiler = cpp_extension.get_cxx_compiler()
+    missing = [f"no {compiler}"] if shutil.which(compiler) is None else []
+    if not cpp_extension.is_ninja_available():
+        missing.append("no ninja")
+    return tuple(missing)
+
+
+def _use_torch_adam(reason: str, name: str, plan: DeepSpeed) -> None:
+    if plan.cpu_optimizer == "deepspeed":
+        raise PlanError(
+            f"DeepSpeed(cpu_optimizer='deepspeed'): {reason}. Use cpu_optimizer='torch' to "
+            f"compute updates with torch's {name}, which is slower."
+        )
+    warnings.warn(
+        f"DeepSpeed: {reason}. Updates of the offloaded optimizer are computed by torch's "
+        f"{name} on the CPU, several times slower than by the compiled one; the rest of the "
+        f"step is not affected. Set cpu_optimizer='torch' to silence this warning.",
+        stacklevel=2,
+    )

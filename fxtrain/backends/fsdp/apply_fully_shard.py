@@ -23,7 +23,7 @@ from fxtrain.backends.core.initial_values import fill_sharded, record_initial_va
 from fxtrain.backends.core.module_changes import prepare_module, send_values
 from fxtrain.backends.core.wrap_units import ignored_names, units
 from fxtrain.backends.fsdp.experts import expert_modules, shard_experts
-from fxtrain.backends.tensor.parallelize import split_layers
+from fxtrain.backends.tensor import split_layers
 from fxtrain.ops.step_parts import DTYPES
 from fxtrain.precision import companions, gather_in_float8
 from fxtrain.state import FSDP, DistContext, Float8, Plan

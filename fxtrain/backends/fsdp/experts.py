@@ -24,7 +24,7 @@ from fxtrain.backends.core.device_mesh import (
     hide_local,
     show_local,
 )
-from fxtrain.backends.tensor.layer_plan import is_mixture
+from fxtrain.backends.tensor import is_mixture
 from fxtrain.state import FSDP, DistContext
 
 

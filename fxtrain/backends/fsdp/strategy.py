@@ -20,7 +20,7 @@ from fxtrain.backends.core.optimizers import disable_foreach
 from fxtrain.backends.core.wrap_units import unit_problems
 from fxtrain.backends.handle import make_handle, wrap_without_engine
 from fxtrain.backends.single import SINGLE
-from fxtrain.backends.tensor.layer_plan import split_problems
+from fxtrain.backends.tensor import split_problems
 from fxtrain.errors import StepError
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.precision import hold_as_parameters

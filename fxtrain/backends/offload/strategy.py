@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fxtrain import big, ops
-from fxtrain._byte_units import read_bytes
+from fxtrain._display import read_bytes
 from fxtrain.backends.core.initial_values import apply_with_buffers
 from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import (

@@ -1,4 +1,4 @@
-"""Batches through a pipeline: in training with loss and backward, and forward alone."""
+"""Batches through a pipeline, in micro-batches: training with backward, and forward alone."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -12,7 +12,6 @@ from torch import distributed as dist
 
 from fxtrain import _tree, ops
 from fxtrain.backends.core import step_functions
-from fxtrain.backends.core.microbatches import join, parts_of_batch, split
 from fxtrain.backends.core.placeholders import has_no_row, uncounted
 from fxtrain.backends.fsdp.strategy import loss_on_parts, splits_logits
 from fxtrain.backends.pipeline.fake_stages import ReceivedFakes
@@ -382,3 +381,81 @@ def _emptied(leaf: Any) -> Any:
 def _made(leaf: Any, device: torch.device) -> Any:
     """A tensor to receive into; integers are 0, for simulated worlds where nothing arrives."""
     return torch.zeros_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf
+
+
+def parts_of_batch(batch: Batch, rank: int, parts: int) -> list[Batch]:
+    """Split a batch into micro-batches with equally many rows.
+
+    Args:
+        rank: On the data axis.
+        parts: Number of micro-batches; divides every rank's rows.
+    """
+    rows = batch.sizes[rank]
+    if rows:
+        data, valid = split(batch.data, rows, parts), batch.valid.split(rows // parts)
+    else:  # a placeholder on a rank without rows, which counts for nothing
+        there = _tree.row_count(batch.data) or 1
+        data, valid = split(batch.data, there, there)[:1] * parts, [batch.valid[:1]] * parts
+    sizes = tuple(size // parts for size in batch.sizes)
+    return [
+        attrs.evolve(
+            batch,
+            data=data[part],
+            valid=valid[part],
+            sizes=sizes,
+            rows=tuple(
+                min(max(real - part * size, 0), size)
+                for real, size in zip(batch.rows, sizes, strict=True)
+            ),
+            part=part,
+            parts=parts,
+        )
+        for part in range(parts)
+    ]
+
+
+def split(tree: Any, rows: int, parts: int) -> list[Any]:
+    """Split a tree: tensors with this many rows, and lists of this many values, along them.
+
+    Every other leaf is repeated in every part.
+    """
+    each = rows // parts
+    leaves, shape = _tree.flatten(tree, lambda one: _is_column(one, rows))
+    pieces: list[list[Any]] = [[] for _ in range(parts)]
+    for leaf in leaves:
+        rowwise = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
+        for part, piece in enumerate(pieces):
+            rowwise = rowwise or _is_column(leaf, rows)
+            piece.append(leaf[part * each : (part + 1) * each] if rowwise else leaf)
+    return [_tree.unflatten(shape, piece) for piece in pieces]
+
+
+def _is_column(leaf: Any, rows: int) -> bool:
+    values = type(leaf) is list and len(leaf) == rows and rows > 0
+    return values and not any(isinstance(value, Tensor) for value in leaf)
+
+
+def join(trees: Sequence[Any], rows: int) -> Any:
+    """Join the trees of several micro-batches with this many rows each.
+
+    Tensors with this many rows are concatenated. Single floating-point numbers are averaged, as
+    they are means over rows; single integers are summed, as they are counts. Of any other value,
+    the last micro-batch's is used.
+    """
+    flat = [_tree.flatten(tree) for tree in trees]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return _tree.unflatten(flat[-1][1], [_joined(column, rows) for column in columns])
+
+
+def _joined(column: tuple[Any, ...], rows: int) -> Any:
+    last = column[-1]
+    if isinstance(last, Tensor):
+        if last.ndim and last.shape[0] == rows:
+            return torch.cat(column)
+        if last.ndim or last.dtype == torch.bool:
+            return last
+        total = torch.stack(column).sum(0)
+        return (total / len(column) if last.is_floating_point() else total).to(last.dtype)
+    if type(last) is float:
+        return sum(column) / len(column)
+    return sum(column) if type(last) is int else last

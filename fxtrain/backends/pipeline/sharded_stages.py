@@ -20,7 +20,7 @@ from fxtrain.backends.fsdp.strategy import shard_size
 from fxtrain.backends.pipeline.fake_stages import OwnFakes
 from fxtrain.backends.pipeline.partition import Partition
 from fxtrain.backends.pipeline.stage import Stage
-from fxtrain.backends.tensor.parallelize import split_layers
+from fxtrain.backends.tensor import split_layers
 from fxtrain.state import FSDP, PP, DistContext, Plan
 
 

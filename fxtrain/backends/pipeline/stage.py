@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 from fxtrain import _tree, ops
 from fxtrain.backends.pipeline.fake_stages import OtherStageFakes, ReceivedFakes, StagesMixedError
 from fxtrain.backends.pipeline.partition import Partition
-from fxtrain.backends.tensor.layer_plan import is_mixture
+from fxtrain.backends.tensor import is_mixture
 from fxtrain.errors import PlanError
 from fxtrain.state import DistContext
 

@@ -18,7 +18,7 @@ from fxtrain.backends.pipeline.partition import SCHEDULES, pipeline_problems
 from fxtrain.backends.pipeline.stage_gradients import clip_norm
 from fxtrain.backends.pipeline.weights import load_state, pipeline_weights, state_of
 from fxtrain.backends.single import SINGLE
-from fxtrain.backends.tensor.layer_plan import region
+from fxtrain.backends.tensor import region
 from fxtrain.errors import PlanError
 from fxtrain.state import PP, DistContext, Plan, Strategy, Wrapped, unsupported
 

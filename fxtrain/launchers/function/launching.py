@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from fxtrain._addresses import find_route, loopback_route
 from fxtrain._secret import SECRET, fresh_secret
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.fields import check_seconds
 from fxtrain.launchers.function.nodes import (
     Nodes,
     connect_nodes,
@@ -25,7 +24,7 @@ from fxtrain.launchers.machine import usable_cores
 from fxtrain.launchers.orphans import MARK, mark_within
 from fxtrain.launchers.outcome import Failure, LaunchResult, by_cause, describe
 from fxtrain.launchers.program import QUIET
-from fxtrain.launchers.spec import LaunchSpec, check_ranks, rank_environment
+from fxtrain.launchers.spec import LaunchSpec, check_ranks, check_seconds, rank_environment
 
 # Time for the other ranks to report their errors after one has failed, before they are ended.
 _GRACE_S = 2.0

@@ -23,6 +23,9 @@ _NAMES = {
     if isinstance(dtype, torch.dtype)
 }
 _ALIGN = 16  # of the widest dtype, complex128: a view's offset must be a multiple of its size
+_KINDS = "biufc"  # bool, signed and unsigned integers, floating point, complex
+_WIDEST = 16  # bytes of a complex128, torch's widest dtype
+_INT64 = range(-(2**63), 2**63)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -154,11 +157,6 @@ def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
     for place, tensor in enumerate(tensors):
         groups.setdefault(tensor.dtype, []).append(place)
     return groups
-
-
-_KINDS = "biufc"  # bool, signed and unsigned integers, floating point, complex
-_WIDEST = 16  # bytes of a complex128, torch's widest dtype
-_INT64 = range(-(2**63), 2**63)
 
 
 def is_array(leaf: Any) -> bool:

@@ -27,6 +27,13 @@ _LOCAL_SIZES = (
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )
 _PORT = 29_500  # torch's default
+# slurm.h: larger numbers are the batch script, the shell that salloc opens, and the like.
+_LAST_STEP = 0xFFFF_FFF0
+_SHELLS = ("bash", "csh", "fish", "ksh", "sh", "tcsh", "zsh")
+_SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+_PORTS = range(10_000, 30_000)  # below the ports that systems assign
+# SLURM's largest jobs are far smaller; a longer list is a mistake that would fill the memory.
+_MOST_NODES = 100_000
 
 
 def read_topology(env: Mapping[str, str]) -> Topology:
@@ -170,15 +177,6 @@ def _is_step(env: _Env) -> bool:
 
 def _has(*names: str) -> Callable[[_Env], bool]:
     return lambda env: any(name in env for name in names)
-
-
-# slurm.h: larger numbers are the batch script, the shell that salloc opens, and the like.
-_LAST_STEP = 0xFFFF_FFF0
-_SHELLS = ("bash", "csh", "fish", "ksh", "sh", "tcsh", "zsh")
-_SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-_PORTS = range(10_000, 30_000)  # below the ports that systems assign
-# SLURM's largest jobs are far smaller; a longer list is a mistake that would fill the memory.
-_MOST_NODES = 100_000
 
 
 def in_step(env: Mapping[str, str]) -> bool:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from fxtrain._listen import listen
+from fxtrain._addresses import listen
 from fxtrain._secret import SECRET, derive_key, fresh_secret, key_proof
 from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.native.network import (

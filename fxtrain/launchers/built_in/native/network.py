@@ -4,7 +4,7 @@ import errno
 import socket
 import time
 
-from fxtrain._listen import listen
+from fxtrain._addresses import listen
 from fxtrain.errors import LaunchError
 
 FAREWELL = "fxtrain farewell"  # the thread in which a launcher tells other nodes of its end

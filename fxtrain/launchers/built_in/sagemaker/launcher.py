@@ -7,12 +7,11 @@ from typing import Any
 import attrs
 
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.fields import count, launch_record
 from fxtrain.launchers.invocation import Invocation
 from fxtrain.launchers.launcher import Launcher
 from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.program import remote_environment
-from fxtrain.launchers.spec import LaunchSpec
+from fxtrain.launchers.spec import LaunchSpec, count, launch_record
 
 _FILE = "fxtrain-launch/sagemaker.json"
 

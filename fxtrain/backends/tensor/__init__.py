@@ -1,3 +1,0 @@
-"""Tensor, sequence and expert parallelism."""
-
-__all__: list[str] = []
