@@ -382,7 +382,8 @@ def local_metric(metric: Any, ctx: DistContext) -> Iterator[None]:
     if hasattr(metric, "reset"):
         metric.reset()
     # torchmetrics would add up the states of all ranks, which are the same.
-    parts = [part for part in _parts(metric) if hasattr(part, "distributed_available_fn")]
+    inside = metric.modules() if hasattr(metric, "modules") else [metric]
+    parts = [part for part in inside if hasattr(part, "distributed_available_fn")]
     before = [part.distributed_available_fn for part in parts]
     for part in parts:
         part.distributed_available_fn = _never
@@ -411,10 +412,6 @@ def update_metric(metric: Any, arguments: Any) -> None:
 def compute_metric(metric: Any) -> Any:
     """The value of a metric, with floats in the place of scalar tensors."""
     return _tree.map_leaves(_float, metric.compute())
-
-
-def _parts(metric: Any) -> list[Any]:
-    return list(metric.modules()) if hasattr(metric, "modules") else [metric]
 
 
 def _never() -> bool:

@@ -211,7 +211,9 @@ class HostOptimizer(torch.optim.Optimizer):
                     known.pop(place.tensor, None)
                 elif state is not known.get(place.tensor):
                     if place.tensor is not parameter:
-                        state = {key: _on_cpu(value) for key, value in state.items()}
+                        state = {
+                            k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()
+                        }
                     self.state[parameter] = known[place.tensor] = state
 
     def _receive(self) -> None:
@@ -249,7 +251,3 @@ def _groups(places: Mapping[Tensor, _Place], module: nn.Module) -> list[dict[str
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value

@@ -80,7 +80,8 @@ def fill_sharded(
     if offload:
         for part in module.modules():
             for name, buffer in part.named_buffers(recurse=False):
-                part.register_buffer(name, buffer.to(ctx.device), _persists(part, name))
+                persists = name not in part._non_persistent_buffers_set
+                part.register_buffer(name, buffer.to(ctx.device), persists)
     _fill_materialized(module, start, ctx, seed)
 
 
@@ -134,10 +135,6 @@ def _materialized(tensor: Tensor, ctx: DistContext) -> Tensor:
     return empty
 
 
-def _persists(part: nn.Module, name: str) -> bool:
-    return name not in part._non_persistent_buffers_set
-
-
 def local_part(whole: Tensor, like: DTensor, place: tuple[int, ...]) -> Tensor:
     """The local part of a tensor at one coordinate of a mesh, with the placements of another."""
     part = whole
@@ -170,7 +167,8 @@ def _send(whole: Tensor | None, parameter: Tensor, ctx: DistContext) -> None:
 
 def _scatter(whole: Tensor | None, like: DTensor, mine: Tensor, ctx: DistContext) -> None:
     # torch's chunks never grow from first to last.
-    largest = local_part(_shape_of(like), like, (0,) * like.device_mesh.ndim).numel()
+    full = torch.empty(like.shape, device="meta")
+    largest = local_part(full, like, (0,) * like.device_mesh.ndim).numel()
     received = torch.empty(largest, dtype=like.dtype, device=ctx.device)
     parts = None if whole is None else _parts(whole, like, largest, ctx)
     dist.scatter(received, parts, 0, group=ctx.comm.group)
@@ -197,10 +195,6 @@ def _places(like: DTensor, ctx: DistContext) -> Iterable[tuple[int, tuple[int, .
     layout = mesh.mesh
     places = itertools.product(*map(range, layout.shape))
     return zip(layout.flatten().tolist(), places, strict=True)
-
-
-def _shape_of(like: DTensor) -> Tensor:
-    return torch.empty(like.shape, device="meta")
 
 
 def _reset_function(module: nn.Module, part: nn.Module) -> Callable[[], Any] | None:

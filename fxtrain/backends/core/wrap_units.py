@@ -123,7 +123,7 @@ def units(module: nn.Module, config: FSDP) -> list[list[nn.Module]]:
         chosen = _by_function(module, config.wrap_by)
     else:
         names = config.wrap or block_names(module)
-        chosen = [part for part in _bottom_up(module) if type(part).__name__ in names]
+        chosen = [part for part in [*module.modules()][::-1] if type(part).__name__ in names]
     return _tied_together(module, [part for part in chosen if part is not module and _runs(part)])
 
 
@@ -131,10 +131,6 @@ def _runs(part: nn.Module) -> bool:
     """Whether torch can hook a module's forward, and it contains something to shard."""
     container = isinstance(part, nn.ModuleList | nn.ModuleDict)
     return not container and any(True for _ in part.parameters())
-
-
-def _bottom_up(module: nn.Module) -> list[nn.Module]:
-    return list(module.modules())[::-1]
 
 
 def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
