@@ -60,13 +60,13 @@ def make_handle(
         change: As `make_optimizers` takes it.
         replicas: Likewise.
     """
-    made, optimizers = make_optimizers(optimizer, module, strategy, change, replicas)
+    objects, optimizers = make_optimizers(optimizer, module, strategy, change, replicas)
     refuse_later_parameters(optimizers, module, ctx)
-    planned, schedulers = make_schedulers(scheduler, made)
+    planned, schedulers = make_schedulers(scheduler, objects)
     return Wrapped(
         module=module,
         engine=module,
-        optimizer=made,
+        optimizer=objects,
         scheduler=planned,
         optimizers=optimizers,
         schedulers=schedulers,

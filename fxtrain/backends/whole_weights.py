@@ -141,20 +141,20 @@ def _check(model: Any, ranks: Any, call: str) -> None:
         raise PlanError(f"{call}(ranks={ranks!r}): choose 'all' or 'main'.")
 
 
-def _chosen(found: dict[str, Weight], patterns: list[str] | None) -> dict[str, Weight]:
+def _chosen(every: dict[str, Weight], patterns: list[str] | None) -> dict[str, Weight]:
     if patterns is not None:
         if problems := unknown_patterns(
-            patterns, list(found), field="weights(names=...)", what="tensor"
+            patterns, list(every), field="weights(names=...)", what="tensor"
         ):
             raise PlanError("\n".join(problems))
-        found = {
+        every = {
             name: weight
-            for name, weight in found.items()
+            for name, weight in every.items()
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
         }
-    for name, weight in found.items():
+    for name, weight in every.items():
         _check_values(name, weight)
-    return {name: one for name, one in found.items() if isinstance(one.like, Tensor)}
+    return {name: one for name, one in every.items() if isinstance(one.like, Tensor)}
 
 
 def _check_values(name: str, weight: Weight) -> None:

@@ -55,10 +55,10 @@ def as_factories(optimizer: Any, scheduler: Any, module: nn.Module) -> tuple[Any
         names = _names_of(module)
         _check_parameters(optimizers, names, module)
         optimizer = _optimizer_factory(optimizer, optimizers, names, module)
-    for one in schedulers:
-        if not any(_optimizer_of(one) is known for known in optimizers):
+    for each in schedulers:
+        if not any(_optimizer_of(each) is known for known in optimizers):
             raise PlanError(
-                f"wrap(scheduler=...): this {type(one).__name__} was built on an optimizer that "
+                f"wrap(scheduler=...): this {type(each).__name__} was built on an optimizer that "
                 f"fx.wrap did not get. Pass both, {_BOTH}, or a factory for each."
             )
     if schedulers:
@@ -107,27 +107,32 @@ def _check_parameters(
 
 
 def _optimizer_factory(
-    given: Any,
+    objects: Any,
     optimizers: list[torch.optim.Optimizer],
     names: Mapping[int, list[str]],
     module: nn.Module,
 ) -> Callable[[Any], Any]:
     # Now, since a parameter that is replaced may be freed, and its id used again.
     layouts = [
-        [[names[id(p)] for p in group["params"]] for group in one.param_groups]
-        for one in optimizers
+        [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        for optimizer in optimizers
     ]
-    dtypes = {p: p.dtype for one in optimizers for g in one.param_groups for p in g["params"]}
+    dtypes = {
+        p: p.dtype for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]
+    }
 
     def adopt(_: Any) -> Any:
-        found = {plain_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
-        for one, layout in zip(optimizers, layouts, strict=True):
+        parameters = {plain_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
+        for optimizer, layout in zip(optimizers, layouts, strict=True):
             now = [
-                [next((found[name] for name in several if name in found), None) for several in held]
-                for held in layout
+                [
+                    next((parameters[name] for name in several if name in parameters), None)
+                    for several in names_of_group
+                ]
+                for names_of_group in layout
             ]
-            _point_to(one, now, dtypes)
-        return given
+            _point_to(optimizer, now, dtypes)
+        return objects
 
     return adopt
 
@@ -153,8 +158,8 @@ def _point_to(
     for (group, before), now in zip(groups, layout, strict=True):
         group["params"] = [new for new in now if new is not None]
         if "param_names" in group:
-            told = zip(group["param_names"], now, strict=True)
-            group["param_names"] = [name for name, new in told if new is not None]
+            named = zip(group["param_names"], now, strict=True)
+            group["param_names"] = [name for name, new in named if new is not None]
         on_device = group.get("capturable") or group.get("fused")
         for old in before:
             new, state = moved[old], optimizer.state.pop(old, None)
@@ -179,16 +184,16 @@ def _check_replaceable(
             f"wrap(optimizer=...): this {name} has states of {len(sharded)} parameters, which this "
             f"plan shards. Pass a factory, {_FACTORY}, and restore states with fx.restore."
         )
-    kept = [
+    fields = [
         field
         for field, value in vars(optimizer).items()
         if field not in ("param_groups", "state")
         and any(isinstance(leaf, Tensor) and leaf in moved for leaf in _leaves(value))
     ]
-    if kept:
+    if fields:
         raise PlanError(
             f"wrap(optimizer=...): this plan replaces parameters, and {name} keeps some in its "
-            f"field {kept[0]}, outside of its groups. Pass a factory: {_FACTORY}"
+            f"field {fields[0]}, outside of its groups. Pass a factory: {_FACTORY}"
         )
 
 
@@ -205,17 +210,17 @@ def _like(parameter: nn.Parameter, value: Any, dtype: torch.dtype) -> Any:
 
 
 def _scheduler_factory(
-    given: Any, schedulers: list[LRScheduler], optimizers: list[torch.optim.Optimizer]
+    objects: Any, schedulers: list[LRScheduler], optimizers: list[torch.optim.Optimizer]
 ) -> Callable[[Any], Any]:
-    def adopt(made: Any) -> Any:
-        for old, new in zip(optimizers, _all(made, torch.optim.Optimizer), strict=True):
+    def adopt(new_optimizers: Any) -> Any:
+        for old, new in zip(optimizers, _all(new_optimizers, torch.optim.Optimizer), strict=True):
             if new is old:
                 continue
             # The strategy has put another optimizer into its place, with the same groups.
             _StepCount(new)
             for scheduler in schedulers:
                 _build_on(scheduler, old, new)
-        return given
+        return objects
 
     return adopt
 

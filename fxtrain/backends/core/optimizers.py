@@ -95,16 +95,16 @@ def make_optimizers(
             f"so there is nothing to train. Omit the optimizer, or call requires_grad_() first."
         )
     with without_device_named(params), matrices_named(params.named()):
-        made = factory(params)
-    found = _checked_list(made, torch.optim.Optimizer, "optimizer", _FACTORY)
-    refuse_closures(found)
-    _refuse_states(module, found)
-    every = tuple(_changed(one, module, strategy, change, replicas) for one in found)
-    if all(new is old for new, old in zip(every, found, strict=True)):
-        return made, found
-    if isinstance(made, Mapping):
-        return dict(zip(made, every, strict=True)), every
-    return (every if isinstance(made, list | tuple) else every[0]), every
+        objects = factory(params)
+    optimizers = _checked_list(objects, torch.optim.Optimizer, "optimizer", _FACTORY)
+    refuse_closures(optimizers)
+    _refuse_states(module, optimizers)
+    every = tuple(_changed(each, module, strategy, change, replicas) for each in optimizers)
+    if all(new is old for new, old in zip(every, optimizers, strict=True)):
+        return objects, optimizers
+    if isinstance(objects, Mapping):
+        return dict(zip(objects, every, strict=True)), every
+    return (every if isinstance(objects, list | tuple) else every[0]), every
 
 
 def _changed(
@@ -197,9 +197,9 @@ def make_schedulers(factory: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]
             f"wrap(scheduler=...) takes a factory or a scheduler, found {type(factory).__name__}. "
             f"For example: {_SCHEDULER}"
         )
-    made = factory(optimizer)
-    every = _checked_list(made, LRScheduler, "scheduler", _SCHEDULER)
-    return made, tuple(one for one in every if not isinstance(one, ReduceLROnPlateau))
+    objects = factory(optimizer)
+    every = _checked_list(objects, LRScheduler, "scheduler", _SCHEDULER)
+    return objects, tuple(each for each in every if not isinstance(each, ReduceLROnPlateau))
 
 
 def disable_foreach(optimizer: torch.optim.Optimizer) -> None:
@@ -242,14 +242,14 @@ def refuse_closures(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             )
 
 
-def _checked_list(made: Any, kind: type, what: str, example: str) -> tuple[Any, ...]:
+def _checked_list(objects: Any, kind: type, what: str, example: str) -> tuple[Any, ...]:
     entries: Sequence[Any]
-    if isinstance(made, Mapping):
-        entries = list(made.values())
-    elif isinstance(made, list | tuple):
-        entries = made
+    if isinstance(objects, Mapping):
+        entries = list(objects.values())
+    elif isinstance(objects, list | tuple):
+        entries = objects
     else:
-        entries = [made]
+        entries = [objects]
     wrong = [type(entry).__name__ for entry in entries if not isinstance(entry, kind)]
     if wrong or not entries:
         raise PlanError(

@@ -70,13 +70,13 @@ def pack(value: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if sharded:
         attributes = [value.shape if isinstance(a, torch.Size) else a for a in attributes]
         tensors = {
-            name: one if name == _TABLE else _over_ranks(one, value)
-            for name, one in tensors.items()
+            name: each if name == _TABLE else _over_ranks(each, value)
+            for name, each in tensors.items()
         }
     return tensors, {
         "class": type(local).__name__,
         "tensors": list(names),
-        "attributes": [_plain(one) for one in attributes],
+        "attributes": [_plain(each) for each in attributes],
     }
 
 
@@ -145,15 +145,16 @@ def unpack(
         )
     kind = getattr(importlib.import_module(home), facts["class"])
     tensors = {name: read(name) for name in facts["tensors"]}
-    attributes = [_value(one) for one in facts["attributes"]]
+    attributes = [_value(each) for each in facts["attributes"]]
     if not isinstance(parameter, DTensor):
         return kind.__tensor_unflatten__(tensors, attributes)
     _check_blocks(parameter, parameter.numel() // tensors["scale"].numel())
     local = {
-        name: one if name == _TABLE else _of_rank(one, parameter) for name, one in tensors.items()
+        name: each if name == _TABLE else _of_rank(each, parameter)
+        for name, each in tensors.items()
     }
     shape = parameter._local_tensor.shape
-    attributes = [shape if isinstance(one, torch.Size) else one for one in attributes]
+    attributes = [shape if isinstance(each, torch.Size) else each for each in attributes]
     return DTensor.from_local(
         kind.__tensor_unflatten__(local, attributes),
         parameter.device_mesh,

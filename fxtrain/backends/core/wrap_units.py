@@ -104,12 +104,12 @@ def _by_function(module: nn.Module, path: str) -> list[nn.Module]:
 def ignored_names(module: nn.Module, config: FSDP) -> set[str]:
     """All names of the parameters that match a pattern, including the other names of tied ones."""
     named = list(module.named_parameters(remove_duplicate=False))
-    found = {
+    ignored = {
         id(parameter)
         for name, parameter in named
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.ignore)
     }
-    return {name for name, parameter in named if id(parameter) in found}
+    return {name for name, parameter in named if id(parameter) in ignored}
 
 
 def units(module: nn.Module, config: FSDP) -> list[list[nn.Module]]:

@@ -162,19 +162,19 @@ def resolve(plan: Plan, base: Mapping[str, Any], facts: Inputs) -> dict[str, Any
 
 def _merge_entry(config: dict[str, Any], entry: PlanEntry) -> list[str]:
     """Write the plan's value unless the file has one; return the line of a conflict."""
-    found = get(config, entry.path)
+    written = get(config, entry.path)
     if entry.value is None:
-        if found == AUTO and entry.path not in (_BUCKET, _PREFETCH, _THRESHOLD):
+        if written == AUTO and entry.path not in (_BUCKET, _PREFETCH, _THRESHOLD):
             drop(config, entry.path)
         return []
-    if found is None or found == AUTO:
-        if entry.write or found == AUTO:
+    if written is None or written == AUTO:
+        if entry.write or written == AUTO:
             put(config, entry.path, entry.value)
         return []
-    if _same(found, entry.value):
+    if _same(written, entry.value):
         return []
     value = entry.value if entry.told is None else entry.told
-    return [f"{entry.path}: {entry.by} has {value!r}, the config has {found!r}"]
+    return [f"{entry.path}: {entry.by} has {value!r}, the config has {written!r}"]
 
 
 def _merge_sizes(config: dict[str, Any], plan: Plan, facts: Inputs) -> list[str]:

@@ -274,25 +274,25 @@ def _copy_from(flat: Tensor, part: FlatShard) -> None:
 
 def _load_optimizer(model: Wrapped, saved: StateReader) -> None:
     (optimizer,) = model.optimizers
-    found, kind = saved.values["optimizers"], type(optimizer).__name__
+    stored, kind = saved.values["optimizers"], type(optimizer).__name__
     trained = list(_trained(model))
     members: list[set[str]] = [set() for _ in optimizer.param_groups]
-    for one in trained:
-        members[one.group].add(one.name)
+    for each in trained:
+        members[each.group].add(each.name)
     # Checkpoints of other libraries do not name the optimizer.
-    if len(found) != 1 or found[0]["kind"] not in (kind, ""):
-        kinds = ", ".join(one["kind"] for one in found) or "no optimizer"
+    if len(stored) != 1 or stored[0]["kind"] not in (kind, ""):
+        kinds = ", ".join(each["kind"] for each in stored) or "no optimizer"
         raise CheckpointError(f"The model has a {kind}, but the checkpoint {kinds}.", code="FX603")
-    if members != [set(group["params"]) for group in found[0]["groups"]]:
+    if members != [set(group["params"]) for group in stored[0]["groups"]]:
         raise CheckpointError(
             f"The groups of this {kind} have other parameters than those saved.", code="FX603"
         )
-    for group, options in zip(optimizer.param_groups, found[0]["groups"], strict=True):
+    for group, options in zip(optimizer.param_groups, stored[0]["groups"], strict=True):
         group.update({key: value for key, value in options.items() if key != "params"})
-    _make_states(optimizer, trained, found[0]["state"], saved)
+    _make_states(optimizer, trained, stored[0]["state"], saved)
     _link_states(model.engine.optimizer, optimizer)
-    for one in trained:
-        _fill_states(optimizer, one, saved)
+    for each in trained:
+        _fill_states(optimizer, each, saved)
     load_schedulers(model, saved)
     _load_scale(model.engine.optimizer, saved.values["scaler"])
 
@@ -308,20 +308,20 @@ def _make_states(
     Sharded states are zero where a parameter was saved without them. The old states are dropped
     first, so that both are never in memory.
     """
-    made: dict[Tensor, dict[str, Any]] = {each.master: {} for each in trained}
-    for master in made:
+    new_states: dict[Tensor, dict[str, Any]] = {each.master: {} for each in trained}
+    for master in new_states:
         optimizer.state.pop(master, None)
     for each in trained:
-        kept = made[each.master]
+        new_state = new_states[each.master]
         state = states.get(each.name) or {"keys": (), "plain": {}}
         for key in state["keys"]:
             if key in state["plain"]:
-                kept.setdefault(key, state["plain"][key])
+                new_state.setdefault(key, state["plain"][key])
             elif key == "step" or not saved.shapes[_place(each, key)][0]:
-                kept[key] = _latest(kept.get(key), _read(each, key, saved), each, key)
-            elif key not in kept:
-                kept[key] = _empty_state(each, key, saved)
-    optimizer.state.update({master: state for master, state in made.items() if state})
+                new_state[key] = _latest(new_state.get(key), _read(each, key, saved), each, key)
+            elif key not in new_state:
+                new_state[key] = _empty_state(each, key, saved)
+    optimizer.state.update({master: state for master, state in new_states.items() if state})
 
 
 def _place(trained: _TrainedParameter, key: str) -> str:

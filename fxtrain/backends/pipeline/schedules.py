@@ -147,14 +147,14 @@ def _infer_shapes(model: Wrapped, calls: Sequence[Call]) -> dict[int, Probe]:
     engine: Pipeline = model.engine
     known = {**engine.stages, **engine.fake_stages}
     with ops.autocast(model):
-        found = {number: probe(one, calls[0], model.ctx) for number, one in known.items()}
+        probes = {number: probe(stage, calls[0], model.ctx) for number, stage in known.items()}
         if engine.schedules or model.ctx.comm.simulated:
-            return found
+            return probes
         # Not for the first stage: it has no inputs to find, and would compute for real.
-        for number in found.keys() - {0}:
+        for number in probes.keys() - {0}:
             others = [probe(known[number], call, model.ctx) for call in calls[1:]]
-            found[number] = _common_probe(found[number], others)
-    return found
+            probes[number] = _common_probe(probes[number], others)
+    return probes
 
 
 def _common_probe(first: Probe, others: Sequence[Probe]) -> Probe:
@@ -174,8 +174,8 @@ def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared
     engine: Pipeline = model.engine
     parts, probes = len(calls), _infer_shapes(model, calls)
     mine = {number: probes[number] for number in engine.stages}
-    for found in ops.gather_objects(mine, engine.axis):
-        probes.update(found)
+    for theirs in ops.gather_objects(mine, engine.axis):
+        probes.update(theirs)
     if problems := _problems(engine, probes):
         raise PlanError("\n".join(problems))
     count = len(engine.partition.ranks)
@@ -211,12 +211,12 @@ def _all_stages_ready(vote: Callable[..., Tensor], received_result: Tensor | Non
 def _schedule(model: Wrapped, stages: list[Any], parts: int, *, train: bool) -> Any:
     config: PP = model.plan.strategy
     kind = fitting_kind(config, len(set(model.engine.partition.ranks)), parts)
-    one = kind.stages == (1, 1)
+    is_single = kind.stages == (1, 1)
     if not train:
-        made = torch_schedules.ScheduleGPipe if one else _ForwardSchedule
-        return made(stages[0] if one else stages, n_microbatches=parts)  # type: ignore[arg-type]
+        kind_of_schedule = torch_schedules.ScheduleGPipe if is_single else _ForwardSchedule
+        return kind_of_schedule(stages[0] if is_single else stages, n_microbatches=parts)  # type: ignore[arg-type]
     return getattr(torch_schedules, kind.name)(
-        stages[0] if one else stages,
+        stages[0] if is_single else stages,
         n_microbatches=parts,
         loss_fn=_first,  # the last stage's output is already the weighted loss
         scale_grads=False,

@@ -87,17 +87,17 @@ def reshard_stage(stage: Stage) -> None:
 
 def _axes(module: nn.Module, partition: Partition, ctx: DistContext, plan: Plan) -> _Axes:
     config: FSDP = plan.strategy.stages
-    held = attrs.evolve(plan, strategy=config)
+    stage_plan = attrs.evolve(plan, strategy=config)
     # What several stages of a rank hold cannot belong to each of them.
     several = {
         n for n, stages in partition.stages.items() if len(partition.holders(n)) < len(stages)
     }
     whole = ignored_names(module, config) | several
-    format = gather_precision(held).param_dtype if ctx.axis("data").world_size > 1 else None
+    format = gather_precision(stage_plan).param_dtype if ctx.axis("data").world_size > 1 else None
     named = dict(module.named_parameters(remove_duplicate=False))
     sharded = [n for n, p in named.items() if n not in whole and p.is_floating_point()]
     return _Axes(
-        plan=held,
+        plan=stage_plan,
         mesh=device_mesh(ctx, shard_size(ctx, config)),
         whole=frozenset(whole),
         format=format,
