@@ -81,14 +81,14 @@ def log(ctx: DistContext, name: str = "fxtrain.run") -> RankLogger:
 
 
 def _to_stderr(logger: logging.Logger) -> logging.Logger:
-    """A logger of its own in place of one that nobody has set up."""
+    """A logger that writes to standard error, in place of one without a handler."""
     plain = logging.Logger(logger.name, _level_of(logger))
     plain.addHandler(logging.StreamHandler())
     return plain
 
 
 def _level_of(logger: logging.Logger) -> int:
-    """The level that was set for a logger or one above it, but for the root; INFO by default."""
+    """The level of a logger or of the nearest one above it, without the root; INFO by default."""
     if logger.parent is None:
         return logging.INFO
     return logger.level or _level_of(logger.parent)

@@ -172,13 +172,13 @@ def _note_progress(ctx: DistContext, key: str) -> None:
 
 
 def _stop_others(ctx: DistContext, key: str, count: int) -> None:
-    """Leave no more items to take; calls that have begun end."""
+    """Let no rank take another item; calls in progress finish."""
     if ctx.world_size > 1:
         ctx.comm.store.add(f"{key}/next", count)
 
 
 def _wait_for_others(ctx: DistContext, key: str) -> None:
-    """Wait until every rank is done, or none has ended a call for the context's timeout.
+    """Wait until all ranks are done, or none has finished a call within the context's timeout.
 
     The exchange that follows names a rank that is not there.
     """

@@ -25,7 +25,7 @@ M_co = TypeVar("M_co", bound="nn.Module", default="nn.Module", covariant=True)
 
 
 class CopyError(FxError, TypeError):
-    """A wrapped model was to be copied or pickled."""
+    """An attempt to copy or pickle a wrapped model."""
 
     code = "FX003"
 

@@ -264,7 +264,7 @@ def from_environment(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
 
 
 def value_of(text: str) -> Any:
-    """The value of a text in TOML; a text that is none is a string."""
+    """The value of a text in TOML; any other text is a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError, ValueError):

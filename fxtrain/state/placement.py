@@ -60,7 +60,7 @@ class DtypeRule:
 
 @record
 class Room:
-    """Memory of a device that a placement keeps free for something else than weights.
+    """Memory of a device that a placement keeps free for anything but weights.
 
     Attributes:
         device: The device, or "cpu".
@@ -146,7 +146,7 @@ class Placement:
         return self.device if unit.device in ("cpu", DISK) else unit.device
 
     def bytes_on(self, device: str) -> int:
-        """Bytes that the placement takes of a device, the CPU or the disk, with all its room."""
+        """Bytes that the placement uses on a device, the CPU or the disk, including its room."""
         total = sum(room.bytes for room in self.reserved if room.device == device)
         total += self.room if device == self.device else 0
         total += self.staging if device == "cpu" else 0
@@ -159,7 +159,7 @@ class Placement:
 
 
 def owner_of(units: Mapping[str, T], tensor: str) -> T:
-    """The unit that a parameter or buffer belongs to: that of the longest name which it is under.
+    """The unit of a parameter or buffer: the one with the longest name that contains it.
 
     Raises:
         PlanError: it belongs to none.

@@ -144,7 +144,7 @@ def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _digest(tensor: Any) -> str:
-    """Of the full tensor, which all ranks gather if it is sharded."""
+    """The digest of a full tensor, which all ranks gather if it is sharded."""
     return tensor_bytes.digest(tensor.detach().full_tensor() if is_sharded(tensor) else tensor)
 
 

@@ -107,7 +107,7 @@ class StableBucketsDDP(DistributedDataParallel):
         self._expects = self._undecided = False
 
     def _decide_in_backward(self, out: Any) -> None:
-        """See to it that a `loss.backward()`, which nobody announces, reduces gradients."""
+        """Make a `loss.backward()` outside of a step reduce gradients."""
         leaves = _tree.flatten(out)[0]
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
         self._undecided = bool(outputs)

@@ -183,7 +183,7 @@ def _replicate(
 
 @contextmanager
 def _without_quantized(module: Any) -> Iterator[None]:
-    """Around torch's constructor, which would send weights of classes that it does not know."""
+    """Hide quantised weights from torch's constructor, which would broadcast unknown classes."""
     names = [f"{name}.weight" if name else "weight" for name, _, _ in quantized_layers(module)]
     if names:
         module._ddp_params_and_buffers_to_ignore = names
