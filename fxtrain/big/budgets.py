@@ -1,4 +1,4 @@
-"""How much memory a model may take: given, or measured. Nothing else here looks at the machine."""
+"""How much memory a model may take: passed by the caller, or measured on this machine."""
 
 import os
 import re

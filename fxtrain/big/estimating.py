@@ -1,4 +1,4 @@
-"""What a forward of a placement reads, how long that takes, and a placement as a table."""
+"""How many bytes a forward of a placement reads, how long it takes, and tables of placements."""
 
 import itertools
 import os
@@ -54,10 +54,10 @@ class Estimate:
 
 
 def estimate(placement: Placement, speeds: Speeds | None = None) -> Estimate:
-    """What a placement streams in one forward, and the time that this takes.
+    """The bytes that a placement streams in one forward, and the time that this takes.
 
     Args:
-        placement: What is held where.
+        placement: Where each unit is held.
         speeds: Of disk and bus; those of a usual machine by default.
 
     Example:
@@ -112,13 +112,13 @@ def read_speed(files: Iterable[str | os.PathLike[str]]) -> float | None:
 def table(
     placement: Placement, *, budget: Budget | None = None, speeds: Speeds | None = None
 ) -> RenderableType:
-    """A placement to print with rich: what is where, and what a forward reads.
+    """A placement to print with rich: where units are held, and what a forward reads.
 
     Units in a row that are on one device share a line.
 
     Args:
-        placement: What is held where.
-        budget: What devices allow, to show beside what is used.
+        placement: Where each unit is held.
+        budget: Bytes that devices allow, to show beside those that are used.
         speeds: Of disk and bus, to show the time that a forward takes at least.
 
     Example:

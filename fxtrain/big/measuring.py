@@ -30,7 +30,7 @@ class Sizes:
     """The sizes of a model, without its values.
 
     Attributes:
-        source: What was measured.
+        source: Description of the model.
         units: In the order of the model; each tensor belongs to one of them.
         tensors: Bytes by every name of every parameter and buffer, in the order of the model; 0
             for a tensor that is tied to one before it.
@@ -86,7 +86,7 @@ class _Tally:
         self.inside: set[Any] = set()
 
     def close(self) -> None:
-        """End the unit; one without tensors is none."""
+        """End the unit; a unit without tensors is dropped."""
         if self.inside:
             unit = Unit(
                 name=self.name, bytes=self.bytes, buffers=self.in_buffers, reads=self.reads,
@@ -116,7 +116,7 @@ class _Tally:
             self.buffers.append(name)
 
     def sizes(self, source: str, cache: KvCache | None) -> Sizes:
-        """What was counted."""
+        """The sizes of all units so far."""
         return Sizes(
             source=source,
             units=tuple(self.units),
@@ -225,7 +225,7 @@ def sizes(
 
 
 def _open(model: Any) -> tuple[nn.Module | None, Source | None, str]:
-    """The module of a model, what its files say, and what it is in words."""
+    """The module of a model, its files, and a description of the source."""
     if isinstance(model, nn.Module):
         return model, None, type(model).__name__
     if isinstance(model, str | os.PathLike):

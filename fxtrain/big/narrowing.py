@@ -142,7 +142,7 @@ def _dtype(what: str, given: str | torch.dtype) -> torch.dtype:
 
 
 def _hold(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> Callable[[], None]:
-    """Convert parameters in place; returns what gives them their dtypes back, once."""
+    """Convert parameters in place; returns a function that restores their dtypes, once."""
     before = [(parameter, parameter.dtype, parameter.requires_grad) for parameter in parameters]
     for parameter, _, _ in before:
         parameter.requires_grad = False

@@ -1,4 +1,4 @@
-"""Decide what of a model is held where: a pure function of sizes and a budget."""
+"""Decide where each unit of a model is held: a pure function of sizes and a budget."""
 
 import itertools
 from bisect import bisect_left, bisect_right
@@ -36,10 +36,11 @@ def place(
 ) -> Placement:
     """Place every unit of a model: as much on the accelerators as fits, then CPU, then disk.
 
-    The result depends only on the arguments. Among equal budgets but for more memory, no
-    placement is slower by `estimate`. Resident are the units in front of the model, or the largest
-    ones where more fits then, because room is kept for the largest unit that streams. Over
-    several accelerators units keep their order, except that tied units are in one place.
+    The result depends only on the arguments. More memory in a
+    budget never gives a placement that is slower by `estimate`. The units in front of the model are
+    resident, or the largest ones if more fits that way, because room is kept for the largest unit
+    that streams. Over several accelerators units keep their order, except that tied units are in
+    one place.
 
     Args:
         sizes: What `fx.big.sizes` measured.
@@ -159,7 +160,7 @@ def _tied_groups(units: Sequence[Unit], tied: Iterable[tuple[str, ...]]) -> list
 
 
 class _Limits(NamedTuple):
-    """What holds units.
+    """The devices of a budget, and their room for units.
 
     Attributes:
         devices: The accelerators, or the CPU where there are none; units stream to the first.

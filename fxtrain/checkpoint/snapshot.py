@@ -15,7 +15,7 @@ from fxtrain.checkpoint.json_values import encode
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.devices import device_random_state, set_device_random_state
 from fxtrain.ops.whole_tensors import identity
-from fxtrain.state import DistContext, FlatShard, Position, Wrapped, fingerprint, unstructure
+from fxtrain.state import DistContext, FlatShard, Plan, Position, Wrapped, fingerprint, unstructure
 from fxtrain.state.module_names import check_open
 
 MODEL = "model"  # the name of a single model
@@ -94,11 +94,7 @@ def snapshot(
         tensors.update(inside)
         own.update({f"{name}/{key}": tensor for key, tensor in state.own.items()})
         varying |= {f"{name}/{key}" for key in state.varies_by_rank}
-        facts[name] = {
-            "plan": unstructure(model.plan),
-            "fingerprint": fingerprint(model.plan),
-            "values": values,
-        }
+        facts[name] = model_facts(model.plan, values)
     users: dict[str, Tensor] = {}
     encoded = encode(extra, "extra", users)
     tensors.update(users)
@@ -119,6 +115,15 @@ def snapshot(
         position=position,
         metric=metric,
     )
+
+
+def model_facts(plan: Plan, values: Any) -> dict[str, Any]:
+    """What a checkpoint says of a model beside its tensors.
+
+    Args:
+        values: The values of its state, as `encode` wrote them.
+    """
+    return {"plan": unstructure(plan), "fingerprint": fingerprint(plan), "values": values}
 
 
 def random_state(ctx: DistContext) -> dict[str, Tensor]:

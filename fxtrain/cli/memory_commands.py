@@ -114,13 +114,12 @@ def _planned_report(
     model: str, plan: Plan, *, batch: int, tokens: int, **chosen: Any
 ) -> dict[str, Any]:
     """Weights in inference are as stored: autocast makes its copies for each call."""
-    planned = plan_weights(model, plan)
+    weights = plan_weights(model, plan)
     word = plan.precision.compute
     compute = "bf16" if word == "fp8" else word
-    _, cache = inference(planned.weights, precision=compute, batch=batch, tokens=tokens)
-    weight_bytes = estimate(planned.weights).nbytes
-    trained = planned.training(precision=compute, **chosen)
-    return _numbers(planned.weights, word, "as stored", trained, weight_bytes, cache)
+    _, cache = inference(weights, precision=compute, batch=batch, tokens=tokens)
+    trained = training(weights, precision=compute, **chosen)
+    return _numbers(weights, word, "as stored", trained, estimate(weights).nbytes, cache)
 
 
 def _numbers(

@@ -61,8 +61,8 @@ class Column:
         places: Steps, rows and time of each value that is kept.
         values: The values that are kept.
         numbers: Their numbers among all values.
-        width: Of so many values in a row only extremes are kept; a power of two, so that buckets
-            become parts of larger ones.
+        width: Number of consecutive values of which only extremes are kept; a power of two, so
+            that buckets become parts of larger ones.
         count: Number of values that were logged.
         nonfinite: Number of those that are not finite.
     """

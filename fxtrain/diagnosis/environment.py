@@ -82,7 +82,7 @@ def collect(env: Mapping[str, str]) -> Groups:
 
 @functools.cache  # slow, and a machine does not change while a command runs
 def _torch_facts() -> dict[str, Any]:
-    """What torch tells of itself, of the system, the processor and the accelerators."""
+    """What torch reports about itself, the system, the processor and the accelerators."""
     facts = import_module("torch.utils.collect_env").get_env_info()._asdict()
     del facts["caching_allocator_config"]  # a variable
     return {name: fact for name, fact in facts.items() if fact not in (None, "N/A")}

@@ -1,6 +1,5 @@
 """Convert checkpoints of other libraries into fxtrain's."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain.checkpoint.json_values import encode
 from fxtrain.checkpoint.saving import save_alone
-from fxtrain.checkpoint.snapshot import MODEL, Snapshot
+from fxtrain.checkpoint.snapshot import MODEL, Snapshot, model_facts
 from fxtrain.errors import CheckpointError
 from fxtrain.interop.accelerate_checkpoints import read_accelerate
 from fxtrain.interop.dcp_checkpoints import read_dcp, tree_of
 from fxtrain.interop.deepspeed_checkpoints import is_deepspeed, read_deepspeed
 from fxtrain.interop.megatron_checkpoints import is_megatron, read_megatron
-from fxtrain.state import Plan, Position, dumps, fingerprint
+from fxtrain.state import Plan, Position
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -83,13 +82,8 @@ def import_checkpoint(
         values["optimizers"].append(one)
     values["schedulers"] = list(found.schedulers) if optimizer else []
     values["scaler"] = found.scaler
-    plan = Plan()
     inside: dict[str, Tensor] = {}
-    facts = {
-        "plan": json.loads(dumps(plan)),
-        "fingerprint": fingerprint(plan),
-        "values": encode(values, f"{MODEL}/values", inside),
-    }
+    facts = model_facts(Plan(), encode(values, f"{MODEL}/values", inside))
     captured = Snapshot(
         tensors={**tensors, **inside},
         aliases={f"{MODEL}/module.{a}": f"{MODEL}/module.{b}" for a, b in aliases.items()},

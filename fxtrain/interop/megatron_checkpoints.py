@@ -75,13 +75,8 @@ class MegatronState:
     args: Mapping[str, Any] = attrs.field(repr=describe)
 
 
-@attrs.frozen(kw_only=True)
-class _Stored:
-    """Full tensors under Megatron's names, by pattern and layer."""
-
-    args: dict[str, Any]
-    iteration: int
-    tensors: dict[tuple[str, int | None], Tensor]
+# Megatron's arguments, the iteration, and full tensors by pattern of their names and layer.
+_Stored = tuple[dict[str, Any], int, dict[tuple[str, int | None], Tensor]]
 
 
 def is_megatron(folder: Path) -> bool:
@@ -169,11 +164,8 @@ def _stored_dist(root: Path, given: Mapping[str, Any]) -> _Stored:
     for name in [name for name in whole if name.endswith("weight_w")]:  # both halves apart
         halves = [whole.pop(name), whole.pop(name[:-1] + "v")]
         whole[name.removesuffix("_w")] = torch.cat(halves)
-    return _Stored(
-        args=_arguments(common, given),
-        iteration=int(common.get("iteration", 0)),
-        tensors={pattern_of(name): tensor for name, tensor in whole.items()},
-    )
+    named = {pattern_of(name): tensor for name, tensor in whole.items()}
+    return _arguments(common, given), int(common.get("iteration", 0)), named
 
 
 def _is_weight(name: str) -> bool:
@@ -199,7 +191,7 @@ def _stored_ranks(root: Path, given: Mapping[str, Any]) -> _Stored:
     stages_of_ranks = [[_chunks(files[t, p]) for t in range(tensor)] for p in range(stages)]
     whole = _joined(stages_of_ranks)
     _untie(args, whole)
-    return _Stored(args=args, iteration=int(files[0, 0].get("iteration") or 0), tensors=whole)
+    return args, int(files[0, 0].get("iteration") or 0), whole
 
 
 def _joined(stages: list[list[list[dict[str, Tensor]]]]) -> dict[tuple[str, int | None], Tensor]:
@@ -279,20 +271,19 @@ def _untie(args: Mapping[str, Any], whole: dict[tuple[str, int | None], Tensor])
 
 
 def _named(stored: _Stored, vocab_size: int | None) -> MegatronState:
-    args = stored.args
-    family = family_of(sorted({pattern for pattern, _ in stored.tensors}))
+    args, iteration, left = stored
+    family = family_of(sorted({pattern for pattern, _ in left}))
     check_arguments(family, args)
     layers, heads = count(args, "num_layers"), heads_of(args)
     output, embedding = family.tied
-    tied = ("output_layer.weight", None) not in stored.tensors
+    tied = ("output_layer.weight", None) not in left
     if tied and args.get("untie_embeddings_and_output_weights") is True:
         raise LookupError("there is no output_layer.weight")
-    padded = len(stored.tensors["embedding.word_embeddings.weight", None])
+    padded = len(left["embedding.word_embeddings.weight", None])
     vocab = vocab_size or args.get("vocab_size") or padded
     if type(vocab) is not int or not 0 < vocab <= padded:
         raise CheckpointError(f"vocab_size={vocab}: the model has {padded} rows of a vocabulary.")
     tensors: dict[str, Tensor] = {}
-    left = dict(stored.tensors)
     for row, layer in _places(family, layers, tied=tied):
         parts = to_transformers(row, left.pop((row.megatron, layer)), heads, vocab)
         named = zip(row.names, parts, strict=True)
@@ -301,7 +292,7 @@ def _named(stored: _Stored, vocab_size: int | None) -> MegatronState:
         raise LookupError(f"more than {layers} layers")
     return MegatronState(
         model_type=family.model_type,
-        iteration=stored.iteration,
+        iteration=iteration,
         tensors=tensors,
         tied={output: embedding} if tied else {},
         config=config_of(family, args, vocab=vocab, tied=tied),

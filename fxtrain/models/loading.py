@@ -121,14 +121,16 @@ def load_model(
             opened = stack.enter_context(open_source(source))
             found = renamed(opened, prefix, rename)
             undo = stack.enter_context(contextlib.ExitStack())
-            layers = prepare_layers(source, found, model, module, quantize, where, undo)
+            to_quantize, in_fp32 = prepare_layers(
+                source, found, model, module, quantize, where, undo
+            )
             weights = weights_by_name(model, module)
             fit = _match_names(module, weights, found)
-            _refuse(module, weights, found, fit, strict=strict, cast=cast, kept=layers.kept)
+            _refuse(module, weights, found, fit, strict=strict, cast=cast, kept=in_fp32)
         with fail_together(ranks, "load_model"):
             allocate(module, where)
             weights = weights_by_name(model, module)
-            names = [name for name in fit.pairs if name not in layers.weights]
+            names = [name for name in fit.pairs if name not in to_quantize]
             likes = [
                 weights[name].like
                 for name in names
@@ -139,7 +141,7 @@ def load_model(
             if quantize is not None:
                 read = {
                     layer: fit.pairs[weight]
-                    for weight, layer in layers.weights.items()
+                    for weight, layer in to_quantize.items()
                     if weight in fit.pairs
                 }
                 made = quantized_while_read(found, module, quantize, read, where)

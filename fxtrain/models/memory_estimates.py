@@ -1,6 +1,7 @@
 """Estimate the memory that a model needs from its tensors, by arithmetic only."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -121,9 +122,10 @@ def training(
     precision: Literal["fp32", "bf16", "fp16"] = "bf16",
     sharding: str = "none",
     ranks: int = 1,
-    keep: bool = False,
 ) -> Training:
-    """Bytes on each rank during training under autocast, with trained parameters in fp32.
+    """Bytes on each rank during training under autocast.
+
+    Trained parameters are in fp32, unless `weights.keep` is set.
 
     Args:
         weights: The model.
@@ -131,8 +133,6 @@ def training(
         precision: Dtype of autocast.
         sharding: One of SHARDING.
         ranks: Ranks to shard over.
-        keep: Parameters, gradients and optimizer states in the dtype of the model, as
-            `Precision(params="keep")` says.
 
     Example:
         >>> from fxtrain.models.memory_estimates import training
@@ -145,7 +145,9 @@ def training(
     _choice("precision", precision, ("fp32", "bf16", "fp16"))
     if ranks < 1:
         raise PlanError(f"ranks={ranks}: choose 1 or more.")
-    trained = sum(one.nbytes if keep else 4 * one.numel for one in weights.tensors if one.trained)
+    trained = sum(
+        one.nbytes if weights.keep else 4 * one.numel for one in weights.tensors if one.trained
+    )
     frozen = sum(one.nbytes for one in weights.tensors if one.floating and not one.trained)
     other = sum(one.nbytes for one in weights.tensors if not one.floating)
     parts = [1 / ranks if level >= least else 1.0 for least in (1, 2, 3)]
@@ -194,14 +196,17 @@ def cache_bytes(cache: KvCache, each: float, tokens: int) -> float:
 
 
 def _working(tensors: Iterable[Weight], each: float, *, full: bool) -> float:
-    """Autocast keeps copies of parameters until the end of forward; fp32 needs none."""
-    floats = [one for one in tensors if one.floating]
+    """Bytes of copies for computation: autocast keeps those of parameters until forward ends."""
+    floats = [tensor for tensor in tensors if tensor.floating]
+    # Of layers that compute as a recipe says, one weight at a time, one byte each.
+    largest = max((tensor.numel for tensor in floats if tensor.converted), default=0)
+    copied = [tensor for tensor in floats if not tensor.converted]
     if full:
-        return 0.0 if each == 4 else sum(one.numel for one in floats) * each
-    layers: dict[str, int] = {}
-    for one in floats:
-        layers[layer_of(one.name)] = layers.get(layer_of(one.name), 0) + one.numel
-    return 2 * max(layers.values(), default=0) * each
+        return largest + (0.0 if each == 4 else sum(tensor.numel for tensor in copied) * each)
+    layers: Counter[str] = Counter()
+    for tensor in copied:
+        layers[layer_of(tensor.name)] += tensor.numel
+    return largest + 2 * max(layers.values(), default=0) * each
 
 
 def layer_of(name: str) -> str:
@@ -216,42 +221,10 @@ def _choice(what: str, value: str, known: tuple[str, ...]) -> int:
     return known.index(value)
 
 
-@attrs.frozen(kw_only=True)
-class PlannedWeights:
-    """A model under a plan.
-
-    Attributes:
-        weights: Its tensors. Those of quantised weights neither train nor change their format.
-        converted: Weights of layers that compute in the format of a recipe, for which autocast
-            makes no copies.
-        keep: Whether trained parameters keep their dtype.
-    """
-
-    weights: Weights
-    converted: tuple[str, ...]
-    keep: bool = False
-
-    def training(self, *, precision: str, optimizer: str, sharding: str, ranks: int) -> Training:
-        """Bytes on each rank during training, as the function `training`."""
-        options: dict[str, Any] = {
-            "precision": precision,
-            "optimizer": optimizer,
-            "sharding": sharding,
-            "ranks": ranks,
-            "keep": self.keep,
-        }
-        found = training(self.weights, **options)
-        if not self.converted:
-            return found
-        others = [one for one in self.weights.tensors if one.name not in self.converted]
-        rest = attrs.evolve(self.weights, tensors=tuple(others))
-        working = training(rest, **options).working
-        largest = max(one.numel for one in self.weights.tensors if one.name in self.converted)
-        return attrs.evolve(found, working=working + largest)  # one weight at a time, one byte each
-
-
-def plan_weights(source: str, plan: Plan) -> PlannedWeights:
+def plan_weights(source: str, plan: Plan) -> Weights:
     """List the tensors of a model as a plan holds them, without reading values.
+
+    Quantised weights neither train nor change their format.
 
     Args:
         source: A transformers config.json or a folder with one, `module:function`, or a timm
@@ -267,7 +240,7 @@ def plan_weights(source: str, plan: Plan) -> PlannedWeights:
     Example:
         >>> import fxtrain as fx
         >>> from fxtrain.models.memory_estimates import plan_weights
-        >>> plan_weights("torch.nn:PReLU", fx.Plan()).weights.tensors[0].nbytes
+        >>> plan_weights("torch.nn:PReLU", fx.Plan()).tensors[0].nbytes
         4
     """
     module: nn.Module = build_on_meta(source)
@@ -279,9 +252,13 @@ def plan_weights(source: str, plan: Plan) -> PlannedWeights:
     converted = () if recipe is None else recipe_targets(module, recipe).names
     config: Any = getattr(module, "config", None)
     known = config.to_dict() if hasattr(config, "to_dict") else {}
-    return PlannedWeights(
-        weights=Weights(source=source, tensors=_tensors(module), cache=cache_of(known)),
-        converted=tuple(f"{name}.weight" if name else "weight" for name in converted),
+    names = {f"{name}.weight" if name else "weight" for name in converted}
+    return Weights(
+        source=source,
+        tensors=tuple(
+            attrs.evolve(tensor, converted=tensor.name in names) for tensor in _tensors(module)
+        ),
+        cache=cache_of(known),
         keep=plan.precision.params == "keep" or plan.precision.compute == "fp32",
     )
 
@@ -294,7 +271,7 @@ def _tensors(module: nn.Module) -> tuple[Weight, ...]:
         Weight(
             name=f"{name}.{key}" if name else key,
             # What the layer stands for, once; not how many numbers its format takes.
-            numel=_elements(part) if index == 0 else 0,
+            numel=part.in_features * part.out_features if index == 0 else 0,  # pyright: ignore
             nbytes=tensor.numel() * tensor.element_size(),
             trained=False,
             floating=False,
@@ -303,7 +280,3 @@ def _tensors(module: nn.Module) -> tuple[Weight, ...]:
         for index, (key, tensor) in enumerate(library.tensors(part).items())
     )
     return plain + packed
-
-
-def _elements(part: Any) -> int:
-    return part.in_features * part.out_features

@@ -1,6 +1,6 @@
 """Read pickles without running code from them.
 
-Those of tensors are read with `weights_only=True`, and others into inert placeholders.
+Pickles of tensors are read with `weights_only=True`, others into inert placeholders.
 """
 
 import contextlib

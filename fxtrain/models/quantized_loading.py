@@ -31,19 +31,6 @@ _CONV1D = " Read this model with from_pretrained of transformers, and pass it to
 _LARGEST_CONFIG = 10_000_000  # bytes
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class LayersToLoad:
-    """What loading does about quantised layers.
-
-    Attributes:
-        weights: Names of weights that are quantised once they are read, each with its layer.
-        kept: Names of tensors that are converted to fp32.
-    """
-
-    weights: Mapping[str, str] = attrs.field(factory=dict)
-    kept: frozenset[str] = frozenset()
-
-
 def prepare_layers(
     source: Any,
     found: Source,
@@ -52,11 +39,15 @@ def prepare_layers(
     record: Quantize | None,
     device: torch.device,
     undo: contextlib.ExitStack,
-) -> LayersToLoad:
+) -> tuple[dict[str, str], frozenset[str]]:
     """Make a model ready for the quantised layers of a source, or for being quantised.
 
     Args:
-        undo: Gets what puts the model back as it was.
+        undo: Receives the functions that restore the model.
+
+    Returns:
+        The layers to quantise once their weights are read, by the names of these weights; and the
+        names of tensors that are converted to fp32.
 
     Effects:
         Replaces layers that are quantised in the source by layers without values.
@@ -68,9 +59,9 @@ def prepare_layers(
     """
     if is_quantized(module):
         _check_quantized(found, record, module)
-        return LayersToLoad()
+        return {}, frozenset()
     if not found.layers and record is None:
-        return LayersToLoad()
+        return {}, frozenset()
     if isinstance(model, Wrapped):
         raise CheckpointError(
             "load_model: layers can be quantised before fx.wrap only, and this model is wrapped. "
@@ -84,11 +75,11 @@ def prepare_layers(
         names = planned_layers(module, record, device, trains=False).names
         weights = {f"{name}.weight": name for name in names}
     if record is None:
-        return LayersToLoad()
+        return {}, frozenset()
     before = {name: tensor.dtype for name, tensor in module.named_parameters()}
     undo.callback(converted_to_fp32(module, record))
     kept = (name for name, tensor in module.named_parameters() if tensor.dtype != before[name])
-    return LayersToLoad(weights=weights, kept=frozenset(kept))
+    return weights, frozenset(kept)
 
 
 def quantized_while_read(
@@ -156,10 +147,10 @@ def put_stored_layers(
     """Replace layers that are quantised in a source by such layers on the meta device.
 
     Args:
-        source: What was opened, beside which there may be a config.json.
+        source: The path that was opened; a config.json beside it is read.
 
     Returns:
-        What puts the replaced layers back.
+        A function that puts the replaced layers back.
 
     Raises:
         CheckpointError: they do not fit the model.

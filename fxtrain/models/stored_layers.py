@@ -248,7 +248,7 @@ def shape_problem(
 
     Args:
         tensors: Those of the layer, by their names below it.
-        facts: What its file says beside them.
+        facts: Settings of the layer in its file.
         shape: Output and input features.
 
     Raises:

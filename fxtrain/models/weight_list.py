@@ -37,6 +37,8 @@ class Weight:
         nbytes: Bytes as stored.
         trained: Whether it has a gradient.
         floating: Whether its dtype is floating point, so that it can be converted.
+        converted: Whether its layer computes in the format of a recipe, for which autocast makes no
+            copies.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Weight:
     nbytes: int
     trained: bool = True
     floating: bool = True
+    converted: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -69,11 +72,14 @@ class Weights:
         source: Where it was read from.
         tensors: Parameters and buffers; shared ones are listed once.
         cache: Shape of its key-value cache; None if unknown.
+        keep: Whether trained parameters, their gradients and optimizer states keep the dtype of the
+            model in training, as `Precision(params="keep")` says.
     """
 
     source: str
     tensors: tuple[Weight, ...]
     cache: KvCache | None = None
+    keep: bool = False
 
 
 def read_weights(source: str) -> Weights:

@@ -24,18 +24,18 @@ class Library:
         owns: (module) → whether this is a layer of it that is quantised.
         check: (record, device) → why the device cannot compute in a format, or None.
         quantize: (layer, record) → a new layer, on the device of the old one; also on meta.
-        tensors: (layer) → the live tensors that hold its weight.
-        put: (layer, tensors) → None: gives it others, of any device.
-        facts: (layer) → what else there is to say of its weight, for a file.
+        tensors: (layer) → the live tensors of its weight.
+        put: (layer, tensors) → None: replaces them by others, on any device.
+        facts: (layer) → settings of its weight that a file stores beside the tensors.
         build: (layer, tensors, facts, record) → a quantised layer for a plain one.
-        settings: (layer) → fields of a record that the tensors do not tell.
-        format: (layer) → library and format of its weight, in words.
-        planned: (record) → the same of what a record quantises to.
-        split: (layer, device) → None: holds its weight as a plain parameter, whose rows may be
-            split over ranks, and its other tensors at the layer, on the device. None if the
-            library does not compute with such a weight.
-        keep_layout: (layer) → None: never changes its tensors in forward, since a strategy
-            replaces their memory. None if the library changes them in no case.
+        settings: (layer) → fields of a record that do not follow from the tensors.
+        format: (layer) → library and format of its weight, as text.
+        planned: (record) → the same for the weights that a record quantises.
+        split: (layer, device) → None: makes its weight a plain parameter, whose rows can be split
+            over ranks, and moves its other tensors to the device. None if the library cannot
+            compute with such a weight.
+        keep_layout: (layer) → None: stops forward from changing its tensors, since a strategy
+            replaces their memory. None if the library never changes them.
     """
 
     name: str

@@ -53,7 +53,7 @@ def quantized_weight(part: nn.Module) -> dict[str, Tensor]:
 
 
 def quantized_facts(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """What there is to say of each quantised weight beside its tensors, by layer."""
+    """Format and settings of each quantised weight, beside its tensors, by layer."""
     return {
         name: {"format": library.format(part), **library.facts(part)}
         for name, part, library in quantized_layers(module)
@@ -79,12 +79,12 @@ def stored_tensors(module: nn.Module) -> dict[str, Any]:
 
 
 def stream_later(module: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Prepare quantised weights for a strategy that gives their tensors memory one by one.
+    """Prepare quantised weights for a strategy that allocates their tensors one by one.
 
-    Those on the meta device move to another, without memory.
+    Weights on the meta device move to `device`, without memory.
 
     Returns:
-        What puts them back onto the meta device.
+        A function that puts them back onto the meta device.
     """
     before: list[tuple[Library, nn.Module, dict[str, Tensor]]] = []
     for _, part, library in quantized_layers(module):
@@ -103,7 +103,7 @@ def stream_later(module: nn.Module, device: torch.device) -> Callable[[], None]:
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has no values: it is on the meta device, or of `stream_later`."""
+    """Whether a tensor has no values: on the meta device, or prepared by `stream_later`."""
     return tensor.is_meta or (tensor.numel() > 0 and not tensor.untyped_storage().nbytes())
 
 

@@ -1,4 +1,4 @@
-"""Replace the layers of a model by quantised ones, take that back, and split them over ranks."""
+"""Replace the layers of a model by quantised ones, undo it, and split them over ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -124,7 +124,7 @@ def quantize_on_meta(
 def _replaced(
     module: nn.Module, names: Sequence[str], record: Quantize, device: torch.device
 ) -> Callable[[], None]:
-    """Replace layers by quantised ones; returns what puts the old ones back."""
+    """Replace layers by quantised ones; returns a function that puts the original ones back."""
     library, made = library_of(record), dict[str, nn.Module]()
     for name in names:
         part = module.get_submodule(name)
@@ -148,10 +148,10 @@ def _no_gradient(record: Quantize) -> str | None:
 
 
 def put_layers(module: nn.Module, layers: dict[str, nn.Module]) -> Callable[[], None]:
-    """Replace submodules by name; returns what puts the old ones back.
+    """Replace submodules by name; returns a function that puts the original ones back.
 
-    A submodule with several names is replaced under all of them. Hooks of the old one are called by
-    the new one; the handles of either remove them from both.
+    A submodule with several names is replaced under all of them. The new submodule shares the hooks
+    of the original one.
     """
     new = {id(module.get_submodule(name)): layer for name, layer in layers.items()}
     for name, layer in layers.items():
@@ -184,7 +184,7 @@ def _moved(part: nn.Linear, device: torch.device) -> nn.Linear:
 
 
 def converted_to_fp32(module: nn.Module, record: Quantize) -> Callable[[], None]:
-    """Convert the modules that a record keeps in fp32; returns what takes that back."""
+    """Convert the modules that a record keeps in fp32; returns a function that undoes it."""
     changed: list[tuple[nn.Parameter, torch.Tensor]] = []
     for part in modules_to_keep(module, record):
         for parameter in part.parameters():
@@ -236,8 +236,8 @@ def hold_as_parameters(module: nn.Module, device: torch.device) -> Callable[[], 
     compute with what was gathered.
 
     Returns:
-        What gives the layers parameters of their library again, with the values of then; those
-        that are sharded then stay as they are.
+        A function that turns them into parameters of their library again, with their current
+        values; parameters that are sharded stay as they are.
     """
     changed: list[tuple[nn.Module, Library]] = []
     for _, part, library in quantized_layers(module):

@@ -42,7 +42,7 @@ class Int2Tensor(TorchAOBaseTensor):
         self.qdata, self.scale, self.group = qdata, scale, group
 
     def _stable_hash_for_caching(self) -> str:
-        """What distinguishes it in torch's cache of compiled graphs."""
+        """The key of the tensor in torch's cache of compiled graphs."""
         return f"Int2Tensor({tuple(self.shape)}, {self.dtype}, {self.device}, {self.group})"
 
     def dequantize(self) -> Tensor:

@@ -120,7 +120,7 @@ class Recording:
         self.profiler.stop_trace()
 
     def events(self) -> list[Event]:
-        """What was recorded."""
+        """The recorded events."""
         return events_of(self.profiler.profiler.kineto_results)
 
     def flops(self) -> int | None:
@@ -292,7 +292,7 @@ class Trace:
         ops.raise_together(_refusal("trace.step") if is_profiling() else None, self.ctx)
 
     def _stop(self, *, complete: bool) -> Exception | None:
-        """Write the trace of a cycle; returns what is wrong, or what `on_trace_ready` raised."""
+        """Write the trace of a cycle; returns the problem, or the error of `on_trace_ready`."""
         recording, self._recording = self._recording, None
         if recording is None:
             return None

@@ -1,4 +1,4 @@
-"""What of a model is held where, and the config of running a model from there. Data only."""
+"""Where each part of a model is held, and the config of running it from there. Data only."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -160,7 +160,7 @@ def test_training_in_half_precision_by_hand(monkeypatch):
     assert (raised.parameters, raised.gradients) == (4 * trained + 2 * rest, 4 * trained)
     precision = fx.Precision(compute="bf16", params="keep")
     choices = {"precision": "bf16", "optimizer": "adamw", "sharding": "none", "ranks": 1}
-    kept = plan_weights("mymodels:Half", fx.Plan(precision=precision)).training(**choices)
+    kept = training(plan_weights("mymodels:Half", fx.Plan(precision=precision)), **choices)
     assert (kept.parameters, kept.gradients) == (2 * (trained + rest), 2 * trained)
     assert kept.optimizer == raised.optimizer / 2
 

@@ -1,4 +1,4 @@
-"""Hooks that bring units to their device as forward and backward come to them."""
+"""Hooks that bring units to their device before forward and backward need them."""
 
 import functools
 from collections.abc import Callable
@@ -19,10 +19,10 @@ _outside_graphs: Any = torch.compiler.disable
 
 
 def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> _Undo:
-    """Put hooks on a module; returns what takes them off.
+    """Register hooks on a module; returns a function that removes them.
 
     Args:
-        backward: Units are needed in backward, too.
+        backward: Whether units are also needed in backward.
     """
     undo: list[_Undo] = []
 

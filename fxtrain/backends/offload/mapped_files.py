@@ -42,10 +42,10 @@ class MappedFile:
     """A file that is mapped as it was when it was opened.
 
     Attributes:
-        path: Of the file.
-        status: Its device, inode, size and time of change.
+        path: Path of the file.
+        status: Its device, inode, size and modification time.
         memory: Its bytes; the mapping ends with the last tensor that uses it.
-        address: Of the first byte.
+        address: Address of the first byte.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""Units on the CPU or on disk, brought to their device when they are needed."""
+"""Stream units from the CPU or from disk to their device when they are needed."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -212,7 +212,7 @@ def _refuse_packed(module: nn.Module, placement: Placement, *, trains: bool) -> 
 
 
 def _freeze(tensors: tuple[PlacedTensor, ...]) -> Callable[[], None]:
-    """Streamed parameters get no gradient while they stream; returns what takes that back."""
+    """Stop gradients of streamed parameters; returns a function that undoes it."""
     frozen = [
         tensor
         for one in tensors

@@ -41,12 +41,12 @@ _SMALLEST = 1 << 20  # bytes
 class Prefetcher:
     """Threads that prepare units in the order in which they were used before.
 
-    Units are numbered in the order of the model. What follows two units in a row is what followed
-    them the last time, which tells forward from backward, and one use of a unit from its second. A
-    wrong guess costs the head start, nothing else.
+    Units are numbered in the order of the model. The next unit is predicted from the last two in
+    use, which distinguishes forward from backward, and the first use of a unit from its second. A
+    wrong prediction only costs time.
 
     Attributes:
-        work: (unit) → functions that together prepare it, each called in a thread.
+        work: (unit) → functions that prepare it, each called in a thread.
         count: Units.
         prefetch: Units to prepare while one is in use.
         pool: The threads; the first begins with the first unit in use.
@@ -69,7 +69,7 @@ class Prefetcher:
         """Wait until a unit is prepared, and begin with those that come next.
 
         Returns:
-            What its functions returned.
+            The results of its functions.
 
         Raises:
             CheckpointError: as its functions.
@@ -109,18 +109,18 @@ class Prefetcher:
 
 @attrs.define(kw_only=True, eq=False)
 class Streaming:
-    """What a streamed model keeps beside its module.
+    """The state of a streamed model beside its module.
 
     Attributes:
         tensors: Every parameter and buffer, by its first name.
         units: Units that stream.
         folder: Where tensors on disk are written that no file contains as they are needed.
         empty: First names of tensors without values.
-        copies: What holds units on a device, where that is not the CPU.
+        copies: Copies of units on a device; None if they compute on the CPU.
         prefetcher: Reads units ahead.
         digests: Of files, by path, once a checkpoint was saved.
         files: Mapped files by path.
-        waits: What `disk_waits` said when units were seen in memory.
+        waits: The value of `disk_waits` when units were last known to be in memory.
         is_checked: Every tensor has values, and every unit is complete.
     """
 
