@@ -66,6 +66,26 @@ def test_what_is_not_asked_for_is_not_saved(ctx, tmp_path, caplog):
     assert _kept(tmp_path / "by the clock") == list(range(1, 13))
 
 
+def _change_a_byte(path):
+    (file,) = path.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_skipped_where_there_is_an_earlier_one(ctx, tmp_path, caplog):
+    wanted = [report.loss for report in _fit(ctx, tmp_path / "whole")]
+    _fit(ctx, tmp_path, updates=6, save_every=2)
+    _change_a_byte(tmp_path / "update-0000000006")
+    losses = [report.loss for report in _fit(ctx, tmp_path)]
+    assert losses == wanted[-len(losses) :] and len(losses) == 12 - 4
+    assert "update-0000000004 is restored, since" in caplog.text and "was changed in" in caplog.text
+    for path in tmp_path.glob("update-*"):
+        _change_a_byte(path) if path.name != "update-0000000006" else None
+    with pytest.raises(fx.CheckpointError, match="was not restored"):
+        _fit(ctx, tmp_path, epochs=4)
+
+
 def test_a_break_between_two_checks_ends_at_the_next(ctx, tmp_path):
     fns, loader = _made(ctx)
     for report in fx.fit(ctx, fns, loader, tmp_path, epochs=2, show=False, check_every=3):

@@ -142,6 +142,14 @@ def before(path: StrPath, update: int) -> str | None:
     return _first_complete(folder, reversed(sorted(earlier, key=lambda info: info.updates)))
 
 
+def committed_before(path: StrPath, name: str) -> str | None:
+    """The newest complete checkpoint that was committed before another one of the folder."""
+    folder = open_storage(path)
+    checkpoints = list_checkpoints(folder)
+    names = [info.name for info in checkpoints]
+    return _first_complete(folder, reversed(checkpoints[: names.index(name)]))
+
+
 def checkpoint_at(path: Any) -> Storage:
     """The checkpoint at a path, or the latest one if the path is the folder of a run.
 

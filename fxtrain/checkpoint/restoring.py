@@ -1,6 +1,8 @@
 """Restore a checkpoint at any world size; each rank reads only what it needs."""
 
 import functools
+import logging
+import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -13,11 +15,12 @@ from fxtrain._display import describe
 from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain.checkpoint.background import CheckpointState
-from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
+from fxtrain.checkpoint.folders import checkpoint_at, committed_before, latest, read_manifest
 from fxtrain.checkpoint.json_values import decode
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.checkpoint.snapshot import by_name, set_random_state
 from fxtrain.checkpoint.storage import open_storage
+from fxtrain.checkpoint.verification import verify
 from fxtrain.errors import CheckpointError, FxError
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.ops.same_errors import fail_together
@@ -34,6 +37,7 @@ from fxtrain.state import (
 )
 from fxtrain.state.context import check_connected
 
+_LOG = logging.getLogger(__name__)
 # Where a model is, how it is computed there, and what is recorded: not how it trains.
 _PLACING = ("strategy", "mesh", "context", "compile", "profile", "frozen")
 _PLACING += ("recompute", "recompute_every", "recompute_keep")
@@ -138,6 +142,46 @@ def restore(
     for name, wrapped in models.items():
         _log_changes(ctx, restored, name, wrapped)
     return restored
+
+
+def restore_newest(
+    path: StrPath, ctx: DistContext, model: Wrapped, *, extra: object = None
+) -> Restored | None:
+    """Restore the latest checkpoint of a folder that is not damaged; None if the folder has none.
+
+    Effects:
+        As `restore`. If it fails, rank 0 verifies every byte of that checkpoint, and logs its
+        damage before the one that was committed before it is restored.
+
+    Raises:
+        CheckpointError: the latest one is not damaged and cannot be restored, or all of them are
+            damaged.
+    """
+    with fail_together(ctx):
+        chosen = latest(path) if ctx.is_main else None
+    chosen = ops.broadcast_object(chosen, ctx)
+    while chosen is not None:
+        try:
+            return restore(chosen, ctx, model, extra=extra)
+        except CheckpointError as error:
+            with fail_together(ctx):
+                chosen = _before_damaged(path, chosen, error) if ctx.is_main else None
+            chosen = ops.broadcast_object(chosen, ctx)
+    return None
+
+
+def _before_damaged(folder: StrPath, path: str, error: CheckpointError) -> str:
+    """The checkpoint before one that could not be restored; the error, if that is not damaged."""
+    try:
+        verify(path)
+    except CheckpointError as problem:
+        earlier = None
+        if problem.code == "FX602":
+            earlier = committed_before(folder, os.path.basename(path))
+        if earlier is not None:
+            _LOG.warning("%s is restored, since %s", earlier, problem)
+            return earlier
+    raise error
 
 
 def _log_changes(ctx: DistContext, restored: Restored, name: str, model: Wrapped) -> None:

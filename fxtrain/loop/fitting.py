@@ -13,8 +13,9 @@ from fxtrain import ops
 from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain.backends.core.replica_digests import verify_replicas
-from fxtrain.checkpoint import Restored, Saving, latest, restore, save
+from fxtrain.checkpoint import Restored, Saving, save
 from fxtrain.checkpoint.folder_lock import Lock
+from fxtrain.checkpoint.restoring import restore_newest
 from fxtrain.data import Sharded
 from fxtrain.data.sharding import in_windows
 from fxtrain.errors import PlanError
@@ -30,7 +31,6 @@ from fxtrain.loop.reports import (
     progress,
 )
 from fxtrain.loop.stepping import StepFns
-from fxtrain.ops.same_errors import fail_together
 from fxtrain.profiling import profile
 from fxtrain.state import DistContext, Position, Report, Wrapped
 from fxtrain.trackers import JsonLines, Run, Target
@@ -72,14 +72,16 @@ def fit(
 
     Nothing happens before the first report is asked for. A run whose folder holds a checkpoint
     continues from the latest one, bitwise as if it had not stopped, and with the same tracked
-    curve. The iteration ends with the run, after as many epochs, updates, rows or tokens as were
-    asked for, whichever comes first. It ends earlier after an update at which a rank received a
-    signal or left its loop (`break`, an error in the body, closing the iterator): then all ranks
-    stop, and the state after that update is saved. Inside an accumulation window, a rank that left
-    its loop trains to the end of the window first. An iterator that has a name is still open after
-    `break`: write `with fx.fit(...) as reports:`, or close it. Closing its context closes it too;
-    at the end of the script it is too late to save it. A run that is already complete is restored
-    and yields no report, and nothing is written, so code after the loop must not rely on a report.
+    curve; if that one is damaged, from the one before, and rank 0 logs why. The iteration ends
+    with the run, after as many epochs, updates, rows or tokens as were asked for, whichever
+    comes first. It ends earlier after an update at which a rank received a signal or left its
+    loop (`break`, an error in the body, closing the iterator): then all ranks stop, and the
+    state after that update is saved. Inside an accumulation window, a rank that left its loop
+    trains to the end of the window first. An iterator that has a name is still open after
+    `break`: write `with fx.fit(...) as reports:`, or close it. Closing its context closes it
+    too; at the end of the script it is too late to save it. A run that is already complete is
+    restored and yields no report, and nothing is written, so code after the loop must not rely
+    on a report.
 
     Args:
         ctx: The context for which the model was wrapped.
@@ -337,14 +339,10 @@ def _signals(ctx: DistContext, names: tuple[str, ...]) -> AbstractContextManager
 
 
 def _restored(ctx: DistContext, model: Wrapped, rules: Rules) -> Restored | None:
-    """The state of the latest checkpoint, if there is one; rank 0 looks."""
-    with fail_together(ctx):
-        found = latest(rules.checkpoints) if ctx.is_main else None
-    if (found := ops.broadcast_object(found, ctx)) is None:
-        return None
+    """The state of the latest checkpoint that is not damaged, if there is one."""
     kept = dict.fromkeys(("run", "stopped", "data", "layout", *Entries.SAVED))
-    restored = restore(found, ctx, model, extra={**kept, "user": rules.extra})
-    return restored
+    extra = {**kept, "user": rules.extra}
+    return restore_newest(rules.checkpoints, ctx, model, extra=extra)
 
 
 def _tracked(loop: _Loop, report: Report) -> Report:

@@ -14,7 +14,8 @@ from fxtrain._display import number
 from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain.backends.core.replica_digests import verify_replicas
-from fxtrain.checkpoint import latest, restore, save
+from fxtrain.checkpoint import save
+from fxtrain.checkpoint.restoring import restore_newest
 from fxtrain.data import Sharded
 from fxtrain.data.sharding import part_of
 from fxtrain.errors import CollectiveError, PlanError, StepError
@@ -132,9 +133,8 @@ def train(
     check_connected("replicas.train", ctx)
     model = fns.model
     _check_plan(ctx, model)
-    start = Position()
-    if folder is not None and latest(folder) is not None:
-        start = restore(folder, ctx, model).position
+    saved = None if folder is None else restore_newest(folder, ctx, model)
+    start = Position() if saved is None else saved.position
     run = _Run(
         ctx=ctx,
         fns=fns,
