@@ -57,6 +57,20 @@ def test_tokens_travel_and_experts_stay(pair, precision):
         assert dtypes == {torch.float32}
 
 
+def _in_bf16(ctx, strategy):
+    model = _wrap(ctx, fx.Plan(strategy=strategy, precision="bf16"))
+    for number in range(3):
+        _update(ctx, model, number)
+    return {name: value.clone() for name, value in fx.weights(model)}
+
+
+def test_experts_compute_in_bf16_as_those_that_are_gathered(pair):
+    wanted = pair.run(_in_bf16, fx.FSDP())[0]
+    for weights in pair.run(_in_bf16, fx.FSDP(expert=2)):
+        for name, value in wanted.items():
+            torch.testing.assert_close(weights[name], value, rtol=0.05, atol=0.02)
+
+
 def _resumed(ctx, plan, folder, start, stop):
     model, position = _wrap(ctx, plan), None
     if start:

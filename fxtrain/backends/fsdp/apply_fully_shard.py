@@ -76,7 +76,8 @@ def _apply(
         experts = list(expert_modules(module).values())
         parts = [unit for unit in parts if all(unit[0] is not expert for expert in experts)]
         for part in experts:
-            shard_experts(part, spread, ctx, _options(spread, None, ctx, plan))
+            if not shard_experts(part, spread, ctx, _options(spread, None, ctx, plan)):
+                ignored.update(part.parameters())
     shard_parts(module, parts, ignored, mesh, ctx, plan)
     if gathered_in_float8(plan) is not None:
         scale_before_forward(module)

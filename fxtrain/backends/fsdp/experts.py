@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from fxtrain.backends.core.device_mesh import (
@@ -85,12 +85,16 @@ def _shard_dim(parameter: Tensor, here: int, outer: int) -> int | None:
 
 def shard_experts(
     part: nn.Module, mesh: DeviceMesh, ctx: DistContext, options: Mapping[str, Any]
-) -> None:
+) -> bool:
     """Give each rank its experts of a mixture, and shard those over the ranks that hold the same.
 
     Args:
         mesh: Of the axes replicate (if there are replicas), shard and expert.
         options: Of fully_shard.
+
+    Returns:
+        Whether fully_shard holds them. Where no other rank holds the same ones there is nothing to
+        gather or reduce, and it would copy parameters and gradients.
 
     Effects:
         Replaces parameters by DTensors, and adds hooks that send tokens and outputs.
@@ -102,10 +106,16 @@ def shard_experts(
     distributed: DistributedParameters = {}
     for name in names:
         distribute_parameter(part, name, group, Shard(0), distributed)
-    _add_hooks(part, names, group, here, ctx)
-    fully_shard(
-        part, shard_placement_fn=lambda one: Shard(_shard_dim(one, here, outer) or 0), **options
+    apart = options["mesh"].size() == 1 and not isinstance(
+        options["offload_policy"], CPUOffloadPolicy
     )
+    policy: MixedPrecisionPolicy = options["mp_policy"]
+    _add_hooks(part, names, group, here, ctx, policy if apart else MixedPrecisionPolicy())
+    if not apart:
+        fully_shard(
+            part, shard_placement_fn=lambda one: Shard(_shard_dim(one, here, outer) or 0), **options
+        )
+    return not apart
 
 
 @attrs.frozen(eq=False)
@@ -128,8 +138,14 @@ class _Routes:
 
 
 def _add_hooks(
-    part: nn.Module, names: Sequence[str], mesh: DeviceMesh, here: int, ctx: DistContext
+    part: nn.Module,
+    names: Sequence[str],
+    mesh: DeviceMesh,
+    here: int,
+    ctx: DistContext,
+    policy: MixedPrecisionPolicy,
 ) -> None:
+    """Add hooks that send tokens and outputs, and compute in the dtype of a policy."""
     signature, group = inspect.signature(part.forward), mesh.get_group()
     count: Any = part.num_experts
     open_forwards: list[_Routes] = []
@@ -137,6 +153,11 @@ def _add_hooks(
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         tokens, index, weights, *rest = signature.bind(*args, **kwargs).args
         show_local(module, names)
+        if policy.param_dtype is not None:
+            for name in names:
+                vars(module)[name] = vars(module)[name].to(policy.param_dtype)
+            if policy.cast_forward_inputs:
+                tokens, weights = tokens.to(policy.param_dtype), weights.to(policy.param_dtype)
         vars(module)["num_experts"] = here
         routes, per_expert = _routes(index, weights, tokens.dtype, here, group, ctx)
         open_forwards.append(routes)
