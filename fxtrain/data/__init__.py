@@ -1,5 +1,6 @@
 """Data: index arithmetic and the sharded loader."""
 
+from fxtrain.data.document_attention import document_attention, document_bounds
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import every_row, shard
 from fxtrain.data.tensor_batches import batch
@@ -28,6 +29,8 @@ __all__ = [
     "NumPyTokens",
     "Sharded",
     "batch",
+    "document_attention",
+    "document_bounds",
     "every_row",
     "shard",
     "tokens",

@@ -1,7 +1,5 @@
 """Documents of a row attend to themselves alone: packed rows equal separate documents."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,36 +77,39 @@ def test_transformers_keeps_documents_apart_by_their_positions(tmp_path, length,
     assert abs(mixed - packed[0]) > 1e-6
 
 
+@pytest.mark.parametrize("heads", [2, 1])
 @pytest.mark.parametrize(("length", "rows"), [(20, 1), (6, 3)])
-def test_positions_give_the_borders_for_attention_by_hand(tmp_path, length, rows):
+def test_documents_attend_to_themselves(tmp_path, length, rows, heads):
     source = write_megatron(tmp_path, DOCUMENTS)
     (batch,) = fx.tokens(
         source, world(1)[0], length=length, batch_size=rows, shuffle=False, documents=True
     )
-    positions, documents = (batch.data[name].flatten() for name in ("positions", "documents"))
-    starts = (positions == 0).nonzero().flatten()
-    borders = F.pad(starts, (0, 1), value=len(positions)).tolist()
+    positions, documents = batch.data["positions"], batch.data["documents"]
+    bounds = fx.data.document_bounds(positions)
+    assert bounds.tolist() == [*(positions.flatten() == 0).nonzero().flatten(), positions.numel()]
 
     torch.manual_seed(0)
-    shape = 2, len(positions), 4  # heads, tokens, channels
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    found = torch.cat(
-        [
-            F.scaled_dot_product_attention(*(x[:, a:b] for x in inputs), is_causal=True)
-            for a, b in itertools.pairwise(borders)
-        ],
-        1,
-    )
-    row = torch.arange(len(positions)) // length
-    same = (row[:, None] == row) & (documents[:, None] == documents)
-    real = documents >= 0
-    expected = F.scaled_dot_product_attention(*inputs, attn_mask=same.tril())
+    inputs = [
+        torch.randn(rows, n, length, 4, dtype=torch.float64, requires_grad=True)
+        for n in (2, heads, heads)
+    ]
+    found = fx.data.document_attention(*inputs, bounds)
+    same = (documents[:, :, None] == documents[:, None]).tril()[:, None]
+    expected = F.scaled_dot_product_attention(*inputs, attn_mask=same, enable_gqa=True)
+    real = (documents >= 0)[:, None, :, None]
     for values in (
-        (found, expected),
-        *zip(*map(_of(inputs, real), (found, expected)), strict=True),
+        (found * real, expected * real),
+        *zip(*map(_gradients_of(inputs, real), (found, expected)), strict=True),
     ):
-        torch.testing.assert_close(*(value[:, real] for value in values), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(*values, rtol=1e-12, atol=1e-12)
 
 
-def _of(inputs, real):
-    return lambda output: torch.autograd.grad(output[:, real].square().sum(), inputs)
+def _gradients_of(inputs, real):
+    return lambda output: torch.autograd.grad((output * real).square().sum(), inputs)
+
+
+def test_documents_attend_in_the_dtype_of_autocast():
+    query = torch.randn(2, 2, 3, 4)
+    bounds = fx.data.document_bounds(torch.tensor([[0, 1, 2], [0, 1, 0]]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fx.data.document_attention(query, query, query, bounds).dtype is torch.bfloat16

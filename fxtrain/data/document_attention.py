@@ -1,0 +1,80 @@
+"""Causal attention of packed rows, within their documents."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def document_bounds(positions: Tensor) -> Tensor:
+    """Where the documents of a batch begin and end, over all of its rows: `cu_seqlens`.
+
+    Args:
+        positions: (rows, tokens), of `fx.tokens(..., documents=True)`: 0 where a document begins.
+            Each token of padding counts as a document.
+
+    Returns:
+        (documents + 1), int32, on the device of the positions: the number of tokens before each
+        document, and all of them.
+
+    Effects:
+        On a GPU, the host waits for the number of documents. Call it once for a batch, not in
+        every layer.
+
+    Example:
+        >>> import torch, fxtrain as fx
+        >>> fx.data.document_bounds(torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]]))
+        tensor([0, 3, 4, 6, 8], dtype=torch.int32)
+    """
+    starts = (positions.flatten() == 0).nonzero().flatten()
+    return F.pad(starts, (0, 1), value=positions.numel()).int()
+
+
+def document_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
+    """Causal attention of each token to those of its own document.
+
+    Args:
+        query: (rows, heads, tokens, channels), as for `F.scaled_dot_product_attention`.
+        key: The same, with as many heads or a divisor of them.
+        value: Likewise.
+        bounds: Of `document_bounds`.
+
+    Returns:
+        (rows, heads, tokens, channels of the values).
+
+    Effects:
+        On CUDA in bf16 or fp16, one call of torch's `varlen_attn` (never run so far, for want of a
+        GPU). Elsewhere, one call of `F.scaled_dot_product_attention` for each document, and the
+        host waits for their lengths.
+
+    Source:
+        torch.nn.attention.varlen.varlen_attn.
+
+    Example:
+        >>> import torch, fxtrain as fx
+        >>> bounds = fx.data.document_bounds(torch.tensor([[0, 1, 0]]))
+        >>> query, value = torch.zeros(1, 1, 3, 1), torch.tensor([1.0, 3.0, 8.0]).view(1, 1, 3, 1)
+        >>> fx.data.document_attention(query, query, value, bounds).flatten()
+        tensor([1., 2., 8.])
+    """
+    rows, _, tokens, _ = query.shape
+    grouped = key.shape[1] != query.shape[1]
+    flat = [one.transpose(1, 2).flatten(0, 1) for one in (query, key, value)]
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        flat = [one.to(torch.get_autocast_dtype(kind)) for one in flat]
+    if kind == "cuda" and flat[0].dtype in (torch.bfloat16, torch.float16):
+        from torch.nn.attention.varlen import varlen_attn
+
+        # No document is longer than a row; the exact maximum would be one more wait of the host.
+        out = varlen_attn(
+            *flat, bounds, bounds, tokens, tokens, window_size=(-1, 0), enable_gqa=grouped
+        )
+        assert isinstance(out, Tensor)  # a tuple for return_aux only
+    else:
+        parts = [one.transpose(0, 1).split(bounds.diff().tolist(), 1) for one in flat]
+        outputs = [
+            F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=grouped)
+            for part in zip(*parts, strict=True)
+        ]
+        out = torch.cat(outputs, 1).transpose(0, 1)
+    return out.unflatten(0, (rows, tokens)).transpose(1, 2)
