@@ -67,12 +67,13 @@ def mix(
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=num_experts)[:num_experts]
     if _has_grouped_products(tokens):
-        product = _grouped(counts, len(order))
+        real = torch.arange(len(order), device=order.device)[:, None] < counts.sum()
+        out = compute(tokens[order // chosen], _grouped(counts, real))
+        out = torch.where(real, out, 0)
     else:
         sizes = counts.tolist()
         order = order[: sum(sizes)]
-        product = _looped(sizes)
-    out = compute(tokens[order // chosen], product)
+        out = compute(tokens[order // chosen], _looped(sizes))
     each = out.new_zeros(len(flat), out.shape[1]).index_copy(0, order, out)
     weighted = each.view(*index.shape, out.shape[1]) * weights[..., None]
     return weighted.sum(1).to(tokens.dtype)
@@ -94,20 +95,22 @@ def _looped(sizes: Sequence[int]) -> Product:
     return product
 
 
-def _grouped(counts: Tensor, rows: int) -> Product:
-    """Products whose last rows, those of no expert, are zero: the grouped one leaves them unset."""
-    ends = counts.cumsum(0)
-    real = torch.arange(rows, device=counts.device)[:, None] < ends[-1]
+def _grouped(counts: Tensor, real: Tensor) -> Product:
+    """Grouped products; `real` marks the rows of experts.
+
+    The last rows, of no expert, and their gradients are left unset by torch. Each product takes
+    zeros in their place, whose gradients go nowhere.
+    """
+    ends = counts.cumsum(0).int()
 
     def product(rows: Tensor, weight: Tensor) -> Tensor:
         # Autocast does not know grouped_mm.
-        rows, weight = rows.bfloat16(), weight.bfloat16()
+        rows, weight = torch.where(real, rows, 0).bfloat16(), weight.bfloat16()
         if weight.shape[1] % 8 or weight.shape[2] % 8:  # it needs rows of whole 16 bytes
             sizes = counts.tolist()
             out = _looped(sizes)(rows[: sum(sizes)], weight)
             return F.pad(out, (0, 0, 0, len(rows) - len(out)))
-        out = F.grouped_mm(rows, weight, offs=ends.to(torch.int32))
-        return torch.where(real, out, 0)
+        return F.grouped_mm(rows, weight, offs=ends)
 
     return product
 

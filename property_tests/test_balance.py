@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -184,3 +185,45 @@ def test_mixed_tokens_are_the_sum_of_their_experts(data):
             strict=True,
         ):
             torch.testing.assert_close(got, one)
+
+
+@given(st.data())
+def test_grouped_products_are_those_of_the_loop(data):
+    """The products of GPUs, here on the CPU, with rows of no expert at the end."""
+    if not hasattr(F, "grouped_mm"):
+        pytest.skip("torch has grouped_mm from 2.10 on")
+    tokens = torch.randn(data.draw(st.integers(1, 9)), 8).bfloat16().requires_grad_()
+    picks = st.lists(st.integers(0, EXPERTS), min_size=2 * len(tokens), max_size=2 * len(tokens))
+    index = torch.tensor(data.draw(picks)).view(-1, 2)
+    weights = torch.rand(index.shape)
+    width = data.draw(st.sampled_from([16, 12]), label="a width that grouped_mm takes, or not")
+    up = torch.randn(EXPERTS, 8, width).bfloat16().requires_grad_()
+
+    def outcome():
+        out = fx.experts.mix(tokens, index, weights, EXPERTS, lambda rows, by: by(rows, up).relu())
+        return out, *torch.autograd.grad(out.float().square().sum(), (tokens, up))
+
+    wanted = outcome()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fx.experts, "_has_grouped_products", lambda tokens: True)
+        for found, value in zip(outcome(), wanted, strict=True):
+            torch.testing.assert_close(found, value, rtol=0.05, atol=0.05)
+
+
+class _NoBias(Mixture):
+    def __init__(self):
+        super().__init__(1)
+        del self.bias
+
+
+def test_what_has_no_biases_is_refused():
+    with pytest.raises(fx.PlanError, match="Linear has no mixture of experts"):
+        fx.experts.balance_bias(nn.Linear(2, 2), bias="bias", rate=0.1)
+    with pytest.raises(fx.PlanError, match=r"0\.bias should be .* shape \[4\], found no such buff"):
+        fx.experts.balance_bias(nn.Sequential(_NoBias()), bias="bias", rate=0.1)
+    net = _net(1)
+    update = fx.experts.balance_bias(net, bias="bias", rate=0.1)
+    with fx.detect({}, device="cpu") as ctx:
+        model = fx.wrap(net, ctx, fx.Plan(local=fx.LocalSGD(every=2)))
+        with pytest.raises(fx.PlanError, match=r"cannot be combined with Plan\(local"):
+            update(model)

@@ -58,20 +58,19 @@ def document_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor
     """
     rows, _, tokens, _ = query.shape
     grouped = key.shape[1] != query.shape[1]
-    flat = [one.transpose(1, 2).flatten(0, 1) for one in (query, key, value)]
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):
-        flat = [one.to(torch.get_autocast_dtype(kind)) for one in flat]
-    if kind == "cuda" and flat[0].dtype in (torch.bfloat16, torch.float16):
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    q, k, v = (one.transpose(1, 2).flatten(0, 1).to(dtype) for one in (query, key, value))
+    if kind == "cuda" and dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.varlen import varlen_attn
 
         # No document is longer than a row; the exact maximum would be one more wait of the host.
         out = varlen_attn(
-            *flat, bounds, bounds, tokens, tokens, window_size=(-1, 0), enable_gqa=grouped
+            q, k, v, bounds, bounds, tokens, tokens, window_size=(-1, 0), enable_gqa=grouped
         )
         assert isinstance(out, Tensor)  # a tuple for return_aux only
     else:
-        parts = [one.transpose(0, 1).split(bounds.diff().tolist(), 1) for one in flat]
+        parts = [one.transpose(0, 1).split(bounds.diff().tolist(), 1) for one in (q, k, v)]
         outputs = [
             F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=grouped)
             for part in zip(*parts, strict=True)

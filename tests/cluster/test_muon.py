@@ -234,7 +234,9 @@ def test_a_dry_run_counts_its_exchanges():
 
 
 def test_parameters_that_are_no_matrices_are_named(ctx):
-    with pytest.raises(fx.PlanError, match=r"4 parameters are none: layers\.0\.bias, .*AdamW"):
+    with pytest.raises(
+        fx.PlanError, match=r"4 parameters are not matrices: layers\.0\.bias, .*AdamW"
+    ):
         fx.wrap(Net(), ctx, optimizer=torch.optim.Muon)
 
 

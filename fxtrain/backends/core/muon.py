@@ -144,8 +144,8 @@ def matrices_named(named: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
         others = [name for name, parameter in named if parameter.ndim != 2]
         raise PlanError(
             f"wrap(optimizer=...): torch's Muon updates matrices, and {len(others)} parameters "
-            f"are none: {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}. Give these to "
-            f"a second optimizer, with embeddings and the output layer: "
+            f"are not matrices: {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}. Give "
+            f"these to a second optimizer, with embeddings and the output layer: "
             f"[torch.optim.Muon(matrices), torch.optim.AdamW(others)]."
         ) from error
 
