@@ -15,12 +15,22 @@ console = Console(width=100)
 
 
 def interleaved(
-    runs: dict[str, Callable[[], object]], *, rounds: int, each: int
+    runs: dict[str, Callable[[], object]],
+    *,
+    rounds: int,
+    each: int,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Median seconds per call; runs take turns, so that noise meets all of them alike."""
+    """Median seconds per call; runs take turns, so that noise meets all of them alike.
+
+    Args:
+        before: Called before each run, and not timed, such as a barrier: otherwise a run also pays
+            for the rank that was late in the run before.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
+            before()
             started = time.perf_counter()
             for _ in range(each):
                 run()

@@ -1,6 +1,6 @@
 """Data: index arithmetic and the sharded loader."""
 
-from fxtrain.data.document_attention import document_attention, document_bounds
+from fxtrain.data.attention_within_documents import document_attention, document_bounds
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import every_row, shard
 from fxtrain.data.tensor_batches import batch

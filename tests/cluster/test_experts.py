@@ -92,6 +92,20 @@ def test_checkpoints_are_resharded(pair, tmp_path, before, after):
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow  # four ranks
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+def test_checkpoints_are_resharded_between_numbers_of_expert_ranks(
+    clusters, tmp_path, before, after
+):
+    plans = {n: fx.Plan(strategy=fx.FSDP(expert=n), clip_norm=0.5) for n in (2, 4)}
+    wanted = clusters[2].run(_resumed, PLANS["sharded"], str(tmp_path / "whole"), 0, 4)[0]
+    folder = str(tmp_path / "run")
+    clusters[4].run(_resumed, plans[before], folder, 0, 2)
+    for weights in clusters[4].run(_resumed, plans[after], folder, 2, 4):
+        for name, value in wanted.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+
+
 def _unwrapped(ctx):
     model = _wrap(ctx, SPREAD)
     before = _net()
