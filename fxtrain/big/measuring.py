@@ -287,8 +287,8 @@ def _count_module(
             tally.open(name, type(part).__name__)
             inside = (f"{name}." if name else "") if whole or not part._modules else None
         alone = inside is None  # a module beside whose children there are tensors
-        for held, buffer in ((part._parameters, False), (part._buffers, True)):
-            for key, tensor in held.items():
+        for tensors, buffer in ((part._parameters, False), (part._buffers, True)):
+            for key, tensor in tensors.items():
                 if tensor is None:
                     continue
                 path = f"{name}.{key}" if name else key

@@ -72,24 +72,26 @@ def narrow(
         >>> fx.big.widen(narrowed)[0].weight.dtype
         torch.float32
     """
-    held, wide = _dtype("storage", storage), _dtype("compute", compute)
-    if held.itemsize >= wide.itemsize:
-        raise PlanError(f"narrow: storage {held} takes as many bytes as compute {wide}. Swap them.")
+    small, wide = _dtype("storage", storage), _dtype("compute", compute)
+    if small.itemsize >= wide.itemsize:
+        raise PlanError(
+            f"narrow: storage {small} takes as many bytes as compute {wide}. Swap them."
+        )
     named = list(module.named_parameters(remove_duplicate=False))
     kept = _kept(module, named, tuple(keep), set(keep_kinds))
     floating = {id(parameter): parameter for _, parameter in named if parameter.is_floating_point()}
     chosen = {
         key: parameter
         for key, parameter in floating.items()
-        if key not in kept and parameter.dtype.itemsize > held.itemsize
+        if key not in kept and parameter.dtype.itemsize > small.itemsize
     }
     if not chosen:
         raise PlanError(
-            f"narrow: no parameter of {type(module).__name__} is left to hold in {held}. Pass "
+            f"narrow: no parameter of {type(module).__name__} is left to hold in {small}. Pass "
             f"other patterns in keep=..."
         )
     count = _bytes(module)
-    restore = _hold(chosen.values(), held)
+    restore = _hold(chosen.values(), small)
     handles = [
         handle
         for part in module.modules()

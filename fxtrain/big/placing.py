@@ -275,10 +275,10 @@ def _choose(
 
     With fewer resident, no byte would move to a faster place.
     """
-    held = _resident(order, limits, policy)
-    if held is None:
+    resident = _resident(order, limits, policy)
+    if resident is None:
         return None
-    count, devices = held
+    count, devices = resident
     end = _end_of_cpu(order, limits, count)
     if end is None:
         return None

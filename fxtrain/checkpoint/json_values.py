@@ -141,8 +141,8 @@ def _encode_mapping(
 def _encode_items(kind: str) -> Callable[[Any, str, dict[str, Tensor], int], Any]:
     def write(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
         items = sorted(value, key=repr) if kind == "set" else value
-        found = [encode(one, f"{path}.{i}", tensors, depth) for i, one in enumerate(items)]
-        return found if kind == "list" else {"$": kind, "items": found}
+        encoded = [encode(one, f"{path}.{i}", tensors, depth) for i, one in enumerate(items)]
+        return encoded if kind == "list" else {"$": kind, "items": encoded}
 
     return write
 

@@ -137,8 +137,8 @@ def _open(storage: Storage, manifest: Manifest, prefix: str) -> Iterator[Source]
         if (name := full.removeprefix(prefix)) != full
     }
     others = {
-        name.removeprefix(prefix): kept.removeprefix(prefix)
-        for name, kept in manifest.aliases.items()
+        name.removeprefix(prefix): stored_name.removeprefix(prefix)
+        for name, stored_name in manifest.aliases.items()
         if name.startswith(prefix)
     }
 

@@ -104,11 +104,11 @@ def snapshot(
         key = id(tensor) if isinstance(tensor, FlatShard) else identity(tensor)
         if first.setdefault(key, name) != name:
             aliases[name] = first[key]
-    kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     return Snapshot(
-        tensors=kept,
+        tensors=stored,
         aliases=aliases,
-        varies_by_rank=frozenset(varying & kept.keys()),
+        varies_by_rank=frozenset(varying & stored.keys()),
         own=own,
         models=facts,
         extra=encoded,
@@ -174,8 +174,8 @@ def set_random_state(
         *words, index, has_gauss = key.tolist()
         if len(words) != 624 or not 0 <= index <= 624:  # NumPy would read out of bounds
             raise CheckpointError("The saved state of NumPy's random generator is malformed.")
-        found = numpy.array(words, dtype=numpy.uint32)
-        numpy.random.set_state(("MT19937", found, index, has_gauss, float(cached[0])))
+        state_words = numpy.array(words, dtype=numpy.uint32)
+        numpy.random.set_state(("MT19937", state_words, index, has_gauss, float(cached[0])))
     device = own(_DEVICE, ctx.rank)
     if device is not None:
         set_device_random_state(ctx, device)

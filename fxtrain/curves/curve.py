@@ -39,18 +39,20 @@ class Curve:
 
 def _extremes(values: Sequence[float], edges: Sequence[int]) -> list[int]:
     """Positions of the first and last value, and of the extremes between each two edges."""
-    kept = {0, len(values) - 1}
+    positions = {0, len(values) - 1}
     for start, end in pairwise(edges):
         part = values[start:end]
         if math.isfinite(sum(part)):
-            kept.update((start + part.index(min(part)), start + part.index(max(part))))
+            positions.update((start + part.index(min(part)), start + part.index(max(part))))
             continue
         real = [value for value in part if math.isfinite(value)]
         if real:
-            kept.update((start + part.index(min(real)), start + part.index(max(real))))
+            positions.update((start + part.index(min(real)), start + part.index(max(real))))
         if len(real) < len(part):
-            kept.add(start + next(at for at, value in enumerate(part) if not math.isfinite(value)))
-    return sorted(kept)
+            positions.add(
+                start + next(at for at, value in enumerate(part) if not math.isfinite(value))
+            )
+    return sorted(positions)
 
 
 @attrs.define(eq=False)
@@ -93,10 +95,10 @@ class Column:
         while edges[-1] < len(self.numbers):
             bucket = self.numbers[edges[-1]] // self.width
             edges.append(bisect_left(self.numbers, (bucket + 1) * self.width, edges[-1]))
-        kept = _extremes(self.values, edges)
-        self.places = [self.places[at] for at in kept]
-        self.values = array("d", [self.values[at] for at in kept])
-        self.numbers = array("q", [self.numbers[at] for at in kept])
+        positions = _extremes(self.values, edges)
+        self.places = [self.places[at] for at in positions]
+        self.values = array("d", [self.values[at] for at in positions])
+        self.numbers = array("q", [self.numbers[at] for at in positions])
 
     def curve(self) -> Curve:
         """The values as a record."""

@@ -78,14 +78,14 @@ def read_accelerate(folder: StrPath) -> AcceleratorState:
     models: dict[int, Mapping[str, Tensor]] = {}
     states: dict[str, dict[int, Any]] = {"optimizer": {}, "scheduler": {}, "dl_state_dict": {}}
     for name in names:
-        if found := _MODELS.fullmatch(name):
-            _put(models, int(found[1] or 0), _model(inside(root, name)), root, "model")
-        elif (found := _SHARDED.fullmatch(name)) and (root / name).is_dir():
-            into = models if found[1] == "pytorch_model_fsdp" else states["optimizer"]
-            _put(into, int(found[2]), _sharded(root / name, found[1]), root, found[1])
-        elif found := _STATES.fullmatch(name):
+        if match := _MODELS.fullmatch(name):
+            _put(models, int(match[1] or 0), _model(inside(root, name)), root, "model")
+        elif (match := _SHARDED.fullmatch(name)) and (root / name).is_dir():
+            into = models if match[1] == "pytorch_model_fsdp" else states["optimizer"]
+            _put(into, int(match[2]), _sharded(root / name, match[1]), root, match[1])
+        elif match := _STATES.fullmatch(name):
             state = _state(root, name)
-            _put(states[found[1]], int(found[2] or 0), state, root, found[1])
+            _put(states[match[1]], int(match[2] or 0), state, root, match[1])
     if not models:
         raise CheckpointError(
             f"{root} contains no model of Accelerate: no model.safetensors, pytorch_model.bin or "
@@ -126,16 +126,16 @@ def _mapping(state: Any, path: Path) -> Mapping[str, Any]:
 def _model(path: Path) -> dict[str, Tensor]:
     with open_source(path) as source:
         return {name: source.read(name, None) for name in source.entries} | {
-            other: source.read(kept, None) for other, kept in source.others.items()
+            other: source.read(stored, None) for other, stored in source.others.items()
         }
 
 
 def _sharded(folder: Path, kind: str) -> Mapping[str, Any]:
     """A model or optimizer that the FSDP plugin wrote with torch.distributed.checkpoint."""
-    found = read_dcp(folder)
+    state = read_dcp(folder)
     if kind == "pytorch_model_fsdp":
-        return {name.removeprefix("model."): tensor for name, tensor in found.tensors.items()}
-    tree = tree_of(folder, found, lambda name: (name,))
+        return {name.removeprefix("model."): tensor for name, tensor in state.tensors.items()}
+    tree = tree_of(folder, state, lambda name: (name,))
     return _mapping(_lists(tree.get("optimizer", tree)), folder)
 
 
@@ -150,8 +150,8 @@ def _lists(tree: Any) -> Any:
 
 def _numbered(root: Path, names: list[str], pattern: re.Pattern[str]) -> dict[int, Any]:
     """Load pickles that contain NumPy arrays, by file number; arrays become tensors."""
-    found = {int(match[1]): name for name in names if (match := pattern.fullmatch(name))}
-    if not found:
+    files = {int(match[1]): name for name in names if (match := pattern.fullmatch(name))}
+    if not files:
         return {}
     numpy = optional("numpy", extra="test", needed_by="reading Accelerate's random states")
     codecs = optional("_codecs", extra="test", needed_by="reading Accelerate's random states")
@@ -162,7 +162,7 @@ def _numbered(root: Path, names: list[str], pattern: re.Pattern[str]) -> dict[in
     with torch.serialization.safe_globals(plain):
         loaded = {
             number: load_weights_only(inside(root, name), str(root / name))
-            for number, name in found.items()
+            for number, name in files.items()
         }
     return {number: _tensors(value, numpy.ndarray) for number, value in loaded.items()}
 

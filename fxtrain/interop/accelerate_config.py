@@ -107,7 +107,7 @@ def translate(data: Any) -> Converted:
     notes: list[Note] = []
     problems: list[str] = []
     sagemaker = str(facts.pop("compute_environment", "")).upper() == "AMAZON_SAGEMAKER"
-    found = put({}, "launch.launcher", "sagemaker") if sagemaker else {}
+    sections = put({}, "launch.launcher", "sagemaker") if sagemaker else {}
     compiles = str(facts.get("dynamo.backend", "NO")).upper() != "NO"
     for key, value in facts.items():
         section = key.partition(".")[0] if "." in key else ""
@@ -116,15 +116,15 @@ def translate(data: Any) -> Converted:
             continue
         outcome = _apply(section, key, facts, problems)
         for path, result in outcome.sets.items():
-            found = _added(found, path, result)
+            sections = _added(sections, path, result)
         if outcome.note:
             notes.append(Note(key=key, value=value, text=outcome.note))
     if problems:
         raise PlanError("\n".join(problems))
     if kind == "MEGATRON_LM":
-        found = put(found, "plan.strategy", _megatron(facts))
-    found, first = _typed(found, kind)
-    return Converted(section=Section(**found), notes=(*first, *notes))
+        sections = put(sections, "plan.strategy", _megatron(facts))
+    sections, first = _typed(sections, kind)
+    return Converted(section=Section(**sections), notes=(*first, *notes))
 
 
 def _facts(data: Any) -> tuple[dict[str, Any], str]:

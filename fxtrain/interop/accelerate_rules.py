@@ -78,8 +78,8 @@ def text(value: Any) -> str:
 
 def words(value: Any) -> list[str]:
     """A list of strings, or one string with commas."""
-    given = value if isinstance(value, list) else text(value).split(",")
-    return [text(one).strip() for one in given if str(one).strip()]
+    entries = value if isinstance(value, list) else text(value).split(",")
+    return [text(one).strip() for one in entries if str(one).strip()]
 
 
 def of(path: str, kind: Callable[[Any], Any] = text, note: str = "") -> Rule:

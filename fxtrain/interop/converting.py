@@ -72,16 +72,16 @@ def import_checkpoint(
         Traceback (most recent call last):
         fxtrain.errors.CheckpointError: No folder runs/nowhere. [FX601]
     """
-    found = _read(Path(source), optimizer=optimizer)
-    aliases = {**found.tied, **_tied(found.tensors, module)}
-    tensors = {f"{MODEL}/module.{name}": tensor for name, tensor in found.tensors.items()}
+    model = _read(Path(source), optimizer=optimizer)
+    aliases = {**model.tied, **_tied(model.tensors, module)}
+    tensors = {f"{MODEL}/module.{name}": tensor for name, tensor in model.tensors.items()}
     values: dict[str, Any] = {"module": {}, "optimizers": []}
-    for index, state in enumerate(found.optimizers if optimizer else ()):
-        moments, one = _optimizer(state, index, module, found.tensors)
+    for index, state in enumerate(model.optimizers if optimizer else ()):
+        moments, one = _optimizer(state, index, module, model.tensors)
         tensors.update(moments)
         values["optimizers"].append(one)
-    values["schedulers"] = list(found.schedulers) if optimizer else []
-    values["scaler"] = found.scaler
+    values["schedulers"] = list(model.schedulers) if optimizer else []
+    values["scaler"] = model.scaler
     inside: dict[str, Tensor] = {}
     facts = model_facts(Plan(), encode(values, f"{MODEL}/values", inside))
     captured = Snapshot(
@@ -150,13 +150,13 @@ def _from_dcp(root: Path, *, optimizer: bool) -> _Found:
 
 
 def _flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            found.update(_flat(value, f"{prefix}{key}."))
+            flat.update(_flat(value, f"{prefix}{key}."))
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _grouped(optim: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,9 +182,9 @@ def _tied(tensors: Mapping[str, Tensor], module: nn.Module | None) -> dict[str, 
     aliases: dict[str, str] = {}
     state = {} if module is None else module.state_dict(keep_vars=True)
     for name in sorted(state, key=lambda name: name not in tensors):
-        kept = first.setdefault(id(state[name]), name)
-        if name not in tensors and kept in tensors:
-            aliases[name] = kept
+        stored = first.setdefault(id(state[name]), name)
+        if name not in tensors and stored in tensors:
+            aliases[name] = stored
     return aliases
 
 

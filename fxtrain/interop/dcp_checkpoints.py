@@ -154,7 +154,7 @@ def _read_index(path: Path) -> Placeholder:
 
 
 def _chunks(path: Path, index: Placeholder) -> list[_Chunk]:
-    found: list[_Chunk] = []
+    chunks: list[_Chunk] = []
     for key, info in _table(path, index, "storage_data", kind="MetadataIndex").items():
         what, where = key.fields, info.fields
         name, offsets = what.get("fqn"), what.get("offset")
@@ -171,8 +171,8 @@ def _chunks(path: Path, index: Placeholder) -> list[_Chunk]:
                 f"which only torch can undo. Save the checkpoint again without it."
             )
         start, length = span
-        found.append(_Chunk(name=name, offsets=offsets, file=file, start=start, length=length))
-    return found
+        chunks.append(_Chunk(name=name, offsets=offsets, file=file, start=start, length=length))
+    return chunks
 
 
 def _tensor(root: Path, name: str, record: Placeholder, chunks: list[_Chunk]) -> Tensor:
@@ -234,9 +234,9 @@ def _places(root: Path, name: str, parts: list[Any], size: tuple[int, ...]) -> d
 
 def _dtype(properties: Any) -> torch.dtype | None:
     state = getattr(properties, "state", None)
-    found = state[0] if isinstance(state, tuple) and state else None
-    found = state.get("dtype") if isinstance(state, dict) else found
-    return found if isinstance(found, torch.dtype) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    dtype = state.get("dtype") if isinstance(state, dict) else dtype
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _table(

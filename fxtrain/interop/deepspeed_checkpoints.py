@@ -129,7 +129,7 @@ def _load(root: Path) -> tuple[list[Any], list[Any]]:
 
     Below stage 3 there is one model file.
     """
-    found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
+    files: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
     for path in sorted(root.iterdir()):
         name = _FILE.fullmatch(path.name)
         if _OTHERS.fullmatch(path.name) or (name and int(name[2])):
@@ -138,8 +138,8 @@ def _load(root: Path) -> tuple[list[Any], list[Any]]:
                 f"Restore it with DeepSpeed at the same world size."
             )
         if name:
-            found[name[3]][int(name[1] or 0)] = inside(root, path.name)
-    for kind, paths in found.items():
+            files[name[3]][int(name[1] or 0)] = inside(root, path.name)
+    for kind, paths in files.items():
         if sorted(paths) != list(range(len(paths))):
             raise CheckpointError(
                 f"{root} contains {kind} states of the ranks {sorted(paths)}, but not of those in "
@@ -150,7 +150,7 @@ def _load(root: Path) -> tuple[list[Any], list[Any]]:
             load_weights_only(paths[rank], str(paths[rank]), placeholders=_NAMES)
             for rank in range(len(paths))
         ]
-        for paths in found.values()
+        for paths in files.values()
     )
     return models, optims
 
@@ -184,14 +184,14 @@ def _assemble(models: list[Any], optims: list[Any], *, optimizer: bool) -> DeepS
     strange = [name for name, one in tensors.items() if not isinstance(one, Tensor)]
     if strange or not all(isinstance(name, str) for name in tensors):
         raise TypeError(f"values that are not named tensors: {shown(strange or [*tensors])}")
-    tied = {str(name): str(kept) for name, kept in (first["shared_params"] or {}).items()}
+    tied = {str(name): str(stored) for name, stored in (first["shared_params"] or {}).items()}
     tensors = {name: t for name, t in tensors.items() if tied.get(name) not in tensors}
     return DeepSpeedState(
         stage=stage,
         ranks=ranks,
         updates=int(first["global_steps"]),
         tensors=tensors,
-        tied={name: kept for name, kept in tied.items() if kept in tensors},
+        tied={name: stored for name, stored in tied.items() if stored in tensors},
         optimizer=state if optimizer else None,
         scheduler=first["lr_scheduler"],
     )
@@ -252,23 +252,23 @@ def _merge(base: list[dict[str, Any]], masters: list[Any], shapes: _Shapes, chun
     states: dict[str, Any] = {}
     for group, members in enumerate(shapes):
         flats = {_MASTER: [one[group] for one in masters]}
-        kept = [one["state"].get(group, {}) for one in base]
+        states_of_ranks = [one["state"].get(group, {}) for one in base]
         length = flats[_MASTER][0].numel()
         plain: dict[str, Any] = {}
-        for key, value in kept[0].items():
+        for key, value in states_of_ranks[0].items():
             if isinstance(value, Tensor) and value.ndim and value.numel() >= length:
-                flats[key] = [one[key] for one in kept]
+                flats[key] = [one[key] for one in states_of_ranks]
             else:
                 plain[key] = value
         for name, shape in members.items():
-            made = {
+            merged = {
                 key: _shaped(name, list(chunks(group, name, each)), shape)
                 for key, each in flats.items()
             }
-            full[name] = made.pop(_MASTER)
-            if kept[0]:
+            full[name] = merged.pop(_MASTER)
+            if states_of_ranks[0]:
                 # In the order in which torch creates them.
-                states[name] = {key: made.get(key, plain.get(key)) for key in kept[0]}
+                states[name] = {key: merged.get(key, plain.get(key)) for key in states_of_ranks[0]}
     groups = [  # with names in place of the numbers of flat masters
         {**group, "params": [name for flat in group["params"] for name in shapes[flat]]}
         for group in base[0]["param_groups"]

@@ -218,7 +218,7 @@ def _joined(stages: list[list[list[dict[str, Tensor]]]]) -> dict[tuple[str, int 
 
 
 def _rank_files(root: Path) -> dict[tuple[int, int], Path]:
-    found: dict[tuple[int, int], Path] = {}
+    files: dict[tuple[int, int], Path] = {}
     for path in sorted(root.glob(f"mp_rank_*/{_FILE}")):
         rank = _RANK.fullmatch(path.parent.name)
         if rank is None or rank[3]:
@@ -226,18 +226,20 @@ def _rank_files(root: Path) -> dict[tuple[int, int], Path]:
                 f"{path.parent} is from expert parallelism, which cannot be merged. Convert it "
                 f"with Megatron's own tools."
             )
-        found[int(rank[1]), int(rank[2] or 0)] = inside(root, f"{path.parent.name}/{_FILE}")
-    if (0, 0) not in found:
+        files[int(rank[1]), int(rank[2] or 0)] = inside(root, f"{path.parent.name}/{_FILE}")
+    if (0, 0) not in files:
         raise CheckpointError(f"{root} has no file of rank 0, mp_rank_00/{_FILE}.", code="FX601")
-    return found
+    return files
 
 
 def _arguments(contents: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Plain values among the arguments, with those that the caller gives."""
-    found = contents.get("args")
-    fields = found.fields if isinstance(found, Placeholder) else {}
-    if isinstance(found, argparse.Namespace):  # Megatron, if imported, declares it safe for torch
-        fields = vars(found)
+    arguments = contents.get("args")
+    fields = arguments.fields if isinstance(arguments, Placeholder) else {}
+    if isinstance(
+        arguments, argparse.Namespace
+    ):  # Megatron, if imported, declares it safe for torch
+        fields = vars(arguments)
     plain = (bool, int, float, str, type(None))
     return {**{n: v for n, v in fields.items() if isinstance(v, plain)}, **given}
 
@@ -251,11 +253,11 @@ def _chunks(contents: Mapping[str, Any]) -> list[dict[str, Tensor]]:
             "The model is not one of Megatron-core, but of --use-legacy-models. Convert it with "
             "Megatron's tools/checkpoint/convert.py first."
         )
-    found = [{n: t for n, t in one.items() if not n.endswith("_extra_state")} for one in tables]
-    for name, tensor in itertools.chain.from_iterable(one.items() for one in found):
+    chunks = [{n: t for n, t in one.items() if not n.endswith("_extra_state")} for one in tables]
+    for name, tensor in itertools.chain.from_iterable(one.items() for one in chunks):
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise TypeError(f"{shown(name)} is not a tensor")
-    return found
+    return chunks
 
 
 def _untie(args: Mapping[str, Any], whole: dict[tuple[str, int | None], Tensor]) -> None:
@@ -357,12 +359,12 @@ def write_megatron(
             f"write_megatron: model_type is {shown(config.get('model_type'))}; only "
             f"{', '.join(sorted(FAMILIES))} can be written."
         )
-    made = arguments_of(family, config)
-    _check_division(made, tensor, pipeline)
-    whole, vocab = _whole(family, tensors, made, tensor * vocab_multiple, config)
+    arguments = arguments_of(family, config)
+    _check_division(arguments, tensor, pipeline)
+    whole, vocab = _whole(family, tensors, arguments, tensor * vocab_multiple, config)
     embedding = whole["embedding.word_embeddings.weight", None]
     untied = ("output_layer.weight", None) in whole
-    made |= {
+    arguments |= {
         "tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline,
         "transformer_impl": implementation, "make_vocab_size_divisible_by": vocab_multiple,
         "vocab_size": vocab, "padded_vocab_size": len(embedding),
@@ -375,11 +377,11 @@ def write_megatron(
         if (target / _RELEASE).exists():
             raise CheckpointError(f"{target / _RELEASE} exists. Write into another folder.")
         for stage in range(pipeline):
-            models = _stage(family, whole, stage, (tensor, pipeline), made, implementation)
+            models = _stage(family, whole, stage, (tensor, pipeline), arguments, implementation)
             for rank, model in enumerate(models):
                 name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "")
                 (fresh / _RELEASE / name).mkdir(parents=True)
-                _save(fresh / _RELEASE / name / _FILE, made, model)
+                _save(fresh / _RELEASE / name / _FILE, arguments, model)
         write_text(fresh / _LATEST, _RELEASE)
         os.replace(fresh / _RELEASE, target / _RELEASE)
         sync_folder(target)

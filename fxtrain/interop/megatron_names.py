@@ -154,8 +154,8 @@ def pattern_of(name: str) -> tuple[str, int | None]:
     """A name of Megatron as in the tables, and the number of its layer."""
     for fused, apart in _FUSED.items():
         name = name.replace(fused, apart)
-    found = _LAYER.search(name)
-    return _LAYER.sub("{}", name, count=1), None if found is None else int(found[0])
+    match = _LAYER.search(name)
+    return _LAYER.sub("{}", name, count=1), None if match is None else int(match[0])
 
 
 def fused_name(name: str) -> str:

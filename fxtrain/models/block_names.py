@@ -21,9 +21,9 @@ def names_among(parts: list[nn.Module]) -> tuple[str, ...]:
 
 def own_names(parts: list[nn.Module], attribute: str) -> set[str]:
     """The names in a list that models of transformers have as an attribute."""
-    found: set[str] = set()
+    own: set[str] = set()
     for part in parts:
         # Not getattr, which looks for a parameter of the name in every module.
         names: Any = vars(part).get(attribute) or getattr(type(part), attribute, None)
-        found.update(names or ())
-    return found
+        own.update(names or ())
+    return own

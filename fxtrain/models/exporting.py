@@ -139,10 +139,10 @@ def _plan(model: Any, max_shard: str | int, *, alone: bool) -> _Job:
         for path, part in (module.named_modules() if module is not None else ())
         for name in getattr(part, "_keys_to_ignore_on_save", None) or ()
     }
-    found = weights_by_name(model, module)
+    all_weights = weights_by_name(model, module)
     if module is not None:
-        found = file_weights(module, found)
-    weights = {name: weight for name, weight in found.items() if name not in ignored}
+        all_weights = file_weights(module, all_weights)
+    weights = {name: weight for name, weight in all_weights.items() if name not in ignored}
     if problems := problems_of(weights, WRITABLE_DTYPES):
         more = [f"and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         raise CheckpointError(
@@ -182,8 +182,8 @@ def _stored_once(
     others: dict[str, str] = {}
     for names in groups.values():
         preferred = [name for name in names if not any(re.search(one, name) for one in patterns)]
-        kept = (preferred or names)[0]
-        others |= {name: kept for name in names if name != kept}
+        stored = (preferred or names)[0]
+        others |= {name: stored for name in names if name != stored}
     return [name for name in weights if name not in others], others
 
 
@@ -301,7 +301,7 @@ def transformers_config(module: Any) -> dict[str, Any] | None:
 
 def _bitsandbytes(module: nn.Module, part: nn.Module, library: Library) -> dict[str, Any]:
     settings, facts = library.settings(part), library.facts(part)
-    found: dict[str, Any] = {
+    config: dict[str, Any] = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": settings["kind"] == "bnb4",
         "load_in_8bit": settings["kind"] == "bnb8",
@@ -309,8 +309,8 @@ def _bitsandbytes(module: nn.Module, part: nn.Module, library: Library) -> dict[
         "llm_int8_skip_modules": _unquantized(module),
     }
     if settings["kind"] == "bnb8":
-        return found | {"llm_int8_threshold": settings["threshold"]}
-    return found | {
+        return config | {"llm_int8_threshold": settings["threshold"]}
+    return config | {
         "bnb_4bit_quant_type": facts["quant_type"],
         "bnb_4bit_use_double_quant": "nested_blocksize" in facts,
         "bnb_4bit_compute_dtype": _DTYPES[settings["compute"]],
@@ -344,8 +344,8 @@ def _problem(module: nn.Module) -> str | None:
                 f"read them"
             )
     if len(formats) > 1:
-        found = " and ".join(formats)
-        return f"from_pretrained reads one format, and this model has layers in {found}"
+        named = " and ".join(formats)
+        return f"from_pretrained reads one format, and this model has layers in {named}"
     skipped = [*_unquantized(module), *(getattr(module, "_keep_in_fp32_modules", None) or ())]
     for name, _, _ in layers:
         if (key := _matching(skipped, name)) is not None:

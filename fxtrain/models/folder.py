@@ -52,8 +52,8 @@ def parse_size(size: str | int) -> int:
     Raises:
         CheckpointError: the size is malformed or not positive.
     """
-    if isinstance(size, str) and (found := _SIZE.fullmatch(size)):
-        number, unit, binary = found.groups()
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        number, unit, binary = match.groups()
         base = 1024 if binary else 1000
         size = int(float(number) * base ** " KMGT".index(unit.upper() or " "))
     if type(size) is not int or size < 1:
@@ -89,7 +89,9 @@ def split(entries: Sequence[Entry], limit: int, others: Mapping[str, str]) -> tu
     files: list[ModelFile] = []
     for name, group in zip([SINGLE] if count == 1 else names, groups, strict=True):
         stored = {entry.name for entry in group}
-        known_as = {other: kept for other, kept in others.items() if kept in stored}
+        known_as = {
+            other: stored_name for other, stored_name in others.items() if stored_name in stored
+        }
         ordered = sorted(group, key=lambda entry: aligned_first(entry.nbytes))
         files.append(
             ModelFile(name=name, entries=tuple(ordered), metadata=known_as | {"format": "pt"})

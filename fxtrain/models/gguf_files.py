@@ -111,11 +111,11 @@ def open_gguf(
     """
     try:
         with open_file(path) as file:
-            found = _read_tensors(file, path)
+            tensors = _read_tensors(file, path)
             yield (
-                {name: one.entry for name, one in found.items()},
-                lambda name: _values(file, path, found[name]),
-                lambda name: _location(path, found[name]),
+                {name: one.entry for name, one in tensors.items()},
+                lambda name: _values(file, path, tensors[name]),
+                lambda name: _location(path, tensors[name]),
             )
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
@@ -210,7 +210,7 @@ def _described(
     heads = values.get(f"{architecture}.attention.head_count")
     by_part = {"attn_q": heads}
     by_part["attn_k"] = values.get(f"{architecture}.attention.head_count_kv", heads)
-    found: dict[str, GgufTensor] = {}
+    tensors: dict[str, GgufTensor] = {}
     for name, shape, kind, offset in listed:
         nbytes = _bytes_of(name, shape, kind, header)
         if start + offset + nbytes > header.size:
@@ -222,15 +222,15 @@ def _described(
             if type(interleaved) is not int or not interleaved or shape[0] % (2 * interleaved):
                 raise header.problem(f"it has no number of heads that fits {shown(name)}")
         named = gguf_name(name, architecture)
-        if named in found:
+        if named in tensors:
             raise header.problem(f"it lists {shown(name)} twice")
         if named in _COMPUTED and architecture in _NAMED:
             continue
         entry = Entry(name=named, dtype=_DTYPES.get(kind, torch.float32), shape=shape)
-        found[named] = GgufTensor(
+        tensors[named] = GgufTensor(
             entry=entry, kind=kind, start=start + offset, nbytes=nbytes, heads=interleaved
         )
-    return found
+    return tensors
 
 
 def _bytes_of(name: str, shape: tuple[int, ...], kind: int, header: _Header) -> int:

@@ -159,13 +159,13 @@ def _match_names(module: nn.Module, weights: Mapping[str, Weight], source: Sourc
     doubles: list[tuple[str, str, str]] = []
     missing: list[str] = []
     for names in groups.values():
-        found = [(name, name) for name in names if name in source.entries]
-        found = found or [(n, source.others[n]) for n in names if n in source.others][:1]
-        if not found:
+        matches = [(name, name) for name in names if name in source.entries]
+        matches = matches or [(n, source.others[n]) for n in names if n in source.others][:1]
+        if not matches:
             missing.append(names[0])
             continue
-        pairs[found[0][0]] = found[0][1]
-        doubles += [(name, found[0][1], stored) for name, stored in found[1:]]
+        pairs[matches[0][0]] = matches[0][1]
+        doubles += [(name, matches[0][1], stored) for name, stored in matches[1:]]
     used = {*pairs.values(), *(stored for _, _, stored in doubles)}
     ignored = {
         f"{path}.{name}" if path else name
@@ -243,8 +243,8 @@ def _differences(
                 f"{name} is {list(entry.shape)} in the source, {list(weight.shape)} in the model"
             )
         elif entry.dtype not in (weight.dtype, weight.like.dtype):
-            found = f"{name} is {entry.dtype} in the source, {weight.dtype} in the model"
-            dtypes.append((name, found))
+            difference = f"{name} is {entry.dtype} in the source, {weight.dtype} in the model"
+            dtypes.append((name, difference))
     return shapes, dtypes
 
 
@@ -332,11 +332,11 @@ def _read_by_all(
 
 def _list(what: str, lines: Iterable[str]) -> list[str]:
     """A heading with a count, followed by the first lines."""
-    found = list(lines)
-    if not found:
+    entries = list(lines)
+    if not entries:
         return []
-    more = [f"    and {len(found) - _MAX_SHOWN} more"] if len(found) > _MAX_SHOWN else []
-    return [f"  {len(found)} {what}:", *(f"    {line}" for line in found[:_MAX_SHOWN]), *more]
+    more = [f"    and {len(entries) - _MAX_SHOWN} more"] if len(entries) > _MAX_SHOWN else []
+    return [f"  {len(entries)} {what}:", *(f"    {line}" for line in entries[:_MAX_SHOWN]), *more]
 
 
 def _spelling(names: tuple[str, ...], others: tuple[str, ...]) -> Callable[[str], str]:

@@ -119,8 +119,8 @@ class _Records(pickle.Unpickler):
             return _entry
         if (module, name) == ("torch.serialization", "_get_layout"):
             return lambda layout: layout
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         raise pickle.UnpicklingError(f"it requests {module}.{name}")
 
 

@@ -78,8 +78,8 @@ def prepare_layers(
         return {}, frozenset()
     before = {name: tensor.dtype for name, tensor in module.named_parameters()}
     undo.callback(converted_to_fp32(module, record))
-    kept = (name for name, tensor in module.named_parameters() if tensor.dtype != before[name])
-    return weights, frozenset(kept)
+    in_fp32 = (name for name, tensor in module.named_parameters() if tensor.dtype != before[name])
+    return weights, frozenset(in_fp32)
 
 
 def quantized_while_read(
@@ -94,7 +94,7 @@ def quantized_while_read(
     Args:
         layers: Layer → name of its weight in the source.
     """
-    library, made = library_of(record), dict[str, nn.Module]()
+    library, layers_made = library_of(record), dict[str, nn.Module]()
     for name, stored in layers.items():
         part = module.get_submodule(name)
         assert isinstance(part, nn.Linear)
@@ -102,8 +102,8 @@ def quantized_while_read(
         value = found.read(stored, None).to(device=device, dtype=part.weight.dtype)
         whole.weight = nn.Parameter(value, requires_grad=False)
         whole.bias = part.bias
-        made[name] = library.quantize(whole.train(part.training), record)
-    return made
+        layers_made[name] = library.quantize(whole.train(part.training), record)
+    return layers_made
 
 
 def _check_quantized(found: Source, record: Quantize | None, module: nn.Module) -> None:
@@ -158,7 +158,7 @@ def put_stored_layers(
     config = _config_of(source)
     described = record or record_of(found.what, found.layers, found.metadata, config)
     parts = dict(module.named_modules(remove_duplicate=False))
-    made: dict[str, nn.Module] = {}
+    replacements: dict[str, nn.Module] = {}
     for name, stored in found.layers.items():
         part = parts.get(name)
         if type(part) is not nn.Linear:
@@ -171,15 +171,15 @@ def put_stored_layers(
         for key in stored.keys:
             entry = found.entries[f"{name}.{key}"]
             tensors[key] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        made[name] = _built(found.what, name, part, tensors, stored, described)
-        if record is not None and (other := difference(made[name], stored.library, record)):
+        replacements[name] = _built(found.what, name, part, tensors, stored, described)
+        if record is not None and (other := difference(replacements[name], stored.library, record)):
             wanted, has = other
             raise CheckpointError(
                 f"load_model(quantize=fx.{type(record).__name__}(...)): asked for {wanted}, but "
                 f"{name} is quantised already in the source, {has}. Leave quantize out, or load "
                 f"the unquantised model."
             )
-    return put_layers(module, made)
+    return put_layers(module, replacements)
 
 
 def quantized_source(source: Any, module: nn.Module, record: Quantize) -> WeightSource:
@@ -220,10 +220,10 @@ def _quantizing(found: Source, module: nn.Module, record: Quantize) -> Source:
         layer, key = owners[name]
         if layer not in last:
             last.clear()
-            made = library.quantize(
+            layer_made = library.quantize(
                 _linear(parts[layer], found.read(f"{layer}.weight", None)), record
             )
-            last[layer] = library.tensors(made)
+            last[layer] = library.tensors(layer_made)
         value = last[layer][key]
         return value if part is None else value[part]
 
@@ -238,13 +238,13 @@ def _quantizing(found: Source, module: nn.Module, record: Quantize) -> Source:
 
 def _linear(part: Any, value: Tensor) -> nn.Linear:
     """The layer that a quantised one replaces, with a weight in the dtype that it had."""
-    made = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
+    linear = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
     state = getattr(part, "quant_state", None)
     dtype = part.weight.dtype if state is None else state.dtype
-    made.weight = nn.Parameter(
+    linear.weight = nn.Parameter(
         value.to(dtype) if dtype.is_floating_point else value, requires_grad=False
     )
-    return made
+    return linear
 
 
 def _built(
@@ -257,8 +257,8 @@ def _built(
 ) -> nn.Module:
     wanted = (part.out_features, part.in_features)
     try:
-        made = stored.library.build(part, tensors, stored.facts, record)
-        weight: Any = made.weight
+        layer = stored.library.build(part, tensors, stored.facts, record)
+        weight: Any = layer.weight
         shape = tuple(stored.facts.get("shape") or weight.shape)
         problem = shape_problem(stored.library, tensors, stored.facts, wanted)
     except FxError:
@@ -280,7 +280,7 @@ def _built(
             f"download the model again.",
             code="FX602",
         )
-    return made
+    return layer
 
 
 def _config_of(source: Any) -> Mapping[str, Any]:
@@ -291,5 +291,5 @@ def _config_of(source: Any) -> Mapping[str, Any]:
     path = (path if path.is_dir() else path.parent) / "config.json"
     if not path.is_file():
         return {}
-    found = parse_json(read_file(path, _LARGEST_CONFIG), path).get("quantization_config")
-    return found if isinstance(found, dict) else {}
+    config = parse_json(read_file(path, _LARGEST_CONFIG), path).get("quantization_config")
+    return config if isinstance(config, dict) else {}

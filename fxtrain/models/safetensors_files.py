@@ -129,9 +129,9 @@ def writing(
     def put(tensor: Tensor) -> None:
         entry = waiting.pop() if waiting else None
         if entry is None or (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
-            found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            description = f"{tensor.dtype} {tuple(tensor.shape)}"
             want = "no more" if entry is None else f"{entry.name}, {entry.dtype} {entry.shape}"
-            raise CheckpointError(f"{path}: expected {want}, found a tensor {found}.")
+            raise CheckpointError(f"{path}: expected {want}, found a tensor {description}.")
         values = contiguous(tensor)
         file.write(memory_of(values))
 
@@ -236,8 +236,8 @@ def _check_layout(path: Path, entries: Sequence[Entry], size: int) -> None:
     stop = 0
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
         if entry.start != stop:
-            found = "overlaps another tensor" if entry.start < stop else "leaves a gap before it"
-            raise _damaged(path, f"{shown(entry.name)} {found}")
+            problem = "overlaps another tensor" if entry.start < stop else "leaves a gap before it"
+            raise _damaged(path, f"{shown(entry.name)} {problem}")
         stop += entry.nbytes
     if stop != size:
         raise _damaged(path, f"its tensors fill {stop} bytes, but the file has {size}")

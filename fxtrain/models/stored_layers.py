@@ -64,20 +64,20 @@ def stored_layers(
     Raises:
         CheckpointError: the description of a layer is damaged.
     """
-    found: dict[str, StoredLayer] = {}
+    layers: dict[str, StoredLayer] = {}
     for name, entry in entries.items():
         layer, mark, _ = name.partition(_SUMMARY)
         if mark:
-            found[layer] = _stored4(what, layer, name, entries, read)
+            layers[layer] = _stored4(what, layer, name, entries, read)
         elif name.endswith(".SCB"):
             layer = name.removesuffix(".SCB")
             weight = entries.get(f"{layer}.weight")
             if weight is not None and weight.dtype == torch.int8 and entry.dtype == torch.float32:
                 summary = f"{layer}.weight_format"
-                found[layer] = StoredLayer(
+                layers[layer] = StoredLayer(
                     library=BNB8, keys=("weight", "SCB"), facts={}, summaries=(summary,)
                 )
-    return found | _stored_torchao(what, entries, metadata)
+    return layers | _stored_torchao(what, entries, metadata)
 
 
 def record_of(
@@ -112,21 +112,21 @@ def record_of(
 
 def file_weights(module: nn.Module, weights: Mapping[str, Weight]) -> dict[str, Weight]:
     """The tensors of a model as the libraries of its quantised layers write them."""
-    found = dict(weights)
+    tensors = dict(weights)
     for name, part, library in quantized_layers(module):
         prefix = f"{name}." if name else ""
         for key in library.tensors(part):
-            if prefix + key in found:  # tables may be shared, and files hold one for each layer
-                found[prefix + key] = attrs.evolve(found[prefix + key], key=prefix + key)
+            if prefix + key in tensors:  # tables may be shared, and files hold one for each layer
+                tensors[prefix + key] = attrs.evolve(tensors[prefix + key], key=prefix + key)
         if library is BNB4:
-            offset = found.pop(prefix + _OFFSET, None)
+            offset = tensors.pop(prefix + _OFFSET, None)
             text = _summary4(library.facts(part), offset)
             summary = f"{name}{_SUMMARY}{library.facts(part)['quant_type']}".lstrip(".")
-            found[summary] = _constant(text, summary)
+            tensors[summary] = _constant(text, summary)
         elif library is BNB8:
             row = f"{prefix}weight_format"
-            found[row] = _constant(torch.zeros((), dtype=torch.uint8, device="cpu"), row)
-    return found
+            tensors[row] = _constant(torch.zeros((), dtype=torch.uint8, device="cpu"), row)
+    return tensors
 
 
 def file_metadata(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -135,7 +135,7 @@ def file_metadata(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     if not layers:
         return {}
     _, first, library = layers[0]
-    found = {DESCRIPTION: json.dumps(library.settings(first))}
+    metadata = {DESCRIPTION: json.dumps(library.settings(first))}
     torchao = {name: (part, one) for name, part, one in layers if one is TORCHAO}
     if torchao:
         own = {
@@ -143,10 +143,10 @@ def file_metadata(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
         }
         plain = [name for name in names if name not in own]
         whole = {f"{name}.weight": one.facts(part) for name, (part, one) in torchao.items()}
-        found |= {name: json.dumps(facts) for name, facts in whole.items()}
-        found |= {name: json.dumps({"_type": "Tensor"}) for name in plain}
-        found[_NAMES] = json.dumps([*whole, *plain])
-    return found
+        metadata |= {name: json.dumps(facts) for name, facts in whole.items()}
+        metadata |= {name: json.dumps({"_type": "Tensor"}) for name in plain}
+        metadata[_NAMES] = json.dumps([*whole, *plain])
+    return metadata
 
 
 def _damaged(what: str, subject: str, error: Exception | str) -> CheckpointError:
@@ -196,7 +196,7 @@ def _stored4(
 def _stored_torchao(
     what: str, entries: Mapping[str, Entry], metadata: Mapping[str, str]
 ) -> dict[str, StoredLayer]:
-    found: dict[str, StoredLayer] = {}
+    layers: dict[str, StoredLayer] = {}
     name = _NAMES
     try:
         for name in parse_json(metadata.get(_NAMES, "[]")):
@@ -206,11 +206,11 @@ def _stored_torchao(
             layer = name.removesuffix(".weight")
             keys = tuple(f"_weight_{one}" for one in facts["_tensor_data_names"])
             if all(f"{layer}.{key}" in entries for key in keys):
-                found[layer] = StoredLayer(library=TORCHAO, keys=keys, facts=facts)
+                layers[layer] = StoredLayer(library=TORCHAO, keys=keys, facts=facts)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         subject = f"the metadata of torchao's tensor {shown(name)}"
         raise _damaged(what, subject, f"{type(error).__name__}: {error}") from error
-    return found
+    return layers
 
 
 def _summary4(facts: Mapping[str, Any], offset: Weight | None) -> Tensor:
@@ -274,14 +274,14 @@ def shape_problem(
     else:
         wanted = _wanted_torchao(facts, shape)
     for name, (sizes, dtypes) in wanted.items():
-        found = tensors.get(name)
-        if found is None or (found.shape == sizes and (not dtypes or found.dtype in dtypes)):
+        tensor = tensors.get(name)
+        if tensor is None or (tensor.shape == sizes and (not dtypes or tensor.dtype in dtypes)):
             continue
         # The scales that bitsandbytes saves after an evaluation on a CPU are one row.
-        if name != "weight.absmax" or found.shape != (1, *sizes) or found.dtype not in dtypes:
+        if name != "weight.absmax" or tensor.shape != (1, *sizes) or tensor.dtype not in dtypes:
             dtype = f" of {_name(dtypes[0])}" if dtypes else ""
             return (
-                f"{name} has the shape {list(found.shape)} of {_name(found.dtype)}, and needs "
+                f"{name} has the shape {list(tensor.shape)} of {_name(tensor.dtype)}, and needs "
                 f"{list(sizes)}{dtype}"
             )
     return None

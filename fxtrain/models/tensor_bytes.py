@@ -132,12 +132,12 @@ def weights_by_name(model: Any, module: nn.Module | None) -> dict[str, Weight]:
         module: The user's module, or None if the model is a mapping.
     """
     if isinstance(model, Wrapped):
-        found = model.strategy.weights(model)
+        weights = model.strategy.weights(model)
     elif module is None:
-        found = {name: weight_of(tensor) for name, tensor in model.items()}
+        weights = {name: weight_of(tensor) for name, tensor in model.items()}
     else:
-        found = weights_of(module)
-    return {name: weight for name, weight in found.items() if weight.stored}
+        weights = weights_of(module)
+    return {name: weight for name, weight in weights.items() if weight.stored}
 
 
 def problems_of(weights: Mapping[str, Weight], allowed: Mapping[torch.dtype, str]) -> list[str]:

@@ -135,11 +135,11 @@ def renamed(source: Source, prefix: str, rename: Callable[[str], str | None] | N
         if now is not None:
             before[now] = name
     after = {name: now for now, name in before.items()}
-    others = {new(name): after[kept] for name, kept in source.others.items() if kept in after}
+    others = {new(name): after[stored] for name, stored in source.others.items() if stored in after}
     return Source(
         what=source.what,
         entries={now: source.entries[name] for now, name in before.items()},
-        others={now: kept for now, kept in others.items() if now is not None},
+        others={now: stored for now, stored in others.items() if now is not None},
         read=lambda name, part: source.read(before[name], part),
         locate=lambda name: source.locate(before[name]),
         metadata=source.metadata,
@@ -148,7 +148,7 @@ def renamed(source: Source, prefix: str, rename: Callable[[str], str | None] | N
 
 
 def _renamed_layers(source: Source, after: Mapping[str, str]) -> dict[str, StoredLayer]:
-    found: dict[str, StoredLayer] = {}
+    layers: dict[str, StoredLayer] = {}
     for layer, stored in source.layers.items():
         names = {key: after.get(f"{layer}.{key}") for key in stored.keys}
         new = {(name or "").removesuffix(f".{key}") for key, name in names.items()}
@@ -158,8 +158,8 @@ def _renamed_layers(source: Source, after: Mapping[str, str]) -> dict[str, Store
                     f"load_model: rename gives the tensors of the quantised layer {layer!r} names "
                     f"that do not belong together. Rename all of them alike."
                 )
-            found[new.pop()] = stored
-    return found
+            layers[new.pop()] = stored
+    return layers
 
 
 def with_layers(source: Source) -> Source:
@@ -207,10 +207,10 @@ def _in_folder(folder: Path) -> Path:
             f"fx.load_model(fx.checkpoint.saved_weights({str(folder)!r}), model).",
             code="FX601",
         )
-    found = sorted(path.name for path in folder.iterdir())[:10]
+    names = sorted(path.name for path in folder.iterdir())[:10]
     raise CheckpointError(
         f"{folder} contains no {SINGLE} and no {INDEX}, but "
-        f"{', '.join(found) or 'nothing else'}. Pass the path of a model file.",
+        f"{', '.join(names) or 'nothing else'}. Pass the path of a model file.",
         code="FX601",
     )
 
@@ -221,8 +221,8 @@ def _read_index(path: Path) -> dict[Path, list[str]]:
         raw = read_file(path, LARGEST_INDEX)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
-    found = parse_json(raw, path)
-    table = found.get("weight_map", found)
+    index = parse_json(raw, path)
+    table = index.get("weight_map", index)
     if not isinstance(table, dict) or {type(name) for name in table.values()} != {str}:
         raise CheckpointError(f"{path} has no weight_map from tensor names to file names.")
     files: dict[str, list[str]] = {}
@@ -315,10 +315,10 @@ def _of_gguf(path: Path, stack: contextlib.ExitStack) -> Source:
 
 
 def _of_pickle(path: Path) -> Source:
-    found = load_weights_only(path, str(path), mmap=True)
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{path} contains a {type(found).__name__}, not tensors by name.")
-    return _of_tensors(dict(found), str(path))
+    contents = load_weights_only(path, str(path), mmap=True)
+    if not isinstance(contents, Mapping):
+        raise CheckpointError(f"{path} contains a {type(contents).__name__}, not tensors by name.")
+    return _of_tensors(dict(contents), str(path))
 
 
 def _of_tensors(tensors: dict[Any, Any], what: str) -> Source:
@@ -346,10 +346,10 @@ def _join(what: str, files: list[Source]) -> Source:
     homes = {name: file for file in files for name in file.entries}
     # A file's metadata may contain more than names of tensors.
     others = {
-        name: kept
+        name: stored
         for file in files
-        for name, kept in file.others.items()
-        if kept in file.entries and name not in homes
+        for name, stored in file.others.items()
+        if stored in file.entries and name not in homes
     }
     return Source(
         what=what,

@@ -235,9 +235,9 @@ def _build_transformers(path: Path) -> Any:
 
 
 def _build_function(source: str) -> Any:
-    found = import_function(source)
+    build = import_function(source)
     try:
-        model = _on_meta(found)
+        model = _on_meta(build)
     except Exception as error:
         raise PlanError(f"{source} failed: {type(error).__name__}: {error}") from error
     if not isinstance(model, torch.nn.Module):
@@ -260,14 +260,14 @@ def import_function(source: str, returns: str = "a model") -> Any:
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
     except (ModuleNotFoundError, ValueError) as error:
         raise PlanError(f"{source}: {error}. Pass {returns} as module:function.") from error
     for part in function.split("."):
-        if not hasattr(found, part):
-            raise PlanError(f"{source}: {module} has no {function!r}.{closest(part, dir(found))}")
-        found = getattr(found, part)
-    return found
+        if not hasattr(target, part):
+            raise PlanError(f"{source}: {module} has no {function!r}.{closest(part, dir(target))}")
+        target = getattr(target, part)
+    return target
 
 
 def _build_timm(name: str) -> Any:

@@ -53,9 +53,9 @@ def state_of4(part: Any) -> Any:
 
     Moving a module in a dry run replaces parameters without their attributes.
     """
-    found = getattr(part._parameters.get("weight"), "quant_state", None)
-    found = getattr(part, "quant_state", None) if found is None else found
-    return getattr(found, "exact", found)
+    state = getattr(part._parameters.get("weight"), "quant_state", None)
+    state = getattr(part, "quant_state", None) if state is None else state
+    return getattr(state, "exact", state)
 
 
 def _owns4(part: nn.Module) -> bool:
@@ -65,29 +65,29 @@ def _owns4(part: nn.Module) -> bool:
 def _layer4(like: nn.Linear, compute: torch.dtype | None) -> Any:
     kind = _modules(Bnb4).Linear4bit
     with _disable_current_modes():  # a dry run's, whose tensors the library's classes do not take
-        made = kind(like.in_features, like.out_features, bias=False, device="meta")
-    made.compute_dtype, made.compute_type_is_set = compute, True
-    return _with_bias(made, like)
+        layer = kind(like.in_features, like.out_features, bias=False, device="meta")
+    layer.compute_dtype, layer.compute_type_is_set = compute, True
+    return _with_bias(layer, like)
 
 
 def _quantize4(like: nn.Linear, record: Bnb4) -> nn.Module:
-    made = _layer4(like, _COMPUTE[record.compute])
+    layer = _layer4(like, _COMPUTE[record.compute])
     weight = like.weight.detach()
     functional = importlib.import_module("bitsandbytes.functional")
     if _has_no_values(weight):
-        _put4(made, _empty4(weight, record), facts=_facts_of(weight, record))
-        return made
+        _put4(layer, _empty4(weight, record), facts=_facts_of(weight, record))
+        return layer
     packed, state = functional.quantize_4bit(
         weight.contiguous(),
         blocksize=record.blocksize,
         compress_statistics=record.double_quant,
         quant_type=record.quant_type,
     )
-    found = {"weight": packed, **_of_state(state)}
+    tensors = {"weight": packed, **_of_state(state)}
     # The library shares its tables between layers; a file that is read must not change them.
-    found |= {key: one.clone() for key, one in found.items() if key.endswith("quant_map")}
-    _put4(made, found, facts=_facts_of(weight, record))
-    return made
+    tensors |= {key: one.clone() for key, one in tensors.items() if key.endswith("quant_map")}
+    _put4(layer, tensors, facts=_facts_of(weight, record))
+    return layer
 
 
 def _empty4(weight: Tensor, record: Bnb4) -> dict[str, Tensor]:
@@ -117,12 +117,12 @@ def _facts_of(weight: Tensor, record: Bnb4) -> dict[str, Any]:
 
 
 def _of_state(state: Any) -> dict[str, Tensor]:
-    found = {"weight.absmax": state.absmax, "weight.quant_map": state.code}
+    tensors = {"weight.absmax": state.absmax, "weight.quant_map": state.code}
     if state.nested:
-        found["weight.nested_absmax"] = state.state2.absmax
-        found["weight.nested_quant_map"] = state.state2.code
-        found["weight.nested_offset"] = state.offset
-    return found
+        tensors["weight.nested_absmax"] = state.state2.absmax
+        tensors["weight.nested_quant_map"] = state.state2.code
+        tensors["weight.nested_offset"] = state.offset
+    return tensors
 
 
 def _is_ours(part: Any) -> bool:
@@ -145,8 +145,8 @@ def _tensors4(part: Any) -> dict[str, Tensor]:
 
 def _plain(weight: Tensor) -> Tensor:
     """The same memory as a plain tensor, or as a DTensor."""
-    found = weight.detach()
-    return found if is_sharded(found) else found.as_subclass(Tensor)
+    plain = weight.detach()
+    return plain if is_sharded(plain) else plain.as_subclass(Tensor)
 
 
 def _is_fake(tensor: Tensor) -> bool:
@@ -164,9 +164,9 @@ def _has_no_values(weight: Tensor) -> bool:
 
 def _fake(weight: Tensor, **attributes: Any) -> nn.Parameter:
     """A parameter for a dry run: the library's classes do not take tensors without values."""
-    made = nn.Parameter(weight, requires_grad=False)
-    vars(made).update(attributes)
-    return made
+    parameter = nn.Parameter(weight, requires_grad=False)
+    vars(parameter).update(attributes)
+    return parameter
 
 
 def _put4(part: nn.Module, tensors: Tensors, facts: Mapping[str, Any] | None = None) -> None:
@@ -237,9 +237,9 @@ def _facts4(part: nn.Module) -> dict[str, Any]:
 def _build4(
     like: nn.Linear, tensors: Tensors, facts: Mapping[str, Any], record: Quantize | None
 ) -> nn.Module:
-    made = _layer4(like, _COMPUTE[record.compute if isinstance(record, Bnb4) else "bf16"])
-    _put4(made, tensors, facts=facts)
-    return made
+    layer = _layer4(like, _COMPUTE[record.compute if isinstance(record, Bnb4) else "bf16"])
+    _put4(layer, tensors, facts=facts)
+    return layer
 
 
 def _keep_layout4(part: Any) -> None:
@@ -274,25 +274,25 @@ def _owns8(part: nn.Module) -> bool:
 
 
 def _quantize8(like: nn.Linear, record: Bnb8) -> nn.Module:
-    made = _layer8(like, record)
+    layer = _layer8(like, record)
     weight = like.weight.detach()
     if _has_no_values(weight):
         packed = weight.new_empty(weight.shape, dtype=torch.int8)
         scales = weight.new_empty(len(weight), dtype=torch.float32)
-        _put8(made, {"weight": packed, "SCB": scales})
-        return made
+        _put8(layer, {"weight": packed, "SCB": scales})
+        return layer
     functional = importlib.import_module("bitsandbytes.functional")
     packed, scales, _ = functional.int8_vectorwise_quant(weight.half().contiguous())
-    _put8(made, {"weight": packed, "SCB": scales})
-    return made
+    _put8(layer, {"weight": packed, "SCB": scales})
+    return layer
 
 
 def _layer8(like: nn.Linear, record: Bnb8) -> nn.Module:
     kind = _modules(Bnb8).Linear8bitLt
     options = {"has_fp16_weights": False, "threshold": record.threshold, "device": "meta"}
     with _disable_current_modes():
-        made = kind(like.in_features, like.out_features, bias=False, **options)
-    return _with_bias(made, like)
+        layer = kind(like.in_features, like.out_features, bias=False, **options)
+    return _with_bias(layer, like)
 
 
 def _tensors8(part: Any) -> dict[str, Tensor]:
@@ -324,17 +324,17 @@ def _settings8(part: Any) -> dict[str, Any]:
 
 
 def _split8(part: Any, device: torch.device) -> None:
-    found = _tensors8(part)
-    part.state.CB, part.state.SCB = None, found["SCB"].to(device)
-    part.weight = nn.Parameter(found["weight"], requires_grad=False)
+    tensors = _tensors8(part)
+    part.state.CB, part.state.SCB = None, tensors["SCB"].to(device)
+    part.weight = nn.Parameter(tensors["weight"], requires_grad=False)
 
 
 def _build8(
     like: nn.Linear, tensors: Tensors, facts: Mapping[str, Any], record: Quantize | None
 ) -> nn.Module:
-    made = _layer8(like, record if isinstance(record, Bnb8) else Bnb8())
-    _put8(made, tensors)
-    return made
+    layer = _layer8(like, record if isinstance(record, Bnb8) else Bnb8())
+    _put8(layer, tensors)
+    return layer
 
 
 BNB4 = Library(

@@ -53,8 +53,8 @@ class Linear4bit(bnb.nn.Linear4bit):
         bias = None if self.bias is None else self.bias.to(dtype)
         inputs = x.to(dtype)
         weight, state = operands(self, inputs)
-        made = bnb.matmul_4bit(inputs.contiguous(), weight, quant_state=state, bias=bias)
-        return made.to(x.dtype)
+        outputs = bnb.matmul_4bit(inputs.contiguous(), weight, quant_state=state, bias=bias)
+        return outputs.to(x.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
         self.restore_layout()
@@ -83,8 +83,8 @@ class Linear8bitLt(bnb.nn.Linear8bitLt):
         self.init_8bit_state()
         bias = None if self.bias is None else self.bias.to(x.dtype)
         rows = x if x.ndim > 1 else x.unsqueeze(0)  # the library takes no single row
-        made: Tensor = bnb.matmul(rows, self.weight, bias=bias, state=self.state)
-        return made if x.ndim > 1 else made.squeeze(0)
+        outputs: Tensor = bnb.matmul(rows, self.weight, bias=bias, state=self.state)
+        return outputs if x.ndim > 1 else outputs.squeeze(0)
 
     def init_8bit_state(self) -> None:
         """Keep the scales at the weight, where moving the module finds them."""
@@ -180,7 +180,7 @@ def _kernel_state(exact: Any) -> Any:
         scales = functional.dequantize_blockwise(scales, exact.state2) + exact.offset
     rows, columns = exact.shape
     scales = scales.view(rows, columns // exact.blocksize).T.to(torch.bfloat16).contiguous()
-    made: Any = QuantState(
+    state: Any = QuantState(
         absmax=scales,
         shape=exact.shape,
         code=exact.code,
@@ -188,8 +188,8 @@ def _kernel_state(exact: Any) -> Any:
         quant_type=exact.quant_type,
         dtype=torch.bfloat16,
     )
-    made.packing_format_for_cpu, made.exact = True, exact
-    return made
+    state.packing_format_for_cpu, state.exact = True, exact
+    return state
 
 
 def _bytes(weight: Tensor) -> Tensor:
@@ -202,10 +202,10 @@ def _pack(weight: Tensor, exact: Any) -> Tensor:
     rows, columns = exact.shape
     halves = weight.view(-1).view(torch.uint8).view(rows // _ROWS, 2, _ROWS // 2, -1)
     upper, lower = halves.transpose(2, 3).unbind(1)
-    made = halves.new_empty(rows // _ROWS, columns // 2, _ROWS // 2, 2)
-    torch.bitwise_or(upper >> 4, lower & 0xF0, out=made[..., 0])
-    torch.bitwise_or(upper & 0x0F, lower << 4, out=made[..., 1])
-    return made.view(-1).view(weight.dtype).view(weight.shape)
+    packed = halves.new_empty(rows // _ROWS, columns // 2, _ROWS // 2, 2)
+    torch.bitwise_or(upper >> 4, lower & 0xF0, out=packed[..., 0])
+    torch.bitwise_or(upper & 0x0F, lower << 4, out=packed[..., 1])
+    return packed.view(-1).view(weight.dtype).view(weight.shape)
 
 
 def _unpack(weight: Tensor, exact: Any) -> Tensor:
@@ -214,7 +214,7 @@ def _unpack(weight: Tensor, exact: Any) -> Tensor:
     pairs = weight.view(-1).view(torch.int16)
     pairs = pairs.view(rows // _ROWS, columns // 2, _ROWS // 2).transpose(1, 2).contiguous()
     even, odd = pairs.view(torch.uint8).view(rows // _ROWS, _ROWS // 2, -1, 2).unbind(-1)
-    made = even.new_empty(rows // _ROWS, 2, _ROWS // 2, columns // 2)
-    torch.bitwise_or(even << 4, odd & 0x0F, out=made[:, 0])
-    torch.bitwise_or(even & 0xF0, odd >> 4, out=made[:, 1])
-    return made.view(-1).view(weight.dtype).view(weight.shape)
+    unpacked = even.new_empty(rows // _ROWS, 2, _ROWS // 2, columns // 2)
+    torch.bitwise_or(even << 4, odd & 0x0F, out=unpacked[:, 0])
+    torch.bitwise_or(even & 0xF0, odd >> 4, out=unpacked[:, 1])
+    return unpacked.view(-1).view(weight.dtype).view(weight.shape)

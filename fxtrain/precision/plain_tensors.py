@@ -69,13 +69,13 @@ def stored_tensors(module: nn.Module) -> dict[str, Any]:
         >>> list(stored_tensors(torch.nn.Linear(2, 1)))
         ['weight', 'bias']
     """
-    found: dict[str, Any] = dict(module.state_dict(keep_vars=True))
+    stored: dict[str, Any] = dict(module.state_dict(keep_vars=True))
     for name, part, library in quantized_layers(module):
         bias, prefix = _join(name, "bias"), _join(name, "")
-        for key in [key for key in found if key.startswith(prefix) and key != bias]:
-            del found[key]
-        found |= {_join(name, key): one for key, one in library.tensors(part).items()}
-    return found
+        for key in [key for key in stored if key.startswith(prefix) and key != bias]:
+            del stored[key]
+        stored |= {_join(name, key): one for key, one in library.tensors(part).items()}
+    return stored
 
 
 def stream_later(module: nn.Module, device: torch.device) -> Callable[[], None]:
@@ -109,16 +109,16 @@ def has_no_memory(tensor: Tensor) -> bool:
 
 def live_tensors(part: nn.Module) -> dict[str, Tensor]:
     """The tensor objects of a quantised weight, whose `.data` a strategy may replace."""
-    found = quantized_weight(part)
-    if "weight" in found:  # bitsandbytes' parameter, of which this is another object
-        found["weight"] = part.get_parameter("weight")
-    return found
+    tensors = quantized_weight(part)
+    if "weight" in tensors:  # bitsandbytes' parameter, of which this is another object
+        tensors["weight"] = part.get_parameter("weight")
+    return tensors
 
 
 def _unfilled(like: Tensor, device: torch.device) -> Tensor:
-    made = torch.empty_like(like, device=device)
-    made.untyped_storage().resize_(0)
-    return made
+    tensor = torch.empty_like(like, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:

@@ -59,8 +59,8 @@ def planned_layers(
 def _quantized_already(module: nn.Module, record: Quantize) -> bool:
     """Whether the model is quantised as a record says; an error if it is in another way."""
     for name, part, library in quantized_layers(module):
-        if (found := difference(part, library, record)) is not None:
-            wanted, has = found
+        if (other := difference(part, library, record)) is not None:
+            wanted, has = other
             raise PlanError(
                 f"Plan(quantize=fx.{type(record).__name__}(...)): asked for {wanted}, but {name} "
                 f"is quantised already, {has}. Pass the unquantised model, or change the plan."
@@ -125,12 +125,12 @@ def _replaced(
     module: nn.Module, names: Sequence[str], record: Quantize, device: torch.device
 ) -> Callable[[], None]:
     """Replace layers by quantised ones; returns a function that puts the original ones back."""
-    library, made = library_of(record), dict[str, nn.Module]()
+    library, layers = library_of(record), dict[str, nn.Module]()
     for name in names:
         part = module.get_submodule(name)
         assert isinstance(part, nn.Linear)
-        made[name] = library.quantize(_moved(part, device), record)
-    undo_layers, undo_kept = put_layers(module, made), converted_to_fp32(module, record)
+        layers[name] = library.quantize(_moved(part, device), record)
+    undo_layers, undo_kept = put_layers(module, layers), converted_to_fp32(module, record)
 
     def undo() -> None:
         undo_layers()
@@ -177,10 +177,10 @@ def _moved(part: nn.Linear, device: torch.device) -> nn.Linear:
     """The layer on a device; itself, if it is there or on the meta device."""
     if part.weight.is_meta or part.weight.device == device:
         return part
-    made = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
-    made.weight = nn.Parameter(part.weight.detach().to(device), requires_grad=False)
-    made.bias = part.bias
-    return made.train(part.training)
+    moved = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
+    moved.weight = nn.Parameter(part.weight.detach().to(device), requires_grad=False)
+    moved.bias = part.bias
+    return moved.train(part.training)
 
 
 def converted_to_fp32(module: nn.Module, record: Quantize) -> Callable[[], None]:
@@ -283,9 +283,9 @@ def difference(part: nn.Module, library: Library, record: Quantize) -> tuple[str
         >>> difference(net[0], TORCHAO, fx.Torchao(activations="int8"))
         ("activations='int8'", 'with activations=None')
     """
-    found, wanted = library.format(part), library.planned(record)
-    if found != wanted:
-        return wanted, f"as {found}"
+    own_format, wanted = library.format(part), library.planned(record)
+    if own_format != wanted:
+        return wanted, f"as {own_format}"
     other = {
         name: value
         for name, value in _fields(part, library).items()
@@ -300,11 +300,11 @@ def difference(part: nn.Module, library: Library, record: Quantize) -> tuple[str
 def gradient_problem(module: nn.Module) -> str | None:
     """Which layer of a model gives no gradient to what is before it, or None."""
     for name, part, library in quantized_layers(module):
-        found = library.format(part)
+        own_format = library.format(part)
         activations = _fields(part, library).get("activations")
-        if activations is not None or found == "torchao int4":
+        if activations is not None or own_format == "torchao int4":
             inputs = f" with activations={activations!r}" if activations else ""
-            return f"{name} is quantised as {found}{inputs}, which {NO_GRADIENT}"
+            return f"{name} is quantised as {own_format}{inputs}, which {NO_GRADIENT}"
     return None
 
 
@@ -328,25 +328,25 @@ def _fields(part: nn.Module, library: Library) -> dict[str, Any]:
     """The fields of a record that a layer tells, beside its format."""
     if library is TORCHAO:
         return _torchao_fields(part.get_parameter("weight"))
-    found = {name: value for name, value in library.settings(part).items() if name != "kind"}
+    fields = {name: value for name, value in library.settings(part).items() if name != "kind"}
     if library is BNB4:
         facts = library.facts(part)
-        found |= {
+        fields |= {
             "blocksize": facts["blocksize"],
             "double_quant": "nested_blocksize" in facts,
         }
-    return found
+    return fields
 
 
 def _torchao_fields(weight: Tensor) -> dict[str, Any]:
-    kept: Any = weight
-    if hasattr(kept, "act_quant_kwargs"):
-        float8 = kept.qdata.dtype.is_floating_point
-        made = "float8" if float8 else "int8"
-        return {"activations": None if kept.act_quant_kwargs is None else made}
-    if hasattr(kept, "group"):
-        return {"group": kept.group}
-    return {"group": kept.block_size[-1]} if type(weight).__name__.startswith("Int4") else {}
+    tensor: Any = weight
+    if hasattr(tensor, "act_quant_kwargs"):
+        float8 = tensor.qdata.dtype.is_floating_point
+        activations = "float8" if float8 else "int8"
+        return {"activations": None if tensor.act_quant_kwargs is None else activations}
+    if hasattr(tensor, "group"):
+        return {"group": tensor.group}
+    return {"group": tensor.block_size[-1]} if type(weight).__name__.startswith("Int4") else {}
 
 
 def _listed(fields: dict[str, Any]) -> str:

@@ -48,19 +48,19 @@ def _check_float8(recipe: Float8, device: torch.device) -> str | None:
 
 
 def _float8_config(recipe: Float8, *, gather: bool = False) -> Any:
-    made = importlib.import_module("torchao.float8").Float8LinearConfig.from_recipe_name(
+    config = importlib.import_module("torchao.float8").Float8LinearConfig.from_recipe_name(
         recipe.scaling
     )
     changes = {"emulate": recipe.emulate, "pad_inner_dim": recipe.pad}
-    return dataclasses.replace(made, **changes, enable_fsdp_float8_all_gather=gather)
+    return dataclasses.replace(config, **changes, enable_fsdp_float8_all_gather=gather)
 
 
 def _like_float8(part: nn.Linear, recipe: Float8, device: torch.device, seed: int) -> nn.Module:
     modules = _modules()
-    made = modules.convert_to_float8_training(_blank(part), config=_float8_config(recipe))
+    layer = modules.convert_to_float8_training(_blank(part), config=_float8_config(recipe))
     if device.type != "cuda":  # torchao's own layer only knows autocast of CUDA
-        made.__class__ = modules.Float8Linear
-    return made
+        layer.__class__ = modules.Float8Linear
+    return layer
 
 
 def gather_in_float8(module: nn.Module, recipe: Float8) -> None:
@@ -106,14 +106,14 @@ def _like_mx(part: nn.Linear, recipe: MX, device: torch.device, seed: int) -> nn
     draws = torch.Generator().manual_seed(seed)
     signs = (torch.randint(0, 2, (16,), generator=draws, device="cpu") * 2 - 1).tolist()
     home = importlib.import_module("torchao.prototype.moe_training.nvfp4_training.nvfp4_training")
-    made = home.NVFP4Linear(
+    layer = home.NVFP4Linear(
         part.in_features, part.out_features, bias=part.bias is not None,
         device=device, rht_sign_vector=signs,
     )  # fmt: skip
     # As attributes, not as buffers, which would be in checkpoints: the seed gives the same values.
     key = torch.randint(2**62, (1,), generator=draws, device="cpu").to(device)
-    vars(made).update(_sr_seed=key, _rht_sign_vector=made._rht_sign_vector)
-    return made
+    vars(layer).update(_sr_seed=key, _rht_sign_vector=layer._rht_sign_vector)
+    return layer
 
 
 FLOAT8_LAYERS = LayerFormat(check=_check_float8, multiple=lambda _: 16, like=_like_float8)
@@ -151,10 +151,10 @@ def recipe_targets(module: nn.Module, recipe: Recipe) -> Targets:
             return f"its size {sizes} is not divisible by {unit}"
         return None
 
-    found = choose_linears(module, recipe, reason)
-    if not found.names and not all_named(found.skipped, recipe):
-        raise PlanError(_nothing_left(module, recipe, found.skipped))
-    return found
+    targets = choose_linears(module, recipe, reason)
+    if not targets.names and not all_named(targets.skipped, recipe):
+        raise PlanError(_nothing_left(module, recipe, targets.skipped))
+    return targets
 
 
 def convert_layers(
@@ -195,8 +195,10 @@ def convert_layers(
     targets = recipe_targets(module, recipe)
     names = (*targets.names, *how.others(module, recipe))
     parts = [module.get_submodule(name) for name in names]
-    made = [how.like(part, recipe, device, seed + index) for index, part in enumerate(parts)]
-    undos = [_become(part, like) for part, like in zip(parts, made, strict=True)]
+    library_layers = [
+        how.like(part, recipe, device, seed + index) for index, part in enumerate(parts)
+    ]
+    undos = [_become(part, like) for part, like in zip(parts, library_layers, strict=True)]
 
     def undo() -> None:
         for one in undos:

@@ -129,35 +129,35 @@ def _reasons(
     inside = _inside(module, record.skip_classes)
     heads = () if record.head else _heads(module, linears)
     shared = _shared_weights(module)
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, part in linears.items():
         if any(matches(one, name) for one in named):
-            found[name] = _NAMED
+            reasons[name] = _NAMED
         elif name in inside:
-            found[name] = f"inside a {inside[name]}"
+            reasons[name] = f"inside a {inside[name]}"
         elif part is module:
-            found[name] = "the model itself"
+            reasons[name] = "the model itself"
         elif id(part.weight) in shared:
-            found[name] = "tied to another module"
+            reasons[name] = "tied to another module"
         elif name in heads:
-            found[name] = "the output head"
+            reasons[name] = "the output head"
         elif trains and part.weight.requires_grad:
-            found[name] = "trained"
-    return found
+            reasons[name] = "trained"
+    return reasons
 
 
 def _inside(module: nn.Module, classes: Iterable[str]) -> dict[str, str]:
     """The names of what is inside modules of some classes, or of those that torch fuses."""
     chosen = set(classes)
-    found: dict[str, str] = {}
+    inside: dict[str, str] = {}
     for path, part in module.named_modules():
         kind = type(part).__name__
         if kind in chosen or isinstance(part, _FUSED):
-            found |= {
+            inside |= {
                 f"{path}.{name}" if path and name else path or name: kind
                 for name, _ in part.named_modules()
             }
-    return found
+    return inside
 
 
 def _heads(module: nn.Module, linears: Mapping[str, nn.Linear]) -> set[str]:
@@ -168,13 +168,13 @@ def _heads(module: nn.Module, linears: Mapping[str, nn.Linear]) -> set[str]:
     """
     get = getattr(module, "get_output_embeddings", None)
     head = get() if callable(get) else None
-    found = {name for name, part in linears.items() if part is head}
+    heads = {name for name, part in linears.items() if part is head}
     tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
     last = list(linears)[-1] if linears else ""
     children = [name for name, _ in module.named_children()]
     if last and (last == children[-1] or linears[last].out_features == max(tables, default=0)):
-        found.add(last)
-    return found
+        heads.add(last)
+    return heads
 
 
 def _shared_weights(module: nn.Module) -> set[int]:
@@ -209,11 +209,11 @@ def _unmatched(record: Any, field: str, wanted: str, known: Iterable[str], what:
 
 def _nothing_left(module: nn.Module, record: Quantize, skipped: Mapping[str, str]) -> str:
     call = f"Plan(quantize=fx.{type(record).__name__}(...))"
-    found = nothing_left(call, "quantises", module, skipped, "leave quantize out")
+    message = nothing_left(call, "quantises", module, skipped, "leave quantize out")
     if "trained" not in skipped.values():
-        return found
+        return message
     return (
-        f"{found.partition(' Try: ')[0]} Quantised weights are frozen. Freeze the model with "
+        f"{message.partition(' Try: ')[0]} Quantised weights are frozen. Freeze the model with "
         f"net.requires_grad_(False), and train adapters, or wrap it without an optimizer."
     )
 
@@ -249,10 +249,10 @@ def nothing_left(
 def _check_dtypes(linears: Mapping[str, Any], record: Quantize) -> None:
     wrong = [name for name, part in linears.items() if part.weight.dtype not in _DTYPES]
     if wrong:
-        found = str(linears[wrong[0]].weight.dtype).removeprefix("torch.")
+        dtype = str(linears[wrong[0]].weight.dtype).removeprefix("torch.")
         raise PlanError(
             f"Plan(quantize=fx.{type(record).__name__}(...)) quantises weights in fp32, bf16 or "
-            f"fp16, and {wrong[0]} is {found} ({len(wrong)} such layers). Convert the model first: "
+            f"fp16, and {wrong[0]} is {dtype} ({len(wrong)} such layers). Convert the model first: "
             f"net.float(), or skip these layers."
         )
 

@@ -34,9 +34,9 @@ class Int2Tensor(TorchAOBaseTensor):
 
     def __new__(cls, qdata: Tensor, scale: Tensor, group: int) -> "Int2Tensor":
         """A tensor of the matrix's shape and format, without memory of its own."""
-        made = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
+        make = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
         shape = (qdata.shape[0], 4 * qdata.shape[1])
-        return made(cls, shape, dtype=scale.dtype, device=qdata.device, requires_grad=False)
+        return make(cls, shape, dtype=scale.dtype, device=qdata.device, requires_grad=False)
 
     def __init__(self, qdata: Tensor, scale: Tensor, group: int) -> None:
         self.qdata, self.scale, self.group = qdata, scale, group
@@ -71,9 +71,9 @@ def int2_of(weight: Tensor, group: int) -> Int2Tensor:
     # torchao types blocks of one dim only, and torch's stubs leave the small integers out.
     quantize: Any = IntxUnpackedToInt8Tensor.from_hp
     dtype = vars(torch)["int2"]
-    found = quantize(weight, (1, group), dtype, intx_choose_qparams_algorithm=how)
-    (packed,) = pack_cpu((found.qdata - _LOWEST).to(torch.uint8), 2)
-    return Int2Tensor(packed, found.scale, group)
+    quantized = quantize(weight, (1, group), dtype, intx_choose_qparams_algorithm=how)
+    (packed,) = pack_cpu((quantized.qdata - _LOWEST).to(torch.uint8), 2)
+    return Int2Tensor(packed, quantized.scale, group)
 
 
 def _product(x: Tensor, weight: Int2Tensor, bias: Tensor | None) -> Tensor:

@@ -31,9 +31,9 @@ def import_torchao(needed_by: str) -> Any:
         MissingPackageError: it is not installed.
     """
     with quiet(*LOGGERS):
-        found = optional("torchao", extra="quant", needed_by=needed_by)
+        package = optional("torchao", extra="quant", needed_by=needed_by)
         importlib.import_module("torchao.quantization")
-    return found
+    return package
 
 
 def _quietly(name: str) -> Any:
@@ -108,25 +108,25 @@ def torchao_config(part: nn.Module) -> dict[str, Any] | None:
 
 
 def _quantize(like: nn.Linear, record: Record) -> nn.Module:
-    made = _plain_layer(like)
+    layer = _plain_layer(like)
     if record.weights == "int2":
-        made.weight = _frozen(_quietly(_INT2_MODULE).int2_of(like.weight.detach(), record.group))
-        return made
+        layer.weight = _frozen(_quietly(_INT2_MODULE).int2_of(like.weight.detach(), record.group))
+        return layer
     if like.weight.is_meta and record.weights == "int4":
-        made.weight = _frozen(_meta_int4(like.weight, record.group))
-        return made
+        layer.weight = _frozen(_meta_int4(like.weight, record.group))
+        return layer
     weight = nn.Parameter(like.weight.detach(), requires_grad=False)
-    made.weight = weight
+    layer.weight = weight
     api = importlib.import_module("torchao.quantization")
-    api.quantize_(made, _config(record, weight.device))
-    made.weight = _frozen(made.weight.detach())
-    return made
+    api.quantize_(layer, _config(record, weight.device))
+    layer.weight = _frozen(layer.weight.detach())
+    return layer
 
 
 def _plain_layer(like: nn.Linear) -> nn.Linear:
-    made = nn.Linear(like.in_features, like.out_features, bias=False, device="meta")
-    made.bias = like.bias
-    return made.train(like.training)
+    layer = nn.Linear(like.in_features, like.out_features, bias=False, device="meta")
+    layer.bias = like.bias
+    return layer.train(like.training)
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:
@@ -155,8 +155,8 @@ def _put(part: nn.Module, tensors: Tensors) -> None:
     weight: Any = part.weight
     names, context = weight.__tensor_flatten__()
     inner = {name: tensors[f"_weight_{name}"] for name in names}
-    made = type(weight).__tensor_unflatten__(inner, context, weight.shape, weight.stride())
-    part.weight = _frozen(made)
+    replaced = type(weight).__tensor_unflatten__(inner, context, weight.shape, weight.stride())
+    part.weight = _frozen(replaced)
 
 
 def _facts(part: nn.Module) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _build(
 ) -> nn.Module:
     import_torchao("This file of quantised weights")
     inner = {name.removeprefix("_weight_"): one for name, one in tensors.items()}
-    made = _plain_layer(like)
+    layer = _plain_layer(like)
     if facts["_type"] == _OPAQUE:
         prototype = _quietly(_INT4)
         data = facts["_data"]
@@ -199,13 +199,13 @@ def _build(
             value = getattr(weight, name, None)
             if value is not None and not type(value).__module__.startswith("torchao."):
                 raise ValueError(f"{name} is {shown(value)}")
-    made.weight = _frozen(weight)
-    return made
+    layer.weight = _frozen(weight)
+    return layer
 
 
 def _format(part: nn.Module) -> str:
-    found = re.match("[A-Z][a-z]+[0-9]?", type(part.weight).__name__)
-    return f"torchao {found[0].lower() if found else 'of an unknown format'}"
+    match = re.match("[A-Z][a-z]+[0-9]?", type(part.weight).__name__)
+    return f"torchao {match[0].lower() if match else 'of an unknown format'}"
 
 
 TORCHAO = Library(

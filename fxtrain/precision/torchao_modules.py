@@ -79,5 +79,5 @@ class MXLinear(nn.Linear):
         dtype, weight = _autocast_dtype(input.device), self.weight
         if dtype is not None:
             input, weight = input.to(dtype), weight.to(dtype)
-        made: Any = mx_mm.apply(input, weight, *self.mx_settings)
-        return made if self.bias is None else made + self.bias.to(made.dtype)
+        outputs: Any = mx_mm.apply(input, weight, *self.mx_settings)
+        return outputs if self.bias is None else outputs + self.bias.to(outputs.dtype)

@@ -101,12 +101,12 @@ def engine_region(
         group: The ranks over which the largest values are reduced; None at one rank.
         run: The module's forward.
     """
-    library, made = _library(), _recipe(recipe)
+    library, settings = _library(), _recipe(recipe)
 
     @functools.wraps(run)
     def forward(*args: Any, **kwargs: Any) -> Any:
         enabled = module.training or recipe.evaluate
-        with library.autocast(enabled=enabled, recipe=made, amax_reduction_group=group):
+        with library.autocast(enabled=enabled, recipe=settings, amax_reduction_group=group):
             return run(*args, **kwargs)
 
     return forward
@@ -118,22 +118,22 @@ def scaling_state(module: nn.Module, recipe: TE, *, create: bool = False) -> dic
     Args:
         create: Give layers that have never run their tensors, to fill them.
     """
-    found: dict[str, Tensor] = {}
+    scales: dict[str, Tensor] = {}
     if recipe.scaling != "delayed":
-        return found
+        return scales
     for name, part in module.named_modules():
-        kept: Any = part
+        layer: Any = part
         if not isinstance(getattr(part, "fp8_meta", None), dict):
             continue
-        if create and not kept.fp8_meta_tensors_initialized:
+        if create and not layer.fp8_meta_tensors_initialized:
             # The forward of a linear layer sets both, and what follows needs them.
-            kept.fp8_meta |= {"recipe": _recipe(recipe), "num_gemms": 1}
-            kept.init_fp8_meta_tensors(kept.fp8_meta["recipe"])
+            layer.fp8_meta |= {"recipe": _recipe(recipe), "num_gemms": 1}
+            layer.init_fp8_meta_tensors(layer.fp8_meta["recipe"])
         for way in ("scaling_fwd", "scaling_bwd"):
-            if way in kept.fp8_meta:
-                held = kept.fp8_meta[way]
-                found |= {f"{name}.{way}.{key}": getattr(held, key) for key in _KEYS}
-    return found
+            if way in layer.fp8_meta:
+                meta = layer.fp8_meta[way]
+                scales |= {f"{name}.{way}.{key}": getattr(meta, key) for key in _KEYS}
+    return scales
 
 
 TE_LAYERS = LayerFormat(

@@ -126,13 +126,13 @@ class FakeValuesMode(TorchDispatchMode):
         if tensor.constant is not None:
             return tensor.constant.item()
         if func is _aten.equal.default or tensor.dtype == torch.bool:
-            given: Any = getattr(tensor, "_fxtrain_answer", True)
+            substitute: Any = getattr(tensor, "_fxtrain_answer", True)
         elif tensor.dtype.is_complex:
-            given = 0j
+            substitute = 0j
         else:
-            given = 0.0 if tensor.dtype.is_floating_point else 0
-        self.peeks[user_place(), repr(given)] += 1
-        return given
+            substitute = 0.0 if tensor.dtype.is_floating_point else 0
+        self.peeks[user_place(), repr(substitute)] += 1
+        return substitute
 
     def index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an indexing operator; a mask with values becomes indices, so the shape is known."""

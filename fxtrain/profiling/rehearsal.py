@@ -145,7 +145,7 @@ def rehearse(
         )
     at = read_topology(variables)
     chosen = resolve_mesh(mesh or Mesh(), at.world_size) if wrapped is None else wrapped.ctx.mesh
-    found = DryRun(
+    run = DryRun(
         name=name,
         world=at.world_size,
         rank=at.rank,
@@ -155,7 +155,7 @@ def rehearse(
         device_memory=size,
         **figures(watch, axis_namer(chosen, at.rank)),
     )
-    return find_problems(found, requested=mesh, ended=ended, peeks=fakes.peeks)
+    return find_problems(run, requested=mesh, ended=ended, peeks=fakes.peeks)
 
 
 def figures(watch: LoopRecorder, axis_of: Callable[[Collective], str]) -> dict[str, Any]:
@@ -279,12 +279,12 @@ def load_in_process(watch: LoopRecorder) -> Iterator[None]:
                 return super()._next_data()
 
     def read_here(loader: Any) -> Any:
-        kept = loader.num_workers, loader.timeout
+        settings = loader.num_workers, loader.timeout
         loader.num_workers, loader.timeout = 0, 0
         try:
             return Reading(loader)
         finally:
-            loader.num_workers, loader.timeout = kept
+            loader.num_workers, loader.timeout = settings
 
     with _replaced(DataLoader, "_get_iterator", read_here):
         yield
@@ -367,9 +367,11 @@ def real_tables() -> Iterator[None]:
         for table in _cached():
             if table not in before:
                 table.cache_clear()
-        kept: dict[str, Any] = getattr(sys.modules.get("bitsandbytes.functional"), "name2qmap", {})
-        for name in [name for name, table in kept.items() if isinstance(table, FakeTensor)]:
-            del kept[name]
+        tables: dict[str, Any] = getattr(
+            sys.modules.get("bitsandbytes.functional"), "name2qmap", {}
+        )
+        for name in [name for name, table in tables.items() if isinstance(table, FakeTensor)]:
+            del tables[name]
 
 
 def _cached() -> list[Any]:
@@ -400,14 +402,14 @@ def find_problems(
     peeks: Mapping[tuple[str, str], int],
 ) -> DryRun:
     """Return the run with its problems, fatal ones first."""
-    found = [
+    problems = [
         *([] if ended is None else [_ending(ended)]),
         *_memory(run),
         *_mesh(run, requested),
         *_steps(run, ended),
         *_values(peeks),
     ]
-    ordered = sorted(found, key=lambda problem: not problem.fatal)
+    ordered = sorted(problems, key=lambda problem: not problem.fatal)
     return attrs.evolve(run, problems=tuple(ordered))
 
 
@@ -502,11 +504,11 @@ def _values(peeks: Mapping[tuple[str, str], int]) -> list[Problem]:
         Problem(
             kind="value",
             text=f"This line reads the value of a tensor ({count} times). A dry run has no values "
-            f"and returned {given}. If the program branches on it, the figures are for that "
+            f"and returned {substitute}. If the program branches on it, the figures are for that "
             f"branch. On a real device, the read also waits for all preceding work.",
             where=where,
         )
-        for (where, given), count in peeks.items()
+        for (where, substitute), count in peeks.items()
         if where
     ]
 

@@ -91,12 +91,12 @@ class _Kind(NamedTuple):
 
 def _traffic(runs: Sequence[DryRun], names: Sequence[str]) -> Table:
     grid = _grid("traffic of one step", names)
-    found = [{_Kind(row.kind, row.axis): row for row in run.step} for run in runs]
-    for key in dict.fromkeys(key for rows in found for key in rows):
+    tables = [{_Kind(row.kind, row.axis): row for row in run.step} for run in runs]
+    for key in dict.fromkeys(key for rows in tables for key in rows):
         grid.add_row(
-            _plain(f"{key.kind} over {key.axis}"), *(_calls(rows.get(key)) for rows in found)
+            _plain(f"{key.kind} over {key.axis}"), *(_calls(rows.get(key)) for rows in tables)
         )
-    if not any(found):
+    if not any(tables):
         grid.add_row("none", *("" for _ in runs))
     return grid
 

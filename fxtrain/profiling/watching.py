@@ -93,8 +93,8 @@ def sent(operator: str, args: tuple[Any, ...]) -> list[tuple[str, int]]:
     if operator not in _OPERATORS:
         return []
     kind = _OPERATORS[operator]
-    given = args[operator.startswith("c10d::") and kind in _OUTPUT_FIRST]
-    return [(kind, 0 if kind == "barrier" else _bytes(given))]
+    value = args[operator.startswith("c10d::") and kind in _OUTPUT_FIRST]
+    return [(kind, 0 if kind == "barrier" else _bytes(value))]
 
 
 def collectives(func: Any, args: tuple[Any, ...]) -> list[Collective]:
@@ -308,9 +308,9 @@ def recording(watch: LoopRecorder, fakes: FakeValuesMode | None = None) -> Itera
 
 def _holder(optimizer: Optimizer) -> Wrapped | None:
     """The wrapped model of an optimizer, wherever the script keeps it."""
-    for found in gc.get_referrers(*gc.get_referrers(optimizer)):
-        if type(found) is Wrapped and any(one is optimizer for one in found.optimizers):
-            return found
+    for referrer in gc.get_referrers(*gc.get_referrers(optimizer)):
+        if type(referrer) is Wrapped and any(one is optimizer for one in referrer.optimizers):
+            return referrer
     return None
 
 
@@ -377,21 +377,21 @@ class MemoryLog:
 
     def most(self, start: int, stop: int) -> Memory:
         """The peak of each part between two positions in the log."""
-        found = zip(*self._moments(start, stop), strict=True)
-        return Memory(**dict(zip(PARTS, map(max, found), strict=True)))
+        columns = zip(*self._moments(start, stop), strict=True)
+        return Memory(**dict(zip(PARTS, map(max, columns), strict=True)))
 
     def moments(self, start: int, stop: int, *, most: int) -> tuple[Memory, ...]:
         """The peaks of at most `most` intervals between two positions in the log.
 
         Changes too small to be visible in a plot are ignored.
         """
-        found: list[tuple[int, ...]] = []
+        sizes_at: list[tuple[int, ...]] = []
         least = self.peak(start, stop) // _SMALL
         for sizes in self._moments(start, stop):
-            if not found or abs(sum(sizes) - sum(found[-1])) > least:
-                found.append(sizes)
-        width = max(1, -(-len(found) // most))
-        fullest = [max(found[i : i + width], key=sum) for i in range(0, len(found), width)]
+            if not sizes_at or abs(sum(sizes) - sum(sizes_at[-1])) > least:
+                sizes_at.append(sizes)
+        width = max(1, -(-len(sizes_at) // most))
+        fullest = [max(sizes_at[i : i + width], key=sum) for i in range(0, len(sizes_at), width)]
         return tuple(Memory(**dict(zip(PARTS, sizes, strict=True))) for sizes in fullest)
 
     def _moments(self, start: int, stop: int) -> Iterator[tuple[int, ...]]:

@@ -180,11 +180,11 @@ def _read_through(span: Span, start: int, stop: int) -> None:
     """
     try:
         with open_file(span.file.path) as file:
-            found = os.pread(file.fileno(), stop - start, start)
+            data = os.pread(file.fileno(), stop - start, start)
     except OSError as error:
         raise _failure(span, start, f"{error.strerror or error}") from error
-    if len(found) != stop - start:
-        raise _failure(span, start, f"{len(found)} of {stop - start} bytes could be read")
+    if len(data) != stop - start:
+        raise _failure(span, start, f"{len(data)} of {stop - start} bytes could be read")
 
 
 def _failure(span: Span, offset: int, why: str) -> CheckpointError:
@@ -239,10 +239,10 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
     Raises:
         CheckpointError: the folder cannot be written, or the disk is full.
     """
-    made = False
+    is_new = False
     temporary = None
     try:
-        made = not folder.exists()
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder)
         temporary = folder / f".{secrets.token_hex(8)}{_PART}"
@@ -261,10 +261,10 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
         else:
             temporary.replace(path)
     except OSError as error:
-        _remove(temporary, folder if made else None)
+        _remove(temporary, folder if is_new else None)
         raise _refusal(folder, tensors, error) from error
     except BaseException:
-        _remove(temporary, folder if made else None)
+        _remove(temporary, folder if is_new else None)
         raise
     header = read_header(path)
     return {name: header.location(path, name) for name in header.entries}

@@ -269,9 +269,9 @@ def place(streaming: Streaming, name: str, read: _Read, location: Location | Non
     elif one.held == DISK:
         keep_for_folder(streaming, one, read(None).to(dtype))
     else:
-        held = torch.device(one.held)
+        home = torch.device(one.held)
         for tensor in one.tensors:
-            _fill(tensor, read, held)
+            _fill(tensor, read, home)
         if location is not None:
             one.source = location.path
     streaming.empty.discard(name)

@@ -170,7 +170,7 @@ def _by_runner(spec: LaunchSpec, machine: Machine, hosts: Hosts) -> Invocation:
             f"exclude, nodes and ranks, or choose runner=pdsh."
         )
     address, port = spec.main_address or next(iter(hosts)), spec.main_port or _PORT
-    given = {
+    arguments = {
         "hostfile": options.hostfile,
         "include": options.include,
         "exclude": options.exclude,
@@ -189,7 +189,7 @@ def _by_runner(spec: LaunchSpec, machine: Machine, hosts: Hosts) -> Invocation:
     }
     argv = (
         *(options.python or machine.python, "-m", "deepspeed.launcher.runner"),
-        *(f"--{name}={value}" for name, value in given.items() if value != ""),
+        *(f"--{name}={value}" for name, value in arguments.items() if value != ""),
         *(f"--{name}" for name, said in flags.items() if said),
         *(spec.target, *spec.args),
     )
@@ -253,16 +253,16 @@ def read_hosts(text: str, what: str = "the hostfile") -> Hosts:
         words = line.partition("#")[0].strip()
         if not words:
             continue
-        found = _LINE.fullmatch(words)
-        if found is None or found[1] in hosts:
+        match = _LINE.fullmatch(words)
+        if match is None or match[1] in hosts:
             problem = (
-                "not a machine and its slots" if found is None else f"{found[1]} appears twice"
+                "not a machine and its slots" if match is None else f"{match[1]} appears twice"
             )
             raise LaunchError(
                 f"Line {number} of {what} is {line.strip()[:_SHOWN]!r}: {problem}. Write one "
                 f"line per machine, its name and its slots: `worker-0 slots=8`."
             )
-        hosts[found[1]] = tuple(range(int(found[2])))
+        hosts[match[1]] = tuple(range(int(match[2])))
     if not hosts:
         raise LaunchError(f"No machine in {what}. Add lines such as: worker-0 slots=8")
     return hosts
@@ -378,19 +378,19 @@ def world_info(hosts: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _parts(text: str) -> list[tuple[str, tuple[int, ...] | None]]:
-    found: list[tuple[str, tuple[int, ...] | None]] = []
+    parts: list[tuple[str, tuple[int, ...] | None]] = []
     for part in filter(None, text.split("@")):
         host, colon, slots = part.partition(":")
         if not colon:
-            found.append((host, None))
+            parts.append((host, None))
         elif re.fullmatch(r"\d+(,\d+)*", slots):
-            found.append((host, tuple(sorted({int(slot) for slot in slots.split(",")}))))
+            parts.append((host, tuple(sorted({int(slot) for slot in slots.split(",")}))))
         else:
             raise LaunchError(
                 f"{part!r} is not a valid filter. Write a machine, or a machine and its "
                 f"slots: worker-1:0,2"
             )
-    return found
+    return parts
 
 
 def _slots(

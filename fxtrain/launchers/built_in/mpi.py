@@ -90,14 +90,14 @@ def _rendezvous_variables(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
 
 
 def _ccl(options: MpiOptions, kind: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     if options.ccl_workers is not None:
-        found["CCL_WORKER_COUNT"] = str(options.ccl_workers)
+        variables["CCL_WORKER_COUNT"] = str(options.ccl_workers)
     if options.ccl_transport is not None:
-        found["CCL_ATL_TRANSPORT"] = options.ccl_transport
-    if found and kind != "openmpi":
-        found["CCL_PROCESS_LAUNCHER"] = "hydra"
-    return found
+        variables["CCL_ATL_TRANSPORT"] = options.ccl_transport
+    if variables and kind != "openmpi":
+        variables["CCL_PROCESS_LAUNCHER"] = "hydra"
+    return variables
 
 
 def _open_mpi(spec: LaunchSpec, machine: Machine, env: dict[str, str]) -> list[str]:

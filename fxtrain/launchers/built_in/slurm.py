@@ -101,14 +101,14 @@ def _export(extra: tuple[str, ...], names: Iterable[str]) -> str:
     """The option that makes sbatch export its environment, plus the requested variables."""
     asked = [word.removeprefix("--export=") for word in extra if word.startswith("--export=")]
     before = asked[-1] if asked else "ALL"
-    kept = [] if before.upper() in ("NONE", "NIL") else [before]
-    return f"--export={','.join([*kept, *names])}"
+    exported = [] if before.upper() in ("NONE", "NIL") else [before]
+    return f"--export={','.join([*exported, *names])}"
 
 
 def _rendezvous_variables(spec: LaunchSpec) -> dict[str, str]:
     """Only requested variables: ranks find the first node and a port of the job themselves."""
-    found = {"MASTER_ADDR": spec.main_address} if spec.main_address else {}
-    return found | ({"MASTER_PORT": str(spec.main_port)} if spec.main_port else {})
+    variables = {"MASTER_ADDR": spec.main_address} if spec.main_address else {}
+    return variables | ({"MASTER_PORT": str(spec.main_port)} if spec.main_port else {})
 
 
 def _srun(spec: LaunchSpec, machine: Machine, *, errors: str) -> list[str]:
@@ -143,8 +143,8 @@ def _asked(spec: LaunchSpec) -> list[str]:
         "job_name", "partition", "account", "qos", "time", "gpus_per_node", "mem", "constraint",
         "output",
     )  # fmt: skip
-    given = {name: getattr(spec.options, name) for name in names}
-    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value]
+    values = {name: getattr(spec.options, name) for name in names}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value]
 
 
 def _name(spec: LaunchSpec) -> str:
