@@ -99,7 +99,7 @@ def test_nodes_that_have_not_joined_are_counted(lab):
 
 @SLOW
 def test_a_network_that_parts_for_longer_than_the_timeout_costs_a_restart(lab):
-    """The launcher that asked in vain for 5 s waits as long again before its ranks restart.
+    """The launcher that asked in vain for 5 s waits once more before its ranks restart.
 
     TCP asks 3 s and 6.2 s after the first packet that was lost.
     """

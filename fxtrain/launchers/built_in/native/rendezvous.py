@@ -40,6 +40,7 @@ T = TypeVar("T")
 _EMPTY = "none"
 _POLL_INTERVAL_S = 0.05
 _ANSWER_S = 5.0  # for the store to answer, which has no time limit of its own
+_LATE_S = 4.0  # for a late answer, when the ranks have ended and start again
 _SILENT_S = 5.0  # until the launcher says for which nodes it waits
 # Errors when reading JSON of another structure.
 _WRONG = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
@@ -307,7 +308,7 @@ class StateBackend(dynamic.RendezvousBackend):
     def settle(self) -> None:
         """Wait a last time for a question that is still open, such as while a network heals."""
         if self._question is not None:
-            self._question.join(_ANSWER_S)
+            self._question.join(_LATE_S)
 
     def _asked(self, action: Callable[[], bytes]) -> bytes:
         """An answer of the store.
