@@ -28,8 +28,8 @@ from fxtrain.launchers import (
     show,
 )
 from fxtrain.launchers.flags import PLAN_FLAGS
-from fxtrain.launchers.launched_plan import check_mesh
 from fxtrain.launchers.machine import default_ranks
+from fxtrain.launchers.program import check_mesh
 
 if TYPE_CHECKING:
     from fxtrain.launchers.config import Settings

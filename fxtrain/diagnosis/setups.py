@@ -12,8 +12,8 @@ from fxtrain.backends.wrapping import problems_of
 from fxtrain.errors import FxError, LaunchError, MissingPackageError, PlanError
 from fxtrain.launchers import LaunchSpec, prepare
 from fxtrain.launchers.config import NO_TARGET, Section
-from fxtrain.launchers.launched_plan import OWN_RANKS
 from fxtrain.launchers.machine import default_ranks
+from fxtrain.launchers.program import OWN_RANKS
 from fxtrain.state import (
     FSDP,
     PP,

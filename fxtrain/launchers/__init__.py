@@ -11,14 +11,18 @@ from fxtrain.launchers.built_in.sagemaker.launcher import SageMakerOptions, sage
 from fxtrain.launchers.built_in.slurm import SlurmOptions, slurm
 from fxtrain.launchers.built_in.tpu import TpuPodOptions, setup_command, tpu, tpu_pod
 from fxtrain.launchers.flags import FLAGS, Flag, flag_words
-from fxtrain.launchers.invocation import Invocation, as_json, show
-from fxtrain.launchers.launched_plan import given_plan, plan_variable
 from fxtrain.launchers.launcher import Launcher
 from fxtrain.launchers.machine import Machine, cores_of_ranks, look, read_cores, write_cores
-from fxtrain.launchers.outcome import Failure, LaunchResult, by_cause, describe
-from fxtrain.launchers.program import shared_environment
-from fxtrain.launchers.rank_reports import keep_tracebacks
-from fxtrain.launchers.spec import LaunchSpec, options_from, rank_environment
+from fxtrain.launchers.outcome import Failure, LaunchResult, by_cause, describe, keep_tracebacks
+from fxtrain.launchers.program import given_plan, plan_variable, shared_environment
+from fxtrain.launchers.spec import (
+    Invocation,
+    LaunchSpec,
+    as_json,
+    options_from,
+    rank_environment,
+    show,
+)
 from fxtrain.launchers.table import LAUNCHERS, find_launcher, known_launchers, prepare, run
 from fxtrain.launchers.target import check_target
 

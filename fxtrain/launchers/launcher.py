@@ -4,11 +4,10 @@ from collections.abc import Callable
 
 import attrs
 
-from fxtrain.launchers.invocation import Invocation
 from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.outcome import LaunchResult
 from fxtrain.launchers.process import run_program
-from fxtrain.launchers.spec import LaunchSpec
+from fxtrain.launchers.spec import Invocation, LaunchSpec
 
 # Fields of a spec that every launcher supports, ...
 COMMON = frozenset(

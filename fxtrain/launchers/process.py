@@ -1,4 +1,4 @@
-"""Runs a launcher that is a separate program, such as mpirun, srun or kubectl."""
+"""Runs a launcher that is a separate program, such as srun, and forwards signals to it."""
 
 import os
 import shutil
@@ -7,18 +7,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import attrs
 
 from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.native.oom import count_kills, tell_kills
 from fxtrain.launchers.child import end_with_parent
-from fxtrain.launchers.invocation import Invocation
-from fxtrain.launchers.outcome import LaunchResult, by_cause
-from fxtrain.launchers.rank_reports import read_reports, to_failures
-from fxtrain.launchers.signals import FORWARDED_SIGNALS, forward_signals
-from fxtrain.launchers.spec import LaunchSpec
+from fxtrain.launchers.outcome import LaunchResult, by_cause, read_reports, to_failures
+from fxtrain.launchers.spec import Invocation, LaunchSpec
 
 # In a command line, a placeholder for the folder for errors of ranks, known only when it runs.
 ERRORS = "%ERRORS%"
@@ -26,6 +26,8 @@ _POLL_INTERVAL_S = 0.2
 # Time for other ranks to report their errors after one has failed.
 _GRACE_S = 5.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# Signals by which a scheduler or a person notifies a program; they end nothing here.
+FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def run_program(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
@@ -134,3 +136,45 @@ def _ended(process: "subprocess.Popen[bytes]", errors: Path) -> int:
         if failed_at is not None and now - failed_at > _GRACE_S:
             process.terminate()
             failed_at = now
+
+
+@contextmanager
+def forward_signals(numbers: tuple[int, ...], give: Callable[[int], None]) -> Iterator[None]:
+    """Forward signals while the block runs.
+
+    Args:
+        numbers: The signals.
+        give: Called with the number of each signal received, in the main thread.
+
+    Effects:
+        Replaces the handlers of these signals and restores them.
+    """
+
+    def handle(number: int, frame: Any) -> None:
+        give(number)
+
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None is a handler that was not set by Python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _children() -> list[int]:
+    """Processes that this one has started and that still run, where Linux shows them."""
+    found = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for path in found for pid in path.read_text().split()]
+
+
+def signal_children(number: int) -> None:
+    """Send a signal to every child.
+
+    A child that has just exited needs no signal.
+    """
+    for pid in _children():
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue

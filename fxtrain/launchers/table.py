@@ -19,11 +19,10 @@ from fxtrain.launchers.built_in.ray import RAY
 from fxtrain.launchers.built_in.sagemaker.launcher import SAGEMAKER
 from fxtrain.launchers.built_in.slurm import SLURM
 from fxtrain.launchers.built_in.tpu import TPU, TPU_POD
-from fxtrain.launchers.invocation import Invocation
 from fxtrain.launchers.launcher import COMMON, Launcher
 from fxtrain.launchers.machine import Machine, look
 from fxtrain.launchers.outcome import LaunchResult
-from fxtrain.launchers.spec import LaunchSpec, options_from
+from fxtrain.launchers.spec import Invocation, LaunchSpec, options_from
 from fxtrain.launchers.target import check_target
 
 _BUILT_IN = (NATIVE, MPI, SLURM, DEEPSPEED, TPU, TPU_POD, RAY, KUBERNETES, SAGEMAKER)

@@ -8,7 +8,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fxtrain._version import __version__
-from fxtrain.backends.core.memory_state import format_of, local_part_of, memory_reader
+from fxtrain.backends.core.model_state import format_of, local_part_of, memory_reader
 from fxtrain.checkpoint.json_values import decode, encode
 from fxtrain.errors import PlanError
 from fxtrain.state import Plan, Position, Wrapped, diff, structure, unstructure

@@ -50,8 +50,16 @@ from fxtrain.state.strategy_configs import (
     round_ends,
     token_ranges,
 )
-from fxtrain.state.weight import Location, TensorIndex, Weight
-from fxtrain.state.window import AccumulationWindow, FlatShard, ModelState, ModelStatus, StateReader
+from fxtrain.state.window import (
+    AccumulationWindow,
+    FlatShard,
+    Location,
+    ModelState,
+    ModelStatus,
+    StateReader,
+    TensorIndex,
+    Weight,
+)
 
 __all__ = [
     "AccumulationWindow",

@@ -16,8 +16,7 @@ from fxtrain.state.module_names import M_co, ModuleNames, check_open
 from fxtrain.state.placement import Placement
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position
-from fxtrain.state.weight import Weight
-from fxtrain.state.window import AccumulationWindow, ModelState, ModelStatus, StateReader
+from fxtrain.state.window import AccumulationWindow, ModelState, ModelStatus, StateReader, Weight
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxtrain import ops
 from fxtrain._record import record, shown
-from fxtrain.backends.core.memory_state import format_of, local_part_of, memory_reader
+from fxtrain.backends.core.model_state import format_of, local_part_of, memory_reader
 from fxtrain.data import Sharded
 from fxtrain.errors import PlanError, StepError
 from fxtrain.loop.evaluating import Mean

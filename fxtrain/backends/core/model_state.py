@@ -1,4 +1,4 @@
-"""The state of a model on torch's own machinery: read and restored by name."""
+"""The state of a model on torch's own machinery: read, restored by name, and held in memory."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -21,14 +21,9 @@ from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.core.weights import HALF
 from fxtrain.errors import CheckpointError
 from fxtrain.models import tensor_bytes
-from fxtrain.ops.whole_tensors import is_sharded, plain_name
+from fxtrain.ops.whole_tensors import is_sharded, local_values, plain_name
 from fxtrain.precision import quantized_facts, quantized_tensors, scaling_state, stored_tensors
-from fxtrain.state import (
-    TE,
-    ModelState,
-    StateReader,
-    Wrapped,
-)
+from fxtrain.state import TE, DistContext, FlatShard, ModelState, StateReader, Wrapped
 
 _SENDS_BUFFERS = "require_forward_param_sync"
 
@@ -223,3 +218,46 @@ def _load_buffers_sent(model: Wrapped, saved: StateReader) -> None:
     sends_buffers = saved.values.get("sends_buffers")
     if sends_buffers is not None and hasattr(model.engine, _SENDS_BUFFERS):
         setattr(model.engine, _SENDS_BUFFERS, bool(sends_buffers))
+
+
+def local_part_of(tensor: Any) -> Tensor:
+    """This rank's values of a tensor, a DTensor or a `FlatShard`, sharing memory."""
+    return tensor.values.detach() if isinstance(tensor, FlatShard) else local_values(tensor)
+
+
+def format_of(tensor: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of a whole tensor."""
+    dtype = tensor.values.dtype if isinstance(tensor, FlatShard) else tensor.dtype
+    return tuple(tensor.shape), dtype
+
+
+def memory_reader(
+    ctx: DistContext,
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    parts: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    values: Any,
+) -> StateReader:
+    """A reader for `Strategy.load_state` of a state that the same ranks hold in memory.
+
+    Args:
+        shapes: Shape and dtype of the whole tensors, by name.
+        parts: This rank's parts of them.
+        own: Tensors that belong to this rank only.
+        values: The plain values of the state.
+    """
+
+    def fill(name: str, tensor: Any) -> None:
+        with torch.no_grad():
+            local_part_of(tensor).copy_(parts[name])
+
+    return StateReader(
+        shapes=shapes,
+        fill=fill,
+        values=values,
+        # A rank reads only its own tensors where the same ranks load.
+        own=lambda name, rank: own.get(name),
+        ranks=ctx.world_size,
+        rank=ctx.rank,
+        loading_ranks=ctx.world_size,
+    )

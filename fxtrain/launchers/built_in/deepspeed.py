@@ -10,12 +10,11 @@ from typing import Literal
 import attrs
 
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.invocation import Invocation
 from fxtrain.launchers.launcher import RENDEZVOUS_FIELDS, Launcher
 from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.process import ERRORS
 from fxtrain.launchers.program import rank_command, remote_environment, shared_environment
-from fxtrain.launchers.spec import LaunchSpec, count, launch_record
+from fxtrain.launchers.spec import Invocation, LaunchSpec, count, launch_record
 
 Hosts = dict[str, tuple[int, ...]]  # name of a machine to the slots in use, in order
 

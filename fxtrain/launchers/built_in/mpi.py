@@ -6,12 +6,11 @@ import attrs
 
 from fxtrain._secret import SECRET
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.invocation import Invocation
 from fxtrain.launchers.launcher import RENDEZVOUS_FIELDS, Launcher
 from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.process import ERRORS
 from fxtrain.launchers.program import rank_command, shared_environment, threads_of
-from fxtrain.launchers.spec import LaunchSpec, count, launch_record
+from fxtrain.launchers.spec import Invocation, LaunchSpec, count, launch_record
 
 # Under the names of Open MPI and MPICH; "exclusive" is as many cores as a rank has threads.
 _BINDINGS = {

@@ -9,7 +9,6 @@ import attrs
 
 from fxtrain._secret import SECRET
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.invocation import Invocation
 from fxtrain.launchers.launcher import RENDEZVOUS_FIELDS, Launcher
 from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.process import ERRORS
@@ -19,7 +18,7 @@ from fxtrain.launchers.program import (
     shared_environment,
     threads_of,
 )
-from fxtrain.launchers.spec import LaunchSpec, count, each, launch_record, name_values
+from fxtrain.launchers.spec import Invocation, LaunchSpec, count, each, launch_record, name_values
 
 _BINDINGS = {"node": "ldoms", "socket": "sockets", "exclusive": "cores"}
 _plain = each(re.compile(r"[^\s\"'\\#]+").fullmatch, expected="a word without spaces or quotes")

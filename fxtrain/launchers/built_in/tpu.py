@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import attrs
 
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.invocation import Invocation
 from fxtrain.launchers.launcher import Launcher
 from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.process import ERRORS
@@ -17,7 +16,7 @@ from fxtrain.launchers.program import (
     remote_environment,
     shared_environment,
 )
-from fxtrain.launchers.spec import LaunchSpec, each, launch_record
+from fxtrain.launchers.spec import Invocation, LaunchSpec, each, launch_record
 
 _plain = each(re.compile(r"[^\s\"'\\]+").fullmatch, expected="a word without spaces or quotes")
 

@@ -28,13 +28,11 @@ from fxtrain.launchers.built_in.native.network import (
 )
 from fxtrain.launchers.built_in.native.oom import count_kills, tell_kills
 from fxtrain.launchers.built_in.native.preload import load_torch
-from fxtrain.launchers.invocation import Invocation
 from fxtrain.launchers.orphans import MARK, end_strays, kept, mark_within
-from fxtrain.launchers.outcome import LaunchResult, by_cause, describe
+from fxtrain.launchers.outcome import LaunchResult, by_cause, describe, read_reports, to_failures
+from fxtrain.launchers.process import FORWARDED_SIGNALS, forward_signals, signal_children
 from fxtrain.launchers.program import QUIET
-from fxtrain.launchers.rank_reports import read_reports, to_failures
-from fxtrain.launchers.signals import FORWARDED_SIGNALS, forward_signals, signal_children
-from fxtrain.launchers.spec import LaunchSpec
+from fxtrain.launchers.spec import Invocation, LaunchSpec
 
 
 def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:

@@ -4,11 +4,10 @@ import attrs
 
 from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.native.elastic import run_elastic
-from fxtrain.launchers.invocation import Invocation
 from fxtrain.launchers.launcher import Launcher
 from fxtrain.launchers.machine import Machine, cores_of_ranks, write_cores
 from fxtrain.launchers.program import rank_command, shared_environment
-from fxtrain.launchers.spec import LaunchSpec
+from fxtrain.launchers.spec import Invocation, LaunchSpec
 
 _STREAMS = {"none": "0", "out": "1", "err": "2", "both": "3"}
 _ON_CPU = ("node", "exclusive")

@@ -7,11 +7,10 @@ from typing import Any
 import attrs
 
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.invocation import Invocation
 from fxtrain.launchers.launcher import Launcher
 from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.program import remote_environment
-from fxtrain.launchers.spec import LaunchSpec, count, launch_record
+from fxtrain.launchers.spec import Invocation, LaunchSpec, count, launch_record
 
 _FILE = "fxtrain-launch/sagemaker.json"
 _WITH_GPUS = ("ml.g", "ml.p")
