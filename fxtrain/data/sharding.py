@@ -215,7 +215,7 @@ def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) 
     return _at_the_same_row(found, loader) if sharded else found
 
 
-def part_of(loader: Sharded[T], plan: Plan, part: int, parts: int) -> Sharded[T]:
+def share_of_replica(loader: Sharded[T], plan: Plan, part: int, parts: int) -> Sharded[T]:
     """The same data, of which contexts like the loader's each read a part, without a group.
 
     Args:

@@ -17,7 +17,7 @@ from fxtrain.backends.core.replica_digests import verify_replicas
 from fxtrain.checkpoint import save
 from fxtrain.checkpoint.restoring import restore_newest
 from fxtrain.data import Sharded
-from fxtrain.data.sharding import part_of
+from fxtrain.data.sharding import share_of_replica
 from fxtrain.errors import CollectiveError, PlanError, StepError
 from fxtrain.loop.stepping import StepFns, advance_schedulers, loss_and_aux, steps_per_update
 from fxtrain.ops.devices import as_scalar
@@ -366,7 +366,7 @@ class _Rows:
 
     def part(self, parts: int, part: int, position: Position) -> Sharded[Any]:
         """The loader of one part, from a position on."""
-        return part_of(self.loader, self.model.plan, part, parts).at(position)
+        return share_of_replica(self.loader, self.model.plan, part, parts).at(position)
 
 
 def _check_plan(ctx: DistContext, model: Wrapped) -> None:
