@@ -23,7 +23,7 @@ where another rank continues:
    before it that depends on other stages' parameters has a shape, but no values.
 4. On the last stage the loss function runs a second time, with the same random numbers. Its call of
    the model returns the outputs (`_GivenOutputs`), and backward starts from its result.
-5. See `last_stage.py`.
+5. See `broadcast_loss` (`execute.py`).
 
 Both exceptions derive from BaseException, so that an `except Exception` in a loss function or in a
 model does not catch them.
