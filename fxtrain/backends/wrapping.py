@@ -127,7 +127,7 @@ def wrap(
         lower = raise_to_fp32(model, ctx, plan) if raises else _nothing
         try:
             convert_as_planned(model, ctx, plan)
-            made: Any = strategy.wrap(strategy, model, ctx, plan, optimizer, scheduler)
+            wrapped: Any = strategy.wrap(strategy, model, ctx, plan, optimizer, scheduler)
         except BaseException:
             before.changes().undo()
             lower()
@@ -135,17 +135,17 @@ def wrap(
     changes = before.changes()
     if plan.precision.compute == "fp16" and ctx.device.type == "cpu":
         log(ctx, "fxtrain.plan").warning(_SLOW_FP16)
-    undo = functools.partial(_in_order, made.undo, changes.undo, lower)
+    undo = functools.partial(_in_order, wrapped.undo, changes.undo, lower)
     try:
-        _compare_options(ctx, plan, made)
+        _compare_options(ctx, plan, wrapped)
     except BaseException:
         undo()
         raise
-    made = attrs.evolve(made, undo=undo, hide_changes=changes.hide, dtypes=dtypes)
-    ctx.comm.slot(_WrappedModules).handles[model] = weakref.ref(made)
-    ctx.comm.slot(Models).windows.add(made.window)
+    wrapped = attrs.evolve(wrapped, undo=undo, hide_changes=changes.hide, dtypes=dtypes)
+    ctx.comm.slot(_WrappedModules).handles[model] = weakref.ref(wrapped)
+    ctx.comm.slot(Models).windows.add(wrapped.window)
     share_pace(ctx)
-    return made
+    return wrapped
 
 
 def unwrap(model: Wrapped[N]) -> N:
@@ -180,12 +180,12 @@ def unwrap(model: Wrapped[N]) -> N:
     return module
 
 
-def _compare_options(ctx: DistContext, plan: Plan, made: Any) -> None:
+def _compare_options(ctx: DistContext, plan: Plan, wrapped: Any) -> None:
     """Check that optimizers and schedulers have the same options on every rank."""
-    if made.optimizers and ctx.world_size > 1:
+    if wrapped.optimizers and ctx.world_size > 1:
         # Stages of a pipeline may have groups of their own.
         among = ctx if ctx.mesh.pipeline == 1 else ctx.axis("data")
-        check_same_plan("wrap", among, plan, settings_of(made.optimizers, made.schedulers))
+        check_same_plan("wrap", among, plan, settings_of(wrapped.optimizers, wrapped.schedulers))
 
 
 def _keeps_masters(plan: Plan) -> bool:
@@ -217,15 +217,15 @@ def problems_of(
     strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
 ) -> tuple[str, ...]:
     """Why a plan cannot be carried out in a context; no traffic, the same on all ranks."""
-    if told := _mesh_problems(ctx, plan) or _row_problems(strategy, plan):
-        return told
-    if told := _sharded_problems(module):
-        return told
-    found = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
-    found = (*found, *_replica_problems(strategy, plan))
-    found = (*found, *quantized_problems(strategy, ctx, plan, module))
-    found = (*found, *recipe_problems(strategy, ctx, plan, module))
-    return (*found, *local_problems(ctx, plan))
+    if mismatch := _mesh_problems(ctx, plan) or _row_problems(strategy, plan):
+        return mismatch
+    if mismatch := _sharded_problems(module):
+        return mismatch
+    problems = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
+    problems = (*problems, *_replica_problems(strategy, plan))
+    problems = (*problems, *quantized_problems(strategy, ctx, plan, module))
+    problems = (*problems, *recipe_problems(strategy, ctx, plan, module))
+    return (*problems, *local_problems(ctx, plan))
 
 
 def _mesh_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
@@ -280,7 +280,9 @@ def _row_problems(strategy: Strategy, plan: Plan) -> tuple[str, ...]:
 
 def _sharded_problems(module: nn.Module) -> tuple[str, ...]:
     """What of a module is in another wrapped model, which has sharded it."""
-    names = [name for name, one in module.named_parameters() if _axes_of(one) & _SHARDED_OVER]
+    names = [
+        name for name, parameter in module.named_parameters() if _axes_of(parameter) & _SHARDED_OVER
+    ]
     if not names:
         return ()
     more = f" and {len(names) - 5} more" * (len(names) > 5)

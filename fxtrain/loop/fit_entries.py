@@ -86,7 +86,7 @@ def phase_clock(ctx: DistContext, fns: StepFns) -> PhaseClock | None:
         finally:
             spent.append(time.perf_counter() - started)
 
-    optimizers = (one for one in fns.model.optimizers if isinstance(one, Optimizer))
+    optimizers = (each for each in fns.model.optimizers if isinstance(each, Optimizer))
     return PhaseClock(attrs.evolve(fns, loss=loss), tuple(optimizers), spent)
 
 
@@ -248,11 +248,11 @@ class Entries:
         self.run.table(
             "slow ranks",
             {
-                "rank": [one.rank for one in slow],
-                "host": [one.host for one in slow],
-                "device": [one.device for one in slow],
-                "ms per step": [round(1000 * one.seconds, 1) for one in slow],
-                "median of ranks": [round(1000 * one.median, 1) for one in slow],
+                "rank": [each.rank for each in slow],
+                "host": [each.host for each in slow],
+                "device": [each.device for each in slow],
+                "ms per step": [round(1000 * each.seconds, 1) for each in slow],
+                "median of ranks": [round(1000 * each.median, 1) for each in slow],
             },
             position,
         )

@@ -408,13 +408,13 @@ def _nonfinite_problem(ctx: DistContext, batch: Batch, model: Wrapped) -> StepEr
     bad_grads = not model.strategy.finite(model)
     bad_losses = int(model.window.bad_losses)
     model.window.bad_losses.zero_()
-    found = ops.gather_objects((bad_losses, bad_grads), ctx)
-    if not any(losses or grads for losses, grads in found):
+    counts = ops.gather_objects((bad_losses, bad_grads), ctx)
+    if not any(losses or grads for losses, grads in counts):
         return None
     lines = [
         f"  rank {rank}: {losses} non-finite loss{'' if losses == 1 else 'es'}; "
         f"gradients are {'non-finite' if grads else 'finite'}"
-        for rank, (losses, grads) in enumerate(found)
+        for rank, (losses, grads) in enumerate(counts)
         if losses or grads
     ]
     return StepError(
@@ -448,7 +448,7 @@ def advance_schedulers(batch: Batch, model: Wrapped, steps: int) -> None:
     for scheduler in model.schedulers:
         _advance(scheduler, steps, capped=model.plan.schedule == "ranks")
     status.scheduled_update = updates
-    status.schedule_counts = tuple(getattr(one, "last_epoch", 0) for one in model.schedulers)
+    status.schedule_counts = tuple(getattr(each, "last_epoch", 0) for each in model.schedulers)
 
 
 def steps_per_update(model: Wrapped, rows: int) -> int:
@@ -481,14 +481,17 @@ def _warn_of_lengths(model: Wrapped, batch: Batch, steps: int) -> None:
     updates = batch.run_updates
     if updates is None or batch.position.updates != model.window.updates:
         return
-    ranks, made = model.ctx.axis("data").world_size, updates * steps
+    ranks, steps_of_run = model.ctx.axis("data").world_size, updates * steps
     for scheduler in model.schedulers:
         name = type(scheduler).__name__
         length = getattr(scheduler, _LENGTHS.get(name, ""), None)
-        if type(length) is not int or abs(length - made) <= steps + _TOLERANCE * made:
+        if (
+            type(length) is not int
+            or abs(length - steps_of_run) <= steps + _TOLERANCE * steps_of_run
+        ):
             continue
-        cure = f"Build it with {_LENGTHS[name]}={made}, of loader.total_updates(epochs)"
-        if length > made and ranks > 1 and model.plan.schedule == "update":
+        cure = f"Build it with {_LENGTHS[name]}={steps_of_run}, of loader.total_updates(epochs)"
+        if length > steps_of_run and ranks > 1 and model.plan.schedule == "update":
             cure += (
                 f"; if it counts the batches of the loader before fx.shard, use "
                 f"Plan(schedule='ranks'), which steps it {ranks} times per update"
@@ -499,7 +502,7 @@ def _warn_of_lengths(model: Wrapped, batch: Batch, steps: int) -> None:
             name,
             length,
             updates,
-            made,
+            steps_of_run,
             model.plan.schedule,
             cure,
         )

@@ -64,15 +64,15 @@ class Stand:
     @property
     def line(self) -> Frame | None:
         """The innermost line of the script: the innermost that is in no library."""
-        own = (one for one in self.stack if not _is_library(one.file))
+        own = (frame for frame in self.stack if not _is_library(frame.file))
         return next(own, self.stack[0] if self.stack else None)
 
     @property
     def waits(self) -> bool:
         """Whether it waits for other ranks."""
         return any(
-            end in one.file and function in one.function
-            for one in self.stack[:6]
+            end in frame.file and function in frame.function
+            for frame in self.stack[:6]
             for end, function in _WAITS
         )
 
@@ -116,8 +116,8 @@ def read_stands(folder: Path) -> list[Stand]:
             f"them."
         )
     stands = [_read(path) for path in paths]
-    last = max(stands, key=lambda one: one.record["time"])  # an earlier attempt had other ranks
-    return [one for one in stands if one.rank < last.record["world_size"]]
+    last = max(stands, key=lambda stand: stand.record["time"])  # an earlier attempt had other ranks
+    return [stand for stand in stands if stand.rank < last.record["world_size"]]
 
 
 def _read(path: Path) -> Stand:
@@ -125,7 +125,7 @@ def _read(path: Path) -> Stand:
         record = json.loads(path.read_text(encoding="utf-8"))
         stacks = _threads(path.with_suffix(".stacks").read_text(encoding="utf-8", errors="replace"))
         main = stacks.get(int(record["main_thread"]), ())
-        stack = tuple(one for one in main if not one.file.endswith(_STARTS))
+        stack = tuple(frame for frame in main if not frame.file.endswith(_STARTS))
         return Stand(rank=int(record["rank"]), record=record, stack=stack)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LaunchError(f"{path} is not a record of a rank: {error}.") from error
@@ -133,15 +133,15 @@ def _read(path: Path) -> Stand:
 
 def _threads(text: str) -> dict[int, tuple[Frame, ...]]:
     """By thread, its stack; that of the last time, if it was written several times."""
-    found: dict[int, tuple[Frame, ...]] = {}
+    stacks: dict[int, tuple[Frame, ...]] = {}
     thread = 0
     for line in text.splitlines():
         if head := _THREAD.match(line):
             thread = int(head[1], 16)
-            found[thread] = ()
+            stacks[thread] = ()
         elif (frame := _FIELDS.match(line)) and thread:
-            found[thread] += (Frame(frame[1], int(frame[2]), frame[3]),)
-    return found
+            stacks[thread] += (Frame(frame[1], int(frame[2]), frame[3]),)
+    return stacks
 
 
 def _is_library(file: str) -> bool:
@@ -153,16 +153,16 @@ def groups_of(stands: Iterable[Stand]) -> list[list[Stand]]:
 
     Ranks that wait for others come last, and so do those of which there are more.
     """
-    found: dict[tuple[Frame, ...], list[Stand]] = {}
-    for one in stands:
-        found.setdefault(one.stack, []).append(one)
-    return sorted(found.values(), key=lambda group: (group[0].waits, len(group), group[0].rank))
+    groups: dict[tuple[Frame, ...], list[Stand]] = {}
+    for stand in stands:
+        groups.setdefault(stand.stack, []).append(stand)
+    return sorted(groups.values(), key=lambda group: (group[0].waits, len(group), group[0].rank))
 
 
 def described(stands: Sequence[Stand]) -> str:
     """Which ranks stand apart, in which line; where the others wait; and the stacks of both."""
     groups = groups_of(stands)
-    hosts = {one.rank: one.record["host"] for one in stands}
+    hosts = {stand.rank: stand.record["host"] for stand in stands}
     hosts = hosts if len(set(hosts.values())) > 1 else {}
     apart = len(groups) > 1 and (not groups[0][0].waits or len(groups[0]) < len(groups[-1]))
     size = stands[0].record["world_size"]
@@ -170,11 +170,11 @@ def described(stands: Sequence[Stand]) -> str:
     for number, group in enumerate(groups):
         odd = apart and number == 0
         place = "apart from the others, at" if odd else "waiting at" if group[0].waits else "at"
-        lines += by_rank(((one.rank, f"{place} {_described(one)}") for one in group), hosts)
+        lines += by_rank(((stand.rank, f"{place} {_described(stand)}") for stand in group), hosts)
     for group in groups[:_GROUPS]:
         lines.append(f"Stack of rank {group[0].rank} ({len(group)} with the same), innermost last:")
         lines += [f"    {frame}" for frame in reversed(group[0].stack[:_SHOWN])]
-    missing = sorted(set(range(size)) - {one.rank for one in stands})
+    missing = sorted(set(range(size)) - {stand.rank for stand in stands})
     if missing:
         lines.append(f"No record of ranks {ranges(missing)} is in this folder.")
     return "\n".join(lines)
@@ -193,7 +193,7 @@ def unreported(folder: Path) -> str:
     if not any(folder.glob("rank-*.json")):
         return ""
     stands, report = read_stands(folder), folder / REPORT
-    silent = [one for one in stands if one.record["why"].startswith(NO_PROGRESS)]
+    silent = [stand for stand in stands if stand.record["why"].startswith(NO_PROGRESS)]
     if not silent or (report.exists() and report.stat().st_mtime >= silent[0].record["time"]):
         return ""
     text = described(stands)
@@ -220,10 +220,10 @@ def ask(folder: Path, *, patience_s: float = 3.0) -> list[Stand]:
     asked = (folder / ASK).stat().st_mtime
     deadline = time.monotonic() + patience_s
     stands = read_stands(folder)
-    while time.monotonic() < deadline and any(one.record["asked"] != asked for one in stands):
+    while time.monotonic() < deadline and any(stand.record["asked"] != asked for stand in stands):
         time.sleep(_POLL_S)
         stands = read_stands(folder)
-    silent = [one.record for one in stands if one.record["asked"] != asked]
+    silent = [stand.record for stand in stands if stand.record["asked"] != asked]
     for record in silent:
         here = record["signal"] and record["host"] == platform.node()
         if here and record["process_start"] == process_start(record["pid"]) != "":

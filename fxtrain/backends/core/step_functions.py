@@ -185,9 +185,9 @@ def finite(model: Wrapped) -> bool:
         return True
     # Local parts only; the ranks compare the results.
     grads = (getattr(p.grad, "_local_tensor", p.grad) for p in model.module.parameters())
-    found = [grad for grad in grads if grad is not None and grad.numel()]
+    present = [grad for grad in grads if grad is not None and grad.numel()]
     # The largest absolute value, which does not overflow: few kernels for many parameters.
-    return bool(nn.utils.get_total_norm(found, math.inf).isfinite())
+    return bool(nn.utils.get_total_norm(present, math.inf).isfinite())
 
 
 def apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
@@ -245,10 +245,10 @@ def _unscale(model: Wrapped) -> None:
     assert scale is not None
     inverse = (scale.double() if scale.device.type != "mps" else scale).reciprocal().float()
     for optimizer in model.optimizers:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        found = unscale_local(local_grads(held), inverse)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        nonfinite = unscale_local(local_grads(parameters), inverse)
         state = scaler._per_optimizer_states[id(optimizer)]
-        state["found_inf_per_device"] = {found.device: found}
+        state["found_inf_per_device"] = {nonfinite.device: nonfinite}
         state["stage"] = OptState.UNSCALED
     model.window.unscaled = True
 

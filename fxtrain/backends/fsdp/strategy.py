@@ -159,8 +159,8 @@ def _wrap(
     model = undone_together(
         lambda: make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo), undo, ctx
     )
-    for one in model.optimizers:
-        disable_foreach(one)
+    for each in model.optimizers:
+        disable_foreach(each)
     return independent_replicas(model, size)
 
 
@@ -173,16 +173,16 @@ def undone_together(
         Exception: this rank's own.
         CollectiveError: another rank's failed.
     """
-    made = None
+    wrapped = None
     try:
         with fail_together(ctx):
-            made = make()
+            wrapped = make()
     except Exception:
         if ctx.comm.state.failure is None:  # otherwise a rank is gone
             undo()
         raise
-    assert made is not None
-    return made
+    assert wrapped is not None
+    return wrapped
 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001

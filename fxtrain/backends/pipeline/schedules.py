@@ -159,10 +159,10 @@ def _infer_shapes(model: Wrapped, calls: Sequence[Call]) -> dict[int, Probe]:
 
 def _common_probe(first: Probe, others: Sequence[Probe]) -> Probe:
     """The result for the first micro-batch, with a problem if others have different shapes."""
-    other = next((one for one in others if one.needs != first.needs), None)
+    other = next((each for each in others if each.needs != first.needs), None)
     if first.problem is not None or other is None:
         return first
-    shapes = [[list(meta.shape) for meta in one.needs] for one in (first, other)]
+    shapes = [[list(meta.shape) for meta in each.needs] for each in (first, other)]
     text = (
         f"micro-batches send it {shapes[0]} and {shapes[1]}, so shapes depend on data. All must be "
         f"equal: truncate or pad in the loss function, before the model is called"
@@ -278,17 +278,21 @@ def _problems(engine: Pipeline, probes: Mapping[int, Probe]) -> list[str]:
     """Why stages do not fit together; the same on every rank of the pipeline."""
     name = type(engine.module).__name__
     problems: list[str] = []
-    for number, found in sorted(probes.items()):
-        text = found.problem
+    for number, stage_probe in sorted(probes.items()):
+        text = stage_probe.problem
         before = probes[number - 1].gives if number else ()
         if text is None and any(
-            meta.index >= len(before) or before[meta.index] != "own" for meta in found.needs
+            meta.index >= len(before) or before[meta.index] != "own" for meta in stage_probe.needs
         ):
             text = (
                 "it needs a value that neither it nor the previous stage has computed. Only the "
                 "arguments of a stage's first module are sent from one stage to the next"
             )
-        if text is None and number == len(engine.partition.ranks) - 1 and "other" in found.gives:
+        if (
+            text is None
+            and number == len(engine.partition.ranks) - 1
+            and "other" in stage_probe.gives
+        ):
             text = (
                 "the outputs need a value of an earlier stage that is not an argument of this "
                 "stage's first module, or a parameter of a module that is registered before the "

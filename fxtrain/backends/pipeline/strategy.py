@@ -131,8 +131,8 @@ def _wrap(
             )
 
     model = undone_together(make, undo, ctx)
-    for one in model.optimizers:
-        disable_foreach(one)
+    for each in model.optimizers:
+        disable_foreach(each)
     return attrs.evolve(model, engine=engine)
 
 
