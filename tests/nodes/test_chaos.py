@@ -12,8 +12,9 @@ SECONDS = 40
 
 
 @pytest.mark.nodes
+@pytest.mark.slow
 @pytest.mark.timeout(290)
-@pytest.mark.parametrize("seed", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [2, 8])
 def test_a_run_under_an_adversary_loses_no_row_and_no_bit(seed, tmp_path):
     if reason := problem():
         pytest.skip(reason)
