@@ -104,7 +104,7 @@ def _compare(ctx):
         with count_collectives() as traffic:
             run()
         sent[name] = sum(traffic.bytes.values())
-    return interleaved(runs, rounds=31, each=1, before=dist.barrier), sent
+    return interleaved(runs, rounds=21, each=1, before=dist.barrier), sent
 
 
 def main():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from fxtrain.backends.core.device_mesh import (
@@ -93,8 +93,8 @@ def shard_experts(
         options: Of fully_shard.
 
     Returns:
-        Whether fully_shard holds them. Where no other rank holds the same ones there is nothing to
-        gather or reduce, and it would copy parameters and gradients.
+        Whether fully_shard holds them. Where no other rank holds the same ones, and they compute in
+        their own dtype, it would only copy parameters and gradients.
 
     Effects:
         Replaces parameters by DTensors, and adds hooks that send tokens and outputs.
@@ -106,16 +106,14 @@ def shard_experts(
     distributed: DistributedParameters = {}
     for name in names:
         distribute_parameter(part, name, group, Shard(0), distributed)
-    apart = options["mesh"].size() == 1 and not isinstance(
-        options["offload_policy"], CPUOffloadPolicy
+    _add_hooks(part, names, group, here, ctx)
+    offloaded = isinstance(options["offload_policy"], CPUOffloadPolicy)
+    if options["mesh"].size() == 1 and options["mp_policy"].param_dtype is None and not offloaded:
+        return False
+    fully_shard(
+        part, shard_placement_fn=lambda one: Shard(_shard_dim(one, here, outer) or 0), **options
     )
-    policy: MixedPrecisionPolicy = options["mp_policy"]
-    _add_hooks(part, names, group, here, ctx, policy if apart else MixedPrecisionPolicy())
-    if not apart:
-        fully_shard(
-            part, shard_placement_fn=lambda one: Shard(_shard_dim(one, here, outer) or 0), **options
-        )
-    return not apart
+    return True
 
 
 @attrs.frozen(eq=False)
@@ -138,14 +136,8 @@ class _Routes:
 
 
 def _add_hooks(
-    part: nn.Module,
-    names: Sequence[str],
-    mesh: DeviceMesh,
-    here: int,
-    ctx: DistContext,
-    policy: MixedPrecisionPolicy,
+    part: nn.Module, names: Sequence[str], mesh: DeviceMesh, here: int, ctx: DistContext
 ) -> None:
-    """Add hooks that send tokens and outputs, and compute in the dtype of a policy."""
     signature, group = inspect.signature(part.forward), mesh.get_group()
     count: Any = part.num_experts
     open_forwards: list[_Routes] = []
@@ -153,11 +145,6 @@ def _add_hooks(
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         tokens, index, weights, *rest = signature.bind(*args, **kwargs).args
         show_local(module, names)
-        if policy.param_dtype is not None:
-            for name in names:
-                vars(module)[name] = vars(module)[name].to(policy.param_dtype)
-            if policy.cast_forward_inputs:
-                tokens, weights = tokens.to(policy.param_dtype), weights.to(policy.param_dtype)
         vars(module)["num_experts"] = here
         routes, per_expert = _routes(index, weights, tokens.dtype, here, group, ctx)
         open_forwards.append(routes)
