@@ -5,6 +5,7 @@ from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import every_row, shard
 from fxtrain.data.tensor_batches import batch
 from fxtrain.data.token_rows import tokens
+from fxtrain.data.tokenizing import tokenize
 from fxtrain.state.token_files import (
     BestFit,
     Blend,
@@ -33,5 +34,6 @@ __all__ = [
     "document_bounds",
     "every_row",
     "shard",
+    "tokenize",
     "tokens",
 ]

@@ -12,9 +12,10 @@ from fxtrain._optional import optional
 from fxtrain.errors import DataError
 from fxtrain.state.token_files import MegatronTokens, NanoGPTTokens
 
+MAGIC = b"MMIDIDX\0\0"
 # The codes of integer types in `.idx` files.
-_CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-_HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, document bounds
+CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, document bounds
 _OPEN_MAPS = 32  # of one process
 _FAN = 16  # parts into which a step of a search divides what is left
 _PROBES = 64  # sequences that a start compares with their successors
@@ -174,21 +175,21 @@ def opened(source: MegatronTokens | NanoGPTTokens, _states: tuple[FileState, ...
         return Opened(path=source.path, tokens=tokens, end=source.end)
     path = f"{source.path}.idx"
     index = map_file(path)
-    if len(index) < _HEAD.size:
+    if len(index) < HEAD.size:
         raise damaged(path, f"has {len(index)} bytes, fewer than its header")
-    magic, version, code, sequences, bounds = _HEAD.unpack_from(index)
-    if magic != b"MMIDIDX\0\0" or version != 1 or code not in _CODES:
+    magic, version, code, sequences, bounds = HEAD.unpack_from(index)
+    if magic != MAGIC or version != 1 or code not in CODES:
         raise damaged(path, "is not an index of integers of version 1")
-    size = _HEAD.size + 12 * sequences + 8 * bounds
+    size = HEAD.size + 12 * sequences + 8 * bounds
     # Multimodal data has one more byte for each sequence.
     if not sequences or not bounds or len(index) not in (size, size + sequences):
         raise damaged(
             path, f"has {len(index)} bytes; {sequences} sequences, {bounds} bounds need {size}"
         )
-    lengths = numpy.frombuffer(index, "<i4", sequences, _HEAD.size)
-    pointers = numpy.frombuffer(index, "<i8", sequences, _HEAD.size + 4 * sequences)
-    starts = numpy.frombuffer(index, "<i8", bounds, _HEAD.size + 12 * sequences)
-    tokens = mapped_tokens(f"{source.path}.bin", _CODES[code])
+    lengths = numpy.frombuffer(index, "<i4", sequences, HEAD.size)
+    pointers = numpy.frombuffer(index, "<i8", sequences, HEAD.size + 4 * sequences)
+    starts = numpy.frombuffer(index, "<i8", bounds, HEAD.size + 12 * sequences)
+    tokens = mapped_tokens(f"{source.path}.bin", CODES[code])
     expected = int(pointers[-1]) + int(lengths[-1]) * tokens.itemsize
     if expected != tokens.nbytes:
         raise damaged(path, f"describes {expected} bytes of tokens, not those of its .bin file")

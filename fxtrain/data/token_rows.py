@@ -240,7 +240,7 @@ class _Packed:
         plans: list[tuple[Any, ...]] = []
         for row, number in enumerate(numbers.tolist()):
             window, inside = divmod(number, self.how.window_rows)
-            plan = _planned(self.source, self.states, self.how.window_rows, length, window)
+            plan = planned(self.source, self.states, self.how.window_rows, length, window)
             pieces = slice(*plan.bounds[inside : inside + 2].tolist())
             sizes = plan.sizes[pieces]
             places = row * length + sizes.cumsum() - sizes
@@ -273,10 +273,10 @@ class _Packed:
 
 
 @functools.lru_cache(maxsize=_PLANS)
-def _planned(
+def planned(
     source: TokenSource, states: tuple[FileState, ...], rows: int, length: int, window: int
 ) -> Packed:
-    """The rows of a window."""
+    """The rows of a window, packed by best fit."""
     numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
     file = open_source(source, states)
     begin = window * rows * length

@@ -1,0 +1,152 @@
+"""`fxtrain tokens`: text to files of tokens, and what such files hold."""
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from fxtrain.cli.output import as_json, print_json, print_table, say, warn
+from fxtrain.data.token_summary import decoded, find_source, summarize
+from fxtrain.data.tokenizing import Progress, Tokenizing, tokenize_parts
+
+_LINE_EVERY_S = 10.0
+_BAR = 40  # characters of the longest bar of a histogram
+_TYPES = click.Choice(["uint16", "int32", "uint32", "int64"])
+
+
+@click.command("tokens")
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@click.option("--to", metavar="PATH", help="write PATH.bin, and PATH.idx for Megatron")
+@click.option("--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder of transformers")
+@click.option("--format", type=click.Choice(["megatron", "nanogpt"]), default="megatron",
+              show_default=True, help="what to write")  # fmt: skip
+@click.option("--column", metavar="NAME", help="field of JSON lines or column of Parquet with the "
+              "text, by default text; with --show, column with the tokens")  # fmt: skip
+@click.option("--end", metavar="TOKEN", help="token after each document, such as '<|endoftext|>'; "
+              "with --show, its number")  # fmt: skip
+@click.option("--dtype", type=_TYPES, help="type of a token; by default the smallest for the "
+              "vocabulary, with --show that of the file, or uint16")  # fmt: skip
+@click.option("--workers", type=click.IntRange(min=1), default=os.cpu_count() or 1,
+              show_default="all cores", help="processes")  # fmt: skip
+@click.option("--show", is_flag=True, help="show what files of tokens hold")
+@click.option("--length", type=click.IntRange(min=1), metavar="N",
+              help="with --show: padding and cut documents in rows of N tokens")  # fmt: skip
+@as_json
+def TOKENS(
+    inputs: tuple[str, ...],
+    to: str | None,
+    tokenizer: str | None,
+    format: Any,
+    column: str | None,
+    end: str | None,
+    dtype: Any,
+    workers: int,
+    show: bool,  # noqa: FBT001
+    length: int | None,
+    json_: bool,  # noqa: FBT001
+) -> None:
+    """Tokenize text for fx.tokens, or show what files of tokens hold.
+
+    INPUT is a file or a quoted pattern. JSON lines (.jsonl, .json, also with .gz) have a document
+    per line, .parquet files one per row; every other file is one document. The output appears when
+    it is complete. After a kill, the same command continues.
+
+    With --show, INPUT is a source of fx.tokens: the path of Megatron's files, a .bin, .ds, .npy,
+    .parquet or .arrow file, or a folder of them or of MDS shards.
+    """
+    if show:
+        _show(inputs, column, end, dtype, length, tokenizer, json_=json_)
+        return
+    if to is None or tokenizer is None:
+        raise click.UsageError("Pass --to and --tokenizer, or --show to look at a file.")
+    if length is not None:
+        raise click.UsageError("--length needs --show: rows are cut when they are read.")
+    job = Tokenizing(
+        inputs=inputs,
+        output=to,
+        tokenizer=tokenizer,
+        format=format,
+        field=column or "text",
+        end=end,
+        dtype=dtype,
+        workers=workers,
+    )
+    last = None
+    for progress in _shown(tokenize_parts(job)):
+        last = progress
+    if json_ and last is not None:
+        counts = {"documents": last.documents, "tokens": last.tokens, "empty": last.empty}
+        print_json({"wrote": job.last_file, **counts})
+    elif json_:
+        print_json({"wrote": None})
+    elif last is None:
+        say(f"{job.last_file} is complete already.")
+    else:
+        say(f"Wrote {job.last_file}: {_counts(last)}.")
+
+
+def _counts(progress: Progress) -> str:
+    text = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
+    return f"{text}; {progress.empty:,} empty documents left out" if progress.empty else text
+
+
+def _shown(parts: Iterator[Progress]) -> Iterator[Progress]:
+    """The same, with a bar in a terminal, else a line now and then."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.fields[counts]}")
+        with Bar(BarColumn(), *columns, console=console) as bar:
+            task = bar.add_task("tokens", total=None, counts="")
+            for one in parts:
+                bar.update(task, total=one.total, completed=one.done, counts=_counts(one))
+                yield one
+        return
+    shown_s = time.monotonic()
+    for one in parts:
+        if time.monotonic() - shown_s >= _LINE_EVERY_S:
+            shown_s = time.monotonic()
+            warn(f"{one.done / one.total:.1%}: {_counts(one)}")
+        yield one
+
+
+def _show(
+    inputs: tuple[str, ...],
+    column: str | None,
+    end: str | None,
+    dtype: Any,
+    length: int | None,
+    tokenizer: str | None,
+    *,
+    json_: bool,
+) -> None:
+    if end is not None and not end.isdecimal():
+        raise click.BadParameter(f"with --show, {end!r} is no number.", param_hint="'--end'")
+    summaries: list[dict[str, Any]] = []
+    for path in inputs:
+        source = find_source(path, column, dtype, None if end is None else int(end))
+        summary = {"path": path, "format": type(source).__name__, **summarize(source, length)}
+        if tokenizer is not None:
+            summary["sample"] = decoded(tokenizer, path, summary["sample"])
+        summaries.append(summary)
+    if json_:
+        print_json(summaries)
+        return
+    for summary in summaries:
+        lengths = summary.pop("lengths")
+        rows = [(name.replace("_", " "), _text(value)) for name, value in summary.items()]
+        print_table(("", ""), rows)
+        most = max(lengths.values())
+        bars = [(name, f"{n:,}", "#" * -(-_BAR * n // most)) for name, n in lengths.items()]
+        say("")
+        print_table((">Tokens", ">Documents", ""), bars)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3%}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,74 @@
+"""Text that is tokenized and read again is the same, for any parts, stops and processes."""
+
+import itertools
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fxtrain as fx
+from fxtrain.data.tokenizing import Tokenizing, tokenize_parts
+from tests.data._texts import WORDS, documents_of, tokens_of, write_lines, write_tokenizer
+
+NUMBERS = itertools.count()
+LARGE = WORDS | {"z": 70_000}
+TEXTS = st.lists(st.lists(st.sampled_from(["a", "b", "c", "d", "z"])).map(" ".join), min_size=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("texts")
+
+
+def _written(place, files, settings, *, part, stops=(), workers=1):
+    """The source, and the bytes of its files, after runs that stop after some parts."""
+    inputs = [str(write_lines(place / f"{n}.jsonl", texts)) for n, texts in enumerate(files)]
+    output = str(place / f"out-{next(NUMBERS)}")
+    tokenizer = write_tokenizer(place, LARGE)
+    with mock.patch("fxtrain.data.text_documents._SMALLEST", part):
+        for stop in stops:
+            job = Tokenizing(
+                inputs=tuple(inputs), output=output, tokenizer=str(tokenizer), **settings
+            )
+            list(itertools.islice(tokenize_parts(job), stop))
+        source = fx.data.tokenize(inputs, output, tokenizer, workers=workers, **settings)
+    names = [output + suffix for suffix in (".bin", ".idx") if Path(output + suffix).exists()]
+    return source, [Path(name).read_bytes() for name in names]
+
+
+@settings(max_examples=25)
+@given(
+    files=st.lists(TEXTS, min_size=1, max_size=3).filter(
+        lambda files: any(text for texts in files for text in texts)
+    ),
+    form=st.sampled_from([("megatron", None), ("megatron", "int64"), ("nanogpt", "int64")]),
+    end=st.sampled_from([None, "<end>"]),
+    parts=st.tuples(st.integers(8, 200), st.integers(8, 200)),
+    stops=st.lists(st.integers(0, 9), max_size=3),
+)
+def test_what_is_written_is_read(folder, files, form, end, parts, stops):
+    place = folder / str(next(NUMBERS))
+    place.mkdir()
+    format, dtype = form
+    how = {"format": format, "dtype": dtype, "end": end}
+    source, written = _written(place, files, how, part=parts[0], stops=stops)
+    ends = [] if end is None else [0]
+    expected = [tokens_of(text, *ends, words=LARGE) for texts in files for text in texts if text]
+    if end is None and format == "nanogpt":  # which has nothing else between documents
+        expected = [list(itertools.chain.from_iterable(expected))]
+    assert documents_of(source) == expected
+    for path in place.glob("[0-9].jsonl"):
+        path.unlink()
+    assert _written(place, files, how, part=parts[1])[1] == written
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_any_number_of_processes_writes_the_same_bytes(folder, workers):
+    place = folder / f"workers-{workers}"
+    place.mkdir()
+    files = [["a b c", "d", "z z", ""] * 5, ["b"], ["c c c c"] * 7]
+    how = {"format": "megatron", "end": "<end>"}
+    alone = _written(place, files, how, part=40)[1]
+    assert _written(place, files, how, part=40, stops=[2], workers=workers)[1] == alone
