@@ -28,6 +28,7 @@ WORKERS, ROUNDS, COPIES = 2, 5, 2
 def _write(folder):
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py"))
     texts = [path.read_bytes().decode(errors="ignore") for path in paths]
+    texts = [text for text in texts if text.strip() and "<end>" not in text]
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()

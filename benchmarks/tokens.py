@@ -1,4 +1,4 @@
-"""One process: rows of tokens from 10^8, and a start with 10^7 documents.
+"""One process: rows of tokens from 10^9, and a start with 10^8 documents.
 
 The copies are the least that a loop by hand does: each row of the map is written into an int64
 array, of which a tensor is made. A batch has tokens and labels; with documents kept apart, also
@@ -20,19 +20,24 @@ import fxtrain as fx
 from benchmarks._common import interleaved, show
 from fxtrain.data.token_packing import pack
 
-TOKENS, DOCUMENTS, LENGTH, ROWS = 10**8, 10**7, 2048, 8
+TOKENS, DOCUMENTS, LENGTH, ROWS = 10**9, 10**8, 2048, 8
+BLOCK = 10**7  # entries written at a time
 
 
 def _write(folder):
+    """4 GB: random tokens, and an index of documents of equal size."""
     rng = np.random.default_rng(1)
-    rng.integers(1, 50_000, TOKENS, dtype=np.uint16).tofile(folder / "a.bin")
+    with (folder / "a.bin").open("wb") as file:
+        for _ in range(0, TOKENS, BLOCK):
+            rng.integers(1, 50_000, BLOCK, dtype=np.uint16).tofile(file)
     size, n = TOKENS // DOCUMENTS, DOCUMENTS
-    index = folder / "a.idx"
-    index.write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, n, n + 1))
-    with index.open("ab") as file:
-        np.full(n, size, np.int32).tofile(file)
-        (np.arange(n, dtype=np.int64) * 2 * size).tofile(file)
-        np.arange(n + 1, dtype=np.int64).tofile(file)
+    with (folder / "a.idx").open("wb") as file:
+        file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, n, n + 1))
+        for _ in range(0, n, BLOCK):
+            np.full(BLOCK, size, np.int32).tofile(file)
+        for factor, stop in ((2 * size, n), (1, n + 1)):
+            for begin in range(0, stop, BLOCK):
+                (np.arange(begin, min(begin + BLOCK, stop)) * factor).tofile(file)
 
 
 def _plan_windows():

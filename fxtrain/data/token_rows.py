@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from fxtrain._optional import optional
 from fxtrain.data.blends import BlendOrder
 from fxtrain.data.fetch import collate_nothing
+from fxtrain.data.megatron_order import MegatronRows, megatron_rows
 from fxtrain.data.order import BlockSampler
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import shard
@@ -22,7 +23,7 @@ from fxtrain.data.token_packing import Packed, pack
 from fxtrain.errors import DataError, PlanError
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import DistContext, Plan
-from fxtrain.state.token_files import BestFit, Blend, TokenSource
+from fxtrain.state.token_files import BestFit, Blend, MegatronOrder, TokenSource
 
 _NO_LABEL = -100  # `ignore_index` of torch's cross-entropy
 _PADDING = {"tokens": 0, "labels": _NO_LABEL, "positions": 0, "documents": -1}
@@ -39,6 +40,7 @@ def tokens(
     shuffle: bool = True,
     documents: bool = False,
     packing: BestFit | None = None,
+    compatible: Literal["megatron"] | MegatronOrder | None = None,
     workers: int = 0,
 ) -> Sharded[dict[str, Tensor]]:
     """Split rows of tokens over the ranks.
@@ -61,6 +63,9 @@ def tokens(
             the last token of a document predicts the first of the next one.
         packing: Pack documents into rows by best fit, in place of cutting the concatenated
             documents; keeps them apart, as `documents` does.
+        compatible: `MegatronOrder`, or "megatron" for its defaults: the rows of Megatron-core, in
+            its order, of its own files. All epochs of a run are part of that order, which
+            `shuffle` does not change.
         workers: Processes that read, as `num_workers` of a DataLoader. They cost more than a
             batch of tokens in memory; use them where reads of the disk take long.
 
@@ -115,6 +120,14 @@ def tokens(
             "attention has no mask of documents: tokens would attend to other documents. Use "
             "documents=False without packing, or a mesh without a context axis."
         )
+    if compatible is not None:
+        if packing is not None:
+            raise DataError(
+                "tokens: Megatron has no best-fit packing. Use either compatible or packing."
+            )
+        how = MegatronOrder() if compatible == "megatron" else compatible
+        rows = megatron_rows(source, length, plan.seed, how, separate=documents)
+        return shard(_loader(_Rows([rows]), batch_size, workers), ctx, plan)
     blend = source if isinstance(source, Blend) else None
     sources = [part.source for part in source.parts] if isinstance(source, Blend) else [source]
     parts: list[_Cut | _Packed] = []
@@ -131,20 +144,22 @@ def tokens(
         order["sampler"] = BlockSampler(counts[0], block)
     else:
         order["shuffle"] = shuffle
-    loader = DataLoader(
-        _Rows(parts, blended=blend is not None),
-        batch_size=batch_size,
-        num_workers=workers,
-        collate_fn=collate_nothing,
-        **order,
+    rows = _Rows(parts, blended=blend is not None)
+    return shard(_loader(rows, batch_size, workers, **order), ctx, plan)
+
+
+def _loader(rows: "_Rows", batch_size: int, workers: int, **order: Any) -> DataLoader[Any]:
+    return DataLoader(
+        rows, batch_size=batch_size, num_workers=workers, collate_fn=collate_nothing, **order
     )
-    return shard(loader, ctx, plan)
 
 
 class _Rows(Dataset[dict[str, Tensor]]):
     """Rows of one source or several, numbered one source after the other."""
 
-    def __init__(self, parts: "Sequence[_Cut | _Packed]", *, blended: bool) -> None:
+    def __init__(
+        self, parts: "Sequence[_Cut | _Packed | MegatronRows]", *, blended: bool = False
+    ) -> None:
         self._parts, self._blended = parts, blended
         self._starts = list(itertools.accumulate((len(part) for part in parts), initial=0))
 

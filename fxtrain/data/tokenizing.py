@@ -102,7 +102,7 @@ def tokenize(
             transformers reads.
         format: "megatron" writes `.bin` and `.idx`; "nanogpt" a `.bin` without a header.
         field: The field of JSON lines, or the column of Parquet files, that has the text.
-        end: The token that ends each document, such as "<|endoftext|>". None adds none.
+        end: The token that ends each document, such as "<eos>". None adds none.
         dtype: Type of a token in the file. By default uint16, or one of 32 bits for vocabularies
             of more than 65,536.
         workers: Processes. With more than one, a script needs `if __name__ == "__main__":`.
@@ -201,7 +201,7 @@ def read_description(stem: str) -> dict[str, Any]:
 class Encoder:
     """A tokenizer of tokenizers or transformers.
 
-    Text is text: "<|endoftext|>" within it is not the token of that name.
+    Text is text: "<eos>" within it is not the token of that name.
 
     Attributes:
         vocabulary: Token → number.

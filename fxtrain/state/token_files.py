@@ -154,6 +154,37 @@ class BestFit:
 
 
 @record
+class MegatronOrder:
+    """The samples of Megatron-core 0.16 (`GPTDataset`), in the order of its training.
+
+    The seed of the plan takes the place of Megatron's `--seed`, which is 1234 by default.
+
+    Attributes:
+        samples: Of the whole run, as `--train-samples`, or updates times the global batch. It
+            decides how epochs are shuffled. None is one epoch; a blend needs a number.
+        split: Weights of the parts of the sequences for training, validation and test, as
+            `--split`.
+        part: Which of them to read.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.data.MegatronOrder(samples=300_000, split=(969, 30, 1)).part
+        'train'
+    """
+
+    samples: int | None = attrs.field(default=None, validator=at_least(1))
+    split: tuple[float, ...] = (1.0,)
+    part: Literal["train", "valid", "test"] = "train"
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 < len(self.split) <= 3 or min(self.split) < 0 or not sum(self.split):
+            raise PlanError(
+                f"MegatronOrder(split={self.split!r}): pass one to three weights of at least 0, "
+                f"such as (969, 30, 1)."
+            )
+
+
+@record
 class BlendPart:
     """A source of a blend.
 
