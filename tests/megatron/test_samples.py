@@ -87,12 +87,12 @@ def _check(expected, source, order, length, seed):
         assert torch.equal(labels, masked)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    sizes=st.lists(st.integers(0, 40), min_size=3, max_size=30).filter(lambda s: sum(s) > 100),
+    sizes=st.lists(st.integers(0, 40), min_size=10, max_size=40).filter(lambda s: sum(s) > 100),
     samples=st.one_of(st.none(), st.integers(1, 120)),
     length=st.integers(5, 24),
-    split=st.sampled_from([(1.0,), (90.0, 10.0), (969.0, 30.0, 1.0), (1.0, 1.0, 1.0)]),
+    split=st.sampled_from([(1.0,), (9.0, 1.0), (2.0, 1.0, 1.0)]),
     seed=st.integers(0, 9),
 )
 def test_a_source_has_the_samples_of_megatron(
@@ -114,7 +114,7 @@ def test_other_parts_of_the_split(tmp_path, part):
     _check(expected, source, order, 8, 1234)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     weights=st.lists(st.sampled_from([0.1, 0.3, 0.7, 1.0, 3.0]), min_size=2, max_size=4),
     samples=st.integers(20, 150),
