@@ -6,6 +6,7 @@ import re
 from tests.launched._run import ROOT
 
 FOLDER = ROOT / "examples"
+FOLDERS = ("complete", "features", "pretrain", "recipes", "walkthrough")
 
 
 def test_every_example_is_in_the_table():
@@ -14,13 +15,13 @@ def test_every_example_is_in_the_table():
     }
     assert all(path.exists() for path in linked)
     files = {*FOLDER.glob("*.py"), *FOLDER.glob("*.ipynb")}
-    for name in ("complete", "features", "recipes", "walkthrough"):
+    for name in FOLDERS:
         files |= {*(FOLDER / name).glob("*.py")}
     assert files <= linked
 
 
 def test_every_file_says_how_to_start_it():
-    for name in ("complete", "features", "recipes", "walkthrough"):
+    for name in FOLDERS:
         for path in (FOLDER / name).glob("*.py"):
             header = " ".join(ast.get_docstring(ast.parse(path.read_text())).split())
             assert f"examples/{name}/{path.name}" in header and "Ends with one JSON line" in header
