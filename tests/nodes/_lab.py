@@ -126,7 +126,7 @@ class Node:
     def start(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Program:
         """Start `python WORDS` in the node's own folder, with torch loaded."""
         self.serve()
-        self._server_number()
+        self.wait_for_server()
         self.programs += 1
         variables = {**self.lab.variables, **self.lab.variables_of_run, **self.clock, **(env or {})}
         order = {
@@ -223,7 +223,7 @@ class Node:
 
     def left(self) -> dict[int, str]:
         """Processes other than the server of forks, as `processes` has them."""
-        server = self._outside().get(self._server_number()) if self.server else None
+        server = self._outside().get(self.wait_for_server()) if self.server else None
         return {number: words for number, words in self.processes().items() if number != server}
 
     def stacks(self) -> str:
@@ -262,8 +262,8 @@ class Node:
         )  # fmt: skip
         self._server_pid = 0
 
-    def _server_number(self) -> int:
-        """The server, by its number on the node, once it has loaded torch."""
+    def wait_for_server(self) -> int:
+        """Wait until the server has loaded torch; its number on the node."""
         if not self._server_pid:
             assert self.server is not None and self.server.stdout is not None
             line = self.server.stdout.readline()
@@ -441,6 +441,8 @@ class Lab:
         self.hosts("good")
         for node in self.nodes:
             node.serve()
+        for node in self.nodes:  # so that the program of one does not wait while another loads it
+            node.wait_for_server()
 
     def close(self) -> None:
         for node in self.nodes:

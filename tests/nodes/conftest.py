@@ -37,4 +37,6 @@ def lab(_machines):
 @pytest.fixture
 def high_lab():
     """Machines whose addresses sort after 127.0.0.1."""
-    yield from _lab_or_skip("192.168.77")
+    for lab in _lab_or_skip("192.168.77"):
+        lab.reset()
+        yield lab
