@@ -252,3 +252,10 @@ def test_dicts_and_lists_inside_extra_are_filled_in_place(ctx, tmp_path):
         counts, history = _counted(ctx, tmp_path, updates)
         assert counts["bodies"] == 5 and counts["rule"].waited == 4
         assert history == [1, 2, 3, 4, 5]
+
+
+def test_the_loader_has_the_batch_of_the_body_also_when_a_run_continues(ctx, tmp_path):
+    for updates in (2, 5):
+        fns, loader = _made(ctx)
+        for report in fx.fit(ctx, fns, loader, tmp_path, updates=updates, show=False):
+            assert loader.batch.position == report.position

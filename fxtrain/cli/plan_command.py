@@ -91,7 +91,9 @@ def plan(
         write_file(save, text)
     if picture is not None:
         save_picture(runs.plot(run), picture)
-    goodput = None if failures.get("rank_mtbf_h") is None else _goodput(run, failures)
+    # A program that failed before its model was there has problems to show instead.
+    known = runs.checkpoint_bytes(run) > 0
+    goodput = _goodput(run, failures) if known and failures.get("rank_mtbf_h") else None
     if goodput is not None and failures["goodput_picture"] is not None:
         save_picture(runs.plot_goodput(goodput), failures["goodput_picture"])
     if json_ and goodput is not None:

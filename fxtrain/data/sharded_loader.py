@@ -199,6 +199,9 @@ class Sharded(Displayed, Generic[Data_co]):
         Args:
             n: Epochs of the whole run, including those before a restart.
 
+        Raises:
+            DataError: an epoch has no end, as with a function of a position and most blends.
+
         Example:
             >>> import fxtrain as fx, torch
             >>> from torch.utils.data import DataLoader
@@ -208,6 +211,11 @@ class Sharded(Displayed, Generic[Data_co]):
             [1, 2, 3, 4]
         """
         _check_count("epochs", n, "epochs")
+        if getattr(getattr(self._loader, "sampler", self._loader), "endless", False):
+            raise DataError(
+                f"epochs({n}): an epoch of this loader has no end. Use loader.updates(n), or "
+                f"fit(..., updates=n) without epochs; a blend also has Blend(ends='stop')."
+            )
         return _named(f"epochs({n})", self._of_run(self._total_updates(n))._epochs(n))
 
     def _of_run(self, updates: int | None) -> "Sharded[Data_co]":
@@ -303,8 +311,7 @@ class Sharded(Displayed, Generic[Data_co]):
                 f"at({position!r}) takes a Position, found {type(position).__name__}. "
                 f"Use batch.position or report.position."
             )
-        cursor = Cursor(position, self._stream_state(position, state))
-        return attrs.evolve(self, trail=Iteration(cursor), reached=Reached(cursor=cursor))
+        return continued(attrs.evolve(self, reached=Reached()), position, state)
 
     def state(self) -> dict[str, object] | None:
         """State of the data at the batch that iteration yielded last, for `loader.at`.
@@ -446,6 +453,15 @@ class Sharded(Displayed, Generic[Data_co]):
             check_same_plan("iterating", self.ctx, self.plan, asked)
             if problem is not None:
                 raise problem
+
+
+def continued(
+    loader: Sharded[Data_co], position: Position, state: object = None
+) -> Sharded[Data_co]:
+    """As `loader.at`, whose `batch` and `state()` are those of the loader too."""
+    cursor = Cursor(position, loader._stream_state(position, state))
+    loader._reached.cursor = cursor
+    return attrs.evolve(loader, trail=Iteration(cursor))
 
 
 def _named(name: str, generator: Any) -> Any:

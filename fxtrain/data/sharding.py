@@ -137,8 +137,10 @@ class _RowFunction:
     Attributes:
         dataset: The function.
         batch_size: Rows that it returns.
+        endless: Its epoch has no end.
     """
 
+    endless = True
     dataset: Callable[[Position], Any]
     batch_size: int
 

@@ -17,6 +17,7 @@ from fxtrain.checkpoint import Restored, Saving, save
 from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.checkpoint.restoring import restore_newest
 from fxtrain.data import Sharded
+from fxtrain.data.sharded_loader import continued
 from fxtrain.data.sharding import in_windows
 from fxtrain.errors import PlanError
 from fxtrain.loop.evaluating import finite_number
@@ -219,7 +220,7 @@ def _in_folder(
     loader = in_windows(loader, ctx, fns.model.plan)
     if restored is not None:
         check_changes(ctx, restored, loader)
-        loader = loader.at(restored.position, restored.extra["data"])
+        loader = continued(loader, restored.position, restored.extra["data"])
     if _is_over(ctx, loader, rules, restored):
         yield None
         return

@@ -73,8 +73,10 @@ def lock_folder(folder: Path, ctx: DistContext) -> Lock | None:
         folder.mkdir(parents=True, exist_ok=True)
         lock = acquire(open_storage(folder), for_run=True)
         remove_drafts(folder / _FILE)
-    except (FxError, OSError) as error:
+    except FxError as error:
         raise PlanError(f"track({str(folder)!r}): {error}") from error
+    except OSError as error:
+        raise PlanError(f"track({str(folder)!r}): {_no_folder(error)}") from error
     return lock
 
 
@@ -92,7 +94,7 @@ def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) ->
         folder.mkdir(parents=True, exist_ok=True)
         known = read_identity(folder)
     except OSError as error:
-        raise PlanError(f"track({str(folder)!r}): {error}.") from error
+        raise PlanError(f"track({str(folder)!r}): {_no_folder(error)}") from error
     if known is None:
         return asked or Identity(id=secrets.token_hex(_DIGITS // 2))
     if resume is None:
@@ -107,6 +109,11 @@ def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) ->
             f"run {known.id}. Choose the folder of that run, or an empty one."
         )
     return _merged(known, asked) if asked is not None else known
+
+
+def _no_folder(error: OSError) -> str:
+    reason = "a file has this name" if isinstance(error, FileExistsError) else error
+    return f"the folder of the run cannot be used: {reason}. Choose another folder."
 
 
 def read_identity(folder: Path) -> Identity | None:

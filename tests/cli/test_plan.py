@@ -223,6 +223,14 @@ def test_goodput_under_failures(script, tmp_path, monkeypatch, capsys):
     assert max(waits) < max(spared) < 1
 
 
+def test_a_program_that_fails_shows_its_problem_instead_of_goodput(tmp_path, capsys, here):
+    path = tmp_path / "train.py"
+    path.write_text("import fxtrain as fx\nwith fx.detect() as ctx:\n    fx.Plan(accumulate=0)\n")
+    assert main(["plan", "--world=500", *FAILING, str(path)]) == Exit.FOUND
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Plan(accumulate=0): choose a number of at least 1" in shown and "Goodput" not in shown
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -67,6 +67,8 @@ def test_a_source_that_ends_is_repeated_in_another_order_or_an_error(parts):
         fx.errors.DataError, match='source "code" of this blend has no row after its 24'
     ):
         list(_load(fx.data.Blend(parts=parts, ends="error")))
+    with pytest.raises(fx.errors.DataError, match="an epoch of this loader has no end"):
+        _load(fx.data.Blend(parts=parts)).epochs(2)
     stops = _load(fx.data.Blend(parts=parts, ends="stop"))
     epochs = [[batch.data["tokens"] for batch in epoch] for epoch in stops.epochs(2)]
     assert [len(torch.cat(epoch)) for epoch in epochs] == [32, 32]

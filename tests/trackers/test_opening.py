@@ -210,3 +210,10 @@ def test_lines_that_are_damaged_are_counted(ctx, tmp_path):
     log = read_run(tmp_path)
     assert log.curve("a") == [(1, 1.0)] and log.damaged == 3
     json.loads((tmp_path / "run.json").read_text())
+
+
+def test_a_file_where_the_folder_should_be(ctx, tmp_path):
+    path = tmp_path / "run"
+    path.write_text("")
+    with pytest.raises(fx.PlanError, match=r"a file has this name\. Choose another folder"):
+        fx.track(path, ctx)
