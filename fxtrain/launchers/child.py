@@ -6,11 +6,14 @@ the user's script starts. An error is not printed here but written for the launc
 first one: eight ranks that fail together would otherwise interleave eight tracebacks.
 """
 
+import ast
 import atexit
 import contextlib
 import ctypes
 import faulthandler
 import functools
+import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -23,6 +26,9 @@ from types import TracebackType
 
 # A rank that cannot exit, for example in a library's clean-up, prints its error after this time.
 _PATIENCE_S = 10.0
+SPARE = "FXTRAIN_SPARE"  # this process waits until a rank is needed
+# What torch and fxtrain import when a model is wrapped.
+_LATER = {"torch": "torch._dynamo", "fxtrain": "fxtrain.loop"}
 # torchrun's, Open MPI's, MPICH's and SLURM's.
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
@@ -34,6 +40,9 @@ def main() -> dict[str, object]:
     target, *args = sys.argv[split + 1 :]
     given = dict(option.removeprefix("--").split("=", 1) for option in options)
     end_with_parent()
+    if SPARE in os.environ:
+        _import_packages(how, target)
+        _wait_until_needed()
     if "cores" in given:
         _pin_to_cores(given["cores"].split("/"))
     if how == "program":
@@ -53,11 +62,58 @@ def main() -> dict[str, object]:
         raise
 
 
-def _become(how: str, target: str) -> dict[str, object]:
+def _import_packages(how: str, target: str) -> None:
+    """Import the packages that a script or module imports, but no modules of its own folder.
+
+    Those may depend on the rank, and are short.
+    """
+    _set_own_path(how, target)
+    own = os.path.abspath(sys.path[0])
+    source = target
     if how == "module":
-        _set_first_path(os.getcwd())
+        spec = importlib.util.find_spec(target)
+        source = spec.origin if spec is not None and spec.origin is not None else target
+    with open(source, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.append(node.module)
+    for name in names:
+        # What fails here fails again in the rank, where it is reported.
+        with contextlib.suppress(Exception):
+            found = importlib.util.find_spec(name.partition(".")[0])
+            if found is None or not (found.origin or "").startswith(own + os.sep):
+                importlib.import_module(name)
+    for package, later in _LATER.items():
+        if package in sys.modules:
+            importlib.import_module(later)
+
+
+def _wait_until_needed() -> None:
+    """Wait for the launcher, and take over the variables and streams of a rank."""
+    order = sys.stdin.read()
+    if not order:  # the launcher has ended
+        os._exit(0)
+    rank = json.loads(order)
+    os.environ.clear()
+    os.environ.update(rank["env"])
+    for number, path in enumerate(rank["outputs"], start=1):
+        if path is not None:
+            file = os.open(path, os.O_WRONLY | os.O_APPEND)
+            os.dup2(file, number)
+            os.close(file)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def _become(how: str, target: str) -> dict[str, object]:
+    _set_own_path(how, target)
+    if how == "module":
         return runpy.run_module(target, run_name="__main__", alter_sys=True)
-    _set_first_path(os.path.dirname(os.path.realpath(target)))
     # Absolute, as Python itself makes `__file__` of the script it runs.
     return runpy.run_path(os.path.abspath(target), run_name="__main__")
 
@@ -90,7 +146,9 @@ def _replace(target: str, args: list[str]) -> None:
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def _set_first_path(folder: str) -> None:
+def _set_own_path(how: str, target: str) -> None:
+    """Have imports look where they would if Python ran the target itself."""
+    folder = os.getcwd() if how == "module" else os.path.dirname(os.path.realpath(target))
     # Python adds the folder of this file, unless it runs in safe-path mode.
     if not sys.flags.safe_path:
         sys.path[0] = folder

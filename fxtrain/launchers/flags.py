@@ -70,6 +70,10 @@ FLAGS: tuple[Flag, ...] = (
         help="maximum restarts of all ranks after one has failed",
     ),
     Flag(
+        field="spares", flag="--spares", metavar="N",
+        help="processes kept ready for each rank, for restarts",
+    ),
+    Flag(
         field="monitor_interval_s", flag="--monitor-interval", metavar="SECONDS",
         help="interval between checks of the ranks",
     ),

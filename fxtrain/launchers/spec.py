@@ -118,6 +118,8 @@ class LaunchSpec:
         connect_timeout_s: Maximum wait for the main address and for the other nodes.
         run_id: A name that the nodes of one run share.
         restarts: Maximum restarts of all ranks after one has failed.
+        spares: Processes kept for each rank that have imported torch and the packages of the
+            script, and become the rank in a restart.
         monitor_interval_s: Time between checks of the ranks.
         shutdown_s: Time that ranks have to exit after a signal before they are killed.
         role: Name of the ranks for torch's elastic launcher.
@@ -157,6 +159,7 @@ class LaunchSpec:
     connect_timeout_s: float = attrs.field(default=600.0, validator=at_least(0.1, LONGEST_S))
     run_id: str = attrs.field(default="", validator=_word)
     restarts: int = attrs.field(default=0, validator=count(0))
+    spares: int = attrs.field(default=0, validator=count(0))
     monitor_interval_s: float = attrs.field(default=0.1, validator=count(0.001))
     shutdown_s: int = attrs.field(default=10, validator=count(0))
     role: str = attrs.field(default="default", validator=_word)
@@ -208,6 +211,12 @@ def _problems(spec: LaunchSpec) -> list[str]:
         f"LaunchSpec(ranks={spec.ranks}, gpus={','.join(spec.gpus)}): {spec.ranks} ranks need as "
         f"many GPUs, but {len(spec.gpus)} are chosen. Use ranks={len(spec.gpus)}, or choose "
         f"others.": bool(spec.gpus) and spec.ranks > len(spec.gpus),
+        f"LaunchSpec(spares={spec.spares}, executable=True): a spare imports the packages of a "
+        f"Python script or module, and {spec.target} is a program. Omit spares.": (
+            bool(spec.spares) and spec.executable
+        ),
+        f"LaunchSpec(spares={spec.spares}, restarts=0): a spare is used when the ranks start "
+        f"again. Set restarts.": bool(spec.spares) and not spec.restarts,
         "LaunchSpec(redirect=..., tee=...): output files need a folder. Set log_dir.": (
             not spec.log_dir and {spec.redirect, spec.tee} != {"none"}
         ),

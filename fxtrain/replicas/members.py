@@ -5,6 +5,7 @@ manager asks the lighthouse who takes part, opens a process group of those, and 
 a replica that is up to date to those that are not.
 """
 
+import functools
 import json
 import socket
 import time
@@ -24,6 +25,7 @@ from fxtrain._optional import optional
 from fxtrain._record import record
 from fxtrain.errors import CollectiveError, PlanError
 from fxtrain.ops.connecting import set_defaults
+from fxtrain.replicas.heartbeats import Heartbeats, cut_sockets, open_sockets
 from fxtrain.state import DistContext
 
 _BUCKET_BYTES = 64 << 20
@@ -44,9 +46,11 @@ class Replicas:
         batch: `"keep"` gives the rows of missing replicas to the others, so that every update
             averages over as many rows as with all replicas. `"shrink"` leaves them to later
             updates, which are then more.
-        timeout_s: Seconds after which a replica that no longer answers in an exchange is given up;
-            more than the slowest update takes. Replicas wait ten times as long for `min_count` to
-            be there.
+        timeout_s: Seconds that replicas wait for each other in an exchange; more than the slowest
+            update takes. They wait ten times as long for `min_count` to be there.
+        heartbeat_s: Seconds without a sign of life after which a replica is given up, such as one
+            that is frozen or has lost its network. A call of a library that keeps Python's lock
+            for longer makes the others repeat the update.
         name: Of this replica, for logs; the same after a restart.
 
     Example:
@@ -60,6 +64,7 @@ class Replicas:
     min_count: int = attrs.field(default=1, validator=attrs.validators.ge(1))
     batch: str = attrs.field(default="keep", validator=attrs.validators.in_(("keep", "shrink")))
     timeout_s: float = attrs.field(default=60.0, validator=attrs.validators.gt(0))
+    heartbeat_s: float = attrs.field(default=1.0, validator=attrs.validators.gt(0))
     name: str = ""
 
     def __attrs_post_init__(self) -> None:
@@ -88,12 +93,14 @@ class Members:
         group: The process group of those that take part, which the manager configures.
         store: What the manager of rank 0 meets at; None on the other ranks. Kept, since it is
             served as long as it exists.
+        beats: Whether the other replicas still run.
     """
 
     settings: Replicas
     manager: Any
     group: Any
     store: Any
+    beats: Heartbeats
     index: int = 0
     live: int = 0
 
@@ -139,7 +146,8 @@ class Members:
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             works.append((bucket, flat, self.manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM)))
         for bucket, flat, work in works:
-            work.wait()
+            with self.beats.waiting():
+                work.wait()
             if self.manager.errored() is not None:
                 # Others may still wait for what this replica will not send: they see it closed.
                 self.group.abort()
@@ -155,6 +163,7 @@ class Members:
 
     def close(self) -> None:
         """Leave: the others find the connections closed, and go on."""
+        self.beats.stop()
         self.manager.shutdown(wait=False)
         self.group.abort()
 
@@ -193,7 +202,17 @@ def join(
     port = ops.broadcast_object(None if store is None else store.port, ctx)
     timeout = timedelta(seconds=settings.timeout_s)
     on_gpu = ctx.device.type == "cuda"
-    group = (torchft.ProcessGroupNCCL if on_gpu else torchft.ProcessGroupGloo)(timeout=timeout)
+
+    def tell(late: list[int]) -> None:
+        ops.log(ctx, "fxtrain.replicas").warning(
+            "Replica %s of the present update has shown no sign of life for %g s and is given up.",
+            ", ".join(map(str, late)),
+            settings.heartbeat_s,
+            everyone=True,
+        )
+
+    beats = Heartbeats(settings.heartbeat_s, tell, ctx.comm.store)
+    group = _watched_group(torchft, beats, timeout, on_gpu=on_gpu)(timeout=timeout)
     try:
         manager = torchft.Manager(
             pg=group,
@@ -223,7 +242,28 @@ def join(
             code="FX302",
         ) from error
     manager.load_state_dict({"step": updates, "batches_committed": updates})
-    return Members(settings=settings, manager=manager, group=group, store=store)
+    return Members(settings=settings, manager=manager, group=group, store=store, beats=beats)
+
+
+def _watched_group(torchft: Any, beats: Heartbeats, timeout: timedelta, *, on_gpu: bool) -> Any:
+    """A class of process groups that torchft configures for the replicas of each quorum."""
+
+    class Group(torchft.ProcessGroupNCCL if on_gpu else torchft.ProcessGroupGloo):
+        def configure(
+            self, store_addr: str, name: str, rank: int, world_size: int, quorum: int, *more: Any
+        ) -> None:
+            beats.stop()
+            before = open_sockets().items()
+            super().configure(store_addr, name, rank, world_size, quorum, *more)
+            if world_size == 1:
+                return
+            connections = open_sockets().items() - before
+            store = create_store_client(f"{store_addr}/beats", timeout=timeout)
+            cut = self.abort if on_gpu else functools.partial(cut_sockets, connections)
+            beats.start(store, quorum, rank, world_size, cut)
+
+    create_store_client = torchft.process_group.create_store_client
+    return Group
 
 
 @attrs.frozen(eq=False)

@@ -156,7 +156,9 @@ def together(plan, lives, updates, lighthouse, *, batch="keep", weighted=False, 
     Replica 0 starts at once and does not die.
     """
     count = sum(not life.joins for life in lives)
-    settings = fx.replicas.Replicas(count=count, lighthouse=lighthouse, batch=batch, timeout_s=10)
+    settings = fx.replicas.Replicas(
+        count=count, lighthouse=lighthouse, batch=batch, timeout_s=10, heartbeat_s=60
+    )
     team = _Team(plan, lives, updates, settings, weighted, folder)
     team.diaries = [Diary() for _ in lives]
     team.start(0)

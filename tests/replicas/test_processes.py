@@ -95,3 +95,40 @@ def test_a_replica_is_killed_and_comes_back(lighthouse, tmp_path, strategy, rank
                 assert line["digest"] == survivor[line["update"]]["digest"]
     saved = fx.latest(tmp_path / "run")
     assert saved is not None and fx.checkpoint.verify(saved).position.updates % 10 == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 2)])
+def test_a_frozen_replica_is_given_up_and_comes_back(lighthouse, tmp_path, strategy, ranks):
+    """One rank of it is stopped, which closes no connection; `timeout_s` is 20 s."""
+    begun = [
+        _Replica(tmp_path, name, lighthouse, strategy, ranks, tmp_path / "run")
+        for name in ("first", "second")
+    ]
+    first, second = begun
+    try:
+        first.wait_for(lambda line: line["live"] == 2)
+        both = second.wait_for(lambda line: line["live"] == 2)
+        frozen_rank = next(line for line in second.lines("up") if line["rank"] == 0)
+        os.kill(frozen_rank["pid"], signal.SIGSTOP)
+        frozen = time.time()
+        alone = first.wait_for(lambda line: line["time"] > frozen and line["live"] == 1)
+        assert alone["time"] - frozen < 10
+        assert "has shown no sign of life for 1 s and is given up" in first.out.read_text()
+        if ranks == 1:  # the other ranks of a larger one have given it up by now
+            os.kill(frozen_rank["pid"], signal.SIGCONT)
+            again = first.wait_for(
+                lambda line: line["update"] > alone["update"] and line["live"] == 2
+            )
+            healed = second.wait_for(lambda line: line["update"] >= again["update"])
+            first.wait_for(lambda line: line["update"] >= healed["update"])
+    finally:
+        for one in begun:
+            one.end()
+    survivor = {line["update"]: line for line in first.lines("update")}
+    for line in second.lines("update"):
+        if line["update"] in survivor:
+            assert line["digest"] == survivor[line["update"]]["digest"]
+    for update, line in survivor.items():
+        assert line["samples"] == 8 * ranks * update
+    assert both["update"] in survivor

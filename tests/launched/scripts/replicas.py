@@ -34,7 +34,12 @@ def main(lighthouse, count, updates, seconds, strategy, folder=None):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
         model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
-        fns = fx.StepFns(model=model, loss=lambda m, b: F.mse_loss(m(b[0]), b[1]))
+
+        def loss(model, batch):
+            time.sleep(float(seconds))  # so that a replica that is stopped is mostly in an update
+            return F.mse_loss(model(batch[0]), batch[1])
+
+        fns = fx.StepFns(model=model, loss=loss)
         rows = fx.shard(data, ctx, plan)
         team = fx.replicas.Replicas(count=int(count), lighthouse=lighthouse, timeout_s=20)
         print(json.dumps({"up": time.time(), "pid": os.getpid(), "rank": ctx.rank}), flush=True)
@@ -52,7 +57,6 @@ def main(lighthouse, count, updates, seconds, strategy, folder=None):
             }
             if ctx.is_main:
                 print(json.dumps(line), flush=True)
-            time.sleep(float(seconds))
 
 
 if __name__ == "__main__":

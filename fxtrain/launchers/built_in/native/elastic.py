@@ -28,6 +28,7 @@ from fxtrain.launchers.built_in.native.network import (
 )
 from fxtrain.launchers.built_in.native.oom import count_kills, tell_kills
 from fxtrain.launchers.built_in.native.preload import load_torch
+from fxtrain.launchers.built_in.native.spares import spares_kept
 from fxtrain.launchers.orphans import MARK, end_strays, kept, mark_within
 from fxtrain.launchers.outcome import LaunchResult, by_cause, describe, read_reports, to_failures
 from fxtrain.launchers.process import FORWARDED_SIGNALS, forward_signals, signal_children
@@ -99,7 +100,11 @@ def _run(spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool) -
         sys.stderr.flush()
 
     try:
-        with forward_signals(FORWARDED_SIGNALS, _forward), _end_leftovers(spec):
+        with (
+            forward_signals(FORWARDED_SIGNALS, _forward),
+            _end_leftovers(spec),
+            spares_kept(spec.spares),
+        ):
             return agent.run_agent(*call, serves=serves, ended=ended, tell_attempt=tell_attempt)
     except signals.SignalException as error:
         return LaunchResult(ranks=spec.world_size, signal=int(error.sigval))
