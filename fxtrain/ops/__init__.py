@@ -20,6 +20,7 @@ from fxtrain.ops.objects import (
 from fxtrain.ops.opening import duplicate
 from fxtrain.ops.padding import Padded, gather_valid, pad, unpad
 from fxtrain.ops.padding import gather_valid as gather_for_metrics
+from fxtrain.ops.restarts import restarting
 from fxtrain.ops.same_errors import raise_together
 from fxtrain.ops.sequence_tokens import join_tokens, token_positions
 from fxtrain.ops.splitting import scatter, split
@@ -72,6 +73,7 @@ __all__ = [
     "preemption",
     "raise_together",
     "reduce",
+    "restarting",
     "save",
     "say",
     "scale_grads",

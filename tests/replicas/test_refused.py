@@ -8,6 +8,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.errors import CollectiveError, MissingPackageError, PlanError, StepError
+from fxtrain.replicas import healing
 from tests.replicas._team import Life, loader, loss_of, together, wrapped
 
 LIGHTHOUSE = "http://127.0.0.1:9"
@@ -112,6 +113,14 @@ def test_a_replica_with_another_plan_cannot_join(lighthouse):
         thread.join()
     assert updates
     assert "clip_norm" in errors[0] and "differs from those that train already" in errors[0]
+
+
+def test_a_replica_with_another_version_cannot_join(ctx, monkeypatch):
+    model = wrapped(ctx, fx.Plan(), 0)
+    state = healing.pack_state(model, fx.Position(), 0)
+    monkeypatch.setattr(healing, "_versions", lambda: {"fxtrain": "0.0", "torch": "2.13.0"})
+    with pytest.raises(PlanError, match=r"fxtrain: 0\.0 here, .* in the other replicas"):
+        healing.unpack_state(model, state)
 
 
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])

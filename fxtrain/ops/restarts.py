@@ -1,0 +1,184 @@
+"""Calling a script's main function again, inside its process, after a rank has failed."""
+
+import contextlib
+import gc
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+
+import torch
+from torch import distributed as dist
+
+from fxtrain.errors import CollectiveError, ContextError
+from fxtrain.ops.closing import answered, within
+from fxtrain.ops.connecting import detect
+from fxtrain.ops.objects import barrier
+from fxtrain.state import DistContext, Mesh
+
+R = TypeVar("R")
+_POLL_S = 0.5
+_STORE_S = 1.0
+_SHARE = 0.1  # of the timeout, in which collectives of a rank fail by themselves
+_LONGEST_S = 5.0
+_FAILED = "restarting/failed"
+
+
+def restarting(
+    main: Callable[[DistContext], R],
+    *,
+    restarts: int = 1,
+    env: Mapping[str, str] | None = None,
+    device: str | torch.device | None = None,
+    mesh: Mesh | None = None,
+    timeout_s: float | None = None,
+    checks: bool = True,
+) -> R:
+    """Connect the ranks and call a function; after a failure on any rank, do so again on all.
+
+    Saves what a new process costs: importing torch, compiling, and loading what the script has
+    loaded before. The function continues from its latest checkpoint, as with `fx.fit`. A rank whose
+    process has ended, or that does not return within the timeout of the context, cannot be
+    restarted so: the others raise, and `fxtrain launch --restarts` starts all processes again.
+
+    Args:
+        main: Called with a new context each time. It must not keep anything of the last one, such
+            as a model outside of it.
+        restarts: How often it may be called again.
+        env: As of `fx.detect`, like those that follow.
+        device: Where to compute.
+        mesh: Ranks per axis.
+        timeout_s: Longest wait for another rank, from which all other times follow.
+        checks: Compare every collective call between the ranks.
+
+    Returns:
+        What `main` returned, once it has returned on all ranks.
+
+    Effects:
+        As `fx.detect`, each time. A rank that fails tells the others through the store. Their
+        collectives fail since its groups are closed; in a rank that waits elsewhere, SIGURG
+        interrupts the main thread with a CollectiveError after a tenth of the timeout, at most
+        5 s. C code that does not return is not interrupted. One barrier at the end.
+
+    Raises:
+        ContextError: a process group exists already, or a rank did not come back within
+            `timeout_s`.
+        Exception: what `main` raised, if it failed once more than `restarts`; if the accelerator
+            reported an error, after which a process cannot use it; or under XLA or DeepSpeed, which
+            keep what belongs to closed groups.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> calls = []
+        >>> def main(ctx):
+        ...     calls.append(ctx.rank)
+        ...     if len(calls) == 1:
+        ...         raise OSError("a disk that failed once")
+        ...     return ctx.world_size
+        >>> fx.ops.restarting(main, device="cpu"), len(calls)
+        (1, 2)
+    """
+    if dist.is_available() and dist.is_initialized():
+        raise ContextError(
+            "restarting: a process group exists already, which cannot be opened again after a "
+            "failure. Call fx.ops.restarting before init_process_group and fx.detect."
+        )
+    for left in range(restarts, -1, -1):
+        ctx = detect(env, device=device, mesh=mesh, timeout_s=timeout_s, checks=checks)
+        try:
+            with ctx, _told_of_failures(ctx):
+                result = main(ctx)
+                barrier(ctx)
+                return result
+        except Exception as error:
+            if not left or _must_end(error):
+                raise
+            _say(error, left)
+        gc.collect()  # what the frames of the traceback kept
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+    raise AssertionError("restarts is at least 0")
+
+
+def _must_end(error: Exception) -> bool:
+    """Whether this process cannot train any more, so that it has to end with the error."""
+    if dist.is_available() and dist.is_initialized():
+        return True  # a collective under way keeps the group open
+    kind = getattr(torch, "AcceleratorError", None)  # absent from torch 2.7
+    broken = kind is not None and isinstance(error, kind)
+    return broken or "deepspeed" in sys.modules or "torch_xla" in sys.modules
+
+
+def _say(error: Exception, left: int) -> None:
+    logging.getLogger("fxtrain.restarting").warning(
+        "%s: %s. The main function is called again in this process; %d more to come.",
+        type(error).__name__,
+        str(error).partition("\n")[0].rstrip("."),
+        left - 1,
+    )
+
+
+@contextlib.contextmanager
+def _told_of_failures(ctx: DistContext) -> Iterator[None]:
+    """Tell the other ranks of a failure in the block, and interrupt it after one of theirs."""
+    if ctx.world_size == 1 or ctx.comm.store is None:
+        yield
+        return
+    watch = _Watch(ctx)
+    watch.start()
+    try:
+        yield
+    except Exception as error:
+        text = f"rank {ctx.rank} failed with {type(error).__name__}: {error}"
+        within(_STORE_S, lambda: ctx.comm.store.set(_FAILED, text))
+        raise
+    finally:
+        watch.stop()
+
+
+class _Watch(threading.Thread):
+    """Interrupts the main thread some time after another rank has failed."""
+
+    def __init__(self, ctx: DistContext) -> None:
+        super().__init__(name="fxtrain-restarting", daemon=True)
+        self._ctx = ctx
+        self._stopped = threading.Event()
+        self._reason = ""
+        in_main = threading.current_thread() is threading.main_thread()
+        self._before = signal.signal(signal.SIGURG, self._interrupt) if in_main else None
+
+    def run(self) -> None:
+        store = self._ctx.comm.store
+        found: list[bytes] = []
+
+        def look() -> None:
+            if store.check([_FAILED]):
+                found.append(store.get(_FAILED))
+
+        while not self._stopped.wait(_POLL_S):
+            if not answered(_STORE_S, look):
+                return  # the store is gone, so collectives fail
+            if found:
+                break
+        patience_s = min(_SHARE * self._ctx.comm.timeout_s, _LONGEST_S)
+        if found and not self._stopped.wait(patience_s) and self._before is not None:
+            self._reason = found[0].decode(errors="replace")
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGURG)
+
+    def stop(self) -> None:
+        """The block has ended, so nothing is interrupted any more."""
+        self._stopped.set()
+        if self._before is not None:
+            signal.signal(signal.SIGURG, self._before)
+
+    def _interrupt(self, *_: object) -> None:
+        if not self._stopped.is_set():
+            self._stopped.set()
+            raise CollectiveError(
+                f"This rank was interrupted, to start again with the others: {self._reason}",
+                code="FX302",
+            )
