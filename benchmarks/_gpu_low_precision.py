@@ -20,7 +20,8 @@ from benchmarks._gpu import (
     synchronize,
     timed,
 )
-from fxtrain.precision import recipe_targets, stored_tensors
+from fxtrain.precision.plain_tensors import stored_tensors
+from fxtrain.precision.recipe_layers import recipe_targets
 
 _NEW = 4 if SMALL else 64
 _SCALINGS = ("tensorwise", "rowwise")

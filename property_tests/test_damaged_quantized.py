@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.precision import quantize_layers
+from fxtrain.precision.quantizing import quantize_layers
 from tests._damage import damaged, misshapen
 
 RECORDS = {

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.precision import quantize_layers, stored_tensors
+from fxtrain.precision.plain_tensors import stored_tensors
+from fxtrain.precision.quantizing import quantize_layers
 
 pytest.importorskip("bitsandbytes", reason="needs fxtrain[quant]")
 pytest.importorskip("torchao", reason="needs fxtrain[quant]")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.precision import convert_layers
+from fxtrain.precision.recipe_layers import convert_layers
 
 pytest.importorskip("torchao", reason="needs fxtrain[quant]")
 

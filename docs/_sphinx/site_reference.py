@@ -109,8 +109,6 @@ def _directive(module: ModuleType, name: str, value: Any) -> str:
 
 def _constant(value: Any) -> str:
     """What a constant is: its value, or the names of the records or functions in it."""
-    if attrs.has(type(value)):
-        return f"A ``{type(value).__name__}``, named ``{value.name}``."
     inside = value.values() if isinstance(value, Mapping) else value
     parts = list(inside) if isinstance(value, tuple | Mapping) else []
     if not parts or isinstance(parts[0], str):

@@ -31,7 +31,7 @@ from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.ops.standing import Models
 from fxtrain.ops.transport.pace import share_pace
 from fxtrain.ops.whole_tensors import plain_name
-from fxtrain.precision import gradient_problem
+from fxtrain.precision.quantizing import gradient_problem
 from fxtrain.state import DeepSpeed, DistContext, FromConfig, Plan, Strategy, Wrapped
 from fxtrain.state.context import check_connected
 from fxtrain.state.mesh import resolve_mesh

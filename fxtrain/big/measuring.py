@@ -16,7 +16,8 @@ from fxtrain.models.quantized_loading import put_stored_layers
 from fxtrain.models.safetensors_files import Entry
 from fxtrain.models.tensor_sources import Source, open_source
 from fxtrain.models.weight_list import KvCache, build_on_meta, cache_of, read_json
-from fxtrain.precision import live_tensors, quantize_on_meta
+from fxtrain.precision.plain_tensors import live_tensors
+from fxtrain.precision.quantizing import quantize_on_meta
 from fxtrain.state import DtypeRule, Quantize, Unit
 from fxtrain.state.placement import dtype_of, rules_of
 

@@ -37,7 +37,9 @@ from fxtrain.models.tensor_bytes import (
 )
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import is_sharded
-from fxtrain.precision import TORCHAO, Library, quantized_layers, torchao_config
+from fxtrain.precision.library import Library
+from fxtrain.precision.plain_tensors import quantized_layers
+from fxtrain.precision.torchao_layers import TORCHAO, torchao_config
 from fxtrain.state import DistContext, Weight, Wrapped
 
 _MAX_SHOWN = 10

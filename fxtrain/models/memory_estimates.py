@@ -17,7 +17,9 @@ from fxtrain.models.weight_list import (
     cache_of,
     weights_of,
 )
-from fxtrain.precision import quantize_on_meta, quantized_layers, recipe_targets
+from fxtrain.precision.plain_tensors import quantized_layers
+from fxtrain.precision.quantizing import quantize_on_meta
+from fxtrain.precision.recipe_layers import recipe_targets
 from fxtrain.state import Plan
 
 # Bytes of optimizer state per trained element, in fp32.

@@ -16,14 +16,13 @@ from fxtrain.errors import CheckpointError, FxError
 from fxtrain.models.safetensors_files import Entry, parse_json
 from fxtrain.models.stored_layers import StoredLayer, record_of, shape_problem
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source
-from fxtrain.precision import (
+from fxtrain.precision.plain_tensors import is_quantized, quantized_layers
+from fxtrain.precision.quantizing import (
     converted_to_fp32,
     difference,
-    is_quantized,
     library_of,
     planned_layers,
     put_layers,
-    quantized_layers,
 )
 from fxtrain.state import Quantize, TensorIndex, Wrapped
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError, FxError
 from fxtrain.models.safetensors_files import Entry
-from fxtrain.precision import BNB4, BNB8, TORCHAO, Library, quantized_layers
-from fxtrain.precision.bnb_layers import float_dtype
-from fxtrain.precision.library import Tensors
+from fxtrain.precision.bnb_layers import BNB4, BNB8, float_dtype
+from fxtrain.precision.library import Library, Tensors
+from fxtrain.precision.plain_tensors import quantized_layers
+from fxtrain.precision.torchao_layers import TORCHAO
 from fxtrain.state import Bnb4, Bnb8, Quantize, Weight, structure
 from fxtrain.state.parsing import parse_json
 
@@ -256,7 +257,7 @@ def shape_problem(
 
     Example:
         >>> import torch
-        >>> from fxtrain.precision import BNB8
+        >>> from fxtrain.precision.bnb_layers import BNB8
         >>> from fxtrain.models.stored_layers import shape_problem
         >>> tensors = {"weight": torch.zeros(4, 2, dtype=torch.int8), "SCB": torch.zeros(3)}
         >>> shape_problem(BNB8, tensors, {}, (4, 2))

@@ -30,7 +30,7 @@ def is_quantized(module: nn.Module) -> bool:
 
     Example:
         >>> import torch
-        >>> from fxtrain.precision import is_quantized
+        >>> from fxtrain.precision.plain_tensors import is_quantized
         >>> is_quantized(torch.nn.Linear(2, 1))
         False
     """
@@ -65,7 +65,7 @@ def stored_tensors(module: nn.Module) -> dict[str, Any]:
 
     Example:
         >>> import torch
-        >>> from fxtrain.precision import stored_tensors
+        >>> from fxtrain.precision.plain_tensors import stored_tensors
         >>> list(stored_tensors(torch.nn.Linear(2, 1)))
         ['weight', 'bias']
     """

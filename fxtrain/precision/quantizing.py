@@ -89,7 +89,7 @@ def quantize_layers(
     Example:
         >>> import torch
         >>> import fxtrain as fx
-        >>> from fxtrain.precision import quantize_layers
+        >>> from fxtrain.precision.quantizing import quantize_layers
         >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
         >>> targets, undo = quantize_layers(net, fx.Torchao(), torch.device("cpu"))
         >>> targets.names
@@ -276,7 +276,8 @@ def difference(part: nn.Module, library: Library, record: Quantize) -> tuple[str
     Example:
         >>> import torch
         >>> import fxtrain as fx
-        >>> from fxtrain.precision import TORCHAO, quantize_layers
+        >>> from fxtrain.precision.quantizing import quantize_layers
+        >>> from fxtrain.precision.torchao_layers import TORCHAO
         >>> from fxtrain.precision.quantizing import difference
         >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
         >>> _ = quantize_layers(net, fx.Torchao(), torch.device("cpu"))

@@ -136,7 +136,7 @@ def recipe_targets(module: nn.Module, recipe: Recipe) -> Targets:
     Example:
         >>> import torch
         >>> import fxtrain as fx
-        >>> from fxtrain.precision import recipe_targets
+        >>> from fxtrain.precision.recipe_layers import recipe_targets
         >>> net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 2))
         >>> recipe_targets(net, fx.Float8(head=True))
         Targets(names=('0',), skipped={'1': 'its size (32, 2) is below min_features=16'})
@@ -182,7 +182,7 @@ def convert_layers(
     Example:
         >>> import torch
         >>> import fxtrain as fx
-        >>> from fxtrain.precision import convert_layers
+        >>> from fxtrain.precision.recipe_layers import convert_layers
         >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
         >>> recipe = fx.Float8(emulate=True)
         >>> targets, undo = convert_layers(net, recipe, torch.device("cpu"))

@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from fxtrain.precision import quantized_weight
+from fxtrain.precision.plain_tensors import quantized_weight
 from fxtrain.profiling.fake_tensors import FakeValuesMode
 from fxtrain.state import Memory, Traffic, Wrapped
 from fxtrain.state.dry_runs import PARTS

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.precision import quantize_layers, stored_tensors
+from fxtrain.precision.plain_tensors import stored_tensors
+from fxtrain.precision.quantizing import quantize_layers
 from tests.offload._streamed import COPIES, placement
 from tests.precision._records import RECORDS, TRAINABLE, frozen_mlp, marked, mlp
 

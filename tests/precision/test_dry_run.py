@@ -8,7 +8,9 @@ import torch
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.precision import quantize_layers, recipe_targets, stored_tensors
+from fxtrain.precision.plain_tensors import stored_tensors
+from fxtrain.precision.quantizing import quantize_layers
+from fxtrain.precision.recipe_layers import recipe_targets
 from fxtrain.profiling.rehearsal import axis_namer, figures, load_in_process
 from fxtrain.profiling.watching import LoopRecorder, StepsConverged, recording
 from fxtrain.state.mesh import resolve_mesh

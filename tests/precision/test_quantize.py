@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import fxtrain as fx
 from fxtrain.models import quantized_loading
-from fxtrain.precision import library_of, quantize_layers, quantized_weight, stored_tensors
+from fxtrain.precision.plain_tensors import quantized_weight, stored_tensors
+from fxtrain.precision.quantizing import library_of, quantize_layers
 from tests.precision._records import RECORDS, TRAINABLE, frozen_mlp, marked, mlp
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.errors import MissingPackageError, StepError
-from fxtrain.precision import convert_layers, recipe_targets
+from fxtrain.precision.recipe_layers import convert_layers, recipe_targets
 from tests.cluster._float8 import RECIPES, batches, kinds, net, plan_of, train, wrapped
 from tests.precision._records import mlp
 

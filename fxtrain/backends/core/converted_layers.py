@@ -10,17 +10,10 @@ from fxtrain.errors import PlanError
 from fxtrain.models.quantized_loading import put_stored_layers
 from fxtrain.models.tensor_sources import open_source
 from fxtrain.ops.same_errors import fail_together
-from fxtrain.precision import (
-    convert_layers,
-    engine_region,
-    is_quantized,
-    packed_layer,
-    quantize_layers,
-    quantized_layers,
-    recipe_targets,
-    sharding_problem,
-    stream_later,
-)
+from fxtrain.precision.plain_tensors import is_quantized, quantized_layers, stream_later
+from fxtrain.precision.quantizing import packed_layer, quantize_layers, sharding_problem
+from fxtrain.precision.recipe_layers import convert_layers, recipe_targets
+from fxtrain.precision.transformer_engine import engine_region
 from fxtrain.state import FSDP, TE, DistContext, Offload, Plan, Strategy
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from fxtrain import ops
 from fxtrain._display import counted
-from fxtrain.precision import quantized_layers, quantized_tensors
+from fxtrain.precision.plain_tensors import quantized_layers, quantized_tensors
 from fxtrain.state import Compile, DistContext, Plan
 
 _aten = torch.ops.aten

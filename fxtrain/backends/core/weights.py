@@ -14,7 +14,7 @@ from fxtrain import ops
 from fxtrain._display import counted
 from fxtrain.ops.logs import log
 from fxtrain.ops.whole_tensors import weights_of
-from fxtrain.precision import quantized_layers
+from fxtrain.precision.plain_tensors import quantized_layers
 from fxtrain.state import DistContext, Plan, TensorIndex, Weight, Wrapped
 
 _Gather = Callable[[], Tensor]

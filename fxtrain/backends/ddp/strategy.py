@@ -29,7 +29,7 @@ from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.ddp.engine import Reduced, StableBucketsDDP
 from fxtrain.backends.handle import wrap_without_engine
 from fxtrain.backends.single import SINGLE
-from fxtrain.precision import quantized_layers, quantized_tensors
+from fxtrain.precision.plain_tensors import quantized_layers, quantized_tensors
 from fxtrain.state import (
     DDP,
     CommHook,

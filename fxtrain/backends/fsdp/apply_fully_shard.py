@@ -25,7 +25,8 @@ from fxtrain.backends.core.wrap_units import ignored_names, units
 from fxtrain.backends.fsdp.experts import expert_modules, shard_experts
 from fxtrain.backends.tensor import split_layers
 from fxtrain.ops.step_parts import DTYPES
-from fxtrain.precision import companions, gather_in_float8
+from fxtrain.precision.quantizing import companions
+from fxtrain.precision.recipe_layers import gather_in_float8
 from fxtrain.state import FSDP, DistContext, Float8, Plan
 
 

@@ -23,7 +23,7 @@ from fxtrain.backends.single import SINGLE
 from fxtrain.backends.tensor import split_problems
 from fxtrain.errors import StepError
 from fxtrain.ops.same_errors import fail_together
-from fxtrain.precision import hold_as_parameters
+from fxtrain.precision.quantizing import hold_as_parameters
 from fxtrain.state import FSDP, DistContext, Plan, Strategy, Wrapped
 
 # Whether the caller is inside `loss_on_parts`.

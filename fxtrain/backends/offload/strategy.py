@@ -37,7 +37,7 @@ from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.models import load_model
 from fxtrain.models.quantized_loading import quantized_source
 from fxtrain.ops.same_errors import fail_together
-from fxtrain.precision import quantized_layers
+from fxtrain.precision.plain_tensors import quantized_layers
 from fxtrain.state import (
     DistContext,
     ModelState,

@@ -25,7 +25,7 @@ from fxtrain.backends.offload.mapped_files import (
 )
 from fxtrain.backends.offload.units import PlacedTensor, StreamedUnit
 from fxtrain.errors import CheckpointError, PlanError
-from fxtrain.precision import has_no_memory
+from fxtrain.precision.plain_tensors import has_no_memory
 from fxtrain.state import Location, TensorIndex
 from fxtrain.state.placement import DISK
 
