@@ -426,8 +426,8 @@ class Sharded(Displayed, Generic[Data_co]):
             yield batch
         if seen == 1:
             trail.passes += 1
-        if not seen and not cursor.position.index:
-            ops.log(self.ctx).warning("Epoch %d has no batch. %s", cursor.position.epoch, _NO_BATCH)
+        if not seen and cursor.position == Position():  # once, not for each epoch
+            ops.log(self.ctx).warning("Epoch 0 has no batch. %s", _NO_BATCH)
 
     def _left(self) -> int | None:
         """Units from here to the end of the epoch; None if only reading tells."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -17,6 +17,7 @@ def _loader(rows=7, *, accumulate=1, flush=True, **how):
     return fx.shard(DataLoader(torch.arange(rows), **options), CTX, plan)
 
 
+@settings(deadline=None)  # its first example loads modules
 @given(
     rows=st.integers(1, 7),
     accumulate=st.integers(1, 3),
@@ -72,10 +73,7 @@ def test_epochs_without_a_batch_never_get_there():
 
 def test_an_epoch_without_a_batch_is_said(caplog):
     assert [list(epoch) for epoch in _loader(1, drop_last=True).epochs(2)] == [[], []]
-    assert [record.getMessage()[:23] for record in caplog.records] == [
-        "Epoch 0 has no batch. P",
-        "Epoch 1 has no batch. P",
-    ]
+    assert [record.getMessage()[:21] for record in caplog.records] == ["Epoch 0 has no batch."]
 
 
 def test_iterators_of_a_loader_print_what_was_called():
