@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 
 import fxtrain as fx
 from fxtrain import ops
@@ -62,7 +63,8 @@ def decoder(kind: str, size: str, vocabulary: int, length: int) -> torch.nn.Modu
 def optimizers(params: Params, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers; AdamW for embeddings, head, router, experts, norms."""
     others = ("embed_tokens", "lm_head", "gate")
-    matrices, rest = [], []
+    matrices: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
     for name, parameter in params.named():
         hidden = parameter.ndim == 2 and name.split(".")[-2] not in others
         (matrices if hidden else rest).append(parameter)
