@@ -74,7 +74,6 @@ def main():
         sources = {
             "nanoGPT": (nanogpt, False),
             "Megatron": (megatron, False),
-            "nanoGPT, one document": (nanogpt, True),
             apart: (megatron, True),
         }
         runs, starts = {}, []

@@ -146,6 +146,11 @@ def file_states(source: MegatronTokens | NanoGPTTokens) -> tuple[FileState, ...]
     """
     if isinstance(source, NanoGPTTokens):
         return (file_state(source.path),)
+    if source.path.endswith((".bin", ".idx")) and not os.path.exists(f"{source.path}.idx"):
+        raise DataError(
+            f"tokens: MegatronTokens takes the path that both files share, found {source.path}. "
+            f"Use path={source.path[:-4]!r}."
+        )
     return file_state(f"{source.path}.idx"), file_state(f"{source.path}.bin")
 
 

@@ -23,7 +23,7 @@ from fxtrain.data.token_packing import Packed, pack
 from fxtrain.errors import DataError, PlanError
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import DistContext, Plan
-from fxtrain.state.token_files import BestFit, Blend, MegatronOrder, TokenSource
+from fxtrain.state.token_files import BestFit, Blend, MegatronOrder, NanoGPTTokens, TokenSource
 
 _NO_LABEL = -100  # `ignore_index` of torch's cross-entropy
 _PADDING = {"tokens": 0, "labels": _NO_LABEL, "positions": 0, "documents": -1}
@@ -82,8 +82,8 @@ def tokens(
         Maps the files, and those of `fx.shard`.
 
     Raises:
-        DataError: a file is missing or empty, or its header and its size disagree; or those of
-            `fx.shard`.
+        DataError: a file is missing or empty, its header and its size disagree, or documents are
+            kept apart and their ends are unknown; or those of `fx.shard`.
         PlanError: documents are kept apart under context parallelism.
         MissingPackageError: numpy is not installed.
 
@@ -131,8 +131,13 @@ def tokens(
     blend = source if isinstance(source, Blend) else None
     sources = [part.source for part in source.parts] if isinstance(source, Blend) else [source]
     parts: list[_Cut | _Packed] = []
-    for one in sources:
-        where = {"source": one, "length": length, "states": source_states(one)}
+    for piece in sources:
+        _check_documents(piece, documents=documents, packing=packing)
+        where = {
+            "source": piece,
+            "length": length,
+            "states": source_states(piece),
+        }
         parts.append(
             _Cut(**where, separate=documents) if packing is None else _Packed(**where, how=packing)
         )
@@ -146,6 +151,16 @@ def tokens(
         order["shuffle"] = shuffle
     rows = _Rows(parts, blended=blend is not None)
     return shard(_loader(rows, batch_size, workers, **order), ctx, plan)
+
+
+def _check_documents(source: TokenSource, *, documents: bool, packing: BestFit | None) -> None:
+    """Refuse to keep apart the documents of a file of which the ends are unknown."""
+    if isinstance(source, NanoGPTTokens) and source.end is None and (documents or packing):
+        asked = "packing=..." if packing else "documents=True"
+        raise DataError(
+            f"tokens({asked}) keeps documents apart, and the ends of those in {source.path} are "
+            f"unknown. Pass NanoGPTTokens(end=...), the token that ends a document."
+        )
 
 
 def _loader(rows: "_Rows", batch_size: int, workers: int, **order: Any) -> DataLoader[Any]:

@@ -35,7 +35,8 @@ class NanoGPTTokens:
     Attributes:
         path: The file.
         dtype: Type of a token in the file.
-        end: The token that ends a document and belongs to it; with None, the file is one document.
+        end: The token that ends a document and belongs to it; without it, documents cannot be
+            kept apart.
 
     Example:
         >>> import fxtrain as fx

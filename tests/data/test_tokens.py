@@ -1,5 +1,6 @@
 """Files of tokens: those that are damaged, replaced or read by workers."""
 
+import re
 import struct
 
 import pytest
@@ -64,6 +65,20 @@ def test_wrong_arguments_are_errors(tmp_path, wrong):
     given = {"source": write_nanogpt(tmp_path, [[1]]), "length": 1, "batch_size": 1, **wrong}
     with pytest.raises(fx.errors.DataError, match=next(iter(wrong))):
         fx.tokens(given.pop("source"), world(1)[0], **given)
+
+
+@pytest.mark.parametrize("apart", [{"documents": True}, {"packing": fx.data.BestFit()}])
+def test_documents_without_an_end_are_not_kept_apart(tmp_path, apart):
+    path = write_nanogpt(tmp_path, [[1, 2], [3]]).path
+    with pytest.raises(fx.errors.DataError, match=r"Pass NanoGPTTokens\(end=\.\.\.\)"):
+        fx.tokens(fx.data.NanoGPTTokens(path=path), world(1)[0], length=2, batch_size=1, **apart)
+
+
+def test_the_path_of_one_of_both_files_is_an_error(tmp_path):
+    path = write_megatron(tmp_path, [[1, 2, 3]]).path
+    source = fx.data.MegatronTokens(path=f"{path}.bin")
+    with pytest.raises(fx.errors.DataError, match=re.escape(f"Use path={path!r}")):
+        fx.tokens(source, world(1)[0], length=2, batch_size=1)
 
 
 def _all(source, **settings):
