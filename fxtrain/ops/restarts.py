@@ -7,14 +7,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
 from fxtrain.errors import CollectiveError, ContextError
 from fxtrain.ops.closing import answered, within
-from fxtrain.ops.connecting import detect
+from fxtrain.ops.connecting import DEFAULT_TIMEOUT_S, detect
 from fxtrain.ops.objects import barrier
 from fxtrain.state import DistContext, Mesh
 
@@ -96,10 +97,25 @@ def restarting(
             if not left or _must_end(error):
                 raise
             _say(error, left)
-        gc.collect()  # what the frames of the traceback kept
+        rank, ranks, store = ctx.rank, ctx.world_size, ctx.comm.store
+        del ctx
+        gc.collect()  # groups that frames of the traceback kept open, for which others wait
+        if ranks > 1 and store is not None:
+            _meet(rank, ranks, store, DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
     raise AssertionError("restarts is at least 0")
+
+
+def _meet(rank: int, ranks: int, store: Any, timeout_s: float) -> None:
+    """Wait until every rank has failed, which takes the timeout of a collective at most.
+
+    Connecting then raises, with the ranks that are missing, if one has not.
+    """
+    with contextlib.suppress(RuntimeError):
+        store.set(f"restarting/back/{rank}", "")
+        keys = [f"restarting/back/{other}" for other in range(ranks)]
+        store.wait(keys, timedelta(seconds=timeout_s + _LONGEST_S))
 
 
 def _must_end(error: Exception) -> bool:
