@@ -40,6 +40,9 @@ _OFTEN = (
 
 _LIBRARY = Path(__file__).with_name("fxtrain")
 
+# Programs that tests launch, some of which read their arguments when they are imported.
+collect_ignore_glob = ["tests/launched/scripts/*"]
+
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out modules of the library without examples, which need not be imported for it."""

@@ -187,8 +187,8 @@ def balance_bias(
         buffer; in a pipeline, those of the stages of this rank.
 
     Effects:
-        Each mixture counts its tokens in forwards that compute gradients. `update` reduces these
-        counts over the ranks once. Recomputed blocks count each token twice.
+        Each mixture counts its tokens in backward. `update` reduces these counts over the ranks
+        once.
 
     Raises:
         PlanError: there is no mixture, or one without such a buffer beside it.
@@ -271,13 +271,23 @@ def _bias_of(module: nn.Module, target: str, part: nn.Module) -> Tensor:
 
 
 def _counting(counts: dict[str, Tensor], target: str, part: nn.Module) -> Callable[..., None]:
-    """A hook before the forward of a mixture; pipelines copy modules, and this function not."""
+    """A hook before the forward of a mixture; pipelines copy modules, and this function not.
+
+    It counts in backward, which reaches each forward of training once: not one of shapes only, nor
+    one that is computed again.
+    """
     signature, size = inspect.signature(part.forward), len(counts[target])
 
     def count(part: nn.Module, args: Any, kwargs: Any) -> None:
-        index: Tensor = signature.bind(*args, **kwargs).args[1]
-        if torch.is_grad_enabled() and not isinstance(index, FakeTensor):
-            found = torch.bincount(index.flatten(), minlength=size)[:size]
+        tokens, index, weights = signature.bind(*args, **kwargs).args[:3]
+        trained = next((value for value in (weights, tokens) if value.requires_grad), None)
+        if trained is None or isinstance(index, FakeTensor):
+            return
+        found = torch.bincount(index.flatten(), minlength=size)[:size]
+
+        def add(_: Tensor) -> None:
             counts[target] = counts[target].to(found.device) + found
+
+        trained.register_hook(add)
 
     return count

@@ -90,7 +90,11 @@ PLANS = {
 def test_biases_are_those_of_one_process(pair, data):
     strategy, mesh = PLANS[data.draw(st.sampled_from([*PLANS]), label="strategy")]
     chosen = data.draw(st.integers(1, 3), label="experts of a token")
-    plan = fx.Plan(strategy=strategy, accumulate=data.draw(st.integers(1, 2), label="accumulate"))
+    plan = fx.Plan(
+        strategy=strategy,
+        accumulate=data.draw(st.integers(1, 2), label="accumulate"),
+        recompute=("Mixture",) if data.draw(st.booleans(), label="recompute") else (),
+    )
 
     net = _net(chosen)
     with fx.detect({}, device="cpu") as alone:
