@@ -305,20 +305,28 @@ def goodput_table(found: Goodput) -> Table:
     """Goodput as a table for rich: a row for each number of spares, a column for each interval."""
     setup = found.failures
     title = (
-        f"Goodput of {setup.ranks} ranks: a failure every {setup.mtbf_s / _HOUR:.3g} h, a "
-        f"checkpoint of {setup.checkpoint_s:.3g} s every"
+        f"Goodput of {setup.ranks} ranks: a failure every {_shown(setup.mtbf_s)}, a "
+        f"checkpoint of {_shown(setup.checkpoint_s)} every"
     )
     grid = Table("spares", box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     for interval in found.intervals_s:
-        grid.add_column(f"{interval / 60:.3g} min", justify="right")
+        grid.add_column(_shown(interval), justify="right")
     for number, row in zip(found.spares, found.rows, strict=True):
         grid.add_row(str(number), *(f"{100 * one:.1f} %" for one in row))
     formula = [daly_goodput(setup, interval) for interval in found.intervals_s]
     grid.add_row("Daly, no waiting", *(f"{100 * one:.1f} %" for one in formula))
-    young, daly = young_interval_s(setup) / 60, daly_interval_s(setup) / 60
-    grid.caption = f"Best interval: {young:.3g} min by Young's formula, {daly:.3g} min by Daly's."
+    young, daly = _shown(young_interval_s(setup)), _shown(daly_interval_s(setup))
+    grid.caption = f"Best interval: {young} by Young's formula, {daly} by Daly's."
     grid.caption_justify = "left"
     return grid
+
+
+def _shown(seconds: float) -> str:
+    """A time in the unit in which it is short to read."""
+    for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", _HOUR, 48 * _HOUR)):
+        if seconds < most:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / (24 * _HOUR):,.0f} days"
 
 
 def plot_goodput(found: Goodput) -> Any:

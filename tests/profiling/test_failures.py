@@ -14,6 +14,7 @@ from fxtrain.profiling import (
     simulate_run,
     young_interval_s,
 )
+from fxtrain.profiling.failures import goodput_table
 
 # Mean time between failures of the run, checkpoint and restart, in seconds.
 SETUPS = [(10_000, 10, 100), (10_000, 300, 60), (3_000, 60, 600), (100_000, 30, 0)]
@@ -88,3 +89,10 @@ def test_wrong_setups_are_refused(wrong):
 def test_wrong_intervals_are_refused():
     with pytest.raises(fx.errors.PlanError, match="both are times above 0"):
         simulate_run(_setup(1, 1, 1), interval_s=0, work_s=1)
+
+
+def test_the_table_shows_times_in_units_that_fit():
+    setup = Failures(ranks=10, rank_mtbf_s=1.2e8, checkpoint_s=0.25, restart_s=60)
+    table = goodput_table(goodput(setup, work_s=1e6, runs=1))
+    assert table.title.startswith("Goodput of 10 ranks: a failure every 139 days, a checkpoint of")
+    assert "40.8 min by Young's formula" in str(table.caption)
