@@ -90,7 +90,7 @@ from fxtrain import *
 import fxtrain.ops, fxtrain.cli
 from fxtrain._other_names import _table
 assert _table.cache_info().currsize == 0  # names of other libraries are read for an error
-assert not hasattr(fxtrain.ops, "wait_for_everyone") and _table.cache_info().currsize == 1
+assert not hasattr(fxtrain, "wait_for_everyone") and _table.cache_info().currsize == 1
 print(json.dumps(sorted(packages() - core)))
 """
     extra = set(json.loads(_python(program).splitlines()[-1]))
