@@ -77,7 +77,7 @@ def test_a_smaller_batch_leaves_rows_to_later_updates(lighthouse):
         # The other may have made the first update before this one was there.
         assert update.healed or update.position.samples == before + 3 * update.live
         before = update.position.samples
-    assert [one.live for one in survivor.updates[2:]] == [1] * (UPDATES - 2)
+    assert [one.live for one in survivor.updates if one.updates > 2] == [1] * (UPDATES - 2)
     # Of the last attempt, by who made the update.
     seen = [
         row
