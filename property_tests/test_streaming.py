@@ -1,4 +1,4 @@
-"""Fragments that are averaged while training goes on, against the same by hand in one process."""
+"""Averaging fragments during training equals a simulation in one process."""
 
 import torch
 from hypothesis import Phase, example, given, settings
@@ -40,7 +40,7 @@ class _ByHand:
         self.anchor = [p.detach().clone() for p in self.nets[0].parameters()]
         self.momentum = [torch.zeros_like(p) for p in self.anchor]
         self.residual = [[torch.zeros_like(p) for p in self.anchor] for _ in range(ranks)]
-        # Of 21 numbers, the first matrix has 12: its middle lies in the first half.
+        # The first matrix has 12 of 21 numbers, so its middle lies in the first half.
         sizes = [p.numel() for p in self.anchor]
         middles = [sum(sizes[:place]) + size / 2 for place, size in enumerate(sizes)]
         self.places = [

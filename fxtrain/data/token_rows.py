@@ -133,11 +133,7 @@ def tokens(
     parts: list[_Cut | _Packed] = []
     for piece in sources:
         _check_documents(piece, documents=documents, packing=packing)
-        where = {
-            "source": piece,
-            "length": length,
-            "states": source_states(piece),
-        }
+        where = {"source": piece, "length": length, "states": source_states(piece)}
         parts.append(
             _Cut(**where, separate=documents) if packing is None else _Packed(**where, how=packing)
         )

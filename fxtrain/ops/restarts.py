@@ -64,7 +64,7 @@ def restarting(
         5 s. C code that does not return is not interrupted. One barrier at the end.
 
     Raises:
-        ContextError: a process group exists already, or a rank did not come back within
+        ContextError: a process group exists already, or a rank does not connect again within
             `timeout_s`.
         Exception: what `main` raised, if it failed once more than `restarts`; if the accelerator
             reported an error, after which a process cannot use it; or under XLA or DeepSpeed, which
