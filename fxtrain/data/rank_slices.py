@@ -211,14 +211,16 @@ def _shared_slot(
     batching: Batching, first: int, batch: list[Any], ranks: Sequence[int]
 ) -> GlobalBatch:
     part, rest = divmod(len(batch), batching.ranks)
-    if rest:
+    if rest and (batching.even != "uneven" or not part):
         raise DataError(
             f'batch="global": batch {first} of the batch sampler has {len(batch)} rows, which '
             f"{batching.ranks} ranks cannot share equally. Make every batch a multiple of "
             f'{batching.ranks} rows, or use batch="per_rank".'
         )
-    even = (part,) * batching.ranks
-    return GlobalBatch(first, 1, even, even, tuple(batch[r * part : (r + 1) * part] for r in ranks))
+    sizes = tuple(part + (rank < rest) for rank in range(batching.ranks))
+    starts = [sum(sizes[:rank]) for rank in ranks]
+    keys = tuple(batch[low : low + sizes[rank]] for low, rank in zip(starts, ranks, strict=True))
+    return GlobalBatch(first, 1, sizes, sizes, keys)
 
 
 class Cursor(NamedTuple):

@@ -21,7 +21,7 @@ from fxtrain.data.sources import (
     stream_source,
 )
 from fxtrain.data.to_device import make_splitter
-from fxtrain.data.user_loader import read_loader, share_of
+from fxtrain.data.user_loader import read_loader, share_of, with_shareable_batches
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import DistContext, Plan, Position
@@ -208,6 +208,8 @@ def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) 
             'evaluate: this blend has no end. Use Blend(ends="stop"), or pass the loader of one '
             "source."
         )
+    if not sharded and plan.batch == "global":
+        given = with_shareable_batches(given, ctx.axis("data").world_size)
     found = _shard(given, ctx, attrs.evolve(plan, even="uneven"))
     if found._batching.even == "drop":
         raise DataError(

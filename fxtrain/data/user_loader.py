@@ -101,6 +101,23 @@ def rebuild(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader
     return DataLoader(dataset, **(settings | changes))
 
 
+def with_shareable_batches(loader: DataLoader[Any], ranks: int) -> DataLoader[Any]:
+    """The same loader, with global batches of a few more rows if ranks cannot share its own.
+
+    For metrics, whose values do not depend on how rows are batched.
+
+    Raises:
+        DataError: the loader cannot be read through another one.
+    """
+    if not loader.batch_size or not loader.batch_size % ranks:
+        return loader
+    _check_rebuildable(loader)
+    changes: dict[str, Any] = {"batch_size": -(-loader.batch_size // ranks) * ranks}
+    if not isinstance(loader.dataset, IterableDataset):
+        changes["sampler"] = loader.sampler
+    return rebuild(loader, loader.dataset, drop_last=loader.drop_last, **changes)
+
+
 def _rows_of(loader: DataLoader[Any]) -> tuple[tuple[int, bool] | None, Any]:
     """(batch size, whether a short batch is dropped) if units are rows; and the sampler."""
     if isinstance(loader.dataset, IterableDataset):

@@ -515,7 +515,7 @@ def _name_lost_rank(ctx: DistContext, error: RuntimeError) -> None:
     ):
         return
     call = ("step", "forward, backward and update")  # torch's message says how long it waited
-    raise lost_rank_error(ctx, call, call_site(), None, error) from error
+    raise lost_rank_error(ctx, call, call_site(call[0]), None, error) from error
 
 
 def _detach(leaf: Any) -> Any:

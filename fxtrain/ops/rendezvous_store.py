@@ -1,9 +1,12 @@
 """The rendezvous store of the ranks, served by rank 0 unless the launcher does."""
 
+import contextlib
 import errno
+import logging
 import platform
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +21,8 @@ from fxtrain.state.topology.checks import Topology
 
 # Time for the other ranks to read that the secrets differ.
 _SECRET_WAIT = timedelta(seconds=10)
+_QUIET_S = 10.0  # of waiting for other ranks, before a line tells of it
+_LOG = logging.getLogger(__name__)
 
 
 def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any:
@@ -30,7 +35,8 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
 
     Effects:
         Rank 0 listens at the main address, unless the launcher does. If the address belongs to
-        this machine, it listens on no other interface.
+        this machine, it listens on no other interface. Logs a warning after ten seconds of
+        waiting, which names the ranks that are missing.
 
     Raises:
         ContextError: the store cannot be opened or reached, a rank never joined, or the ranks
@@ -42,7 +48,8 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
     # does not, and a node that joined later has counted fewer attempts.
     attempt = topology.attempt if topology.store_is_served else 0
     try:
-        tcp = _connected(topology, timedelta(seconds=timeout_s))
+        with _logged_wait(topology, timeout_s):
+            tcp = _connected(topology, timedelta(seconds=timeout_s))
         # Keys outlive a closed context, so each connection of a process uses new ones.
         count = tcp.add(f"fxtrain/{attempt}/connections/{topology.rank}", 1)
         store = dist.PrefixStore(f"fxtrain/{attempt}/{count}", tcp)
@@ -61,7 +68,7 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
         ) from error
     keys = {rank: f"hello/{rank}" for rank in range(topology.world_size)}
     try:
-        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+        _wait_for(store, keys, topology, timeout_s)
         others = _ranks_that_differ(topology, store, key)
     except RuntimeError as error:
         raise ContextError(
@@ -73,6 +80,40 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
     if others:
         raise ContextError(_difference(me, key, others), code="FX103")
     return secured
+
+
+def _wait_for(store: Any, keys: Mapping[int, str], topology: Topology, timeout_s: float) -> None:
+    """Wait for the keys of all ranks; rank 0 logs who is awaited if that takes long."""
+    names, left_s = list(keys.values()), timeout_s
+    if topology.rank == 0 and timeout_s > _QUIET_S:
+        left_s -= _QUIET_S
+        try:
+            return store.wait(names, timedelta(seconds=_QUIET_S))
+        except RuntimeError:
+            _log_wait(topology, f"rank {_missing(store, keys)}")
+    return store.wait(names, timedelta(seconds=left_s))
+
+
+@contextlib.contextmanager
+def _logged_wait(topology: Topology, timeout_s: float) -> Iterator[None]:
+    """Log, once per node, that a block waits for the store if that takes long."""
+    timer = threading.Timer(_QUIET_S, _log_wait, [topology, "the store that rank 0 serves"])
+    timer.daemon = True
+    if topology.local_rank == 0 and timeout_s > _QUIET_S:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _log_wait(topology: Topology, awaited: str) -> None:
+    by_hand = topology.launcher in ("torchrun", "plain")
+    alone = " To run on this process alone, unset RANK and WORLD_SIZE." if by_hand else ""
+    _LOG.warning(
+        f"Rank {topology.rank} of {topology.world_size} has waited {_QUIET_S:g} s for {awaited} "
+        f"at {topology.main_address}:{topology.main_port}.{alone}"
+    )
 
 
 def _connected(topology: Topology, wait: timedelta) -> Any:

@@ -40,6 +40,26 @@ def test_an_address_where_nobody_listens_is_named():
         fx.detect(_env(1, 2, port), device="cpu", timeout_s=2)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_script_with_variables_of_a_launcher_that_is_gone_says_whom_it_waits_for(
+    rank, monkeypatch, caplog
+):
+    monkeypatch.setattr(rendezvous_store, "_QUIET_S", 0.2)
+    port = free_port()
+    with pytest.raises(fx.errors.ContextError):
+        fx.detect(
+            _env(rank, 2, port) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            device="cpu",
+            timeout_s=2,
+        )
+    (line,) = caplog.messages
+    awaited = ("rank 1", "the store that rank 0 serves")[rank]
+    assert line == (
+        f"Rank {rank} of 2 has waited 0.2 s for {awaited} at 127.0.0.1:{port}. "
+        f"To run on this process alone, unset RANK and WORLD_SIZE."
+    )
+
+
 def _left_while_connecting(rank, port, answers):
     if rank == 1:
         opening.check_own_device = lambda *_: os._exit(0)

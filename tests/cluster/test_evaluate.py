@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -104,10 +104,24 @@ def _check(pool, n, size, mesh, options, *, whole=False):
     size=st.integers(1, 4),
     even=st.sampled_from(["pad", "drop", "uneven"]),
     strategy=st.sampled_from([fx.DDP(), fx.FSDP()]),
+    batch=st.sampled_from(["per_rank", "global"]),
     whole=st.booleans(),
 )
-def test_ragged_rows_count_once(pair, n, size, even, strategy, whole):
-    _check(pair, n, size, None, {"strategy": strategy, "even": even}, whole=whole)
+@example(n=5, size=3, even="pad", strategy=fx.DDP(), batch="global", whole=True)
+def test_ragged_rows_count_once(pair, n, size, even, strategy, batch, whole):
+    assume(whole or batch == "per_rank" or size % 2 == 0)  # fx.shard refuses the others
+    options = {"strategy": strategy, "even": even, "batch": batch}
+    _check(pair, n, size, None, options, whole=whole)
+
+
+def _in_own_batches(ctx, batches):
+    model = fx.wrap(nn.Identity(), ctx, fx.Plan(batch="global"))
+    loader = DataLoader(torch.arange(9.0), batch_sampler=batches)
+    return fx.evaluate(ctx, model, loader, lambda model, batch: model(batch.data))
+
+
+def test_batches_of_a_sampler_need_not_be_divisible(pair):
+    assert pair.run(_in_own_batches, [[0, 1, 2], [3, 4, 5, 6, 7], [8, 0]]) == [3.6, 3.6]
 
 
 STRATEGIES = {
@@ -209,10 +223,11 @@ class Stream(IterableDataset):
         return iter(torch.arange(7.0))
 
 
-def _streamed(ctx):
-    model = fx.wrap(nn.Identity(), ctx)
-    return fx.evaluate(ctx, model, DataLoader(Stream(), batch_size=2), lambda m, b: m(b.data))
+def _streamed(ctx, batch, size):
+    model = fx.wrap(nn.Identity(), ctx, fx.Plan(batch=batch))
+    return fx.evaluate(ctx, model, DataLoader(Stream(), batch_size=size), lambda m, b: m(b.data))
 
 
-def test_a_stream_is_evaluated_too(cluster):
-    assert cluster.run(_streamed) == [3.0] * cluster.n
+@pytest.mark.parametrize(("batch", "size"), [("per_rank", 2), ("global", 3)])
+def test_a_stream_is_evaluated_too(cluster, batch, size):
+    assert cluster.run(_streamed, batch, size) == [3.0] * cluster.n

@@ -5,7 +5,9 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
+import fxtrain as fx
 from fxtrain import CollectiveError, ops
 from fxtrain.errors import ContextError
 
@@ -67,6 +69,32 @@ def test_a_mismatch_is_an_error_on_every_rank_and_the_group_survives(cluster, wr
             assert words in str(error)
     assert len({str(error) for error in errors}) == 1
     assert cluster.run(_numbers)[0]["n"] == cluster.n * (cluster.n + 1) // 2
+
+
+def _saves_alone(ctx, path):
+    model = fx.wrap(nn.Linear(1, 1), ctx, fx.Plan())
+    return ops.barrier(ctx) if ctx.rank else fx.save(path, ctx, model)
+
+
+def test_a_mismatch_inside_a_public_function_names_that_function(pair, tmp_path):
+    for error in pair.outcomes(_saves_alone, str(tmp_path)):
+        named = r"rank 0: save at \S*test_ops_errors.py:\d+, which calls gather_objects\(\)\n"
+        assert re.search(
+            named + r"  rank 1: barrier\(\) at \S*test_ops_errors.py:\d+\n", str(error)
+        )
+
+
+def _one_saves_late(ctx, path):
+    model = fx.wrap(nn.Linear(1, 1), ctx, fx.Plan())
+    if ctx.rank == 1:
+        time.sleep(1.8 * ctx.comm.timeout_s)
+    fx.save(path, ctx, model)
+
+
+def test_a_rank_that_never_joins_a_save_is_named_with_it(pair, tmp_path):
+    first = str(pair.outcomes(_one_saves_late, str(tmp_path))[0])
+    assert re.search(r"save at \S*test_ops_errors.py:\d+, which calls \w+\(.*\), did not", first)
+    assert "rank 1: never joined this save (timed out" in first
 
 
 def _one_is_late(ctx):

@@ -25,9 +25,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxtrain.errors import CollectiveError
 from fxtrain.ops.transport.mismatches import (
+    CallSite,
     call_site,
     lost_rank_error,
     mismatch_error,
+    mismatch_text,
     unusable_message,
 )
 from fxtrain.ops.transport.pace import Pace
@@ -53,7 +55,7 @@ class Exchange:
         call: What the ranks compare.
         digest: Of the call.
         payload: This rank's, uint8, 1-D, on the CPU.
-        site: File and line of the call; None to find them when they are needed.
+        site: Where the call is made; None to find it when it is needed.
         packets: The all-gather of packets.
         rows: Every rank's payload, uint8, (ranks, the longest), if one does not fit in a packet.
         payloads: The all-gather that fills `rows`.
@@ -62,7 +64,7 @@ class Exchange:
     call: Call
     digest: bytes
     payload: Tensor
-    site: str | None
+    site: CallSite | None
     packets: dist.Work | None = None
     rows: Tensor | None = None
     payloads: dist.Work | None = None
@@ -171,7 +173,7 @@ def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
     digest = _digest_of(call)
     payload = torch.empty(0, dtype=torch.uint8, device="cpu")
     if not wait and digest in verified:
-        _start(ctx, call, digest, payload, call_site())
+        _start(ctx, call, digest, payload, call_site(call[0]))
         return
     _complete(ctx, _start(ctx, call, digest, payload))
     verified.add(digest)
@@ -209,7 +211,7 @@ def check_thread(ctx: DistContext) -> None:
         state.thread = me
         return
     raise CollectiveError(
-        f"Thread {running[me]!r} calls a collective at {call_site()} on a context owned by "
+        f"Thread {running[me]!r} calls a collective at {call_site('').line} on a context owned by "
         f"thread {running[state.thread]!r}. Calls of two threads would interleave differently on "
         f"each rank and mix up their values. Give each thread its own context: call "
         f"ops.duplicate(ctx) on every rank, in the thread that owns this one."
@@ -224,7 +226,7 @@ def release_thread(ctx: DistContext) -> None:
 class rank_loss_guard:
     """Turn torch's error about a lost rank into one that names who waited where."""
 
-    def __init__(self, ctx: DistContext, call: Call, site: str | None = None) -> None:
+    def __init__(self, ctx: DistContext, call: Call, site: CallSite | None = None) -> None:
         self._for = (ctx, call, site)
         self._started = time.monotonic()
 
@@ -238,11 +240,11 @@ class rank_loss_guard:
             pace.waited_s += waited_s
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
             return
-        raise lost_rank_error(ctx, call, site or call_site(), waited_s, error) from error
+        raise lost_rank_error(ctx, call, site or call_site(call[0]), waited_s, error) from error
 
 
 def _start(
-    ctx: DistContext, call: Call, digest: bytes, payload: Tensor, site: str | None = None
+    ctx: DistContext, call: Call, digest: bytes, payload: Tensor, site: CallSite | None = None
 ) -> Exchange:
     """Send this rank's packet."""
     settle(ctx)
@@ -305,7 +307,7 @@ def _complete(ctx: DistContext, exchange: Exchange) -> list[int]:
     if pace is not None and pace.fresh and ctx.is_main and ctx.comm.name == "world":
         pace.compare(ctx, [int.from_bytes(header[24:], "little") for header in headers])
     if differ:
-        text = f"{exchange.call[0]}\n{' '.join(exchange.call[1:])}\n{exchange.site or call_site()}"
+        text = mismatch_text(exchange.call, exchange.site or call_site(exchange.call[0]))
         cut = text.encode()[: capacity(len(sizes)) - 1].decode(errors="ignore")
         raise mismatch_error(ctx, exchange_texts(ctx, _DESCRIBE, cut))
     return sizes

@@ -44,26 +44,55 @@ def check_source_rank(op: str, src: int, ctx: DistContext) -> None:
         )
 
 
-def call_site() -> str:
-    """File and line of the nearest caller outside fxtrain."""
+@attrs.frozen
+class CallSite:
+    """The nearest call from outside fxtrain.
+
+    Attributes:
+        function: Of fxtrain, which was called.
+        line: File and line of the call.
+    """
+
+    function: str
+    line: str
+
+    def of(self, op: str, args: str) -> str:
+        """A collective, in words: that of the function which was called, if it has another name."""
+        if self.function == op:
+            return f"{op}({args}) at {self.line}"
+        return f"{self.function} at {self.line}, which calls {op}({args})"
+
+
+def call_site(op: str) -> CallSite:
+    """The nearest call from outside fxtrain, which led to a collective."""
     frame: Any = sys._getframe(1)
+    function = ""
     while frame.f_back is not None and _is_fxtrain_file(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(_HERE):
+            function = frame.f_code.co_qualname
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    # The functions that decorators make have no name that a user knows.
+    named = op if not function or "<" in function else function
+    return CallSite(named, f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
 
 def _is_fxtrain_file(filename: str) -> bool:
     return filename.startswith((_HERE, "<attrs", "<frozen")) or "contextlib" in filename
 
 
+def mismatch_text(call: tuple[str, ...], site: CallSite) -> str:
+    """What a rank tells the others about its call, for `mismatch_error`: the longest part last."""
+    return "\n".join([call[0], site.function, site.line, " ".join(call[1:])])
+
+
 def mismatch_error(ctx: DistContext, texts: list[str]) -> CollectiveError:
     """The error for ranks that made different calls.
 
     Args:
-        texts: By rank, the op, its arguments and the call site, one per line.
+        texts: By rank, what `mismatch_text` gives.
     """
-    views = [text.split("\n") for text in texts]
-    names = {view[0] for view in views}
+    views = [(text.split("\n", 3) + [""] * 3)[:4] for text in texts]
+    names = {op for op, *_ in views}
     if len(names) > 1:
         summary = "the ranks called different collectives"
         advice = (
@@ -71,23 +100,24 @@ def mismatch_error(ctx: DistContext, texts: list[str]) -> CollectiveError:
             "an `if` that only some ranks enter, or for loops of different lengths."
         )
     else:
-        summary = f"{names.pop()}: the ranks passed different values"
+        functions = {function for _, function, *_ in views}
+        name = functions.pop() if len(functions) == 1 else names.pop()
+        summary = f"{name}: the ranks passed different values"
         advice = (
             "Every rank must pass the same structure, dtypes and shapes. Pad ragged tensors "
             "with ops.pad first, or send them with ops.gather_objects."
         )
-    shown = [f"{op}({args}) at {site}" for op, args, site in (_parse_view(v) for v in views)]
+    shown = [CallSite(function, line).of(op, args) for op, function, line, args in views]
     lines = by_rank(enumerate(shown))
     return CollectiveError("\n".join([f"{summary} ({_where(ctx)}).", *lines, advice]), code="FX301")
 
 
-def _parse_view(view: list[str]) -> tuple[str, str, str]:
-    padded = [*view, "", ""]
-    return padded[0], padded[1], padded[2] or "(truncated)"
-
-
 def lost_rank_error(
-    ctx: DistContext, call: tuple[str, ...], site: str, waited_s: float | None, error: BaseException
+    ctx: DistContext,
+    call: tuple[str, ...],
+    site: CallSite,
+    waited_s: float | None,
+    error: BaseException,
 ) -> CollectiveError:
     """The error for a rank that never joined or left; informs the other ranks.
 
@@ -102,9 +132,9 @@ def lost_rank_error(
         Marks the communicator as broken. Writes this rank's view to the store and reads
         those of the others, for 1.9 seconds at most; for 1 if the store does not answer.
     """
-    op, args = call[0], call[1]
+    op, described = site.function, site.of(call[0], call[1])
     spent = "" if waited_s is None else f"{round(waited_s, 1):g} s "
-    answers = _ask_others(ctx, {"op": op, "site": site, "spent": spent})
+    answers = _ask_others(ctx, {"op": op, "site": site.line, "spent": spent})
     waiting = [
         (rank, f"waited {seen['spent']}in {seen['op']} at {seen['site']}")
         for rank, seen in sorted(answers.views.items())
@@ -119,7 +149,7 @@ def lost_rank_error(
     silent = [(rank, never) for rank in range(ctx.world_size) if rank not in known]
     message = "\n".join(
         [
-            f"{op}({args}) at {site} did not complete ({_where(ctx)}, "
+            f"{described}{',' * (op != call[0])} did not complete ({_where(ctx)}, "
             f"timeout {ctx.comm.timeout_s:g} s).",
             *by_rank(waiting + gone + silent, answers.hosts),
             *answers.problem,
