@@ -107,17 +107,17 @@ class Meter:
             slowest = ops.reduce(slowest, ctx, op="max")
         tokens, flops, waited_s = mine.tolist()
         seconds = max(float(slowest), 1e-9)
-        found = {
+        rates = {
             "rows_per_s": self.rows / seconds,
             "waiting": waited_s / (seconds * ctx.world_size),
         }
         if tokens:
-            found["tokens_per_s"] = tokens / seconds
+            rates["tokens_per_s"] = tokens / seconds
         if flops:
-            found["flops_per_s"] = flops / seconds
+            rates["flops_per_s"] = flops / seconds
             if peak:
-                found["mfu"] = flops / seconds / (peak * ctx.world_size)
-        return found
+                rates["mfu"] = flops / seconds / (peak * ctx.world_size)
+        return rates
 
 
 def timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:
@@ -176,7 +176,7 @@ def peak_of_model(model: Wrapped) -> float | None:
     """
     precision: str = model.plan.precision.compute
     if precision == "fp32":
-        dtype = next((one.dtype for one in model.parameters()), torch.float32)
+        dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
         on_cuda = model.ctx.device.type == "cuda"
         tf32 = on_cuda and torch.get_float32_matmul_precision() != "highest"
         single = "tf32" if tf32 else "fp32"
@@ -242,9 +242,9 @@ def _process_memory() -> Memory:
     On Linux, one read of a file tells both, since `getrusage` lets other processes run first: on
     a busy machine it was seen to take milliseconds. Its peak may also be that of a parent process.
     """
-    found = _status_entries() if sys.platform == "linux" else {}
-    if now := found.get(b"VmRSS"):
-        return Memory(now=now, peak=max(now, found.get(b"VmHWM", 0)))
+    entries = _status_entries() if sys.platform == "linux" else {}
+    if now := entries.get(b"VmRSS"):
+        return Memory(now=now, peak=max(now, entries.get(b"VmHWM", 0)))
     if resource is None:
         return Memory(now=0, peak=0)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

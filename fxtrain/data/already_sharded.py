@@ -272,9 +272,9 @@ def _seek(
         least = max(1, (wanted - seen) // sum(known)) if len(known) == len(most) else 1
         with fail_together(ctx):
             mine = list(itertools.islice(source, least))
-        units += sum(found[1] for found in mine)
+        units += sum(counts[1] for counts in mine)
         behind += least - len(mine)
-        passed = sum(ops.gather_objects(sum(found[0] for found in mine), ctx))
+        passed = sum(ops.gather_objects(sum(counts[0] for counts in mine), ctx))
         seen += passed
         if passed == 0:
             break

@@ -60,7 +60,7 @@ def document_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor
     grouped = key.shape[1] != query.shape[1]
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    q, k, v = (one.transpose(1, 2).flatten(0, 1).to(dtype) for one in (query, key, value))
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value))
     if kind == "cuda" and dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.varlen import varlen_attn
 
@@ -70,7 +70,7 @@ def document_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor
         )
         assert isinstance(out, Tensor)  # a tuple for return_aux only
     else:
-        parts = [one.transpose(0, 1).split(bounds.diff().tolist(), 1) for one in (q, k, v)]
+        parts = [tensor.transpose(0, 1).split(bounds.diff().tolist(), 1) for tensor in (q, k, v)]
         outputs = [
             F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=grouped)
             for part in zip(*parts, strict=True)

@@ -100,10 +100,10 @@ class MegatronRows:
         starts = stops - _sizes(file, ids)
         low = numpy.maximum(starts, begins[row])
         sizes = numpy.minimum(stops, (begins + length + 1)[row]) - low
-        found = file.gather(pointers + low - starts, sizes).reshape(len(begins), length + 1)
-        batch = {"tokens": found[:, :-1].astype("i8"), "labels": found[:, 1:].astype("i8")}
+        tokens = file.gather(pointers + low - starts, sizes).reshape(len(begins), length + 1)
+        batch = {"tokens": tokens[:, :-1].astype("i8"), "labels": tokens[:, 1:].astype("i8")}
         if self.separate:
-            new = numpy.zeros(found.shape, bool)  # where a sequence starts
+            new = numpy.zeros(tokens.shape, bool)  # where a sequence starts
             inside = (low - begins[row])[sizes > 0]
             new[row[sizes > 0], inside] = True
             batch["labels"][new[:, 1:]] = -100
@@ -126,7 +126,7 @@ def megatron_rows(
     """
     parts = source.parts if isinstance(source, Blend) else ()
     given = [part.source for part in parts] if parts else [source]
-    sources = [one for one in given if isinstance(one, MegatronTokens)]
+    sources = [tokens for tokens in given if isinstance(tokens, MegatronTokens)]
     if len(sources) < len(given):
         raise DataError(
             "tokens: the order of Megatron is that of its own files. Pass fx.data.MegatronTokens."
@@ -148,7 +148,8 @@ def megatron_rows(
         weights = _normalized(weights)
     rows = MegatronRows(
         sources=tuple(
-            (one, source_states(one), count) for one, count in zip(sources, samples, strict=True)
+            (tokens, source_states(tokens), count)
+            for tokens, count in zip(sources, samples, strict=True)
         ),
         weights=tuple(weights),
         length=length,

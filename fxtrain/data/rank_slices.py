@@ -141,7 +141,7 @@ def global_batch(
     if batching.shared:
         return _shared_slot(batching, first, list(units[0]), ranks)
     dealt = [_rank_units(batching, units, head, rank) for rank in range(batching.ranks)]
-    rows, sizes = zip(*[_rows(batching, found, real) for found, real in dealt], strict=True)
+    rows, sizes = zip(*[_rows(batching, mine, real) for mine, real in dealt], strict=True)
     keys = tuple(_key(batching, dealt[rank][0]) for rank in ranks)
     return GlobalBatch(first, len(units), rows, sizes, keys)
 

@@ -84,10 +84,10 @@ def _files(inputs: Iterable[str]) -> Iterator[str]:
             raise DataError(
                 f"tokens: {name} is a folder. Pass a pattern of its files, such as {name}/**/*.txt."
             )
-        found = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
-        if not found:
+        paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
+        if not paths:
             raise DataError(f"tokens: no file {name}. Check the path or the pattern.")
-        yield from (path for path in found if not os.path.isdir(path))
+        yield from (path for path in paths if not os.path.isdir(path))
 
 
 def _size(path: str) -> int:
@@ -169,8 +169,8 @@ def _text_of_line(line: bytes, field: str) -> str:
     except ValueError as error:
         raise _WrongLine(f"is no JSON: {error}. Correct it, or delete it.") from error
     if not isinstance(row, dict) or field not in row:
-        found = f"an object with {', '.join(row)}" if isinstance(row, dict) else "no object"
-        raise _WrongLine(f'has no field "{field}"; it is {found}. Choose the field of the text.')
+        kind = f"an object with {', '.join(row)}" if isinstance(row, dict) else "no object"
+        raise _WrongLine(f'has no field "{field}"; it is {kind}. Choose the field of the text.')
     return _checked(row[field], field)
 
 

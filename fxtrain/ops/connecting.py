@@ -107,20 +107,20 @@ def detect(
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
     if dist.is_available() and dist.is_initialized():
         topology = _existing_topology(variables)
-        found, _ = find_device(device, variables, topology)
+        chosen, _ = find_device(device, variables, topology)
         mesh = agreed_mesh(mesh, plan and plan.mesh, topology.world_size)
-        ctx = _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=None, key=key)
+        ctx = _connect_ranks(topology, chosen, mesh, wait_s, checks=checks, store=None, key=key)
         return _ready(ctx, plan, variables)
     topology = read_topology(variables)
-    found, devices = find_device(device, variables, topology)
+    chosen, devices = find_device(device, variables, topology)
     alone = topology.world_size == 1
     mesh = agreed_mesh(mesh, plan and plan.mesh, devices if alone else topology.world_size)
     if alone:
-        ctx = _single_rank_context(topology, found, devices, mesh, wait_s, checks=checks)
+        ctx = _single_rank_context(topology, chosen, devices, mesh, wait_s, checks=checks)
         return _ready(ctx, plan, variables)
     _choose_interface(variables, topology)
     store = open_store(topology, wait_s, key=key)
-    ctx = _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=store, key=key)
+    ctx = _connect_ranks(topology, chosen, mesh, wait_s, checks=checks, store=store, key=key)
     return _ready(ctx, plan, variables)
 
 

@@ -316,26 +316,26 @@ def _detached_copy(leaf: Any) -> Any:
     return plain.clone() if plain.is_cpu else _DeviceTensor(plain.cpu())
 
 
-def _real_rows(leaf: Any, found: Any, batch: Batch, ctx: DistContext) -> Any:
+def _real_rows(leaf: Any, gathered: Any, batch: Batch, ctx: DistContext) -> Any:
     """The gathered leaf without padding rows."""
     some = [rank for rank, rows in enumerate(batch.rows) if rows]
     if isinstance(leaf, Tensor) and leaf.ndim == 0:
-        return found if len(some) == len(batch.rows) else found[some]
+        return gathered if len(some) == len(batch.rows) else gathered[some]
     longest = max(batch.sizes)
     if isinstance(leaf, Tensor):
         if min(batch.rows) == longest:
-            return found
-        parts = found.split(longest) if longest else [found]
+            return gathered
+        parts = gathered.split(longest) if longest else [gathered]
         return torch.cat([part[:rows] for part, rows in zip(parts, batch.rows, strict=False)])
     if _is_rows(leaf):
-        rows = [row for part, n in zip(found, batch.rows, strict=True) for row in part[:n]]
+        rows = [row for part, n in zip(gathered, batch.rows, strict=True) for row in part[:n]]
         if ctx.device.type != "cpu":
             rows = _tree.map_leaves(lambda leaf: _to_device(leaf, ctx), rows)
         return rows if isinstance(leaf, list) else tuple(rows)
     if is_array(leaf) and leaf.ndim:
         numpy: Any = sys.modules["numpy"]
-        return numpy.concatenate([part[:n] for part, n in zip(found, batch.rows, strict=True)])
-    return [found[rank] for rank in some]
+        return numpy.concatenate([part[:n] for part, n in zip(gathered, batch.rows, strict=True)])
+    return [gathered[rank] for rank in some]
 
 
 def _to_device(leaf: Any, ctx: DistContext) -> Any:

@@ -167,20 +167,20 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         store = self._ctx.comm.store
-        found: list[bytes] = []
+        reasons: list[bytes] = []
 
         def look() -> None:
             if store.check([_FAILED]):
-                found.append(store.get(_FAILED))
+                reasons.append(store.get(_FAILED))
 
         while not self._stopped.wait(_POLL_S):
             if not answered(_STORE_S, look):
                 return  # the store is gone, so collectives fail
-            if found:
+            if reasons:
                 break
         patience_s = min(_SHARE * self._ctx.comm.timeout_s, _LONGEST_S)
-        if found and not self._stopped.wait(patience_s) and self._before is not None:
-            self._reason = found[0].decode(errors="replace")
+        if reasons and not self._stopped.wait(patience_s) and self._before is not None:
+            self._reason = reasons[0].decode(errors="replace")
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, signal.SIGURG)

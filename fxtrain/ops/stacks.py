@@ -181,7 +181,7 @@ def described(stands: Sequence[Stand]) -> str:
 
 
 def _described(stand: Stand) -> str:
-    updates = [one["updates"] for one in stand.record["models"]]
+    updates = [model["updates"] for model in stand.record["models"]]
     facts = [f"after {max(updates)} updates"] if updates else []
     if stand.waits:
         facts.append(f"in {stand.call or stand.stack[0].function}")

@@ -161,8 +161,8 @@ class _Watch(threading.Thread):
 
     def _states(self) -> Iterable[tuple[str, CallState]]:
         """The collectives of the context, and of its axes."""
-        comms = {id(one.comm): one.comm for one in (self._ctx, *self._ctx._axes.values())}
-        return [(one.name, one.slot(CallState)) for one in comms.values()]
+        comms = {id(ctx.comm): ctx.comm for ctx in (self._ctx, *self._ctx._axes.values())}
+        return [(ctx.name, ctx.slot(CallState)) for ctx in comms.values()]
 
     def _windows(self) -> list[AccumulationWindow]:
         return list(self._ctx.comm.slot(Models).windows)

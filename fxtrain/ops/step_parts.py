@@ -154,7 +154,7 @@ def clip_norm(
         )
     chosen = None if parameters is None else list(parameters)
     known = {id(parameter) for parameter in model.module.parameters()}
-    if foreign := [one for one in chosen or () if id(one) not in known]:
+    if foreign := [parameter for parameter in chosen or () if id(parameter) not in known]:
         raise StepError(
             f"ops.clip_norm(parameters=...): {len(foreign)} of these {len(chosen or ())} are not "
             f"parameters of this {type(model.module).__name__}. fx.wrap may replace parameters: "
