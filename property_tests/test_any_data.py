@@ -122,7 +122,12 @@ def _segment(ctx, folder, plan, kind, steps, resumes):
         batches = _generated(ctx, plan, model, position, steps)
     else:
         loader = _loader(ctx, plan, kind).at(position, state)
-        batches = itertools.chain.from_iterable(loader.epochs(EPOCHS))
+        # What a function makes has no end.
+        batches = (
+            loader.updates(100)
+            if kind == "function"
+            else itertools.chain.from_iterable(loader.epochs(EPOCHS))
+        )
     for batch in itertools.islice(batches, steps):
         fx.step(ctx, batch, fns)
         real = batch.data[: batch.rows[ctx.rank], 0].tolist()
@@ -170,6 +175,7 @@ CUTS = st.lists(st.tuples(st.sampled_from((1, 2)), st.integers(1, 5)), max_size=
 @example("stateful, ready", "shard", 2, [(2, 1), (1, 3)])
 @example("iterator", "dispatch", 1, [(1, 3), (2, 2)])
 @example("generated", "shard", 2, [(2, 3), (2, 2)])
+@example("function", "shard", 2, [(1, 3), (2, 2)])
 @given(
     st.sampled_from(KINDS),
     st.sampled_from(("shard", "dispatch", "sharded")),

@@ -38,10 +38,12 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 def _settled_bytes() -> int:
     """What is allocated once threads of earlier calls have freed what they hold."""
-    found, before = allocated_bytes(), 2**63
-    while before - found > 2**18:
+    lowest, unchanged = 2**63, 0
+    while unchanged < 6:  # on a busy machine, such a thread may wait for a while
         time.sleep(0.05)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        found, before = allocated_bytes(), found
-    return found
+        allocated = allocated_bytes()
+        unchanged = unchanged + 1 if lowest - allocated < 2**18 else 0
+        lowest = min(lowest, allocated)
+    return allocated_bytes()
