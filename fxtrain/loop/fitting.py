@@ -1,5 +1,6 @@
 """Training as an iterator: the loop is the callback."""
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
@@ -35,7 +36,7 @@ from fxtrain.loop.stepping import StepFns
 from fxtrain.profiling import profile
 from fxtrain.state import DistContext, Position, Report, Wrapped
 from fxtrain.trackers import JsonLines, Run, Target
-from fxtrain.trackers.opening import own, track_in
+from fxtrain.trackers.opening import open_run, own, requested
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -231,8 +232,8 @@ def _in_folder(
         )
     loader = attrs.evolve(loader, run_updates=rules.total_updates(loader))
     known = restored.extra["run"] if restored else "folder" if rules.resume else None
-    run = track_in(
-        lock,
+    request = functools.partial(
+        requested,
         rules.path,
         ctx,
         (*rules.to, progress(rules.total_updates(loader))) if rules.show else rules.to,
@@ -241,6 +242,7 @@ def _in_folder(
         resume=known,
         position=position,
     )
+    run = open_run(ctx, request, lock=lock)
     recorded = fns.model.plan.profile if restored is None else None
     recording = nullcontext() if recorded is None else profile(ctx, recorded)
     with run, _signals(ctx, rules.signals) as notice:

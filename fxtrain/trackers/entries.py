@@ -1,11 +1,9 @@
 """Logged values, kept until a background thread reads them: nothing here waits for a device."""
 
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -17,9 +15,7 @@ from fxtrain.errors import PlanError
 from fxtrain.state import Position, Weighted
 from fxtrain.trackers.tracker import Entry
 
-_DEEPEST = 20
 _CHANNELS = (1, 3, 4)
-_USUAL = frozenset({Tensor, float, int, bool})
 
 
 @attrs.define(eq=False)
@@ -75,55 +71,43 @@ def place_of(step: Any) -> dict[str, Any]:
     )
 
 
-def hold(values: Mapping[str, Any]) -> Callable[[], tuple[dict[str, float], dict[str, str]]]:
+def numbers_of(values: Mapping[str, Any]) -> Callable[[], tuple[dict[str, float], dict[str, str]]]:
     """Capture metrics as they are now; the returned function reads them and waits for the device.
 
     Tensors are copied on the device or on the way to host memory, in stream order, so the caller
-    may change them afterwards.
+    may change them afterwards. The function returns floats by name, and by name the problems of
+    values that are not numbers.
+
+    Example:
+        >>> numbers_of({"loss": torch.tensor(0.5), "note": "good"})()
+        ({'loss': 0.5}, {'note': "found 'good', which is a str"})
     """
     metrics: dict[str, Any] = {}
     problems: dict[str, str] = {}
     events: dict[torch.device, Any] = {}
-    for name, value in _leaves("", values, 0):
-        if type(value) is Tensor and value.is_cpu and value.numel() == 1 and not value.is_complex():
-            metrics[name] = value.item()  # sooner than a copy
-        elif isinstance(value, Tensor):
-            if problem := _tensor_problem(value):
-                problems[name] = problem
-            else:
-                metrics[name] = _copy(value, events)
-        elif value is not None:
+    for name, value in _leaves("", values):
+        if not isinstance(value, Tensor):
             metrics[name] = value
+        elif problem := _tensor_problem(value):
+            problems[name] = problem
+        else:
+            metrics[name] = _copy(value.detach(), events)
+    for device in events:
+        events[device] = torch.cuda.current_stream(device).record_event()
 
     def read() -> tuple[dict[str, float], dict[str, str]]:
         for event in events.values():
             event.synchronize()
-        values, not_numbers = numbers(metrics)
-        return values, {**problems, **not_numbers}
+        numbers: dict[str, float] = {}
+        wrong = dict(problems)
+        for name, value in metrics.items():
+            try:
+                numbers[name] = _number(value)
+            except (TypeError, ValueError, OverflowError) as error:
+                wrong[name] = f"found {shown(value)}, {error}"
+        return numbers, wrong
 
-    for device in events:
-        events[device] = torch.cuda.current_stream(device).record_event()
     return read
-
-
-def numbers(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """Floats by name, and the problems of values that are not numbers.
-
-    Example:
-        >>> numbers({"loss": torch.tensor(0.5), "note": "good"})
-        ({'loss': 0.5}, {'note': "found 'good'"})
-    """
-    floats: dict[str, float] = {}
-    problems: dict[str, str] = {}
-    for name, value in values.items():
-        if not _is_number(value):
-            problems[name] = f"found {shown(value)}"
-            continue
-        try:
-            floats[name] = float(value.item() if hasattr(value, "item") else value)
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            problems[name] = f"found a {type(value).__name__}, {error}"
-    return floats, problems
 
 
 def image_of(image: Any) -> Callable[[], Tensor]:
@@ -157,7 +141,7 @@ def image_of(image: Any) -> Callable[[], Tensor]:
 def table_of(columns: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """Capture the columns of a table as they are; the returned function gives names and rows."""
     copies = {
-        name: column.detach().clone() if isinstance(column, Tensor) else list(column)
+        str(name): column.detach().clone() if isinstance(column, Tensor) else list(column)
         for name, column in columns.items()
     }
 
@@ -169,54 +153,34 @@ def table_of(columns: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
         if len({len(column) for column in plain}) > 1:
             sizes = ", ".join(f"{n}: {len(c)}" for n, c in zip(copies, plain, strict=True))
             raise ValueError(f"the columns of a table must have equal lengths; found {sizes}")
-        rows = [list(row) for row in zip(*plain, strict=True)]
-        return {"columns": [str(name) for name in copies], "rows": rows}
+        return {"columns": [*copies], "rows": [list(row) for row in zip(*plain, strict=True)]}
 
     return read
 
 
-def artifact_of(path: Any) -> Callable[[], Path]:
-    """A file or folder, which must exist when it is written."""
-
-    def read() -> Path:
-        artifact = Path(path)
-        if not artifact.exists():
-            raise FileNotFoundError(f"{artifact} does not exist")
-        return artifact.resolve()
-
-    return read
-
-
-def _leaves(path: str, values: Any, depth: int) -> Iterator[tuple[str, Any]]:
+def _leaves(path: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         name = f"{path}{key}"
-        if type(value) in _USUAL:  # checked first, since every step passes here
-            yield name, value
-        elif isinstance(value, Mapping) and depth < _DEEPEST:
-            yield from _leaves(f"{name}/", value, depth + 1)
+        if isinstance(value, Mapping):
+            yield from _leaves(f"{name}/", value)
         elif isinstance(value, Weighted):
             yield name, value.total.detach() / value.weight
-        else:
+        elif value is not None:
             yield name, value
 
 
 def _tensor_problem(value: Tensor) -> str:
     if value.numel() != 1:
         return f"found a tensor of shape {tuple(value.shape)}; log its mean, or another number"
-    if value.dtype.is_complex:
-        return f"found a tensor of dtype {value.dtype}"
-    if type(value) is Tensor:
-        return ""
     placements = getattr(value, "placements", ())  # a DTensor
     if any(not placement.is_replicate() for placement in placements):
         return "found a sharded DTensor; log value.full_tensor(), called on all ranks"
     return ""
 
 
-def _copy(value: Tensor, events: dict[torch.device, Any]) -> Tensor:
-    value = value.detach()
-    if type(value) is not Tensor and hasattr(value, "to_local"):
-        value = value.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+def _copy(value: Any, events: dict[torch.device, Any]) -> Tensor:
+    if hasattr(value, "to_local"):
+        value = value.to_local()
     if value.is_cuda:
         events[value.device] = None
         host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True, device="cpu")
@@ -226,13 +190,12 @@ def _copy(value: Tensor, events: dict[torch.device, Any]) -> Tensor:
     return value.clone()
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool | int | float | Tensor):
-        return True
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.ndarray | numpy.generic):
-        return False
-    return value.size == 1 and value.dtype.kind in "biuf"
+def _number(value: Any) -> float:
+    """The float of a number, a tensor, or a NumPy scalar or array of one element."""
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, bool | int | float):
+        raise TypeError(f"which is a {type(number).__name__}")
+    return float(number)
 
 
 def _cell(value: Any) -> Any:
@@ -241,6 +204,6 @@ def _cell(value: Any) -> Any:
         value = value.item() if value.ndim == 0 else str(value)
     if value is None or isinstance(value, bool | int | str):
         return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return value
     return str(value)

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -20,7 +19,7 @@ from fxtrain._reading import StrPath, lines_of, open_file, write_file
 from fxtrain._record import record
 from fxtrain.errors import PlanError
 from fxtrain.state import Position
-from fxtrain.trackers.run_folder import draft_of, folder_of, read_identity, remove_drafts
+from fxtrain.trackers.run_folder import folder_of, read_identity, replace_file
 from fxtrain.trackers.tracker import Entry, Start, Tracker, is_name
 
 
@@ -38,14 +37,8 @@ class JsonLines:
 
 # How every line begins, so that a long file can be truncated without parsing it.
 _HEAD = re.compile(rb'\{"step":(\d+)(?:,"rows":(\d+))?[,}]')
-
-
 _COLOURS = {1: 0, 3: 2, 4: 6}  # PNG's numbers of grey, RGB and RGBA, by channels
-
-
 _LONGEST_NAME = 200  # of a file, in bytes
-
-
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -72,11 +65,9 @@ def file_name(name: str, rank: int) -> str:
 def _open(config: JsonLines, start: Start) -> Lines:
     path = start.folder / file_name(config.file, start.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_drafts(path)  # of processes that were killed, since this one has the folder
     if path.exists():
         _cut(path, start.position)
-    file = io.FileIO(path, "ab")
-    return Lines(path=path, file=file, start=start)
+    return Lines(path=path, file=io.FileIO(path, "ab"), start=start)
 
 
 def _cut(path: Path, position: Position) -> None:
@@ -84,16 +75,8 @@ def _cut(path: Path, position: Position) -> None:
     with path.open("rb") as file:
         if all(_stays(line, position) for line in file):
             return
-    draft = draft_of(path)
-    try:
-        with path.open("rb") as file, draft.open("wb") as shorter:
-            shorter.writelines(line for line in file if _stays(line, position))
-            shorter.flush()
-            os.fsync(shorter.fileno())
-        shutil.copymode(path, draft)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+        file.seek(0)
+        replace_file(path, (line for line in file if _stays(line, position)))
 
 
 def _stays(line: bytes, position: Position) -> bool:

@@ -4,12 +4,12 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -33,8 +33,9 @@ from fxtrain.trackers.tracker import Entry, Start, Target, Tracker
 from fxtrain.trackers.writer import Patience, Warn, Writer, start_writer
 
 _LOG = logging.getLogger("fxtrain.trackers")
-_DEEPEST = 20
 _LONGEST = 1000  # characters of one value
+_Trackers = dict[str, tuple[Tracker, Any]]  # with their configs, by their keys in an identity
+_Resume = Mapping[str, Any] | Literal["folder"] | None
 
 
 def track(
@@ -94,12 +95,19 @@ def track(
         [(1, 0.5)]
     """
     check_connected("track", ctx)
-    return _track(
+    request = functools.partial(
+        requested,
+        path,
         ctx,
-        lambda: _checked(path, to, plan, settings, name, resume, position, ranks),
-        patience,
-        None,
+        to,
+        plan=plan,
+        settings=settings,
+        name=name,
+        resume=resume,
+        position=position,
+        ranks=ranks,
     )
+    return open_run(ctx, request, patience)
 
 
 def own(path: Any, ctx: DistContext) -> Lock | None:
@@ -122,114 +130,37 @@ def own(path: Any, ctx: DistContext) -> Lock | None:
     return lock
 
 
-def track_in(
-    lock: Lock | None,
-    path: Any,
+def open_run(
     ctx: DistContext,
-    to: Any,
-    *,
-    plan: Plan,
-    settings: Any,
-    resume: Any,
-    position: Position,
+    request: Callable[[], tuple[_Trackers, Start, _Resume]],
+    patience: Patience = Patience(),  # noqa: B008 - a frozen value
+    lock: Lock | None = None,
 ) -> Run:
-    """As `track`, in a folder that `own` has locked; closing the run releases it."""
-    return _track(
-        ctx,
-        lambda: _checked(path, to, plan, settings, None, resume, position, "main"),
-        Patience(),
-        lock,
-    )
+    """Open a run; what a step of it finds wrong on one rank is raised on all.
 
-
-@attrs.frozen(kw_only=True, eq=False)
-class _Request:
-    """The arguments of `track`."""
-
-    folder: Path
-    rows: Mapping[str, tuple[Tracker, Any]]  # by their keys in `identities`
-    plan: Plan | None
-    settings: Mapping[str, Any]
-    name: str
-    resume: Mapping[str, Any] | Literal["folder"] | None
-    position: Position
-    everyone: bool
-
-
-def _checked(
-    path: Any,
-    to: Any,
-    plan: Any,
-    settings: Any,
-    name: Any,
-    resume: Any,
-    position: Any,
-    ranks: Any,
-) -> _Request:
-    folder = folder_of(path)
-    if isinstance(to, str | Mapping) or not isinstance(to, Iterable):
-        to = (to,)
-    if not isinstance(plan, Plan | None):
-        raise PlanError(f"track(plan={shown(plan)}): pass an fx.Plan, or omit it.")
-    if not isinstance(settings, Mapping | None) and not attrs.has(type(settings)):
-        raise PlanError(f"track(settings={shown(settings)}): pass a mapping, or omit it.")
-    if not isinstance(name, str | None):
-        raise PlanError(f"track(name={shown(name)}): pass a string, or omit it.")
-    if ranks not in ("main", "all"):
-        raise PlanError(f"track(ranks={shown(ranks)}): choose 'main' or 'all'.")
-    if not isinstance(position, Position | None) or (resume is not None and position is None):
-        raise PlanError(
-            f"track(position={shown(position)}): pass the position where the run resumes, such as "
-            f"restored.position; fx.Position() is the start."
-        )
-    if not isinstance(resume, Mapping | None) and resume != "folder":
-        raise PlanError(
-            f"track(resume={shown(resume)}): pass the value of run.state(), such as "
-            f"restored.extra['run'], or 'folder', or omit it."
-        )
-    return _Request(
-        folder=folder,
-        rows=_rows(to),
-        plan=plan,
-        settings=settings or {},
-        name=name or folder.resolve().name or "run",
-        resume=resume,
-        position=position or Position(),
-        everyone=ranks == "all",
-    )
-
-
-def _rows(to: Iterable[Any]) -> dict[str, tuple[Tracker, Any]]:
-    rows: dict[str, tuple[Tracker, Any]] = {}
-    for target in targets(to):
-        tracker, config = (target, None) if isinstance(target, Tracker) else (find(target), target)
-        kind = key = str(getattr(config, "kind", tracker.name))
-        count = 1
-        while key in rows:
-            count += 1
-            key = f"{kind}-{count}"
-        rows[key] = (tracker, config)
-    return rows
-
-
-def _track(
-    ctx: DistContext, check: Callable[[], _Request], patience: Patience, lock: Lock | None
-) -> Run:
-    """Open a run; what a step of it finds wrong on one rank is raised on all."""
+    Args:
+        request: Returns the result of `requested`, or raises an error.
+        lock: That of `own`; closing the run releases it.
+    """
     writers: dict[str, Writer] = {}
-    request, identity, problem = None, None, None
+    trackers, start, identity, problem = {}, None, None, None
     try:
         try:
-            request = check()
-            lock = lock or lock_folder(request.folder, ctx)
-            identity = _claimed(request, ctx)
+            trackers, start, resume = request()
+            if ctx.comm.simulated:
+                identity = Identity(id="0" * 32)
+            else:
+                lock = lock or lock_folder(start.folder, ctx)
+                identity = claim(start.folder, resume) if ctx.is_main else None
         except FxError as error:
             problem = error
+        except Exception as error:  # of a value of the caller: the other ranks must receive it
+            problem = PlanError(f"track: {type(error).__name__}: {error}")
         identity = gather_or_raise(identity, problem, ctx)[0]
-        assert request is not None  # otherwise there was a problem
-        if not ctx.comm.simulated and (ctx.is_main or request.everyone):
-            problem = _open(writers, request, identity, ctx, patience)
-        run = _run(request, identity, ctx, writers, problem, patience, lock)
+        assert start is not None  # otherwise there was a problem
+        if not ctx.comm.simulated and (ctx.is_main or start.everyone):
+            problem = _open(writers, trackers, start, identity, patience)
+        run = _run(trackers, start, identity, writers, problem, patience, lock)
     except BaseException:
         for writer in writers.values():
             writer.end(failed=True)
@@ -242,28 +173,107 @@ def _track(
     return run
 
 
-def _claimed(request: _Request, ctx: DistContext) -> Identity | None:
-    """Which run this is, decided by rank 0; a dry run has none."""
-    if ctx.comm.simulated:
-        return Identity(id="0" * 32)
-    return claim(request.folder, request.resume) if ctx.is_main else None
+def requested(
+    path: Any,
+    ctx: DistContext,
+    to: Any,
+    *,
+    plan: Plan | None = None,
+    settings: Any = None,
+    name: str | None = None,
+    resume: Any = None,
+    position: Any = None,
+    ranks: Any = "main",
+) -> tuple[_Trackers, Start, _Resume]:
+    """The trackers of a run with their configs, what they have in common, and how it resumes.
+
+    Raises:
+        PlanError: a tracker is unknown, or an argument is invalid.
+    """
+    folder = folder_of(path)
+    if not isinstance(settings, Mapping | None) and not attrs.has(type(settings)):
+        raise PlanError(f"track(settings={shown(settings)}): pass a mapping, or omit it.")
+    if ranks not in ("main", "all"):
+        raise PlanError(f"track(ranks={shown(ranks)}): choose 'main' or 'all'.")
+    if not isinstance(position, Position | None) or (resume is not None and position is None):
+        raise PlanError(
+            f"track(position={shown(position)}): pass the position where the run resumes, such as "
+            f"restored.position; fx.Position() is the start."
+        )
+    if not isinstance(resume, Mapping | None) and resume != "folder":
+        raise PlanError(
+            f"track(resume={shown(resume)}): pass the value of run.state(), such as "
+            f"restored.extra['run'], or 'folder', or omit it."
+        )
+    name = name or folder.resolve().name or "run"
+    start = Start(
+        id="",
+        run="",
+        name=f"{name}-rank{ctx.rank}" if ctx.rank else name,
+        folder=folder,
+        rank=ctx.rank,
+        everyone=ranks == "all",
+        position=position or Position(),
+        params={**flat(settings or {}), **flat(_tables(ctx, plan))},
+        ctx=ctx,
+        plan=plan,
+        settings=settings or {},
+        time=time.time(),
+    )
+    return _by_key(to), start, resume
+
+
+def _by_key(to: Any) -> _Trackers:
+    """Trackers by their keys in an identity: their kinds, counted where they repeat."""
+    trackers: _Trackers = {}
+    for target in targets(to):
+        tracker, config = (target, None) if isinstance(target, Tracker) else (find(target), target)
+        kind = key = str(getattr(config, "kind", tracker.name))
+        for count in itertools.count(2):
+            if key not in trackers:
+                break
+            key = f"{kind}-{count}"
+        trackers[key] = (tracker, config)
+    return trackers
+
+
+def _tables(ctx: DistContext, plan: Plan | None) -> dict[str, Any]:
+    """The hyperparameters of every run."""
+    context = {
+        "world_size": ctx.world_size,
+        "num_nodes": ctx.num_nodes,
+        "local_world_size": ctx.local_world_size,
+        "device": ctx.device.type,
+        "launcher": ctx.launcher,
+        "mesh": ctx.mesh.sizes,
+        "fxtrain": __version__,
+        "torch": str(torch.__version__),
+        "rank": ctx.rank,
+    }
+    if plan is None:
+        return {"context": context}
+    return {"plan": {**unstructure(plan), "fingerprint": fingerprint(plan)}, "context": context}
 
 
 def _open(
     writers: dict[str, Writer],
-    request: _Request,
+    trackers: _Trackers,
+    start: Start,
     identity: Identity,
-    ctx: DistContext,
     patience: Patience,
 ) -> FxError | None:
     """Open every tracker that can be opened; returns why the run is refused, if it is."""
-    warn = Warn()
+    warn, ids = Warn(), identity.of_rank(start.rank)
+    of_rank = hashlib.blake2b(f"{identity.id}/{start.rank}".encode(), digest_size=16).hexdigest()
+    start = attrs.evolve(start, run=identity.id, id=of_rank if start.rank else identity.id)
+    at, value = start.position, start.params
+    params = Entry(kind="params", value=value, step=at.updates, rows=at.samples, time=start.time)
     try:
-        with ops.fork_rng(ctx):
-            for key, (tracker, config) in request.rows.items():
-                start = _start(request, identity, ctx, key)
+        with ops.fork_rng(start.ctx):
+            for key, (tracker, config) in trackers.items():
+                own_start = attrs.evolve(start, identity=ids.get(key, ""))
                 try:
-                    native = tracker.open(config, start)
+                    native = tracker.open(config, own_start)
                     called = str(tracker.identity(native))
                 except FxError:
                     raise
@@ -274,92 +284,50 @@ def _open(
                         f"Training continues without it, and the other trackers are not affected.",
                     )
                     continue
-                writers[key] = start_writer(tracker, native, called, start, patience)
+                writers[key] = start_writer(tracker, native, called, own_start, patience)
                 if "params" in tracker.kinds:
-                    writers[key].put(Logged("params", functools.partial(_params, start), warn))
+                    writers[key].put(Logged("params", lambda: params, warn))
     except FxError as error:
         return error
-    except Exception as error:  # any error: the other ranks must receive it
-        return PlanError(f"track: {type(error).__name__}: {error}")
     return None
 
 
-def _params(start: Start) -> Entry:
-    at = start.position
-    return Entry(
-        kind="params", value=start.params, step=at.updates, rows=at.samples, time=start.time
-    )
-
-
-def _start(request: _Request, identity: Identity, ctx: DistContext, key: str) -> Start:
-    rank, run, plan = ctx.rank, identity.id, request.plan
-    context = {
-        "world_size": ctx.world_size,
-        "num_nodes": ctx.num_nodes,
-        "local_world_size": ctx.local_world_size,
-        "device": ctx.device.type,
-        "launcher": ctx.launcher,
-        "mesh": ctx.mesh.sizes,
-        "fxtrain": __version__,
-        "torch": str(torch.__version__),
-        "rank": rank,
-    }
-    tables: dict[str, Any] = {"context": context}
-    if plan is not None:
-        tables = {"plan": {**unstructure(plan), "fingerprint": fingerprint(plan)}, **tables}
-    digest = hashlib.blake2b(f"{run}/{rank}".encode(), digest_size=16).hexdigest()
-    return Start(
-        id=digest if rank else run,
-        run=run,
-        name=f"{request.name}-rank{rank}" if rank else request.name,
-        folder=request.folder,
-        rank=rank,
-        everyone=request.everyone,
-        identity=identity.of_rank(rank).get(key, ""),
-        position=request.position,
-        params={**flat(request.settings), **flat(tables)},
-        ctx=ctx,
-        plan=request.plan,
-        settings=request.settings,
-        time=time.time(),
-    )
-
-
 def _run(
-    request: _Request,
+    trackers: _Trackers,
+    start: Start,
     identity: Identity,
-    ctx: DistContext,
     writers: Mapping[str, Writer],
     problem: FxError | None,
     patience: Patience,
     lock: Lock | None,
 ) -> Run:
     """Create the handle once all ranks know their trackers' ids of the run."""
-    called = {key: writer.identity for key, writer in writers.items()}
+    ctx = start.ctx
+    ids = {key: writer.identity for key, writer in writers.items()}
     kinds = [
         tracker.name if config is None else type(config).__name__
-        for tracker, config in request.rows.values()
+        for tracker, config in trackers.values()
     ]
-    of_ranks = gather_or_raise(({**identity.of_rank(ctx.rank), **called}, kinds), problem, ctx)
+    of_ranks = gather_or_raise(({**identity.of_rank(ctx.rank), **ids}, kinds), problem, ctx)
     kinds = of_ranks[0][1]  # "all" may be fewer on another machine
-    identities = [ids for ids, _ in of_ranks[: None if request.everyone else 1]]
+    identities = [ids for ids, _ in of_ranks[: None if start.everyone else 1]]
     if ctx.is_main and not ctx.comm.simulated:
         try:
-            write_identity(request.folder, Identity(id=identity.id, identities=tuple(identities)))
+            write_identity(start.folder, Identity(id=identity.id, identities=tuple(identities)))
         except OSError as error:
             _LOG.warning(
                 "%s: cannot record which run this folder belongs to: %s. Training "
                 "continues; free disk space before the run is resumed.",
-                request.folder,
+                start.folder,
                 error,
             )
     return Run(
         id=identity.id,
-        path=str(request.folder),
+        path=str(start.folder),
         state={"identities": identities, "kinds": kinds},
         writers=tuple(writers.values()),
         patience=patience,
-        calls=request.position.updates,
+        calls=start.position.updates,
         lock=lock,
     )
 
@@ -373,17 +341,14 @@ def flat(values: Any, path: str = "") -> dict[str, Any]:
         >>> flat({"model": {"width": 64, "blocks": (1, 2)}, "note": None})
         {'model.width': 64, 'model.blocks': '[1, 2]', 'note': None}
     """
-    return dict(_flat(values, path, 0))
-
-
-def _flat(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    if attrs.has(type(value)) and not isinstance(value, type):
-        value = unstructure(value)
-    if isinstance(value, Mapping) and (value or not path) and depth < _DEEPEST:
-        for key, inner in value.items():
-            yield from _flat(inner, f"{path}.{key}" if path else str(key), depth + 1)
-    else:
-        yield path, _plain(value)
+    if attrs.has(type(values)):
+        values = unstructure(values)
+    if not isinstance(values, Mapping) or (path and not values):
+        return {path: _plain(values)}
+    table: dict[str, Any] = {}
+    for key, value in values.items():
+        table |= flat(value, f"{path}.{key}" if path else str(key))
+    return table
 
 
 def _plain(value: Any) -> Any:

@@ -1,10 +1,12 @@
 """A tracked run: the methods that the loop calls."""
 
 import atexit
+import functools
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +17,7 @@ from fxtrain._record import shown
 from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.errors import PlanError
 from fxtrain.state import Position
-from fxtrain.trackers.entries import Logged, artifact_of, hold, image_of, place_of, table_of
+from fxtrain.trackers.entries import Logged, image_of, numbers_of, place_of, table_of
 from fxtrain.trackers.tracker import Entry, Tracker
 from fxtrain.trackers.writer import Patience, Warn, Writer
 
@@ -72,9 +74,12 @@ class Run:
                 f"run.log takes a mapping of names to numbers, found {shown(values)}. For "
                 f'example: run.log({{"loss": report.loss}}, report.position).'
             )
-        if self._here():
-            read = hold(values)
-            self._put("log", lambda: self._checked(*read(), place["step"]), place)
+
+        def capture() -> Callable[[], dict[str, float]]:
+            read = numbers_of(values)
+            return lambda: self._checked(*read(), place["step"])
+
+        self._put("log", "", place, capture)
 
     def text(self, name: str, text: str, step: Position | int | None = None) -> None:
         """Log text.
@@ -82,7 +87,7 @@ class Run:
         Raises:
             PlanError: the run is closed, or `step` is neither a position nor a number.
         """
-        self._put("text", lambda: str(text), self._place("text", step), name)
+        self._put("text", name, self._place("text", step), lambda: lambda: str(text))
 
     def image(self, name: str, image: object, step: Position | int | None = None) -> None:
         """Log an image.
@@ -94,9 +99,7 @@ class Run:
         Raises:
             PlanError: the run is closed, or `step` is neither a position nor a number.
         """
-        place = self._place("image", step)
-        if self._here():
-            self._put("image", _captured(image_of, image), place, name)
+        self._put("image", name, self._place("image", step), lambda: image_of(image))
 
     def table(
         self, name: str, columns: Mapping[str, object], step: Position | int | None = None
@@ -109,9 +112,7 @@ class Run:
         Raises:
             PlanError: the run is closed, or `step` is neither a position nor a number.
         """
-        place = self._place("table", step)
-        if self._here():
-            self._put("table", _captured(table_of, columns), place, name)
+        self._put("table", name, self._place("table", step), lambda: table_of(columns))
 
     def artifact(self, name: str, path: StrPath, step: Position | int | None = None) -> None:
         """Log a file or folder, which must exist until the run is closed or flushed.
@@ -119,7 +120,13 @@ class Run:
         Raises:
             PlanError: the run is closed, or `step` is neither a position nor a number.
         """
-        self._put("artifact", artifact_of(path), self._place("artifact", step), name)
+
+        def read() -> Path:
+            if not Path(path).exists():
+                raise FileNotFoundError(f"{Path(path)} does not exist")
+            return Path(path).resolve()
+
+        self._put("artifact", name, self._place("artifact", step), lambda: read)
 
     def native(self, config: object) -> Any:
         """The library's own object, for features that the methods here do not cover.
@@ -232,14 +239,24 @@ class Run:
         return place
 
     def _put(
-        self, kind: str, read: Callable[[], Any], place: Mapping[str, Any], name: Any = ""
+        self,
+        kind: str,
+        name: Any,
+        place: Mapping[str, Any],
+        capture: Callable[[], Callable[[], Any]],
     ) -> None:
-        if self._here():
-            logged = Logged(
-                kind, lambda: Entry(kind=kind, name=str(name), value=read(), **place), self._warn
-            )
-            for writer in self._writers:
-                writer.put(logged)
+        """Hand a value as it is now to the trackers of this rank; its problems are reported."""
+        if not self._here():
+            return
+        try:
+            read = capture()
+        except Exception as error:  # any error of the user's value
+            read = functools.partial(_fail, error)
+        logged = Logged(
+            kind, lambda: Entry(kind=kind, name=str(name), value=read(), **place), self._warn
+        )
+        for writer in self._writers:
+            writer.put(logged)
 
     def _checked(
         self, values: dict[str, float], problems: dict[str, str], step: int
@@ -256,14 +273,5 @@ class Run:
         return values
 
 
-def _captured(capture: Callable[[Any], Callable[[], Any]], value: Any) -> Callable[[], Any]:
-    """Capture a value now; its problems are reported where it is read."""
-    try:
-        return capture(value)
-    except Exception as error:  # any error of the user's value
-        problem = error
-
-        def fail() -> Any:
-            raise problem
-
-        return fail
+def _fail(error: Exception) -> Any:
+    raise error

@@ -1,10 +1,11 @@
-"""The file that records which run a folder belongs to, so that no two runs share one."""
+"""The folder of a run: its lock, and the file that records which run it belongs to."""
 
-import glob
 import json
 import os
+import re
 import secrets
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from fxtrain.state.parsing import parse_json
 
 _FILE = "run.json"
 _FORMAT = 1
-_DIGITS = 32
+_ID = re.compile("[0-9a-f]{32}")
 _HOW = "resume=run.state() from the checkpoint, and position=restored.position"
 
 
@@ -71,49 +72,43 @@ def lock_folder(folder: Path, ctx: DistContext) -> Lock | None:
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = acquire(open_storage(folder), for_run=True)
-        remove_drafts(folder / _FILE)
+        return acquire(open_storage(folder), for_run=True)
     except FxError as error:
         raise PlanError(f"track({str(folder)!r}): {error}") from error
     except OSError as error:
         raise PlanError(f"track({str(folder)!r}): {_no_folder(error)}") from error
-    return lock
 
 
 def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) -> Identity:
     """Decide which run this is.
 
-    Effects:
-        Creates the folder.
-
     Raises:
-        PlanError: the folder belongs to another run, or cannot be created or read.
+        PlanError: the folder belongs to another run, or cannot be read.
     """
-    asked = None if resume is None or resume == "folder" else _identity(resume, "resume")
+    requested = None if resume is None or resume == "folder" else _identity(resume, "resume")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         known = read_identity(folder)
     except OSError as error:
         raise PlanError(f"track({str(folder)!r}): {_no_folder(error)}") from error
     if known is None:
-        return asked or Identity(id=secrets.token_hex(_DIGITS // 2))
+        return requested or Identity(id=secrets.token_hex(16))
     if resume is None:
         raise PlanError(
             f"track({str(folder)!r}): a new run was requested, but this folder belongs to the run "
             f"{known.id}. Choose another folder; or continue that run with {_HOW}; or restart it "
             f"with resume='folder' and position=fx.Position()."
         )
-    if asked is not None and asked.id != known.id:
+    if requested is None:
+        return known
+    if requested.id != known.id:
         raise PlanError(
-            f"track({str(folder)!r}): resume is the run {asked.id}, but this folder belongs to the "
-            f"run {known.id}. Choose the folder of that run, or an empty one."
+            f"track({str(folder)!r}): resume is the run {requested.id}, but this folder belongs to "
+            f"the run {known.id}. Choose the folder of that run, or an empty one."
         )
-    return _merged(known, asked) if asked is not None else known
-
-
-def _no_folder(error: OSError) -> str:
-    reason = "a file has this name" if isinstance(error, FileExistsError) else error
-    return f"the folder of the run cannot be used: {reason}. Choose another folder."
+    # For trackers that the checkpoint does not have, the ids of the folder.
+    ranks = range(max(len(known.identities), len(requested.identities)))
+    ids = ({**known.of_rank(rank), **requested.of_rank(rank)} for rank in ranks)
+    return Identity(id=known.id, identities=tuple(ids))
 
 
 def read_identity(folder: Path) -> Identity | None:
@@ -148,47 +143,48 @@ def write_identity(folder: Path, identity: Identity) -> None:
         OSError: it cannot be written.
     """
     data = {"format": _FORMAT, "id": identity.id, "identities": list(identity.identities)}
-    draft = draft_of(folder / _FILE)
+    replace_file(folder / _FILE, [json.dumps(data, indent=2).encode(), b"\n"])
+
+
+def replace_file(path: Path, lines: Iterable[bytes]) -> None:
+    """Write a file of a locked folder completely or not at all.
+
+    What a process that was killed here has left is replaced by the next one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}-draft")
     try:
-        draft.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        draft.replace(folder / _FILE)
+        with draft.open("wb") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, draft)
+        draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
 
 
-def draft_of(path: Path) -> Path:
-    """An unused name beside a file, for one that will replace it."""
-    return path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-
-
-def remove_drafts(path: Path) -> None:
-    """Remove drafts of a file that were left by processes that have ended."""
-    for draft in path.parent.glob(f".{glob.escape(path.name)}-" + "[0-9a-f]" * 8):
-        draft.unlink(missing_ok=True)
-
-
 def _identity(data: Any, where: str) -> Identity:
-    try:
-        text, identities = data["id"], data["identities"]
-        fits = (
-            type(text) is str
-            and len(text) == _DIGITS
-            and set(text) <= set("0123456789abcdef")
-            and all(
-                type(part) is str for row in identities for pair in row.items() for part in pair
+    match data:
+        case {"id": str(id), "identities": [*rows]} if _ID.fullmatch(id) and all(
+            map(_is_ids, rows)
+        ):
+            return Identity(id=id, identities=tuple(map(dict, rows)))
+        case _:
+            raise PlanError(
+                f"track: {where} is {shown(data)}, which is not a run. Pass the value of "
+                f"run.state()."
             )
-        )
-    except (TypeError, LookupError, AttributeError, ValueError):
-        fits = False
-    if not fits:
-        raise PlanError(
-            f"track: {where} is {shown(data)}, which is not a run. Pass the value of run.state()."
-        )
-    return Identity(id=text, identities=tuple(dict(row) for row in identities))
 
 
-def _merged(known: Identity, asked: Identity) -> Identity:
-    """The ids in the checkpoint; for trackers that it does not have, those of the folder."""
-    ranks = range(max(len(known.identities), len(asked.identities)))
-    ids = ({**known.of_rank(rank), **asked.of_rank(rank)} for rank in ranks)
-    return Identity(id=asked.id, identities=tuple(ids))
+def _is_ids(row: Any) -> bool:
+    texts = [*row.keys(), *row.values()] if isinstance(row, Mapping) else [None]
+    return all(type(text) is str for text in texts)
+
+
+def _no_folder(error: OSError) -> str:
+    reason = "a file has this name" if isinstance(error, FileExistsError) else error
+    return f"the folder of the run cannot be used: {reason}. Choose another folder."

@@ -1,6 +1,6 @@
 """From the config of a tracker to its functions."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -67,13 +67,10 @@ def _config_of(row: Tracker) -> type:
     return row.config
 
 
-def targets(to: Iterable[Any]) -> Iterator[Any]:
-    """Configs and trackers in place of kinds, and of "all".
-
-    Raises:
-        PlanError: no tracker has this kind; the message has the most similar name.
-    """
-    for target in to:
+def targets(to: Any) -> Iterator[Any]:
+    """Configs and trackers in place of kinds, and of "all"."""
+    several = isinstance(to, Iterable) and not isinstance(to, str | Mapping)
+    for target in to if several else (to,):
         if target == "all":
             yield from (row.config() for row in TRACKERS if row.config and _is_installed(row))
         elif isinstance(target, str):

@@ -1,19 +1,20 @@
 """A background thread per tracker, so that neither training nor other trackers wait for it."""
 
+import contextlib
 import logging
 import queue
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 
 from fxtrain._record import shown
 from fxtrain.trackers.entries import Logged
-from fxtrain.trackers.tracker import Entry, Start, Tracker
+from fxtrain.trackers.tracker import Start, Tracker
 
 _LOG = logging.getLogger("fxtrain.trackers")
 # Between two looks at a queue that is being filled. `put` wakes a thread that waits for an entry,
@@ -119,10 +120,14 @@ class Writer:
         if not self._ended.wait(max(0.0, until - time.monotonic())):
             self._warn("close", f"{self.tracker.name} was not closed: {self._behind()}")
         elif self.tracker.closed_by_caller:
-            self._call("close", _until(until, self.tracker.close), self.native, failed)
+            self._call("close", self._close, until, failed)
         if lost := sum(self._lost.values()):
             what = ", ".join(f"{count} of {kind}" for kind, count in sorted(self._lost.items()))
             self._warn("lost", f"{self.tracker.name} lost {lost} entries of this run: {what}.")
+
+    def _close(self, until: float, failed: bool) -> None:  # noqa: FBT001
+        with _time_limit(until):
+            self.tracker.close(self.native, failed)
 
     def work(self) -> None:
         """Write entries in order until the end."""
@@ -188,20 +193,18 @@ class Writer:
             text = f"{self.tracker.name} does not support run.{kind}. The other trackers log these "
             self._warn(f"kind {kind}", f"{text}entries.")
             return
-        entry = self._accepted(logged.entry())
-        if entry is not None and not self._call(kind, self.tracker.write, self.native, entry):
+        entry = logged.entry()
+        if entry is None:
+            return
+        if kind == "log":
+            values = {name: x for name, x in entry.value.items() if self._accepts(name, entry.step)}
+            entry = attrs.evolve(entry, value=values)
+            if not values:
+                return
+        elif kind != "params" and not self._accepts(entry.name, entry.step):
+            return
+        if not self._call(kind, self.tracker.write, self.native, entry):
             self._lost[kind] += 1
-
-    def _accepted(self, entry: Entry | None) -> Entry | None:
-        """An entry without names that the tracker refuses; None if nothing remains."""
-        if entry is None or entry.kind == "params":
-            return entry
-        if entry.kind != "log":
-            return entry if self._accepts(entry.name, entry.step) else None
-        values = {name: x for name, x in entry.value.items() if self._accepts(name, entry.step)}
-        if len(values) == len(entry.value):
-            return entry
-        return attrs.evolve(entry, value=values) if values else None
 
     def _accepts(self, name: str, step: int) -> bool:
         if step <= self._last_steps.get(name, -1):
@@ -235,30 +238,26 @@ class Writer:
             return False
 
 
-def _until(until: float, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that raises TimeoutError in the main thread, if that is where it does not end."""
+@contextlib.contextmanager
+def _time_limit(until: float) -> Iterator[None]:
+    """Raise TimeoutError in a block that takes longer; only in the main thread, on POSIX."""
 
     def give_up(*_: Any) -> None:
         raise TimeoutError("it did not end in time. Check whether its disk or server responds")
 
-    def call(*arguments: Any) -> None:
-        left = max(0.001, until - time.monotonic())
-        main = threading.current_thread() is threading.main_thread()
-        if not main or not hasattr(signal, "SIGALRM"):
-            function(*arguments)
-            return
-        alarm_s = signal.getitimer(signal.ITIMER_REAL)[0]  # of the program itself
-        started = time.monotonic()
-        before = signal.signal(signal.SIGALRM, give_up)
-        signal.setitimer(signal.ITIMER_REAL, left)
-        try:
-            function(*arguments)
-        finally:
-            rest = max(0.001, alarm_s - (time.monotonic() - started)) if alarm_s else 0
-            signal.signal(signal.SIGALRM, before)
-            signal.setitimer(signal.ITIMER_REAL, rest)
-
-    return call
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    started = time.monotonic()
+    before = signal.signal(signal.SIGALRM, give_up)
+    alarm_s, _ = signal.setitimer(signal.ITIMER_REAL, max(0.001, until - started))
+    try:
+        yield
+    finally:  # the program's own alarm goes on
+        rest = max(0.001, alarm_s - (time.monotonic() - started)) if alarm_s else 0
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, rest)
 
 
 def start_writer(

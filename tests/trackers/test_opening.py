@@ -179,9 +179,7 @@ def test_configs_are_values_that_files_hold():
     [
         ({"path": 3}, "a path is a string"),
         ({"path": "s3://bucket/run"}, "local files"),
-        ({"plan": {"seed": 1}}, "pass an fx.Plan"),
         ({"settings": 3}, "pass a mapping"),
-        ({"name": 3}, "pass a string"),
         ({"ranks": "some"}, "'main' or 'all'"),
         ({"position": 3}, "where the run resumes"),
         ({"resume": "folder"}, "where the run resumes"),
