@@ -187,6 +187,7 @@ MUTABLE = {
     "fxtrain.big.swapping.Turns": "which of several models is on the device",
     "fxtrain.backends.pipeline.execute._GivenOutputs": "whether the loss has called the model",
     "fxtrain.replicas.members.Members": "which replicas take part in an update",
+    "fxtrain.replicas.rounds.Rounds": "what a replica has trained since the last average",
     "fxtrain.replicas.training._Run": "how far a replica got",
     "fxtrain.replicas.training._Rows": "iterators over the rows of a replica",
 }

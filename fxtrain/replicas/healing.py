@@ -1,8 +1,10 @@
 """The state that a replica receives from another one: a model and a position, as bytes."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
@@ -13,11 +15,38 @@ from fxtrain.checkpoint.json_values import decode, encode
 from fxtrain.errors import PlanError
 from fxtrain.state import Plan, Position, Wrapped, diff, structure, unstructure
 
-_SHARED, _OWN, _VALUE = "shared/", "own/", "value/"
+_SHARED, _OWN, _VALUE, _MORE = "shared/", "own/", "value/", "more/"
 
 
-def pack_state(model: Wrapped, position: Position, history: int) -> Tensor:
+@attrs.frozen(kw_only=True)
+class Progress:
+    """How far the replicas are.
+
+    Attributes:
+        position: The cursor after the last update.
+        history: A digest of the last sums, equal on replicas that computed them together.
+        averaged: Whether the averages that are due at the position were made; only with
+            replicas that train independently, as what follows.
+        samples: Rows of the run until the replicas exchanged something last.
+    """
+
+    position: Position
+    history: int = 0
+    averaged: bool = False
+    samples: int = 0
+
+
+def pack_state(
+    model: Wrapped,
+    progress: Progress,
+    more: Mapping[str, Tensor] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Tensor:
     """This rank's part of the state, in the format of safetensors.
+
+    Args:
+        more: Tensors beside those of the model.
+        facts: Values that JSON can have.
 
     Returns:
         uint8, 1-D, on the CPU.
@@ -30,8 +59,8 @@ def pack_state(model: Wrapped, position: Position, history: int) -> Tensor:
     header = {
         "versions": _versions(),
         "plan": unstructure(model.plan),
-        "position": unstructure(position),
-        "history": history,
+        "progress": {**attrs.asdict(progress), "position": unstructure(progress.position)},
+        "facts": dict(facts or {}),
         "values": encode(state.values, "", inside),
         "shapes": {
             name: [list(shape), str(dtype).removeprefix("torch.")]
@@ -42,6 +71,7 @@ def pack_state(model: Wrapped, position: Position, history: int) -> Tensor:
         **{_SHARED + name: local_part_of(tensor) for name, tensor in state.tensors.items()},
         **{_OWN + name: tensor for name, tensor in state.own.items()},
         **{_VALUE + name: tensor for name, tensor in inside.items()},
+        **{_MORE + name: tensor for name, tensor in (more or {}).items()},
     }
     # A copy of each, since the format has no tensors that share memory.
     copies = {
@@ -51,11 +81,16 @@ def pack_state(model: Wrapped, position: Position, history: int) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def unpack_state(model: Wrapped, data: Tensor) -> tuple[Position, int]:
+def unpack_state(
+    model: Wrapped, data: Tensor, local: Mapping[str, Any] | None = None
+) -> tuple[Progress, dict[str, Tensor], dict[str, Any]]:
     """Replace the state of a model by that of another replica, in place.
 
+    Args:
+        local: How the replicas average, which is compared as well.
+
     Returns:
-        Its position and history.
+        How far the other one is, and what `pack_state` was given beside that.
 
     Raises:
         PlanError: the other replica runs another plan, or other versions.
@@ -63,7 +98,7 @@ def unpack_state(model: Wrapped, data: Tensor) -> tuple[Position, int]:
     """
     raw = data.numpy().tobytes()
     header = _header(raw)
-    _compare(header, model)
+    _compare(header, model, local)
     tensors = load(raw)
 
     def named(prefix: str) -> dict[str, Tensor]:
@@ -77,7 +112,9 @@ def unpack_state(model: Wrapped, data: Tensor) -> tuple[Position, int]:
     values = decode(header["values"], named(_VALUE).__getitem__)
     reader = memory_reader(model.ctx, shapes, named(_SHARED), named(_OWN), values)
     model.strategy.load_state(model, reader)
-    return structure(header["position"], Position), header["history"]
+    progress = header["progress"]
+    position = structure(progress["position"], Position)
+    return Progress(**{**progress, "position": position}), named(_MORE), header["facts"]
 
 
 def _header(raw: bytes) -> dict[str, Any]:
@@ -89,7 +126,7 @@ def _versions() -> dict[str, str]:
     return {"fxtrain": __version__, "torch": torch.__version__}
 
 
-def _compare(header: dict[str, Any], model: Wrapped) -> None:
+def _compare(header: dict[str, Any], model: Wrapped, local: Mapping[str, Any] | None) -> None:
     own = _versions()
     found = [
         f"{name}: {own[name]} here, {version} in the other replicas"
@@ -98,6 +135,8 @@ def _compare(header: dict[str, Any], model: Wrapped) -> None:
     ]
     plan = structure(header["plan"], Plan)
     found += [str(one) for one in diff(model.plan, plan)]
+    if (theirs := header["facts"].get("local")) != local:
+        found.append(f"Replicas(local=...): {local} here, {theirs} in the other replicas")
     if found:
         raise PlanError(
             "\n".join(

@@ -26,7 +26,7 @@ from fxtrain._record import record
 from fxtrain.errors import CollectiveError, PlanError
 from fxtrain.ops.connecting import set_defaults
 from fxtrain.replicas.heartbeats import Heartbeats, cut_sockets, open_sockets
-from fxtrain.state import DistContext
+from fxtrain.state import DiLoCo, DistContext, LocalSGD
 
 _BUCKET_BYTES = 64 << 20
 _CHUNK_BYTES = 256 << 20  # of a state, in one message
@@ -51,6 +51,8 @@ class Replicas:
         heartbeat_s: Seconds without a sign of life after which a replica is given up, such as one
             that is frozen or has lost its network. A call of a library that keeps Python's lock
             for longer makes the others repeat the update.
+        local: How replicas that train independently are averaged: `fx.LocalSGD` or `fx.DiLoCo`.
+            None adds up gradients in every update.
         name: Of this replica, for logs; the same after a restart.
 
     Example:
@@ -65,6 +67,7 @@ class Replicas:
     batch: str = attrs.field(default="keep", validator=attrs.validators.in_(("keep", "shrink")))
     timeout_s: float = attrs.field(default=60.0, validator=attrs.validators.gt(0))
     heartbeat_s: float = attrs.field(default=1.0, validator=attrs.validators.gt(0))
+    local: LocalSGD | DiLoCo | None = None
     name: str = ""
 
     def __attrs_post_init__(self) -> None:
@@ -72,6 +75,12 @@ class Replicas:
             raise PlanError(
                 f"Replicas(min_count={self.min_count}): a run of {self.count} replicas never has "
                 f"that many. Use at most count={self.count}."
+            )
+        if self.local is not None and self.local.warmup:
+            raise PlanError(
+                f"Replicas(local={self.local!r}): no update is made together where replicas are "
+                f"averaged. Use warmup=0. Train the first updates with local=None and a folder, "
+                f"and continue from there."
             )
         if not urlsplit(self.lighthouse).hostname:
             raise PlanError(
@@ -104,13 +113,20 @@ class Members:
     index: int = 0
     live: int = 0
 
-    def gather(self) -> None:
-        """Find out who takes part in the next update, and bring this replica up to date.
+    def gather(self, step: int, update: int) -> None:
+        """Find out who takes part in the next exchange, and bring this replica up to date.
+
+        Args:
+            step: A number that is larger where more was done: a replica with a smaller one than
+                others receives the state of one of them.
+            update: For which update they meet.
 
         Raises:
             CollectiveError: fewer than `min_count` replicas are there in time.
         """
         settings, wait_s = self.settings, _WAITS * self.settings.timeout_s
+        batches = self.manager.batches_committed()
+        self.manager.load_state_dict({"step": step, "batches_committed": batches})
         deadline = time.monotonic() + wait_s
         while True:
             found = None
@@ -125,7 +141,7 @@ class Members:
             if found is not None or time.monotonic() > deadline:
                 reason = f" ({_first_line(found)})" if found else f": {self.live} were"
                 raise CollectiveError(
-                    f"Update {self.manager.current_step() + 1}: {settings.min_count} of "
+                    f"Update {update}: {settings.min_count} of "
                     f"{settings.count} replicas were not ready at {settings.lighthouse} within "
                     f"{wait_s:g} s{reason}. Start the missing ones, or use a smaller min_count.",
                     code="FX302",
@@ -157,8 +173,19 @@ class Members:
                 tensor.copy_(summed.view_as(tensor))
         return True
 
+    def exchange(self, action: Callable[[], object]) -> bool:
+        """Start collectives over the group, or wait for some; whether no replica was lost."""
+        try:
+            with self.beats.waiting():
+                action()
+        except RuntimeError as error:
+            self.manager.report_error(error)
+            self.group.abort()
+            return False
+        return True
+
     def commit(self) -> bool:
-        """Whether the sums of this update are complete on all ranks of this replica."""
+        """Whether everything since the last `gather` is complete on all ranks of this replica."""
         return bool(self.manager.should_commit())
 
     def close(self) -> None:
@@ -173,7 +200,6 @@ def join(
     settings: Replicas,
     pack: Callable[[], Tensor],
     unpack: Callable[[Tensor], None],
-    updates: int,
 ) -> Members:
     """Connect this replica to the lighthouse.
 
@@ -181,7 +207,6 @@ def join(
         ctx: The ranks of this replica.
         pack: The state of this rank, as bytes on the CPU.
         unpack: Replaces it by that of the same rank of another replica.
-        updates: Updates that this replica has made.
 
     Effects:
         Rank 0 serves a store and torchft's manager on free ports; one broadcast of its address.
@@ -241,7 +266,6 @@ def join(
             f"Replicas(lighthouse=...).",
             code="FX302",
         ) from error
-    manager.load_state_dict({"step": updates, "batches_committed": updates})
     return Members(settings=settings, manager=manager, group=group, store=store, beats=beats)
 
 

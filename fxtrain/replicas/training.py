@@ -22,8 +22,9 @@ from fxtrain.errors import CollectiveError, PlanError, StepError
 from fxtrain.loop.stepping import StepFns, advance_schedulers, loss_and_aux, steps_per_update
 from fxtrain.ops.devices import as_scalar
 from fxtrain.ops.whole_tensors import local_values
-from fxtrain.replicas.healing import pack_state, unpack_state
+from fxtrain.replicas.healing import Progress, pack_state, unpack_state
 from fxtrain.replicas.members import Members, Replicas, join
+from fxtrain.replicas.rounds import Rounds, independent
 from fxtrain.state import (
     DDP,
     FSDP,
@@ -38,9 +39,9 @@ from fxtrain.state import (
 )
 from fxtrain.state.context import check_connected
 
-# Sums that travel with the gradients: of losses, of weights, of non-finite losses. After them: the
-# replicas' histories, and how many replicas have a gradient of each parameter.
-_TOTALS = 3
+# Sums that travel with the gradients: of losses, weights, non-finite losses and rows. After them:
+# the replicas' histories, and how many replicas have a gradient of each parameter.
+_TOTALS = 4
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -59,6 +60,10 @@ class Update:
         index: The number of this one among them. Let replica 0 write what one should write.
         healed: Whether this replica received another one's state before this update.
         attempts: How often it was computed: more than 1 if a replica was lost meanwhile.
+        averaged: With `Replicas(local=...)`, whether parameters became those of an average after
+            it. `loss` and `applied` are those of this replica then.
+        lost: With `Replicas(local=...)`, rows whose replicas were lost before the average that they
+            would have been part of; counted where the others exchange something.
     """
 
     loss: float
@@ -70,6 +75,8 @@ class Update:
     index: int
     healed: bool
     attempts: int
+    averaged: bool = False
+    lost: int = 0
 
 
 def train(
@@ -91,6 +98,12 @@ def train(
     for the first time or again, receives parameters, optimizer and position from another replica,
     in bits equal to its own, and takes part from the next update on. No row is lost or repeated.
 
+    With `Replicas(local=...)` each replica makes its updates independently, of its part of the
+    rows, and all of them meet only for an average. One that dies is missed there: its rows since
+    the last average are lost, and the mean is that of the others. One that joins receives the
+    outer parameters and the state of the outer optimizer there, and trains from the next update
+    on.
+
     Args:
         ctx: The ranks of this replica.
         fns: The model and its loss; aux metrics are dropped.
@@ -100,15 +113,17 @@ def train(
         updates: Updates of the whole run, including those before a restart.
         folder: Where replica 0 saves checkpoints, and from where a run in which no replica is left
             continues; shared by all replicas.
-        save_every: Updates between two checkpoints. The last update is saved in any case, and the
-            newest one where too few replicas are left.
+        save_every: Updates between two checkpoints, which are written after an average where
+            replicas train independently. The last update is saved in any case, and the newest one
+            where too few replicas are left.
 
     Yields:
         Each update that counts.
 
     Effects:
         Per update, a request to the lighthouse and an all-reduce of all gradients between the
-        replicas, beside what the strategy communicates between its own ranks.
+        replicas, beside what the strategy communicates between its own ranks. With
+        `Replicas(local=...)` that is so per average, of parameters.
 
     Raises:
         CollectiveError: no lighthouse answers, or fewer than `min_count` replicas were ready in
@@ -133,16 +148,20 @@ def train(
     check_connected("replicas.train", ctx)
     model = fns.model
     _check_plan(ctx, model)
+    rounds = None
+    if replicas.local is not None:
+        model, rounds = independent(model, replicas.local, updates)
     saved = None if folder is None else restore_newest(folder, ctx, model)
     start = Position() if saved is None else saved.position
     run = _Run(
         ctx=ctx,
-        fns=fns,
+        fns=attrs.evolve(fns, model=model),
         rows=_Rows(loader=loader, model=model, updates=updates),
-        position=start,
+        progress=Progress(position=start, averaged=start.updates > 0, samples=start.samples),
+        rounds=rounds,
     )
     run.rows.part(1, 0, start)  # a loader that cannot be split is an error before anything waits
-    members = join(ctx, replicas, run.pack, run.unpack, start.updates)
+    members = join(ctx, replicas, run.pack, run.unpack)
     return _updates(run, members, updates, folder, save_every)
 
 
@@ -150,7 +169,7 @@ def _updates(
     run: "_Run", members: Members, updates: int, folder: StrPath | None, save_every: int | None
 ) -> Iterator[Update]:
     saved = None
-    live = 0
+    live, reached = 0, run.position.updates
     try:
         while run.position.updates < updates:
             try:
@@ -159,15 +178,19 @@ def _updates(
                 if folder is not None and saved != run.position:
                     save(folder, run.ctx, run.model, position=run.position)
                 raise
+            if update is None:
+                return
             if update.live != live:
                 live = update.live
                 ops.log(run.ctx).info(
                     "Update %d: %d of %d replicas.", update.updates, live, members.settings.count
                 )
-            due = update.updates == updates or (save_every and update.updates % save_every == 0)
-            if folder is not None and due and update.index == 0:
-                save(folder, run.ctx, run.model, position=run.position)
-                saved = run.position
+            if run.rounds is None or update.averaged:
+                due = save_every and update.updates // save_every > reached // save_every
+                reached = update.updates
+                if folder is not None and update.index == 0 and (due or reached >= updates):
+                    save(folder, run.ctx, run.model, position=run.position)
+                    saved = run.position
             yield update
     finally:
         members.close()
@@ -178,46 +201,67 @@ class _Run:
     """How far this replica is. It is mutable: each update, and another replica's state, change it.
 
     Attributes:
-        position: The cursor after the last update.
+        progress: The cursor after the last update, and what belongs to it.
         rows: The rows of each part of a global batch.
-        history: A digest of the sums of the last update, equal on replicas that made it together.
+        rounds: The averages of replicas that train independently; None if each update is made
+            together.
+        met: Whether this replica has met the others.
+        healed: Whether it has received another one's state since the last update.
     """
 
     ctx: DistContext
     fns: StepFns[Any]
     rows: "_Rows"
-    position: Position
-    history: int = 0
+    progress: Progress
+    rounds: Rounds | None
+    met: bool = False
+    healed: bool = False
 
     @property
     def model(self) -> Wrapped:
         """The model."""
         return self.fns.model
 
+    @property
+    def position(self) -> Position:
+        """The cursor after the last update."""
+        return self.progress.position
+
     def pack(self) -> Tensor:
         """The state, for a replica that joins."""
-        return pack_state(self.model, self.position, self.history)
+        if self.rounds is None:
+            return pack_state(self.model, self.progress)
+        return pack_state(self.model, self.progress, *self.rounds.under_way())
 
     def unpack(self, data: Tensor) -> None:
         """Continue from another replica's state."""
-        self.position, self.history = unpack_state(self.model, data)
+        local = None if self.rounds is None else self.rounds.config
+        self.progress, tensors, facts = unpack_state(self.model, data, local)
+        if self.rounds is not None:
+            self.rounds.enter(tensors, facts)
+        self.healed = True
 
-    def next_update(self, members: Members) -> Update:
-        """Make one update together, as often as replicas are lost while it is computed."""
-        healed, attempts = False, 0
+    def next_update(self, members: Members) -> Update | None:
+        """Make one update, as often as replicas are lost while it is computed.
+
+        None if this replica has joined where the others ended.
+        """
+        return self._together(members) if self.rounds is None else self._alone(members, self.rounds)
+
+    def _together(self, members: Members) -> Update:
+        attempts = 0
         while True:
             attempts += 1
-            before = self.position
-            members.gather()
-            healed = healed or self.position != before
+            members.gather(self.position.updates, self.position.updates + 1)
             self.model.strategy.begin(self.model)
             totals, batch = self._gradients(members)
             totals = self._sum_gradients(totals, members)
             if members.commit():
                 break
-        self.history = zlib.crc32(totals.cpu().numpy().tobytes())
-        loss, weight, bad = totals.tolist()
+        history = zlib.crc32(totals.cpu().numpy().tobytes())
+        loss, weight, bad, _ = totals.tolist()
         applied, grad_norm = self._apply(batch, weight, members, bad=bad > 0)
+        self.progress = attrs.evolve(self.progress, history=history)
         return Update(
             loss=loss / weight if weight else math.nan,
             grad_norm=grad_norm,
@@ -226,18 +270,81 @@ class _Run:
             updates=self.position.updates,
             live=members.live,
             index=members.index,
-            healed=healed,
+            healed=self._was_healed(),
             attempts=attempts,
         )
+
+    def _alone(self, members: Members, rounds: Rounds) -> Update | None:
+        """An update of this replica, and the averages that are due after it."""
+        if not self.met:
+            self._meet(members, rounds)
+            self.met = True
+            if self.position.updates >= rounds.updates:
+                return None
+        healed = self._was_healed()
+        self.model.strategy.begin(self.model)
+        totals, batch = self._gradients(members)
+        loss, weight, bad, rows = totals.tolist()
+        applied, grad_norm = self._apply(batch, weight, members, bad=bad > 0)
+        rounds.count(weight, rows)
+        update = Update(
+            loss=loss / weight if weight else math.nan,
+            grad_norm=grad_norm,
+            applied=applied,
+            position=self.position,
+            updates=self.position.updates,
+            live=members.live,
+            index=members.index,
+            healed=healed,
+            attempts=1,
+        )
+        if rounds.meets_at(self.position):
+            met = self._meet(members, rounds)
+            # Healed here, it is where the others are, and has no update of its own to tell of.
+            update = attrs.evolve(
+                update, position=self.position, updates=self.position.updates, **met
+            )
+        return update
+
+    def _meet(self, members: Members, rounds: Rounds) -> dict[str, Any]:
+        """Gather the replicas, and average what is due over those that are there."""
+        rounds.end_traffic(members)
+        attempts = 0
+        while True:
+            attempts += 1
+            updates = self.position.updates
+            members.gather(2 * updates + self.progress.averaged, updates)
+            if self.progress.averaged or not rounds.meets_at(self.position):
+                return {}
+            rounds.begin(self.position)
+            rows, counters = rounds.exchange(members, self.progress)
+            if members.commit():
+                break
+            rounds.forget()
+        averaged, history = rounds.apply(self.position, counters)
+        samples = self.position.samples
+        lost = samples - self.progress.samples - round(rows)
+        self.progress = attrs.evolve(self.progress, averaged=True, history=history, samples=samples)
+        return {
+            "averaged": averaged,
+            "lost": lost,
+            "attempts": attempts,
+            "live": members.live,
+            "index": members.index,
+        }
+
+    def _was_healed(self) -> bool:
+        healed, self.healed = self.healed, False
+        return healed
 
     def _gradients(self, members: Members) -> tuple[Tensor, Batch]:
         """Compute the gradients of this replica's parts of the update, as sums over their rows.
 
         Returns:
-            The sums of losses, weights and non-finite losses over this replica's rows, and the
-            batch at which the update ends.
+            The sums of losses, weights, non-finite losses and rows of this replica, and the batch
+            at which the update ends.
         """
-        keep = members.settings.batch == "keep"
+        data, keep = self.ctx.axis("data"), members.settings.batch == "keep"
         parts = members.settings.count if keep else members.live
         mine = range(members.index, parts, members.live)
         totals = torch.zeros(_TOTALS, dtype=torch.float64, device=self.ctx.device)
@@ -252,7 +359,9 @@ class _Run:
                 weighted = self.model.strategy.run(self.model, batch, self._compute_loss, reduce)
                 weight = as_scalar(weighted.weight, totals).double()
                 bad = ~torch.isfinite(weighted.mean)
-                totals += torch.stack([weighted.mean.double() * weight, weight, bad.double()])
+                rows = torch.tensor(batch.rows[data.rank], dtype=torch.float64, device=bad.device)
+                total = weighted.mean.double() * weight
+                totals += torch.stack([total, weight, bad.double(), rows])
         assert batch is not None  # a window has at least one batch
         return ops.reduce(totals, self.ctx.axis("loss"), op="sum"), batch
 
@@ -264,7 +373,7 @@ class _Run:
         """
         parameters = [one for one in self.model.parameters() if one.requires_grad]
         present = [one.grad is not None for one in parameters]
-        more = torch.tensor([self.history, *present], dtype=totals.dtype, device="cpu")
+        more = torch.tensor([self.progress.history, *present], dtype=totals.dtype, device="cpu")
         facts = torch.cat([totals, more.to(totals.device)])
         for parameter in parameters:
             if parameter.grad is None:
@@ -272,7 +381,7 @@ class _Run:
         if not members.sum([facts, *(local_values(one.grad) for one in parameters)]):
             return totals
         history, *replicas = facts[_TOTALS:].tolist()
-        if history != self.history * members.live:
+        if history != self.progress.history * members.live:
             raise CollectiveError(
                 f"Update {self.position.updates + 1}: the {members.live} replicas have not all "
                 f"made the last update together, so their parameters differ. A lighthouse that "
@@ -316,10 +425,11 @@ class _Run:
             clip_norm=plan.clip_norm,
             clip_value=plan.clip_value,
             skip=skip,
+            keep_parameters=self.rounds is not None and not weight,
         )
         outcome = model.strategy.apply(model, spec)
         rows = batch.position.samples - self.position.samples
-        self.position = batch.position
+        self.progress = attrs.evolve(self.progress, position=batch.position, averaged=False)
         model.window.end()
         if plan.verify_replicas and not model.window.updates % plan.verify_replicas:
             verify_replicas(model)
@@ -379,7 +489,10 @@ def _check_plan(ctx: DistContext, model: Wrapped) -> None:
     elif mesh.tensor * mesh.context * mesh.pipeline > 1:
         found = f"{shown(mesh)}. Use a mesh of data ranks within a replica"
     elif plan.local is not None:
-        found = f"local={shown(plan.local)}, replicas that average parameters. Use local=None"
+        found = (
+            f"local={shown(plan.local)}, which is for the ranks of one launch. Use "
+            f"fx.replicas.Replicas(local=...)"
+        )
     elif plan.precision.compute == "fp16":
         found = 'precision="fp16", whose loss scale is of one replica. Use precision="bf16"'
     elif not model.optimizers:

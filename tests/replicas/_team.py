@@ -1,5 +1,6 @@
 """Replicas as threads of this process, which die and join at updates, beside a real lighthouse."""
 
+import contextlib
 import threading
 import time
 from collections import defaultdict
@@ -11,6 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
+from fxtrain.replicas import training
+from fxtrain.replicas.rounds import Rounds
 
 ROWS = 44
 BATCH = 3
@@ -36,12 +39,18 @@ class Diary:
         updates: What it yielded.
         rows: Numbers of its rows, by update; of the last attempt.
         parameters: After each update.
+        outer: Outer parameters and momentum after each exchange, of a run with `local`.
+        sent: The same, where it was sent to a replica that joined.
+        entered: The same, where it was received.
         error: What ended it, if anything did.
     """
 
     updates: list = attrs.field(factory=list)
     rows: dict = attrs.field(factory=lambda: defaultdict(list))
     parameters: dict = attrs.field(factory=dict)
+    outer: dict = attrs.field(factory=dict)
+    sent: list = attrs.field(factory=list)
+    entered: list = attrs.field(factory=list)
     error: BaseException | None = None
 
 
@@ -61,12 +70,12 @@ def loader(batch_size=BATCH):
     return DataLoader(rows, batch_size=batch_size, shuffle=True)
 
 
-def wrapped(ctx, plan, seed):
+def wrapped(ctx, plan, seed, optimizer=None):
     return fx.wrap(
         net(seed),
         ctx,
         plan,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        optimizer=optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-2)),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5),
     )
 
@@ -108,6 +117,7 @@ class _Team:
     settings: fx.replicas.Replicas
     weighted: bool
     folder: object
+    optimizer: object = None
     diaries: list = attrs.field(factory=list)
     threads: list = attrs.field(factory=list)
 
@@ -129,13 +139,14 @@ class _Team:
             self.diaries[number].error = error
 
     def _train(self, ctx, number, diary, life):
-        model = wrapped(ctx, self.plan, life.joins)
+        model = wrapped(ctx, self.plan, life.joins, self.optimizer)
+        HERE.diary = diary
 
         def loss(model, batch):
             now = model.window.updates + 1
             if life.dies is not None and now >= life.dies:
                 raise Died
-            diary.rows[now] += batch[0].tolist()
+            diary.rows[now] += batch[0][batch.valid].tolist()
             return loss_of(model, batch, weighted=self.weighted)
 
         fns = fx.StepFns(model=model, loss=loss)
@@ -150,20 +161,88 @@ class _Team:
                 time.sleep(0.02)
 
 
-def together(plan, lives, updates, lighthouse, *, batch="keep", weighted=False, folder=None):
+HERE = threading.local()  # the diary of the replica that a thread is
+
+
+@attrs.define(kw_only=True, eq=False)
+class _Noted(Rounds):
+    """Averages that write the outer state into the diary of their replica."""
+
+    diary: Diary
+
+    def _outer(self):
+        parts = [*self.now.anchor.values(), *self.now.momentum.values()]
+        parts = parts or self.now.parameters.values()
+        return torch.cat([one.detach().flatten().clone() for one in parts])
+
+    def apply(self, position, counters):
+        found = super().apply(position, counters)
+        self.diary.outer[position.updates] = self._outer()
+        return found
+
+    def under_way(self):
+        self.diary.sent.append(self._outer())
+        return super().under_way()
+
+    def enter(self, tensors, facts):
+        super().enter(tensors, facts)
+        self.diary.entered.append(self._outer())
+        if self.now.anchor:  # the newcomer trains from the outer parameters on
+            held = torch.cat([one.detach().flatten() for one in self.now.parameters.values()])
+            assert torch.equal(self._outer()[: len(held)], held)
+        assert all(not one.count_nonzero() for one in self.now.residual.values())
+
+
+@contextlib.contextmanager
+def noted():
+    """Have diaries tell of the outer state of replicas that train independently."""
+
+    def independent(model, local, updates):
+        model, rounds = rounds_of(model, local, updates)
+        values = {field.name: getattr(rounds, field.name) for field in attrs.fields(Rounds)}
+        return model, _Noted(**values, diary=HERE.diary)
+
+    rounds_of = training.independent
+    training.independent = independent
+    try:
+        yield
+    finally:
+        training.independent = rounds_of
+
+
+def together(
+    plan,
+    lives,
+    updates,
+    lighthouse,
+    *,
+    batch="keep",
+    weighted=False,
+    folder=None,
+    local=None,
+    optimizer=None,
+    min_count=1,
+):
     """Run replicas through their lives, and return what each did.
 
     Replica 0 starts at once and does not die.
     """
     count = sum(not life.joins for life in lives)
     settings = fx.replicas.Replicas(
-        count=count, lighthouse=lighthouse, batch=batch, timeout_s=10, heartbeat_s=60
+        count=count,
+        lighthouse=lighthouse,
+        batch=batch,
+        timeout_s=10,
+        heartbeat_s=60,
+        local=local,
+        min_count=min_count,
     )
-    team = _Team(plan, lives, updates, settings, weighted, folder)
+    team = _Team(plan, lives, updates, settings, weighted, folder, optimizer)
     team.diaries = [Diary() for _ in lives]
-    team.start(0)
-    for thread in team.threads:
-        thread.join(60)
+    with noted():
+        team.start(0)
+        for thread in team.threads:
+            thread.join(60)
     assert not any(thread.is_alive() for thread in team.threads)
     for diary in team.diaries:
         if diary.error is not None:

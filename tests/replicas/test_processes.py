@@ -18,11 +18,11 @@ PAUSE_S = "0.1"
 class _Replica:
     """A program that trains one replica, with its output in a file."""
 
-    def __init__(self, path, name, lighthouse, strategy, ranks, folder):
+    def __init__(self, path, name, lighthouse, strategy, ranks, folder, *more):
         self.out = path / name
         alone = (*PYTHON,) if ranks == 1 else (*FXTRAIN, "launch", f"--ranks={ranks}")
         script = str(SCRIPTS / "replicas.py")
-        words = (script, lighthouse, "2", str(UPDATES), PAUSE_S, strategy, str(folder))
+        words = (script, lighthouse, "2", str(UPDATES), PAUSE_S, strategy, str(folder), *more)
         variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
         with self.out.open("wb") as out:
             self.process = subprocess.Popen(
@@ -95,6 +95,50 @@ def test_a_replica_is_killed_and_comes_back(lighthouse, tmp_path, strategy, rank
                 assert line["digest"] == survivor[line["update"]]["digest"]
     saved = fx.latest(tmp_path / "run")
     assert saved is not None and fx.checkpoint.verify(saved).position.updates % 10 == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 2)])
+def test_a_replica_is_killed_between_averages_and_comes_back(lighthouse, tmp_path, strategy, ranks):
+    begun = []
+
+    def begin(name):
+        run = tmp_path / "run"
+        begun.append(_Replica(tmp_path, name, lighthouse, strategy, ranks, run, "5"))
+        return begun[-1]
+
+    try:
+        first, second = begin("first"), begin("second")
+        first.wait_for(lambda line: line["live"] == 2)
+        both = second.wait_for(lambda line: line["live"] == 2 and line["averaged"])
+        second.wait_for(lambda line: line["update"] > both["update"])
+        rank = next(line for line in second.lines("up") if line["rank"] == ranks - 1)
+        os.kill(rank["pid"], signal.SIGKILL)
+        left = first.wait_for(lambda line: line["lost"])
+        second.end()
+        third = begin("third")
+        healed = third.wait_for(lambda line: line["healed"])
+        assert healed["update"] > left["update"]
+        last = third.wait_for(lambda line: line["averaged"])["update"]
+        first.wait_for(lambda line: line["update"] >= last)
+    finally:
+        for one in begun:
+            one.end()
+    survivor = {line["update"]: line for line in first.lines("update")}
+    averages = 0
+    for other in (second, third):
+        for line in other.lines("update"):
+            if line["averaged"] and line["update"] in survivor:
+                averages += 1
+                assert line["digest"] == survivor[line["update"]]["digest"]
+    assert averages > 1
+    for update, line in survivor.items():
+        assert line["samples"] == 8 * ranks * update
+        if not line["averaged"]:  # each trains on its own rows
+            assert not line["lost"]
+    assert left["live"] == 1 and 0 < left["lost"] <= 4 * ranks * 5
+    saved = fx.latest(tmp_path / "run")
+    assert saved is not None and fx.checkpoint.verify(saved).position.updates % 5 == 0
 
 
 @pytest.mark.slow

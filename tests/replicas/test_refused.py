@@ -32,6 +32,7 @@ def _train(ctx, plan, team, updates=3, folder=None, loss=None, *, optimizer=True
         ({"count": 2, "batch": "grow"}, "batch"),
         ({"count": 2, "timeout_s": 0}, "timeout_s"),
         ({"count": 2, "lighthouse": "node0"}, "is no address"),
+        ({"count": 2, "local": fx.LocalSGD(every=2, warmup=3)}, "Use warmup=0"),
     ],
 )
 def test_settings(settings, text):
@@ -43,7 +44,7 @@ def test_settings(settings, text):
     ("plan", "text"),
     [
         (fx.Plan(precision="fp16"), "fp16"),
-        (fx.Plan(local=fx.LocalSGD(every=2)), "local="),
+        (fx.Plan(local=fx.LocalSGD(every=2)), r"Use fx\.replicas\.Replicas\(local="),
         (fx.Plan(data=fx.Data(source="dispatch")), "dispatch"),
     ],
 )
@@ -117,7 +118,7 @@ def test_a_replica_with_another_plan_cannot_join(lighthouse):
 
 def test_a_replica_with_another_version_cannot_join(ctx, monkeypatch):
     model = wrapped(ctx, fx.Plan(), 0)
-    state = healing.pack_state(model, fx.Position(), 0)
+    state = healing.pack_state(model, healing.Progress(position=fx.Position()))
     monkeypatch.setattr(healing, "_versions", lambda: {"fxtrain": "0.0", "torch": "2.13.0"})
     with pytest.raises(PlanError, match=r"fxtrain: 0\.0 here, .* in the other replicas"):
         healing.unpack_state(model, state)

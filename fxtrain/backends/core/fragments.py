@@ -10,152 +10,158 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from fxtrain.ops.transport.exchange import rank_loss_guard
-from fxtrain.ops.transport.large import gather_into
 from fxtrain.state import DistContext
 
 BLOCK = 1024  # values that share a scale
-_WEIGHT_BYTES = 8
+_SCALE_BYTES, _WEIGHT_BYTES = 4, 8
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Exchange:
-    """A weighted mean over the replicas that is under way. Equality and hash are by identity.
+    """A weighted mean over the replicas, which may be under way. Equality and hash are by identity.
 
     Attributes:
         due: The update at which it is applied.
         places: By dtype of the sums, in the order of `sent`, the numbers of its tensors.
-        sent: What this replica sends, kept for checkpoints; empty if it is applied at once.
-        received: What the collectives fill.
-        works: The collectives.
+        sent: What this replica sends; empty once it is under way, if no checkpoint needs it.
+        received: What the collectives fill; empty until they have begun.
+        works: The collectives that are under way.
     """
 
     due: int
     places: dict[torch.dtype, list[int]]
     sent: list[Tensor]
-    received: list[Tensor]
-    works: list[Any]
+    received: list[Tensor] = attrs.field(factory=list)
+    works: list[Any] = attrs.field(factory=list)
 
     @property
     def count(self) -> int:
         """How many tensors it averages."""
         return sum(map(len, self.places.values()))
 
+    @property
+    def complete(self) -> bool:
+        """Whether everything was received."""
+        return len(self.received) == len(self.places) and not self.works
 
-def start_exchange(
-    tensors: Sequence[Tensor], weight: Tensor | float, copies: DistContext, *, due: int, keep: bool
+
+def pack_means(
+    tensors: Sequence[Tensor], weight: Tensor | float, device: torch.device, *, due: int
 ) -> Exchange:
-    """Start the mean of each tensor over the replicas, weighted by one number of each replica.
+    """What a replica sends for a mean of each tensor over the replicas, weighted by one number.
 
     Args:
         tensors: Of the same shapes and dtypes on every replica.
-        copies: The ranks that hold the same part of each replica.
-        keep: Whether to keep what is sent, for a checkpoint that is written before it is due.
-
-    Effects:
-        Starts one all-reduce per dtype in which sums are computed.
+        device: Where the replicas communicate.
     """
     sent: list[Tensor] = []
     places = by_dtype(tensors)
     for dtype, numbers in places.items():
-        parts = [real(tensors[n]).reshape(-1).to(copies.device, dtype) for n in numbers]
+        parts = [real(tensors[n]).reshape(-1).to(device, dtype) for n in numbers]
         flat = torch.cat([*parts, torch.ones(1, dtype=dtype, device=parts[0].device)])
         sent.append(flat.mul_(weight))
-    return _send(places, sent, copies, due=due, keep=keep)
+    return Exchange(due=due, places=places, sent=sent)
 
 
-def start_int8_exchange(
+def pack_int8(
     tensors: Sequence[Tensor],
     residuals: Sequence[Tensor],
     weight: Tensor | float,
-    copies: DistContext,
+    device: torch.device,
     *,
     due: int,
 ) -> Exchange:
-    """Like `start_exchange`, with values of eight bits; what they lose is sent the next time.
+    """Like `pack_means`, with values of eight bits; what they lose is sent the next time.
 
     Args:
         residuals: What earlier exchanges have lost of each tensor; replaced in place.
-
-    Effects:
-        Starts one all-gather per dtype in which sums are computed.
     """
     sent: list[Tensor] = []
     places = by_dtype(tensors)
     for dtype, numbers in places.items():
-        moved = [real(tensors[n]).to(copies.device, dtype) for n in numbers]
+        moved = [real(tensors[n]).to(device, dtype) for n in numbers]
         parts = [(one + residuals[n]).reshape(-1) for one, n in zip(moved, numbers, strict=True)]
         exact = torch.cat(parts)
         payload = quantize(exact)
         lost = exact - dequantize(payload, len(exact), dtype)
         for number, part in zip(numbers, lost.split([len(one) for one in parts]), strict=True):
             residuals[number].copy_(part.view_as(residuals[number]))
-        share = torch.as_tensor(weight, dtype=torch.float64, device=copies.device).reshape(1)
+        share = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(1)
         sent.append(torch.cat([payload, share.view(torch.uint8)]))
-    return _send(places, sent, copies, due=due, keep=True)
+    return Exchange(due=due, places=places, sent=sent)
 
 
-def resume_exchange(
-    tensors: Sequence[Tensor], sent: list[Tensor], copies: DistContext, *, due: int
-) -> Exchange:
-    """Send again what a checkpoint has kept of an exchange that was under way."""
-    return _send(by_dtype(tensors), sent, copies, due=due, keep=True)
+def send(exchange: Exchange, copies: DistContext, *, keep: bool) -> Exchange:
+    """Start the collectives of an exchange.
+
+    Args:
+        copies: The ranks that hold the same part of each replica.
+        keep: Whether to keep what is sent, to send it again.
+
+    Effects:
+        Starts one all-reduce per dtype in which sums are computed; of eight bits, an all-gather.
+    """
+    group = copies.comm.group
+    received: list[Tensor] = []
+    works: list[Any] = []
+    for flat in exchange.sent:
+        if flat.dtype == torch.uint8:
+            received.append(flat.new_empty(copies.world_size * len(flat)))
+            parts = [*received[-1].view(copies.world_size, -1)]
+            works.append(dist.all_gather(parts, flat, group=group, async_op=True))
+        else:
+            received.append(flat.clone() if keep else flat)
+            works.append(dist.all_reduce(received[-1], group=group, async_op=True))
+    sent = exchange.sent if keep else []
+    return attrs.evolve(exchange, sent=sent, received=received, works=works)
 
 
 def finish_exchange(
     exchange: Exchange, tensors: Sequence[Tensor], copies: DistContext
 ) -> list[Tensor]:
-    """Wait for the collectives; the mean of each tensor, with its shape, dtype and device.
+    """Wait for the collectives; see `means_of`.
 
     Raises:
         CollectiveError: a replica never sent its part.
     """
-    means: list[Tensor] = [*tensors]
-    for (dtype, numbers), received, work in zip(
-        exchange.places.items(), exchange.received, exchange.works, strict=True
-    ):
+    for received, work in zip(exchange.received, exchange.works, strict=True):
         with rank_loss_guard(copies, ("average", f"{len(received)} numbers of {received.dtype}")):
             work.wait()
+    return means_of(exchange, tensors)
+
+
+def means_of(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The mean of each tensor, with its shape, dtype and device, after everything was received."""
+    means: list[Tensor] = [*tensors]
+    for (dtype, numbers), received in zip(exchange.places.items(), exchange.received, strict=True):
         sizes = [real(tensors[number]).numel() for number in numbers]
-        flat = _mean_of(received, sum(sizes), dtype, copies.world_size)
+        flat = _mean_of(received, sum(sizes), dtype)
         for number, part in zip(numbers, flat.split(sizes), strict=True):
             means[number] = _like(part, tensors[number]).to(tensors[number].device)
     return means
 
 
-def _mean_of(received: Tensor, count: int, dtype: torch.dtype, replicas: int) -> Tensor:
+def _mean_of(received: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     if received.dtype != torch.uint8:
         return received[:-1] / received[-1]
     total = torch.zeros(count, dtype=dtype, device=received.device)
     weights = torch.zeros(1, dtype=dtype, device=received.device)
     # Every replica adds in the same order, and so gets the same bits.
-    for payload in received.view(replicas, -1):
+    for payload in received.view(-1, payload_bytes(count)):
         weight = payload[-_WEIGHT_BYTES:].clone().view(torch.float64).to(dtype)
         total += dequantize(payload[:-_WEIGHT_BYTES], count, dtype) * weight
         weights += weight
     return total / weights
 
 
-def _send(
-    places: dict[torch.dtype, list[int]],
-    sent: list[Tensor],
-    copies: DistContext,
-    *,
-    due: int,
-    keep: bool,
-) -> Exchange:
-    group = copies.comm.group
-    received: list[Tensor] = []
-    works: list[Any] = []
-    for flat in sent:
-        if flat.dtype == torch.uint8:
-            received.append(flat.new_empty(copies.world_size * len(flat)))
-            work = gather_into(received[-1], flat, group=group, async_op=True)
-        else:
-            received.append(flat.clone() if keep else flat)
-            work = dist.all_reduce(received[-1], group=group, async_op=True)
-        works.append(work)
-    kept = sent if keep else []
-    return Exchange(due=due, places=places, sent=kept, received=received, works=works)
+def payload_bytes(count: int) -> int:
+    """What a replica sends for so many values in eight bits: with scales, and its weight.
+
+    Example:
+        >>> payload_bytes(1025)
+        2064
+    """
+    return -(-count // BLOCK) * (BLOCK + _SCALE_BYTES) + _WEIGHT_BYTES
 
 
 def quantize(values: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ so that a round of one update of plain SGD equals one update on all rows.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,15 +15,17 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fxtrain import ops
-from fxtrain.backends.core.fragments import (
-    accumulation_dtype,
-    finish_exchange,
-    real,
-    resume_exchange,
-    start_exchange,
-    start_int8_exchange,
-)
+from fxtrain.backends.core.fragments import Exchange, by_dtype, finish_exchange, pack_means, send
 from fxtrain.backends.core.optimizer_state import as_bytes, from_bytes, local_part
+from fxtrain.backends.core.rounds import (
+    MIN_WEIGHT,
+    apply_means,
+    averaged_parts,
+    copy_all,
+    first_round,
+    pack_fragment,
+    parts_of,
+)
 from fxtrain.backends.core.weights import from_first_rank
 from fxtrain.errors import StepError
 from fxtrain.ops.transport.exchange import rank_loss_guard
@@ -56,8 +58,6 @@ from fxtrain.state.strategy_configs import fragments_due, is_alone, round_begins
 _WEIGHTED = 2  # the index of weighted micro-batches in `Round.rows`
 _RANKS_OF_REPLICA = "copy"  # among the values of a checkpoint
 _FRAGMENTS = "fragments"  # names of their parameters
-# Added to every weight: too small to change one, but gives replicas of weight zero a mean.
-MIN_WEIGHT = 2.0**-60
 
 
 def local_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ def independent_replicas(model: Wrapped, size: int = 1) -> Wrapped:
     """
     if model.plan.local is None or model.ctx.axis("data").world_size == size:
         return model
-    inner = model.strategy
+    inner, data = model.strategy, model.ctx.axis("data")
     strategy = attrs.evolve(
         inner,
         sync=functools.partial(_sync, inner),
@@ -137,10 +137,19 @@ def independent_replicas(model: Wrapped, size: int = 1) -> Wrapped:
         load_state=functools.partial(_load_state, inner),
         weights=functools.partial(_weights, inner),
     )
-    now = _first_round(model.module, model.ctx, model.plan, size)
+    copies = data if size == 1 else model.ctx.axis("replicate")
+    within = only_this_rank(data) if size == 1 else model.ctx.axis("shard")
+    first = data.rank // size * size
+    peers = tuple(range(first, first + size))
+    now = first_round(model.module, model.plan.local, copies, within, peers)
     model = attrs.evolve(model, strategy=strategy, strategy_state=now)
     _end_warmup(model, now)
     return model
+
+
+def only_this_rank(ctx: DistContext) -> DistContext:
+    """A context of one rank, on the same device."""
+    return attrs.evolve(ctx, rank=0, world_size=1, comm=Comm(), mesh=Mesh(replicate=1))
 
 
 def _end_warmup(model: Wrapped, now: Round) -> None:
@@ -271,51 +280,6 @@ def _fill_both(
     anchor.copy_(weight.like)
 
 
-def _first_round(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> Round:
-    data = ctx.axis("data")
-    copies = data if size == 1 else ctx.axis("replicate")
-    alone = attrs.evolve(copies, rank=0, world_size=1, comm=Comm(), mesh=Mesh(replicate=1))
-    first = data.rank // size * size
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    local = plan.local
-    anchor: dict[str, Tensor] = {}
-    residual: dict[str, Tensor] = {}
-    if isinstance(local, DiLoCo):
-        anchor = {name: _accumulation_copy(p.detach()).clone() for name, p in parameters.items()}
-        if local.compress == "int8":
-            residual = {
-                name: torch.zeros_like(real(part), device=ctx.device)
-                for name, part in zip(anchor, _parts(anchor, anchor), strict=True)
-            }
-    fragments = _fragments(parameters, local.fragments if isinstance(local, DiLoCo) else 1)
-    shape = (len(fragments), 3)
-    return Round(
-        copies=copies,
-        within=alone if size == 1 else ctx.axis("shard"),
-        peers=tuple(range(first, first + size)),
-        parameters=parameters,
-        fragments=fragments,
-        rows=torch.zeros(shape, dtype=torch.int64, device="cpu"),
-        weight=torch.zeros(shape[:1], dtype=_float(ctx), device=ctx.device),
-        open_rows=torch.zeros(3, dtype=torch.int64, device="cpu"),
-        open_weight=torch.zeros((), dtype=_float(ctx), device=ctx.device),
-        anchor=anchor,
-        momentum={name: torch.zeros_like(value) for name, value in anchor.items()},
-        residual=residual,
-    )
-
-
-def _fragments(parameters: Mapping[str, nn.Parameter], count: int) -> tuple[tuple[str, ...], ...]:
-    """Neighbouring parameters, of about the same size together."""
-    found: list[list[str]] = [[] for _ in range(count)]
-    total, before = sum(p.numel() for p in parameters.values()), 0
-    for name, parameter in parameters.items():
-        middle = before + parameter.numel() / 2
-        found[min(count - 1, int(count * middle / max(total, 1)))].append(name)
-        before += parameter.numel()
-    return tuple(map(tuple, found))
-
-
 def average(model: Wrapped, position: Position | None) -> None:
     """End a round, if it ends here: every replica gets the mean, or the outer optimizer's result.
 
@@ -357,7 +321,7 @@ def _exchange(
         begin = fragments_due(local, position)
     delay = local.delay if isinstance(local, DiLoCo) and not everything else 0
     for fragment in begin:
-        _check_parameters(model, now, local)
+        check_parameters(model, now, local)
         _start(model, now, local, fragment, update + delay, at_once=not delay)
     if not delay:
         for fragment in begin:
@@ -366,12 +330,14 @@ def _exchange(
         _take_counters(model, now)
 
 
-def _buffers_of(model: Wrapped, *, floating: bool) -> list[Tensor]:
+def buffers_of(model: Wrapped, *, floating: bool) -> list[Tensor]:
+    """The buffers that are averaged, or the others."""
     found = [one for one in model.module.buffers() if one.numel()]
     return [one for one in found if _is_floating(one) == floating]
 
 
-def _check_parameters(model: Wrapped, now: Round, local: LocalSGD | DiLoCo) -> None:
+def check_parameters(model: Wrapped, now: Round, local: LocalSGD | DiLoCo) -> None:
+    """Refuse parameters that require a gradient only since the model was wrapped."""
     known = {id(one) for one in now.parameters.values()}
     later = [
         name
@@ -407,72 +373,38 @@ def _start(
     at_once: bool,
 ) -> None:
     """Send what this replica has made of a fragment since it was averaged last."""
-    names = now.fragments[fragment]
     weight = now.weight[fragment]
     if now.rows[fragment, _WEIGHTED]:
         weight = ops.reduce(weight, now.within, op="sum")
     weight = averaging_weight(now.rows[fragment], weight, now.copies.world_size) + MIN_WEIGHT
-    tensors, compress = _parts(now.parameters, names), "none"
-    if isinstance(local, DiLoCo):
-        anchor, compress = _parts(now.anchor, names), local.compress
-        tensors = [_accumulation_copy(one) - old for one, old in zip(tensors, anchor, strict=True)]
-    if fragment == len(now.fragments) - 1 and (buffers := _buffers_of(model, floating=True)):
-        if at_once and compress == "none":
-            tensors += buffers
-        else:
-            exchange = start_exchange(buffers, weight, now.copies, due=due, keep=False)
-            _copy_all(buffers, finish_exchange(exchange, buffers, now.copies))
-    if compress == "int8":
-        residuals = [now.residual[name] for name in names]
-        exchange = start_int8_exchange(tensors, residuals, weight, now.copies, due=due)
-    else:
-        exchange = start_exchange(tensors, weight, now.copies, due=due, keep=not at_once)
-    now.under_way[fragment] = exchange
-    now.rows[fragment].zero_()
-    now.weight[fragment].zero_()
+    buffers: list[Tensor] = []
+    if fragment == len(now.fragments) - 1:
+        buffers = buffers_of(model, floating=True)
+        if buffers and (now.residual or not at_once):
+            packed = pack_means(buffers, weight, now.copies.device, due=due)
+            exchange = send(packed, now.copies, keep=False)
+            copy_all(buffers, finish_exchange(exchange, buffers, now.copies))
+            buffers = []
+    packed = pack_fragment(now, local, fragment, weight, due, buffers)
+    keep = not at_once or bool(now.residual)
+    now.under_way[fragment] = send(packed, now.copies, keep=keep)
 
 
 def _finish(model: Wrapped, now: Round, local: LocalSGD | DiLoCo, fragment: int) -> None:
     """Wait for the mean of a fragment, and give every replica what follows from it."""
-    exchange, names = now.under_way.pop(fragment), now.fragments[fragment]
-    held = _parts(now.parameters, names)
-    tensors = _parts(now.anchor, names) if isinstance(local, DiLoCo) else held
-    if exchange.count > len(held):
-        tensors = [*tensors, *_buffers_of(model, floating=True)]
+    exchange = now.under_way.pop(fragment)
+    tensors = averaged_parts(now, fragment)
+    if exchange.count > len(tensors):
+        tensors = [*tensors, *buffers_of(model, floating=True)]
     means = finish_exchange(exchange, tensors, now.copies)
-    _copy_all(tensors[len(held) :], means[len(held) :])
-    values = means[: len(held)]
-    if isinstance(local, DiLoCo):
-        values = _outer_step(now, names, values, local)
-    _copy_all(held, values)
-
-
-def _outer_step(
-    now: Round, names: Sequence[str], moved: list[Tensor], local: DiLoCo
-) -> list[Tensor]:
-    """torch's SGD on the gradient `-moved`; the resulting parameters."""
-    anchor, momentum = _parts(now.anchor, names), _parts(now.momentum, names)
-    if not anchor:
-        return []
-    torch._foreach_mul_(momentum, local.outer_momentum)
-    torch._foreach_add_(momentum, moved)
-    if local.nesterov:
-        moved = list(torch._foreach_add(moved, momentum, alpha=local.outer_momentum))
-    else:
-        moved = momentum
-    torch._foreach_add_(anchor, moved, alpha=local.outer_lr)
-    return anchor
-
-
-def _copy_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for target, value in zip(targets, values, strict=True):
-        target.copy_(value)
+    held = apply_means(now, local, fragment, means)
+    copy_all(tensors[held:], means[held:])
 
 
 def _take_counters(model: Wrapped, now: Round) -> None:
     """Whole-number buffers become those of the first replica."""
-    counters = _buffers_of(model, floating=False)
-    _copy_all(counters, _firsts(counters, now))
+    counters = buffers_of(model, floating=False)
+    copy_all(counters, _firsts(counters, now))
 
 
 def _firsts(tensors: list[Tensor], now: Round) -> list[Tensor]:
@@ -492,21 +424,8 @@ def _sum(flat: Tensor, now: Round) -> None:
         dist.all_reduce(flat, group=now.copies.comm.group)
 
 
-def _parts(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
-    """The local part of each tensor."""
-    return [getattr(tensors[name], "_local_tensor", tensors[name]) for name in names]
-
-
 def _is_floating(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _accumulation_copy(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_complex() else tensor.to(accumulation_dtype(tensor.dtype))
-
-
-def _float(ctx: DistContext) -> torch.dtype:
-    return torch.float32 if ctx.device.type == "mps" else torch.float64
 
 
 def _accounts(now: Round) -> dict[str, Tensor]:
@@ -556,10 +475,11 @@ def _under_way(now: Round) -> dict[str, Tensor]:
 def _resume_exchanges(now: Round, saved: StateReader) -> None:
     due = saved.own("round.due", saved.rank)
     for fragment, update in [] if due is None else due.tolist():
-        anchor, sent = _parts(now.anchor, now.fragments[fragment]), []
+        anchor, sent = parts_of(now.anchor, now.fragments[fragment]), []
         while (flat := saved.own(f"round.sent.{fragment}.{len(sent)}", saved.rank)) is not None:
             sent.append(flat.to(now.copies.device))
-        now.under_way[fragment] = resume_exchange(anchor, sent, now.copies, due=update)
+        packed = Exchange(due=update, places=by_dtype(anchor), sent=sent)
+        now.under_way[fragment] = send(packed, now.copies, keep=True)
 
 
 def weighted_mean(saved: StateReader, name: str) -> Tensor | None:

@@ -1,8 +1,9 @@
 """One replica of a run: prints a line for each update, and ends after the last one.
 
-    replicas.py LIGHTHOUSE COUNT UPDATES SECONDS STRATEGY [FOLDER]
+    replicas.py LIGHTHOUSE COUNT UPDATES SECONDS STRATEGY [FOLDER [EVERY]]
 
-SECONDS is what an update takes at least.
+SECONDS is what an update takes at least. With EVERY, replicas train independently and are averaged
+every so many updates.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ def digest(model):
     return hashlib.sha256(b"".join(whole)).hexdigest()
 
 
-def main(lighthouse, count, updates, seconds, strategy, folder=None):
+def main(lighthouse, count, updates, seconds, strategy, folder=None, every=None):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(16 * 1000, 16, generator=generator)
     data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
@@ -41,7 +42,10 @@ def main(lighthouse, count, updates, seconds, strategy, folder=None):
 
         fns = fx.StepFns(model=model, loss=loss)
         rows = fx.shard(data, ctx, plan)
-        team = fx.replicas.Replicas(count=int(count), lighthouse=lighthouse, timeout_s=20)
+        local = None if every is None else fx.DiLoCo(every=int(every), compress="int8")
+        team = fx.replicas.Replicas(
+            count=int(count), lighthouse=lighthouse, timeout_s=20, local=local
+        )
         print(json.dumps({"up": time.time(), "pid": os.getpid(), "rank": ctx.rank}), flush=True)
         for update in fx.replicas.train(
             ctx, fns, rows, team, updates=int(updates), folder=folder, save_every=10
@@ -52,6 +56,8 @@ def main(lighthouse, count, updates, seconds, strategy, folder=None):
                 "live": update.live,
                 "attempts": update.attempts,
                 "healed": update.healed,
+                "averaged": update.averaged,
+                "lost": update.lost,
                 "samples": update.position.samples,
                 "digest": digest(model),
             }
