@@ -216,7 +216,7 @@ def test_convert_check_dry_and_wrap_agree(data, tmp_path_factory):
     started, _ = _run("launch", "--config", new, "--dry", script)
     found = resolve(file=new)
     spec = found.launch
-    if "ranks" not in found.values.launch:
+    if "ranks" not in found.values["launch"]:
         spec = attrs.evolve(spec, ranks=default_ranks(spec))
     accepted = _is_accepted(spec, found.plan)
     assert (checked == 0) == (started == 0 and accepted), problems

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fxtrain as fx
 from fxtrain.cli import main
 from fxtrain.launchers import LaunchSpec, prepare
-from fxtrain.launchers.config import LaunchFile, Section, read_launch_file, render
+from fxtrain.launchers.config import read_launch_file, render
 from fxtrain.state.parsing import parse_yaml
 from tests._damage import damaged, misshapen, only
 from tests.cli._files import GOOD
@@ -20,12 +20,10 @@ from tests.cli._files import GOOD
 PLAN = fx.Plan(
     strategy=fx.FSDP(wrap=("Block",)), precision="bf16", accumulate=2, compile=fx.Compile()
 )
-LAUNCH = LaunchFile(
-    launch={"ranks": 2, "args": ["a"]},
-    plan={"strategy": {"kind": "ddp"}},
-    profiles={"big": Section(plan={"accumulate": 4})},
-    default="big",
-)
+LAUNCH = {
+    "launch": {"ranks": 2, "args": ["a"]},
+    "plan": {"strategy": {"kind": "ddp"}, "accumulate": 4},
+}
 ACCELERATE = {
     "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 4,
     "num_machines": 2, "mixed_precision": "no", "use_cpu": False, "main_process_ip": "10.0.0.1",

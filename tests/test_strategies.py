@@ -10,7 +10,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.backends import built_in, strategies
-from fxtrain.launchers.config import parse
+from fxtrain.launchers.config import launch_config
 from fxtrain.state import structure, unsupported
 from fxtrain.testing import LAWS, Cluster
 
@@ -82,7 +82,7 @@ def test_a_checkpoint_gives_the_plan_of_an_installed_strategy_back(installed, tm
         strategies,
         lambda: fx.state.loads("{}"),
         lambda: structure({}, fx.Plan),
-        lambda: parse("", "toml"),
+        lambda: launch_config({}),
         lambda: fx.wrap(torch.nn.Linear(2, 1), fx.detect({}), fx.Plan(strategy=Mine())),
     ],
     ids=["table", "text", "data", "launch file", "wrap"],

@@ -2,42 +2,35 @@
 
 import itertools
 import os
-import sys
+import shutil
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 import click
 
-from fxtrain._optional import optional
 from fxtrain._reading import read_text, write_file
 from fxtrain._record import shown
 from fxtrain.cli.output import Exit, as_json, print_json, print_table, say, warn
-from fxtrain.diagnosis.setups import section_problems
+from fxtrain.diagnosis.setups import launch_file_problems
 from fxtrain.errors import PlanError
 from fxtrain.interop.accelerate_config import convert_accelerate
 from fxtrain.launchers import LaunchSpec, known_launchers
 from fxtrain.launchers.config import (
     HERE,
-    LaunchFile,
-    Machine,
-    Section,
-    detect_machine,
     find_file,
     from_flags,
-    parse,
-    problems_of,
+    launch_config,
     read_launch_file,
     render,
-    render_profile,
     resolve,
-    suggested,
 )
 from fxtrain.state import Plan
 from fxtrain.state.files import format_of, read_data
 from fxtrain.state.parsing import put
-from fxtrain.state.registry import BUILT_IN
+from fxtrain.state.registry import BUILT_IN, installed_configs
 
 _NOTED = 80  # characters of a value
 _path = click.Path(dir_okay=False)
@@ -50,32 +43,23 @@ _TYPES: Mapping[str, click.ParamType] = {
     "text": click.STRING,
 }
 Answers = Mapping[str, Any]
+Tables = dict[str, dict[str, Any]]  # `launch` and `plan` of a launch file
 
 
 @click.group("config", invoke_without_command=True)
 @click.option("--config", "-c", "path", default=HERE[0], type=_path, help="the file to write")
-@click.option("--profile", "-p", default="", help="add a profile with this name to it")
 @_force
 @click.pass_context
-def CONFIG(ctx: click.Context, path: str, profile: str, force: bool) -> None:  # noqa: FBT001
+def CONFIG(ctx: click.Context, path: str, force: bool) -> None:  # noqa: FBT001
     """Write, show, check and convert launch files.
 
     Without a command: ask a few questions and write a launch file.
     """
     if ctx.invoked_subcommand:
         return
-    file = read_launch_file(path) if profile and Path(path).exists() else None
-    if file is None:
-        _check_new(path, force=force)
-    elif profile in file.profiles and not force:
-        raise PlanError(f"{path} already has a profile {profile!r}. Use --force to replace it.")
+    _check_new(path, force=force)
     machine = detect_machine()
-    section = interview(machine, line_by_line)
-    if file is None:
-        _write_new(path, _file_of(section, profile), notes=_head(machine))
-    else:
-        _write(path, _with_profile(path, file, profile, section))
-        say(f"{path} has the profile {profile}: fxtrain launch --profile {profile} ...")
+    _write_new(path, interview(machine, prompt), notes=_head(machine))
 
 
 @CONFIG.command()
@@ -89,33 +73,27 @@ def default(path: str, precision: str, force: bool) -> None:  # noqa: FBT001
     """
     _check_new(path, force=force)
     machine = detect_machine()
-    section = suggested(machine)
-    if precision:
-        section = attrs.evolve(section, plan={"precision": precision})
-    if problems := problems_of(section):
-        raise PlanError("\n".join(problems))
-    _write_new(path, _file_of(section, ""), notes=_head(machine))
+    precision = precision or ("bf16" if machine.bf16 else "")
+    plan = {"precision": precision} if precision else {}
+    values = {"launch": {"ranks": max(1, machine.count)}, "plan": plan}
+    launch_config(values)
+    _write_new(path, values, notes=_head(machine))
 
 
 @CONFIG.command()
 @_file
-@click.option("--profile", "-p", default="", help="the profile")
 @click.option("--set", "words", multiple=True, metavar="PATH=VALUE", help="such as launch.ranks=4")
-@click.option("--said", is_flag=True, help="only values that are not defaults")
+@click.option("--said", is_flag=True, help="only values that are set, without defaults")
 @as_json
-def show(file: str, profile: str, words: tuple[str, ...], said: bool, json_: bool) -> None:  # noqa: FBT001
-    """Show all values and their origins."""
-    settings = resolve(file=file, profile=profile, env=os.environ, flags=from_flags(words))
-    rows = [each for each in settings.every() if not said or each.origin != "default"]
+def show(file: str, words: tuple[str, ...], said: bool, json_: bool) -> None:  # noqa: FBT001
+    """Show all values, as the launch file, variables and flags set them."""
+    config = resolve(file=file, env=os.environ, flags=from_flags(words))
+    values = config.by_path(set_only=said)
     if json_:
-        values = [attrs.asdict(row) for row in rows]
-        print_json({"file": settings.file, "profile": settings.profile, "values": values})
+        print_json({"file": config.file, "values": values})
         return
-    place = settings.file or "none (all defaults)"
-    say(f"launch file: {place}\nprofile: {settings.profile or 'none'}\n")
-    print_table(
-        ["value", "is", "from"], [[row.path, _shown(row.value), row.origin] for row in rows]
-    )
+    say(f"launch file: {config.file or 'none (all defaults)'}\n")
+    print_table(["value", "is"], [[path, _shown(value)] for path, value in values.items()])
 
 
 @CONFIG.command()
@@ -124,26 +102,21 @@ def show(file: str, profile: str, words: tuple[str, ...], said: bool, json_: boo
 def check(path: str, json_: bool) -> int:  # noqa: FBT001
     """Check that a launch file starts, and that its plan would be accepted.
 
-    For each profile: its values, what `launch --dry` would refuse on this machine, and what
-    `fx.wrap` would refuse on the ranks of the launch, except for names in your model. The exit
-    code is 1 if there are errors.
+    Checks its values, what `launch --dry` would refuse on this machine, and what `fx.wrap` would
+    refuse on the ranks of the launch, except for names in your model. The exit code is 1 if there
+    are errors.
     """
     path = path or find_file(os.environ) or HERE[0]
     if not os.path.exists(path):
         read_launch_file(path)  # raises, also with --json
-    problems: list[str] = []
-    profiles: list[str] = []
     try:
-        file = read_launch_file(path)
-        profiles = list(file.profiles)
-        problems = _setup_problems(file)
+        problems = list(launch_file_problems(read_launch_file(path)))
     except PlanError as error:
         problems = [line for line in error.message.splitlines() if line != f"{path}:"]
     if json_:
-        print_json({"file": path, "profiles": profiles, "problems": problems})
+        print_json({"file": path, "problems": problems})
     else:
-        good = f"{path} is valid. Profiles: {', '.join(profiles) or 'none'}."
-        say("\n".join([f"{path}:", *problems]) if problems else good)
+        say("\n".join([f"{path}:", *problems]) if problems else f"{path} is valid.")
     return Exit.FOUND if problems else Exit.WELL
 
 
@@ -152,43 +125,24 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
 def update(path: str) -> None:
     """Rewrite a launch file with the fields and comments of this version.
 
-    It keeps all values, profiles and the comment at the top, and shows the other fields with
-    their defaults. Other comments are replaced. A file with errors is not changed.
+    It keeps all values and the comment at the top, and shows the other fields with their
+    defaults. Other comments are replaced. A file with errors is not changed.
     """
     path = path or find_file(os.environ) or HERE[0]
-    text = render(read_launch_file(path), format_of(path))
+    text = render(read_launch_file(path).values, format_of(path))
     lines = read_text(path).splitlines()
     head = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
-    while head and head[-1] in text.splitlines()[:1]:  # the comment of the first value
-        head.pop()
     _write(path, "\n".join([*head, "", text]) if head else text)
     say(f"Updated {path}. Show all values with `fxtrain config show`.")
-
-
-def _setup_problems(file: LaunchFile) -> list[str]:
-    """What a launch with each profile would meet; without any only if the file has no default."""
-    problems: list[str] = []
-    for name in [*([] if file.default else [""]), *file.profiles]:
-        at = f"profiles.{name}." if name else ""
-        problems += [f"{at}{line}" for line in section_problems(file.section(name))]
-    return problems
 
 
 @CONFIG.command()
 @click.argument("source", default="", type=_path)
 @click.argument("path", default=HERE[0], type=_path)
-@click.option("--profile", "-p", default="", help="write it as a profile with this name")
 @click.option("--brief", is_flag=True, help="write the converted values without comments")
 @_force
 @as_json
-def convert(
-    source: str,
-    path: str,
-    profile: str,
-    brief: bool,  # noqa: FBT001
-    force: bool,  # noqa: FBT001
-    json_: bool,  # noqa: FBT001
-) -> None:
+def convert(source: str, path: str, brief: bool, force: bool, json_: bool) -> None:  # noqa: FBT001
     """Turn an Accelerate config into a launch file.
 
     SOURCE is a YAML or JSON file of `accelerate config`; by default the last one it wrote.
@@ -202,36 +156,16 @@ def convert(
     except PlanError as error:
         raise PlanError(f"{source}:\n{error}") from None
     notes = [f"{note.key} = {_quoted_value(note.value)}: {note.text}." for note in converted.notes]
-    section = converted.section
     if json_:
         listed = [attrs.asdict(note) for note in converted.notes]
-        print_json({**attrs.asdict(section), "notes": listed})
+        print_json({**converted.values, "notes": listed})
         return
     changed = " Changed or without a counterpart:" if notes else ""
     head = [f"Converted from {source}.{changed}", *notes]
     _check_new(path, force=force)
-    _write_new(path, _file_of(section, profile), notes=head, brief=brief)
-    for note in (*notes, *section_problems(section)):
+    _write_new(path, converted.values, notes=head, brief=brief)
+    for note in (*notes, *launch_file_problems(launch_config(converted.values))):
         warn(note)
-
-
-def _file_of(section: Section, profile: str) -> LaunchFile:
-    if profile:
-        return LaunchFile(profiles={profile: section})
-    return LaunchFile(launch=section.launch, plan=section.plan)
-
-
-def _with_profile(path: str, file: LaunchFile, name: str, section: Section) -> str:
-    """The text of a launch file with another profile; comments in TOML are kept."""
-    if (form := format_of(path)) != "toml":
-        return render(attrs.evolve(file, profiles={**file.profiles, name: section}), form)
-    tomlkit = optional("tomlkit", extra="files", needed_by="adding a profile")
-    document = tomlkit.parse(read_text(path))
-    if name in file.profiles:
-        del document["profiles"][name]
-    text = f"{tomlkit.dumps(document).rstrip()}\n\n{render_profile(name, section)}"
-    parse(text, "toml")
-    return text
 
 
 def _check_new(path: str, *, force: bool) -> None:
@@ -239,13 +173,14 @@ def _check_new(path: str, *, force: bool) -> None:
     format_of(path)
     if Path(path).exists() and not force:
         raise PlanError(
-            f"{path} already exists. Choose another name, add a --profile, or use --force to "
-            f"replace it."
+            f"{path} already exists. Choose another name, or use --force to replace it."
         )
 
 
-def _write_new(path: str, file: LaunchFile, *, notes: list[str], brief: bool = False) -> None:
-    _write(path, render(file, format_of(path), notes=notes, brief=brief))
+def _write_new(
+    path: str, values: Mapping[str, Any], *, notes: list[str], brief: bool = False
+) -> None:
+    _write(path, render(values, format_of(path), notes=notes, brief=brief))
     say(f"Wrote {path}. Show all values with `fxtrain config show`.")
 
 
@@ -264,14 +199,6 @@ def _accelerates_own(env: Mapping[str, str]) -> str:
     return str(home / "default_config.yaml")
 
 
-def _head(machine: Machine) -> list[str]:
-    return [
-        f"Written by fxtrain config on {machine.summary}.",
-        "Commented-out lines show defaults. profiles.NAME.launch and profiles.NAME.plan change "
-        "values for one setup, chosen with --profile NAME.",
-    ]
-
-
 def _quoted_value(value: Any) -> str:
     """A value in a note; text without quotes, as written in the file."""
     return value if isinstance(value, str) and len(value) < _NOTED else shown(value)
@@ -281,6 +208,61 @@ def _shown(value: Any) -> str:
     if isinstance(value, Mapping) or value is None:
         return "" if not value else str(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@attrs.frozen(kw_only=True)
+class Machine:
+    """Properties of a machine on which defaults of a launch file depend.
+
+    Attributes:
+        cores: Cores available to a process.
+        kind: Device type of its accelerators, as torch names it; cpu without any.
+        count: Number of accelerators.
+        bf16: Whether they compute in bf16.
+        slurm: Whether a SLURM cluster accepts jobs here.
+        tpu: Whether the environment names a TPU.
+    """
+
+    cores: int = 1
+    kind: str = "cpu"
+    count: int = 0
+    bf16: bool = False
+    slurm: bool = False
+    tpu: bool = False
+
+
+def detect_machine() -> Machine:
+    """Inspect this machine.
+
+    Effects:
+        Imports torch and asks it for devices.
+
+    Example:
+        >>> from fxtrain.cli.config import detect_machine
+        >>> detect_machine().cores >= 1
+        True
+    """
+    torch = import_module("torch")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = accelerator.type if accelerator else "cpu"
+    supports_bf16 = getattr(getattr(torch, kind, None), "is_bf16_supported", None)
+    affinity = getattr(os, "sched_getaffinity", None)
+    return Machine(
+        cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
+        kind=kind,
+        count=torch.accelerator.device_count() if accelerator else 0,
+        bf16=bool(accelerator and supports_bf16 and supports_bf16()),
+        slurm=bool(shutil.which("sbatch")),
+        tpu=bool(os.environ.get("TPU_NAME")),
+    )
+
+
+def _head(machine: Machine) -> list[str]:
+    devices = f"{machine.count} {machine.kind} devices" if machine.count else "no accelerator"
+    return [
+        f"Written by fxtrain config on a machine with {devices} and {machine.cores} cores.",
+        "Commented-out lines show defaults.",
+    ]
 
 
 @attrs.frozen
@@ -308,18 +290,6 @@ class Question:
 def questions(machine: Machine) -> list[Question]:
     """All questions, for this machine."""
     return [*_launch_questions(machine), *_launcher_questions(), *_plan_questions(machine)]
-
-
-def next_question(answers: Answers, machine: Machine) -> Question | None:
-    """The first applicable question without an answer; None at the end.
-
-    Example:
-        >>> from fxtrain.cli.config import next_question
-        >>> from fxtrain.launchers.config import Machine
-        >>> next_question({"launch.launcher": "native", "launch.nodes": 1}, Machine()).path
-        'launch.ranks'
-    """
-    return next((q for q in questions(machine) if q.path not in answers and q.when(answers)), None)
 
 
 def _launch_questions(machine: Machine) -> list[Question]:
@@ -403,7 +373,7 @@ def _launcher_questions() -> list[Question]:
 
 
 def _plan_questions(machine: Machine) -> list[Question]:
-    configs = (*BUILT_IN, *machine.strategies)
+    configs = (*BUILT_IN, *installed_configs())
     kinds = tuple(
         (kind, (config.__doc__ or "").strip().partition("\n")[0])
         for config in configs
@@ -452,7 +422,7 @@ def read_answer(question: Question, text: str) -> Any:
     """The value of a typed answer; that of an empty one is the default.
 
     Raises:
-        ValueError: it does not answer the question; the message says what would.
+        click.BadParameter: it does not answer the question; the message says what would.
 
     Example:
         >>> from fxtrain.cli.config import Question, read_answer
@@ -462,95 +432,76 @@ def read_answer(question: Question, text: str) -> Any:
     text = text.strip()
     if not text:
         return question.default
-    names = [name for name, _ in question.choices]
-    if text.isdecimal() and 1 <= int(text[:9]) <= len(names):
-        return names[int(text) - 1]
     if question.kind == "words":
         return [word.strip() for word in text.split(",") if word.strip()]
+    names = [name for name, _ in question.choices]
     kind = click.Choice(names) if question.kind == "choice" else _TYPES[question.kind]
-    try:
-        return kind.convert(text, None, None)
-    except click.BadParameter as error:
-        raise ValueError(error.message) from None
+    return kind.convert(text, None, None)
 
 
-def problem_with(question: Question, value: Any, answers: Answers, machine: Machine) -> str:
-    """What the records object to in a value; empty if it agrees with earlier answers."""
-    problems = problems_of(section_of({**answers, question.path: value}), more=machine.strategies)
-    return problems[0].partition(": ")[2] if problems else ""
-
-
-def section_of(answers: Answers) -> Section:
+def values_of(answers: Answers) -> Tables:
     """What the answers put into a launch file: everything but defaults, and the ranks.
 
     Example:
-        >>> from fxtrain.cli.config import section_of
-        >>> section_of({"launch.ranks": 2, "launch.nodes": 1, "plan.precision": "bf16"})
-        Section(launch={'ranks': 2}, plan={'precision': 'bf16'})
+        >>> from fxtrain.cli.config import values_of
+        >>> values_of({"launch.ranks": 2, "launch.nodes": 1, "plan.precision": "bf16"})
+        {'launch': {'ranks': 2}, 'plan': {'precision': 'bf16'}}
     """
     fields = [("launch", attrs.fields(LaunchSpec)), ("plan", attrs.fields(Plan))]
     defaults = {f"{part}.{field.name}": field.default for part, each in fields for field in each}
     defaults |= {"plan.strategy.kind": "ddp", "plan.precision": "fp32", "plan.compile": False}
-    data: dict[str, Any] = {"launch": {}, "plan": {}}
+    values: Tables = {"launch": {}, "plan": {}}
     for path, value in answers.items():
         if value in (None, "", []) or (path != "launch.ranks" and value == defaults.get(path)):
             continue
-        if path == "plan.compile":
-            data = put(data, "plan.compile.backend", "inductor")
-        else:
-            data = put(data, path, value)
-    strategy = data["plan"].get("strategy", {})
+        values = put(values, path, value)
+    strategy = values["plan"].get("strategy", {})
     if strategy and "kind" not in strategy:
-        data = put(data, "plan.strategy.kind", answers["plan.strategy.kind"])
-    return Section(launch=data["launch"], plan=data["plan"])
+        values = put(values, "plan.strategy.kind", answers["plan.strategy.kind"])
+    return values
 
 
-# Takes a question and returns what was typed.
-AskFunction = Callable[[Question], str]
+# Asks a question until the function accepts what was typed, and returns the function's result.
+AskFunction = Callable[[Question, Callable[[str], Any]], Any]
 
 
-def interview(machine: Machine, ask: AskFunction) -> Section:
-    """Ask until no question remains; repeat a question after an invalid answer.
+def interview(machine: Machine, ask: AskFunction) -> Tables:
+    """Ask every question that applies after the earlier answers.
 
-    Raises:
-        PlanError: the input ended before the questions.
+    Args:
+        machine: Defaults and some questions depend on it.
+        ask: Takes a question and a function that reads an answer, and raises click.UsageError if
+            the answer is invalid.
+
+    Returns:
+        The values for a launch file.
     """
     answers: dict[str, Any] = {}
-    while question := next_question(answers, machine):
-        text = ask(question)
-        try:
+    for question in questions(machine):
+        if not question.when(answers):
+            continue
+
+        def read(text: str, question: Question = question) -> Any:
             value = read_answer(question, text)
-        except ValueError as error:
-            click.echo(f"  {error}", err=True)
-            continue
-        if problem := problem_with(question, value, answers, machine):
-            click.echo(f"  {problem}", err=True)
-            continue
-        answers[question.path] = value
-    return section_of(answers)
+            try:
+                launch_config(values_of({**answers, question.path: value}))
+            except PlanError as error:
+                raise click.UsageError(error.message.partition(": ")[2]) from None
+            return value
+
+        answers[question.path] = ask(question, read)
+    return values_of(answers)
 
 
-def line_by_line(question: Question) -> str:
-    """Print a question and read a line.
-
-    Raises:
-        PlanError: the input has ended.
-    """
+def prompt(question: Question, read: Callable[[str], Any]) -> Any:
+    """Ask on the terminal, or read the lines of a pipe."""
     click.echo(question.text)
-    for number, (name, meaning) in enumerate(question.choices, 1):
-        click.echo(f"  {number}. {name}{': ' * bool(meaning)}{meaning}")
+    for name, meaning in question.choices:
+        click.echo(f"  {name}{': ' * bool(meaning)}{meaning}")
     default = question.default
     if question.kind == "yes":
         default = "yes" if default else "no"
-    elif isinstance(default, list):
-        default = ",".join(default)
-    click.echo(f"[{'' if default is None else default}]> ", nl=False)
-    line = sys.stdin.readline()
-    if not line:
-        raise PlanError(
-            f"No answer to {question.text!r}: the input ended. `fxtrain config default` asks "
-            f"nothing."
-        )
-    if not sys.stdin.isatty():
-        click.echo(line.rstrip("\n"))  # so that a log reads like a session
-    return line
+    shown_default = "" if default is None or default == [] else f" [{default}]"
+    return click.prompt(
+        shown_default, default="", show_default=False, prompt_suffix="> ", value_proc=read
+    )

@@ -32,7 +32,7 @@ from fxtrain.launchers.machine import default_ranks
 from fxtrain.launchers.program import check_mesh
 
 if TYPE_CHECKING:
-    from fxtrain.launchers.config import Settings
+    from fxtrain.launchers.config import LaunchConfig
 
 # Default places of a launch file; parsing one takes time, looking for one does not.
 _FILES = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
@@ -42,7 +42,7 @@ _SHORT = {
     "include": ("HOSTS", "with deepspeed: only these, worker-0@worker-1:0,2"),
     "exclude": ("HOSTS", "with deepspeed: all but these"),
 }
-_VARIABLES = ("FXTRAIN_CONFIG", "FXTRAIN_PROFILE", "FXTRAIN_LAUNCH__", "FXTRAIN_PLAN__")
+_VARIABLES = ("FXTRAIN_CONFIG", "FXTRAIN_LAUNCH__", "FXTRAIN_PLAN__")
 
 
 def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
@@ -56,11 +56,11 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
         PlanError: the launch file is invalid.
     """
     flags = _given_fields(options)
-    settings = _settings(options, flags) if _is_configured(options) else None
-    said = flags if settings is None else settings.values.launch
+    config = _config(options, flags) if _is_configured(options) else None
+    said = flags if config is None else config.values["launch"]
     if "target" not in said:
         raise click.UsageError("Missing program. Name a script, or a module after -m.")
-    spec = LaunchSpec(**flags) if settings is None else settings.launch
+    spec = LaunchSpec(**flags) if config is None else config.launch
     short = {name: options[name] for name in _SHORT if options[name]}
     if given := {**short, **dict(map(_pair, options["option"]))}:
         spec = attrs.evolve(spec, options={**_plain(spec.options), **given})
@@ -68,11 +68,11 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
         check_target(spec)
     if "ranks" not in said:
         spec = attrs.evolve(spec, ranks=default_ranks(spec))
-    if settings is None or not settings.values.plan:
+    if config is None or not config.values["plan"]:
         return spec
-    check_mesh(spec, settings.plan)
+    check_mesh(spec, config.plan)
     # For fx.detect, fx.wrap and fx.shard in the script.
-    return attrs.evolve(spec, env=(*spec.env, plan_variable(settings.plan)))
+    return attrs.evolve(spec, env=(*spec.env, plan_variable(config.plan)))
 
 
 def _launch(**options: Any) -> int:
@@ -133,7 +133,6 @@ def _is_configured(options: Mapping[str, Any]) -> bool:
     files = (*map(Path, _FILES), Path(home, "fxtrain", "launch.toml"))
     return bool(
         options["config"]
-        or options["profile"]
         or options["words"]
         or any(options[_name(flag)] for flag in PLAN_FLAGS)
         or any(name.startswith(_VARIABLES) for name in os.environ)
@@ -141,14 +140,10 @@ def _is_configured(options: Mapping[str, Any]) -> bool:
     )
 
 
-def _settings(options: Mapping[str, Any], flags: Mapping[str, Any]) -> "Settings":
+def _config(options: Mapping[str, Any], flags: Mapping[str, Any]) -> "LaunchConfig":
     """The values that a file, a variable or a flag sets."""
     config = importlib.import_module("fxtrain.launchers.config")
-    # The record takes a list where a file has one.
-    launch = {
-        f"launch.{name}": (list(value) if isinstance(value, tuple) else value, "flag")
-        for name, value in flags.items()
-    }
+    launch = {f"launch.{name}": value for name, value in flags.items()}
     plan = [
         f"{flag.field}={options[_name(flag)] if flag.metavar else 'true'}"
         for flag in PLAN_FLAGS
@@ -156,7 +151,6 @@ def _settings(options: Mapping[str, Any], flags: Mapping[str, Any]) -> "Settings
     ]
     return config.resolve(
         file=options["config"],
-        profile=options["profile"],
         env=os.environ,
         flags={**launch, **config.from_flags((*plan, *options["words"]))},
     )
@@ -207,9 +201,6 @@ LAUNCH = click.Command(
     context_settings={"allow_interspersed_args": False, "max_content_width": 100},
     params=[
         click.Option(["--config", "-c"], default="", metavar="FILE", help="the launch file"),
-        click.Option(
-            ["--profile", "-p"], default="", metavar="NAME", help="a profile of the launch file"
-        ),
         *map(_option, FLAGS),
         *map(_option, PLAN_FLAGS),
         click.Option(

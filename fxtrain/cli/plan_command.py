@@ -35,7 +35,6 @@ def plan(
     save: str | None = None,
     picture: str | None = None,
     config: str = "",
-    profile: str = "",
     json_: bool = False,
     **failures: Any,
 ) -> int:
@@ -52,7 +51,6 @@ def plan(
         save: File for the result, as JSON.
         picture: File for a picture of the memory: SVG, PNG or PDF by its suffix.
         config: The launch file; by default the one that `fxtrain launch` finds.
-        profile: A profile of it.
         json_: Print the result as JSON instead of a table.
         failures: How ranks fail, as the options of the command name it.
 
@@ -71,16 +69,16 @@ def plan(
     check_target(LaunchSpec(target=target, args=args, ranks=1, module=module))
     state = importlib.import_module("fxtrain.state")
     runs = importlib.import_module("fxtrain.profiling")
-    flags = {} if mesh is None else {"plan.mesh": (mesh, "flag")}
+    flags = {} if mesh is None else {"plan.mesh": mesh}
     settings = importlib.import_module("fxtrain.launchers.config").resolve(
-        file=config, profile=profile, env=os.environ, flags=flags
+        file=config, env=os.environ, flags=flags
     )
     variables = runs.place(world, rank, settings.plan.mesh)
     runs.read_bytes(device_memory)
     check_picture(picture)
     _check_failures(failures)
     others = [_read(path, state) for path in against]
-    if settings.values.plan:
+    if settings.values["plan"]:
         variables |= name_values((plan_variable(settings.plan),))
     request = {"target": target, "args": args, "module": module, "device_memory": device_memory}
     text, code = _in_a_process(request, variables)
@@ -231,7 +229,6 @@ def _print(shown: Any) -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="of the simulated failures")
 @click.option("--goodput-picture", metavar="FILE", help="draw goodput over intervals")
 @click.option("--config", "-c", default="", metavar="FILE", help="launch file with the plan")
-@click.option("--profile", "-p", default="", metavar="NAME", help="profile of the launch file")
 @click.option("-m", "module", is_flag=True, help="the program is a module, not a script")
 @click.argument(
     "program",

@@ -40,8 +40,8 @@ _TRIAL = "fxtrain.diagnosis.trial"
 def ENV(file: str, json_: bool) -> None:  # noqa: FBT001
     """Show the setup of this machine, ready to paste into an issue.
 
-    Versions, devices, topology, communication, and the configuration with its origins. Values
-    of secrets are hidden.
+    Versions, devices, topology, communication, and the configuration. Values of secrets are
+    hidden.
     """
     groups = collect({**os.environ, "FXTRAIN_CONFIG": file} if file else os.environ)
     if json_:
@@ -56,7 +56,6 @@ def ENV(file: str, json_: bool) -> None:  # noqa: FBT001
 
 @click.command("test")
 @click.option("--config", "-c", "file", default="", help="the launch file")
-@click.option("--profile", "-p", default="", help="the profile")
 @click.option("--ranks", "-n", type=click.IntRange(min=1), help="ranks on each machine")
 @click.option("--set", "words", multiple=True, metavar="PATH=VALUE", help="such as launch.nodes=2")
 @click.option(
@@ -68,7 +67,6 @@ def ENV(file: str, json_: bool) -> None:  # noqa: FBT001
 @as_json
 def TEST(
     file: str,
-    profile: str,
     ranks: int | None,
     words: tuple[str, ...],
     mib: float,
@@ -81,13 +79,13 @@ def TEST(
     fxtrain launch; the machine of rank 0 prints the results.
     """
     flags = from_flags([*words, *([f"launch.ranks={ranks}"] if ranks else [])])
-    settings = resolve(file=file, profile=profile, env=os.environ, flags=flags)
-    spec = settings.launch
-    if "ranks" not in settings.values.launch:
+    config = resolve(file=file, env=os.environ, flags=flags)
+    spec = config.launch
+    if "ranks" not in config.values["launch"]:
         accelerators = importlib.import_module("torch").accelerator.device_count()
         spec = attrs.evolve(spec, ranks=max(1, accelerators))
     with tempfile.TemporaryDirectory(prefix="fxtrain-test-") as folder:
-        told = _try_out(spec, settings.plan, Path(folder) / "told.json", mib=mib)
+        told = _try_out(spec, config.plan, Path(folder) / "told.json", mib=mib)
     if isinstance(told, int):
         return told
     if json_:
@@ -151,7 +149,6 @@ def _print(told: dict[str, Any]) -> None:
 
 @click.command("tpu-config")
 @click.option("--config", "-c", "file", default="", help="the launch file")
-@click.option("--profile", "-p", default="", help="the profile")
 @click.option("--name", default="", help="name of the TPU VM")
 @click.option("--zone", default="", help="its zone")
 @click.option("--command", "commands", multiple=True, help="a shell command for each host")
@@ -165,7 +162,6 @@ def _print(told: dict[str, Any]) -> None:
 @as_json
 def TPU(
     file: str,
-    profile: str,
     name: str,
     zone: str,
     commands: tuple[str, ...],
@@ -179,8 +175,8 @@ def TPU(
     Runs commands on all of them through gcloud. The pod is given by --name and --zone, or by
     launch.options in the launch file if launch.launcher is tpu-pod.
     """
-    settings = resolve(file=file, profile=profile, env=os.environ, flags=from_flags(()))
-    said = settings.launch.options if settings.launch.launcher == "tpu-pod" else None
+    config = resolve(file=file, env=os.environ)
+    said = config.launch.options if config.launch.launcher == "tpu-pod" else None
     named = {key: value for key, value in (("name", name), ("zone", zone)) if value}
     row = LAUNCHERS["tpu-pod"]
     options = options_from(row.options, {**(said or {}), **named}, launcher=row.name)

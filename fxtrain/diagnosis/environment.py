@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from fxtrain import __version__
 from fxtrain.errors import ContextError, PlanError
-from fxtrain.launchers.config import Setting, Settings, resolve
+from fxtrain.launchers.config import LaunchConfig, resolve
 from fxtrain.state.topology.environments import read_topology
 
 Groups = dict[str, dict[str, str]]
@@ -172,40 +172,35 @@ def _interfaces() -> list[str]:
 
 def _config(env: Mapping[str, str]) -> dict[str, Any]:
     try:
-        settings = resolve(env=env)
+        config = resolve(env=env)
     except PlanError as error:
         # Without the values found there, which may be secrets.
-        wrong = re.findall(r"^((?:launch|plan|default)\b[\w.]*): ", str(error), re.MULTILINE)
+        wrong = re.findall(r"^((?:launch|plan)\b[\w.]*): ", str(error), re.MULTILINE)
         names = ", ".join(wrong) or "the file"
         return {"invalid": f"{names}; run `fxtrain config show`"}
     home = env.get("HOME", "")
-    facts: dict[str, Any] = {
-        "file": hidden("", settings.file, home=home) or "none",
-        "profile": settings.profile or "none",
+    values = config.by_path(set_only=True)
+    return {
+        "file": hidden("", config.file, home=home) or "none",
+        **{path: _setting(config, path, value, home) for path, value in values.items()},
     }
-    for setting in settings.every():
-        if setting.origin != "default":
-            value = _setting(settings, setting, home)
-            facts[setting.path] = f"{value} ({hidden('', setting.origin, home=home)})"
-    return facts
 
 
-def _setting(settings: Settings, setting: Setting, home: str) -> str:
+def _setting(config: LaunchConfig, path: str, value: Any, home: str) -> str:
     """A value of a launch file as it may be shown: a choice from a few is not a secret."""
-    path, value = setting.path, setting.value
     if path == "launch.env":
         return f"{', '.join(word.partition('=')[0] for word in value)} (values are not shown)"
     if isinstance(value, list | tuple):
         return str(hidden_words(map(str, value), home=home))
-    if value is None or isinstance(value, bool | int | float) or _is_choice(settings, path):
+    if value is None or isinstance(value, bool | int | float) or _is_choice(config, path):
         return str(value)
     return shown(path, str(value), home=home)
 
 
-def _is_choice(settings: Settings, path: str) -> bool:
+def _is_choice(config: LaunchConfig, path: str) -> bool:
     """Whether the field of a record only accepts one of a few words."""
     *owners, name = path.split(".")
-    record: Any = settings
+    record: Any = config
     for owner in owners:
         record = getattr(record, owner, None)
     if name == "kind" or path == "launch.launcher":  # found in a table

@@ -11,7 +11,7 @@ from fxtrain.backends.registry import strategies
 from fxtrain.backends.wrapping import problems_of
 from fxtrain.errors import FxError, LaunchError, MissingPackageError, PlanError
 from fxtrain.launchers import LaunchSpec, prepare
-from fxtrain.launchers.config import NO_TARGET, Section
+from fxtrain.launchers.config import LaunchConfig
 from fxtrain.launchers.machine import default_ranks
 from fxtrain.launchers.program import OWN_RANKS
 from fxtrain.state import (
@@ -26,7 +26,6 @@ from fxtrain.state import (
     Offload,
     Plan,
     Single,
-    structure,
 )
 from fxtrain.state.deepspeed import fill_from_config, read_config
 from fxtrain.state.mesh import AXES, resolve_mesh
@@ -70,13 +69,12 @@ def setup_problems(spec: LaunchSpec, plan: Plan) -> tuple[str, ...]:
     return tuple(f"plan: {problem}" for problem in problems)
 
 
-def section_problems(section: Section) -> tuple[str, ...]:
-    """`setup_problems` of the values of a launch file."""
-    spec = structure({"target": NO_TARGET, **section.launch}, LaunchSpec, ())
-    plan = structure(dict(section.plan), Plan)
-    if "ranks" not in section.launch:
+def launch_file_problems(config: LaunchConfig) -> tuple[str, ...]:
+    """`setup_problems` of a launch file."""
+    spec = config.launch
+    if "ranks" not in config.values["launch"]:
         spec = attrs.evolve(spec, ranks=default_ranks(spec))
-    return setup_problems(spec, plan)
+    return setup_problems(spec, config.plan)
 
 
 def planned_context(spec: LaunchSpec, plan: Plan) -> DistContext:

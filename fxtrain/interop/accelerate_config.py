@@ -17,7 +17,7 @@ from fxtrain.interop.accelerate_rules import (
     whole,
 )
 from fxtrain.launchers import LAUNCHERS
-from fxtrain.launchers.config import Section, problems_of
+from fxtrain.launchers.config import launch_config
 from fxtrain.state.parsing import near, put
 
 # Sections, with their short names and the prefixes of their keys.
@@ -67,11 +67,11 @@ class Converted:
     """An Accelerate config, converted to a launch file.
 
     Attributes:
-        section: The converted values.
+        values: The converted values, as plain data in the tables `launch` and `plan`.
         notes: One for each key without a counterpart, or with a different meaning.
     """
 
-    section: Section
+    values: Mapping[str, Mapping[str, object]]
     notes: tuple[Note, ...] = ()
 
 
@@ -87,14 +87,13 @@ def convert_accelerate(data: object) -> Converted:
     Example:
         >>> from fxtrain.interop.accelerate_config import convert_accelerate
         >>> old = {"distributed_type": "MULTI_GPU", "num_processes": 8, "mixed_precision": "bf16"}
-        >>> convert_accelerate(old).section
-        Section(launch={'ranks': 8}, plan={'precision': 'bf16'})
+        >>> convert_accelerate(old).values
+        {'launch': {'ranks': 8}, 'plan': {'precision': 'bf16'}}
     """
     raw = translate(data)
-    section, unfit = _fitting(raw)
-    if problems := problems_of(section):
-        raise PlanError("\n".join(problems))
-    return Converted(section=section, notes=(*raw.notes, *unfit))
+    values, unfit = _fitting(raw)
+    launch_config(values)
+    return Converted(values=values, notes=(*raw.notes, *unfit))
 
 
 def translate(data: Any) -> Converted:
@@ -124,7 +123,7 @@ def translate(data: Any) -> Converted:
     if kind == "MEGATRON_LM":
         sections = put(sections, "plan.strategy", _megatron(facts))
     sections, first = _typed(sections, kind)
-    return Converted(section=Section(**sections), notes=(*first, *notes))
+    return Converted(values=sections, notes=(*first, *notes))
 
 
 def _facts(data: Any) -> tuple[dict[str, Any], str]:
@@ -157,8 +156,8 @@ def _flat(data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield "dynamo.backend", value
         elif key in _SECTIONS and isinstance(value, Mapping):
             name, prefix = _SECTIONS[key]
-            for inner, one in value.items():
-                yield f"{name}.{str(inner).removeprefix(prefix)}", one
+            for inner, setting in value.items():
+                yield f"{name}.{str(inner).removeprefix(prefix)}", setting
         else:
             yield str(key), value
 
@@ -203,7 +202,7 @@ def _typed(found: dict[str, Any], kind: str) -> tuple[dict[str, Any], list[Note]
         notes += _on_tpu(launch, plan)
     elif kind != "MEGATRON_LM":
         notes += _sharded(plan, kind)
-    return {name: part for name, part in (("launch", launch), ("plan", plan)) if part}, notes
+    return {"launch": launch, "plan": plan}, notes
 
 
 def _sharded(plan: dict[str, Any], kind: str) -> list[Note]:
@@ -221,7 +220,9 @@ def _sharded(plan: dict[str, Any], kind: str) -> list[Note]:
         plan["strategy"] = {"kind": "fsdp", **mode, **strategy}
     elif strategy:
         text = "applies to sharded parameters; set plan.strategy.kind = 'fsdp' to use it"
-        return [Note(key=f"strategy.{key}", value=one, text=text) for key, one in strategy.items()]
+        return [
+            Note(key=f"strategy.{key}", value=value, text=text) for key, value in strategy.items()
+        ]
     return []
 
 
@@ -252,11 +253,11 @@ def _on_tpu(launch: dict[str, Any], plan: dict[str, Any]) -> list[Note]:
     return notes
 
 
-_ONE = "one process on each host drives all of its chips"
+_ONE_PROCESS = "one process on each host drives all of its chips"
 _NOT_ON_TPUS = {
     "launch": {
-        "ranks": _ONE,
-        "nodes": _ONE,
+        "ranks": _ONE_PROCESS,
+        "nodes": _ONE_PROCESS,
         "cpu": "does not apply to TPUs",
         "gpus": "does not apply to TPUs",
         "bind": "does not apply to TPUs",
@@ -269,10 +270,11 @@ _NOT_ON_TPUS = {
 }
 
 
-def _fitting(raw: Converted) -> tuple[Section, list[Note]]:
+def _fitting(raw: Converted) -> tuple[dict[str, dict[str, Any]], list[Note]]:
     """The part that this version and the chosen launcher support, and notes on the rest."""
     notes: list[Note] = []
-    plan, launch = dict(raw.section.plan), dict(raw.section.launch)
+    plan: dict[str, Any] = dict(raw.values["plan"])
+    launch: dict[str, Any] = dict(raw.values["launch"])
     if strategy := plan.pop("strategy", None):
         tags = {attrs.fields_dict(config)["kind"].default: config for config in strategies()}
         text = f"the strategy {strategy['kind']!r} of this version has no such field"
@@ -286,7 +288,7 @@ def _fitting(raw: Converted) -> tuple[Section, list[Note]]:
     for name in [name for name in _UNCOMMON if name in launch and name not in launcher.uses]:
         text = f"the launcher {launcher.name} sets this itself"
         notes.append(Note(key=f"launch.{name}", value=launch.pop(name), text=text))
-    return Section(launch=launch, plan=plan), notes
+    return {"launch": launch, "plan": plan}, notes
 
 
 def _known(

@@ -86,7 +86,7 @@ def threads_of(spec: LaunchSpec, machine: Machine) -> int | None:
 
 
 def given_plan(default: "Plan | None" = None, *, env: Mapping[str, str] | None = None) -> "Plan":
-    """The plan that `fxtrain launch` read from a launch file, its profile and the environment.
+    """The plan that `fxtrain launch` read from a launch file and the environment.
 
     `fx.wrap` and `fx.shard` use it by default. Call this function to inspect it, to change a
     field of it (`attrs.evolve`), or to set another default.

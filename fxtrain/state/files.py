@@ -182,7 +182,7 @@ def plan_in(env: Mapping[str, str]) -> Plan | None:
             ) from None
     parts = {
         path.removeprefix("plan."): value
-        for path, (value, _) in from_environment(env).items()
+        for path, value in from_environment(env).items()
         if path.startswith("plan.")
     }
     if not parts:

@@ -244,7 +244,7 @@ def near(name: Any, known: tuple[str, ...] | list[str]) -> str:
     return f" (d{close[1:]})" if close else ""
 
 
-def from_environment(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+def from_environment(env: Mapping[str, str]) -> dict[str, Any]:
     """Values by path from variables such as FXTRAIN_LAUNCH__RANKS=4.
 
     Two underscores separate the names of a path; a value is parsed as TOML, or is a string.
@@ -252,14 +252,14 @@ def from_environment(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     Example:
         >>> from fxtrain.state.parsing import from_environment
         >>> from_environment({"FXTRAIN_PLAN__DATA__SOURCE": "dispatch"})
-        {'plan.data.source': ('dispatch', 'environment FXTRAIN_PLAN__DATA__SOURCE')}
+        {'plan.data.source': 'dispatch'}
     """
-    values: dict[str, tuple[Any, str]] = {}
+    values: dict[str, Any] = {}
     for name in sorted(env):
         first, *rest = name.split("__")
         if first in ("FXTRAIN_LAUNCH", "FXTRAIN_PLAN") and rest:
             path = ".".join([first.removeprefix("FXTRAIN_"), *rest]).lower()
-            values[path] = (value_of(env[name]), f"environment {name}")
+            values[path] = value_of(env[name])
     return values
 
 

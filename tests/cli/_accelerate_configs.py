@@ -40,8 +40,8 @@ def check_conversion(case):
     """The values of the launch file and the keys of the notes are those of the case."""
     converted = convert_accelerate(case.old)
     usual = {name: value for name, value in BASE.items() if name not in case.launch}
-    launch = {k: v for k, v in converted.section.launch.items() if usual.get(k) != v}
+    launch = {k: v for k, v in converted.values["launch"].items() if usual.get(k) != v}
     assert launch == case.launch
-    assert converted.section.plan == case.plan
+    assert converted.values["plan"] == case.plan
     assert {note.key for note in converted.notes} == set(case.noted)
     assert all(note.text for note in converted.notes)

@@ -1,22 +1,12 @@
 """A launch file that tests read."""
 
 GOOD = """
-default = "big"
-
 [launch]
-ranks = 2
+ranks = 8
 
 [plan]
 precision = "bf16"
+accumulate = 4
 data = { source = "dispatch" }
 strategy = { kind = "ddp", bucket_mib = 50.0 }
-
-[profiles.big.launch]
-ranks = 8
-
-[profiles.big.plan]
-accumulate = 4
-
-[profiles.small.plan]
-strategy = { kind = "single" }
 """

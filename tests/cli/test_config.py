@@ -9,20 +9,19 @@ import pytest
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
+from fxtrain.cli.config import detect_machine
 from fxtrain.launchers import LaunchSpec
 from fxtrain.launchers.config import (
-    LaunchFile,
-    Machine,
-    detect_machine,
+    LaunchConfig,
     find_file,
     from_flags,
-    parse,
+    launch_config,
     read_launch_file,
     render,
     resolve,
-    suggested,
 )
 from fxtrain.state import structure
+from fxtrain.state.parsing import parse_text
 from tests.cli._files import GOOD
 
 
@@ -34,14 +33,8 @@ def good(tmp_path, monkeypatch):
     return path
 
 
-def test_a_profile_changes_the_common_values():
-    big = parse(GOOD, "toml").section("big")
-    assert big.launch == {"ranks": 8}
-    assert big.plan["accumulate"] == 4 and big.plan["precision"] == "bf16"
-
-
-def test_the_options_of_one_strategy_say_nothing_about_another():
-    assert parse(GOOD, "toml").section("small").plan["strategy"] == {"kind": "single"}
+def parse(text, form):
+    return launch_config(parse_text(text, form))
 
 
 @attrs.frozen(kw_only=True)
@@ -62,20 +55,18 @@ MISTAKES = [
         says="launch.ranks: found 0; choose a whole number of",
     ),
     Mistake(text='[launch]\nlauncher = "slrm"', says="Did you mean 'slurm'?"),
-    Mistake(text="[launch]\noptions = 3", says="launch.options: expected a table, found 3"),
+    Mistake(
+        text="[launch]\noptions = 3", says="launch: LaunchSpec(launcher='native', options=int("
+    ),
     Mistake(
         text='[launch]\nlauncher = "mpi"\noptions = { hostfle = "x" }',
-        says="launch.options: The launcher mpi has no option 'hostfle'. Did you mean 'hostfile'?",
+        says="launch: The launcher mpi has no option 'hostfle'. Did you mean 'hostfile'?",
     ),
     Mistake(
         text='[launch]\nlauncher = "tpu"\nrole = "x"',
         says="launch: The launcher tpu does not support role='x'",
     ),
     Mistake(text='[launch]\nlauncher = "torchrun"', says="Use launcher='native'."),
-    Mistake(
-        text='[launch]\nlauncher = "slurm"\npartition = "x"',
-        says="launch: unknown key 'partition'. Options of the launcher slurm belong in launch.opt",
-    ),
     Mistake(text='[launch]\ngpus = "0,1"', says="launch.gpus: found '0,1'; choose a list or tuple"),
     Mistake(text="[launch]\ngpus = [0, 1]", says="each a string. Write ['0', '1']."),
     Mistake(text='[launch]\nconnect_timeout_s = "30s"', says="Write the number of seconds alone."),
@@ -94,25 +85,19 @@ MISTAKES = [
         says="This is a config of DeepSpeed. Name it in the plan of a launch file: plan.strategy",
         form="yaml",
     ),
-    Mistake(text="launch = 3", says="launch: found 3; choose a table."),
-    Mistake(text='default = "a"', says="default: no profile 'a'; the file has none"),
-    Mistake(text="default = 1", says="default: found 1; choose a string."),
-    Mistake(text="profiles = 1", says="profiles: found 1; choose a table of profiles."),
-    Mistake(
-        text="[profiles.a]\nx = 1", says="profiles.a: unknown key 'x'; Section has launch, plan."
-    ),
+    Mistake(text="launch = 3", says="launch: found 3; choose a table of target, args,"),
+    Mistake(text="plan = 3", says="plan: found 3; choose a table of strategy,"),
     Mistake(text="[plan]\naccumulate = 0", says="plan.accumulate: found 0"),
     Mistake(
-        text='[profiles.a.plan.data]\nsource = "dispach"',
-        says="profiles.a.plan.data.source: found 'dispach'",
+        text='[plan.data]\nsource = "dispach"',
+        says="plan.data.source: found 'dispach'",
     ),
     Mistake(text="[launch]\nranks = 1979-05-27", says="launch.ranks: found datetime.date(1979"),
     Mistake(text="[launch", says="Invalid TOML"),
     Mistake(text="a: [", says="Invalid YAML", form="yaml"),
     Mistake(text="&a {launch: *a}", says="contains itself through an alias", form="yaml"),
-    Mistake(text="- 1", says="the file: found [1]; choose a table of default", form="yaml"),
+    Mistake(text="- 1", says="the file: found [1]; choose a table of launch", form="yaml"),
     Mistake(text="1: 2", says="unknown key 1", form="yaml"),
-    Mistake(text="profiles: {'': {}}", says="choose a word as the name", form="yaml"),
 ]
 
 
@@ -125,12 +110,9 @@ def test_a_mistake_is_told_with_its_place(mistake):
 
 def test_all_mistakes_are_told_at_once_and_once():
     with pytest.raises(fx.PlanError) as told:
-        parse('[launch]\nranks = "2"\n[plan]\nsed = 1\n[profiles.a.plan]\nflush = 1', "toml")
-    places = [line.partition(": ")[0] for line in str(told.value).splitlines()]
-    assert sorted(places) == [
-        "launch.ranks", "plan",
-        "profiles.a.launch.ranks", "profiles.a.plan", "profiles.a.plan.flush",
-    ]  # fmt: skip
+        parse('x = 1\n[launch]\nranks = "2"\n[plan]\nsed = 1\nflush = 1', "toml")
+    places = [line.partition(": ")[0] for line in told.value.message.splitlines()]
+    assert sorted(places) == ["launch.ranks", "plan", "plan.flush", "the file"]
 
 
 @pytest.mark.parametrize("form", ["toml", "yaml"])
@@ -154,51 +136,38 @@ def test_a_file_that_is_no_text_is_an_error(tmp_path):
 
 def test_each_layer_wins_over_those_below(good):
     env = {"FXTRAIN_LAUNCH__RANKS": "3", "FXTRAIN_PLAN__SEED": "1", "FXTRAIN_PLAN__EVEN": "drop"}
-    settings = resolve(env=env, flags=from_flags(["plan.seed=2"]))
-    assert settings.launch.ranks == 3
-    assert settings.plan == fx.Plan(
+    config = resolve(env=env, flags=from_flags(["plan.seed=2"]))
+    assert config.launch.ranks == 3
+    assert config.plan == fx.Plan(
         strategy=fx.DDP(bucket_mib=50.0), precision="bf16", accumulate=4, seed=2, even="drop",
         data=fx.Data(source="dispatch"),
     )  # fmt: skip
-    origins = {one.path: one.origin for one in settings.every()}
-    assert origins["launch.ranks"] == "environment FXTRAIN_LAUNCH__RANKS"
-    assert origins["plan.seed"] == "flag"
-    assert origins["plan.even"] == "environment FXTRAIN_PLAN__EVEN"
-    assert origins["plan.accumulate"] == "file fxtrain.toml, profile big"
-    assert origins["plan.precision.compute"] == "file fxtrain.toml"
-    assert origins["plan.strategy.bucket_mib"] == "file fxtrain.toml"
-    assert origins["plan.strategy.static_graph"] == "default"
-    assert origins["launch.restarts"] == "default"
+    values = config.by_path(set_only=True)
+    assert values["plan.seed"] == 2 and values["plan.precision.compute"] == "bf16"
+    assert values["plan.strategy.bucket_mib"] == 50.0
+    assert not {"plan.strategy.static_graph", "launch.restarts"} & values.keys()
+    assert config.by_path()["launch.restarts"] == 0
 
 
-@pytest.mark.parametrize(
-    ("profile", "env", "ranks"),
-    [("", {}, 8), ("small", {}, 2), ("", {"FXTRAIN_PROFILE": "small"}, 2),
-     ("big", {"FXTRAIN_PROFILE": "small"}, 8)],
-)  # fmt: skip
-def test_the_profile_that_counts(good, profile, env, ranks):
-    assert resolve(profile=profile, env=env).launch.ranks == ranks
-
-
-def test_a_profile_that_is_not_there_is_told_with_the_closest(good):
-    with pytest.raises(fx.PlanError, match=r"'smal' \(did you mean 'small'\?\): .* has big, small"):
-        resolve(profile="smal")
+def test_the_options_of_one_strategy_say_nothing_about_another(good):
+    config = resolve(flags=from_flags(['plan.strategy={ kind = "single" }']))
+    assert config.plan.strategy == fx.Single()
 
 
 def test_nothing_at_all_is_the_defaults(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = resolve()
-    assert (settings.file, settings.plan) == ("", fx.Plan())
-    assert {one.origin for one in settings.every()} == {"default"}
+    config = resolve()
+    assert config == LaunchConfig() and config.plan == fx.Plan()
+    assert config.by_path(set_only=True) == {}
 
 
-def test_a_wrong_value_is_told_with_its_origin(good):
+def test_a_wrong_value_is_told_with_the_variables(good):
     with pytest.raises(fx.PlanError) as told:
         resolve(env={"FXTRAIN_PLAN__EVEN": "dorp"}, flags=from_flags(["launch.ranks=two"]))
-    first, second = told.value.message.splitlines()
-    assert first.startswith("launch.ranks: found 'two'") and first.endswith(" (flag)")
-    assert second.startswith("plan.even: found 'dorp'")
-    assert second.endswith("(environment FXTRAIN_PLAN__EVEN)")
+    first, second, third = told.value.message.splitlines()
+    assert first == "With the variables FXTRAIN_PLAN__EVEN:"
+    assert second.startswith("launch.ranks: found 'two'")
+    assert third.startswith("plan.even: found 'dorp'")
 
 
 @pytest.mark.parametrize("word", ["ranks=2", "launch.ranks", "launch..x=1", "data.x=1", "="])
@@ -223,16 +192,16 @@ def test_which_file_counts(tmp_path):
 
 
 def test_every_field_is_explained_and_offered():
-    text = render(LaunchFile(), "toml")
+    text = render({}, "toml")
     assert "Micro-batches per optimizer update." in text
     assert all(f"# {field.name}" in text for field in attrs.fields(fx.Plan) if field.name != "x")
-    assert parse(text, "toml") == LaunchFile()
+    assert parse(text, "toml") == LaunchConfig()
 
 
 def test_the_template_has_every_field_with_its_default():
     unset = {"target", "args", "module"}  # given on the command line
     for name, cls in (("launch", LaunchSpec), ("plan", fx.Plan)):
-        lines = render(LaunchFile(), "toml").partition(f"[{name}]\n")[2].split("\n\n")[0]
+        lines = render({}, "toml").partition(f"[{name}]\n")[2].split("\n\n")[0]
         offers = dict(re.findall(r"^# ([\w.]+) = (.+)$", lines, re.MULTILINE))
         fields = attrs.fields_dict(cls)
         assert {path.partition(".")[0] for path in offers} == fields.keys() - unset
@@ -247,14 +216,27 @@ def test_the_template_has_every_field_with_its_default():
 
 
 def test_an_offer_can_be_taken():
-    text = render(LaunchFile(), "toml").replace("# accumulate = 1", "accumulate = 3")
-    assert parse(text, "toml").plan == {"accumulate": 3}
+    text = render({}, "toml").replace("# accumulate = 1", "accumulate = 3")
+    assert parse(text, "toml").plan == fx.Plan(accumulate=3)
 
 
-def test_what_suits_a_machine():
-    assert suggested(Machine()).launch == {"ranks": 1}
-    assert detect_machine({"PATH": "", "TPU_NAME": "pod"}).tpu == "pod"
-    assert not detect_machine({"PATH": ""}).slurm
+def test_values_take_the_place_of_defaults():
+    values = {
+        "launch": {"options": {"partition": "gpu"}, "target": "a.py", "launcher": "slurm"},
+        "plan": {"strategy": {"kind": "fsdp", "tensor": {"sequence": True}}, "clip_norm": None},
+    }
+    lines = render(values, "toml").splitlines()
+    assert 'strategy = {kind = "fsdp", tensor = {sequence = true}}' in lines
+    assert lines[:2] == ["[launch]", 'target = "a.py"'] and "# clip_norm = (not set)" in lines
+    assert "# launcher" not in "\n".join(lines)
+    assert parse("\n".join(lines), "toml").launch == launch_config(values).launch
+
+
+def test_what_suits_a_machine(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("TPU_NAME", "pod")
+    machine = detect_machine()
+    assert machine.tpu and not machine.slurm
 
 
 def test_default_writes_a_file_that_is_in_order(tmp_path, monkeypatch, capsys):
@@ -267,7 +249,7 @@ def test_default_writes_a_file_that_is_in_order(tmp_path, monkeypatch, capsys):
     assert "already exists" in capsys.readouterr().err
     assert (tmp_path / "fxtrain.toml").read_text() == before
     assert main(["config", "default", "--force", "sub/run.yaml"]) == Exit.WELL
-    assert read_launch_file("sub/run.yaml").launch == {"ranks": detect_machine().count or 1}
+    assert read_launch_file("sub/run.yaml").launch.ranks == (detect_machine().count or 1)
 
 
 def test_check_tells_mistakes_by_its_exit_code(good, capsys):
@@ -281,13 +263,11 @@ def test_check_tells_mistakes_by_its_exit_code(good, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_show_gives_every_value_an_origin(good, capsys):
-    assert main(["config", "show", "--json", "--profile", "small", "--set", "plan.seed=5"]) == 0
+def test_show_gives_every_value(good, capsys):
+    assert main(["config", "show", "--json", "--set", "plan.seed=5"]) == 0
     told = json.loads(capsys.readouterr().out)
-    values = {row["path"]: (row["value"], row["origin"]) for row in told["values"]}
-    assert told["profile"] == "small"
-    assert values["plan.seed"] == (5, "flag")
-    assert values["plan.strategy.kind"] == ("single", "file fxtrain.toml, profile small")
+    assert told["file"] == "fxtrain.toml"
+    assert told["values"]["plan.seed"] == 5 and told["values"]["plan.strategy.kind"] == "ddp"
     assert main(["config", "show", "--said"]) == 0
     shown = capsys.readouterr().out
     assert "plan.accumulate" in shown and "plan.seed" not in shown
@@ -295,7 +275,7 @@ def test_show_gives_every_value_an_origin(good, capsys):
 
 
 def test_the_streams_of_ranks_are_explained():
-    before = render(LaunchFile(), "toml").partition("show_ranks")[0].splitlines()
+    before = render({}, "toml").partition("show_ranks")[0].splitlines()
     assert "# Ranks of each node whose output is shown here; all by default." in before[-2]
 
 
@@ -303,23 +283,16 @@ def test_the_streams_of_ranks_are_explained():
 def test_update_keeps_values_and_offers_new_fields(form, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / f"fxtrain.{form}"
-    file = parse(GOOD, "toml")
+    config = parse(GOOD, "toml")
     head = "" if form == "json" else "# Of our cluster.\n"
-    path.write_text(head + render(file, form, brief=True))
+    path.write_text(head + render(config.values, form, brief=True))
     assert main(["config", "update", path.name]) == Exit.WELL
     text = path.read_text()
-    assert read_launch_file(path) == file
+    assert read_launch_file(path).values == config.values
     assert text.startswith(head) and ("show_ranks" in text) == (form == "toml")
     assert main(["config", "update", path.name]) == Exit.WELL
     assert path.read_text() == text
     assert f"Updated {path.name}" in capsys.readouterr().out
-
-
-def test_update_keeps_a_null_of_a_profile(tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text("plan: {clip_norm: 1.0}\nprofiles: {free: {plan: {clip_norm: null}}}\n")
-    assert main(["config", "update", str(path)]) == Exit.WELL
-    assert read_launch_file(path).section("free").plan == {"clip_norm": None}
 
 
 @pytest.mark.parametrize(

@@ -203,11 +203,10 @@ def test_the_command_writes_a_file_in_order(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr()
     assert "same_network" in told.err
     assert "# same_network" in (tmp_path / "fxtrain.toml").read_text()
-    assert read_launch_file("fxtrain.toml").launch["nodes"] == 2
+    assert read_launch_file("fxtrain.toml").launch.nodes == 2
     assert main(["config", "convert", "old.yaml"]) == Exit.WRONG
-    words = ["config", "convert", "old.yaml", "new.yaml", "--profile", "two"]
-    assert main(words) == Exit.WELL
-    assert read_launch_file("new.yaml").section("two").launch["ranks"] == 8
+    assert main(["config", "convert", "old.yaml", "new.yaml"]) == Exit.WELL
+    assert read_launch_file("new.yaml").launch.ranks == 8
     capsys.readouterr()
     assert main(["config", "convert", "old.yaml", "--json"]) == Exit.WELL
     told = json.loads(capsys.readouterr().out)
@@ -220,6 +219,6 @@ def test_a_brief_file_has_the_converted_values_and_nothing_else(tmp_path, monkey
     for name in ("new.toml", "new.yaml"):
         assert main(["config", "convert", "old.yaml", name, "--brief"]) == Exit.WELL
         assert "same_network" in capsys.readouterr().err  # still told
-        section = convert_accelerate(CASES[1].old).section
+        values = convert_accelerate(CASES[1].old).values
         assert "#" not in (tmp_path / name).read_text()
-        assert read_launch_file(name).section("") == section
+        assert read_launch_file(name).values == values

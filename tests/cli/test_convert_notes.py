@@ -23,7 +23,7 @@ def test_without_a_source_it_is_the_one_that_accelerate_wrote(tmp_path, monkeypa
     (tmp_path / "hf" / "accelerate").mkdir(parents=True)
     (tmp_path / "hf" / "accelerate" / "default_config.yaml").write_text(json.dumps(DEEPSPEED))
     assert main(["config", "convert"]) == Exit.WELL
-    assert read_launch_file("fxtrain.toml").plan["accumulate"] == 2
+    assert read_launch_file("fxtrain.toml").plan.accumulate == 2
 
 
 def test_what_replaces_libraries_without_maintenance():

@@ -27,7 +27,7 @@ FSDP = {
 
 def test_fsdp():
     converted = translate(FSDP)
-    assert converted.section.plan == {
+    assert converted.values["plan"] == {
         "precision": "fp32",
         "recompute": ["Block", "Head"],
         "strategy": {
@@ -48,7 +48,7 @@ def test_fsdp():
 def test_first_versions_of_fsdp(strategy, mode):
     section = {"fsdp_version": 1, "fsdp_sharding_strategy": strategy, "fsdp_min_num_params": 1e6}
     converted = translate({"distributed_type": "FSDP", "fsdp_config": section})
-    assert converted.section.plan["strategy"] == {
+    assert converted.values["plan"]["strategy"] == {
         "kind": "fsdp", "mode": mode, "min_params": 1_000_000,
     }  # fmt: skip
     assert "fsdp.version" in {note.key for note in converted.notes}
@@ -56,7 +56,7 @@ def test_first_versions_of_fsdp(strategy, mode):
 
 def test_deepspeed():
     converted = translate(DEEPSPEED)
-    assert converted.section.plan == {
+    assert converted.values["plan"] == {
         "precision": "fp32", "accumulate": 2, "clip_norm": 1.0,
         "strategy": {
             "kind": "deepspeed", "stage": 3, "offload_optimizer": "cpu",
@@ -72,9 +72,9 @@ def test_deepspeed():
 @pytest.mark.parametrize("old", [FSDP, DEEPSPEED], ids=["fsdp", "deepspeed"])
 def test_a_strategy_is_said_or_noted(old):
     """Each field is in the plan where this version has the strategy, and noted where not."""
-    said = translate(old).section.plan["strategy"]
+    said = translate(old).values["plan"]["strategy"]
     converted = convert_accelerate(old)
-    kept = converted.section.plan.get("strategy", {})
+    kept = converted.values["plan"].get("strategy", {})
     noted = {note.key.removeprefix("plan.strategy.") for note in converted.notes}
     assert bool(kept) == (said["kind"] in KINDS)
     assert all((name in kept) != (name in noted) for name in said)
@@ -83,7 +83,9 @@ def test_a_strategy_is_said_or_noted(old):
 def test_sections_of_another_type_do_not_count():
     old = {**ONE, "distributed_type": "MULTI_GPU", "fsdp_config": FSDP["fsdp_config"]}
     converted = convert_accelerate(old)
-    assert "strategy" not in converted.section.plan and "recompute" not in converted.section.plan
+    assert (
+        "strategy" not in converted.values["plan"] and "recompute" not in converted.values["plan"]
+    )
     assert {note.text for note in converted.notes} == {"not used under MULTI_GPU"}
 
 
@@ -91,5 +93,5 @@ def test_ranks_that_do_not_divide_are_noted():
     converted = convert_accelerate(
         {"distributed_type": "MULTI_GPU", "num_processes": 5, "num_machines": 2}
     )
-    assert converted.section.launch["ranks"] == 3
+    assert converted.values["launch"]["ranks"] == 3
     assert [note.key for note in converted.notes] == ["num_processes"]

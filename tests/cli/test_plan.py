@@ -109,14 +109,13 @@ def test_a_module_is_a_program_too(script, tmp_path, monkeypatch, capsys, here):
 def test_the_plan_of_a_launch_file_is_used(tmp_path, monkeypatch, capsys, here):
     path, saved = tmp_path / "train.py", tmp_path / "run.json"
     path.write_text(TRAIN.replace("plan = fx.Plan(accumulate=int(sys.argv[1]))", "plan = None"))
-    (tmp_path / "fxtrain.toml").write_text(
-        "[plan]\naccumulate = 2\n[profiles.big.plan]\nseed = 9\n"
-    )
+    (tmp_path / "fxtrain.toml").write_text("[plan]\naccumulate = 2\n")
+    (tmp_path / "big.toml").write_text("[plan]\naccumulate = 2\nseed = 9\n")
     monkeypatch.chdir(tmp_path)
     words = ["plan", "--world", "4", "--save", str(saved)]
     for more, found in {
         (): fx.Plan(accumulate=2),
-        ("--profile", "big"): fx.Plan(accumulate=2, seed=9),
+        ("--config", "big.toml"): fx.Plan(accumulate=2, seed=9),
     }.items():
         assert main([*words, *more, str(path), "1"]) == Exit.WELL, capsys.readouterr().err
         assert fx.state.loads(saved.read_text(), fx.state.DryRun).plan == found

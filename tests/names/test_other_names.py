@@ -13,7 +13,7 @@ from fxtrain._other_names import hint, other_names, setting
 from fxtrain.cli import main
 from fxtrain.cli.launch_command import LAUNCH
 from fxtrain.launchers import LaunchSpec
-from fxtrain.launchers.config import parse
+from fxtrain.launchers.config import launch_config
 from fxtrain.state import structure
 from tests.names._answers import check_answer
 from tests.names._library_names import snapshot
@@ -71,7 +71,7 @@ def test_a_name_is_answered_wherever_it_is_typed(name):
             fx.Plan(**{name: 1})
         assert str(caught.value) == f"{_unexpected(fx.Plan, name)} {answer}"
         with pytest.raises(fx.PlanError) as caught:
-            parse(f"[plan]\n{name} = 1\n", "toml")
+            launch_config({"plan": {name: 1}})
         assert caught.value.message == f"plan: unknown key {name!r}.{hint(name, at='file')}"
         assert (row.none or row.path or row.use) in str(caught.value)
 
@@ -128,12 +128,11 @@ def test_a_misspelt_argument_suggests_the_nearest(data):
 
 def test_a_launch_file_that_is_another_librarys(tmp_path):
     with pytest.raises(fx.PlanError) as caught:
-        parse("num_processes = 2\nmixed_precision = 'bf16'\nprofile = 1\n", "toml")
+        launch_config({"mixed_precision": "bf16", "num_processes": 2, "plans": 1})
     assert caught.value.message.splitlines() == [
         "the file: unknown key 'mixed_precision'. Use plan.precision.",
         "the file: unknown key 'num_processes'. Use launch.ranks.",
-        "the file: unknown key 'profile' (did you mean 'profiles'?); LaunchFile has default, "
-        "launch, plan, profiles.",
+        "the file: unknown key 'plans' (did you mean 'plan'?); a launch file has launch and plan.",
     ]
 
 
