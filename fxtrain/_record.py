@@ -1,9 +1,7 @@
 """Records that validate their fields: a wrong value is an error that names the valid ones."""
 
-import contextlib
 import functools
 import math
-import re
 import reprlib
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +24,6 @@ from fxtrain.errors import FxError, PlanError
 T = TypeVar("T")
 _Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 _INT64 = range(-(1 << 63), 1 << 63)
-_UNITS = {"_s": "seconds", "_mib": "MiB", "_gib": "GiB"}
 _MAX_SHOWN = 200  # characters of a value
 _MAX_ENTRIES = 12  # of a tuple in a repr
 _MAX_LINES = 20  # lines of a message: an unrelated file may have any number of problems
@@ -59,7 +56,6 @@ def record(cls: type[T], *, error: type[FxError] = PlanError) -> type[T]:
     for name, function in _DISPLAY.items():
         if name not in cls.__dict__:
             setattr(frozen, name, function)
-    frozen.__setattr__ = _refuse_change
     frozen.__init__ = _with_hints(frozen)
     return frozen
 
@@ -80,15 +76,6 @@ def _with_hints(cls: Any) -> Callable[..., None]:
         init(self, *args, **values)
 
     return checked
-
-
-def _refuse_change(self: Any, name: str, value: object) -> None:
-    kind = type(self).__name__
-    known = name in {field.alias for field in attrs.fields(type(self))}
-    use = f"attrs.evolve({kind.lower()}, {name}=...)" if known else "attrs.evolve"
-    error = attrs.exceptions.FrozenInstanceError()  # takes no text
-    error.add_note(f"A {kind} cannot be changed. For another one, use {use}.")
-    raise error
 
 
 def _repr(self: Any) -> str:
@@ -120,15 +107,13 @@ def _shown_fields(self: Any) -> Iterator[tuple[str, str, bool]]:
         default: Any = field.default
         if hasattr(default, "takes_self"):
             default = default.factory(self) if default.takes_self else default.factory()
-        text = str(field.repr(value)) if callable(field.repr) else _entries(value)
+        if callable(field.repr):
+            text = str(field.repr(value))
+        elif type(value) is tuple and len(value) > _MAX_ENTRIES:
+            text = f"({', '.join(map(repr, value[:3]))}, ... {len(value) - 3} more)"
+        else:
+            text = repr(value)
         yield field.alias, text, type(value) is type(default) and value == default
-
-
-def _entries(value: Any) -> str:
-    """A value as Python writes it; of a long tuple, the first entries."""
-    if type(value) is not tuple or len(value) <= _MAX_ENTRIES:
-        return repr(value)
-    return f"({', '.join(map(repr, value[:3]))}, ... {len(value) - 3} more)"
 
 
 @attrs.frozen
@@ -160,44 +145,14 @@ class Check:
     def problem(self, attribute: "attrs.Attribute[Any]", value: Any) -> str | None:
         """What to choose instead of this value; None if it is valid."""
         if not self.fits(value):
-            other = value_hint(attribute.name, value)
-            written = _as_written(value, self.fits) if attribute.repr else ""
-            written = written or _in_units(attribute.name, value)
-            return f"choose {self.wanted}.{other or written or closest(value, self.choices)}"
+            hint = value_hint(attribute.name, value) or closest(value, self.choices)
+            return f"choose {self.wanted}.{hint}"
         if self.also is not None and value is not None:
             try:
                 self.also(None, attribute, value)
             except (ValueError, TypeError) as error:
                 return str(error.args[0]) if error.args else type(error).__name__
         return None
-
-
-def _in_units(name: str, value: Any) -> str:
-    """The unit of a number that was written with one, by the end of its name."""
-    unit = next((word for end, word in _UNITS.items() if name.endswith(end)), "")
-    with_unit = isinstance(value, str) and re.fullmatch(r"[\d.]+ *[A-Za-z]+", value)
-    return f" Write the number of {unit} alone." if unit and with_unit else ""
-
-
-def _as_written(value: Any, fits: Callable[[Any], bool]) -> str:
-    """How to write what a value of another type probably means; empty if nothing fits."""
-    if isinstance(value, str):
-        for kind in (int, float):
-            with contextlib.suppress(ValueError, OverflowError):
-                if fits(made := kind(value)):
-                    return f" Write {made}, without quotes."
-        words = {"true": True, "yes": True, "false": False, "no": False}
-        if value.lower() in words and fits(words[value.lower()]):
-            return f" Write {str(words[value.lower()]).lower()}, without quotes."
-    parts = value.split(",") if isinstance(value, str) else value
-    several = parts if isinstance(parts, list | tuple) else [parts]
-    plain = all(type(part) is str or (type(part) is int and part in _INT64) for part in several)
-    listed = tuple(str(part).strip() for part in several) if plain else ()
-    return (
-        f" Write {list(listed)}."
-        if len(listed) < _MAX_ENTRIES and fits(listed) and any(listed)
-        else ""
-    )
 
 
 def at_least(low: float, most: float = math.inf) -> _Validator:

@@ -15,11 +15,18 @@ import time
 from typing import Any
 
 import attrs
+from attrs.validators import instance_of
 
 from fxtrain.checkpoint.storage import Storage
 from fxtrain.errors import CheckpointError
 from fxtrain.state.parsing import parse_json
 
+_LOG = logging.getLogger(__name__)
+_SAVE, _RUN = ".lock-save", ".lock-run"
+_MAX_BYTES = 1 << 16
+_HEARTBEAT_INTERVAL_S = 2.0  # between heartbeats of a holder
+STALE_S = 20.0  # without a heartbeat, after which a holder on another machine is considered dead
+_POLL_INTERVAL_S = 0.25
 _BOOT, _PIDS = "/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"
 
 
@@ -35,10 +42,10 @@ class Owner:
         started: Start time as counted by the kernel, since process ids are reused.
     """
 
-    host: str
-    machine: str
-    pid: int
-    started: str
+    host: str = attrs.field(validator=instance_of(str))
+    machine: str = attrs.field(validator=instance_of(str))
+    pid: int = attrs.field(validator=instance_of(int))
+    started: str = attrs.field(validator=instance_of(str))
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -56,12 +63,10 @@ def owner_from(data: Any) -> Owner:
     Raises:
         ValueError: the data does not describe an owner.
     """
-    types = {field.name: field.type for field in attrs.fields(Owner)}
-    if not isinstance(data, dict) or data.keys() != types.keys():
-        raise ValueError(f"{str(data)[:200]!r} does not describe a process")
-    if any(type(data[name]) is not kind for name, kind in types.items()):
-        raise ValueError(f"{str(data)[:200]!r} does not describe a process")
-    return Owner(**data)
+    try:
+        return Owner(**data)
+    except TypeError:
+        raise ValueError(f"{str(data)[:200]!r} does not describe a process") from None
 
 
 def is_running(owner: Owner) -> bool | None:
@@ -99,22 +104,14 @@ def _about(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-_LOG = logging.getLogger(__name__)
-_SAVE, _RUN = ".lock-save", ".lock-run"
-_MAX_BYTES = 1 << 16
-_HEARTBEAT_INTERVAL_S = 2.0  # between heartbeats of a holder
-STALE_S = 20.0  # without a heartbeat, after which a holder on another machine is considered dead
-_POLL_INTERVAL_S = 0.25
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class Lock:
     """A lock on a folder, held by this process until `release`."""
 
     folder: Storage
     name: str
-    owner: Owner = attrs.field(factory=lambda: this_process())
-    token: str = attrs.field(factory=lambda: secrets.token_hex(8))  # identifies this lock
+    owner: Owner
+    token: str = attrs.field(factory=secrets.token_hex)  # identifies this lock
     _ended: threading.Event = attrs.field(factory=threading.Event, init=False)
     _heartbeats: list[threading.Thread] = attrs.field(factory=list, init=False)
 
@@ -175,8 +172,7 @@ class Lock:
 
     def is_ours(self) -> bool:
         """Whether no other process has taken over the folder."""
-        raw = _read(self.folder, self.name)
-        return raw is not None and parse_lock(raw)[0] == self.token
+        return self.token.encode() in (_read(self.folder, self.name) or b"")
 
 
 def acquire(folder: Storage, *, for_run: bool = False) -> Lock:
@@ -186,7 +182,7 @@ def acquire(folder: Storage, *, for_run: bool = False) -> Lock:
         CheckpointError: another process is saving there, or has a run there.
         OSError: the lock cannot be written.
     """
-    lock = Lock(folder=folder, name=_RUN if for_run else _SAVE)
+    lock = Lock(folder=folder, name=_RUN if for_run else _SAVE, owner=this_process())
     with folder.exclusive():  # processes that find the same abandoned lock take turns
         abandoned = _read(folder, lock.name)
         if abandoned is not None and _is_held(folder, lock.name, abandoned):
@@ -219,7 +215,7 @@ def _read(folder: Storage, name: str) -> bytes | None:
 
 def _is_held(folder: Storage, name: str, raw: bytes) -> bool:
     """Whether the holder of a lock is alive; compares no clocks."""
-    owner = parse_lock(raw)[1]
+    owner = owner_of(raw)
     running = None if owner is None else is_running(owner)
     if running is not None:
         return running
@@ -237,28 +233,26 @@ def _is_held(folder: Storage, name: str, raw: bytes) -> bool:
 
 
 def _busy(folder: Storage, name: str) -> CheckpointError:
-    raw = _read(folder, name)
-    owner = None if raw is None else parse_lock(raw)[1]
+    owner = owner_of(_read(folder, name))
     who = "another process" if owner is None else f"{owner}"
     if owner is not None and owner == this_process():
         who += ", this process"
     if name == _RUN:
-        return CheckpointError(
+        text = (
             f"{folder} is the folder of a run that is open in {who}. One run at a time can write "
-            f"into a folder: use a folder per run, or wait until the other run ends.",
-            code="FX605",
+            f"into a folder: use a folder per run, or wait until the other run ends."
         )
-    return CheckpointError(
-        f"{folder} is being written by {who}. One run at a time can save into a folder: use a "
-        f"folder per run, or wait until the other save ends.",
-        code="FX605",
-    )
+    else:
+        text = (
+            f"{folder} is being written by {who}. One run at a time can save into a folder: use a "
+            f"folder per run, or wait until the other save ends."
+        )
+    return CheckpointError(text, code="FX605")
 
 
-def parse_lock(raw: bytes) -> tuple[str | None, Owner | None]:
-    """(token, owner) of a lock; None if malformed, for example partially written."""
+def owner_of(raw: bytes | None) -> Owner | None:
+    """The owner that a lock names; None if it does not, for example if it is partially written."""
     try:
-        data = parse_json(raw)
-        return data["token"], owner_from(data["owner"])
+        return owner_from(parse_json(raw or b"")["owner"])
     except (ValueError, LookupError, TypeError):
-        return None, None
+        return None

@@ -150,11 +150,11 @@ def committed_before(path: StrPath, name: str) -> str | None:
     return _first_complete(folder, reversed(checkpoints[: names.index(name)]))
 
 
-def checkpoint_at(path: Any) -> Storage:
+def open_checkpoint(path: Any) -> tuple[Storage, Manifest]:
     """The checkpoint at a path, or the latest one if the path is the folder of a run.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is none, it is damaged, or it cannot be read.
     """
     storage = open_storage(path)
     try:
@@ -169,7 +169,8 @@ def checkpoint_at(path: Any) -> Storage:
         raise CheckpointError(f"No checkpoint at {path}: {error}", code="FX601") from error
     if newest is None:
         raise CheckpointError(f"No complete checkpoint in {storage}.{_hint(storage)}", code="FX601")
-    return open_storage(newest)
+    checkpoint = open_storage(newest)
+    return checkpoint, read_manifest(checkpoint)
 
 
 def _hint(folder: Storage) -> str:

@@ -4,7 +4,6 @@ The file is one line of JSON, `{"digest":"…","manifest":{…}}`. The digest co
 inner object, so that a change of any byte of the file is detected.
 """
 
-import functools
 import json
 import math
 import operator
@@ -13,16 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-import cattrs
 import xxhash
-from cattrs.v import transform_error
 
-from fxtrain._display import counted
 from fxtrain.checkpoint.folder_lock import Owner, owner_from
 from fxtrain.checkpoint.storage import MANIFEST
-from fxtrain.errors import CheckpointError
+from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.models.tensor_bytes import DTYPES
-from fxtrain.state import Position, structure, unstructure
+from fxtrain.state import Position
 from fxtrain.state.parsing import parse_json
 
 FORMAT = 1
@@ -32,6 +28,16 @@ _MAX_BYTES = 1 << 30  # bytes of a manifest
 _MAX_DIMS = 64  # torch's limit
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+# What a field that is missing, unknown or of another type raises.
+_WRONG = (
+    PlanError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 _HEAD, _MIDDLE, _TAIL = b'{"digest":"', b'","manifest":', b"}\n"
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset in a tensor and shape
@@ -126,24 +132,14 @@ class Manifest:
         return None if owner is None else owner_from(owner)
 
 
-def digest_of(data: Any) -> str:
-    """The digest of some bytes: XXH3, 128 bits."""
-    return xxhash.xxh3_128_hexdigest(data)
+digest_of = xxhash.xxh3_128_hexdigest  # the digest of some bytes
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """The bytes of the file."""
-    data = {"format": FORMAT, **attrs.asdict(manifest, recurse=False)}
-    data["position"] = unstructure(manifest.position)
-    for name in ("tensors", "files"):
-        data[name] = _plain(data[name])
-    data["own"] = [_plain(tensors) for tensors in manifest.own]
+    data = {"format": FORMAT, **attrs.asdict(manifest)}
     body = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
     return _HEAD + digest_of(body).encode() + _MIDDLE + body + _TAIL
-
-
-def _plain(records: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: attrs.asdict(record) for name, record in records.items()}
 
 
 def load_manifest(raw: bytes) -> Manifest:
@@ -162,19 +158,14 @@ def load_manifest(raw: bytes) -> Manifest:
         if type(number) is not int or number < 1:
             raise ValueError(f"its format is {str(number)[:80]!r}")
         if number <= FORMAT:
-            manifest = _converter().structure(data, Manifest)
-            _check(manifest)
-            return manifest
-    except cattrs.BaseValidationError as error:
-        problem = transform_error(error, "the manifest", _text_of)[0]
-    except (ValueError, RecursionError) as error:
-        problem = str(error)
-    else:
-        raise NewerFormatError(
-            f"It was written by a newer fxtrain (format {str(number)[:80]}; this version reads "
-            f"{FORMAT}). Update fxtrain, or use a checkpoint that this version wrote."
-        )
-    raise CheckpointError(f"The manifest is malformed: {problem[:500].rstrip('.')}.", code="FX602")
+            return _manifest_of(data)
+    except _WRONG as error:
+        problem = str(error)[:500].rstrip(".")
+        raise CheckpointError(f"The manifest is malformed: {problem}.", code="FX602") from None
+    raise NewerFormatError(
+        f"It was written by a newer fxtrain (format {str(number)[:80]}; this version reads "
+        f"{FORMAT}). Update fxtrain, or use a checkpoint that this version wrote."
+    )
 
 
 def _body(raw: bytes) -> memoryview:
@@ -201,125 +192,110 @@ def _body(raw: bytes) -> memoryview:
     return body
 
 
-@functools.cache  # building one generates code; a converter is never changed afterwards
-def _converter() -> cattrs.Converter:
-    """A converter that takes each value only in the type in which it was written."""
-    converter = cattrs.Converter(forbid_extra_keys=True)
-    converter.register_structure_hook(int, _count)
-    converter.register_structure_hook(float, _number)
-    converter.register_structure_hook(str, _string)
-    converter.register_structure_hook(Position, lambda data, _: structure(data, Position, ()))
-    for kind, hook in ((tuple[int, ...], _counts), (tuple[str, ...], _digests)):
-        converter.register_structure_hook_func(functools.partial(operator.eq, kind), hook)
-    return converter
-
-
-def _count(value: Any, _: Any = None) -> int:
-    if type(value) is not int or not 0 <= value <= HIGHEST:
-        raise ValueError(f"{str(value)[:80]} is not a size or an offset")
-    return value
-
-
-def _number(value: Any, _: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{str(value)[:80]} is not a number")
-    return value
-
-
-def _string(value: Any, _: Any = None) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{str(value)[:80]} is not a string")
-    return value
-
-
-def _counts(data: Any, _: Any) -> tuple[int, ...]:
-    # One frame for all: most of a manifest are numbers.
-    if type(data) is not list or not set(map(type, data)) <= {int}:
-        raise ValueError(f"{str(data)[:80]} is not a list of sizes or offsets")
-    if data and not 0 <= min(data) <= max(data) <= HIGHEST:
-        raise ValueError(f"{str(data)[:80]} has a number that is not a size or an offset")
-    return tuple(data)
-
-
-def _digests(data: Any, _: Any) -> tuple[str, ...]:
-    if type(data) is not list or not set(map(type, data)) <= {str}:
-        raise ValueError(f"{str(data)[:80]} is not a list of digests")
-    if not all(map(_DIGEST.fullmatch, data)):
-        raise ValueError(f"{str(data)[:80]} has text that is not a digest")
-    return tuple(data)
-
-
-def _text_of(error: BaseException, _: Any) -> str:
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error)[:400]
-
-
-def _check(manifest: Manifest) -> None:
-    """Check what the fields say about each other.
+def _manifest_of(data: dict[str, Any]) -> Manifest:
+    """The manifest, after checking each field and what the fields say about each other.
 
     Raises:
-        ValueError: they contradict each other.
+        ValueError: a field is not as it was written, or contradicts another one.
+        TypeError: a field is missing, unknown, or of another type.
     """
-    _check_files(manifest)
-    for name, target in manifest.aliases.items():
-        if target not in manifest.tensors or name in manifest.tensors:
-            raise ValueError(f"{name!r} is not a valid alias of the tensor {target!r}")
-    ranks = _count(manifest.topology.get("world_size"))
-    if not ranks or ranks != len(manifest.own):
-        saved = counted(ranks, "rank")
-        raise ValueError(f"{saved} saved, but there are states of {len(manifest.own)}")
-    _count(manifest.order)
-    _ = manifest.saver  # raises if it does not describe a process
-    for name, model in manifest.models.items():
-        if not isinstance(model, dict) or model.keys() != {"plan", "fingerprint", "values"}:
-            raise ValueError(f"the model {name!r} needs a plan, a fingerprint and values")
-        _string(model["fingerprint"])
-
-
-def _check_files(manifest: Manifest) -> None:
-    """Check that every byte of every file belongs to its header or to one part of a tensor."""
-    spans: dict[str, list[tuple[int, int]]] = {}
-    for name, file in manifest.files.items():
-        if not _FILE_NAME.fullmatch(name):
-            raise ValueError(f"{name[:200]!r} is not the name of a data file")
-        if not 8 <= file.header <= min(file.size, _MAX_BYTES):
-            raise ValueError(f"{name} has a header of {file.header} bytes in {file.size}")
-        _digests([file.digest], None)
-        spans[name] = [(0, file.header)]
-    for table in (manifest.tensors, *manifest.own):
-        for name, tensor in table.items():
-            _check_tensor(name, tensor, manifest.files, spans)
-    for name, used in spans.items():
+    files = {name: DataFile(**fields) for name, fields in _table(data, "files").items()}
+    spans = {name: [(0, _header_size(name, file))] for name, file in files.items()}
+    own = [
+        {name: _tensor_of(name, fields, files, spans) for name, fields in table.items()}
+        for table in data["own"]
+    ]
+    shared = _table(data, "tensors")
+    tensors = {name: _tensor_of(name, fields, files, spans) for name, fields in shared.items()}
+    for name, used in spans.items():  # every byte belongs to the header or to one tensor
         end = 0
-        for offset, size in (*sorted(used), (manifest.files[name].size, 0)):
+        for offset, size in (*sorted(used), (files[name].size, 0)):
             if offset != end:
                 raise ValueError(f"parts in {name} overlap or have a gap at byte {end}")
             end += size
+    for name, target in _table(data, "aliases").items():
+        if target not in tensors or name in tensors:
+            raise ValueError(f"{name!r} is not a valid alias of the tensor {target!r}")
+    data |= {"files": files, "tensors": tensors, "own": tuple(own)}
+    *numbers, is_last = attrs.astuple(position := Position(**data["position"]))
+    if {*map(type, numbers)} != {int} or type(is_last) is not bool:
+        raise ValueError(f"the position {str(position)[:200]} is not one of a run")
+    data["position"] = position
+    manifest = Manifest(**data)
+    _check_run(manifest)
+    return manifest
 
 
-def _check_tensor(
+def _header_size(name: str, file: DataFile) -> int:
+    if not _FILE_NAME.fullmatch(name) or not _DIGEST.fullmatch(file.digest):
+        raise ValueError(f"{name[:200]!r} is not the name of a data file with a digest")
+    if not _are_counts(file.size, file.header) or not 8 <= file.header <= _MAX_BYTES:
+        raise ValueError(f"{name} has a header of {str(file.header)[:80]} bytes")
+    return file.header
+
+
+def _check_run(manifest: Manifest) -> None:
+    """Check what a manifest says of the run, beside its tensors."""
+    ranks, metric = manifest.topology.get("world_size"), manifest.metric
+    if not _are_counts(ranks, manifest.order) or not ranks or ranks != len(manifest.own):
+        raise ValueError(
+            f"a world size of {str(ranks)[:80]}, with states of {len(manifest.own)}, or the order "
+            f"{str(manifest.order)[:80]}"
+        )
+    if metric is not None and (type(metric) not in (int, float) or not math.isfinite(metric)):
+        raise ValueError(f"the metric {str(metric)[:80]} is not a number")
+    for name, model in manifest.models.items():
+        if (
+            model.keys() != {"plan", "fingerprint", "values"}
+            or type(model["fingerprint"]) is not str
+        ):
+            raise ValueError(f"the model {name!r} needs a plan, a fingerprint and values")
+    _ = manifest.saver  # raises if it does not describe a process
+
+
+def _table(data: dict[str, Any], name: str) -> dict[str, Any]:
+    if not isinstance(data[name], dict):
+        raise TypeError(f"{name} is not a table")
+    return data[name]
+
+
+def _are_counts(*values: Any) -> bool:
+    """Whether all values are sizes, offsets or orders."""
+    return set(map(type, values)) <= {int} and min(values) >= 0 and max(values) <= HIGHEST
+
+
+def _tensor_of(
     name: str,
-    tensor: StoredTensor,
+    fields: dict[str, Any],
     files: Mapping[str, DataFile],
     spans: dict[str, list[tuple[int, int]]],
-) -> None:
-    """Check a tensor, and add the offset and size of each part to the spans of its file."""
-    full = tensor.shape
-    if tensor.dtype not in DTYPES or len(full) > _MAX_DIMS:
-        raise ValueError(f"{name} has the dtype {tensor.dtype[:80]!r} and {len(full)} dimensions")
-    itemsize = tensor.itemsize
-    for part in tensor.parts:
-        end = tuple(map(operator.add, part.start, part.shape))
-        if not len(part.start) == len(part.shape) == len(full) or any(map(operator.gt, end, full)):
-            raise ValueError(f"a part of {name}, {part.start} to {end}, is not inside {full}")
-        file, size = files.get(part.file), math.prod(part.shape) * itemsize
+) -> StoredTensor:
+    """A tensor; the offset and size of each part are added to the spans of its file."""
+    full, dtype = tuple(fields["shape"]), fields["dtype"]
+    if dtype not in DTYPES or len(full) > _MAX_DIMS or not _are_counts(0, *full):
+        raise ValueError(f"{name} has the dtype {str(dtype)[:80]!r} and {len(full)} dimensions")
+    parts, boxes = list[StoredBox](), list[Box]()
+    for box in fields["parts"]:
+        start, shape, digests = tuple(box["start"]), tuple(box["shape"]), tuple(box["digests"])
+        part = StoredBox(**box | {"start": start, "shape": shape, "digests": digests})
+        if not _are_counts(part.offset, *start, *shape) or not len(start) == len(shape) == len(
+            full
+        ):
+            raise ValueError(f"a part of {name} is not at an offset in a file and a tensor")
+        if any(map(operator.gt, map(operator.add, start, shape), full)):
+            raise ValueError(f"a part of {name}, {shape} at {start}, is not inside {full}")
+        file, size = files.get(part.file), math.prod(shape) * DTYPES[dtype].itemsize
         if file is None or not file.header <= part.offset <= part.offset + size <= file.size:
-            raise ValueError(f"a part of {name} is not inside the file {part.file[:200]!r}")
-        if len(part.digests) != -(-size // CHUNK):
-            raise ValueError(f"a part of {name} has {len(part.digests)} digests for {size} bytes")
+            raise ValueError(f"a part of {name} is not inside the file {str(part.file)[:200]!r}")
+        if len(digests) != -(-size // CHUNK) or not all(map(_DIGEST.fullmatch, digests)):
+            raise ValueError(f"a part of {name} needs a digest for each {CHUNK} of {size} bytes")
         if size:
             spans[part.file].append((part.offset, size))
-    if not is_partition(full, [(part.start, part.shape) for part in tensor.parts]):
+        parts.append(part)
+        boxes.append((start, shape))
+    if not is_partition(full, boxes):
         raise ValueError(f"the parts of {name} overlap or do not cover {list(full)}")
+    return StoredTensor(**fields | {"shape": full, "parts": tuple(parts)})
 
 
 def is_partition(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from operator import add, ge, sub
 from typing import Any
 
 import attrs
@@ -100,48 +101,41 @@ class Reader:
     def _fill_box(
         self, entry: StoredTensor, name: str, start: tuple[int, ...], out: Tensor
     ) -> None:
+        """Fill a tensor with the box of its shape that begins at `start`."""
         direct = out.device.type == "cpu" and out.is_contiguous()
         target = out if direct else torch.empty(out.shape, dtype=out.dtype, device="cpu")
         for part in entry.parts:
-            overlap = _overlap(start, tuple(out.shape), part.start, part.shape)
-            if overlap is not None:
-                self._copy(entry, name, part, start, overlap, target)
+            ends = map(add, start, target.shape), map(add, part.start, part.shape)
+            low, high = list(map(max, start, part.start)), list(map(min, *ends))
+            if any(map(ge, low, high)):
+                continue  # they do not overlap
+            inner = list(map(slice, map(sub, low, part.start), map(sub, high, part.start)))
+            outer = tuple(map(slice, map(sub, low, start), map(sub, high, start)))
+            self._copy(name, part, inner, target[outer])
         if not direct:
             out.copy_(target)
 
-    def _copy(
-        self,
-        entry: StoredTensor,
-        name: str,
-        part: StoredBox,
-        start: tuple[int, ...],
-        overlap: list[tuple[int, int]],
-        target: Tensor,
-    ) -> None:
-        """Copy the overlap of a part and the requested box, in blocks of the part's rows."""
-        row = math.prod(part.shape[1:]) * entry.itemsize
-        inner = tuple(
-            slice(a - b, a - b + n) for (a, n), b in zip(overlap[1:], part.start[1:], strict=True)
-        )
-        outer = tuple(slice(a - b, a - b + n) for (a, n), b in zip(overlap, start, strict=True))
-        goal = target[outer] if overlap else target
-        first, rows = (overlap[0][0] - part.start[0], overlap[0][1]) if overlap else (0, 1)
-        if goal.is_contiguous() and goal.numel() * entry.itemsize == rows * row:
-            self._fetch(name, part, entry, first * row, memory_of(goal))
+    def _copy(self, name: str, part: StoredBox, inner: list[slice], goal: Tensor) -> None:
+        """Copy a range of a part into a tensor, in blocks of the part's rows."""
+        row = math.prod(part.shape[1:]) * goal.element_size()
+        first, rows = (inner[0].start, len(goal)) if inner else (0, 1)
+        if goal.is_contiguous() and goal.nbytes == rows * row:
+            self._fetch(name, part, goal, first * row)
             return
         step = max(1, _BLOCK // row)
         for at in range(0, rows, step):
             count = min(step, rows - at)
-            block = torch.empty((count, *part.shape[1:]), dtype=target.dtype, device="cpu")
-            self._fetch(name, part, entry, (first + at) * row, memory_of(block))
-            goal[at : at + count].copy_(block[(slice(None), *inner)])
+            block = torch.empty((count, *part.shape[1:]), dtype=goal.dtype, device="cpu")
+            self._fetch(name, part, block, (first + at) * row)
+            goal[at : at + count].copy_(block[(slice(None), *inner[1:])])
 
-    def _fetch(
-        self, name: str, part: StoredBox, entry: StoredTensor, begin: int, into: memoryview
-    ) -> None:
-        """Fill a buffer with bytes of a part from `begin` on, and verify every chunk they touch."""
-        read = self._file(part.file)
-        size = math.prod(part.shape) * entry.itemsize
+    def _fetch(self, name: str, part: StoredBox, goal: Tensor, begin: int) -> None:
+        """Fill a tensor with bytes of a part from `begin` on, and verify each chunk they touch."""
+        if part.file not in self.files:
+            self.files[part.file] = self.stack.enter_context(self.storage.open(part.file))
+            header_of(self.files[part.file], part.file, self.manifest.files[part.file])
+        read, into = self.files[part.file], memory_of(goal)
+        size = math.prod(part.shape) * goal.element_size()
         end = begin + len(into)
         for low in range(begin - begin % CHUNK, end, CHUNK):
             high = min(low + CHUNK, size)
@@ -158,13 +152,6 @@ class Reader:
             if not fits:
                 a, b = max(low, begin), min(high, end)
                 into[a - begin : b - begin] = chunk[a - low : b - low]
-
-    def _file(self, name: str) -> Any:
-        if name not in self.files:
-            read = self.stack.enter_context(self.storage.open(name))
-            header_of(read, name, self.manifest.files[name])
-            self.files[name] = read
-        return self.files[name]
 
 
 @contextmanager
@@ -219,16 +206,3 @@ def file_problems(sizes: Mapping[str, int], manifest: Manifest) -> list[str]:
         elif size != file.size:
             problems.append(f"  {name} has {size} bytes, but was written with {file.size}")
     return problems
-
-
-def _overlap(
-    start: tuple[int, ...], shape: tuple[int, ...], other: tuple[int, ...], size: tuple[int, ...]
-) -> list[tuple[int, int]] | None:
-    """(begin, length) per dimension of the overlap of two boxes; None if they are disjoint."""
-    overlap: list[tuple[int, int]] = []
-    for a, n, b, m in zip(start, shape, other, size, strict=True):
-        low, high = max(a, b), min(a + n, b + m)
-        if low >= high:
-            return None
-        overlap.append((low, high - low))
-    return overlap

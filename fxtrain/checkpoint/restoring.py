@@ -15,11 +15,12 @@ from fxtrain._display import describe
 from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain.checkpoint.background import CheckpointState
-from fxtrain.checkpoint.folders import checkpoint_at, committed_before, latest, read_manifest
+from fxtrain.checkpoint.folders import committed_before, latest, open_checkpoint, read_manifest
 from fxtrain.checkpoint.json_values import decode
+from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.checkpoint.snapshot import by_name, set_random_state
-from fxtrain.checkpoint.storage import open_storage
+from fxtrain.checkpoint.storage import Storage, open_storage
 from fxtrain.checkpoint.verification import verify
 from fxtrain.errors import CheckpointError, FxError
 from fxtrain.models.tensor_bytes import DTYPES
@@ -128,13 +129,15 @@ def restore(
     earlier = state.restored_from
     try:
         with fail_together(ctx, "restore"):
-            chosen: Any = ops.broadcast_object(
-                _choose_checkpoint(path) if ctx.is_main else None, ctx
-            )
-            if isinstance(chosen, BaseException):
-                raise chosen
-            state.restored_from = open_storage(chosen).key()  # no save removes it meanwhile
-            restored = _restore(chosen, ctx, models, extra, random)
+            chosen = _choose(path) if ctx.is_main else None
+            where = chosen if isinstance(chosen, CheckpointError) else chosen and str(chosen[0])
+            where = ops.broadcast_object(where, ctx)
+            if isinstance(where, CheckpointError):
+                raise where
+            storage = open_storage(where)
+            manifest = chosen[1] if isinstance(chosen, tuple) else read_manifest(storage)
+            state.restored_from = storage.key()  # no save removes it meanwhile
+            restored = _restore(storage, manifest, ctx, models, extra, random)
     except Exception as error:  # any error of the models or of the template
         state.restored_from = earlier
         known = isinstance(error, FxError | OSError) and str(error)
@@ -203,23 +206,22 @@ def _log_changes(ctx: DistContext, restored: Restored, name: str, model: Wrapped
         )
 
 
-def _choose_checkpoint(path: Any) -> str | CheckpointError:
+def _choose(path: Any) -> tuple[Storage, Manifest] | CheckpointError:
     """The checkpoint to restore; an error is returned, so that it can be broadcast."""
     try:
-        return str(checkpoint_at(path))
+        return open_checkpoint(path)
     except Exception as error:  # any error must be reported to the other ranks
         return CheckpointError(str(error) if isinstance(error, FxError) else error_text(error))
 
 
 def _restore(
-    path: str,
+    storage: Storage,
+    manifest: Manifest,
     ctx: DistContext,
     models: Mapping[str, Wrapped],
     extra: Any,
     random: bool,  # noqa: FBT001
 ) -> Restored:
-    storage = open_storage(path)
-    manifest = read_manifest(storage)
     missing = [name for name in models if name not in manifest.models]
     if missing:
         raise CheckpointError(
@@ -238,7 +240,7 @@ def _restore(
             seed = next(iter(models.values())).plan.seed + manifest.position.updates
             set_random_state(ctx, _own_tensors(reader, ""), len(manifest.own), seed)
     return Restored(
-        path=path,
+        path=str(storage),
         position=manifest.position,
         extra=user,
         world_size=len(manifest.own),

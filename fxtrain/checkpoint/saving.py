@@ -35,13 +35,12 @@ from fxtrain.checkpoint.manifest import Manifest, dump_manifest
 from fxtrain.checkpoint.snapshot import Snapshot, by_name, snapshot
 from fxtrain.checkpoint.storage import Storage, open_storage
 from fxtrain.checkpoint.write_plan import (
-    Proposal,
     TensorChunk,
     Written,
+    check_arguments,
     chunks_to_write,
-    compare_proposals,
     merged,
-    varying_digests,
+    offers_of,
     writable_chunks,
     write_file,
 )
@@ -149,9 +148,13 @@ def save(
         in_progress = wait_for_earlier(ctx, busy)
         if in_progress is not None:
             return in_progress
-        mine = Proposal(path=str(path), arguments=arguments)
         job, open_group = _prepare(
-            ctx, path, mine, problem, lambda: snapshot(ctx, models, at, extra, metric), keep
+            ctx,
+            path,
+            lambda: snapshot(ctx, models, at, extra, metric),
+            keep,
+            arguments=arguments,
+            problem=problem,
         )
         if not background:
             job.run(ctx)
@@ -203,63 +206,66 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
 def _prepare(
     ctx: DistContext,
     path: StrPath,
-    mine: Proposal,
-    problem: Exception | None,
     capture: Callable[[], Snapshot],
     keep: RetentionRule,
+    *,
+    arguments: Mapping[str, object],
+    problem: Exception | None,
 ) -> tuple["_Job", bool]:
     """Agree on the state to save and its name; only rank 0 accesses the disk.
 
     Args:
-        mine: The arguments of this rank.
-        problem: Why they are invalid.
         capture: Takes the snapshot.
+        arguments: Those of this rank that must be equal on every rank.
+        problem: Why they are invalid.
 
     Returns:
         The save, and whether a rank needs a group for background saves.
     """
-    captured, lock, writable = None, None, dict[str, TensorChunk]()
+    captured, lock, named = None, None, None
+    writable, offered = dict[str, TensorChunk](), dict[str, tuple[int, str | None]]()
     with ExitStack() as undo:
         try:
             if problem is None:
                 captured = capture()
                 writable = writable_chunks(captured.tensors)
-                mine = attrs.evolve(
-                    mine,
-                    sizes={key: chunk.tensor.nbytes for key, chunk in writable.items()},
-                    digests=varying_digests(captured, writable),
-                    aliases=captured.aliases,
-                    has_background_group=has_background_group(ctx),
-                )
+                offered = offers_of(captured, writable)
                 if ctx.is_main:
                     named, lock = _reserve(open_storage(path), captured.position.updates)
                     undo.callback(lock.release)
-                    mine = attrs.evolve(mine, named=named)
         except Exception as error:  # raised below on every rank
             problem = error
-        proposals = compare_proposals(ctx, mine, problem)
-        assert captured is not None and proposals[0].named is not None
-        name, token = proposals[0].named
+        has_group = has_background_group(ctx)
+        own_aliases = {} if captured is None else captured.aliases
+        mine = str(path), arguments, offered, own_aliases, named, has_group
+        rows, lines = gather_with_errors(mine, problem, ctx)
+        if lines:
+            head = f"Nothing was saved in {rows[0][0]}:"
+            raise CheckpointError("\n".join([head, *lines]), code="FX606") from problem
+        _, every_arguments, offers, every_aliases, every_named, groups = zip(*rows, strict=True)
+        check_arguments(every_arguments)
+        assert captured is not None and every_named[0] is not None
+        name, token = every_named[0]
         # Pipeline ranks have different tensors and therefore different aliases.
-        aliases = {k: v for proposal in proposals for k, v in proposal.aliases.items()}
+        aliases = {k: v for of_rank in every_aliases for k, v in of_rank.items()}
         job = _Job(
             folder=open_storage(path),
             name=name,
             token=token,
             snapshot=attrs.evolve(captured, aliases=aliases),
-            chunks=chunks_to_write(ctx, proposals, captured, writable),
+            chunks=chunks_to_write(ctx.rank, offers, captured, writable),
             keep=keep,
             lock=lock,
             state=ctx.comm.slot(CheckpointState),
         )
         undo.pop_all()  # the job releases the lock
-    return job, not all(proposal.has_background_group for proposal in proposals)
+    return job, not all(groups)
 
 
 def save_alone(path: StrPath, captured: Snapshot) -> str:
     """Write a state from a single process, and return the path of the checkpoint."""
     ctx = DistContext()
-    job, _ = _prepare(ctx, path, Proposal(path=str(path)), None, lambda: captured, RetentionRule())
+    job, _ = _prepare(ctx, path, lambda: captured, RetentionRule(), arguments={}, problem=None)
     job.run(ctx)
     return job.path
 
@@ -315,27 +321,34 @@ class _Job:
 
     def _run(self, ctx: DistContext) -> None:
         draft = self.folder.begin(self.name, self.token)
-        problem, mine = self.problem, Written(rank=ctx.rank)
+        problem, mine = self.problem, ({}, {}, {})
         try:
             mine = write_file(draft, ctx.rank, self.chunks)
         except Exception as error:  # as above
             problem = problem or error
         with _as_checkpoint_error(self.path):
-            written, lines = gather_with_errors(mine, problem, ctx)
+            rows, lines = gather_with_errors((platform.node(), mine), problem, ctx)
             committed = False
             if not lines:
-                committed, lines = self._commit(ctx, written)
+                committed, lines = self._commit(ctx, rows)
             if lines:
                 self._fail(ctx, lines, committed=committed)
 
-    def _commit(self, ctx: DistContext, written: Sequence[Written]) -> tuple[bool, list[str]]:
-        """Commit on rank 0; returns on every rank whether it committed, and any problem."""
+    def _commit(
+        self, ctx: DistContext, rows: Sequence[tuple[str, Written]]
+    ) -> tuple[bool, list[str]]:
+        """Commit on rank 0; returns on every rank whether it committed, and any problem.
+
+        Args:
+            rows: The machine of each rank, and what it wrote.
+        """
         committed, lines = False, list[str]()
         if ctx.is_main:
             try:
                 checkpoints = list_checkpoints(self.folder)
+                written = [each for _, each in rows]
                 manifest = _manifest(ctx, self.snapshot, written, next_order(checkpoints))
-                self._check_shared(written)
+                self._check_shared(rows)
                 if self.lock is not None:
                     self.lock.check()
                 self.folder.commit(self.name, self.token, dump_manifest(manifest))
@@ -346,15 +359,26 @@ class _Job:
                 lines.append(f"  rank 0: {error_text(error)}")
         return ops.broadcast_object((committed, lines), ctx)
 
-    def _check_shared(self, written: Sequence[Written]) -> None:
-        """Check that rank 0 sees the files of all ranks.
+    def _check_shared(self, rows: Sequence[tuple[str, Written]]) -> None:
+        """Check that rank 0 sees the files of all ranks, as they were written.
 
         Raises:
             CheckpointError: it does not, since the folder belongs to each machine.
         """
         draft, deadline = self.folder.begin(self.name, self.token), time.monotonic()
         deadline += _VISIBLE_AFTER_S
-        while absent := _absent(draft, written):
+        while True:
+            sizes: Mapping[str, int] = {}
+            with suppress(FileNotFoundError):
+                sizes = draft.files()
+            absent = [
+                f"rank {rank} on {host}"
+                for rank, (host, (files, _, _)) in enumerate(rows)
+                for name, file in files.items()
+                if sizes.get(name) != file.size
+            ]
+            if not absent:
+                return
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{self.folder} is not the same folder on every machine: rank 0 on "
@@ -394,19 +418,6 @@ class _Job:
         raise CheckpointError("\n".join([head, *lines]), code="FX606")
 
 
-def _absent(draft: Storage, written: Sequence[Written]) -> list[str]:
-    """Ranks, with their machines, whose files are not in a draft as they were written."""
-    try:
-        sizes = draft.files()
-    except FileNotFoundError:
-        sizes = {}
-    return [
-        f"rank {one.rank} on {one.host}"
-        for one in written
-        if any(sizes.get(name) != file.size for name, file in one.files.items())
-    ]
-
-
 def _clean(folder: Storage, lines: list[str]) -> None:
     """Remove leftovers of interrupted saves; add a line for each that cannot be removed."""
     for name in folder.leftovers():
@@ -431,8 +442,8 @@ def _manifest(
         metric=captured.metric,
         models=captured.models,
         extra=captured.extra,
-        tensors=merged(written),
+        tensors=merged([tensors for _, tensors, _ in written]),
         aliases=captured.aliases,
-        own=tuple(one.own for one in written),
-        files={name: file for one in written for name, file in one.files.items()},
+        own=tuple([own for _, _, own in written]),
+        files={name: file for files, _, _ in written for name, file in files.items()},
     )

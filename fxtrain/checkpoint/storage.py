@@ -44,10 +44,14 @@ def reading(what: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in _ABSENT or isinstance(error, FileNotFoundError):
             raise
-        raise UnreadableError(
-            f"{what} cannot be read: {error.strerror or error}. It may be intact: try again once "
-            f"it is readable."
-        ) from error
+        raise _unreadable(what, error) from error
+
+
+def _unreadable(what: str, error: OSError) -> UnreadableError:
+    return UnreadableError(
+        f"{what} cannot be read: {error.strerror or error}. It may be intact: try again once it is "
+        f"readable."
+    )
 
 
 @attrs.frozen
@@ -129,9 +133,8 @@ class LocalStorage:
 
     def read(self, name: str, most: int) -> bytes:
         """The bytes of a file; an error if there are more than `most`."""
-        descriptor = self._descriptor(name)
-        with reading(os.path.join(self.path, name)), os.fdopen(descriptor, "rb") as file:
-            if (size := os.fstat(descriptor).st_size) > most:
+        with reading(f"{self.path}/{name}"), os.fdopen(self._descriptor(name), "rb") as file:
+            if (size := os.fstat(file.fileno()).st_size) > most:
                 raise CheckpointError(f"{self.path}/{name} has {size} bytes; the limit is {most}.")
             return file.read()
 
@@ -139,15 +142,18 @@ class LocalStorage:
     def open(self, name: str) -> Iterator[Fill]:
         """Open a file for reading parts of it."""
         try:
-            descriptor = self._descriptor(name)
+            with reading(f"{self.path}/{name}"):
+                descriptor = self._descriptor(name)
         except OSError as error:  # it does not exist or is not a file
             raise CheckpointError(f"{self.path}: {name}: {error.strerror}.") from error
 
         def fill(offset: int, buffer: memoryview) -> None:
             done = 0
             while done < len(buffer):
-                with reading(os.path.join(self.path, name)):
+                try:
                     got = os.preadv(descriptor, [buffer[done:]], offset + done)
+                except OSError as error:
+                    raise _unreadable(f"{self.path}/{name}", error) from error
                 if not got:
                     raise CheckpointError(
                         f"{self.path}: {name} ends early, at {offset + done}.", code="FX602"
@@ -217,8 +223,7 @@ class LocalStorage:
     def _descriptor(self, name: str) -> int:
         # A symlink could point outside the folder, and opening a pipe would block.
         path = os.path.join(self.path, name)
-        with reading(path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise CheckpointError(f"{self.path}: {name} is not a plain file.")

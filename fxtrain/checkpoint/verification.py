@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxtrain._reading import StrPath
-from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
+from fxtrain.checkpoint.folders import open_checkpoint, read_manifest
 from fxtrain.checkpoint.manifest import (
     CHUNK,
     Manifest,
@@ -69,9 +69,8 @@ def verify(path: StrPath) -> Verified:
         ...     fx.checkpoint.verify(saving.path).world_size
         1
     """
-    storage = checkpoint_at(path)
+    storage, manifest = open_checkpoint(path)
     files = files_of(storage)
-    manifest = read_manifest(storage)
     problems = file_problems(files, manifest)
     extra = files.keys() - manifest.files.keys() - {MANIFEST}
     problems += [f"  {name} does not belong to the checkpoint" for name in sorted(extra)]

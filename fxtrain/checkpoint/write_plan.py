@@ -1,8 +1,7 @@
 """Divide the writing of a state among the ranks, and write one rank's data file."""
 
 import math
-import platform
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 from torch import Tensor
@@ -15,10 +14,9 @@ from fxtrain.checkpoint.storage import Storage
 from fxtrain.errors import CheckpointError
 from fxtrain.models.safetensors_files import aligned_first, to_header
 from fxtrain.models.tensor_bytes import STORED_DTYPES, contiguous, dtype_name, memory_of
-from fxtrain.ops.same_errors import gather_with_errors
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.ops.whole_tensors import local_values
-from fxtrain.state import DistContext, FlatShard
+from fxtrain.state import FlatShard
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -40,29 +38,6 @@ class TensorChunk:
     start: tuple[int, ...]
     tensor: Tensor
     own: bool = False
-
-
-@attrs.frozen(kw_only=True)
-class Proposal:
-    """What one rank is about to save, for the other ranks.
-
-    Attributes:
-        path: The path as passed.
-        arguments: Those that must be equal on every rank.
-        sizes: Bytes of the chunks that it could write, by key.
-        digests: Name and digest of the chunks that may differ between ranks, by key.
-        aliases: Names of tensors that share the memory of another.
-        named: On rank 0, the name and token of the checkpoint.
-        has_background_group: Whether it has a working group for background saves.
-    """
-
-    path: str
-    arguments: Mapping[str, object] = attrs.field(factory=dict)
-    sizes: Mapping[str, int] = attrs.field(factory=dict)
-    digests: Mapping[str, tuple[str, str]] = attrs.field(factory=dict)
-    aliases: Mapping[str, str] = attrs.field(factory=dict)
-    named: tuple[str, str] | None = None
-    has_background_group: bool = False
 
 
 def writable_chunks(tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, TensorChunk]:
@@ -91,89 +66,73 @@ def writable_chunks(tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, Tens
     return chunks
 
 
-def compare_proposals(
-    ctx: DistContext, mine: Proposal, problem: Exception | None
-) -> list[Proposal]:
-    """The proposals of all ranks.
+def check_arguments(arguments: Sequence[Mapping[str, object]]) -> None:
+    """Check that the arguments of all ranks, by rank, are equal.
 
     Raises:
-        CheckpointError: a rank has a problem, or arguments differ; on every rank.
+        CheckpointError: they differ; the message has those of every rank.
     """
-    proposals, lines = gather_with_errors(mine, problem, ctx)
-    if lines:
-        head = f"Nothing was saved in {proposals[0].path}:"
-        raise CheckpointError("\n".join([head, *lines]), code="FX606") from problem
-    first = proposals[0].arguments
-    unequal = [
-        name for name in first if any(other.arguments[name] != first[name] for other in proposals)
-    ]
-    if unequal:
-        values = [
-            ", ".join(f"{name}={proposal.arguments[name]!r}" for name in unequal)
-            for proposal in proposals
-        ]
-        advice = "Pass the same arguments on every rank."
-        if "path" in unequal:
-            advice += (
-                " All ranks share one checkpoint folder: do not put the rank, a time or a random "
-                "name into its path, or send rank 0's path with ops.broadcast_object(path, ctx)."
-            )
-        head = (
-            f"Nothing was saved. save: the ranks pass different values of {' and '.join(unequal)}."
+    first = arguments[0]
+    different = {name: None for other in arguments for name in first if other[name] != first[name]}
+    if not different:
+        return
+    values = [", ".join(f"{name}={mine[name]!r}" for name in different) for mine in arguments]
+    advice = "Pass the same arguments on every rank."
+    if "path" in different:
+        advice += (
+            " All ranks share one checkpoint folder: do not put the rank, a time or a random "
+            "name into its path, or send rank 0's path with ops.broadcast_object(path, ctx)."
         )
-        raise CheckpointError("\n".join([head, *by_rank(enumerate(values)), advice]), code="FX606")
-    return proposals
+    head = f"Nothing was saved. save: the ranks pass different values of {' and '.join(different)}."
+    raise CheckpointError("\n".join([head, *by_rank(enumerate(values)), advice]), code="FX606")
 
 
-def varying_digests(
+def offers_of(
     captured: Snapshot, writable: Mapping[str, TensorChunk]
-) -> dict[str, tuple[str, str]]:
-    """Name and digest of the chunks that may differ between ranks, by key."""
-    return {
-        key: (chunk.name, digest_of(memory_of(contiguous(chunk.tensor))))
-        for key, chunk in writable.items()
-        if chunk.name in captured.varies_by_rank
-    }
+) -> dict[str, tuple[int, str | None]]:
+    """Bytes of the chunks that a rank could write, by key; and a digest if ranks may differ."""
+    offers: dict[str, tuple[int, str | None]] = {}
+    for key, chunk in writable.items():
+        varies = chunk.name in captured.varies_by_rank
+        digest = digest_of(memory_of(contiguous(chunk.tensor))) if varies else None
+        offers[key] = chunk.tensor.nbytes, digest
+    return offers
 
 
 def chunks_to_write(
-    ctx: DistContext,
-    proposals: Sequence[Proposal],
+    rank: int,
+    offers: Sequence[Mapping[str, tuple[int, str | None]]],
     captured: Snapshot,
     writable: Mapping[str, TensorChunk],
 ) -> list[TensorChunk]:
-    """The chunks that this rank writes, given what all ranks could write."""
-    digests: dict[str, set[tuple[str, str]]] = {}
-    for proposal in proposals:
-        for key, digest in proposal.digests.items():
-            digests.setdefault(key, set()).add(digest)
-    differing = {name for pairs in digests.values() if len(pairs) > 1 for name, _ in pairs}
-    writers = _writers(proposals, digests.keys())
-    own = dict(captured.own)
-    own |= {chunk.name: chunk.tensor for chunk in writable.values() if chunk.name in differing}
-    return [
-        *(chunk for key, chunk in writable.items() if writers[key] == ctx.rank),
-        *(attrs.evolve(chunk, own=True) for chunk in writable_chunks(own).values()),
-    ]
+    """The chunks that a rank writes, given what all ranks could write: `offers_of` by rank.
 
-
-def _writers(proposals: Sequence[Proposal], varies_by_rank: Set[str]) -> dict[str, int]:
-    """The rank that writes each chunk: one that has it, balanced by bytes."""
+    A chunk is written by a rank that has it, so that ranks write about as many bytes each. Of
+    values that may differ, and of the user's, those of the first rank are shared. A tensor whose
+    values do differ also belongs to each rank.
+    """
     holders: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
-    for rank, proposal in enumerate(proposals):
-        for key, size in proposal.sizes.items():
+    digests: dict[str, str | None] = {}
+    differing: set[str] = set()
+    for holder, offered in enumerate(offers):
+        for key, (size, digest) in offered.items():
             sizes[key] = size
-            # For tensors that may differ, and for user tensors, the first rank's values are used.
-            first_only = key in varies_by_rank or key.startswith("extra")
+            first_only = digest is not None or key.startswith("extra")
             if key not in holders or not first_only:
-                holders.setdefault(key, []).append(rank)
-    load = [0] * len(proposals)
-    writers: dict[str, int] = {}
-    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
-        writers[key] = min(holders[key], key=lambda rank: (load[rank], rank))
-        load[writers[key]] += sizes[key]
-    return writers
+                holders.setdefault(key, []).append(holder)
+            if digests.setdefault(key, digest) != digest:
+                differing.add(key.rpartition("@")[0])
+    load = [0] * len(offers)
+    mine: list[TensorChunk] = []
+    for negative, key in sorted((-size, key) for key, size in sizes.items()):
+        writer = min(holders[key], key=load.__getitem__)
+        load[writer] -= negative
+        if writer == rank:
+            mine.append(writable[key])
+    own = dict(captured.own)
+    own |= {chunk.name: chunk.tensor for chunk in writable.values() if chunk.name in differing}
+    return mine + [attrs.evolve(chunk, own=True) for chunk in writable_chunks(own).values()]
 
 
 def held_boxes(tensor: Tensor | FlatShard) -> list[tuple[tuple[int, ...], Tensor]]:
@@ -219,23 +178,9 @@ def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[
         yield (row, *start), (1, *size)
 
 
-@attrs.frozen(kw_only=True)
-class Written:
-    """What a rank wrote, for the manifest.
-
-    Attributes:
-        rank: The rank that wrote.
-        host: The machine on which it runs.
-        files: Its file, by name; empty if it had nothing to write.
-        tensors: Tensors that all ranks share, with the boxes that this rank wrote.
-        own: Tensors that belong only to this rank.
-    """
-
-    rank: int
-    host: str = attrs.field(factory=platform.node)
-    files: Mapping[str, DataFile] = attrs.field(factory=dict)
-    tensors: Mapping[str, StoredTensor] = attrs.field(factory=dict)
-    own: Mapping[str, StoredTensor] = attrs.field(factory=dict)
+# What a rank wrote: its file by name, none if it had nothing to write; the tensors that all ranks
+# share, with its boxes of them; and those that belong only to this rank.
+Written = tuple[dict[str, DataFile], dict[str, StoredTensor], dict[str, StoredTensor]]
 
 
 def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Written:
@@ -243,19 +188,18 @@ def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Wr
 
     Copies at most one chunk to host memory at a time.
     """
-    if not chunks:
-        return Written(rank=rank)
-    ordered = sorted(chunks, key=lambda chunk: aligned_first(chunk.tensor.nbytes))
-    header, ends = to_header(_row(rank, chunk) for chunk in ordered)
-    name = f"rank-{rank:05d}.safetensors"
-    storage.make()
     tensors: dict[str, StoredTensor] = {}
     own: dict[str, StoredTensor] = {}
+    if not chunks:
+        return {}, tensors, own
+    ordered = sorted(chunks, key=lambda chunk: aligned_first(chunk.tensor.nbytes))
+    header, ends = to_header([_row(rank, chunk) for chunk in ordered])
+    name = f"rank-{rank:05d}.safetensors"
+    storage.make()
     with storage.create(name) as write:
         write(memoryview(header))
         for chunk, end in zip(ordered, ends, strict=True):
-            values = contiguous(chunk.tensor)  # lives until its bytes are written
-            memory = memory_of(values)
+            memory = memory_of(contiguous(chunk.tensor))
             digests: list[str] = []
             for begin in range(0, len(memory), CHUNK):
                 block = memory[begin : begin + CHUNK]
@@ -263,7 +207,7 @@ def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Wr
                 write(block)
             part = StoredBox(
                 file=name,
-                offset=len(header) + end - chunk.tensor.nbytes,
+                offset=len(header) + end - len(memory),
                 start=chunk.start,
                 shape=tuple(chunk.tensor.shape),
                 digests=tuple(digests),
@@ -273,19 +217,19 @@ def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Wr
             table[chunk.name] = StoredTensor(
                 dtype=chunk.dtype, shape=chunk.full_shape, parts=(*earlier, part)
             )
-    about = DataFile(size=len(header) + ends[-1], header=len(header), digest=digest_of(header))
-    return Written(rank=rank, files={name: about}, tensors=tensors, own=own)
+    file = DataFile(size=len(header) + ends[-1], header=len(header), digest=digest_of(header))
+    return {name: file}, tensors, own
 
 
-def merged(written: Sequence[Written]) -> dict[str, StoredTensor]:
+def merged(tensors: Sequence[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
     """The tensors that all ranks share, with the boxes that any of them wrote."""
-    first: dict[str, StoredTensor] = {}
+    shared: dict[str, StoredTensor] = {}
     parts: dict[str, list[StoredBox]] = {}
-    for of_rank in written:
-        for name, stored in of_rank.tensors.items():
-            first.setdefault(name, stored)
+    for of_rank in tensors:
+        for name, stored in of_rank.items():
+            shared.setdefault(name, stored)
             parts.setdefault(name, []).extend(stored.parts)
-    return {name: attrs.evolve(first[name], parts=tuple(boxes)) for name, boxes in parts.items()}
+    return {name: attrs.evolve(shared[name], parts=tuple(boxes)) for name, boxes in parts.items()}
 
 
 def _row(rank: int, chunk: TensorChunk) -> tuple[str, str, list[int], int]:

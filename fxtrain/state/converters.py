@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 import attrs
 import cattrs
-from cattrs.gen import make_dict_structure_fn, override
+from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
 from fxtrain._other_names import hint, value_hint
 from fxtrain._record import Check, canonical, check_of, closest, few, members, shown
@@ -17,7 +17,6 @@ from fxtrain.state.registry import BUILT_IN, installed_configs, kind_of
 
 T = TypeVar("T")
 _Hook = Callable[[Any, Any], Any]
-_FILE_VALUES = {kind: check_of(kind, "") for kind in (bool, int, float, str, type(None))}
 _WRONG = (FxError, ValueError, cattrs.BaseValidationError)
 
 
@@ -62,7 +61,7 @@ def structure(data: object, cls: type[T], configs: tuple[type, ...] | None = Non
         >>> structure({"even": "padd", "seed": "7"}, fx.Plan)
         Traceback (most recent call last):
         fxtrain.errors.PlanError: plan.even: found 'padd'; choose one of ... Did you mean 'pad'?
-        plan.seed: found '7'; choose a whole number. Write 7, without quotes. [FX200]
+        plan.seed: found '7'; choose a whole number. [FX200]
     """
     if not (isinstance(cls, type) and attrs.has(cls)):
         raise PlanError(f"structure creates records, such as fx.Plan; found {shown(cls)}.")
@@ -107,11 +106,16 @@ def converter_for(configs: tuple[type, ...] = ()) -> cattrs.Converter:
                 f"{config.__name__} cannot be distinguished from other strategy configs: it needs "
                 f"a field `kind` whose default is a unique string; found {shown(kind)}."
             )
-    converter = cattrs.Converter(forbid_extra_keys=True, use_alias=True)
+    converter = cattrs.Converter(
+        forbid_extra_keys=True, use_alias=True, unstruct_collection_overrides={tuple: list}
+    )
     converter.register_structure_hook_factory(
         attrs.has, lambda cls: _record_hook(cls, converter, known)
     )
-    converter.register_unstructure_hook_factory(attrs.has, lambda _: _data)
+    converter.register_unstructure_hook_factory(
+        attrs.has,
+        lambda cls: make_dict_unstructure_fn(cls, converter, kind=override(omit=False)),
+    )
     return converter
 
 
@@ -122,27 +126,14 @@ def plain(record: Any) -> dict[str, Any]:
         PlanError: it is not a record, or contains another value.
     """
     data = unstructure(record)
-    for value in _leaves(data):
-        check = _FILE_VALUES.get(type(value))
-        if check is None or not check.fits(value):
-            raise PlanError(
-                f"{type(record).__name__} contains {shown(value)}, which cannot be written: files "
-                f"support true, false, finite numbers, text, None, tuples and records of these."
-            )
+    try:
+        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise PlanError(
+            f"{type(record).__name__} cannot be written ({shown(str(error))}): files support true, "
+            f"false, finite numbers, text, None, tuples and records of these."
+        ) from None
     return data
-
-
-def _data(value: Any) -> Any:
-    if attrs.has(type(value)):
-        fields = [
-            field for field in attrs.fields(type(value)) if field.init or field.name == "kind"
-        ]
-        return {field.alias: _data(getattr(value, field.name)) for field in fields}
-    if isinstance(value, tuple | list):
-        return [_data(entry) for entry in value]
-    if isinstance(value, Mapping):
-        return {key: _data(entry) for key, entry in value.items()}
-    return value
 
 
 def _without_added(record: Any, data: dict[str, Any]) -> dict[str, Any]:
@@ -154,19 +145,6 @@ def _without_added(record: Any, data: dict[str, Any]) -> dict[str, Any]:
         elif attrs.has(type(value)) and field.alias in data:
             data[field.alias] = _without_added(value, data[field.alias])
     return data
-
-
-def _leaves(data: Any) -> list[Any]:
-    leaves, waiting = [], [data]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += [*value, *value.values()]
-        elif isinstance(value, list):
-            waiting += value
-        else:
-            leaves.append(value)
-    return leaves
 
 
 def _record_hook(cls: type, converter: cattrs.Converter, known: Mapping[str, type]) -> _Hook:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
@@ -18,8 +17,6 @@ _MAX_YAML = 1 << 20  # characters: pyyaml takes seconds for that many
 _MAX_ALIASED = 100_000  # values that aliases may add to a file
 _YAML = "tag:yaml.org,2002:"
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map", "merge")
-# What YAML 1.1, as in pyyaml, reads as a truth value or a number, and YAML 1.2 as another or text.
-_AMBIGUOUS = re.compile(r"yes|no|on|off|[-+]?0[0-9_box].*|.*[_:].*", re.IGNORECASE)
 # Fields with a short form, and the key for which it stands in their table.
 _SHORT_FORMS = {"strategy": "kind", "quantize": "kind", "precision": "compute"}
 
@@ -144,11 +141,6 @@ def _count_values(node: Any, counted: dict[int, int]) -> int:
         raise ValueError(
             f"{_place(node)}: the tag {shown(tag)} is not supported. A file contains true, false, "
             f"null, numbers, text, lists and tables. Put text in quotes."
-        )
-    if tag in ("bool", "int", "float") and _AMBIGUOUS.fullmatch(node.value):
-        raise ValueError(
-            f"{_place(node)}: {shown(node.value)} is ambiguous in YAML. Write true, false or a "
-            f"decimal number, or put it in quotes if it is text."
         )
     children = node.value if node.id == "sequence" else ()
     if node.id == "mapping":

@@ -68,8 +68,10 @@ MISTAKES = [
     ),
     Mistake(text='[launch]\nlauncher = "torchrun"', says="Use launcher='native'."),
     Mistake(text='[launch]\ngpus = "0,1"', says="launch.gpus: found '0,1'; choose a list or tuple"),
-    Mistake(text="[launch]\ngpus = [0, 1]", says="each a string. Write ['0', '1']."),
-    Mistake(text='[launch]\nconnect_timeout_s = "30s"', says="Write the number of seconds alone."),
+    Mistake(
+        text="[launch]\ngpus = [0, 1]", says="found [0, 1]; choose a list or tuple, each a string"
+    ),
+    Mistake(text='[launch]\nconnect_timeout_s = "30s"', says="choose a finite number"),
     Mistake(
         text='precision = "bf16"', says="the file: unknown key 'precision'. Use plan.precision."
     ),

@@ -102,7 +102,7 @@ WRONG = {
         lambda ctx, model, loader, batch: next(
             fx.fit(ctx, fx.StepFns(model, _loss), loader, "runs/none", epochs="1")
         ),
-        "PlanError: fit(epochs='1'): choose a whole number or None. Write 1, without quotes.",
+        "PlanError: fit(epochs='1'): choose a whole number or None.",
     ),
     "step, no context": (
         lambda ctx, model, loader, batch: fx.step(None, batch, fx.StepFns(model, _loss)),

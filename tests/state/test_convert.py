@@ -2,7 +2,7 @@
 
 import json
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import pytest
@@ -47,8 +47,7 @@ def test_every_problem_of_every_field_is_told_with_its_path():
     last = attrs.fields(fx.Plan)[-1].name
     assert lines[-1].startswith(start) and lines[-1].endswith(f", {last}.")
     assert lines[:-1] == [
-        "plan.strategy.hook.power_sgd.rank: found '1'; choose a whole number. Write 1, without "
-        "quotes.",
+        "plan.strategy.hook.power_sgd.rank: found '1'; choose a whole number.",
         "plan.precision.compute: found 'x'; choose one of 'fp32', 'bf16', 'fp16', 'fp8'.",
         "plan.precision.scale.backoff: found 1.5; choose a number above 0 and below 1.",
         "plan.clip_norm: found 0; choose a number above 0.",
@@ -73,7 +72,7 @@ WRONG = {
     "nan": ({"clip_norm": math.nan}, "found nan; choose a finite number or None."),
     "text as list": (
         {"strategy": {"kind": "fsdp", "ignore": "abc"}},
-        "found 'abc'; choose a list or tuple, each a string. Write ['abc'].",
+        "found 'abc'; choose a list or tuple, each a string.",
     ),
     "half a letter": (
         {"recompute": ["\ud800"]},
@@ -83,12 +82,12 @@ WRONG = {
         {"data": 4},
         "choose an fx.Data(...). In a file, use a table of source, to",
     ),
-    "number as text": ({"accumulate": "4"}, "choose a whole number. Write 4, without quotes."),
-    "YAML's 1e-3": ({"clip_norm": "1e-3"}, "or None. Write 0.001, without quotes."),
-    "yes": ({"flush": "yes"}, "choose true or false. Write true, without quotes."),
+    "number as text": ({"accumulate": "4"}, "choose a whole number."),
+    "YAML's 1e-3": ({"clip_norm": "1e-3"}, "or None."),
+    "yes": ({"flush": "yes"}, "choose true or false."),
     "with a unit": (
         {"strategy": {"kind": "ddp", "bucket_mib": "25 MB"}},
-        "choose a finite number. Write the number of MiB alone.",
+        "choose a finite number.",
     ),
     "capitals": ({"strategy": "FSDP"}, "Did you mean 'fsdp'?"),
     "a capital key": ({"Precision": "bf16"}, "unknown key 'Precision' (did you mean 'precision'?)"),
@@ -181,8 +180,7 @@ def test_a_third_party_s_config_is_checked_and_round_trips():
     assert _problems(wrong, configs=(Mine,))[:3] == [
         "plan.strategy.rate: found 'a'; choose a finite number.",
         "plan.strategy.mode: found 'fst'; choose one of 'fast', 'slow'. Did you mean 'fast'?",
-        "plan.strategy.names: found ['a', 4]; choose a list or tuple, each a string. Write ['a', "
-        "'4'].",
+        "plan.strategy.names: found ['a', 4]; choose a list or tuple, each a string.",
     ]
     assert _problems({"strategy": {"kind": "mine"}}, configs=(Mine,)) == [
         "plan.strategy.rate: is missing."
@@ -228,7 +226,7 @@ def test_fields_of_every_kind_that_files_hold():
         "many.betas: found [0.5]; choose a list or tuple, a finite number, a finite number.",
         "many.stage: found True; choose one of 1, 2, 3.",
         "many.either: found 0.5; choose a whole number or a string.",
-        "many.groups[1].size: found '2'; choose a whole number. Write 2, without quotes.",
+        "many.groups[1].size: found '2'; choose a whole number.",
         "many.groups[2]: found 3; choose a table of size.",
         "many.weights: found ['x']; choose a list or tuple, each a finite number or None.",
     ]
@@ -256,9 +254,9 @@ def test_a_field_of_a_type_that_files_do_not_know_is_a_plan_error():
         device: bytes = b""
         kind: str = "odd"
 
-    with pytest.raises(fx.PlanError, match=r"Plan contains b'', which cannot be written"):
+    with pytest.raises(fx.PlanError, match=r"Plan cannot be written .*bytes is not JSON"):
         fx.state.dumps(fx.Plan(strategy=Odd()))
-    with pytest.raises(fx.PlanError, match=r"Plan contains b'', which cannot be written"):
+    with pytest.raises(fx.PlanError, match=r"Plan cannot be written .*bytes is not JSON"):
         fx.fingerprint(fx.Plan(strategy=Odd()))
     assert unstructure(Odd(b"x")) == {"device": b"x", "kind": "odd"}
     (line,) = _problems({"strategy": {"kind": "odd", "device": object()}}, configs=(Odd,))
@@ -276,7 +274,7 @@ def test_only_records_become_data(value):
 def test_a_record_that_holds_itself_is_no_data():
     @attrs.define
     class Loop:
-        inner: object = None
+        inner: Any = None
 
     loop = Loop()
     loop.inner = [{"loop": loop}]
