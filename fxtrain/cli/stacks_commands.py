@@ -6,7 +6,7 @@ import attrs
 import click
 
 from fxtrain.cli.output import as_json, print_json, say
-from fxtrain.ops.stacks import Stand, ask, described, read_stands
+from fxtrain.ops.stacks import DUMPS, Stand, ask, described, read_stands
 
 _FOLDER = "stacks"  # in the folder of a launch's output
 
@@ -22,7 +22,8 @@ def STACKS(run: str, patience_s: float, json_: bool) -> None:  # noqa: FBT001
     RUN is the folder given to `fxtrain launch --log-dir`, or in the variable FXTRAIN_STACKS. The
     signal SIGUSR2 to the launcher does the same.
     """
-    _show(ask(_folder(run), patience_s=patience_s), json_=json_)
+    folder = _folder(run)
+    _show(ask(folder, patience_s=patience_s), folder, json_=json_)
 
 
 @click.command("diagnose")
@@ -34,7 +35,8 @@ def DIAGNOSE(run: str, json_: bool) -> None:  # noqa: FBT001
     RUN is as for `fxtrain stacks`. Ranks write it when the run makes no progress for three quarters
     of the timeout of collectives, or when they are asked.
     """
-    _show(read_stands(_folder(run)), json_=json_)
+    folder = _folder(run)
+    _show(read_stands(folder), folder, json_=json_)
 
 
 def _folder(run: str) -> Path:
@@ -42,8 +44,13 @@ def _folder(run: str) -> Path:
     return inside if inside.is_dir() else Path(run)
 
 
-def _show(stands: list[Stand], *, json_: bool) -> None:
+def _show(stands: list[Stand], folder: Path, *, json_: bool) -> None:
     if json_:
         print_json([attrs.asdict(one) for one in stands])
-    else:
-        say(described(stands))
+        return
+    say(described(stands))
+    dumps = folder / DUMPS
+    if count := len([*dumps.glob("rank_*")]):
+        missing = count < stands[0].record["world_size"]
+        some = "--allow-incomplete-ranks " if missing else ""
+        say(f"Collectives in the format of torch's Flight Recorder: torchfrtrace {some}{dumps}")

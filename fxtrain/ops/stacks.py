@@ -2,8 +2,10 @@
 
 import json
 import os
+import pickle
 import platform
 import re
+import shutil
 import signal
 import sysconfig
 import time
@@ -14,12 +16,15 @@ from typing import Any
 import attrs
 
 from fxtrain.errors import LaunchError
+from fxtrain.ops.transport.exchange import HEADER, capacity
 from fxtrain.ops.transport.mismatches import by_rank, ranges
 
 STACKS = "FXTRAIN_STACKS"  # the folder, set by the launcher or by the user
 ASK = "ask"  # whoever changes the time of this file asks all ranks
 REPORT = "stacks.txt"
+DUMPS = "flight_recorder"  # a folder beside the report
 NO_PROGRESS = "no progress"  # how the reason for a record begins, if nobody asked for it
+STARTED = "started"  # the reason for the first record, before any collective
 _FIELDS = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")
 _OURS = str(Path(__file__).resolve().parents[1])
@@ -31,6 +36,7 @@ _WAITS = (
     ("torch/distributed/", ""),
 )
 _STARTS = ("fxtrain/launchers/child.py", "<frozen runpy>")  # frames below those of the script
+_FORMAT = "2.10"  # of torch's Flight Recorder, in torch 2.13
 _SHOWN, _GROUPS = 12, 4  # frames of a stack, stacks
 _POLL_S = 0.1
 
@@ -80,7 +86,7 @@ class Stand:
     def call(self) -> str:
         """The collective of fxtrain that it has started and not completed; empty if none."""
         for axis, calls in self.record["calls"].items():
-            number, op, args = calls["last"][-1]
+            number, op, args, _ = calls["last"][-1]
             if number > calls["completed"]:
                 return f"{op}({args}), call {number} of {axis}"
         return ""
@@ -173,11 +179,23 @@ def described(stands: Sequence[Stand]) -> str:
         lines += by_rank(((stand.rank, f"{place} {_described(stand)}") for stand in group), hosts)
     for group in groups[:_GROUPS]:
         lines.append(f"Stack of rank {group[0].rank} ({len(group)} with the same), innermost last:")
-        lines += [f"    {frame}" for frame in reversed(group[0].stack[:_SHOWN])]
+        lines += [f"    {frame}" for frame in reversed(_shortened(group[0].stack))]
     missing = sorted(set(range(size)) - {stand.rank for stand in stands})
     if missing:
         lines.append(f"No record of ranks {ranges(missing)} is in this folder.")
     return "\n".join(lines)
+
+
+def _shortened(stack: Sequence[Frame]) -> list[str]:
+    """The innermost frames of a stack, and those of the script, which may be far from them."""
+    own = [number for number, frame in enumerate(stack) if not _is_library(frame.file)]
+    kept = sorted({*range(min(_SHOWN, len(stack))), *own[:_SHOWN]})
+    shown: list[str] = []
+    for number, before in zip(kept, [-1, *kept], strict=False):
+        if gap := number - before - 1:
+            shown.append(f"({gap} more of libraries)")
+        shown.append(str(stack[number]))
+    return shown
 
 
 def _described(stand: Stand) -> str:
@@ -188,6 +206,91 @@ def _described(stand: Stand) -> str:
     return ", ".join([str(stand.line or "an unknown line"), *facts])
 
 
+def write_report(folder: Path, stands: Sequence[Stand]) -> str:
+    """Write which rank stands apart, and the collectives of all of them for `torchfrtrace`.
+
+    Returns:
+        The text of the report.
+    """
+    text = described(stands)
+    (folder / REPORT).write_text(text, encoding="utf-8")
+    write_dumps(folder / DUMPS, stands)
+    return text
+
+
+def write_dumps(folder: Path, stands: Iterable[Stand]) -> None:
+    """Write the collectives of ranks in the format of torch's Flight Recorder, one file per rank.
+
+    A collective of fxtrain is one all-gather of packets of one size, in a group of its name. The
+    frames of one that has not completed are those where its rank stands. A rank that could not
+    write its collectives, since C code holds the interpreter's lock, gets no file.
+    """
+    entries = {stand.rank: _entries(stand) for stand in stands if stand.record["why"] != STARTED}
+    # Calls that some rank has forgotten would seem to be missing there.
+    first: dict[tuple[Any, ...], int] = {}
+    for calls in entries.values():
+        oldest = {_group_of(call): call["collective_seq_id"] for call in reversed(calls)}
+        for group, number in oldest.items():
+            first[group] = max(first.get(group, 0), number)
+    shutil.rmtree(folder, ignore_errors=True)  # an earlier attempt had other ranks
+    folder.mkdir()
+    for rank, calls in entries.items():
+        known = [call for call in calls if call["collective_seq_id"] >= first[_group_of(call)]]
+        groups = {
+            name: {"name": name, "desc": desc, "ranks": str(list(ranks))}
+            for name, desc, ranks in dict.fromkeys(map(_group_of, calls))
+        }
+        dump = {
+            "version": _FORMAT,
+            "comm_lib_version": "",
+            "pg_config": groups,
+            "entries": [call | {"record_id": number} for number, call in enumerate(known)],
+        }
+        (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump))
+
+
+def _group_of(call: dict[str, Any]) -> tuple[str, str, tuple[int, ...]]:
+    name, desc = call["process_group"]
+    return name, desc, tuple(call["ranks"])
+
+
+def _entries(stand: Stand) -> list[dict[str, Any]]:
+    """The collectives of a rank as the Flight Recorder has them: those of fxtrain, then torch's."""
+    frames = [
+        {"name": frame.function, "filename": frame.file, "line": frame.line}
+        for frame in stand.stack
+    ]
+    entries: list[dict[str, Any]] = []
+    for number, (axis, calls) in enumerate(stand.record["calls"].items()):
+        size = HEADER + capacity(len(calls["ranks"]))
+        for sequence, op, _, started_ns in calls["last"]:
+            done = sequence <= calls["completed"]
+            entries.append(
+                {
+                    "frames": [] if done else frames,
+                    "pg_id": number,
+                    "process_group": (f"fxtrain-{axis}", axis),
+                    "ranks": calls["ranks"],
+                    "collective_seq_id": sequence,
+                    "p2p_seq_id": 0,
+                    "op_id": sequence,
+                    "profiling_name": f"gloo:all_gather {op}",
+                    "time_created_ns": started_ns,
+                    "input_sizes": [[size]],
+                    "input_dtypes": ["Byte"],
+                    "output_sizes": [[size * len(calls["ranks"])]],
+                    "output_dtypes": ["Byte"],
+                    "state": "completed" if done else "started",
+                    "time_discovered_started_ns": started_ns,
+                    "time_discovered_completed_ns": None,
+                    "retired": done,
+                    "timeout_ms": stand.record["timeout_ms"],
+                    "is_p2p": False,
+                }
+            )
+    return entries + stand.record["torch_calls"]
+
+
 def unreported(folder: Path) -> str:
     """What a launcher tells when its ranks have failed, if rank 0 could not tell it; or empty."""
     if not any(folder.glob("rank-*.json")):
@@ -196,9 +299,7 @@ def unreported(folder: Path) -> str:
     silent = [stand for stand in stands if stand.record["why"].startswith(NO_PROGRESS)]
     if not silent or (report.exists() and report.stat().st_mtime >= silent[0].record["time"]):
         return ""
-    text = described(stands)
-    report.write_text(text, encoding="utf-8")
-    return text
+    return write_report(folder, stands)
 
 
 def ask(folder: Path, *, patience_s: float = 3.0) -> list[Stand]:
@@ -231,5 +332,5 @@ def ask(folder: Path, *, patience_s: float = 3.0) -> list[Stand]:
     if silent:
         time.sleep(_POLL_S * 5)
     stands = read_stands(folder)
-    (folder / REPORT).write_text(described(stands), encoding="utf-8")
+    write_report(folder, stands)
     return stands

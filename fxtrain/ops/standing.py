@@ -11,13 +11,14 @@ progress, and at the signal SIGUSR2, unless the script handles it.
 import faulthandler
 import json
 import os
+import pickle
 import platform
 import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,21 @@ from fxtrain.ops.closing import within
 from fxtrain.ops.stacks import (
     ASK,
     NO_PROGRESS,
-    REPORT,
-    described,
+    STARTED,
     process_start,
     read_stands,
     record_path,
+    write_report,
 )
 from fxtrain.ops.transport.exchange import CallState
-from fxtrain.state import AccumulationWindow, DistContext
+from fxtrain.state import AccumulationWindow, Comm, DistContext
 
 _TICK_S = 0.2
 _SHARE = 0.75  # of the timeout of collectives, so that ranks write before they fail
 _PATIENCE_S = 3.0  # for the other ranks to write, before rank 0 compares them; less before it fails
 _STORE_S = 1.0
 _ARM_S = 5.0
+_TORCH_CALLS = 64  # the last ones of a rank
 _SILENT = NO_PROGRESS + " for {:.0f} s"
 
 
@@ -83,7 +85,7 @@ class _Watch(threading.Thread):
         self._signal = _answers_signal(self._stacks)
         self._asked = _written_at(folder / ASK)
         self._armed = 0.0
-        self._write_record("started")
+        self._write_record(STARTED)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -146,8 +148,7 @@ class _Watch(threading.Thread):
         self._stopped.wait(min(_PATIENCE_S, (self._ctx.comm.timeout_s - self._bound_s) / 2))
         if self._ctx.num_nodes > 1:
             within(_PATIENCE_S, self._receive)
-        text = described(read_stands(self._folder))
-        (self._folder / REPORT).write_text(text)
+        text = write_report(self._folder, read_stands(self._folder))
         sys.stderr.write(f"fxtrain: no progress for {self._bound_s:.0f} s. {text}\n")
         sys.stderr.flush()
 
@@ -159,18 +160,22 @@ class _Watch(threading.Thread):
                 path.write_text(record)
                 path.with_suffix(".stacks").write_text(stacks)
 
-    def _states(self) -> Iterable[tuple[str, CallState]]:
+    def _states(self) -> list[tuple[Comm, CallState]]:
         """The collectives of the context, and of its axes."""
         comms = {id(ctx.comm): ctx.comm for ctx in (self._ctx, *self._ctx._axes.values())}
-        return [(ctx.name, ctx.slot(CallState)) for ctx in comms.values()]
+        return [(comm, comm.slot(CallState)) for comm in comms.values()]
 
     def _windows(self) -> list[AccumulationWindow]:
         return list(self._ctx.comm.slot(Models).windows)
 
     def _write_record(self, why: str) -> None:
         calls = {
-            axis: {"completed": state.completed, "last": [[n, *call[:2]] for n, call in recent]}
-            for axis, state in self._states()
+            comm.name: {
+                "ranks": comm.ranks,
+                "completed": state.completed,
+                "last": [[n, *call[:2], at] for n, call, at in recent],
+            }
+            for comm, state in self._states()
             if (recent := tuple(state.recent))
         }
         record: dict[str, Any] = {
@@ -184,16 +189,33 @@ class _Watch(threading.Thread):
             "why": why,
             "time": time.time(),
             "asked": self._asked,
+            "timeout_ms": round(self._ctx.comm.timeout_s * 1000),
             "models": [
                 {"updates": window.updates, "micro": window.micro} for window in self._windows()
             ],
             "calls": calls,
+            "torch_calls": _torch_calls([comm for comm, _ in self._states()]),
             "host_memory_bytes": _host_memory(),
             "device_memory_bytes": _device_memory(self._ctx.device),
         }
         new = self._path.with_suffix(".new")
         new.write_text(json.dumps(record))
         new.replace(self._path)
+
+
+def _torch_calls(comms: Sequence[Comm]) -> list[dict[str, Any]]:
+    """The last collectives of strategies, if torch's Flight Recorder is on: TORCH_FR_BUFFER_SIZE.
+
+    Those of the groups in which fxtrain compares calls are left out, and messages of two ranks.
+    """
+    ranks = {comm.group.group_name: comm.ranks for comm in comms if comm.group is not None}
+    c10d: Any = torch._C._distributed_c10d  # pyright: ignore
+    calls = [
+        entry | {"ranks": ranks[entry["process_group"][0]]}
+        for entry in pickle.loads(c10d._dump_fr_trace()).get("entries", ())
+        if entry["process_group"][0] in ranks and not entry["is_p2p"]
+    ]
+    return calls[-_TORCH_CALLS:]
 
 
 def _answers_signal(stacks: int) -> bool:

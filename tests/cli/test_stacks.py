@@ -1,6 +1,8 @@
 """`fxtrain diagnose` and `fxtrain stacks` on records of ranks in files."""
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,6 +13,14 @@ from fxtrain.ops.stacks import Frame, ask, groups_of, read_stands, unreported
 WAIT = "/v/site-packages/torch/distributed/c10d.py", 9, "wait"
 READ = "/me/train.py", 7, "read_rows"
 MAIN = "/me/train.py", 3, "<module>"
+
+
+def _calls(*numbers, completed=16, ranks=(0, 1, 2, 3)):
+    """The collectives of a rank: barriers, and number 17 a gather."""
+    last = [
+        [n, *(("gather", "int64[2]") if n == 17 else ("barrier", "")), n * 10**9] for n in numbers
+    ]
+    return {"world": {"ranks": ranks, "completed": completed, "last": last}}
 
 
 def _write(folder, rank, frames, *, size=4, why="asked", **fields):
@@ -26,7 +36,9 @@ def _write(folder, rank, frames, *, size=4, why="asked", **fields):
         "time": time.time() + 1,
         "asked": 0.0,
         "models": [{"updates": 12, "micro": 0}],
+        "timeout_ms": 5000,
         "calls": {},
+        "torch_calls": [],
         "host_memory_bytes": 1,
         "device_memory_bytes": 0,
         **fields,
@@ -57,9 +69,8 @@ def test_the_rank_that_does_not_wait_is_apart(run, capsys):
 
 
 def test_the_collective_that_ranks_have_started_is_named(run, capsys):
-    calls = {"world": {"completed": 16, "last": [[16, "barrier", ""], [17, "gather", "int64[2]"]]}}
     for rank in (0, 1, 3):
-        _write(run / "stacks", rank, [WAIT, MAIN], calls=calls)
+        _write(run / "stacks", rank, [WAIT, MAIN], calls=_calls(16, 17))
     main(["diagnose", str(run)])
     assert "updates, in gather(int64[2]), call 17 of world" in capsys.readouterr().out
 
@@ -88,6 +99,55 @@ def test_missing_ranks_and_those_of_an_earlier_attempt(tmp_path, capsys):
     assert "1 of 3 ranks wrote where they stand" in shown
     assert "No record of ranks 1-2 is in this folder" in shown
     assert "read_rows" not in shown
+
+
+def _torchfrtrace(*words):
+    tool = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
+    done = subprocess.run([*tool, *map(str, words)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("oldest", [9, 10, 12])
+def test_torchfrtrace_names_the_rank_that_has_not_started_a_collective(run, capsys, oldest):
+    """A rank that has forgotten the oldest calls is not missing in them."""
+    for rank in (0, 1, 3):
+        _write(run / "stacks", rank, [WAIT, MAIN], calls=_calls(*range(10, 18)))
+    _write(run / "stacks", 2, [READ, MAIN], calls=_calls(*range(oldest, 17)))
+    ask(run / "stacks", patience_s=0.1)
+    main(["diagnose", str(run)])
+    dumps = run / "stacks" / "flight_recorder"
+    assert f"torchfrtrace {dumps}\n" in capsys.readouterr().out
+    said = _torchfrtrace(dumps)
+    assert said.count("Not all ranks joining collective, sequence number: 17") == 1
+    assert said.count("sequence number") == 1
+    assert "collective: gloo:all_gather gather\n" in said and "missing ranks: {2}" in said
+    assert f"{MAIN[2]} at {MAIN[0]}:{MAIN[1]}" in said
+
+
+def test_torchfrtrace_reads_the_dumps_of_ranks_that_are_not_all_there(run, capsys):
+    for rank in (0, 1, 3):
+        _write(run / "stacks", rank, [WAIT, MAIN], calls=_calls(16, 17))
+    (run / "stacks" / "rank-2.json").unlink()
+    ask(run / "stacks", patience_s=0.1)
+    main(["diagnose", str(run)])
+    dumps = run / "stacks" / "flight_recorder"
+    assert f"torchfrtrace --allow-incomplete-ranks {dumps}\n" in capsys.readouterr().out
+    assert "we missed FR dumps from ranks ({2})" in _torchfrtrace("--allow-incomplete-ranks", dumps)
+
+
+def test_frames_of_the_script_are_shown_however_deep_libraries_are(tmp_path, capsys):
+    deep = [WAIT] * 20
+    _write(tmp_path, 0, [*deep, READ, *deep[:3], MAIN], size=1)
+    main(["diagnose", str(tmp_path)])
+    shown = capsys.readouterr().out.split("innermost last:\n")[1].splitlines()
+    assert [line.strip() for line in shown[:4]] == [
+        "/me/train.py:3 in <module>",
+        "(3 more of libraries)",
+        "/me/train.py:7 in read_rows",
+        "(8 more of libraries)",
+    ]
+    assert len(shown) == 4 + 12
 
 
 def test_json_has_records_and_stacks(run, capsys):

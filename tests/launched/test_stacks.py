@@ -6,7 +6,9 @@ import time
 
 import pytest
 
-from tests.launched._run import FXTRAIN, SCRIPTS, finish, run_fork, start_fork
+from tests.launched._run import FXTRAIN, PYTHON, SCRIPTS, finish, run_fork, start_fork
+
+FRTRACE = "torch.distributed.flight_recorder.fr_trace"
 
 
 def _launch(folder, how, timeout_s, *, ranks=3):
@@ -47,13 +49,25 @@ def _check(text, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["step", "gather", "lock"])
 def test_a_run_without_progress_names_the_rank_that_stands_apart(tmp_path, how):
-    done = run_fork(*_launch(tmp_path, how, 6), timeout_s=120)
+    done = run_fork(*_launch(tmp_path, how, 6), timeout_s=120, TORCH_FR_BUFFER_SIZE="100")
     assert done.code
     assert "fxtrain: no progress for 4 s. 3 of 3 ranks wrote where they stand" in done.err
     _check(done.err, how)
     shown = run_fork(*FXTRAIN, "diagnose", str(tmp_path))
     assert shown.code == 0
     _check(shown.out, how)
+    dumps = tmp_path / "stacks" / "flight_recorder"
+    if how == "lock":  # rank 1 could not write its collectives
+        assert f"torchfrtrace --allow-incomplete-ranks {dumps}" in shown.out
+        compared = run_fork(*PYTHON, "-m", FRTRACE, "--allow-incomplete-ranks", str(dumps)).err
+        assert "we missed FR dumps from ranks ({1})" in compared
+        return
+    assert f"torchfrtrace {dumps}" in shown.out
+    compared = run_fork(*PYTHON, "-m", FRTRACE, str(dumps)).err
+    group = "fxtrain-world:world" if how == "gather" else "0:default_pg"
+    assert f"group info: {group}\ncollective: gloo:all_" in compared
+    assert "missing ranks: {1}" in compared and "stuck.py" in compared
+    assert compared.count("sequence number") == 1
 
 
 def test_ranks_are_asked_without_stopping_the_run(tmp_path):

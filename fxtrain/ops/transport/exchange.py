@@ -79,7 +79,8 @@ class CallState:
             communicator that was made for another thread.
         count: Collectives started on this communicator.
         completed: The number of the last one that completed.
-        recent: The numbers and calls of the last ones that were started.
+        recent: Of the last ones that were started: the number, the call, and when, in the ns of
+            `time.time_ns`.
         verified: Digests of calls on which all ranks agreed.
         in_flight: The exchange that has not completed: that of the last device collective, whose
             comparison is deferred, or one that an interrupt left.
@@ -91,7 +92,7 @@ class CallState:
     thread: int | None = attrs.field(factory=threading.get_ident)
     count: int = 0
     completed: int = 0
-    recent: collections.deque[tuple[int, Call]] = attrs.field(
+    recent: collections.deque[tuple[int, Call, int]] = attrs.field(
         factory=lambda: collections.deque(maxlen=_RECENT), repr=False
     )
     verified: set[bytes] = attrs.field(factory=set)
@@ -256,7 +257,7 @@ def _start(
             state.packet = torch.zeros(size, dtype=torch.uint8, device="cpu")
             state.packets = torch.zeros((ctx.world_size, size), dtype=torch.uint8, device="cpu")
     state.count += 1
-    state.recent.append((state.count, call))
+    state.recent.append((state.count, call, time.time_ns()))
     size = payload.numel()
     pace = ctx.comm.state.slots.get(Pace)
     micros = 0 if pace is None else pace.micros
