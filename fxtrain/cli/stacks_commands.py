@@ -6,7 +6,8 @@ import attrs
 import click
 
 from fxtrain.cli.output import as_json, print_json, say
-from fxtrain.ops.stacks import DUMPS, Stand, ask, described, read_stands
+from fxtrain.diagnosis.flight_recorder import read_dumps
+from fxtrain.ops.stacks import DUMPS, Stand, ask, described, has_records, read_stands
 
 _FOLDER = "stacks"  # in the folder of a launch's output
 
@@ -27,16 +28,20 @@ def STACKS(run: str, patience_s: float, json_: bool) -> None:  # noqa: FBT001
 
 
 @click.command("diagnose")
-@click.argument("run", metavar="RUN")
+@click.argument("run", nargs=-1, required=True, metavar="RUN")
 @as_json
-def DIAGNOSE(run: str, json_: bool) -> None:  # noqa: FBT001
+def DIAGNOSE(run: tuple[str, ...], json_: bool) -> None:  # noqa: FBT001
     """Show where the ranks of a run stood when they last wrote it.
 
     RUN is as for `fxtrain stacks`. Ranks write it when the run makes no progress for three quarters
-    of the timeout of collectives, or when they are asked.
+    of the timeout of collectives, or when they are asked. Or RUN is a folder or files of another
+    program's ranks, as torch's Flight Recorder writes them: pickles, which run no code, or JSON.
     """
-    folder = _folder(run)
-    _show(read_stands(folder), folder, json_=json_)
+    folder = _folder(run[0])
+    if len(run) == 1 and (has_records(folder) or folder != Path(run[0])):
+        _show(read_stands(folder), folder, json_=json_)
+    else:
+        _show(read_dumps([*map(Path, run)]), None, json_=json_)
 
 
 def _folder(run: str) -> Path:
@@ -44,11 +49,13 @@ def _folder(run: str) -> Path:
     return inside if inside.is_dir() else Path(run)
 
 
-def _show(stands: list[Stand], folder: Path, *, json_: bool) -> None:
+def _show(stands: list[Stand], folder: Path | None, *, json_: bool) -> None:
     if json_:
         print_json([attrs.asdict(one) for one in stands])
         return
     say(described(stands))
+    if folder is None:
+        return
     dumps = folder / DUMPS
     if count := len([*dumps.glob("rank_*")]):
         missing = count < stands[0].record["world_size"]

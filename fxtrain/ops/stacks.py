@@ -7,6 +7,8 @@ import platform
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Iterable, Sequence
@@ -24,6 +26,8 @@ ASK = "ask"  # whoever changes the time of this file asks all ranks
 REPORT = "stacks.txt"
 DUMPS = "flight_recorder"  # a folder beside the report
 NO_PROGRESS = "no progress"  # how the reason for a record begins, if nobody asked for it
+SILENT = "no answer"  # how it begins, if the stacks are older than the question
+SPIED = "py-spy"
 STARTED = "started"  # the reason for the first record, before any collective
 _FIELDS = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")
@@ -59,7 +63,8 @@ class Stand:
 
     Attributes:
         rank: The rank.
-        record: What it wrote about itself: the fields of `standing.py`.
+        record: What it wrote about itself: the fields of `standing.py`, or of
+            `diagnosis/flight_recorder.py`.
         stack: Of its main thread, innermost first; empty if it wrote none.
     """
 
@@ -75,7 +80,9 @@ class Stand:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks."""
+        """Whether it waits for other ranks: by its stack, unless the record says so."""
+        if "waits" in self.record:
+            return self.record["waits"]
         return any(
             end in frame.file and function in frame.function
             for frame in self.stack[:6]
@@ -84,7 +91,7 @@ class Stand:
 
     @property
     def call(self) -> str:
-        """The collective of fxtrain that it has started and not completed; empty if none."""
+        """The collective that it has started and not completed; empty if none."""
         for axis, calls in self.record["calls"].items():
             number, op, args, _ = calls["last"][-1]
             if number > calls["completed"]:
@@ -106,6 +113,11 @@ def process_start(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return ""
+
+
+def has_records(folder: Path) -> bool:
+    """Whether ranks have written into this folder."""
+    return any(folder.glob("rank-*.json"))
 
 
 def read_stands(folder: Path) -> list[Stand]:
@@ -159,9 +171,9 @@ def groups_of(stands: Iterable[Stand]) -> list[list[Stand]]:
 
     Ranks that wait for others come last, and so do those of which there are more.
     """
-    groups: dict[tuple[Frame, ...], list[Stand]] = {}
+    groups: dict[tuple[Any, ...], list[Stand]] = {}
     for stand in stands:
-        groups.setdefault(stand.stack, []).append(stand)
+        groups.setdefault((stand.stack, stand.waits), []).append(stand)
     return sorted(groups.values(), key=lambda group: (group[0].waits, len(group), group[0].rank))
 
 
@@ -175,14 +187,21 @@ def described(stands: Sequence[Stand]) -> str:
     lines = [f"{len(stands)} of {size} ranks wrote where they stand:"]
     for number, group in enumerate(groups):
         odd = apart and number == 0
-        place = "apart from the others, at" if odd else "waiting at" if group[0].waits else "at"
+        # The Flight Recorder only has the lines in which collectives started.
+        at = "last seen at" if "last" in group[0].record and not group[0].waits else "at"
+        place = f"apart from the others, {at}" if odd else "waiting at" if group[0].waits else at
         lines += by_rank(((stand.rank, f"{place} {_described(stand)}") for stand in group), hosts)
-    for group in groups[:_GROUPS]:
+    for group in (group for group in groups[:_GROUPS] if group[0].stack):
         lines.append(f"Stack of rank {group[0].rank} ({len(group)} with the same), innermost last:")
         lines += [f"    {frame}" for frame in reversed(_shortened(group[0].stack))]
     missing = sorted(set(range(size)) - {stand.rank for stand in stands})
     if missing:
         lines.append(f"No record of ranks {ranges(missing)} is in this folder.")
+    lines += by_rank(
+        (stand.rank, f"the stack is an older one; {stand.record['why']}")
+        for stand in stands
+        if stand.record["why"].startswith(SILENT)
+    )
     return "\n".join(lines)
 
 
@@ -203,6 +222,8 @@ def _described(stand: Stand) -> str:
     facts = [f"after {max(updates)} updates"] if updates else []
     if stand.waits:
         facts.append(f"in {stand.call or stand.stack[0].function}")
+    elif "last" in stand.record:
+        facts.append(f"in {stand.record['last']}")
     return ", ".join([str(stand.line or "an unknown line"), *facts])
 
 
@@ -223,9 +244,14 @@ def write_dumps(folder: Path, stands: Iterable[Stand]) -> None:
 
     A collective of fxtrain is one all-gather of packets of one size, in a group of its name. The
     frames of one that has not completed are those where its rank stands. A rank that could not
-    write its collectives, since C code holds the interpreter's lock, gets no file.
+    write its collectives, since C code holds the interpreter's lock, or it is stopped, gets no
+    file.
     """
-    entries = {stand.rank: _entries(stand) for stand in stands if stand.record["why"] != STARTED}
+    entries = {
+        stand.rank: _entries(stand)
+        for stand in stands
+        if not stand.record["why"].startswith((STARTED, SPIED, SILENT))
+    }
     # Calls that some rank has forgotten would seem to be missing there.
     first: dict[tuple[Any, ...], int] = {}
     for calls in entries.values():
@@ -293,7 +319,7 @@ def _entries(stand: Stand) -> list[dict[str, Any]]:
 
 def unreported(folder: Path) -> str:
     """What a launcher tells when its ranks have failed, if rank 0 could not tell it; or empty."""
-    if not any(folder.glob("rank-*.json")):
+    if not has_records(folder):
         return ""
     stands, report = read_stands(folder), folder / REPORT
     silent = [stand for stand in stands if stand.record["why"].startswith(NO_PROGRESS)]
@@ -311,7 +337,9 @@ def ask(folder: Path, *, patience_s: float = 3.0) -> list[Stand]:
 
     Effects:
         Changes the time of a file, which ranks look at. Ranks of this machine that do not answer,
-        because C code holds the interpreter's lock, get SIGUSR2 if `faulthandler` answers it.
+        because C code holds the interpreter's lock, get SIGUSR2 if `faulthandler` answers it. Of
+        those that do not answer either, because their process is stopped or handles the signal
+        itself, py-spy writes the stacks if it is installed.
 
     Raises:
         LaunchError: no rank has written into this folder.
@@ -325,12 +353,49 @@ def ask(folder: Path, *, patience_s: float = 3.0) -> list[Stand]:
         time.sleep(_POLL_S)
         stands = read_stands(folder)
     silent = [stand.record for stand in stands if stand.record["asked"] != asked]
+    silent = [record for record in silent if _is_here(record)]
     for record in silent:
-        here = record["signal"] and record["host"] == platform.node()
-        if here and record["process_start"] == process_start(record["pid"]) != "":
+        if record["signal"]:
             os.kill(record["pid"], signal.SIGUSR2)
     if silent:
         time.sleep(_POLL_S * 5)
+    for record in silent:
+        path = record_path(folder, record["rank"])
+        if path.with_suffix(".stacks").stat().st_mtime < asked:
+            _spy(path, record)
     stands = read_stands(folder)
     write_report(folder, stands)
     return stands
+
+
+def _is_here(record: dict[str, Any]) -> bool:
+    """Whether the process of a rank is one of this machine, and the rank has not ended."""
+    here = record["host"] == platform.node()
+    return here and record["process_start"] == process_start(record["pid"]) != ""
+
+
+def _spy(path: Path, record: dict[str, Any]) -> None:
+    """Write the stacks of a process that cannot write them; or in its record, why that failed."""
+    beside = str(Path(sys.executable).parent)
+    program = shutil.which("py-spy", path=beside) or shutil.which("py-spy")
+    if program is None:
+        problem = "py-spy is not installed (pip install py-spy)"
+    else:
+        # Without pausing the process, since py-spy cannot pause one that is stopped.
+        words = [program, "dump", "--json", "--nonblocking", "--pid", str(record["pid"])]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        problem = done.stderr.strip().splitlines()[0] if done.returncode else ""
+        if not problem:
+            text = "".join(
+                f"Thread {thread['thread_id']:#x}\n"
+                + "".join(
+                    f'  File "{frame["filename"]}", line {frame["line"]} in {frame["name"]}\n'
+                    for frame in thread["frames"]
+                )
+                for thread in json.loads(done.stdout)
+            )
+            path.with_suffix(".stacks").write_text(text, encoding="utf-8")
+    why = f"{SILENT}: {problem}" if problem else SPIED
+    new = path.with_suffix(".spy")
+    new.write_text(json.dumps({**record, "why": why}))
+    new.replace(path)

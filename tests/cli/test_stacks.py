@@ -1,6 +1,9 @@
 """`fxtrain diagnose` and `fxtrain stacks` on records of ranks in files."""
 
 import json
+import os
+import pickle
+import platform
 import subprocess
 import sys
 import time
@@ -8,7 +11,7 @@ import time
 import pytest
 
 from fxtrain.cli import main
-from fxtrain.ops.stacks import Frame, ask, groups_of, read_stands, unreported
+from fxtrain.ops.stacks import Frame, ask, groups_of, process_start, read_stands, unreported
 
 WAIT = "/v/site-packages/torch/distributed/c10d.py", 9, "wait"
 READ = "/me/train.py", 7, "read_rows"
@@ -163,6 +166,27 @@ def test_a_process_that_has_taken_the_number_of_a_rank_gets_no_signal(run):
     assert len(ask(run / "stacks", patience_s=0.1)) == 4
 
 
+@pytest.mark.parametrize("installed", [False, True])
+def test_why_a_silent_rank_has_older_stacks(run, monkeypatch, capsys, tmp_path, installed):
+    here = {
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "process_start": process_start(os.getpid()),
+    }
+    _write(run / "stacks", 2, [READ, MAIN], **here)
+    os.utime(run / "stacks" / "rank-2.stacks", (1, 1))
+    fails = tmp_path / "py-spy"
+    fails.write_text("#!/bin/sh\necho Error: Permission denied >&2\nexit 1\n")
+    fails.chmod(0o700)
+    monkeypatch.setattr("shutil.which", lambda *_, **__: str(fails) if installed else None)
+    assert main(["stacks", str(run), "--patience-s=0.1"]) == 0
+    why = (
+        "Error: Permission denied" if installed else "py-spy is not installed (pip install py-spy)"
+    )
+    told = f"rank 2: the stack is an older one; no answer: {why}\n"
+    assert told in capsys.readouterr().out
+
+
 def test_the_launcher_tells_what_rank_0_could_not(run):
     assert unreported(run / "stacks") == ""
     _write(run / "stacks", 2, [READ, MAIN], why="no progress for 5 s")
@@ -182,3 +206,92 @@ def test_damaged_records_are_named(tmp_path, capsys, text):
     (tmp_path / "rank-0.json").write_text(text)
     assert main(["diagnose", str(tmp_path)]) != 0
     assert "rank-0.json is not a record of a rank" in capsys.readouterr().err
+
+
+def _dump(folder, rank, *numbers, completed=0, line=5, ranks="[0, 1, 2]", name="nccl_trace_rank_"):
+    """A file of torch's Flight Recorder, as NCCL's."""
+    entries = [
+        {
+            "frames": [{"name": "step", "filename": "/me/train.py", "line": line}],
+            "process_group": ("0", "default_pg"),
+            "profiling_name": "nccl:all_reduce",
+            "collective_seq_id": n,
+            "p2p_seq_id": 0,
+            "input_sizes": [[n]],
+            "input_dtypes": ["Float"],
+            "state": "completed" if n <= completed else "scheduled",
+            "time_created_ns": n,
+            "is_p2p": False,
+        }
+        for n in numbers
+    ]
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
+    file = folder / f"{name}{rank}"
+    dump = {"version": "2.10", "pg_config": config, "entries": entries}
+    file.write_bytes(pickle.dumps(dump, protocol=2))
+    return file
+
+
+def test_ranks_of_another_program_wait_in_the_first_collective_that_is_not_completed(
+    tmp_path, capsys
+):
+    """A rank may have started several, since those of NCCL do not wait."""
+    for rank in (0, 2):
+        _dump(tmp_path, rank, 1, 2, 3, 4, completed=2)
+    behind = _dump(tmp_path, 1, 1, 2, completed=2, line=9)
+    assert main(["diagnose", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "3 of 3 ranks wrote" in shown
+    assert "rank 1: apart from the others, last seen at /me/train.py:9 in step, in all_r" in shown
+    assert "ranks 0, 2: waiting at /me/train.py:5 in step, in all_reduce(Float[3]), call 3" in shown
+    main(["diagnose", str(behind)])
+    shown = capsys.readouterr().out
+    assert "1 of 3 ranks wrote" in shown and "No record of ranks 0, 2 is in" in shown
+
+
+def test_dumps_of_our_own_ranks_are_read_too(run, capsys):
+    _write(run / "stacks", 2, [READ, MAIN], calls=_calls(15, 16))
+    for rank in (0, 1, 3):
+        _write(run / "stacks", rank, [WAIT, MAIN], calls=_calls(16, 17))
+    ask(run / "stacks", patience_s=0.1)
+    main(["diagnose", str(run / "stacks" / "flight_recorder")])
+    shown = capsys.readouterr().out
+    assert "rank 2: apart from the others, last seen at an unknown line, in all_gather bar" in shown
+    assert "ranks 0-1, 3: waiting at /me/train.py:3 in <module>, in all_gather gather(" in shown
+
+
+class _Runs:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('it runs code')",)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\x80",
+        b"{",
+        b"[]",
+        pickle.dumps(_Runs()),
+        pickle.dumps({"entries": [_Runs()], "pg_config": {}}),
+        pickle.dumps({"entries": [{}], "pg_config": {}}),
+        b'{"entries": [], "pg_config": []}',
+    ],
+)
+def test_a_file_that_is_no_dump_is_named_and_runs_no_code(tmp_path, capsys, raw):
+    (tmp_path / "rank_0").write_bytes(raw)
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert f"{tmp_path / 'rank_0'} is not a dump of torch's Flight Rec" in capsys.readouterr().err
+
+
+def test_dumps_that_do_not_belong_together_are_named(tmp_path, capsys):
+    first, second = (_dump(tmp_path, 0, 1, name=name) for name in ("a_", "b_"))
+    assert main(["diagnose", str(first), str(second)]) == 2
+    assert f"{first} and {second} are both of rank 0" in capsys.readouterr().err
+    first.write_bytes(_dump(tmp_path, 0).read_bytes())
+    assert main(["diagnose", str(first)]) == 2
+    assert "contain no collective" in capsys.readouterr().err
+    unnamed = tmp_path / "dump"
+    unnamed.touch()
+    assert main(["diagnose", str(unnamed)]) == 2
+    assert "the name of a dump ends in its rank" in capsys.readouterr().err

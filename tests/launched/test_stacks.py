@@ -1,8 +1,12 @@
 """Where ranks stand: when a run makes no progress, and whenever someone asks."""
 
 import json
+import os
+import shutil
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -99,3 +103,45 @@ def test_a_rank_whose_interpreter_is_locked_answers_by_the_signal(tmp_path):
     finish(launched)
     odd = _line_of("re.match")
     assert f"rank 1: apart from the others, at {SCRIPTS / 'stuck.py'}:{odd}" in asked.out
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_seen_by_py_spy(tmp_path):
+    """Neither its thread nor `faulthandler` can answer."""
+    installed = shutil.which("py-spy", path=str(Path(sys.executable).parent)) is not None
+    launched = start_fork(*_launch(tmp_path, "step", 60))
+    _wait_for(tmp_path / "stuck", launched)
+    time.sleep(0.5)
+    pid = json.loads((tmp_path / "stacks" / "rank-1.json").read_text())["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    asked = run_fork(*FXTRAIN, "stacks", str(tmp_path), "--patience-s=1")
+    os.kill(pid, signal.SIGCONT)
+    launched.send_signal(signal.SIGTERM)
+    finish(launched)
+    if installed:
+        _check(asked.out.replace("after 0 updates", "after 3 updates"), "step")
+        assert "no answer" not in asked.out
+    else:
+        assert "rank 1: the stack is an older one; no answer: py-spy is not" in asked.out
+    assert f"--allow-incomplete-ranks {tmp_path}" in asked.out
+
+
+@pytest.mark.slow
+def test_dumps_of_a_program_without_fxtrain_name_the_rank_that_left_a_collective_out(tmp_path):
+    for kind in ("pickles", "json"):
+        (tmp_path / kind).mkdir()
+    script = SCRIPTS / "foreign.py"
+    words = (*FXTRAIN, "launch", "--ranks=2", "--cpu", str(script), str(tmp_path))
+    done = run_fork(*words, TORCH_FR_BUFFER_SIZE="50")
+    assert done.code == 0, done.err
+    lines = script.read_text().splitlines()
+    first, second = (n for n, line in enumerate(lines, 1) if "dist.all_reduce(" in line)
+    shown = run_fork(*FXTRAIN, "diagnose", str(tmp_path / "pickles")).out
+    assert (
+        f"rank 1: apart from the others, last seen at {script}:{first} in train, "
+        f"in all_reduce(Float[2]), call 1 of default_pg\n"
+        f"  rank 0: waiting at {script}:{second} in train, "
+        f"in all_reduce(Float[3]), call 2 of default_pg\n"
+    ) in shown
+    of_json = run_fork(*FXTRAIN, "diagnose", str(tmp_path / "json")).out  # which has no stacks
+    assert "rank 1: apart from the others, last seen at an unknown line, in all_red" in of_json
