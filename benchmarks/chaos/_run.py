@@ -28,12 +28,12 @@ _FOLDER = Path(__file__).parent
 _RENDEZVOUS = ("keep_alive_interval=1", "keep_alive_max_attempt=3")
 
 
-def _fxtrain(node: Node) -> tuple[str, ...]:
+def _fxtrain(node: Node, *more: str) -> tuple[str, ...]:
     return (
         *("-m", "fxtrain.cli", "launch", "--cpu", "--rendezvous=c10d", f"--nodes={NODES}"),
         *(f"--ranks={RANKS}", "--main-address=n0", f"--node-rank={node.number}"),
         *(f"--rendezvous-option={one}" for one in _RENDEZVOUS),
-        *("--restarts=1000", "--shutdown=5", str(_FOLDER / "train_fxtrain.py")),
+        *("--restarts=1000", "--shutdown=5", *more, str(_FOLDER / "train_fxtrain.py")),
     )
 
 
@@ -46,7 +46,11 @@ def _accelerate(node: Node) -> tuple[str, ...]:
     )
 
 
-PROGRAMS = {"fxtrain": _fxtrain, "Accelerate": _accelerate}
+def _with_spares(node: Node) -> tuple[str, ...]:
+    return _fxtrain(node, "--spares=1")
+
+
+PROGRAMS = {"fxtrain": _fxtrain, "with spares": _with_spares, "Accelerate": _accelerate}
 
 
 @attrs.define(eq=False)
@@ -203,24 +207,23 @@ class Outcome:
         return found
 
     def recovered(self) -> list[float]:
-        """Seconds from each event to the end of the last pause that began before the next event.
+        """Seconds from each event to the end of the last pause that belongs to it.
 
-        A pause is a time without an update that had not been made before; 0 if there was none, and
-        until the end of the run if none ended.
+        A pause is a time without an update that had not been made before, up to the end of the run
+        if it does not end. It belongs to the events that happen in it, or if there are none, to the
+        one before; an event without a pause has recovered after 0 s.
         """
         times = sorted(self.made().values())
-        pauses = [
-            (first, then)
-            for first, then in pairwise([*times, self.ended])
-            if then - first > _PAUSE_S
-        ]
-        return [
-            max(
-                (then - begun for first, then in pauses if first < end and then > begun),
-                default=0.0,
-            )
-            for begun, end in self._spans()
-        ]
+        begun = [when for _, when in self.happened]
+        found = [0.0] * len(begun)
+        for first, then in pairwise([*times, self.ended]):
+            if then - first <= _PAUSE_S:
+                continue
+            within = [n for n, when in enumerate(begun) if first < when < then]
+            before = [n for n, when in enumerate(begun) if when <= first]
+            for n in within or before[-1:]:
+                found[n] = then - begun[n]
+        return found
 
     def _spans(self) -> list[tuple[float, float]]:
         begun = [when for _, when in self.happened]

@@ -90,6 +90,17 @@ def test_a_machine_comes_back(lab):
     assert programs[0].text.count("of the attempt before") == 1
 
 
+def test_a_launcher_that_was_killed_comes_back(lab):
+    """Its ranks are told to end, and save and stop on both machines, where nothing has failed."""
+    options = [f"--rendezvous-option=keep_alive_{one}" for one in ("interval=1", "max_attempt=3")]
+    programs = _training(lab, *options, rows=960)
+    programs[1].send_signal(9)
+    again = _start(lab, 1, *options, rows=960)
+    _finish([programs[0], again], 150)
+    every_row_once(lab, 960)
+    assert "The ranks of this node start again. Nodes join or leave." in programs[0].text
+
+
 @SLOW
 def test_nodes_that_have_not_joined_are_counted(lab):
     first = _start(lab, 0, "--connect-timeout=9")

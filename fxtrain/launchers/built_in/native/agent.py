@@ -122,7 +122,7 @@ class _Agent(LocalElasticAgent):
     tell_attempt: Callable[[int, LaunchResult], None]
     _failures: dict[int, Any]
     _ends: NodeEnds | None = None
-    _culprit: str = ""
+    _culprit: str | None = ""
     _stopped_at: float | None = None
 
     def run_and_leave(self) -> LaunchResult:
@@ -132,7 +132,7 @@ class _Agent(LocalElasticAgent):
             result: Any = self.run()
             end = None  # the others know
             if not result.is_failed():
-                return attrs.evolve(self.ended({}, ""), culprit=self._culprit)
+                return attrs.evolve(self.ended({}, ""), culprit=self._culprit or "")
             return self._told(self._ended(result.failures))
         except SignalException as error:
             # A node that was stopped may be replaced, so the rendezvous stays open.
@@ -184,15 +184,25 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         return result
 
+    def _nodes_wait(self) -> bool:
+        """Whether nodes wait to join, such as a launcher that was killed and started again."""
+        with contextlib.suppress(RendezvousError):
+            return self._rdzv_handler.num_nodes_waiting() > 0
+        return False
+
     def _starts_again(self) -> bool:
         """Whether ranks that ended well only stopped since those of another node start again.
 
-        A script that saves and stops at SIGTERM does so on all ranks. The agent starts them again
-        once it sees that nodes wait; if none does, its ranks have ended.
+        A script that saves and stops at SIGTERM does so on all ranks, also where only one node got
+        it, or lost its launcher. The agent starts them again once it sees that nodes wait; if none
+        does, its ranks have ended.
         """
         if self._stopped_at is None and self._ends and self._ends.interrupted():
             self._stopped_at = time.monotonic()
-        return self._stopped_at is not None and time.monotonic() - self._stopped_at < _WAITING_S
+        if self._stopped_at is not None and time.monotonic() - self._stopped_at < _WAITING_S:
+            return True
+        self._culprit = self._ends.wait(self._nodes_wait) if self._ends else ""
+        return self._culprit is not None and self._nodes_wait()
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         # Called with one restart less left after a failure, and with as many for new nodes.
@@ -223,7 +233,7 @@ class _Agent(LocalElasticAgent):
         self._stopped_at = None
 
     def _exit_barrier(self) -> None:
-        culprit = self._ends.wait() if self._ends else ""
-        if culprit is None:
-            self._ends, culprit = None, _MAIN_LOST
-        self._culprit = culprit
+        if not self.elastic:  # where nodes join and leave, it has waited for the others
+            self._culprit = self._ends.wait() if self._ends else ""
+        if self._culprit is None:
+            self._ends, self._culprit = None, _MAIN_LOST

@@ -4,6 +4,7 @@ import json
 import platform
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -108,8 +109,12 @@ class NodeEnds:
         first = min([*causes, mine], key=lambda end: (end.distance, end.number))
         return "" if first is mine else first.text
 
-    def wait(self) -> str | None:
+    def wait(self, until: Callable[[], bool] = lambda: False) -> str | None:
         """Tell that the ranks of this node succeeded, and wait for those of the others.
+
+        Args:
+            until: Ends waiting for nodes that have not ended, such as when another one has come in
+                the place of one that was lost.
 
         Returns:
             What failed on another node; empty if nothing did. None if the store does not answer.
@@ -126,6 +131,8 @@ class NodeEnds:
         while beats:
             if not answered(_SILENT_S, lambda: self._look(beats, ends)):
                 return None
+            if beats and until():
+                break
             time.sleep(_POLL_INTERVAL_S if beats else 0)
         failed = [end for end in ends.values() if end.text and not end.stopped]
         first = min(failed, key=lambda end: (end.distance, end.number), default=NodeEnd())
