@@ -122,17 +122,17 @@ def wrap(
         raise PlanError(f"wrap(optimizer=...): {problem}", code="FX202")
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
     with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
-        before, dtypes = record_module(model), _dtypes(model)
+        changes_since, dtypes = record_module(model), _dtypes(model)
         raises = optimizer is not None and not _keeps_masters(plan)
         lower = raise_to_fp32(model, ctx, plan) if raises else _nothing
         try:
             convert_as_planned(model, ctx, plan)
             wrapped: Any = strategy.wrap(strategy, model, ctx, plan, optimizer, scheduler)
         except BaseException:
-            before.changes().undo()
+            changes_since().undo()
             lower()
             raise
-    changes = before.changes()
+    changes = changes_since()
     if plan.precision.compute == "fp16" and ctx.device.type == "cpu":
         log(ctx, "fxtrain.plan").warning(_SLOW_FP16)
     undo = functools.partial(_in_order, wrapped.undo, changes.undo, lower)
@@ -169,8 +169,6 @@ def unwrap(model: Wrapped[N]) -> N:
         ...     fx.unwrap(fx.wrap(net, ctx)) is net
         True
     """
-    if not isinstance(model, Wrapped):
-        raise PlanError(f"unwrap takes a model from fx.wrap, found {type(model).__name__}.")
     check_open(model, "unwrap", PlanError)
     module: Any = model.strategy.unwrap(model)
     if model.window.micro:

@@ -44,7 +44,7 @@ def empty(
         None on random generators. A buffer with random values has those of the CPU's generator.
 
     Raises:
-        PlanError: `build` returns something else, or an argument is invalid.
+        PlanError: `buffers` is something else.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -61,11 +61,6 @@ def empty(
         _parameters_on_meta(),
     ):
         module = build()
-    if not isinstance(module, nn.Module):
-        raise PlanError(
-            f"empty: the function returned a {type(module).__name__}. Pass a function that builds "
-            f"a torch.nn.Module."
-        )
     home = torch.device(device)
     values = torch.device("cpu") if home.type == "meta" else home
     moved: dict[int, Tensor] = {}

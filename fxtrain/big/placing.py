@@ -18,7 +18,6 @@ from fxtrain.state import Placement, Room, Unit
 from fxtrain.state.placement import DISK, POLICIES, names_above, owner_of
 
 Policy = Literal["auto", "balanced", "balanced_low_0", "sequential"]
-_LARGEST = 8  # sizes of which the largest units may be resident before those in front
 _Group = list[Unit]  # units that share a tensor, so that one device holds all of them
 
 
@@ -99,7 +98,7 @@ def place(
         orders = [order for count in counts for order in _orders(groups, policy, count)]
         choices = [choice for order in orders if (choice := _choose(order, limits, policy, speeds))]
         if not choices:
-            _refuse(sizes, _orders(groups, policy, prefetch or 0), limits, policy)
+            _refuse(sizes, groups, _orders(groups, policy, prefetch or 0), limits, policy)
         _, prefetch, numbered = min(choices, key=lambda choice: choice[0])  # the first of equals
         devices = {unit.name: numbered[n] for n, group in enumerate(groups) for unit in group}
     streaming = [
@@ -206,8 +205,7 @@ class _Order(NamedTuple):
     """Groups in the order in which they become resident, with sums over those in front or behind.
 
     Attributes:
-        groups: In the order of the model.
-        numbers: Those of the groups, in the order in which they become resident.
+        numbers: Of the groups, in this order.
         total: Bytes of each group, with its room for a key-value cache.
         prefetch: Units to read ahead.
         still: How many in front stream nothing, so that they are resident anyway.
@@ -217,7 +215,6 @@ class _Order(NamedTuple):
         beside: What the others take where they compute, beside that room.
     """
 
-    groups: list[_Group]
     numbers: list[int]
     total: list[int]
     prefetch: int
@@ -229,36 +226,37 @@ class _Order(NamedTuple):
 
 
 def _orders(groups: list[_Group], policy: str, prefetch: int) -> list[_Order]:
-    """The order of the model; and with the largest first, which need most room to stream.
+    """The order of the model; and with the largest units first, which need most room to stream.
 
-    None of them depends on a budget. More memory only lets more of each be resident, so that it
-    never makes the fastest one slower.
+    Neither depends on a budget. More memory only lets more of each be resident, so that it never
+    makes the faster one slower.
     """
     total = [sum(unit.bytes + unit.working for unit in group) for group in groups]
     streamed = [sum(unit.bytes - unit.buffers for unit in group) for group in groups]
-    reads = [max(unit.reads for unit in group) for group in groups]
-    still = [number for number, size in enumerate(streamed) if not size]
-    moving = [number for number, size in enumerate(streamed) if size]
-    sizes = sorted({reads[number] for number in moving}, reverse=True)
-    firsts: list[set[int]] = [set()]
-    if policy != "sequential":
-        firsts += [{n for n in moving if reads[n] >= size} for size in sizes[:_LARGEST][:-1]]
+    reads = [
+        max(unit.reads for unit in group) if size else 0
+        for group, size in zip(groups, streamed, strict=True)
+    ]
     orders: list[_Order] = []
-    for first in firsts:
-        numbers = [*still, *sorted(moving, key=lambda number: number not in first)]
+    largest = max(reads, default=0)
+    for first in dict.fromkeys((0, largest)) if policy != "sequential" else (0,):
+        # Sorting is stable: within each part, groups keep the order of the model.
+        keys = [
+            (size > 0, not first or read < first)
+            for size, read in zip(streamed, reads, strict=True)
+        ]
+        numbers = sorted(range(len(groups)), key=keys.__getitem__)
         behind = numbers[::-1]
-        beside = _sums(total[number] - streamed[number] for number in behind)[::-1]
-        most = [*itertools.accumulate((reads[number] for number in behind), max, initial=0)][::-1]
+        most = [*itertools.accumulate((reads[number] for number in behind), max, initial=0)]
         order = _Order(
-            groups=groups,
             numbers=numbers,
             total=total,
             prefetch=prefetch,
-            still=len(still),
+            still=streamed.count(0),
             resident=_sums(total[number] for number in numbers),
             streamed=_sums(streamed[number] for number in numbers),
-            passing=[(1 + prefetch) * size for size in most],
-            beside=beside,
+            passing=[(1 + prefetch) * size for size in reversed(most)],
+            beside=_sums(total[number] - streamed[number] for number in behind)[::-1],
         )
         orders.append(order)
     return orders
@@ -279,8 +277,15 @@ def _choose(
     if resident is None:
         return None
     count, devices = resident
-    end = _end_of_cpu(order, limits, count)
-    if end is None:
+    end, start = count, order.streamed[count]  # where the CPU ends and the disk begins
+    if limits.cpu is not None:
+        end = len(order.numbers)
+        if order.streamed[end] - start > limits.cpu:
+            staging = order.passing[count]
+            if staging > limits.cpu:
+                return None
+            end = max(bisect_right(order.streamed, start + limits.cpu - staging) - 1, count)
+    if limits.disk is not None and order.streamed[-1] - order.streamed[end] > limits.disk:
         return None
     for number in order.numbers[count:end]:
         devices[number] = "cpu"
@@ -304,26 +309,12 @@ def _resident(order: _Order, limits: _Limits, policy: str) -> tuple[int, list[st
         sums = _sums(order.total[number] for number in numbers)
         ends = _spread(sums, [limits.sizes[0] - room, *limits.sizes[1:]], policy)
         if ends is not None:
-            devices = [DISK] * len(order.groups)
+            devices = [DISK] * len(order.total)
             for name, start, end in zip(limits.devices, [0, *ends], ends, strict=False):
                 for number in numbers[start:end]:
                     devices[number] = name
             return count, devices
     return None
-
-
-def _end_of_cpu(order: _Order, limits: _Limits, count: int) -> int | None:
-    """Where in the order the CPU ends and the disk begins; None if the two are too small."""
-    end, start = count, order.streamed[count]
-    if limits.cpu is not None:
-        end = len(order.numbers)
-        if order.streamed[end] - start > limits.cpu:
-            staging = order.passing[count]
-            if staging > limits.cpu:
-                return None
-            end = max(bisect_right(order.streamed, start + limits.cpu - staging) - 1, count)
-    needed = order.streamed[-1] - order.streamed[end]
-    return None if limits.disk is not None and needed > limits.disk else end
 
 
 def _spread(sums: list[int], sizes: list[int], policy: str) -> list[int] | None:
@@ -351,7 +342,9 @@ def _spread(sums: list[int], sizes: list[int], policy: str) -> list[int] | None:
     return ends_of(smallest(lambda most: [min(size, most) for size in sizes], max(sizes)))
 
 
-def _refuse(sizes: Sizes, orders: list[_Order], limits: _Limits, policy: str) -> NoReturn:
+def _refuse(
+    sizes: Sizes, groups: list[_Group], orders: list[_Order], limits: _Limits, policy: str
+) -> NoReturn:
     """Raise for a model that fits no placement: what needs how much, and where."""
     main, room, cpu, disk = limits.devices[0], limits.sizes[0], limits.cpu, limits.disk
     fitting = [(order, held[0]) for order in orders if (held := _resident(order, limits, policy))]
@@ -377,7 +370,7 @@ def _refuse(sizes: Sizes, orders: list[_Order], limits: _Limits, policy: str) ->
             f"{show_bytes(max(room, 0))}, and the rest does not fit in {rest}. Allow more of "
             f"them, or leave out the limit of the disk."
         )
-    units = [unit for group in orders[0].groups for unit in group]
+    units = [unit for group in groups for unit in group]
     largest = max(units, key=lambda unit: unit.reads)
     beside = sum(unit.buffers + unit.working for unit in units) + limits.reserved
     needed = limits.reserved + min(

@@ -146,11 +146,6 @@ def end_turns(turns: Turns) -> None:
 def _check(modules: Mapping[str, nn.Module]) -> None:
     names: dict[int, str] = {}
     for name, module in modules.items():
-        if not isinstance(module, nn.Module):
-            raise PlanError(
-                f"turns: {name!r} is a {type(module).__name__}. Pass a torch.nn.Module or a model "
-                f"from fx.wrap."
-            )
         tensors = [*module.parameters(), *module.buffers()]
         if any(tensor.is_meta or is_sharded(tensor) for tensor in tensors):
             raise PlanError(

@@ -5,8 +5,7 @@ from typing import Literal, SupportsFloat
 
 import attrs
 
-from fxtrain._record import at_least, record, shown
-from fxtrain.errors import PlanError
+from fxtrain._record import at_least, record
 
 
 @record
@@ -44,19 +43,8 @@ class EarlyStopping:
         Args:
             metric: A number or a one-element tensor, which is read. A non-finite value is not an
                 improvement.
-
-        Raises:
-            PlanError: `metric` is not a number.
         """
-        try:
-            if isinstance(metric, str):
-                raise TypeError(metric)
-            number = float(metric)
-        except (TypeError, ValueError, RuntimeError):
-            raise PlanError(
-                f"EarlyStopping.update takes a number, found {shown(metric)}. Reduce it to one "
-                f"number first."
-            ) from None
+        number = float(metric)
         if self._is_better(number):
             return attrs.evolve(self, value=number, waited=0)
         return attrs.evolve(self, waited=self.waited + 1)

@@ -210,7 +210,15 @@ def evaluate(
         ...     fx.evaluate(ctx, model, loader, lambda model, batch: {"mean": model(batch.data)})
         {'mean': 2.0}
     """
-    _check(ctx, model, loader, fn)
+    check_connected("evaluate", ctx)
+    check_open(model, "evaluate")
+    check_loss_function("evaluate(fn=...)", fn)
+    strategy = model.plan.strategy
+    if isinstance(strategy, PP) and strategy.outputs == "last" and ctx.mesh.pipeline > 1:
+        raise PlanError(
+            'evaluate: PP(outputs="last") gives outputs to the last stage only, and every rank '
+            'computes values from them. Use PP(outputs="all").'
+        )
     objects = _by_name(metrics)
     rows = every_row(loader, ctx, model.plan)
     means: list[Mean] | None = None
@@ -223,7 +231,7 @@ def evaluate(
             during.enter_context(local_metric(metric, ctx))
         for batch in rows:
             values = _update_metrics(fn(model, batch), objects, batch, ctx)
-            leaves, found = _tree.flatten(values, _is_value)
+            leaves, found = _tree.flatten(values, lambda node: isinstance(node, list | Weighted))
             if not leaves and not objects:
                 raise DataError(
                     f"evaluate: fn returned {shown(values)}, which has no values. Return a number, "
@@ -239,31 +247,6 @@ def evaluate(
         result = _tree.unflatten(shape, _reduced(means, ctx))
         computed = {name: compute_metric(metric) for name, metric in objects.items()}
     return computed[""] if _is_single(metrics) else {**result, **computed} if computed else result
-
-
-def _check(ctx: Any, model: Any, loader: Any, fn: Any) -> None:
-    if not isinstance(ctx, DistContext):
-        raise PlanError(f"evaluate(ctx={shown(ctx)}): pass the context, evaluate(ctx, model, ...).")
-    check_connected("evaluate", ctx)
-    if not isinstance(model, Wrapped):
-        raise PlanError(
-            f"evaluate takes a wrapped model, found {type(model).__name__}. Use "
-            f"model = fx.wrap(net, ctx, plan)."
-        )
-    check_open(model, "evaluate")
-    if not isinstance(loader, Sharded | DataLoader):
-        raise DataError(
-            f"evaluate takes a loader from fx.shard or a torch DataLoader, found "
-            f"{type(loader).__name__}. For example: fx.evaluate(ctx, model, "
-            f"DataLoader(dataset, batch_size=64), fn)."
-        )
-    check_loss_function("evaluate(fn=...)", fn)
-    strategy = model.plan.strategy
-    if isinstance(strategy, PP) and strategy.outputs == "last" and ctx.mesh.pipeline > 1:
-        raise PlanError(
-            'evaluate: PP(outputs="last") gives outputs to the last stage only, and every rank '
-            'computes values from them. Use PP(outputs="all").'
-        )
 
 
 def _by_name(metrics: Any) -> dict[str, Any]:
@@ -293,10 +276,6 @@ def _update_metrics(values: Any, objects: Mapping[str, Any], batch: Batch, ctx: 
     for name, metric in objects.items():
         update_metric(metric, gathered[name])
     return {} if single else {name: values[name] for name in values if name not in objects}
-
-
-def _is_value(node: Any) -> bool:
-    return isinstance(node, list | Weighted)
 
 
 def _check_shape(shape: _tree.TreeSpec, first: _tree.TreeSpec) -> None:
@@ -386,7 +365,7 @@ def local_metric(metric: Any, ctx: DistContext) -> Iterator[None]:
     parts = [part for part in inside if hasattr(part, "distributed_available_fn")]
     before = [part.distributed_available_fn for part in parts]
     for part in parts:
-        part.distributed_available_fn = _never
+        part.distributed_available_fn = lambda: False
     try:
         yield
     finally:
@@ -412,10 +391,6 @@ def update_metric(metric: Any, arguments: Any) -> None:
 def compute_metric(metric: Any) -> Any:
     """The value of a metric, with floats in the place of scalar tensors."""
     return _tree.map_leaves(_float, metric.compute())
-
-
-def _never() -> bool:
-    return False
 
 
 def _plain(leaf: Any) -> Any:

@@ -27,7 +27,6 @@ from fxtrain.loop.reports import (
     Reports,
     Rules,
     body_failed,
-    check_arguments,
     check_changes,
     layout_of,
     progress,
@@ -145,7 +144,6 @@ def fit(
         ...     report.position.updates, report.position.epoch
         (5, 2)
     """
-    check_arguments(ctx, fns, loader, evaluate, extra, keep_best)
     rules = Rules(
         path=path,
         epochs=epochs,

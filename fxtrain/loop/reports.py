@@ -12,7 +12,7 @@ import inspect
 import sys
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping, MutableMapping
+from collections.abc import Generator, Iterator, Mapping
 from datetime import timedelta
 from itertools import chain
 from types import TracebackType
@@ -25,11 +25,10 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from fxtrain import ops
 from fxtrain._reading import StrPath
-from fxtrain._record import above, at_least, record, shown
+from fxtrain._record import above, at_least, record
 from fxtrain.checkpoint import Restored
 from fxtrain.data import Sharded
 from fxtrain.errors import DataError, PlanError
-from fxtrain.loop.stepping import StepFns
 from fxtrain.ops.logs import log
 from fxtrain.state import Batch, DistContext, Position, Report
 from fxtrain.trackers import Entry, Start, Tracker
@@ -219,6 +218,8 @@ class Rules:
                 "fit: how long is the run? Pass epochs=, updates=, rows= or tokens=; the run ends "
                 "at the one that is reached first."
             )
+        if self.keep_best is not None and self.evaluate is None:
+            raise PlanError("fit: keep_best compares what evaluate gives; pass evaluate too.")
 
     def batches(self, loader: Sharded[Any]) -> Iterator[Batch[Any]]:
         """From the position of a loader on, for as many epochs as the run may have."""
@@ -258,35 +259,6 @@ class Rules:
         except DataError:
             return None
         return total if self.updates is None else min(total, self.updates)
-
-
-def check_arguments(
-    ctx: Any, fns: Any, loader: Any, evaluate: Any, extra: Any, keep_best: Any
-) -> None:
-    """Refuse objects that are not what `fit` takes.
-
-    Raises:
-        PlanError: one or several are not.
-    """
-    wrong = [
-        f"{name} is {shown(value)}; pass {wanted}"
-        for name, value, kind, wanted in (
-            ("ctx", ctx, DistContext, "the context, from fx.detect()"),
-            ("fns", fns, StepFns, "fx.StepFns(model=model, loss=loss)"),
-            ("loader", loader, Sharded, "a loader from fx.shard(loader, ctx, plan)"),
-            ("extra", extra, MutableMapping | None, "a dict that the body of the loop changes"),
-        )
-        if not isinstance(value, kind)
-    ]
-    if evaluate is not None and not callable(evaluate):
-        wrong.append(
-            f"evaluate is {shown(evaluate)}; pass a function without arguments, such as "
-            f"lambda: fx.evaluate(ctx, model, held_out, fn)"
-        )
-    if keep_best is not None and evaluate is None:
-        wrong.append("keep_best compares what evaluate gives; pass evaluate too")
-    if wrong:
-        raise PlanError(f"fit: {'; '.join(wrong)}.")
 
 
 def layout_of(loader: Sharded) -> dict[str, Any]:

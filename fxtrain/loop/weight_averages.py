@@ -167,8 +167,6 @@ def ema(model: Wrapped, *, decay: float = 0.999, warmup: bool = False) -> EMA:
 
 
 def _check(model: Any, decay: Any) -> None:
-    if not isinstance(model, Wrapped):
-        raise PlanError(f"ema takes a model from fx.wrap, found {type(model).__name__}.")
     check_open(model, "ema", PlanError)
     if not isinstance(decay, int | float) or not 0 <= decay < 1:
         raise PlanError(f"ema(decay={shown(decay)}): choose a number from 0 to less than 1.")

@@ -19,7 +19,6 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, record_function
 
 from fxtrain import ops
-from fxtrain._record import shown
 from fxtrain.errors import FxError, PlanError, StepError
 from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.ops.same_errors import gather_or_raise
@@ -424,16 +423,12 @@ def profile(
     """
     check_connected("profile", ctx)
     spec = what.profile if isinstance(what, Plan) else what
-    if not isinstance(spec, Profile | None):
-        raise PlanError(f"profile({shown(what)}): pass an fx.Plan or an fx.Profile.")
     if ctx.comm.simulated:
         spec = None
     check_same_plan("profile", ctx, Plan(profile=spec), {})
     if spec is not None:
         for check in (_problem, _unwritable):  # a folder is made once every rank accepts the rest
             gather_or_raise(None, check(spec, ctx), ctx)
-    if not (on_trace_ready is None or callable(on_trace_ready)):
-        raise PlanError(f"profile(on_trace_ready={shown(on_trace_ready)}): pass a function.")
     trace = Trace(ctx, on_trace_ready)
     if spec is not None:
         whole = attrs.evolve(spec, skip_first=0, wait=0, warmup=0, repeat=1)

@@ -191,8 +191,6 @@ def requested(
         PlanError: a tracker is unknown, or an argument is invalid.
     """
     folder = folder_of(path)
-    if not isinstance(settings, Mapping | None) and not attrs.has(type(settings)):
-        raise PlanError(f"track(settings={shown(settings)}): pass a mapping, or omit it.")
     if ranks not in ("main", "all"):
         raise PlanError(f"track(ranks={shown(ranks)}): choose 'main' or 'all'.")
     if not isinstance(position, Position | None) or (resume is not None and position is None):

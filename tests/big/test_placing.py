@@ -87,12 +87,6 @@ def test_files_without_classes_have_layers_by_their_numbers(tmp_path):
     assert placement.bytes_on("cpu") <= 500 and placement.streamed
 
 
-def test_what_is_no_model_is_named():
-    for wrong, words in ((3, "found a int"), (lambda: 3, "returned a int")):
-        with pytest.raises(fx.PlanError, match=words):
-            big.sizes(wrong)
-
-
 def test_budgets_are_read_sorted_and_measured(monkeypatch):
     asked = {"disk": "1GB", "cpu": 7, 1: "2KiB", "cuda:0": 5}
     assert big.budget(asked).rooms == (

@@ -138,18 +138,6 @@ WRONG = {
         lambda ctx, model, loader, batch: fx.shard(ctx, DataLoader([1])),
         "DataError: shard takes a torch DataLoader, an iterable or a function of a",
     ),
-    "evaluate, swapped": (
-        lambda ctx, model, loader, batch: fx.evaluate(ctx, loader, model, _loss),
-        "PlanError: evaluate takes a wrapped model, found Sharded. Use model =",
-    ),
-    "fit, swapped": (
-        lambda ctx, model, loader, batch: fx.fit("runs/none", ctx, model, ctx, epochs=1),
-        "PlanError: fit: ctx is 'runs/none'; pass the context, from fx.detect(); fns is",
-    ),
-    "fit, a model": (
-        lambda ctx, model, loader, batch: fx.fit(ctx, model, loader, "runs/none", epochs=1),
-        "pass fx.StepFns(model=model, loss=loss).",
-    ),
     "restore, the model first": (
         lambda ctx, model, loader, batch: fx.restore(model, "runs/none", ctx),
         "ContextError: restore: ctx is a str, not a context from fx.detect(). Use",

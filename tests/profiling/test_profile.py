@@ -236,11 +236,6 @@ def test_what_cannot_be_recorded_is_an_error(ctx, tmp_path, how, words):
         fx.profile(ctx, attrs.evolve(_spec(tmp_path), **how)).__enter__()
 
 
-def test_an_argument_that_is_no_profile_is_an_error(ctx):
-    with pytest.raises(fx.PlanError, match=r"pass an fx.Plan or an fx.Profile"):
-        fx.profile(ctx, "profile").__enter__()
-
-
 def test_traces_of_an_earlier_profile_are_kept(ctx, tmp_path):
     spec = _spec(tmp_path, wait=0, warmup=0, active=1)
     with fx.profile(ctx, spec) as trace:

@@ -179,7 +179,6 @@ def test_configs_are_values_that_files_hold():
     [
         ({"path": 3}, "a path is a string"),
         ({"path": "s3://bucket/run"}, "local files"),
-        ({"settings": 3}, "pass a mapping"),
         ({"ranks": "some"}, "'main' or 'all'"),
         ({"position": 3}, "where the run resumes"),
         ({"resume": "folder"}, "where the run resumes"),

@@ -3,9 +3,7 @@
 The module is compared before and after, so this works for any strategy. Values of parameters and
 buffers are left alone.
 
-    record_module(module) ── wrap ──► .changes() ──► .undo()  reverts the changes for good
-                                                └──► .hide()  reverts them until the function that
-                                                              it returns restores everything
+    changes_since = record_module(module) ── wrap ──► changes_since() ──► .undo(), .hide()
 """
 
 from collections import OrderedDict
@@ -20,37 +18,29 @@ _ABSENT = object()
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class _Part:
-    """One submodule: its class, its own attributes, and the keys of its hooks by kind.
+class ModuleChanges:
+    """What changed in a module since it was recorded.
 
-    In a `ModuleRecord` these are all of them, before the changes. In `ModuleChanges`, the class and
-    the changed attributes as they were, and the keys of the added hooks.
+    Attributes:
+        module: The module.
+        parts: Of each submodule its class and its changed attributes as they were, and the keys of
+            the hooks that were added, by kind.
     """
 
-    part: nn.Module
-    kind: type
-    own: Mapping[str, Any]
-    hooks: Mapping[str, frozenset[Any]]
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class ModuleChanges:
-    """What changed in a module between `record_module` and `ModuleRecord.changes`."""
-
     module: nn.Module
-    parts: tuple[_Part, ...]
+    parts: tuple[tuple[nn.Module, type, Mapping[str, Any], Mapping[str, Any]], ...]
 
     def undo(self) -> None:
         """Revert these changes, and no later ones."""
-        for part in self.parts:
-            own = vars(part.part)
-            part.part.__class__ = part.kind
-            for name, value in part.own.items():
+        for part, kind, attributes, hooks in self.parts:
+            own = vars(part)
+            part.__class__ = kind
+            for name, value in attributes.items():
                 if value is _ABSENT:
                     own.pop(name, None)
                 else:
                     own[name] = value
-            for name, keys in part.hooks.items():
+            for name, keys in hooks.items():
                 for key in keys:
                     own[name].pop(key, None)
 
@@ -77,47 +67,38 @@ class ModuleChanges:
         return restore
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class ModuleRecord:
-    """A module before it is changed."""
+def record_module(module: nn.Module, *, added: bool = False) -> Callable[[], ModuleChanges]:
+    """Record how a module is before it is changed; returns a function that finds the changes.
 
-    module: nn.Module
-    parts: tuple[_Part, ...]
+    Args:
+        added: Only attributes that are new count, and not those that were set to something else.
+    """
+    before = [(part, type(part), *_attributes_and_hooks(part)) for part in module.modules()]
 
-    def changes(self) -> ModuleChanges:
-        """What has changed since."""
-        changes = tuple(change for part in self.parts if (change := _change(part)) is not None)
-        return ModuleChanges(module=self.module, parts=changes)
+    def changes_since() -> ModuleChanges:
+        parts: list[Any] = []
+        for part, kind, attributes, hooks in before:
+            new_attributes, new_hooks = _attributes_and_hooks(part)
+            changed = {
+                name: attributes.get(name, _ABSENT)
+                for name in attributes.keys() | new_attributes.keys()
+                if attributes.get(name, _ABSENT) is not new_attributes.get(name, _ABSENT)
+                and not (added and name in attributes)
+            }
+            more = {name: keys - hooks.get(name, set()) for name, keys in new_hooks.items()}
+            if type(part) is not kind or changed or any(more.values()):
+                parts.append((part, kind, changed, more))
+        return ModuleChanges(module=module, parts=tuple(parts))
+
+    return changes_since
 
 
-def record_module(module: nn.Module) -> ModuleRecord:
-    """Record how a module is before it is changed."""
-    return ModuleRecord(module=module, parts=tuple(map(_part, module.modules())))
-
-
-def _part(part: nn.Module) -> _Part:
+def _attributes_and_hooks(part: nn.Module) -> tuple[dict[str, Any], dict[str, set[Any]]]:
+    """A submodule's own attributes, and the keys of its hooks by kind."""
     hooks = _hooks(part)
     kept = {*_VALUES, "training", *hooks}  # "training" is the user's to change
     own = {name: value for name, value in vars(part).items() if name not in kept}
-    keys = {name: frozenset(entries) for name, entries in hooks.items()}
-    return _Part(part=part, kind=type(part), own=own, hooks=keys)
-
-
-def _change(before: _Part) -> _Part | None:
-    after = _part(before.part)
-    own = {
-        name: before.own.get(name, _ABSENT)
-        for name in before.own.keys() | after.own.keys()
-        if before.own.get(name, _ABSENT) is not after.own.get(name, _ABSENT)
-    }
-    hooks = {
-        name: added
-        for name, entries in after.hooks.items()
-        if (added := entries - before.hooks.get(name, frozenset()))
-    }
-    if after.kind is before.kind and not own and not hooks:
-        return None
-    return attrs.evolve(before, own=own, hooks=hooks)
+    return own, {name: set(entries) for name, entries in hooks.items()}
 
 
 def _hooks(part: nn.Module) -> dict[str, dict[Any, Any]]:

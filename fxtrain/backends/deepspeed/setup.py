@@ -16,6 +16,7 @@ from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.module_changes import move_module, prepare_module, send_values
 from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
 from fxtrain.backends.core.trained_parameters import TrainedParameters
+from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.deepspeed import engine as engines
 from fxtrain.backends.deepspeed.config import (
     ZERO,
@@ -34,15 +35,6 @@ from fxtrain.ops.step_parts import DTYPES
 from fxtrain.state import DeepSpeed, DistContext, FromConfig, Plan, Strategy, Wrapped, from_config
 from fxtrain.state.deepspeed import read_config
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 # How torch's optimizers may compute, which DeepSpeed's do not.
 _TORCH_ONLY = (
     "amsgrad",
@@ -200,35 +192,27 @@ def _with_engine(
 
 
 def record_changes(module: nn.Module) -> Callable[[], None]:
-    """Record a module's attributes, hooks and dtypes; return a function that restores them.
+    """Record a module and the dtypes of its tensors; return a function that restores them.
 
-    Values of parameters are not recorded: training changes them.
+    Values of parameters are not recorded: training changes them. What the engine adds after the
+    module was wrapped is removed too.
     """
-    parts = [(part, set(vars(part)), _hook_keys(part)) for part in module.modules()]
+    changes_since = record_module(module, added=True)
     tensors = [
         (tensor, tensor.dtype, set(vars(tensor)))
         for tensor in (*module.parameters(), *module.buffers())
     ]
 
     def restore() -> None:
-        for part, names, keys in parts:
+        changes_since().undo()
+        for part in module.modules():
             part._parameters = dict(part._parameters)
-            for name in vars(part).keys() - names:
-                del part.__dict__[name]
-            for name, known in keys.items():
-                hooks = getattr(part, name)
-                for key in [key for key in hooks if key not in known]:
-                    del hooks[key]
         for tensor, dtype, names in tensors:
             tensor.data = tensor.data.to(dtype)
             for name in vars(tensor).keys() - names:
                 delattr(tensor, name)
 
     return restore
-
-
-def _hook_keys(part: nn.Module) -> dict[str, set[Any]]:
-    return {name: set(getattr(part, name)) for name in _HOOKS}
 
 
 def autocast_inside(module: nn.Module, plan: Plan, device: str) -> None:

@@ -111,7 +111,7 @@ def mapped(file: MappedFile, location: Location) -> Tensor:
 def spans_of(tensors: Iterable[tuple[str, MappedFile, Location]]) -> tuple[Span, ...]:
     """The bytes to read for some tensors; those next to each other are one span."""
     spans: list[Span] = []
-    for name, file, place in sorted(tensors, key=lambda one: (str(one[1].path), one[2].start)):
+    for name, file, place in sorted(tensors, key=_place_in_files):
         stop = place.start + place.nbytes
         last = spans[-1] if spans else None
         if last is not None and last.file is file and place.start <= last.stop:
@@ -122,6 +122,11 @@ def spans_of(tensors: Iterable[tuple[str, MappedFile, Location]]) -> tuple[Span,
                 Span(file=file, start=place.start, stop=stop, tensors=((name, place.start),))
             )
     return tuple(spans)
+
+
+def _place_in_files(tensor: tuple[str, MappedFile, Location]) -> tuple[str, int]:
+    _, file, location = tensor
+    return str(file.path), location.start
 
 
 def check(spans: Sequence[Span]) -> None:
@@ -188,7 +193,7 @@ def _read_through(span: Span, start: int, stop: int) -> None:
 
 
 def _failure(span: Span, offset: int, why: str) -> CheckpointError:
-    name, start = [one for one in span.tensors if one[1] <= offset][-1]
+    name, start = [tensor for tensor in span.tensors if tensor[1] <= offset][-1]
     return CheckpointError(
         f"{span.file.path}: the tensor {name!r} at offset {start} cannot be read: {why}. The "
         f"files of a streamed model have to stay as they were when it was wrapped. Wrap the "
@@ -239,13 +244,11 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
     Raises:
         CheckpointError: the folder cannot be written, or the disk is full.
     """
-    is_new = False
-    temporary = None
+    is_new = not folder.exists()
+    temporary = folder / f".{secrets.token_hex(8)}{_PART}"
     try:
-        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder)
-        temporary = folder / f".{secrets.token_hex(8)}{_PART}"
         ordered = dict(sorted(tensors.items(), key=lambda pair: aligned_first(pair[1].nbytes)))
         entries = [
             Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
@@ -256,15 +259,17 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
                 put(tensor)
         digest = digest_of(temporary)
         path = folder / f"{digest}.safetensors"
-        if _is_same(path, digest):
+        if path.exists() and digest_of(path) == digest:
             temporary.unlink()
         else:
             temporary.replace(path)
-    except OSError as error:
-        _remove(temporary, folder if is_new else None)
-        raise _refusal(folder, tensors, error) from error
-    except BaseException:
-        _remove(temporary, folder if is_new else None)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+            if is_new:
+                folder.rmdir()  # only if it is empty
+        if isinstance(error, OSError):
+            raise _refusal(folder, tensors, error) from error
         raise
     header = read_header(path)
     return {name: header.location(path, name) for name in header.entries}
@@ -283,22 +288,6 @@ def digest_of(path: Path) -> str:
     with open_file(path) as opened:
         file: Any = opened  # which reads into a buffer, too
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
-
-
-def _is_same(path: Path, digest: str) -> bool:
-    try:
-        return digest_of(path) == digest
-    except OSError:
-        return False
-
-
-def _remove(temporary: Path | None, folder: Path | None) -> None:
-    with contextlib.suppress(OSError):
-        if temporary is not None:
-            temporary.unlink()
-    with contextlib.suppress(OSError):
-        if folder is not None:
-            folder.rmdir()  # only if it is empty
 
 
 def _refusal(folder: Path, tensors: Mapping[str, Tensor], error: OSError) -> CheckpointError:

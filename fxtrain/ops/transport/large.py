@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fxtrain.ops.transport.packing import byte_layout, from_bytes, to_bytes, unpack_ranks
+from fxtrain.ops.transport.packing import (
+    by_dtype,
+    byte_layout,
+    from_bytes,
+    to_bytes,
+    unpack_ranks,
+)
 
 PIECE_BYTES = 256 * 2**20
 
@@ -98,7 +104,7 @@ def gather_values(tensors: list[Tensor], ranks: int, group: Any, *, joined: bool
         One all-gather for each dtype.
     """
     out: dict[int, Tensor] = {}
-    for places in _by_dtype(tensors):
+    for places in by_dtype(tensors).values():
         flat = torch.cat([tensors[place].reshape(-1) for place in places])
         rows = [torch.empty_like(flat) for _ in range(ranks)]
         dist.all_gather(rows, flat, group=group)
@@ -117,17 +123,10 @@ def broadcast_values(tensors: list[Tensor], src: int, group: Any) -> list[Tensor
         One broadcast for each dtype.
     """
     out: dict[int, Tensor] = {}
-    for places in _by_dtype(tensors):
+    for places in by_dtype(tensors).values():
         flat = torch.cat([tensors[place].reshape(-1) for place in places])
         dist.broadcast(flat, src=src, group=group)
         sizes = [tensors[place].numel() for place in places]
         for place, part in zip(places, flat.split(sizes), strict=True):
             out[place] = part.reshape(tensors[place].shape).clone()
     return [out[place] for place in range(len(tensors))]
-
-
-def _by_dtype(tensors: list[Tensor]) -> list[list[int]]:
-    groups: dict[torch.dtype, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        groups.setdefault(tensor.dtype, []).append(place)
-    return list(groups.values())

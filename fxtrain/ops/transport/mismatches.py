@@ -134,14 +134,14 @@ def lost_rank_error(
     """
     op, described = site.function, site.of(call[0], call[1])
     spent = "" if waited_s is None else f"{round(waited_s, 1):g} s "
-    answers = _ask_others(ctx, {"op": op, "site": site.line, "spent": spent})
+    views, words, hosts, problem = _ask_others(ctx, {"op": op, "site": site.line, "spent": spent})
     waiting = [
         (rank, f"waited {seen['spent']}in {seen['op']} at {seen['site']}")
-        for rank, seen in sorted(answers.views.items())
+        for rank, seen in sorted(views.items())
     ]
-    gone = [(rank, f"left with {word}") for rank, word in sorted(answers.words.items()) if word]
-    gone += [(rank, "left") for rank, word in sorted(answers.words.items()) if not word]
-    known = answers.views.keys() | answers.words.keys()
+    gone = [(rank, f"left with {word}") for rank, word in sorted(words.items()) if word]
+    gone += [(rank, "left") for rank, word in sorted(words.items()) if not word]
+    known = views.keys() | words.keys()
     never = f"never joined this {op}"
     if waited_s is not None:
         ended = "timed out" if waited_s >= 0.9 * ctx.comm.timeout_s else "failed"
@@ -151,8 +151,8 @@ def lost_rank_error(
         [
             f"{described}{',' * (op != call[0])} did not complete ({_where(ctx)}, "
             f"timeout {ctx.comm.timeout_s:g} s).",
-            *by_rank(waiting + gone + silent, answers.hosts),
-            *answers.problem,
+            *by_rank(waiting + gone + silent, hosts),
+            *([problem] if problem else []),
             f"torch says: {first_line(error)}",
             "Check the ranks that never joined: they failed, are still busy, or skipped "
             "this call. If a rank is only slow, raise detect(timeout_s=...).",
@@ -170,44 +170,35 @@ def unusable_message(ctx: DistContext) -> str:
     )
 
 
-@attrs.frozen
-class _Told:
+def _ask_others(
+    ctx: DistContext, view: dict[str, Any]
+) -> tuple[dict[int, dict[str, Any]], dict[int, str], dict[int, str], str]:
     """What the store of the run tells of the ranks of a communicator.
 
-    Attributes:
-        views: Of the ranks that failed in this communicator.
-        words: Exit messages of those that left.
-        hosts: Machines of the ranks, where there are several.
-        problem: Why the store could not be asked, as a line; empty if it could.
+    Returns:
+        By rank the views of those that failed in this communicator, the exit messages of those
+        that left, and machines, where there are several; and why the store could not be asked.
     """
-
-    views: dict[int, dict[str, Any]]
-    words: dict[int, str] = attrs.field(factory=dict[int, str])
-    hosts: dict[int, str] = attrs.field(factory=dict[int, str])
-    problem: list[str] = attrs.field(factory=list[str])
-
-
-def _ask_others(ctx: DistContext, view: dict[str, Any]) -> _Told:
-    answers = _Told({ctx.rank: view})
+    views: dict[int, dict[str, Any]] = {ctx.rank: view}
+    words: dict[int, str] = {}
+    hosts: dict[int, str] = {}
     store = ctx.comm.store
-    if store is not None:
-        deadline = time.monotonic() + min(_ASK_S, ctx.comm.timeout_s / 2)
+    if store is None:
+        return views, words, hosts, ""
+    deadline = time.monotonic() + min(_ASK_S, ctx.comm.timeout_s / 2)
 
-        def tell() -> None:
-            store.set(f"{ctx.comm.name}/lost/{ctx.rank}", json.dumps(view))
-            answers.hosts.update(_hosts(ctx))
+    def tell() -> None:
+        store.set(f"{ctx.comm.name}/lost/{ctx.rank}", json.dumps(view))
+        hosts.update(_hosts(ctx))
 
-        def ask() -> None:
-            while _read_others(ctx, answers, deadline) and time.monotonic() < deadline:
-                time.sleep(_POLL_INTERVAL_S)
+    def ask() -> None:
+        while _read_others(ctx, views, words, deadline) and time.monotonic() < deadline:
+            time.sleep(_POLL_INTERVAL_S)
 
-        known = answered(_ANSWER_S, tell)
-        left_s = max(0.0, deadline - time.monotonic())
-        if not (known and answered(left_s + _LAST_ANSWER_S, ask)):
-            answers.problem.append(_NO_STORE)
-    return attrs.evolve(
-        answers, views={**answers.views}, words={**answers.words}, hosts={**answers.hosts}
-    )  # a thread that is still waiting may write later
+    known = answered(_ANSWER_S, tell)
+    left_s = max(0.0, deadline - time.monotonic())
+    problem = "" if known and answered(left_s + _LAST_ANSWER_S, ask) else _NO_STORE
+    return {**views}, {**words}, {**hosts}, problem  # a thread that still waits may write later
 
 
 _NO_STORE = (
@@ -226,18 +217,20 @@ def _hosts(ctx: DistContext) -> dict[int, str]:
     return {rank: name.decode() for rank, name in enumerate(ctx.comm.store.multi_get(keys))}
 
 
-def _read_others(ctx: DistContext, answers: _Told, deadline: float) -> bool:
+def _read_others(
+    ctx: DistContext, views: dict[int, dict[str, Any]], words: dict[int, str], deadline: float
+) -> bool:
     """Read what other ranks have written since; whether some have written nothing."""
     store, name = ctx.comm.store, ctx.comm.name
-    for rank in set(range(ctx.world_size)) - answers.views.keys() - answers.words.keys():
+    for rank in set(range(ctx.world_size)) - views.keys() - words.keys():
         if time.monotonic() > deadline:  # a question per rank takes long at thousands of them
             break
         lost_key, left_key = f"{name}/lost/{rank}", f"world/left/{ctx.comm.ranks[rank]}"
         if store.check([lost_key]):
-            answers.views[rank] = json.loads(store.get(lost_key))
+            views[rank] = json.loads(store.get(lost_key))
         elif store.check([left_key]):
-            answers.words[rank] = store.get(left_key).decode()
-    return len(answers.views) + len(answers.words) < ctx.world_size
+            words[rank] = store.get(left_key).decode()
+    return len(views) + len(words) < ctx.world_size
 
 
 def by_rank(entries: Iterable[tuple[int, str]], hosts: Mapping[int, str] = _NOWHERE) -> list[str]:

@@ -88,7 +88,7 @@ def signature(packed: Packed, extra: str = "") -> str:
 def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors of any dtypes into one uint8 tensor on their common device."""
     parts: list[Tensor] = []
-    for places in _by_dtype(tensors).values():
+    for places in by_dtype(tensors).values():
         # One call of torch flattens and joins them all.
         flat = _flatten_dense_tensors([tensors[place] for place in places])
         if flat.is_conj() or flat.is_neg():  # lazy views, whose bytes are not their values
@@ -108,7 +108,7 @@ def byte_layout(
     """Where `to_bytes` puts tensors: dtype, places and first byte; and the number of bytes."""
     layout: list[tuple[torch.dtype, list[int], int]] = []
     start = 0
-    for dtype, places in _by_dtype(tensors).items():
+    for dtype, places in by_dtype(tensors).items():
         layout.append((dtype, places, start))
         size = sum([tensors[place].numel() for place in places]) * dtype.itemsize
         start += size + -size % _ALIGN
@@ -151,7 +151,7 @@ def from_bytes(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [column[0] for column in unpack_ranks(flat[None], like)]
 
 
-def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
+def by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
     """Places by dtype; the order of dtypes is that of their first tensor."""
     groups: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
