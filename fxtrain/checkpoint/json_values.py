@@ -21,7 +21,7 @@ from fxtrain.state import unstructure
 
 _MAX_DEPTH = 64
 _Read = Callable[[str], Any]
-_DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
+_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -41,7 +41,7 @@ def decode(data: Any, read: _Read, depth: int = 0) -> Any:
     if not isinstance(data, dict):
         return data
     if "$" not in data:
-        return {key: decode(one, read, depth + 1) for key, one in data.items()}
+        return {key: decode(item, read, depth + 1) for key, item in data.items()}
     kind = data["$"] if isinstance(data["$"], str) else type(data["$"]).__name__
     if kind not in _READERS:
         raise CheckpointError(
@@ -127,13 +127,13 @@ def _encode_mapping(
     value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor], depth: int
 ) -> Any:
     if set(map(type, value)) <= {str} and "$" not in value:
-        return {key: encode(one, f"{path}.{key}", tensors, depth) for key, one in value.items()}
+        return {key: encode(item, f"{path}.{key}", tensors, depth) for key, item in value.items()}
     items = [
         [
             encode(key, f"{path}, a key", tensors, depth),
-            encode(one, f"{path}.{key}", tensors, depth),
+            encode(item, f"{path}.{key}", tensors, depth),
         ]
-        for key, one in value.items()
+        for key, item in value.items()
     ]
     return {"$": "dict", "items": items}
 
@@ -141,7 +141,7 @@ def _encode_mapping(
 def _encode_items(kind: str) -> Callable[[Any, str, dict[str, Tensor], int], Any]:
     def write(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
         items = sorted(value, key=repr) if kind == "set" else value
-        encoded = [encode(one, f"{path}.{i}", tensors, depth) for i, one in enumerate(items)]
+        encoded = [encode(item, f"{path}.{i}", tensors, depth) for i, item in enumerate(items)]
         return encoded if kind == "list" else {"$": kind, "items": encoded}
 
     return write
@@ -182,12 +182,12 @@ def _tensor(data: dict[str, Any], read: _Read, depth: int) -> Tensor:
 def _items(data: dict[str, Any], read: _Read, depth: int) -> list[Any]:
     if not isinstance(data["items"], list):
         raise TypeError("the items are not a list")
-    return [decode(one, read, depth) for one in data["items"]]
+    return [decode(item, read, depth) for item in data["items"]]
 
 
 def _dict(data: dict[str, Any], read: _Read, depth: int) -> dict[Any, Any]:
     pairs = data["items"]
-    if not isinstance(pairs, list) or not all(type(one) is list for one in pairs):
+    if not isinstance(pairs, list) or not all(type(pair) is list for pair in pairs):
         raise TypeError("the items are not a list of lists")
     return {decode(key, read, depth): decode(value, read, depth) for key, value in pairs}
 

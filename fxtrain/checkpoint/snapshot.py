@@ -56,13 +56,13 @@ def by_name(model: Any) -> dict[str, Wrapped]:
         CheckpointError: a value is not a wrapped model, or was unwrapped.
     """
     models = dict(model) if isinstance(model, Mapping) else {MODEL: model}
-    for name, one in models.items():
-        if not isinstance(one, Wrapped):
+    for name, wrapped in models.items():
+        if not isinstance(wrapped, Wrapped):
             raise CheckpointError(
-                f"A checkpoint contains wrapped models; found {type(one).__name__}. Pass "
+                f"A checkpoint contains wrapped models; found {type(wrapped).__name__}. Pass "
                 f"fx.wrap(net, ctx, plan), or a dict of wrapped models."
             )
-        check_open(one, f"save or restore of {name!r}", CheckpointError)
+        check_open(wrapped, f"save or restore of {name!r}", CheckpointError)
         if not isinstance(name, str) or not name or not name.isprintable() or "/" in name:
             raise CheckpointError(f"{name!r} is not a valid model name: use letters and dots.")
     if not models:

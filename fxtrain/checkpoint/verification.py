@@ -176,19 +176,19 @@ def compare(left: StrPath, right: StrPath) -> Iterator[Difference]:
         ['extra']
     """
     storages = open_storage(left), open_storage(right)
-    one, other = map(read_manifest, storages)
-    for mine, theirs in zip(_values(one), _values(other), strict=True):
-        for path in {**mine, **theirs}:
-            a, b = mine.get(path, _ABSENT), theirs.get(path, _ABSENT)
+    first, second = map(read_manifest, storages)
+    for left_values, right_values in zip(_values(first), _values(second), strict=True):
+        for path in {**left_values, **right_values}:
+            a, b = left_values.get(path, _ABSENT), right_values.get(path, _ABSENT)
             if type(a) is not type(b) or a != b:
                 yield Difference(path=path, left=_shown(a), right=_shown(b))
-    stored, others = _tensors(one), _tensors(other)
-    with open_reader(storages[0], one) as first, open_reader(storages[1], other) as second:
+    stored, others = _tensors(first), _tensors(second)
+    with open_reader(storages[0], first) as mine, open_reader(storages[1], second) as theirs:
         for name in {**stored, **others}:
             a, b = stored.get(name), others.get(name)
             if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
                 yield Difference(path=name, left=_summary(a), right=_summary(b))
-            elif texts := _difference(first.new(name, a), second.new(name, b)):
+            elif texts := _difference(mine.new(name, a), theirs.new(name, b)):
                 yield Difference(path=name, left=texts[0], right=texts[1])
 
 
@@ -226,18 +226,18 @@ def _tensors(manifest: Manifest) -> dict[str, StoredTensor]:
     return {**manifest.tensors, **own}
 
 
-def _difference(one: Tensor, other: Tensor) -> tuple[str, str] | None:
+def _difference(left: Tensor, right: Tensor) -> tuple[str, str] | None:
     """The first element whose bits differ: equal NaNs are equal, 0.0 and -0.0 are not."""
-    if not one.numel():
+    if not left.numel():
         return None
-    raw, more = (t.reshape(-1).view(torch.uint8).reshape(t.numel(), -1) for t in (one, other))
+    raw, more = (t.reshape(-1).view(torch.uint8).reshape(t.numel(), -1) for t in (left, right))
     unequal = (raw != more).any(1)
     count = int(unequal.sum())
     if not count:
         return None
     first = int(unequal.nonzero()[0])
-    a, b = one.reshape(-1)[first].item(), other.reshape(-1)[first].item()
-    return f"{a!r} at {first} of {one.numel()}, {count} differ", repr(b)
+    a, b = left.reshape(-1)[first].item(), right.reshape(-1)[first].item()
+    return f"{a!r} at {first} of {left.numel()}, {count} differ", repr(b)
 
 
 def _summary(entry: StoredTensor | None) -> str:

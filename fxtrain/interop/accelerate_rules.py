@@ -79,7 +79,7 @@ def text(value: Any) -> str:
 def words(value: Any) -> list[str]:
     """A list of strings, or one string with commas."""
     entries = value if isinstance(value, list) else text(value).split(",")
-    return [text(one).strip() for one in entries if str(one).strip()]
+    return [text(entry).strip() for entry in entries if str(entry).strip()]
 
 
 def of(path: str, kind: Callable[[Any], Any] = text, note: str = "") -> Rule:

@@ -77,9 +77,9 @@ def import_checkpoint(
     tensors = {f"{MODEL}/module.{name}": tensor for name, tensor in model.tensors.items()}
     values: dict[str, Any] = {"module": {}, "optimizers": []}
     for index, state in enumerate(model.optimizers if optimizer else ()):
-        moments, one = _optimizer(state, index, module, model.tensors)
+        moments, described = _optimizer(state, index, module, model.tensors)
         tensors.update(moments)
-        values["optimizers"].append(one)
+        values["optimizers"].append(described)
     values["schedulers"] = list(model.schedulers) if optimizer else []
     values["scaler"] = model.scaler
     inside: dict[str, Tensor] = {}
@@ -221,7 +221,7 @@ def _check_shape(state: Any) -> None:
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     if (
         not isinstance(entries, Mapping)
-        or not all(isinstance(one, Mapping) for one in entries.values())
+        or not all(isinstance(entry, Mapping) for entry in entries.values())
         or not isinstance(groups, list | tuple)
         or not all(
             isinstance(group, Mapping)

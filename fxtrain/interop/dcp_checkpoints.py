@@ -277,7 +277,9 @@ def tree_of(root: Path, state: DcpState, split: Callable[[str], tuple[str, ...]]
 
 
 def _counts(value: Any) -> TypeGuard[tuple[int, ...]]:
-    return isinstance(value, tuple) and all(type(one) is int and 0 <= one < _MOST for one in value)
+    return isinstance(value, tuple) and all(
+        type(number) is int and 0 <= number < _MOST for number in value
+    )
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:

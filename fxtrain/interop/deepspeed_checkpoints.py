@@ -167,7 +167,7 @@ def _assemble(models: list[Any], optims: list[Any], *, optimizer: bool) -> DeepS
                 "of their parameters. Pass optimizer=False, or save at stage 1."
             )
     else:
-        parts = [one["optimizer_state_dict"] for one in optims]
+        parts = [state["optimizer_state_dict"] for state in optims]
         level, counts = parts[0]["zero_stage"].arguments[0], parts[0]["partition_count"]
         stage = int(_STAGES.get(level, level))
         ranks = max(counts) if isinstance(counts, list) else int(counts)
@@ -176,12 +176,12 @@ def _assemble(models: list[Any], optims: list[Any], *, optimizer: bool) -> DeepS
                 f"The optimizer was partitioned over {ranks} ranks, but there are {len(parts)} "
                 f"files: a file is missing, or left over from an earlier checkpoint."
             )
-        shapes = [{n: tuple(s) for n, s in one.items()} for one in first["param_shapes"]]
+        shapes = [{n: tuple(s) for n, s in group.items()} for group in first["param_shapes"]]
         merge = _stage_3 if stage == 3 else _stages_1_and_2
         masters, state = merge(parts, shapes)
         tensors = {n: t for n, t in first["module"].items() if stage < 3 or n in buffers}
         tensors = {**tensors, **_frozen(models, stage), **masters}
-    strange = [name for name, one in tensors.items() if not isinstance(one, Tensor)]
+    strange = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     if strange or not all(isinstance(name, str) for name in tensors):
         raise TypeError(f"values that are not named tensors: {shown(strange or [*tensors])}")
     tied = {str(name): str(stored) for name, stored in (first["shared_params"] or {}).items()}
@@ -251,13 +251,13 @@ def _merge(base: list[dict[str, Any]], masters: list[Any], shapes: _Shapes, chun
     full: dict[str, Tensor] = {}
     states: dict[str, Any] = {}
     for group, members in enumerate(shapes):
-        flats = {_MASTER: [one[group] for one in masters]}
-        states_of_ranks = [one["state"].get(group, {}) for one in base]
+        flats = {_MASTER: [master[group] for master in masters]}
+        states_of_ranks = [state["state"].get(group, {}) for state in base]
         length = flats[_MASTER][0].numel()
         plain: dict[str, Any] = {}
         for key, value in states_of_ranks[0].items():
             if isinstance(value, Tensor) and value.ndim and value.numel() >= length:
-                flats[key] = [one[key] for one in states_of_ranks]
+                flats[key] = [state[key] for state in states_of_ranks]
             else:
                 plain[key] = value
         for name, shape in members.items():

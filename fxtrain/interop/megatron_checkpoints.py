@@ -158,7 +158,9 @@ def _stored_dist(root: Path, given: Mapping[str, Any]) -> _Stored:
     for name, tensor in read_dcp(root, only=_is_weight).tensors.items():
         start, stacked, rest = name.partition("decoder.layers.")
         if stacked and not rest[:1].isdigit():  # the same tensor of all layers
-            whole |= {f"{start}{stacked}{i}.{rest}": one for i, one in enumerate(tensor.unbind())}
+            whole |= {
+                f"{start}{stacked}{i}.{rest}": layer for i, layer in enumerate(tensor.unbind())
+            }
         else:
             whole[name] = tensor
     for name in [name for name in whole if name.endswith("weight_w")]:  # both halves apart
@@ -253,8 +255,10 @@ def _chunks(contents: Mapping[str, Any]) -> list[dict[str, Tensor]]:
             "The model is not one of Megatron-core, but of --use-legacy-models. Convert it with "
             "Megatron's tools/checkpoint/convert.py first."
         )
-    chunks = [{n: t for n, t in one.items() if not n.endswith("_extra_state")} for one in tables]
-    for name, tensor in itertools.chain.from_iterable(one.items() for one in chunks):
+    chunks = [
+        {n: t for n, t in table.items() if not n.endswith("_extra_state")} for table in tables
+    ]
+    for name, tensor in itertools.chain.from_iterable(chunk.items() for chunk in chunks):
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise TypeError(f"{shown(name)} is not a tensor")
     return chunks

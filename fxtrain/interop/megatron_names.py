@@ -67,7 +67,7 @@ _BLOCK = "decoder.layers.{}."
 
 def _llama_rows() -> tuple[Row, ...]:
     hf = "model.layers.{}."
-    qkv = tuple(f"{hf}self_attn.{one}_proj.weight" for one in "qkv")
+    qkv = tuple(f"{hf}self_attn.{letter}_proj.weight" for letter in "qkv")
     gated = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
     return (
         Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), 0, "vocab"),
@@ -83,7 +83,7 @@ def _llama_rows() -> tuple[Row, ...]:
 
 
 def _qwen2_rows() -> tuple[Row, ...]:
-    biases = tuple(f"model.layers.{{}}.self_attn.{one}_proj.bias" for one in "qkv")
+    biases = tuple(f"model.layers.{{}}.self_attn.{letter}_proj.bias" for letter in "qkv")
     return (*_llama_rows(), Row(f"{_BLOCK}self_attention.linear_qkv.bias", biases, 0, "qkv"))
 
 

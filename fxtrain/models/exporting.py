@@ -163,7 +163,7 @@ def _plan(model: Any, max_shard: str | int, *, alone: bool) -> _Job:
     ]
     files = split(entries, limit, others)
     if module is not None and (more := file_metadata(module, stored)):
-        files = tuple(attrs.evolve(one, metadata={**one.metadata, **more}) for one in files)
+        files = tuple(attrs.evolve(file, metadata={**file.metadata, **more}) for file in files)
     return _Job(module=module, weights=weights, sharded=frozenset(sharded), files=files)
 
 
@@ -183,7 +183,9 @@ def _stored_once(
         groups.setdefault(name if name == "format" else weight.key, []).append(name)
     others: dict[str, str] = {}
     for names in groups.values():
-        preferred = [name for name in names if not any(re.search(one, name) for one in patterns)]
+        preferred = [
+            name for name in names if not any(re.search(pattern, name) for pattern in patterns)
+        ]
         stored = (preferred or names)[0]
         others |= {name: stored for name in names if name != stored}
     return [name for name in weights if name not in others], others
@@ -192,9 +194,9 @@ def _stored_once(
 def _job_digest(job: _Job) -> str:
     """A digest of everything that must be equal on every rank."""
     lines = [
-        f"{file.name} {one.name} {one.dtype} {one.shape} {one.name in job.sharded}"
+        f"{file.name} {entry.name} {entry.dtype} {entry.shape} {entry.name in job.sharded}"
         for file in job.files
-        for one in file.entries
+        for entry in file.entries
     ]
     digest = hashlib.blake2b("\n".join(lines).encode("utf-8", "backslashreplace"), digest_size=6)
     sizes = f"{counted(len(lines), 'tensor')} in {counted(len(job.files), 'file')}"
@@ -253,7 +255,7 @@ def _write_companions(job: _Job, source: Path) -> None:
         return
     described: Any = copy.deepcopy(config)
     described.architectures = [_class_name(module)]
-    floating = (one.dtype for one in job.weights.values() if one.dtype.is_floating_point)
+    floating = (weight.dtype for weight in job.weights.values() if weight.dtype.is_floating_point)
     described.dtype = str(next(floating, torch.float32)).removeprefix("torch.")
     if (quantized := transformers_config(module)) is not None:
         described.quantization_config = quantized

@@ -113,7 +113,7 @@ def open_gguf(
         with open_file(path) as file:
             tensors = _read_tensors(file, path)
             yield (
-                {name: one.entry for name, one in tensors.items()},
+                {name: tensor.entry for name, tensor in tensors.items()},
                 lambda name: _values(file, path, tensors[name]),
                 lambda name: _location(path, tensors[name]),
             )

@@ -252,14 +252,14 @@ def _differences(
 def _conflicting_ties(weights: Mapping[str, Weight], source: Source, fit: _NameMatch) -> list[str]:
     """Pairs of names that are tied in the model and have different values in the source."""
     conflicts: list[str] = []
-    for name, one, other in fit.doubles:
-        kinds = {(source.entries[n].dtype, source.entries[n].shape) for n in (one, other)}
+    for name, first, other in fit.doubles:
+        kinds = {(source.entries[n].dtype, source.entries[n].shape) for n in (first, other)}
         same = len(kinds) == 1
-        if same and source.entries[one].shape == weights[name].shape and weights[name].here:
+        if same and source.entries[first].shape == weights[name].shape and weights[name].here:
             part = part_of(weights[name].like)
-            same = torch.equal(_bits(source.read(one, part)), _bits(source.read(other, part)))
+            same = torch.equal(_bits(source.read(first, part)), _bits(source.read(other, part)))
         if not same:
-            conflicts.append(f"{one} and {other}")
+            conflicts.append(f"{first} and {other}")
     return conflicts
 
 
@@ -364,6 +364,8 @@ def _prefix_hint(source: Source, fit: _NameMatch) -> list[str]:
             continue
         if longer is name and all(head + wanted in source.entries for wanted in fit.missing):
             return [f"  Every missing name exists with the prefix {head!r}: pass prefix={head!r}."]
-        if longer is first and all(one.removeprefix(head) in fit.unexpected for one in fit.missing):
+        if longer is first and all(
+            name.removeprefix(head) in fit.unexpected for name in fit.missing
+        ):
             return [f"  The model prepends {head!r}: pass rename=lambda name: {head!r} + name."]
     return []

@@ -106,14 +106,14 @@ def estimate(weights: Weights) -> Estimate:
         layers.setdefault(layer_of(tensor.name), []).append(tensor)
     if not layers:
         raise PlanError(f"{weights.source} contains no tensors.")
-    name, largest = max(layers.items(), key=lambda layer: sum(one.nbytes for one in layer[1]))
+    name, largest = max(layers.items(), key=lambda layer: sum(weight.nbytes for weight in layer[1]))
     return Estimate(
-        numel=sum(one.numel for one in weights.tensors),
-        trained=sum(one.numel for one in weights.tensors if one.trained),
-        nbytes=sum(one.nbytes for one in weights.tensors),
+        numel=sum(weight.numel for weight in weights.tensors),
+        trained=sum(weight.numel for weight in weights.tensors if weight.trained),
+        nbytes=sum(weight.nbytes for weight in weights.tensors),
         largest=name,
-        largest_numel=sum(one.numel for one in largest),
-        largest_nbytes=sum(one.nbytes for one in largest),
+        largest_numel=sum(weight.numel for weight in largest),
+        largest_nbytes=sum(weight.nbytes for weight in largest),
     )
 
 
@@ -148,10 +148,14 @@ def training(
     if ranks < 1:
         raise PlanError(f"ranks={ranks}: choose 1 or more.")
     trained = sum(
-        one.nbytes if weights.keep else 4 * one.numel for one in weights.tensors if one.trained
+        weight.nbytes if weights.keep else 4 * weight.numel
+        for weight in weights.tensors
+        if weight.trained
     )
-    frozen = sum(one.nbytes for one in weights.tensors if one.floating and not one.trained)
-    other = sum(one.nbytes for one in weights.tensors if not one.floating)
+    frozen = sum(
+        weight.nbytes for weight in weights.tensors if weight.floating and not weight.trained
+    )
+    other = sum(weight.nbytes for weight in weights.tensors if not weight.floating)
     parts = [1 / ranks if level >= least else 1.0 for least in (1, 2, 3)]
     return Training(
         parameters=float(trained + frozen) * parts[2],
@@ -188,7 +192,9 @@ def inference(
         if value < 1:
             raise PlanError(f"{name}={value}: choose 1 or more.")
     each = BYTES[precision]
-    total = sum(one.numel * each if one.floating else one.nbytes for one in weights.tensors)
+    total = sum(
+        weight.numel * each if weight.floating else weight.nbytes for weight in weights.tensors
+    )
     return total, weights.cache and cache_bytes(weights.cache, max(2, each), batch * tokens)
 
 
@@ -248,7 +254,7 @@ def plan_weights(source: str, plan: Plan) -> Weights:
     module: nn.Module = build_on_meta(source)
     record = plan.quantize
     if record is not None:
-        frozen = any(not one.requires_grad for one in module.parameters())
+        frozen = any(not parameter.requires_grad for parameter in module.parameters())
         quantize_on_meta(module, record, trains=frozen)
     recipe = plan.precision.recipe
     converted = () if recipe is None else recipe_targets(module, recipe).names

@@ -163,7 +163,7 @@ def _check_sizes(file: BinaryIO) -> None:
         return
     size = file.seek(0, os.SEEK_END)
     with zipfile.ZipFile(file) as archive:
-        claimed = sum(one.file_size for one in archive.infolist())
+        claimed = sum(entry.file_size for entry in archive.infolist())
     if claimed > size:
         raise zipfile.BadZipFile(f"its entries claim {claimed} bytes, but the file has {size}")
 

@@ -207,10 +207,10 @@ def _quantizing(found: Source, module: nn.Module, record: Quantize) -> Source:
             continue
         tensors = library.tensors(part)
         layers[layer] = StoredLayer(library=library, keys=tuple(tensors), facts=library.facts(part))
-        for key, one in tensors.items():
+        for key, tensor in tensors.items():
             name = f"{layer}.{key}"
             owners[name] = layer, key
-            entries[name] = Entry(name=name, dtype=one.dtype, shape=tuple(one.shape))
+            entries[name] = Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
     last: dict[str, Mapping[str, Tensor]] = {}
 
     def read(name: str, part: TensorIndex | None) -> Tensor:

@@ -206,7 +206,9 @@ def _header(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -
                 f"{path}: the name {entry.name!r} is not valid Unicode. Rename the tensor."
             )
         seen.add(entry.name)
-    rows = ((one.name, WRITABLE_DTYPES[one.dtype], one.shape, one.nbytes) for one in entries)
+    rows = (
+        (entry.name, WRITABLE_DTYPES[entry.dtype], entry.shape, entry.nbytes) for entry in entries
+    )
     return to_header(rows, metadata)[0]
 
 
@@ -244,7 +246,9 @@ def _check_layout(path: Path, entries: Sequence[Entry], size: int) -> None:
 
 
 def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int and 0 <= one < _MOST for one in value)
+    return isinstance(value, list) and all(
+        type(number) is int and 0 <= number < _MOST for number in value
+    )
 
 
 def _mapping(value: Any, path: Path, what: str) -> dict[str, Any]:

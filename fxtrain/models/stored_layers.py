@@ -137,13 +137,15 @@ def file_metadata(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
         return {}
     _, first, library = layers[0]
     metadata = {DESCRIPTION: json.dumps(library.settings(first))}
-    torchao = {name: (part, one) for name, part, one in layers if one is TORCHAO}
+    torchao = {name: (part, library) for name, part, library in layers if library is TORCHAO}
     if torchao:
         own = {
-            f"{name}.{key}" for name, (part, one) in torchao.items() for key in one.tensors(part)
+            f"{name}.{key}"
+            for name, (part, library) in torchao.items()
+            for key in library.tensors(part)
         }
         plain = [name for name in names if name not in own]
-        whole = {f"{name}.weight": one.facts(part) for name, (part, one) in torchao.items()}
+        whole = {f"{name}.weight": library.facts(part) for name, (part, library) in torchao.items()}
         metadata |= {name: json.dumps(facts) for name, facts in whole.items()}
         metadata |= {name: json.dumps({"_type": "Tensor"}) for name in plain}
         metadata[_NAMES] = json.dumps([*whole, *plain])
@@ -205,7 +207,7 @@ def _stored_torchao(
             if "_tensor_data_names" not in facts or not name.endswith(".weight"):
                 continue
             layer = name.removesuffix(".weight")
-            keys = tuple(f"_weight_{one}" for one in facts["_tensor_data_names"])
+            keys = tuple(f"_weight_{key}" for key in facts["_tensor_data_names"])
             if all(f"{layer}.{key}" in entries for key in keys):
                 layers[layer] = StoredLayer(library=TORCHAO, keys=keys, facts=facts)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

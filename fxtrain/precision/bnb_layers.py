@@ -85,7 +85,7 @@ def _quantize4(like: nn.Linear, record: Bnb4) -> nn.Module:
     )
     tensors = {"weight": packed, **_of_state(state)}
     # The library shares its tables between layers; a file that is read must not change them.
-    tensors |= {key: one.clone() for key, one in tensors.items() if key.endswith("quant_map")}
+    tensors |= {key: tensor.clone() for key, tensor in tensors.items() if key.endswith("quant_map")}
     _put4(layer, tensors, facts=_facts_of(weight, record))
     return layer
 

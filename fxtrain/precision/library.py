@@ -60,7 +60,7 @@ def is_sharded(tensor: object) -> bool:
 
 def like_on(tensors: Tensors, device: torch.device) -> dict[str, Tensor]:
     """Tensors without values, like others, on a device."""
-    return {name: torch.empty_like(one, device=device) for name, one in tensors.items()}
+    return {name: torch.empty_like(tensor, device=device) for name, tensor in tensors.items()}
 
 
 @contextlib.contextmanager
@@ -70,14 +70,14 @@ def quiet(*names: str) -> Iterator[None]:
     The libraries report kernels for other devices that they do not find.
     """
     loggers = [logging.getLogger(name) for name in names]
-    levels = [one.level for one in loggers]
-    for one in loggers:
-        one.setLevel(logging.ERROR)
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for one, level in zip(loggers, levels, strict=True):
-            one.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _none(module: nn.Module, recipe: Any) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ def quantized_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Librar
     are included. No library is imported.
     """
     for name, part in module.named_modules():
-        library = next((one for one in LIBRARIES if one.owns(part)), None)
+        library = next((known for known in LIBRARIES if known.owns(part)), None)
         if library is not None:
             yield name, part, library
 
@@ -48,7 +48,7 @@ def quantized_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def quantized_weight(part: nn.Module) -> dict[str, Tensor]:
     """The live tensors of the quantised weight of one layer; none of any other module."""
-    library = next((one for one in LIBRARIES if one.owns(part)), None)
+    library = next((known for known in LIBRARIES if known.owns(part)), None)
     return {} if library is None else library.tensors(part)
 
 
@@ -74,7 +74,7 @@ def stored_tensors(module: nn.Module) -> dict[str, Any]:
         bias, prefix = _join(name, "bias"), _join(name, "")
         for key in [key for key in stored if key.startswith(prefix) and key != bias]:
             del stored[key]
-        stored |= {_join(name, key): one for key, one in library.tensors(part).items()}
+        stored |= {_join(name, key): tensor for key, tensor in library.tensors(part).items()}
     return stored
 
 
@@ -91,9 +91,9 @@ def stream_later(module: nn.Module, device: torch.device) -> Callable[[], None]:
         if library.keep_layout is not None:
             library.keep_layout(part)
         tensors = library.tensors(part)
-        if any(one.is_meta for one in tensors.values()):
+        if any(tensor.is_meta for tensor in tensors.values()):
             before.append((library, part, tensors))
-            library.put(part, {name: _unfilled(one, device) for name, one in tensors.items()})
+            library.put(part, {name: _unfilled(tensor, device) for name, tensor in tensors.items()})
 
     def undo() -> None:
         for library, part, tensors in before:
@@ -125,7 +125,7 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     """Give quantised weights on the meta device memory, without values."""
     for _, part, library in quantized_layers(module):
         tensors = library.tensors(part)
-        if any(one.is_meta for one in tensors.values()):
+        if any(tensor.is_meta for tensor in tensors.values()):
             library.put(part, like_on(tensors, device))
 
 

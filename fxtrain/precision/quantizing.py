@@ -209,7 +209,7 @@ def sharding_problem(module: nn.Module, record: Quantize | None) -> str | None:
     libraries = {library for _, _, library in layers}
     if record is not None:
         libraries.add(library_of(record))
-    whole = sorted(one.name for one in libraries if one.split is None)
+    whole = sorted(library.name for library in libraries if library.split is None)
     if whole:
         return (
             f"tensors of {whole[0]} cannot be split over ranks. Use fx.Bnb4() or fx.Bnb8(), or "
@@ -221,7 +221,7 @@ def sharding_problem(module: nn.Module, record: Quantize | None) -> str | None:
             f"{foreign[0]} was quantised by another library, whose layers expect a weight that "
             f"is not split. Load it with fx.load_model(folder, net), where net has plain layers"
         )
-    if any(one.is_meta for one in (*module.parameters(), *module.buffers())):
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return (
             "the model is on the meta device. Fill it before fx.wrap, with "
             "fx.load_model(folder, net, quantize=...)"

@@ -201,8 +201,8 @@ def convert_layers(
     undos = [_become(part, like) for part, like in zip(parts, library_layers, strict=True)]
 
     def undo() -> None:
-        for one in undos:
-            one()
+        for undo_layer in undos:
+            undo_layer()
 
     return attrs.evolve(targets, names=names), undo
 

@@ -106,7 +106,9 @@ def matches(pattern: str, name: str) -> bool:
 def modules_to_keep(module: nn.Module, record: Quantize) -> tuple[nn.Module, ...]:
     """The modules that a record keeps in fp32."""
     named = module.named_modules()
-    return tuple(p for name, p in named if any(matches(one, name) for one in record.keep_fp32))
+    return tuple(
+        p for name, p in named if any(matches(pattern, name) for pattern in record.keep_fp32)
+    )
 
 
 def all_named(skipped: Mapping[str, str], record: Quantize | Recipe) -> bool:
@@ -131,7 +133,7 @@ def _reasons(
     shared = _shared_weights(module)
     reasons: dict[str, str] = {}
     for name, part in linears.items():
-        if any(matches(one, name) for one in named):
+        if any(matches(pattern, name) for pattern in named):
             reasons[name] = _NAMED
         elif name in inside:
             reasons[name] = f"inside a {inside[name]}"
@@ -263,7 +265,7 @@ def _check_groups(linears: Mapping[str, Any], record: Torchao) -> None:
     wrong = [name for name, width in widths.items() if width % group]
     if not wrong:
         return
-    fits = [one for one in (32, 64, 128, 256) if all(widths[name] % one == 0 for name in wrong)]
+    fits = [size for size in (32, 64, 128, 256) if all(widths[name] % size == 0 for name in wrong)]
     advice = f"Use group={fits[-1]}, or" if fits else "Use skip=..., or"
     raise PlanError(
         f"Torchao(weights={record.weights!r}, group={group}): {wrong[0]} has {widths[wrong[0]]} "

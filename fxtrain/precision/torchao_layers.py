@@ -175,7 +175,7 @@ def _build(
     like: nn.Linear, tensors: Tensors, facts: Mapping[str, Any], record: Quantize | None
 ) -> nn.Module:
     import_torchao("This file of quantised weights")
-    inner = {name.removeprefix("_weight_"): one for name, one in tensors.items()}
+    inner = {name.removeprefix("_weight_"): tensor for name, tensor in tensors.items()}
     layer = _plain_layer(like)
     if facts["_type"] == _OPAQUE:
         prototype = _quietly(_INT4)
