@@ -16,6 +16,7 @@ from fxtrain.errors import CheckpointError, FxError
 from fxtrain.models.safetensors_files import Entry, parse_json
 from fxtrain.models.stored_layers import StoredLayer, record_of, shape_problem
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source
+from fxtrain.precision.library import linear_like
 from fxtrain.precision.plain_tensors import is_quantized, quantized_layers
 from fxtrain.precision.quantizing import (
     converted_to_fp32,
@@ -97,11 +98,8 @@ def quantized_while_read(
     for name, stored in layers.items():
         part = module.get_submodule(name)
         assert isinstance(part, nn.Linear)
-        whole = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
         value = found.read(stored, None).to(device=device, dtype=part.weight.dtype)
-        whole.weight = nn.Parameter(value, requires_grad=False)
-        whole.bias = part.bias
-        layers_made[name] = library.quantize(whole.train(part.training), record)
+        layers_made[name] = library.quantize(linear_like(part, value), record)
     return layers_made
 
 
@@ -219,10 +217,12 @@ def _quantizing(found: Source, module: nn.Module, record: Quantize) -> Source:
         layer, key = owners[name]
         if layer not in last:
             last.clear()
-            layer_made = library.quantize(
-                _linear(parts[layer], found.read(f"{layer}.weight", None)), record
-            )
-            last[layer] = library.tensors(layer_made)
+            quantized: Any = parts[layer]
+            state = getattr(quantized, "quant_state", None)
+            dtype = quantized.weight.dtype if state is None else state.dtype
+            value = found.read(f"{layer}.weight", None)
+            value = value.to(dtype) if dtype.is_floating_point else value
+            last[layer] = library.tensors(library.quantize(linear_like(quantized, value), record))
         value = last[layer][key]
         return value if part is None else value[part]
 
@@ -233,17 +233,6 @@ def _quantizing(found: Source, module: nn.Module, record: Quantize) -> Source:
         locate=lambda name: None if name in owners else found.locate(name),
         layers=layers,
     )
-
-
-def _linear(part: Any, value: Tensor) -> nn.Linear:
-    """The layer that a quantised one replaces, with a weight in the dtype that it had."""
-    linear = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
-    state = getattr(part, "quant_state", None)
-    dtype = part.weight.dtype if state is None else state.dtype
-    linear.weight = nn.Parameter(
-        value.to(dtype) if dtype.is_floating_point else value, requires_grad=False
-    )
-    return linear
 
 
 def _built(

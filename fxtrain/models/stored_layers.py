@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError, FxError
 from fxtrain.models.safetensors_files import Entry
-from fxtrain.precision.bnb_layers import BNB4, BNB8, float_dtype
+from fxtrain.precision.bnb_layers import BNB4, BNB8, NESTED_BLOCK, float_dtype, sizes4
 from fxtrain.precision.library import Library, Tensors
 from fxtrain.precision.plain_tensors import quantized_layers
 from fxtrain.precision.torchao_layers import TORCHAO
@@ -240,7 +240,6 @@ def _constant(value: Tensor, key: Hashable) -> Weight:
 # Shapes and dtypes; no dtypes for any.
 _Wanted = Mapping[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]
 # After an evaluation on a CPU, bitsandbytes saves scales in bf16, and reads them.
-_NESTED_BLOCK = 256  # the only size that bitsandbytes writes and reads
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -302,23 +301,19 @@ def _name(dtype: torch.dtype) -> str:
 
 def _wanted4(facts: Mapping[str, Any], shape: tuple[int, int], tensors: Tensors) -> _Wanted:
     """Two values in a byte, in blocks of the flattened weight; its storage may have any dtype."""
-    elements = math.prod(shape)
-    blocks = _parts(elements, facts["blocksize"])
     nested = "weight.nested_absmax" in tensors
     float_dtype(facts["dtype"])
-    packed = _parts(_parts(elements, 2), tensors["weight"].element_size())
+    if nested and facts["nested_blocksize"] != NESTED_BLOCK:
+        raise ValueError(f"scales in blocks of {shown(facts['nested_blocksize'])}")
+    _parts(1, facts["blocksize"])  # raises if it is no size
+    sizes = sizes4(math.prod(shape), facts["blocksize"], nested=nested)
+    sizes.pop("weight.nested_offset", None)  # of the description, not of a file's tensor
+    packed = _parts(sizes.pop("weight")[0], tensors["weight"].element_size())
     wanted: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
-        "weight": ((packed, 1), ()),
-        "weight.absmax": ((blocks,), (torch.uint8,) if nested else _SCALES),
-        "weight.quant_map": ((16,), (torch.float32,)),
+        name: (size, (torch.float32,)) for name, size in sizes.items()
     }
-    if nested:
-        count = _parts(blocks, facts["nested_blocksize"])
-        if facts["nested_blocksize"] != _NESTED_BLOCK:
-            raise ValueError(f"scales in blocks of {facts['nested_blocksize']}")
-        wanted["weight.nested_absmax"] = ((count,), (torch.float32,))
-        wanted["weight.nested_quant_map"] = ((256,), (torch.float32,))
-    return wanted
+    scales = (torch.uint8,) if nested else _SCALES
+    return wanted | {"weight": ((packed, 1), ()), "weight.absmax": (sizes["weight.absmax"], scales)}
 
 
 def _wanted_torchao(facts: Mapping[str, Any], shape: tuple[int, int]) -> _Wanted:

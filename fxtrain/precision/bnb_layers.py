@@ -15,7 +15,7 @@ from fxtrain.precision.library import Library, Tensors, is_sharded, quiet
 from fxtrain.state import Bnb4, Bnb8, Quantize
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
-_NESTED_BLOCK = 256
+NESTED_BLOCK = 256  # scales that share one; the only size that bitsandbytes writes and reads
 
 
 def _is_class(part: nn.Module, name: str) -> bool:
@@ -90,19 +90,25 @@ def _quantize4(like: nn.Linear, record: Bnb4) -> nn.Module:
     return layer
 
 
+def sizes4(elements: int, blocksize: int, *, nested: bool) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of a four-bit weight: two values in a byte, a scale per block."""
+    blocks = -(-elements // blocksize)
+    sizes = {"weight": (-(-elements // 2), 1), "weight.absmax": (blocks,)}
+    sizes["weight.quant_map"] = (16,)
+    if nested:
+        sizes["weight.nested_absmax"] = (-(-blocks // NESTED_BLOCK),)
+        sizes["weight.nested_quant_map"] = (256,)
+        sizes["weight.nested_offset"] = ()
+    return sizes
+
+
 def _empty4(weight: Tensor, record: Bnb4) -> dict[str, Tensor]:
-    blocks = -(-weight.numel() // record.blocksize)
-    scale = torch.uint8 if record.double_quant else torch.float32
-    sizes = {
-        "weight": ((-(-weight.numel() // 2), 1), torch.uint8),
-        "weight.absmax": ((blocks,), scale),
-        "weight.quant_map": ((16,), torch.float32),
+    sizes = sizes4(weight.numel(), record.blocksize, nested=record.double_quant)
+    in_bytes = ("weight", "weight.absmax") if record.double_quant else ("weight",)
+    return {
+        name: weight.new_empty(size, dtype=torch.uint8 if name in in_bytes else torch.float32)
+        for name, size in sizes.items()
     }
-    if record.double_quant:
-        sizes["weight.nested_absmax"] = ((-(-blocks // _NESTED_BLOCK),), torch.float32)
-        sizes["weight.nested_quant_map"] = ((256,), torch.float32)
-        sizes["weight.nested_offset"] = ((), torch.float32)
-    return {name: weight.new_empty(size, dtype=kind) for name, (size, kind) in sizes.items()}
 
 
 def _facts_of(weight: Tensor, record: Bnb4) -> dict[str, Any]:
@@ -111,7 +117,7 @@ def _facts_of(weight: Tensor, record: Bnb4) -> dict[str, Any]:
         "blocksize": record.blocksize,
         "shape": list(weight.shape),
         "dtype": str(weight.dtype).removeprefix("torch."),
-        "nested_blocksize": _NESTED_BLOCK,
+        "nested_blocksize": NESTED_BLOCK,
         "nested_dtype": "float32",
     }
 

@@ -58,6 +58,19 @@ def is_sharded(tensor: object) -> bool:
     return hasattr(tensor, "placements") and hasattr(tensor, "full_tensor")
 
 
+def linear_like(part: nn.Linear, weight: Tensor | None = None) -> nn.Linear:
+    """A plain layer of the same size and with the same bias.
+
+    Args:
+        weight: Its weight, which gets no gradient; by default one on the meta device.
+    """
+    layer = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
+    if weight is not None:
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.bias = part.bias
+    return layer.train(part.training)
+
+
 def like_on(tensors: Tensors, device: torch.device) -> dict[str, Tensor]:
     """Tensors without values, like others, on a device."""
     return {name: torch.empty_like(tensor, device=device) for name, tensor in tensors.items()}

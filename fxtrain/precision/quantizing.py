@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fxtrain.errors import PlanError
 from fxtrain.precision.bnb_layers import BNB4, BNB8, state_of4
-from fxtrain.precision.library import Library, is_sharded
+from fxtrain.precision.library import Library, is_sharded, linear_like
 from fxtrain.precision.plain_tensors import is_quantized, quantized_layers
 from fxtrain.precision.targets import Targets, choose_layers, modules_to_keep
 from fxtrain.precision.torchao_layers import TORCHAO
@@ -129,7 +129,9 @@ def _replaced(
     for name in names:
         part = module.get_submodule(name)
         assert isinstance(part, nn.Linear)
-        layers[name] = library.quantize(_moved(part, device), record)
+        if not part.weight.is_meta and part.weight.device != device:
+            part = linear_like(part, part.weight.detach().to(device))
+        layers[name] = library.quantize(part, record)
     undo_layers, undo_kept = put_layers(module, layers), converted_to_fp32(module, record)
 
     def undo() -> None:
@@ -171,16 +173,6 @@ def put_layers(module: nn.Module, layers: dict[str, nn.Module]) -> Callable[[], 
             parent._modules[key] = child
 
     return undo
-
-
-def _moved(part: nn.Linear, device: torch.device) -> nn.Linear:
-    """The layer on a device; itself, if it is there or on the meta device."""
-    if part.weight.is_meta or part.weight.device == device:
-        return part
-    moved = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
-    moved.weight = nn.Parameter(part.weight.detach().to(device), requires_grad=False)
-    moved.bias = part.bias
-    return moved.train(part.training)
 
 
 def converted_to_fp32(module: nn.Module, record: Quantize) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxtrain._optional import optional
 from fxtrain._record import shown
-from fxtrain.precision.library import Library, Tensors, quiet
+from fxtrain.precision.library import Library, Tensors, linear_like, quiet
 from fxtrain.state import Quantize
 from fxtrain.state import Torchao as Record
 
@@ -108,7 +108,7 @@ def torchao_config(part: nn.Module) -> dict[str, Any] | None:
 
 
 def _quantize(like: nn.Linear, record: Record) -> nn.Module:
-    layer = _plain_layer(like)
+    layer = linear_like(like)
     if record.weights == "int2":
         layer.weight = _frozen(_quietly(_INT2_MODULE).int2_of(like.weight.detach(), record.group))
         return layer
@@ -121,12 +121,6 @@ def _quantize(like: nn.Linear, record: Record) -> nn.Module:
     api.quantize_(layer, _config(record, weight.device))
     layer.weight = _frozen(layer.weight.detach())
     return layer
-
-
-def _plain_layer(like: nn.Linear) -> nn.Linear:
-    layer = nn.Linear(like.in_features, like.out_features, bias=False, device="meta")
-    layer.bias = like.bias
-    return layer.train(like.training)
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:
@@ -176,7 +170,7 @@ def _build(
 ) -> nn.Module:
     import_torchao("This file of quantised weights")
     inner = {name.removeprefix("_weight_"): tensor for name, tensor in tensors.items()}
-    layer = _plain_layer(like)
+    layer = linear_like(like)
     if facts["_type"] == _OPAQUE:
         prototype = _quietly(_INT4)
         data = facts["_data"]
