@@ -79,23 +79,30 @@ def latest(path: StrPath) -> str | None:
         >>> fx.latest(tempfile.mkdtemp()) is None
         True
     """
-    folder = open_storage(path)
-    checkpoints = list_checkpoints(folder)
+    newest = _newest(open_storage(path))
+    return None if newest is None else str(newest[0])
+
+
+def _newest(folder: Storage) -> tuple[Storage, Manifest] | None:
+    """The newest complete checkpoint of a folder, as `latest` says."""
+    checkpoints, manifest = _inspected(folder)
     newest = _first_complete(folder, reversed(checkpoints))
-    if newest is None and checkpoints:
-        lines = [f"  {info.name}: {'; '.join(info.problems)}" for info in checkpoints]
-        raise CheckpointError(
-            "\n".join(
-                [
-                    f"No checkpoint in {folder} is complete:",
-                    *lines,
-                    "Copy the missing files from where they were written, or remove these "
-                    "checkpoints to start the run from its beginning.",
-                ]
-            ),
-            code="FX602",
-        )
-    return newest
+    if newest is not None and manifest is not None:
+        return open_storage(newest), manifest
+    if not checkpoints:
+        return None
+    lines = [f"  {info.name}: {'; '.join(info.problems)}" for info in checkpoints]
+    raise CheckpointError(
+        "\n".join(
+            [
+                f"No checkpoint in {folder} is complete:",
+                *lines,
+                "Copy the missing files from where they were written, or remove these "
+                "checkpoints to start the run from its beginning.",
+            ]
+        ),
+        code="FX602",
+    )
 
 
 def best(path: StrPath, mode: Literal["min", "max"] = "min") -> str | None:
@@ -158,7 +165,9 @@ def open_checkpoint(path: Any) -> tuple[Storage, Manifest]:
     """
     storage = open_storage(path)
     try:
-        newest = str(storage) if MANIFEST in storage.files() else latest(path)
+        if MANIFEST in storage.files():
+            return storage, read_manifest(storage)
+        newest = _newest(storage)
     except NotADirectoryError as error:
         raise CheckpointError(
             f"{path} is a file, and a checkpoint is a folder that fx.save wrote. Model files are "
@@ -169,8 +178,7 @@ def open_checkpoint(path: Any) -> tuple[Storage, Manifest]:
         raise CheckpointError(f"No checkpoint at {path}: {error}", code="FX601") from error
     if newest is None:
         raise CheckpointError(f"No complete checkpoint in {storage}.{_hint(storage)}", code="FX601")
-    checkpoint = open_storage(newest)
-    return checkpoint, read_manifest(checkpoint)
+    return newest
 
 
 def _hint(folder: Storage) -> str:
@@ -199,26 +207,41 @@ def list_checkpoints(folder: Storage) -> list[CheckpointInfo]:
     Raises:
         CheckpointError: one cannot be read, or has a newer format.
     """
-    checkpoints = [_inspect(folder, name) for name in checkpoint_names(folder)]
-    return sorted(checkpoints, key=lambda info: math.inf if info.order is None else info.order)
+    return _inspected(folder)[0]
 
 
-def _inspect(folder: Storage, name: str) -> CheckpointInfo:
-    inside = folder.join(name)
-    try:
-        manifest = read_manifest(inside)
-        problems = tuple(file_problems(inside.files(), manifest))
-    except (UnreadableError, NewerFormatError):
-        raise
-    except (CheckpointError, OSError) as error:
-        return CheckpointInfo(name=name, order=None, problems=(str(error),))
-    return CheckpointInfo(
-        name=name,
-        order=manifest.order,
-        saver=manifest.saver,
-        metric=manifest.metric,
-        problems=problems,
-    )
+def _inspected(folder: Storage) -> tuple[list[CheckpointInfo], Manifest | None]:
+    """The checkpoints of a folder, and the manifest of the newest complete one.
+
+    Other manifests are not kept: that of a large model takes hundreds of megabytes.
+    """
+    checkpoints: list[CheckpointInfo] = []
+    newest: Manifest | None = None
+    for name in checkpoint_names(folder):
+        inside, manifest = folder.join(name), None
+        try:
+            manifest = read_manifest(inside)
+            problems = tuple(file_problems(inside.files(), manifest))
+        except (UnreadableError, NewerFormatError):
+            raise
+        except (CheckpointError, OSError) as error:
+            problems = (str(error),)
+        if manifest is None:
+            checkpoints.append(CheckpointInfo(name=name, order=None, problems=problems))
+            continue
+        if not problems and (newest is None or manifest.order >= newest.order):
+            newest = manifest
+        checkpoints.append(
+            CheckpointInfo(
+                name=name,
+                order=manifest.order,
+                saver=manifest.saver,
+                metric=manifest.metric,
+                problems=problems,
+            )
+        )
+    checkpoints.sort(key=lambda info: math.inf if info.order is None else info.order)
+    return checkpoints, newest
 
 
 def next_order(checkpoints: Sequence[CheckpointInfo]) -> int:

@@ -278,9 +278,8 @@ def _tensor_of(
     for box in fields["parts"]:
         start, shape, digests = tuple(box["start"]), tuple(box["shape"]), tuple(box["digests"])
         part = StoredBox(**box | {"start": start, "shape": shape, "digests": digests})
-        if not _are_counts(part.offset, *start, *shape) or not len(start) == len(shape) == len(
-            full
-        ):
+        same_dims = len(start) == len(shape) == len(full)
+        if not same_dims or not _are_counts(part.offset, *start, *shape):
             raise ValueError(f"a part of {name} is not at an offset in a file and a tensor")
         if any(map(operator.gt, map(operator.add, start, shape), full)):
             raise ValueError(f"a part of {name}, {shape} at {start}, is not inside {full}")
@@ -293,7 +292,7 @@ def _tensor_of(
             spans[part.file].append((part.offset, size))
         parts.append(part)
         boxes.append((start, shape))
-    if not is_partition(full, boxes):
+    if boxes != [((0,) * len(full), full)] and not is_partition(full, boxes):
         raise ValueError(f"the parts of {name} overlap or do not cover {list(full)}")
     return StoredTensor(**fields | {"shape": full, "parts": tuple(parts)})
 

@@ -20,10 +20,8 @@ NESTED_BLOCK = 256  # scales that share one; the only size that bitsandbytes wri
 
 def _is_class(part: nn.Module, name: str) -> bool:
     """Whether a module is of a class of bitsandbytes, without importing it."""
-    return any(
-        kind.__name__ == name and kind.__module__.startswith("bitsandbytes.")
-        for kind in type(part).__mro__
-    )
+    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(part).__mro__]
+    return ("bitsandbytes", name) in kinds
 
 
 def _modules(record: type) -> Any:
