@@ -186,3 +186,10 @@ def test_a_damaged_folder_of_deepspeed_is_read_or_refused(deepspeed, kind, data)
 def test_a_damaged_latest_is_read_or_refused(deepspeed, data):
     with replaced(deepspeed[0] / "latest", lambda raw: data.draw(damaged(raw))):
         only(fx.CheckpointError, read_deepspeed, deepspeed[0])
+
+
+def test_a_tag_longer_than_a_file_name_is_refused(deepspeed):
+    latest = deepspeed[0] / "latest"
+    refused = pytest.raises(fx.CheckpointError, match="which is not a folder")
+    with replaced(latest, lambda raw: b"0xf" * 100), refused:
+        read_deepspeed(deepspeed[0])

@@ -5,6 +5,7 @@ torch reads the rest with `weights_only=True`. DeepSpeed need not be installed.
 """
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -112,7 +113,7 @@ def _tagged(root: Path) -> Path:
             tag = read_text(inside(root, "latest"), _LONGEST_TAG).strip()
         except OSError as error:
             raise CheckpointError(f"{latest}: {error}.") from error
-        if not tag or "\0" in tag or Path(tag).name != tag or not (root / tag).is_dir():
+        if not tag or "\0" in tag or Path(tag).name != tag or not os.path.isdir(root / tag):
             raise CheckpointError(f"{latest} names {shown(tag)}, which is not a folder in {root}.")
         return root / tag
     if any(root.glob("*mp_rank_*_states.pt")):
