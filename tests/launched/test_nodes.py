@@ -1,5 +1,6 @@
 """Several nodes: launchers of their own on loopback, with real TCP between them."""
 
+import functools
 import json
 import re
 import signal
@@ -115,6 +116,52 @@ def test_a_node_that_was_killed_is_started_again(tmp_path):
     assert [end.code for end in ended] == [0, 0], [end.err for end in ended]
     said = sorted(line for end in ended for line in end.out.splitlines())
     assert said == ["back 0", "back 1", "back 2", "back 3"]
+
+
+def _with_a_bad_node(folder, min_nodes, *, reserve=False):
+    """How launchers end of which the second has ranks that fail each time; the second last."""
+    port = _port()
+    words = (
+        "--rendezvous=c10d", f"--min-nodes={min_nodes}", "--restarts=3", "--threads=1",
+        "--rendezvous-option=last_call_timeout=2", RANKS, "bad_node",
+    )  # fmt: skip
+    programs = [_node(0, port, *words, begin=start_fork)]
+    _wait_for(lambda: _listens(port))
+    env = {"BAD": str(folder / "begun")}
+    bad = _node(0, port, *words, begin=functools.partial(start_fork, env=env))
+    if reserve:
+        _wait_for((folder / "begun").exists)
+        programs.append(_node(0, port, *words, begin=start_fork))
+    return [finish(process, timeout_s=120) for process in (*programs, bad)]
+
+
+_LEFT = "leaves the run: its ranks failed 2 times in a row, and enough other nodes remain."
+
+
+@pytest.mark.timeout(300)
+def test_a_node_whose_ranks_fail_twice_in_a_row_leaves_the_run(tmp_path):
+    stays, bad = _with_a_bad_node(tmp_path, 1)
+    assert (stays.code, bad.code) == (0, 1), stays.err
+    assert _LEFT in bad.err and "a broken device" in bad.err
+    assert sorted(stays.out.splitlines()) == ["done 0 of 2", "done 1 of 2"]
+    assert "The run goes on with 1 of 2 nodes." in stays.err
+
+
+@pytest.mark.timeout(300)
+def test_a_node_in_reserve_takes_the_place_of_one_whose_ranks_fail(tmp_path):
+    """At the latest once its ranks have failed twice: torch may give its place away before."""
+    stays, replaces, bad = _with_a_bad_node(tmp_path, 2, reserve=True)
+    assert (stays.code, replaces.code) == (0, 0), (stays.err, replaces.err)
+    assert bad.code and "a broken device" in bad.err
+    done = sorted((stays.out + replaces.out).splitlines())
+    assert done == [f"done {rank} of 4" for rank in range(4)]
+
+
+@pytest.mark.timeout(300)
+def test_a_node_stays_if_too_few_others_would_remain(tmp_path):
+    stays, bad = _with_a_bad_node(tmp_path, 2)
+    assert (stays.code, bad.code) == (1, 1)
+    assert "leaves the run" not in bad.err and "Attempt 3 failed; 1 more to come." in bad.err
 
 
 def _listens(port):

@@ -155,6 +155,19 @@ def come_back(folder):
             time.sleep(0.1)
 
 
+def bad_node():
+    """Ranks of a node with the variable BAD fail each time, and the others then too."""
+    import fxtrain as fx
+
+    with fx.detect(device="cpu", timeout_s=30) as ctx:
+        if "BAD" in os.environ:
+            open(os.environ["BAD"], "w").close()
+            time.sleep(2)
+            raise ValueError("a broken device")
+        fx.ops.barrier(ctx)
+        os.write(1, f"done {ctx.rank} of {ctx.world_size}\n".encode())
+
+
 def main_module():
     """Other processes find what the main module defines."""
     assert sys.modules["__main__"].Here is Here

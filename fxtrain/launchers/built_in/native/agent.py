@@ -34,6 +34,7 @@ from fxtrain.launchers.built_in.native.rendezvous import BACKEND, open_handler, 
 from fxtrain.launchers.outcome import LaunchResult, distance, one_line
 from fxtrain.ops.rendezvous_store import first_line
 
+_FAILURES = 2  # in a row, of ranks of one node, after which it leaves the run
 _WAITING_S = 20.0  # for nodes that start their ranks again to be seen waiting
 _MAIN_LOST = (
     "The launcher that serves the store of this run ended before this one, or does not answer, so "
@@ -41,6 +42,14 @@ _MAIN_LOST = (
 )
 # Fields of torch's records that older versions lack.
 _NEWER = ("duplicate_stdout_filters", "duplicate_stderr_filters", "virtual_local_rank")
+
+
+class _LeavesError(Exception):
+    """Ranks of this node failed again and again, and the others go on without it."""
+
+    def __init__(self, ending: LaunchResult) -> None:
+        super().__init__()
+        self.ending = ending
 
 
 class LostRendezvousError(RendezvousError):
@@ -107,7 +116,7 @@ def run_agent(
         **timeout,
     )
     agent.serves, agent.elastic = serves, config.rdzv_configs["meets"] == "c10d"
-    agent.ended, agent.tell_attempt = ended, tell_attempt
+    agent.ended, agent.tell_attempt, agent.min_nodes = ended, tell_attempt, config.min_nodes
     return agent.run_and_leave()
 
 
@@ -120,7 +129,9 @@ class _Agent(LocalElasticAgent):
     elastic: bool
     ended: Callable[[dict[int, int], str], LaunchResult]
     tell_attempt: Callable[[int, LaunchResult], None]
+    min_nodes: int
     _failures: dict[int, Any]
+    _in_a_row: int = 0  # attempts that failed since ranks of this node did
     _ends: NodeEnds | None = None
     _culprit: str | None = ""
     _stopped_at: float | None = None
@@ -138,6 +149,9 @@ class _Agent(LocalElasticAgent):
             # A node that was stopped may be replaced, so the rendezvous stays open.
             end, closes = NodeEnd(text=f"was stopped by {error.sigval.name}.", stopped=True), False
             raise
+        except _LeavesError as error:
+            end, closes = None, False
+            return error.ending
         except LostRendezvousError as error:
             if isinstance(error.__cause__, RendezvousConnectionError):  # nobody can be told
                 self._ends, closes = None, False
@@ -212,10 +226,19 @@ class _Agent(LocalElasticAgent):
             ending = self._ended(self._failures)
             if self.elastic:  # where numbered nodes start their ranks again, each does by itself
                 ending = self._told(ending)
+            self._in_a_row = 0 if ending.culprit or self._ends is None else self._in_a_row + 1
+            if self._ends and self._can_leave():
+                say(
+                    f"{self._ends.name[:1].upper()}{self._ends.name[1:]} leaves the run: its ranks "
+                    f"failed {_FAILURES} times in a row, and enough other nodes remain."
+                )
+                self._ends.interrupt()
+                raise _LeavesError(ending)
             self.tell_attempt(attempt, ending)
         elif self._ends:
-            why = self._ends.told() or "Nodes join or leave."
-            say(f"The ranks of this node start again. {why}")
+            why = self._ends.told()
+            self._in_a_row = 0 if why else self._in_a_row
+            say(f"The ranks of this node start again. {why or 'Nodes join or leave.'}")
         if self.elastic and self._ends:
             self._ends.interrupt()
         restart: Any = super()._restart_workers  # decorated without types
@@ -224,10 +247,22 @@ class _Agent(LocalElasticAgent):
         except (RendezvousConnectionError, DistNetworkError) as error:
             raise LostRendezvousError(first_line(error)) from error
 
+    def _can_leave(self) -> bool:
+        """Whether ranks of this node failed too often, and enough nodes remain without it.
+
+        The node that serves the rendezvous stays, since the others could not go on without it.
+        """
+        if not self.elastic or self.serves or not self._ends or self._in_a_row < _FAILURES:
+            return False
+        handler: Any = self._rdzv_handler
+        return self._ends.count - 1 + handler.nodes_in_reserve() >= self.min_nodes
+
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         join: Any = super()._rendezvous
         join(worker_group)
         count = worker_group.group_world_size or 1
+        if self._ends and count < self._ends.count:
+            say(f"The run goes on with {count} of {self._ends.count} nodes.")
         self._ends = NodeEnds(self._store, worker_group.group_rank or 0, count, self.serves)
         self._ends.begin()
         self._stopped_at = None

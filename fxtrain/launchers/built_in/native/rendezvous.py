@@ -159,6 +159,11 @@ class _CleaningRendezvous:
             self._lost = True
             return 0
 
+    def nodes_in_reserve(self) -> int:
+        """Nodes that have come since the attempt began: they wait, or replace one that leaves."""
+        state = self._backend.seen if self._backend else None
+        return len(state.wait_list) + len(state.redundancy_list) if state else 0
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)
 
