@@ -4,8 +4,6 @@ from fxtrain.launchers.built_in.deepspeed import DeepSpeedOptions, deepspeed
 from fxtrain.launchers.built_in.kubernetes import KubernetesOptions, kubernetes
 from fxtrain.launchers.built_in.mpi import MpiOptions, mpi
 from fxtrain.launchers.built_in.native.launcher import native
-from fxtrain.launchers.built_in.native.oom import MemoryKills, count_kills, tell_kills
-from fxtrain.launchers.built_in.native.preload import load_torch
 from fxtrain.launchers.built_in.ray import RayOptions, ray
 from fxtrain.launchers.built_in.sagemaker.launcher import SageMakerOptions, sagemaker
 from fxtrain.launchers.built_in.slurm import SlurmOptions, slurm
@@ -38,7 +36,6 @@ __all__ = [
     "LaunchSpec",
     "Launcher",
     "Machine",
-    "MemoryKills",
     "MpiOptions",
     "RayOptions",
     "SageMakerOptions",
@@ -48,7 +45,6 @@ __all__ = [
     "by_cause",
     "check_target",
     "cores_of_ranks",
-    "count_kills",
     "deepspeed",
     "describe",
     "find_launcher",
@@ -57,7 +53,6 @@ __all__ = [
     "keep_tracebacks",
     "known_launchers",
     "kubernetes",
-    "load_torch",
     "look",
     "mpi",
     "native",
@@ -73,7 +68,6 @@ __all__ = [
     "shared_environment",
     "show",
     "slurm",
-    "tell_kills",
     "tpu",
     "tpu_pod",
     "write_cores",

@@ -7,133 +7,74 @@ import attrs
 from fxtrain.launchers.spec import LaunchSpec
 
 
-@attrs.frozen(kw_only=True)
+def _flag_of(row: Any) -> str:
+    return f"--{row.field.rpartition('.')[2].replace('_', '-')}"
+
+
+@attrs.frozen
 class Flag:
     """One option of `fxtrain launch`.
 
     Attributes:
         field: The field of `LaunchSpec` that it sets, or the path of a field of the plan.
-        flag: The flag on the command line.
-        help: A one-line description.
         metavar: Name of its value; empty for a switch.
+        help: A one-line description.
+        flag: The flag on the command line; by default the field's name, with hyphens.
         many: "" for one value, "," for several separated by commas, "again" for a repeated flag.
     """
 
     field: str
-    flag: str
+    metavar: str
     help: str
-    metavar: str = ""
-    many: str = ""
+    flag: str = attrs.field(default=attrs.Factory(_flag_of, takes_self=True), kw_only=True)
+    many: str = attrs.field(default="", kw_only=True)
 
 
 FLAGS: tuple[Flag, ...] = (
-    Flag(field="launcher", flag="--launcher", metavar="NAME", help="how to start the ranks"),
-    Flag(
-        field="ranks", flag="--ranks", metavar="N",
-        help="processes per node; by default one per accelerator, or one without any",
-    ),
-    Flag(field="nodes", flag="--nodes", metavar="M", help="number of machines"),
-    Flag(
-        field="min_nodes", flag="--min-nodes", metavar="M",
-        help="minimum number of machines; the run then grows and shrinks",
-    ),
-    Flag(
-        field="node_rank", flag="--node-rank", metavar="K", help="number of this machine, from 0"
-    ),
-    Flag(
-        field="main_address", flag="--main-address", metavar="HOST",
-        help="address of node 0, the same on every node",
-    ),
-    Flag(
-        field="main_port", flag="--main-port", metavar="PORT",
-        help="its TCP port; 29500 with several nodes",
-    ),
-    Flag(
-        field="local_address", flag="--local-address", metavar="HOST",
-        help="address by which other nodes reach this one",
-    ),
-    Flag(
-        field="rendezvous", flag="--rendezvous", metavar="KIND",
-        help="static: numbered nodes; c10d: nodes join in any order, and again after a failure",
-    ),
-    Flag(
-        field="rendezvous_options", flag="--rendezvous-option", metavar="KEY=VALUE", many="again",
-        help="an option of torch's rendezvous",
-    ),
-    Flag(
-        field="connect_timeout_s", flag="--connect-timeout", metavar="SECONDS",
-        help="maximum wait for the other nodes",
-    ),
-    Flag(field="run_id", flag="--run-id", metavar="NAME", help="name shared by the nodes of a run"),
-    Flag(
-        field="restarts", flag="--restarts", metavar="N",
-        help="maximum restarts of all ranks after one has failed",
-    ),
-    Flag(
-        field="spares", flag="--spares", metavar="N",
-        help="processes kept ready for each rank, for restarts",
-    ),
-    Flag(
-        field="monitor_interval_s", flag="--monitor-interval", metavar="SECONDS",
-        help="interval between checks of the ranks",
-    ),
-    Flag(
-        field="shutdown_s", flag="--shutdown", metavar="SECONDS",
-        help="time for ranks to exit after a signal",
-    ),
-    Flag(field="role", flag="--role", metavar="NAME", help="name of the ranks in their log"),
-    Flag(field="log_dir", flag="--log-dir", metavar="FOLDER", help="folder for the ranks' output"),
-    Flag(
-        field="redirect", flag="--redirect", metavar="STREAMS",
-        help="out, err or both: write to files only",
-    ),
-    Flag(
-        field="tee", flag="--tee", metavar="STREAMS",
-        help="out, err or both: write to files and here, with the rank before each line",
-    ),
-    Flag(
-        field="show_ranks", flag="--show-ranks", metavar="K,...", many=",",
-        help="show the output of these ranks of each node only",
-    ),
-    Flag(field="cpu", flag="--cpu", help="hide the accelerators"),
-    Flag(field="gpus", flag="--gpus", metavar="K,...", many=",", help="use these GPUs only"),
-    Flag(
-        field="bind", flag="--numa-binding", metavar="MODE",
-        help="cores for each rank: node, socket, exclusive or core-complex",
-    ),
-    Flag(
-        field="threads", flag="--threads", metavar="N",
-        help="OMP_NUM_THREADS of each rank; by default an equal share of the cores",
-    ),
-    Flag(
-        field="env", flag="--env", metavar="NAME[=VALUE]", many="again",
-        help="a variable for the ranks; NAME alone takes the value from here",
-    ),
-    Flag(field="executable", flag="--no-python", help="the program is not a Python script"),
-    Flag(field="module", flag="-m", help="the program is a module, not a script"),
+    Flag("launcher", "NAME", "how to start the ranks"),
+    Flag("ranks", "N", "processes per node; by default one per accelerator, or one without any"),
+    Flag("nodes", "M", "number of machines"),
+    Flag("min_nodes", "M", "minimum number of machines; the run then grows and shrinks"),
+    Flag("node_rank", "K", "number of this machine, from 0"),
+    Flag("main_address", "HOST", "address of node 0, the same on every node"),
+    Flag("main_port", "PORT", "its TCP port; 29500 with several nodes"),
+    Flag("local_address", "HOST", "address by which other nodes reach this one"),
+    Flag("rendezvous", "KIND",
+         "static: numbered nodes; c10d: they join in any order, and again after a failure"),
+    Flag("rendezvous_options", "KEY=VALUE",
+         "an option of torch's rendezvous", flag="--rendezvous-option", many="again"),
+    Flag("connect_timeout_s", "SECONDS",
+         "maximum wait for the other nodes", flag="--connect-timeout"),
+    Flag("run_id", "NAME", "name shared by the nodes of a run"),
+    Flag("restarts", "N", "maximum restarts of all ranks after one has failed"),
+    Flag("spares", "N", "processes kept ready for each rank, for restarts"),
+    Flag("monitor_interval_s", "SECONDS",
+         "interval between checks of the ranks", flag="--monitor-interval"),
+    Flag("shutdown_s", "SECONDS", "time for ranks to exit after a signal", flag="--shutdown"),
+    Flag("role", "NAME", "name of the ranks in their log"),
+    Flag("log_dir", "FOLDER", "folder for the ranks' output"),
+    Flag("redirect", "STREAMS", "out, err or both: write to files only"),
+    Flag("tee", "STREAMS",
+         "out, err or both: write to files and here, with the rank before each line"),
+    Flag("show_ranks", "K,...", "show the output of these ranks of each node only", many=","),
+    Flag("cpu", "", "hide the accelerators"),
+    Flag("gpus", "K,...", "use these GPUs only", many=","),
+    Flag("bind", "MODE",
+         "cores for each rank: node, socket, exclusive or core-complex", flag="--numa-binding"),
+    Flag("threads", "N", "OMP_NUM_THREADS of each rank; by default an equal share of the cores"),
+    Flag("env", "NAME[=VALUE]",
+         "a variable for the ranks; NAME alone takes the value from here", many="again"),
+    Flag("executable", "", "the program is not a Python script", flag="--no-python"),
+    Flag("module", "", "the program is a module, not a script", flag="-m"),
 )  # fmt: skip
-
-
 PLAN_FLAGS: tuple[Flag, ...] = (
-    Flag(
-        field="plan.mesh", flag="--mesh", metavar="AXIS=N,...",
-        help="ranks per axis, such as shard=4,tensor=2",
-    ),
-    Flag(field="plan.strategy.kind", flag="--strategy", metavar="KIND", help="such as ddp or fsdp"),
-    Flag(field="plan.precision", flag="--precision", metavar="NAME", help="fp32, bf16, fp16, fp8"),
-    Flag(
-        field="plan.accumulate", flag="--accumulate", metavar="N",
-        help="micro-batches per optimizer update",
-    ),
-    Flag(
-        field="plan.clip_norm", flag="--clip-norm", metavar="X",
-        help="maximum total gradient norm",
-    ),
-    Flag(
-        field="plan.batch", flag="--batch", metavar="HOW",
-        help="whether batch sizes are per_rank or global",
-    ),
-    Flag(field="plan.compile", flag="--compile", help="compile the model"),
+    Flag("plan.mesh", "AXIS=N,...", "ranks per axis, such as shard=4,tensor=2"),
+    Flag("plan.strategy.kind", "KIND", "such as ddp or fsdp", flag="--strategy"),
+    Flag("plan.precision", "NAME", "fp32, bf16, fp16, fp8"),
+    Flag("plan.accumulate", "N", "micro-batches per optimizer update"),
+    Flag("plan.clip_norm", "X", "maximum total gradient norm"),
+    Flag("plan.batch", "HOW", "whether batch sizes are per_rank or global"),
+    Flag("plan.compile", "", "compile the model"),
 )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Facts that launchers need about the machine on which the command runs."""
 
+import gc
+import importlib
 import itertools
 import os
 import shutil
@@ -7,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -14,7 +17,6 @@ from fxtrain._addresses import GLOO, NCCL, Route, free_port
 from fxtrain._reading import read_text
 from fxtrain._secret import SECRET
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.built_in.native.preload import load_torch
 from fxtrain.launchers.spec import LaunchSpec
 
 _NODES = Path("/sys/devices/system/node")
@@ -195,6 +197,31 @@ def _which_mpi(program: str) -> str:
         [program, "--version"], capture_output=True, text=True, timeout=30, check=False
     )
     return next((name for text, name in _MPIS if text in done.stdout), "")
+
+
+def load_torch(name: str) -> Any:
+    """A module of torch.
+
+    Python's garbage collector runs repeatedly while torch creates its hundreds of thousands of
+    objects, which takes a tenth of the import time and finds nothing.
+
+    Effects:
+        Imports the module. If torch was not imported before, all objects that exist after the
+        import are exempt from garbage collection.
+
+    Example:
+        >>> from fxtrain.launchers.machine import load_torch
+        >>> load_torch("torch").__name__
+        'torch'
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        return importlib.import_module(name)
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def default_ranks(spec: LaunchSpec) -> int:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Marks of the launches that a process belongs to, the innermost last.
@@ -92,56 +92,43 @@ def end_strays(mark: str, *, patience_s: float, ask: bool, sessions: Collection[
     Effects:
         Sends signals; waits until the processes have ended.
     """
-    known = _Launch(mark, sessions)
     if ask:
-        known.send(signal.SIGTERM)
+        _send(signal.SIGTERM, mark, sessions)
     deadline = time.monotonic() + patience_s
-    while known.found() and time.monotonic() < deadline:
+    while _running(mark, sessions) and time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL_S)
     deadline = time.monotonic() + _KILLED_S
-    while known.found() and time.monotonic() < deadline:
-        known.send(signal.SIGKILL)
+    while _running(mark, sessions) and time.monotonic() < deadline:
+        _send(signal.SIGKILL, mark, sessions)
         time.sleep(_POLL_INTERVAL_S / 10)
 
 
-class _Launch:
-    """The processes of one launch."""
+def _running(mark: str, sessions: Collection[int]) -> list[int]:
+    """Process IDs of a launch, without this process."""
+    if sys.platform != "linux":
+        return []
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return [pid for pid in pids if pid != os.getpid() and _belongs(pid, mark, sessions)]
 
-    def __init__(self, mark: str, sessions: Collection[int]) -> None:
-        self._mark = mark.encode()
-        self._sessions = frozenset(sessions)
 
-    def found(self) -> list[int]:
-        """Process IDs of those that run, without this process."""
-        if sys.platform != "linux":
-            return []
-        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-        return [pid for pid in pids if pid != os.getpid() and self._has(pid)]
+def _send(number: signal.Signals, mark: str, sessions: Collection[int]) -> None:
+    for pid in _running(mark, sessions):
+        with suppress(ProcessLookupError):  # it has exited in the meantime
+            os.kill(pid, number)
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to each of them."""
-        for pid in self.found():
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:  # it has exited in the meantime
-                continue
 
-    def _has(self, pid: int) -> bool:
-        try:
-            state, session = _state(pid)
-            if state in "ZX":  # exited, and not yet reaped by its parent
-                return False
-            return session in self._sessions or self._is_marked(pid)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            return False  # it has exited, or belongs to another user
-
-    def _is_marked(self, pid: int) -> bool:
-        start = f"{MARK}=".encode()
-        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if variable.startswith(start):
-                marks = variable.removeprefix(start)
-                return marks == self._mark or marks.startswith(self._mark + b":")
-        return False
+def _belongs(pid: int, mark: str, sessions: Collection[int]) -> bool:
+    try:
+        state, session = _state(pid)
+        if state in "ZX":  # exited, and not yet reaped by its parent
+            return False
+        if session in sessions:
+            return True
+        variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False  # it has exited, or belongs to another user
+    # Launches within this one add their marks after a colon.
+    return any(f"{variable}:".startswith(f"{MARK}={mark}:") for variable in variables)
 
 
 def _state(pid: int) -> tuple[str, int]:

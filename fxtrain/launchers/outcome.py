@@ -17,7 +17,14 @@ _LOST_PEER = re.compile(
     r"|[\\/]gloo[\\/]",
     re.IGNORECASE,
 )
+_KERNEL_COUNTERS = Path("/proc/vmstat")
 _PERHAPS_MEMORY = "The kernel does that when memory runs out: run dmesg, or use less memory."
+_MEMORY = (
+    "Most likely, that was the kernel's out-of-memory killer, which ended a process of this "
+    "machine meanwhile. Use a smaller batch, fewer ranks or fewer loader workers, or request more "
+    "memory."
+)
+_NOT_MEMORY = "That was not the kernel's out-of-memory killer: another process sent the signal."
 _PERHAPS_WATCHDOG = (
     "C++ code does that: a failed check, or NCCL's watchdog when a collective times out because "
     "another rank failed or never joined it. The output of this rank names the reason."
@@ -192,6 +199,26 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def count_memory_kills() -> int | None:
+    """How often the kernel has ended a process of this machine since memory ran out.
+
+    Returns:
+        The kernel's counter; None where it has none.
+    """
+    if not _KERNEL_COUNTERS.exists():
+        return None
+    found = re.search(r"^oom_kill (\d+)$", _KERNEL_COUNTERS.read_text(), re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def tell_memory_kills(before: int | None) -> str:
+    """Why a rank was ended by SIGKILL, from the count when the launch began; empty if unknown."""
+    after = count_memory_kills()
+    if before is None or after is None:
+        return ""
+    return _MEMORY if after > before else _NOT_MEMORY
 
 
 def read_reports(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:

@@ -12,12 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.built_in.native.oom import count_kills, tell_kills
 from fxtrain.launchers.child import end_with_parent
-from fxtrain.launchers.outcome import LaunchResult, by_cause, read_reports, to_failures
+from fxtrain.launchers.outcome import (
+    LaunchResult,
+    by_cause,
+    count_memory_kills,
+    read_reports,
+    tell_memory_kills,
+    to_failures,
+)
 from fxtrain.launchers.spec import Invocation, LaunchSpec
 
 # In a command line, a placeholder for the folder for errors of ranks, known only when it runs.
@@ -49,21 +53,21 @@ def run_program(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
             code="FX702",
         )
     write_files(invocation)
-    before = count_kills()
+    kills = count_memory_kills()
     with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
         errors = _errors_in(spec.log_dir) if spec.log_dir else folder
         argv = [word.replace(ERRORS, errors) for word in invocation.argv]
         code, stopped = _wait(argv, {**os.environ, **invocation.env}, Path(errors))
         # Ranks on other machines see this folder only where log_dir is shared.
         reports = read_reports(sorted(Path(errors).glob("*.json")))
-    ending = LaunchResult(
+    return LaunchResult(
         ranks=spec.world_size,
         failures=by_cause(to_failures({}, reports)) if code else (),
         signal=stopped,
         left=code,
         launcher=invocation.argv[0],
+        memory=tell_memory_kills(kills),
     )
-    return attrs.evolve(ending, memory=tell_kills(before, count_kills()))
 
 
 def write_files(invocation: Invocation) -> None:

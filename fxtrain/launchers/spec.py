@@ -141,7 +141,7 @@ class LaunchSpec:
         2
     """
 
-    target: str
+    target: str = attrs.field(validator=_argument)
     args: tuple[str, ...] = attrs.field(default=(), validator=_argument)
     ranks: int = attrs.field(default=1, validator=_some_ranks, metadata={"choose": _RANKS})
     module: bool = False

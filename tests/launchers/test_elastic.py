@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fxtrain.errors import LaunchError
-from fxtrain.launchers import LaunchSpec, load_torch
+from fxtrain.launchers import LaunchSpec
 from fxtrain.launchers.built_in.native.elastic import check_devices
+from fxtrain.launchers.machine import load_torch
 
 
 @pytest.mark.parametrize(

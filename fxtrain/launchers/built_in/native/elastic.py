@@ -26,11 +26,18 @@ from fxtrain.launchers.built_in.native.network import (
     serve,
     serve_nodes,
 )
-from fxtrain.launchers.built_in.native.oom import count_kills, tell_kills
-from fxtrain.launchers.built_in.native.preload import load_torch
 from fxtrain.launchers.built_in.native.spares import spares_kept
+from fxtrain.launchers.machine import load_torch
 from fxtrain.launchers.orphans import MARK, end_strays, kept, mark_within
-from fxtrain.launchers.outcome import LaunchResult, by_cause, describe, read_reports, to_failures
+from fxtrain.launchers.outcome import (
+    LaunchResult,
+    by_cause,
+    count_memory_kills,
+    describe,
+    read_reports,
+    tell_memory_kills,
+    to_failures,
+)
 from fxtrain.launchers.process import FORWARDED_SIGNALS, forward_signals, signal_children
 from fxtrain.launchers.program import QUIET
 from fxtrain.launchers.spec import Invocation, LaunchSpec
@@ -83,12 +90,12 @@ def _run(spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool) -
     signals = importlib.import_module("torch.distributed.elastic.multiprocessing")
     meeting = importlib.import_module("torch.distributed.elastic.rendezvous")
     distributed = importlib.import_module("torch.distributed")
-    start, begun, kills = time.monotonic(), time.time(), count_kills()
+    start, begun, kills = time.monotonic(), time.time(), count_memory_kills()
 
     def ended(codes: dict[int, int], node: str) -> LaunchResult:
         reports = read_reports(_last_attempt(logs, since=begun)) if codes else {}
         failures = by_cause(to_failures(codes, reports))
-        memory = tell_kills(kills, count_kills())
+        memory = tell_memory_kills(kills)
         return LaunchResult(ranks=spec.world_size, failures=failures, node=node, memory=memory)
 
     def tell_attempt(attempt: int, result: LaunchResult) -> None:
