@@ -151,11 +151,11 @@ def _instead_of(name: str) -> str:
     homes = (
         home for home in _MODULES if name in importlib.import_module(f"fxtrain.{home}").__all__
     )
-    found = names.call_hint(name)
-    if not found and (home := next(homes, None)):
-        found = f" Use fx.{home}.{name}."
-    found = found or names.closest(name, __all__)
-    return f".{found}" if found else ""
+    hint = names.call_hint(name)
+    if not hint and (home := next(homes, None)):
+        hint = f" Use fx.{home}.{name}."
+    hint = hint or names.closest(name, __all__)
+    return f".{hint}" if hint else ""
 
 
 def __dir__() -> list[str]:

@@ -148,8 +148,8 @@ def interface_of(address: str) -> str:
 
 def addresses_of(interfaces: str) -> list[str]:
     """The addresses of interfaces between commas, where Linux can be asked."""
-    found = _interfaces()
-    return [found[name] for name in interfaces.split(",") if name in found]
+    addresses = _interfaces()
+    return [addresses[name] for name in interfaces.split(",") if name in addresses]
 
 
 def _interfaces() -> dict[str, str]:
@@ -232,10 +232,10 @@ def _candidate_addresses(
     """Addresses to try; IPv4 first, which every node of a mixed network has."""
     name = "127.0.0.1" if address == "localhost" else address.strip("[]")
     try:
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    places = [(family, place) for family, _, _, _, place in found]
+    places = [(family, place) for family, _, _, _, place in entries]
     if not is_loopback(name) and any(is_loopback(str(place[0])) for _, place in places):
         return []
     return sorted(places, key=lambda pair: pair[0] != socket.AF_INET)

@@ -187,9 +187,9 @@ def _put(into: dict[int, Any], index: int, value: Any, root: Path, what: str) ->
     into[index] = value
 
 
-def _in_order(found: Mapping[int, Any], root: Path, what: str) -> tuple[Any, ...]:
-    if sorted(found) != list(range(len(found))):
+def _in_order(by_number: Mapping[int, Any], root: Path, what: str) -> tuple[Any, ...]:
+    if sorted(by_number) != list(range(len(by_number))):
         raise CheckpointError(
-            f"{root} contains {what} {sorted(found)}, but not those in between. Copy all files."
+            f"{root} contains {what} {sorted(by_number)}, but not those in between. Copy all files."
         )
-    return tuple(found[index] for index in sorted(found))
+    return tuple(by_number[index] for index in sorted(by_number))

@@ -162,13 +162,13 @@ def _flat(data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield str(key), value
 
 
-def _added(found: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+def _added(sections: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """Set a value; lists from several keys are concatenated."""
     section, _, name = path.partition(".")
-    before = found.get(section, {}).get(name)
+    before = sections.get(section, {}).get(name)
     if isinstance(before, list) and isinstance(value, list):
         value = [*before, *value]
-    return put(found, path, value)
+    return put(sections, path, value)
 
 
 def _megatron(facts: Facts) -> dict[str, Any]:
@@ -186,10 +186,10 @@ def _megatron(facts: Facts) -> dict[str, Any]:
     return {**staged, "stages": stage} if sharded or tensor > 1 else staged
 
 
-def _typed(found: dict[str, Any], kind: str) -> tuple[dict[str, Any], list[Note]]:
+def _typed(sections: dict[str, Any], kind: str) -> tuple[dict[str, Any], list[Note]]:
     """Apply the distributed_type itself."""
     notes: list[Note] = []
-    plan, launch = dict(found.get("plan", {})), dict(found.get("launch", {}))
+    plan, launch = dict(sections.get("plan", {})), dict(sections.get("launch", {}))
     if kind == "MULTI_CPU":
         launch["cpu"] = True
     if launch.get("cpu") and "gpus" in launch:

@@ -148,11 +148,11 @@ def _checkpoint(folder: Path) -> Path:
     )
 
 
-def _stored(root: Path, given: Mapping[str, Any]) -> _Stored:
-    return (_stored_dist if (root / "metadata.json").is_file() else _stored_ranks)(root, given)
+def _stored(root: Path, overrides: Mapping[str, Any]) -> _Stored:
+    return (_stored_dist if (root / "metadata.json").is_file() else _stored_ranks)(root, overrides)
 
 
-def _stored_dist(root: Path, given: Mapping[str, Any]) -> _Stored:
+def _stored_dist(root: Path, overrides: Mapping[str, Any]) -> _Stored:
     common = load_weights_only(inside(root, _COMMON), str(root / _COMMON), placeholders=None)
     whole: dict[str, Tensor] = {}
     for name, tensor in read_dcp(root, only=_is_weight).tensors.items():
@@ -167,20 +167,20 @@ def _stored_dist(root: Path, given: Mapping[str, Any]) -> _Stored:
         halves = [whole.pop(name), whole.pop(name[:-1] + "v")]
         whole[name.removesuffix("_w")] = torch.cat(halves)
     named = {pattern_of(name): tensor for name, tensor in whole.items()}
-    return _arguments(common, given), int(common.get("iteration", 0)), named
+    return _arguments(common, overrides), int(common.get("iteration", 0)), named
 
 
 def _is_weight(name: str) -> bool:
     return name.startswith(_MODEL) and "_extra_state" not in name
 
 
-def _stored_ranks(root: Path, given: Mapping[str, Any]) -> _Stored:
+def _stored_ranks(root: Path, overrides: Mapping[str, Any]) -> _Stored:
     paths = _rank_files(root)
     files = {
         place: load_weights_only(path, str(path), mmap=True, placeholders=None)
         for place, path in paths.items()
     }
-    args = _arguments(files[0, 0], given)
+    args = _arguments(files[0, 0], overrides)
     tensor = count({"tensor_model_parallel_size": 1, **args}, "tensor_model_parallel_size")
     stages = count({"pipeline_model_parallel_size": 1, **args}, "pipeline_model_parallel_size")
     if absent := set(itertools.product(range(tensor), range(stages))) ^ set(files):
@@ -234,7 +234,7 @@ def _rank_files(root: Path) -> dict[tuple[int, int], Path]:
     return files
 
 
-def _arguments(contents: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(contents: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Plain values among the arguments, with those that the caller gives."""
     arguments = contents.get("args")
     fields = arguments.fields if isinstance(arguments, Placeholder) else {}
@@ -243,7 +243,7 @@ def _arguments(contents: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     ):  # Megatron, if imported, declares it safe for torch
         fields = vars(arguments)
     plain = (bool, int, float, str, type(None))
-    return {**{n: v for n, v in fields.items() if isinstance(v, plain)}, **given}
+    return {**{n: v for n, v in fields.items() if isinstance(v, plain)}, **overrides}
 
 
 def _chunks(contents: Mapping[str, Any]) -> list[dict[str, Tensor]]:

@@ -120,14 +120,14 @@ def load_model(
         with fail_together(ranks, "load_model"):
             module = module_of(model, "load_model")
             opened = stack.enter_context(open_source(source))
-            found = renamed(opened, prefix, rename)
+            named = renamed(opened, prefix, rename)
             undo = stack.enter_context(contextlib.ExitStack())
             to_quantize, in_fp32 = prepare_layers(
-                source, found, model, module, quantize, where, undo
+                source, named, model, module, quantize, where, undo
             )
             weights = weights_by_name(model, module)
-            fit = _match_names(module, weights, found)
-            _refuse(module, weights, found, fit, strict=strict, cast=cast, kept=in_fp32)
+            fit = _match_names(module, weights, named)
+            _refuse(module, weights, named, fit, strict=strict, cast=cast, in_fp32=in_fp32)
         with fail_together(ranks, "load_model"):
             allocate(module, where)
             weights = weights_by_name(model, module)
@@ -138,16 +138,16 @@ def load_model(
                 if weights[name].here and weights[name].place is None
             ]
             _materialise(module, likes, where)
-            made: dict[str, nn.Module] = {}
+            quantized: dict[str, nn.Module] = {}
             if quantize is not None:
                 read = {
                     layer: fit.pairs[weight]
                     for weight, layer in to_quantize.items()
                     if weight in fit.pairs
                 }
-                made = quantized_while_read(found, module, quantize, read, where)
-            _fill(module, weights, found, {name: fit.pairs[name] for name in names}, ranks)
-            put_layers(module, made)
+                quantized = quantized_while_read(named, module, quantize, read, where)
+            _fill(module, weights, named, {name: fit.pairs[name] for name in names}, ranks)
+            put_layers(module, quantized)
             undo.pop_all()
     return Loaded(missing=fit.missing, unexpected=fit.unexpected)
 
@@ -189,7 +189,7 @@ def _refuse(
     *,
     strict: bool,
     cast: bool,
-    kept: frozenset[str],
+    in_fp32: frozenset[str],
 ) -> None:
     problems: list[str] = []
     if strict and fit.missing:
@@ -210,7 +210,7 @@ def _refuse(
         )
     shapes, dtypes = _differences(weights, source, fit)
     problems += _list("with a different shape", shapes)
-    dtypes = [] if cast else [line for name, line in dtypes if name not in kept]
+    dtypes = [] if cast else [line for name, line in dtypes if name not in in_fp32]
     if dtypes:
         problems += _list("with a different dtype (cast=True converts)", dtypes)
     problems += _list(

@@ -33,7 +33,7 @@ _LARGEST_CONFIG = 10_000_000  # bytes
 
 def prepare_layers(
     source: Any,
-    found: Source,
+    opened: Source,
     model: Any,
     module: nn.Module,
     record: Quantize | None,
@@ -58,9 +58,9 @@ def prepare_layers(
         PlanError: as `planned_layers`.
     """
     if is_quantized(module):
-        _check_quantized(found, record, module)
+        _check_quantized(opened, record, module)
         return {}, frozenset()
-    if not found.layers and record is None:
+    if not opened.layers and record is None:
         return {}, frozenset()
     if isinstance(model, Wrapped):
         raise CheckpointError(
@@ -68,9 +68,9 @@ def prepare_layers(
             "Load into the module first, and wrap it then."
         )
     weights: dict[str, str] = {}
-    if found.layers:
-        _check_format(found.layers, record)
-        undo.callback(put_stored_layers(source, found, module, record))
+    if opened.layers:
+        _check_format(opened.layers, record)
+        undo.callback(put_stored_layers(source, opened, module, record))
     elif record is not None:
         names = planned_layers(module, record, device, trains=False).names
         weights = {f"{name}.weight": name for name in names}
@@ -83,7 +83,7 @@ def prepare_layers(
 
 
 def quantized_while_read(
-    found: Source,
+    opened: Source,
     module: nn.Module,
     record: Quantize,
     layers: Mapping[str, str],
@@ -94,16 +94,16 @@ def quantized_while_read(
     Args:
         layers: Layer → name of its weight in the source.
     """
-    library, layers_made = library_of(record), dict[str, nn.Module]()
+    library, layers_read = library_of(record), dict[str, nn.Module]()
     for name, stored in layers.items():
         part = module.get_submodule(name)
         assert isinstance(part, nn.Linear)
-        value = found.read(stored, None).to(device=device, dtype=part.weight.dtype)
-        layers_made[name] = library.quantize(linear_like(part, value), record)
-    return layers_made
+        value = opened.read(stored, None).to(device=device, dtype=part.weight.dtype)
+        layers_read[name] = library.quantize(linear_like(part, value), record)
+    return layers_read
 
 
-def _check_quantized(found: Source, record: Quantize | None, module: nn.Module) -> None:
+def _check_quantized(opened: Source, record: Quantize | None, module: nn.Module) -> None:
     """The tensors of quantised layers are loaded like others; all that remains is to check."""
     if record is not None:
         raise CheckpointError(
@@ -111,10 +111,10 @@ def _check_quantized(found: Source, record: Quantize | None, module: nn.Module) 
             "the unquantised model."
         )
     for name, part, library in quantized_layers(module):
-        stored, facts = found.layers.get(name), library.facts(part)
+        stored, facts = opened.layers.get(name), library.facts(part)
         told = {} if stored is None else stored.facts
         same = stored is not None and stored.library is library
-        if (stored is None and f"{name}.weight" not in found.entries) or (
+        if (stored is None and f"{name}.weight" not in opened.entries) or (
             same and all(told.get(key, facts[key]) == facts[key] for key in facts)
         ):
             continue
@@ -139,7 +139,7 @@ def _check_format(layers: Mapping[str, StoredLayer], record: Quantize | None) ->
 
 
 def put_stored_layers(
-    source: Any, found: Source, module: nn.Module, record: Quantize | None = None
+    source: Any, opened: Source, module: nn.Module, record: Quantize | None = None
 ) -> Callable[[], None]:
     """Replace layers that are quantised in a source by such layers on the meta device.
 
@@ -153,22 +153,22 @@ def put_stored_layers(
         CheckpointError: they do not fit the model.
     """
     config = _config_of(source)
-    described = record or record_of(found.what, found.layers, found.metadata, config)
+    described = record or record_of(opened.what, opened.layers, opened.metadata, config)
     parts = dict(module.named_modules(remove_duplicate=False))
     replacements: dict[str, nn.Module] = {}
-    for name, stored in found.layers.items():
+    for name, stored in opened.layers.items():
         part = parts.get(name)
         if type(part) is not nn.Linear:
             what = "does not have" if part is None else f"has as a {type(part).__name__}"
             raise CheckpointError(
-                f"load_model: {found.what} has the quantised layer {name}, which the model {what}; "
-                f"an nn.Linear is needed." + _CONV1D * (type(part).__name__ == "Conv1D")
+                f"load_model: {opened.what} has the quantised layer {name}, which the model "
+                f"{what}; an nn.Linear is needed." + _CONV1D * (type(part).__name__ == "Conv1D")
             )
         tensors: dict[str, Tensor] = {}
         for key in stored.keys:
-            entry = found.entries[f"{name}.{key}"]
+            entry = opened.entries[f"{name}.{key}"]
             tensors[key] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        replacements[name] = _built(found.what, name, part, tensors, stored, described)
+        replacements[name] = _built(opened.what, name, part, tensors, stored, described)
         if record is not None and (other := difference(replacements[name], stored.library, record)):
             wanted, has = other
             raise CheckpointError(
@@ -187,18 +187,18 @@ def quantized_source(source: Any, module: nn.Module, record: Quantize) -> Weight
     """
 
     @contextlib.contextmanager
-    def opened() -> Iterator[Source]:
-        with open_source(source) as found:
-            yield found if found.layers else _quantizing(found, module, record)
+    def open_quantizing() -> Iterator[Source]:
+        with open_source(source) as opened:
+            yield opened if opened.layers else _quantizing(opened, module, record)
 
-    return WeightSource(what=str(source), open=opened)
+    return WeightSource(what=str(source), open=open_quantizing)
 
 
-def _quantizing(found: Source, module: nn.Module, record: Quantize) -> Source:
+def _quantizing(opened: Source, module: nn.Module, record: Quantize) -> Source:
     library = library_of(record)
     parts = {name: part for name, part, _ in quantized_layers(module)}
     owners: dict[str, tuple[str, str]] = {}
-    entries = dict(found.entries)
+    entries = dict(opened.entries)
     layers: dict[str, StoredLayer] = {}
     for layer, part in parts.items():
         if entries.pop(f"{layer}.weight", None) is None:
@@ -213,24 +213,24 @@ def _quantizing(found: Source, module: nn.Module, record: Quantize) -> Source:
 
     def read(name: str, part: TensorIndex | None) -> Tensor:
         if name not in owners:
-            return found.read(name, part)
+            return opened.read(name, part)
         layer, key = owners[name]
         if layer not in last:
             last.clear()
             quantized: Any = parts[layer]
             state = getattr(quantized, "quant_state", None)
             dtype = quantized.weight.dtype if state is None else state.dtype
-            value = found.read(f"{layer}.weight", None)
+            value = opened.read(f"{layer}.weight", None)
             value = value.to(dtype) if dtype.is_floating_point else value
             last[layer] = library.tensors(library.quantize(linear_like(quantized, value), record))
         value = last[layer][key]
         return value if part is None else value[part]
 
     return attrs.evolve(
-        found,
+        opened,
         entries=entries,
         read=read,
-        locate=lambda name: None if name in owners else found.locate(name),
+        locate=lambda name: None if name in owners else opened.locate(name),
         layers=layers,
     )
 

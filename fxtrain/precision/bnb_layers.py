@@ -38,9 +38,9 @@ def _check(record: Quantize, device: torch.device) -> str | None:
     return f"bitsandbytes has no kernels for {device.type}. Use a CPU, CUDA or XPU device."
 
 
-def _with_bias(made: nn.Module, like: nn.Linear) -> nn.Module:
-    made.bias = like.bias  # pyright: ignore[reportAttributeAccessIssue]
-    return made.train(like.training)
+def _with_bias(layer: nn.Module, like: nn.Linear) -> nn.Module:
+    layer.bias = like.bias  # pyright: ignore[reportAttributeAccessIssue]
+    return layer.train(like.training)
 
 
 # Four bits.
