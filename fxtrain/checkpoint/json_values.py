@@ -6,7 +6,7 @@ No name in a file is ever imported or called.
 
 import base64
 import math
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import PurePath
@@ -85,15 +85,39 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) ->
         return {"$": "tensor", "name": _put(value, path, tensors)}
     if type(value) is float:
         return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
-    for kind, write in _WRITERS:
+    if isinstance(value, Enum):  # may be an integer too
+        return encode(value.value, path, tensors, depth + 1)
+    return _encode_object(value, path, tensors, depth + 1)
+
+
+# Subclasses count as their bases: a size is a tuple.
+_SEQUENCES: tuple[tuple[Any, str], ...] = (
+    (tuple, "tuple"),
+    (list | deque, "list"),
+    (set | frozenset, "set"),
+)
+_TEXTS: tuple[tuple[Any, str, Callable[[Any], str]], ...] = (
+    (torch.dtype, "dtype", lambda value: str(value).removeprefix("torch.")),
+    (torch.device, "device", str),
+    (bytes | bytearray, "bytes", lambda value: base64.b64encode(value).decode()),
+)
+
+
+def _encode_object(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, path, tensors, depth)
+    for kind, tag in _SEQUENCES:
         if isinstance(value, kind):
-            return write(value, path, tensors, depth + 1)
-    return _encode_other(value, path, tensors, depth + 1)
-
-
-def _encode_other(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
+            items = sorted(value, key=repr) if tag == "set" else value
+            encoded = [encode(item, f"{path}.{i}", tensors, depth) for i, item in enumerate(items)]
+            return encoded if tag == "list" else {"$": tag, "items": encoded}
+    for kind, tag, text in _TEXTS:
+        if isinstance(value, kind):
+            return {"$": tag, "value": text(value)}
     if type(value).__module__ == "numpy":
-        return _encode_numpy(value, path, tensors, depth)
+        return _encode_numpy(value, path, tensors)
     if attrs.has(type(value)) and not isinstance(value, type):
         return encode(unstructure(value), path, tensors, depth)
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
@@ -105,7 +129,7 @@ def _encode_other(value: Any, path: str, tensors: dict[str, Tensor], depth: int)
     )
 
 
-def _encode_numpy(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
+def _encode_numpy(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if value.dtype.kind not in "biufc":
         raise CheckpointError(
             f"{path} is a NumPy value of dtype {value.dtype}. Save numbers or booleans."
@@ -136,34 +160,6 @@ def _encode_mapping(
         for key, item in value.items()
     ]
     return {"$": "dict", "items": items}
-
-
-def _encode_items(kind: str) -> Callable[[Any, str, dict[str, Tensor], int], Any]:
-    def write(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
-        items = sorted(value, key=repr) if kind == "set" else value
-        encoded = [encode(item, f"{path}.{i}", tensors, depth) for i, item in enumerate(items)]
-        return encoded if kind == "list" else {"$": kind, "items": encoded}
-
-    return write
-
-
-def _word(kind: str, text: Callable[[Any], str]) -> Callable[..., Any]:
-    return lambda value, path, tensors, depth: {"$": kind, "value": text(value)}
-
-
-# Subclasses come before their bases: a size is a tuple, an enum member may be an int.
-_WRITERS: tuple[tuple[Any, Callable[..., Any]], ...] = (
-    (Enum, lambda value, path, tensors, depth: encode(value.value, path, tensors, depth)),
-    (torch.Size, lambda value, *_: {"$": "tuple", "items": list(value)}),
-    (torch.dtype, _word("dtype", lambda value: str(value).removeprefix("torch."))),
-    (torch.device, _word("device", str)),
-    (PurePath, lambda value, *_: str(value)),
-    (bytes | bytearray, _word("bytes", lambda value: base64.b64encode(value).decode())),
-    (OrderedDict | defaultdict | dict | Mapping, _encode_mapping),
-    (tuple, _encode_items("tuple")),
-    (list | deque, _encode_items("list")),
-    (set | frozenset, _encode_items("set")),
-)
 
 
 def _numpy(data: dict[str, Any], read: _Read, depth: int) -> Any:
