@@ -104,16 +104,16 @@ def _about(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
 class Lock:
-    """A lock on a folder, held by this process until `release`."""
+    """A lock on a folder, held by this process until `release`; a thread sends heartbeats."""
 
     folder: Storage
     name: str
     owner: Owner
     token: str = attrs.field(factory=secrets.token_hex)  # identifies this lock
     _ended: threading.Event = attrs.field(factory=threading.Event, init=False)
-    _heartbeats: list[threading.Thread] = attrs.field(factory=list, init=False)
+    _thread: threading.Thread | None = attrs.field(default=None, init=False)
 
     def check(self) -> None:
         """Check that this process still holds the lock.
@@ -135,8 +135,8 @@ class Lock:
         if self._ended.is_set():
             return
         self._ended.set()
-        for thread in self._heartbeats:
-            thread.join()  # in a store, its last heartbeat would create the lock again
+        if self._thread is not None:
+            self._thread.join()  # in a store, its last heartbeat would create the lock again
         try:
             ours = self.is_ours()
         except (CheckpointError, OSError):  # unreadable, but created by this process
@@ -154,9 +154,10 @@ class Lock:
 
     def start(self) -> None:
         """Start to send heartbeats."""
-        thread = threading.Thread(target=self._send_heartbeats, name="fxtrain lock", daemon=True)
-        self._heartbeats.append(thread)
-        thread.start()
+        self._thread = threading.Thread(
+            target=self._send_heartbeats, name="fxtrain lock", daemon=True
+        )
+        self._thread.start()
 
     def _send_heartbeats(self) -> None:
         """Change the lock until it is released or lost."""
