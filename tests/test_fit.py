@@ -112,8 +112,6 @@ def test_an_iterator_that_is_dropped_has_saved(ctx, tmp_path):
 BAD = {
     "epochs": ({"epochs": "3"}, r"^fit\(epochs='3'\)"),
     "save": ({"save_every": 0}, r"^fit\(save_every=0\)"),
-    "evaluate": ({"evaluate": 3}, "evaluate is 3; pass a function"),
-    "extra": ({"extra": [1]}, r"extra is \[1\]; pass a dict"),
     "metric": ({"metric": "a", "evaluate": lambda: {"b": 1.0}}, "name of one of its values: b"),
     "no metric": ({"keep_best": 1, "evaluate": lambda: {"b": 1.0}}, "one of its values: b"),
     "no evaluation": ({"keep_best": 1}, "pass evaluate too"),

@@ -170,7 +170,6 @@ MUTABLE = {
     "fxtrain.backends.xla.RecompilationLog": "counts compilations of one model",
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
     "fxtrain.profiling.tracing.Trace": "how far a schedule got",
-    "fxtrain.profiling.tracing.Recording": "one cycle of torch's profiler",
     "fxtrain.loop.fit_entries.Entries": "what fit measured since the last entry of its trackers",
     "fxtrain.loop.fitting._Loop": "how far a run of fit got, and its last checkpoint",
     "fxtrain.trackers.entries.Logged": "its entry, once the value is read from the device",

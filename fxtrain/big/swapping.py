@@ -111,10 +111,10 @@ def release(turns: Turns) -> None:
 
     Example:
         >>> import fxtrain as fx, torch
-        >>> one = fx.big.turns({"a": torch.nn.Linear(2, 2)}, "cpu")
-        >>> _ = fx.big.bring(one, "a")
-        >>> fx.big.release(one)
-        >>> one.resident
+        >>> models = fx.big.turns({"a": torch.nn.Linear(2, 2)}, "cpu")
+        >>> _ = fx.big.bring(models, "a")
+        >>> fx.big.release(models)
+        >>> models.resident
         []
     """
     if turns.running:

@@ -25,71 +25,6 @@ from fxtrain.state import Batch, DistContext, Position, Report, Wrapped
 from fxtrain.trackers import Run
 
 
-@attrs.frozen(eq=False)
-class PhaseClock:
-    """Steps that are timed.
-
-    Attributes:
-        fns: The user's functions, with a loss that notes its time.
-        optimizers: Those whose steps are noted.
-        forward_s: Seconds in the loss function during the current step.
-        optimizer_s: When optimizers began and ended to step.
-    """
-
-    fns: StepFns
-    optimizers: tuple[Optimizer, ...]
-    forward_s: list[float]
-    optimizer_s: list[float] = attrs.field(factory=list)
-
-    def step(self, ctx: DistContext, batch: Batch) -> tuple[Report, Mapping[str, float]]:
-        """`step`, and the milliseconds of its phases by name.
-
-        Forward is the time in the loss function. The optimizer's time is from the first step of an
-        optimizer to the end of the last one. Everything else is backward, with its communication
-        and clipping. There are no phases where the strategy steps no optimizer of torch's.
-        """
-        self.forward_s.clear()
-        self.optimizer_s.clear()
-        mark = self._mark
-        hooks = [one.register_step_pre_hook(mark) for one in self.optimizers]
-        hooks += [one.register_step_post_hook(mark) for one in self.optimizers]
-        started = time.perf_counter()
-        try:
-            report = step(ctx, batch, self.fns)
-        finally:
-            seconds = time.perf_counter() - started
-            for hook in hooks:
-                hook.remove()
-        if not self.optimizer_s:
-            return report, {}
-        forward, optimizer = sum(self.forward_s), self.optimizer_s[-1] - self.optimizer_s[0]
-        return report, {
-            "time/forward_ms": 1000 * forward,
-            "time/backward_ms": 1000 * max(seconds - forward - optimizer, 0.0),
-            "time/optimizer_ms": 1000 * optimizer,
-        }
-
-    def _mark(self, *_: Any) -> None:
-        self.optimizer_s.append(time.perf_counter())
-
-
-def phase_clock(ctx: DistContext, fns: StepFns) -> PhaseClock | None:
-    """A clock for the steps of a model; None on an accelerator, which runs later than the host."""
-    if ctx.device.type != "cpu":
-        return None
-    spent: list[float] = []
-
-    def loss(model: Wrapped, batch: Batch) -> Any:
-        started = time.perf_counter()
-        try:
-            return fns.loss(model, batch)
-        finally:
-            spent.append(time.perf_counter() - started)
-
-    optimizers = (each for each in fns.model.optimizers if isinstance(each, Optimizer))
-    return PhaseClock(attrs.evolve(fns, loss=loss), tuple(optimizers), spent)
-
-
 @attrs.define(eq=False, kw_only=True)
 class Entries:
     """The values of the next entry so far.
@@ -116,7 +51,6 @@ class Entries:
     run: Run
     fns: StepFns
     trace: Trace | None
-    clock: PhaseClock | None
     peak: float | None
     total: Tensor | float
     weight: Tensor | float
@@ -143,10 +77,10 @@ class Entries:
 
     def step(self, batch: Batch) -> Report:
         """A step; the last one before an entry is timed by phase."""
-        asked_s, clock = self.asked_s, self.clock
+        asked_s, on_cpu = self.asked_s, self.ctx.device.type == "cpu"
         # What the loop did since the last step is not the speed of training. Only on a CPU is it
         # known to have been apart from the step.
-        self._apart_s += self._paused_s if clock is None else asked_s - self._stepped_s
+        self._apart_s += asked_s - self._stepped_s if on_cpu else self._paused_s
         self._waited_s, self._paused_s = self._waited_s + time.monotonic() - asked_s, 0.0
         self.position = batch.position
         if self.due:
@@ -157,10 +91,10 @@ class Entries:
             ]
         if self.peak is not None:
             report = self._counted(batch)
-        elif not self.due or clock is None:
-            report = step(self.ctx, batch, self.fns)
+        elif self.due and on_cpu:  # an accelerator runs later than the host
+            report = self._timed(batch)
         else:
-            report, self._phases = clock.step(self.ctx, batch)
+            report = step(self.ctx, batch, self.fns)
         weight = report.weight
         if self.due or self.counts_tokens:
             size = batch.sizes[self.ctx.axis("data").rank]
@@ -172,6 +106,47 @@ class Entries:
         if self.trace is not None:
             self.trace.step()
         self._stepped_s = time.monotonic()
+        return report
+
+    def _timed(self, batch: Batch) -> Report:
+        """A step, and the milliseconds of its phases.
+
+        Forward is the time in the loss function. The optimizer's time is from the first step of an
+        optimizer to the end of the last one. Everything else is backward, with its communication
+        and clipping. There are no phases where the strategy steps no optimizer of torch's.
+        """
+        forward_s: list[float] = []
+        optimizer_s: list[float] = []  # when optimizers began and ended to step
+
+        def loss(model: Wrapped, batch: Batch) -> Any:
+            started = time.perf_counter()
+            try:
+                return self.fns.loss(model, batch)
+            finally:
+                forward_s.append(time.perf_counter() - started)
+
+        def mark(*_: Any) -> None:
+            optimizer_s.append(time.perf_counter())
+
+        hooks: list[Any] = []
+        for optimizer in self.fns.model.optimizers:
+            if isinstance(optimizer, Optimizer):
+                hooks.append(optimizer.register_step_pre_hook(mark))
+                hooks.append(optimizer.register_step_post_hook(mark))
+        started = time.perf_counter()
+        try:
+            report = step(self.ctx, batch, attrs.evolve(self.fns, loss=loss))
+        finally:
+            seconds = time.perf_counter() - started
+            for hook in hooks:
+                hook.remove()
+        if optimizer_s:
+            forward, updating = sum(forward_s), optimizer_s[-1] - optimizer_s[0]
+            self._phases = {
+                "time/forward_ms": 1000 * forward,
+                "time/backward_ms": 1000 * max(seconds - forward - updating, 0.0),
+                "time/optimizer_ms": 1000 * updating,
+            }
         return report
 
     def _counted(self, batch: Batch) -> Report:
@@ -190,7 +165,7 @@ class Entries:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Run a block whose time is not that of training."""
-        if self.clock is None:
+        if self.ctx.device.type != "cpu":
             synchronize(self.ctx)
         began_s = time.monotonic()
         yield
@@ -306,7 +281,6 @@ def entries_after(
         run=run,
         fns=fns,
         trace=trace,
-        clock=phase_clock(ctx, fns),
         peak=peak_of_model(fns.model),
         total=total,
         weight=weight,

@@ -15,7 +15,6 @@ from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain.backends.core.replica_digests import verify_replicas
 from fxtrain.checkpoint import Restored, Saving, save
-from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.checkpoint.restoring import restore_newest
 from fxtrain.data import Sharded
 from fxtrain.data.sharded_loader import continued
@@ -144,6 +143,11 @@ def fit(
         ...     report.position.updates, report.position.epoch
         (5, 2)
     """
+    if not isinstance(loader, Sharded):
+        raise PlanError(
+            f"fit: loader is a {type(loader).__name__}; pass a loader from fx.shard(loader, ctx, "
+            f"plan)."
+        )
     rules = Rules(
         path=path,
         epochs=epochs,
@@ -204,60 +208,52 @@ def _opened(
     """The run, restored and tracked; None if there is nothing to train."""
     lock = own(rules.path, ctx)
     try:
-        with _in_folder(lock, ctx, fns, loader, rules) as loop:
-            yield loop
+        restored = _restored(ctx, fns.model, rules) if rules.resume else None
+        loader = in_windows(loader, ctx, fns.model.plan)
+        if restored is not None:
+            check_changes(ctx, restored, loader)
+            loader = continued(loader, restored.position, restored.extra["data"])
+        if _is_over(ctx, loader, rules, restored):
+            yield None
+            return
+        position = loader.position
+        if restored is not None:
+            ops.log(ctx).info(
+                "fit: the run in %s continues after update %d.", rules.path, position.updates
+            )
+        loader = attrs.evolve(loader, run_updates=rules.total_updates(loader))
+        known = restored.extra["run"] if restored else "folder" if rules.resume else None
+        request = functools.partial(
+            requested,
+            rules.path,
+            ctx,
+            (*rules.to, progress(rules.total_updates(loader))) if rules.show else rules.to,
+            plan=fns.model.plan,
+            settings=rules.settings,
+            resume=known,
+            position=position,
+        )
+        run = open_run(ctx, request, lock=lock)
+        recorded = fns.model.plan.profile if restored is None else None
+        recording = nullcontext() if recorded is None else profile(ctx, recorded)
+        with run, _signals(ctx, rules.signals) as notice:
+            with recording as trace:
+                entries = entries_after(restored, position, ctx, run, fns=fns, trace=trace)
+                entries.counts_tokens = rules.tokens is not None
+                yield _Loop(
+                    ctx=ctx,
+                    model=fns.model,
+                    loader=loader,
+                    rules=rules,
+                    run=run,
+                    notice=notice,
+                    entries=entries,
+                    saved=None if restored is None else restored.position,
+                )
+            entries.write_profile()
     finally:
         if lock is not None:
             lock.release()
-
-
-@contextmanager
-def _in_folder(
-    lock: Lock | None, ctx: DistContext, fns: StepFns, loader: Sharded, rules: Rules
-) -> Iterator[_Loop | None]:
-    restored = _restored(ctx, fns.model, rules) if rules.resume else None
-    loader = in_windows(loader, ctx, fns.model.plan)
-    if restored is not None:
-        check_changes(ctx, restored, loader)
-        loader = continued(loader, restored.position, restored.extra["data"])
-    if _is_over(ctx, loader, rules, restored):
-        yield None
-        return
-    position = loader.position
-    if restored is not None:
-        ops.log(ctx).info(
-            "fit: the run in %s continues after update %d.", rules.path, position.updates
-        )
-    loader = attrs.evolve(loader, run_updates=rules.total_updates(loader))
-    known = restored.extra["run"] if restored else "folder" if rules.resume else None
-    request = functools.partial(
-        requested,
-        rules.path,
-        ctx,
-        (*rules.to, progress(rules.total_updates(loader))) if rules.show else rules.to,
-        plan=fns.model.plan,
-        settings=rules.settings,
-        resume=known,
-        position=position,
-    )
-    run = open_run(ctx, request, lock=lock)
-    recorded = fns.model.plan.profile if restored is None else None
-    recording = nullcontext() if recorded is None else profile(ctx, recorded)
-    with run, _signals(ctx, rules.signals) as notice:
-        with recording as trace:
-            entries = entries_after(restored, position, ctx, run, fns=fns, trace=trace)
-            entries.counts_tokens = rules.tokens is not None
-            yield _Loop(
-                ctx=ctx,
-                model=fns.model,
-                loader=loader,
-                rules=rules,
-                run=run,
-                notice=notice,
-                entries=entries,
-                saved=None if restored is None else restored.position,
-            )
-        entries.write_profile()
 
 
 def _is_over(ctx: DistContext, loader: Sharded, rules: Rules, restored: Restored | None) -> bool:

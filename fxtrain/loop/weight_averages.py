@@ -149,7 +149,7 @@ def ema(model: Wrapped, *, decay: float = 0.999, warmup: bool = False) -> EMA:
         for name, weight in model.strategy.weights(model).items()
         if isinstance(weight.like, nn.Parameter) and weight.like.requires_grad
     }
-    elsewhere = any(one.together or one.place is not None for one in weights.values())
+    elsewhere = any(weight.together or weight.place is not None for weight in weights.values())
     if elsewhere or model.ctx.mesh.pipeline > 1:
         raise PlanError(
             f"ema: {model.strategy.name} keeps trained values in other places than the module's "

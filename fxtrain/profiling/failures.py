@@ -312,9 +312,9 @@ def goodput_table(found: Goodput) -> Table:
     for interval in found.intervals_s:
         grid.add_column(_shown(interval), justify="right")
     for number, row in zip(found.spares, found.rows, strict=True):
-        grid.add_row(str(number), *(f"{100 * one:.1f} %" for one in row))
+        grid.add_row(str(number), *(f"{100 * share:.1f} %" for share in row))
     formula = [daly_goodput(setup, interval) for interval in found.intervals_s]
-    grid.add_row("Daly, no waiting", *(f"{100 * one:.1f} %" for one in formula))
+    grid.add_row("Daly, no waiting", *(f"{100 * share:.1f} %" for share in formula))
     young, daly = _shown(young_interval_s(setup)), _shown(daly_interval_s(setup))
     grid.caption = f"Best interval: {young} by Young's formula, {daly} by Daly's."
     grid.caption_justify = "left"
@@ -348,9 +348,9 @@ def plot_goodput(found: Goodput) -> Any:
     axes.set_title(f"{found.failures.ranks} ranks: a failure every {every_h:.2g} h", loc="left")
     minutes = [interval / 60 for interval in found.intervals_s]
     for number, row in zip(found.spares, found.rows, strict=True):
-        axes.plot(minutes, [100 * one for one in row], marker="o", label=f"{number} spares")
+        axes.plot(minutes, [100 * share for share in row], marker="o", label=f"{number} spares")
     span = [minutes[0] * (minutes[-1] / minutes[0]) ** (step / 60) for step in range(61)]
-    daly = [100 * daly_goodput(found.failures, 60 * one) for one in span]
+    daly = [100 * daly_goodput(found.failures, 60 * interval) for interval in span]
     axes.plot(span, daly, color="#808080", linestyle="--", label="Daly, without waiting")
     axes.axvline(
         young_interval_s(found.failures) / 60, color="#d00000", linestyle=":", label="Young"

@@ -126,8 +126,8 @@ def rehearse(
         real_tables(), load_in_process(watch), swappable(fakes), lazy_chunks(), formattable(),
     )  # fmt: skip
     with ExitStack() as stack:
-        for one in (fake_group(variables), *patches, fakes, recording(watch, fakes)):
-            stack.enter_context(one)
+        for context in (fake_group(variables), *patches, fakes, recording(watch, fakes)):
+            stack.enter_context(context)
         try:
             call()
         except StepsConverged:

@@ -22,7 +22,7 @@ from fxtrain import ops
 from fxtrain.errors import FxError, PlanError, StepError
 from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.ops.same_errors import gather_or_raise
-from fxtrain.profiling.step_times import Event, RankTimes, StepTimes, Summary, events_of, step_times
+from fxtrain.profiling.step_times import RankTimes, StepTimes, Summary, events_of, step_times
 from fxtrain.state import DistContext, Plan, Profile, write_record
 from fxtrain.state.context import check_connected
 
@@ -43,7 +43,7 @@ def activities_of(profile: Profile, ctx: DistContext) -> list[ProfilerActivity]:
     Raises:
         PlanError: torch cannot record one of them on this machine.
     """
-    supported = {one.name.lower(): one for one in torch.profiler.supported_activities()}
+    supported = {each.name.lower(): each for each in torch.profiler.supported_activities()}
     default = tuple(name for name in ("cpu", ctx.device.type) if name in supported)
     names = profile.activities or default
     missing = [name for name in names if name not in supported]
@@ -55,115 +55,35 @@ def activities_of(profile: Profile, ctx: DistContext) -> list[ProfilerActivity]:
     return [supported[name] for name in dict.fromkeys(names)]
 
 
-@attrs.define(eq=False)
-class Recording:
-    """One cycle on this rank.
+def _new_profiler(spec: Profile, ctx: DistContext) -> Any:
+    verbose = _TORCH._profiler._ExperimentalConfig(verbose=True)  # else stacks are empty
+    return torch.profiler.profile(
+        activities=activities_of(spec, ctx),
+        record_shapes=spec.shapes,
+        profile_memory=spec.memory,
+        with_stack=spec.stacks,
+        with_flops=spec.flops,
+        with_modules=spec.modules,
+        experimental_config=verbose if spec.stacks else None,
+    )
 
-    Attributes:
-        profiler: torch's.
-        steps: Recorded steps that are complete.
-        started: Whether it records, and does not only warm up.
+
+def _write_trace(profiler: Any, file: Path) -> None:
+    """Write the trace: completely or not at all.
+
+    Raises:
+        OSError: it cannot be written.
     """
-
-    profile: Profile
-    ctx: DistContext
-    profiler: Any
-    steps: int = 0
-    started: bool = False
-    _range: Any = None  # of the step that is recorded
-
-    @classmethod
-    def prepare(cls, profile: Profile, ctx: DistContext) -> "Recording":
-        """Start to warm up."""
-        verbose = _TORCH._profiler._ExperimentalConfig(verbose=True)  # else stacks are empty
-        profiler = torch.profiler.profile(
-            activities=activities_of(profile, ctx),
-            record_shapes=profile.shapes,
-            profile_memory=profile.memory,
-            with_stack=profile.stacks,
-            with_flops=profile.flops,
-            with_modules=profile.modules,
-            experimental_config=verbose if profile.stacks else None,
-        )
-        profiler.prepare_trace()
-        return cls(profile, ctx, profiler)
-
-    def start(self) -> None:
-        """Start to record; the next step begins."""
-        if self.ctx.device.type == "cuda":
-            torch.cuda.synchronize(self.ctx.device)
-            if self.profile.memory:
-                torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
-        self.profiler.start_trace()
-        self.started = True
-        self._open_step()
-
-    def next_step(self) -> None:
-        """A step ends, and the next one begins."""
-        self._close_step()
-        self.steps += 1
-        self._open_step()
-
-    def stop(self, *, complete: bool) -> None:
-        """Stop recording.
-
-        Args:
-            complete: Whether the last step that began is complete.
-        """
-        self._close_step()
-        self.steps += complete
-        if self.ctx.world_size > 1:
-            _settle()
-        if not self.started:
-            self.profiler.start_trace()  # torch ends a warm-up only this way
-        self.profiler.stop_trace()
-
-    def events(self) -> list[Event]:
-        """The recorded events."""
-        return events_of(self.profiler.profiler.kineto_results)
-
-    def flops(self) -> int | None:
-        """Floating-point operations of all steps; None if they were not counted."""
-        if not self.profile.flops:
-            return None
-        return sum(event.flops() for event in self.profiler.profiler.kineto_results.events())
-
-    def save(self, file: Path) -> None:
-        """Write the trace: completely or not at all.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part, packed = (file.with_name(f".{file.name}.{end}") for end in ("part", "packed"))
-        try:
-            self.profiler.export_chrome_trace(str(part))
-            with part.open("rb") as trace, gzip.open(packed, "wb", compresslevel=3) as target:
-                shutil.copyfileobj(trace, target)
-            os.replace(packed, file)
-        finally:
-            part.unlink(missing_ok=True)
-            packed.unlink(missing_ok=True)
-        if self.ctx.device.type == "cuda" and self.profile.memory:
-            name = file.name.replace(".json.gz", ".pickle")
-            torch.cuda.memory._dump_snapshot(str(part))
-            os.replace(part, file.with_name(name))
-
-    def close(self) -> None:
-        """Free what was recorded, and stop recording the allocator's history."""
-        # torch's profiler is part of a reference cycle, which Python's collector may free late.
-        self.profiler.profiler = None
-        if self.ctx.device.type == "cuda" and self.profile.memory:
-            torch.cuda.memory._record_memory_history(enabled=None)
-
-    def _open_step(self) -> None:
-        self._range = record_function(f"ProfilerStep#{self.steps}")
-        self._range.__enter__()
-
-    def _close_step(self) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part, packed = (file.with_name(f".{file.name}.{end}") for end in ("part", "packed"))
+    try:
+        profiler.export_chrome_trace(str(part))
+        with part.open("rb") as trace, gzip.open(packed, "wb", compresslevel=3) as target:
+            shutil.copyfileobj(trace, target)
+        os.replace(packed, file)
+    finally:
+        part.unlink(missing_ok=True)
+        packed.unlink(missing_ok=True)
 
 
 def _settle() -> None:
@@ -207,7 +127,9 @@ class Trace:
     _cycles: Iterator[int] = attrs.field(factory=lambda: iter(()), repr=False)
     _cycle: int = 0
     _due: int = 0  # the step before which `_cycles` continues; -1 for none
-    _recording: Recording | None = attrs.field(default=None, repr=False)
+    _torch_profiler: Any = attrs.field(default=None, repr=False)  # torch's, in a cycle of this rank
+    _range: Any = attrs.field(default=None, repr=False)  # of the step that is recorded
+    _complete: int = 0  # steps that are recorded in this cycle
     _recorded: Profiler | None = attrs.field(default=None, repr=False)  # of the last cycle
     _steps: list[StepTimes] = attrs.field(factory=list[StepTimes], repr=False)
     _flops: int | None = None
@@ -255,7 +177,7 @@ class Trace:
             >>> spec = fx.Profile(folder=tempfile.mkdtemp(), active=None, flops=True)
             >>> with fx.detect(env={}, device="cpu") as ctx, fx.profile(ctx, spec) as trace:
             ...     _ = torch.ones(8, 8) @ torch.ones(8, 8)
-            >>> [one.flops for one in trace.key_averages() if one.key == "aten::mm"]
+            >>> [each.flops for each in trace.key_averages() if each.key == "aten::mm"]
             [1024]
         """
         if self._recorded is None:
@@ -274,39 +196,65 @@ class Trace:
             yield spec.wait
             self._refuse_another()
             if _is_recorded(spec, self.ctx):
-                self._recording = Recording.prepare(spec, self.ctx)
+                self._torch_profiler = _new_profiler(spec, self.ctx)
+                self._torch_profiler.prepare_trace()
             yield spec.warmup
             self._refuse_another()
-            if self._recording is not None:
-                self._recording.start()
+            if self._torch_profiler is not None:
+                self._start(spec)
             for _ in itertools.count() if spec.active is None else range(spec.active - 1):
                 yield 1
-                if self._recording is not None:
-                    self._recording.next_step()
+                self._end_step()
+                self._begin_step()
             yield 1
             # Stopped before the exchange, whose event must not be open then.
-            ops.raise_together(self._stop(complete=True), self.ctx)
+            ops.raise_together(self._stop(spec, complete=True), self.ctx)
 
     def _refuse_another(self) -> None:
         ops.raise_together(_refusal("trace.step") if is_profiling() else None, self.ctx)
 
-    def _stop(self, *, complete: bool) -> Exception | None:
-        """Write the trace of a cycle; returns the problem, or the error of `on_trace_ready`."""
-        recording, self._recording = self._recording, None
-        if recording is None:
+    def _start(self, spec: Profile) -> None:
+        """Start to record; the next step begins."""
+        if self.ctx.device.type == "cuda":
+            torch.cuda.synchronize(self.ctx.device)
+            if spec.memory:
+                torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
+        self._torch_profiler.start_trace()
+        self._complete = 0
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        if self._torch_profiler is not None:
+            self._range = record_function(f"ProfilerStep#{self._complete}")
+            self._range.__enter__()
+
+    def _end_step(self, *, complete: bool = True) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+            self._complete += complete
+
+    def _stop(self, spec: Profile, *, complete: bool) -> Exception | None:
+        """Write the trace of a cycle; returns the problem, or the error of `on_trace_ready`.
+
+        Args:
+            complete: Whether the last step that began is complete.
+        """
+        profiler, self._torch_profiler = self._torch_profiler, None
+        if profiler is None:
             return None
-        if recording.started and not is_profiling():
+        if self._range is not None and not is_profiling():
             return StepError(
                 f"trace.step: another profiler of torch has ended this one, in cycle "
                 f"{self._cycle}. A process can run one profiler at a time: remove the other."
             )
         try:
-            recording.stop(complete=complete)
-            if recording.steps:
-                self._keep(recording)
+            recorded = self._end_recording(profiler, complete=complete)
+            if recorded:
+                self._keep(spec, profiler)
         finally:
-            recording.close()
-        if not recording.steps or self._on_trace_ready is None:
+            self._free(spec, profiler)
+        if not recorded or self._on_trace_ready is None:
             return None
         try:
             self._on_trace_ready(self)
@@ -314,15 +262,36 @@ class Trace:
             return error
         return None
 
-    def _keep(self, recording: Recording) -> None:
-        self._recorded = recording.profiler.profiler
-        self._steps += step_times(recording.events())[: recording.steps]
-        if (flops := recording.flops()) is not None:
-            self._flops = (self._flops or 0) + flops
-        folder = Path(recording.profile.folder)
-        file = folder / f"cycle-{self._cycle:03}" / f"rank-{self.ctx.rank:05}.json.gz"
+    def _end_recording(self, profiler: Any, *, complete: bool) -> int:
+        """Stop torch's profiler; the number of steps that it has recorded."""
+        warms_up = self._range is None
+        self._end_step(complete=complete)
+        if self.ctx.world_size > 1:
+            _settle()
+        if warms_up:
+            profiler.start_trace()  # torch ends a warm-up only this way
+        profiler.stop_trace()
+        return 0 if warms_up else self._complete
+
+    def _free(self, spec: Profile, profiler: Any) -> None:
+        # torch's profiler is part of a reference cycle, which Python's collector may free late.
+        profiler.profiler = None
+        if self.ctx.device.type == "cuda" and spec.memory:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _keep(self, spec: Profile, profiler: Any) -> None:
+        self._recorded = profiler.profiler
+        results = profiler.profiler.kineto_results
+        self._steps += step_times(events_of(results))[: self._complete]
+        if spec.flops:
+            self._flops = (self._flops or 0) + sum(event.flops() for event in results.events())
+        file = Path(spec.folder) / f"cycle-{self._cycle:03}" / f"rank-{self.ctx.rank:05}.json.gz"
         with self._warning_if_not_written(file):
-            recording.save(file)
+            _write_trace(profiler, file)
+            if self.ctx.device.type == "cuda" and spec.memory:
+                part = file.with_name(f".{file.name}.part")
+                torch.cuda.memory._dump_snapshot(str(part))
+                os.replace(part, file.with_name(file.name.replace(".json.gz", ".pickle")))
             self.files = (*self.files, file)
 
     @contextlib.contextmanager
@@ -337,21 +306,18 @@ class Trace:
                 rank=self.ctx.rank,
             )
 
-    def _abandon(self) -> None:
+    def _abandon(self, spec: Profile) -> None:
         """Stop the profiler after an error; write nothing."""
-        recording, self._recording = self._recording, None
+        profiler, self._torch_profiler = self._torch_profiler, None
         self._due = -1
-        if recording is not None:
-            recording.stop(complete=False)
-            recording.close()
+        if profiler is not None:
+            self._end_recording(profiler, complete=False)
+            self._free(spec, profiler)
 
     def _finish(self, spec: Profile) -> None:
         self._due = -1
-        problem = None
-        if self._recording is not None:
-            whole = self._recording.started and not self.count
-            problem = self._stop(complete=whole)
-        ops.raise_together(problem, self.ctx)
+        # Without calls of `step`, the whole block is one step.
+        ops.raise_together(self._stop(spec, complete=not self.count), self.ctx)
         mine = None
         if self._steps:
             mine = RankTimes(rank=self.ctx.rank, steps=tuple(self._steps), flops=self._flops)
@@ -437,7 +403,8 @@ def profile(
         trace._continue()
         yield trace
     except BaseException:
-        trace._abandon()
+        if spec is not None:
+            trace._abandon(spec)
         raise
     if spec is not None:
         trace._finish(spec)

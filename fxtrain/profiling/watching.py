@@ -241,9 +241,9 @@ class LoopRecorder(TorchDispatchMode):
     def after_update(self, optimizer: Optimizer, *_: Any) -> None:
         """Called after an update, when the optimizer has its state."""
         # torch's ZeroRedundancyOptimizer keeps this rank's states in an inner optimizer.
-        for one in (optimizer, getattr(optimizer, "optim", None)):
-            if isinstance(one, Optimizer):
-                self.memory.hold("optimizer", tree_leaves(list(one.state.values())))
+        for part in (optimizer, getattr(optimizer, "optim", None)):
+            if isinstance(part, Optimizer):
+                self.memory.hold("optimizer", tree_leaves(list(part.state.values())))
         if self._clock is None:
             self._clock = optimizer
         if self._clock is optimizer:
@@ -309,7 +309,7 @@ def recording(watch: LoopRecorder, fakes: FakeValuesMode | None = None) -> Itera
 def _holder(optimizer: Optimizer) -> Wrapped | None:
     """The wrapped model of an optimizer, wherever the script keeps it."""
     for referrer in gc.get_referrers(*gc.get_referrers(optimizer)):
-        if type(referrer) is Wrapped and any(one is optimizer for one in referrer.optimizers):
+        if type(referrer) is Wrapped and any(each is optimizer for each in referrer.optimizers):
             return referrer
     return None
 

@@ -70,8 +70,6 @@ def test_a_function_is_called_with_each_trace_that_is_ready(ctx, tmp_path):
         trace.step()
         trace.step()
         raise AssertionError("the error of the function is lost")
-    with pytest.raises(fx.PlanError, match=r"on_trace_ready=3.*pass a function"):
-        fx.profile(ctx, fx.Plan(), on_trace_ready=3).__enter__()
 
 
 @pytest.mark.parametrize("spec", [{"active": None}, {"wait": 0, "warmup": 0}], ids=["none", "now"])

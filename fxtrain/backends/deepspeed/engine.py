@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import attrs
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -224,69 +223,43 @@ def _ignore_import_warnings() -> Iterator[None]:
         yield
 
 
-@attrs.frozen(eq=False)
-class SequenceGroups:
+def sequence_groups(library: ModuleType, ctx: DistContext) -> SimpleNamespace | None:
     """What DeepSpeed calls an mpu, if sequences are split over the mesh's `context` axis.
 
     Without one, DeepSpeed 0.19 reduces gradients over the data ranks only, and the ranks of one
     sequence diverge.
-    """
-
-    ctx: DistContext
-    both: Any  # the group of all ranks, over which gradients are reduced and ZeRO shards
-    alone: Any  # a group of this rank
-
-    def get_data_parallel_group(self) -> Any:
-        # The ranks over which overflow is checked, and whose first rank saves.
-        return self.both
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return list(range(self.ctx.world_size))
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.ctx.axis("data").world_size
-
-    def get_data_parallel_rank(self) -> int:
-        return self.ctx.rank
-
-    def get_sequence_parallel_group(self) -> Any:
-        return self.ctx.axis("context").comm.group
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return self.ctx.axis("context").world_size
-
-    def get_sequence_parallel_rank(self) -> int:
-        return self.ctx.axis("context").rank
-
-    def get_sequence_data_parallel_group(self) -> Any:
-        return self.both
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        return self.ctx.world_size
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        return self.ctx.rank
-
-    def get_model_parallel_group(self) -> Any:
-        return self.alone
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-
-def sequence_groups(library: ModuleType, ctx: DistContext) -> SequenceGroups | None:
-    """The groups of a context that splits sequences; None if it does not.
 
     Effects:
         Opens a group of this rank alone.
     """
-    if ctx.axis("context").world_size == 1:
+    sequence = ctx.axis("context")
+    if sequence.world_size == 1:
         return None
+    # The group of all ranks, over which gradients are reduced and ZeRO shards.
+    everyone = library.utils.groups._clone_world_group()
     alone = open_by_members([ctx.rank], timeout=timedelta(seconds=ctx.comm.timeout_s))
-    return SequenceGroups(ctx, library.utils.groups._clone_world_group(), alone)
+    answers = {
+        # The ranks over which overflow is checked, and whose first rank saves.
+        "data_parallel_group": everyone,
+        "data_parallel_group_ranks": list(range(ctx.world_size)),
+        "data_parallel_world_size": ctx.axis("data").world_size,
+        "data_parallel_rank": ctx.rank,
+        "sequence_parallel_group": sequence.comm.group,
+        "sequence_parallel_world_size": sequence.world_size,
+        "sequence_parallel_rank": sequence.rank,
+        "sequence_data_parallel_group": everyone,
+        "sequence_data_parallel_world_size": ctx.world_size,
+        "sequence_data_parallel_rank": ctx.rank,
+        "model_parallel_group": alone,
+        "model_parallel_world_size": 1,
+        "model_parallel_rank": 0,
+    }
+    functions = {f"get_{name}": functools.partial(_given, each) for name, each in answers.items()}
+    return SimpleNamespace(ctx=ctx, **functions)
+
+
+def _given(value: Any) -> Any:
+    return value
 
 
 def release_groups(library: ModuleType, ctx: DistContext) -> None:
@@ -296,7 +269,7 @@ def release_groups(library: ModuleType, ctx: DistContext) -> None:
     """
     groups = library.utils.groups
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # engines keep their own
-    if isinstance(groups.mpu, SequenceGroups) and groups.mpu.ctx is not ctx:
+    if getattr(groups.mpu, "ctx", ctx) is not ctx:
         groups.mpu = None
     ranks = dist.distributed_c10d._world.pg_group_ranks
     if tuple(ranks.get(groups._TENSOR_MODEL_PARALLEL_GROUP, ())) == ctx.axis("tensor").comm.ranks:

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from fxtrain import _tree, ops
 from fxtrain.backends.pipeline.partition import Partition, fitting_kind
 from fxtrain.backends.pipeline.sharded_stages import reshard_stage
-from fxtrain.backends.pipeline.stage import Call, Probe, Stage, TensorMeta, probe
+from fxtrain.backends.pipeline.stage import Call, Probe, Stage, TensorMeta, kind_of, probe
 from fxtrain.backends.pipeline.weights import TensorSlot
 from fxtrain.errors import FxError, PlanError
 from fxtrain.state import PP, DistContext, Wrapped
@@ -124,19 +124,13 @@ def prepare(model: Wrapped, calls: Sequence[Call], *, train: bool) -> PreparedSc
     """
     engine: Pipeline = model.engine
     leaves, shape = _tree.flatten(calls[0])
-    key = (train, len(calls), engine.module.training, shape.text, *map(_kind, leaves))
+    key = (train, len(calls), engine.module.training, shape.text, *map(kind_of, leaves))
     if key not in engine.schedules:
         ready = _prepared(model, calls, train=train)
         while len(engine.schedules) >= _MAX_SCHEDULES:
             engine.schedules.pop(next(iter(engine.schedules)))
         engine.schedules[key] = ready
     return engine.schedules[key]
-
-
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return (leaf.shape, leaf.dtype, leaf.requires_grad)
-    return leaf if isinstance(leaf, bool | int | float | str) else type(leaf)
 
 
 def _infer_shapes(model: Wrapped, calls: Sequence[Call]) -> dict[int, Probe]:
@@ -218,7 +212,7 @@ def _schedule(model: Wrapped, stages: list[Any], parts: int, *, train: bool) -> 
     return getattr(torch_schedules, kind.name)(
         stages[0] if is_single else stages,
         n_microbatches=parts,
-        loss_fn=_first,  # the last stage's output is already the weighted loss
+        loss_fn=lambda output, _: output,  # the last stage's is already the weighted loss
         scale_grads=False,
     )
 
@@ -256,7 +250,7 @@ class _ForwardSchedule(torch_schedules._PipelineScheduleRuntime):
             for rank, actions in self.pipeline_order.items()
         }
         # Since torch 2.15, every send needs a wait.
-        add_waits = getattr(torch_schedules, "_add_wait_send", _unchanged)
+        add_waits = getattr(torch_schedules, "_add_wait_send", lambda actions: actions)
         self.pipeline_order_with_comms = add_waits(
             torch_schedules._add_send_recv(
                 whole, stage_to_rank=owners.__getitem__, num_stages=self._num_stages
@@ -264,14 +258,6 @@ class _ForwardSchedule(torch_schedules._PipelineScheduleRuntime):
         )
         for stage in stages:
             stage.stage_index_to_group_rank = owners
-
-
-def _unchanged(actions: Any) -> Any:
-    return actions
-
-
-def _first(output: Any, _: Any) -> Any:
-    return output
 
 
 def _problems(engine: Pipeline, probes: Mapping[int, Probe]) -> list[str]:

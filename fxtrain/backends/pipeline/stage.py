@@ -282,9 +282,14 @@ class Stage(nn.Module):
         return _tree.unflatten(form, [_fresh_output(one) for one in outputs])
 
     def _kind(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return (self._hollow.made(leaf), leaf.shape, leaf.dtype, leaf.requires_grad)
-        return leaf if isinstance(leaf, bool | int | float | str) else type(leaf)
+        return self._hollow.made(leaf), kind_of(leaf)
+
+
+def kind_of(leaf: Any) -> Any:
+    """Equal for arguments of one kind: tensors of a shape and dtype, equal plain values."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, bool | int | float | str) else type(leaf)
 
 
 def probe(stage: Stage, call: Call, ctx: DistContext) -> Probe:
