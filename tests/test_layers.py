@@ -257,6 +257,32 @@ def test_a_walk_names_what_is_there():
         assert set(re.findall(r"`(\w+)`", names)) - functions == set(), path
 
 
+def test_the_guide_names_tables_that_are_there():
+    tables = re.findall(r"`(\w+)` in `(fxtrain/[\w/]+\.py)`", GUIDE)
+    assert len(tables) > 5
+    missing = [
+        f"{name} in {path}"
+        for name, path in tables
+        if name not in _constants(ROOT / path) | {"__all__"}
+        and name not in {function.name for function in _functions(_tree(ROOT / path))}
+    ]
+    assert missing == []
+
+
+def test_the_layout_has_every_package():
+    layout = GUIDE.partition("## Layout")[2].partition("\n## ")[0]
+    packages = {
+        f"fxtrain/{path.name}/" if path.is_dir() else path.name
+        for path in (ROOT / "fxtrain").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    named = {
+        name.removeprefix("fxtrain/") if name.endswith(".py") else name
+        for name in re.findall(r"`([\w/.]+)`", layout)
+    }
+    assert packages - named == {"__init__.py", "__main__.py", "_version.py"}
+
+
 def test_the_guide_names_files_that_are_there():
     assert len(WALKED) > 20
     named = set(re.findall(r"`(fxtrain/[\w/.]+)`", GUIDE))

@@ -1,6 +1,7 @@
 """The table of docs/strategies.md: which strategy carries out which field of a plan.
 
 It is made from what the strategies' own checks say, so that it cannot go stale.
+`python -m tests.test_matrix` writes it into the page.
 """
 
 from pathlib import Path
@@ -107,19 +108,20 @@ def _table():
     return "\n".join([*lines, "", *notes])
 
 
-@pytest.fixture
-def engines(monkeypatch):
-    """Checks look whether an engine is installed before they look at a plan."""
-    monkeypatch.setattr(engine, "load", lambda *_, **__: None)
-    monkeypatch.setattr(engine, "device_problems", lambda *_: ())
-    monkeypatch.setattr(xla_runtime, "load", lambda *_, **__: None)
+def _page():
+    """The page, with the table that the checks give."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    with pytest.MonkeyPatch.context() as patch:
+        # Checks look whether an engine is installed before they look at a plan.
+        patch.setattr(engine, "load", lambda *_, **__: None)
+        patch.setattr(engine, "device_problems", lambda *_: ())
+        patch.setattr(xla_runtime, "load", lambda *_, **__: None)
+        return f"{before}{BEGIN}\n{_table()}\n{END}{rest.partition(END)[2]}"
 
 
 @PIPELINES
-def test_the_table_says_what_the_checks_say(engines):
-    table = _table()
-    shown = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip()
-    assert shown == table, f"Write this between the marks in {PAGE.name}:\n{table}"
+def test_the_table_says_what_the_checks_say():
+    assert PAGE.read_text() == _page(), "python -m tests.test_matrix writes the table"
 
 
 def test_every_strategy_and_field_has_a_place_in_the_table():
@@ -129,3 +131,7 @@ def test_every_strategy_and_field_has_a_place_in_the_table():
     assert told | elsewhere == {field.name for field in attrs.fields(fx.Plan)}
     kinds = {type(strategy) for strategy, _ in COLUMNS.values()} | {fx.Single}
     assert kinds == set(BUILT_IN)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(_page())

@@ -3,6 +3,7 @@
 import importlib
 import types
 from importlib.metadata import EntryPoint
+from typing import get_args
 
 import attrs
 import pytest
@@ -12,6 +13,8 @@ import fxtrain as fx
 from fxtrain.backends import built_in, strategies
 from fxtrain.launchers.config import launch_config
 from fxtrain.state import structure, unsupported
+from fxtrain.state.plan import StrategyKind
+from fxtrain.state.registry import BUILT_IN, kind_of
 from fxtrain.testing import LAWS, Cluster
 
 
@@ -43,6 +46,15 @@ def installed(monkeypatch):
         monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Entry()])
 
     return install
+
+
+def test_every_config_has_a_kind_for_type_checkers_and_a_short_name():
+    assert sorted(get_args(StrategyKind)) == sorted(kind_of(config) for config in BUILT_IN)
+    assert {config.__name__ for config in BUILT_IN} <= set(fx.__all__)
+
+
+def test_every_config_has_a_strategy():
+    assert {built_in(config).config for config in BUILT_IN} == set(BUILT_IN)
 
 
 def test_a_third_party_row_is_found_by_its_config(installed):

@@ -101,28 +101,33 @@ def gather(tree: T, ctx: DistContext, *, grad: bool = False) -> T:
     own = {
         n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
     }
-    name = f"gather(grad=True), with gradients of the leaves {[*own]},"
-    return gather_packed(name, packed_leaves(leaves, shape), ctx, own)
+    arguments = f"grad=True, with gradients of the leaves {[*own]}"
+    return gather_packed("gather", packed_leaves(leaves, shape), ctx, own, arguments)
 
 
 def gather_packed(
-    name: str, packed: Packed, ctx: DistContext, own: Mapping[int, Tensor] = MappingProxyType({})
+    name: str,
+    packed: Packed,
+    ctx: DistContext,
+    own: Mapping[int, Tensor] = MappingProxyType({}),
+    arguments: str = "",
 ) -> Any:
     """As `gather`, for a packed tree.
 
     Args:
         name: The function that was called, for messages; equal on every rank.
         own: Leaves through which gradients flow, by place.
+        arguments: The caller's other arguments as text, which the ranks compare.
     """
-    leaves = _gathered_leaves(name, packed, ctx)
+    leaves = _gathered_leaves(name, packed, ctx, arguments)
     for place, leaf in own.items():
         leaves[place] = with_gradient(leaf, leaves[place], ctx)
     return packed.rebuild(leaves)
 
 
-def _gathered_leaves(name: str, packed: Packed, ctx: DistContext) -> dict[int, Any]:
+def _gathered_leaves(name: str, packed: Packed, ctx: DistContext, arguments: str) -> dict[int, Any]:
     others = dump(list(packed.others.values()), ctx) if packed.others else _EMPTY
-    call = (name, signature(packed))
+    call = (name, signature(packed, arguments))
     joined, rest = _gather_leaves(ctx, call, packed, others, joined=True)
     leaves: dict[int, Any] = dict(zip(packed.tensors, joined, strict=True))
     for index, place in enumerate(packed.others):

@@ -1,5 +1,7 @@
 """The available strategies: fxtrain's configs, and the entries of installed packages."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import attrs
@@ -13,7 +15,18 @@ from fxtrain.state.strategy_configs import DDP, FSDP, PP, XLA, Single
 if TYPE_CHECKING:
     from fxtrain.state.strategy import Strategy
 
-BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP, DeepSpeed, PP, XLA, Offload)
+# fxtrain's configs, each with the place of its strategy in `fxtrain.backends`, a higher layer.
+BUILT_IN: Mapping[type, str] = MappingProxyType(
+    {
+        Single: "single.SINGLE",
+        DDP: "ddp.strategy.DDP_STRATEGY",
+        FSDP: "fsdp.strategy.FSDP_STRATEGY",
+        DeepSpeed: "deepspeed.strategy.DEEPSPEED_STRATEGY",
+        PP: "pipeline.strategy.PIPELINE_STRATEGY",
+        XLA: "xla.XLA_STRATEGY",
+        Offload: "offload.strategy.OFFLOAD",
+    }
+)
 GROUP = "fxtrain.strategies"
 
 

@@ -3,13 +3,17 @@
 import importlib
 import json
 import sys
+import tomllib
+from pathlib import Path
 from unittest.mock import Mock
 
 import attrs
 import pytest
 
 import fxtrain as fx
+from fxtrain.state.registry import kind_of
 from fxtrain.trackers import (
+    TRACKERS,
     Aim,
     ClearML,
     Comet,
@@ -19,7 +23,11 @@ from fxtrain.trackers import (
     read_run,
     trackers,
 )
+from tests.trackers._offline import CONFIGS
+from tests.trackers._readers import READERS
 from tests.trackers._trackers import own_tracker
+
+ROOT = Path(__file__).parents[2]
 
 
 @attrs.frozen(kw_only=True)
@@ -35,6 +43,28 @@ def _install(monkeypatch, row):
             return row
 
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Entry()])
+
+
+@pytest.mark.parametrize("tracker", TRACKERS, ids=lambda tracker: tracker.name)
+def test_a_tracker_is_public_and_on_its_pages(tracker):
+    name = tracker.config.__name__
+    assert name in fx.trackers.__all__
+    assert f"| `{name}()` |" in (ROOT / "docs" / "tracking.md").read_text()
+    assert f"`{name}`" in (ROOT / "docs" / "public_names.md").read_text()
+
+
+LIBRARIES = [tracker for tracker in TRACKERS if tracker.package]
+
+
+@pytest.mark.parametrize("tracker", LIBRARIES, ids=lambda tracker: tracker.name)
+def test_a_library_has_an_extra_and_a_run_against_its_package(tracker):
+    kind = kind_of(tracker.config)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    (every,) = extras["trackers"]
+    assert kind in extras and kind in every.partition("[")[2].rstrip("]").split(",")
+    assert f"`{kind}`" in (ROOT / "docs" / "start" / "install.md").read_text()
+    assert kind in CONFIGS and kind in READERS
 
 
 def test_a_package_brings_a_tracker_by_entry_point(ctx, tmp_path, monkeypatch):
