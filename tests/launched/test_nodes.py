@@ -118,6 +118,38 @@ def test_a_node_that_was_killed_is_started_again(tmp_path):
     assert said == ["back 0", "back 1", "back 2", "back 3"]
 
 
+def test_two_launchers_of_one_number_are_one_error():
+    port = _port()
+    words = ("--run-id=same", RANKS, "meet", "A")
+    first = _node(0, port, *words, begin=start_fork)
+    _wait_for(lambda: _listens(port))
+    second = finish(_node(0, port, *words, begin=start_fork))
+    assert second.code == 2
+    (said,) = _said(second.err)
+    assert f"LaunchError: Port {port} of this machine is in use by another program" in said
+    first.send_signal(signal.SIGTERM)
+    finish(first)
+
+
+@pytest.mark.timeout(300)
+def test_a_launcher_of_a_run_that_has_its_nodes_says_that_it_stands_by(tmp_path):
+    port = _port()
+    words = ("--rendezvous=c10d", "--run-id=same", "--threads=1", RANKS, "come_back", str(tmp_path))
+    programs = [_node(0, port, *words, begin=start_fork)]
+    _wait_for(lambda: _listens(port))
+    programs.append(_node(0, port, *words, begin=start_fork))
+    _wait_for(lambda: len(list(tmp_path.glob("here*"))) == 4, timeout_s=120.0)
+    third = _node(0, port, *words)
+    assert third.stderr.readline() == (
+        f"fxtrain launch: Run 'same' at 127.0.0.1:{port} has its 2 nodes. This launcher stands by, "
+        f"to take the place of one that leaves. If it belongs to another run, end it, and choose "
+        f"another main_port for it.\n"
+    )
+    for program in (third, *programs):
+        program.send_signal(signal.SIGTERM)
+        finish(program)
+
+
 def _with_a_bad_node(folder, min_nodes, *, reserve=False):
     """How launchers end of which the second has ranks that fail each time; the second last."""
     port = _port()

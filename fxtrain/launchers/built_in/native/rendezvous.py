@@ -107,7 +107,7 @@ class _CleaningRendezvous:
         self._wait_s = float(params.config["connect_timeout_s"])
         self._mark = params.config["mark"]
         self._patience_s = float(params.config["shutdown_s"])
-        self._place = params.endpoint
+        self._place, self._run_id = params.endpoint, params.run_id
         self._lost = False
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -130,6 +130,13 @@ class _CleaningRendezvous:
     def _tell_missing(self, backend: "StateBackend") -> None:
         state = backend.seen
         if state is None:
+            return
+        if state.redundancy_list and not self._before:
+            say(
+                f"Run {self._run_id!r} at {self._place} has its {len(state.participants)} nodes. "
+                f"This launcher stands by, to take the place of one that leaves. If it belongs to "
+                f"another run, end it, and choose another main_port for it."
+            )
             return
         # Those of a complete state are of the attempt before.
         joined = state.wait_list if state.complete else state.participants
