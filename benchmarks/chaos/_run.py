@@ -210,8 +210,8 @@ class Outcome:
         """Seconds from each event to the end of the last pause that belongs to it.
 
         A pause is a time without an update that had not been made before, up to the end of the run
-        if it does not end. It belongs to the events that happen in it, or if there are none, to the
-        one before; an event without a pause has recovered after 0 s.
+        if it does not end. It belongs to the events that happen in it or just before it, or else
+        to the last one before; an event without a pause has recovered after 0 s.
         """
         times = sorted(self.made().values())
         begun = [when for _, when in self.happened]
@@ -219,9 +219,9 @@ class Outcome:
         for first, then in pairwise([*times, self.ended]):
             if then - first <= _PAUSE_S:
                 continue
-            within = [n for n, when in enumerate(begun) if first < when < then]
+            causes = [n for n, when in enumerate(begun) if first - _PAUSE_S < when < then]
             before = [n for n, when in enumerate(begun) if when <= first]
-            for n in within or before[-1:]:
+            for n in causes or before[-1:]:
                 found[n] = then - begun[n]
         return found
 

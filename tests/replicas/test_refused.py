@@ -9,6 +9,7 @@ import torch
 import fxtrain as fx
 from fxtrain.errors import CollectiveError, MissingPackageError, PlanError, StepError
 from fxtrain.replicas import healing
+from fxtrain.replicas.rounds import independent
 from tests.replicas._team import Life, loader, loss_of, together, wrapped
 
 LIGHTHOUSE = "http://127.0.0.1:9"
@@ -71,8 +72,11 @@ def test_no_lighthouse(ctx, torchft):
         _train(ctx, fx.Plan(), team)
 
 
-def test_too_few_replicas_end_the_run_after_saving_it(ctx, lighthouse, tmp_path):
-    team = fx.replicas.Replicas(count=2, min_count=2, lighthouse=lighthouse, timeout_s=0.5)
+@pytest.mark.parametrize("local", [None, fx.DiLoCo(every=2)])
+def test_too_few_replicas_end_the_run_after_saving_it(ctx, lighthouse, tmp_path, local):
+    team = fx.replicas.Replicas(
+        count=2, min_count=2, lighthouse=lighthouse, timeout_s=0.5, local=local
+    )
     with pytest.raises(CollectiveError, match=r"2 of 2 replicas were not ready at .*: 1 were"):
         _train(ctx, fx.Plan(seed=3), team, folder=tmp_path / "run")
     assert fx.latest(tmp_path / "run") is not None
@@ -122,6 +126,16 @@ def test_a_replica_with_another_version_cannot_join(ctx, monkeypatch):
     monkeypatch.setattr(healing, "_versions", lambda: {"fxtrain": "0.0", "torch": "2.13.0"})
     with pytest.raises(PlanError, match=r"fxtrain: 0\.0 here, .* in the other replicas"):
         healing.unpack_state(model, state)
+
+
+@pytest.mark.parametrize("other", [None, fx.DiLoCo(every=3)])
+def test_a_replica_that_averages_otherwise_cannot_join(ctx, other):
+    model, rounds = independent(wrapped(ctx, fx.Plan(), 0), fx.DiLoCo(every=2), 10)
+    progress = healing.Progress(position=fx.Position())
+    state = healing.pack_state(model, progress, *rounds.under_way())
+    mine = None if other is None else independent(model, other, 10)[1].config
+    with pytest.raises(PlanError, match=r"Replicas\(local=...\): .* here, .*'every': 2"):
+        healing.unpack_state(model, state, mine)
 
 
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])

@@ -1,16 +1,20 @@
 """Replicas that train independently, and die and join between averages."""
 
 import collections
+import contextlib
 
+import attrs
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from tests.replicas._team import Life, loader, loss_of, net, together
+from fxtrain.testing import Cluster
+from tests.replicas._team import Life, loader, loss_of, net, together, wrapped
 
 UPDATES = 9
+EPOCH = 8  # of two replicas, without accumulation
 QUICK = settings(
     max_examples=8,
     deadline=None,
@@ -154,6 +158,28 @@ def test_a_replica_dies_and_another_joins_as_by_hand(lighthouse, weighted):
     assert sum(one.lost for one in survivor.updates) > 0
     assert joined.updates[-1].averaged and joined.updates[-1].updates == UPDATES
     assert all(one.attempts == 1 for one in survivor.updates)  # nobody waited for the dead one
+
+
+def _by_a_plan(ctx, plan):
+    model = wrapped(ctx, plan, 0)
+    fns = fx.StepFns(model=model, loss=lambda m, b: loss_of(m, b, weighted=False))
+    for batch in fx.shard(loader(), ctx, plan).updates(EPOCH):
+        fx.step(ctx, batch, fns)
+    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compress", ["none", "int8"])
+def test_replicas_that_stay_train_as_the_ranks_of_a_plan(lighthouse, compress):
+    """Fragments are under way while others begin, and where the data end."""
+    local = fx.DiLoCo(every=3, fragments=2, delay=2, compress=compress)
+    plan = fx.Plan(seed=3, even="uneven")
+    options = {"local": local, "min_count": 2}
+    mine, other = together(plan, [Life(), Life()], EPOCH, lighthouse, **options)
+    with contextlib.closing(Cluster(2)) as ranks:
+        wanted, _ = ranks.run(_by_a_plan, attrs.evolve(plan, local=local))
+    assert torch.equal(mine.parameters[EPOCH], other.parameters[EPOCH])
+    torch.testing.assert_close(mine.parameters[EPOCH], wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_a_run_of_averages_continues_from_its_folder(lighthouse, tmp_path):
