@@ -130,7 +130,7 @@ def restore(
     try:
         with fail_together(ctx, "restore"):
             chosen = _choose(path) if ctx.is_main else None
-            where = chosen if isinstance(chosen, CheckpointError) else chosen and str(chosen[0])
+            where = str(chosen[0]) if isinstance(chosen, tuple) else chosen
             where = ops.broadcast_object(where, ctx)
             if isinstance(where, CheckpointError):
                 raise where
