@@ -83,9 +83,9 @@ def test_a_flag_keeps_the_fields_of_the_same_strategy_in_the_file(here):
     ("words", "told"),
     [
         ("--precision bf17", "plan.precision: found 'bf17'; choose one of 'fp32', 'bf16'"),
-        ("--accumulate four", "plan.accumulate: found 'four'; choose a whole number. (flag)"),
+        ("--accumulate four", "plan.accumulate: found 'four'; choose a whole number."),
         ("--set plan.accumulate='4'", "found '4'; choose a whole number."),
-        ("--set plan.flush=yes", "choose true or false. (flag)"),
+        ("--set plan.flush=yes", "choose true or false."),
         ("--set plan.sed=1", "unknown key 'sed'"),
         ("--set seed=1", "write a value as launch.ranks=4 or plan.precision=bf16"),
         ("--mesh tensr=2", "Did you mean 'tensor'?"),
