@@ -86,7 +86,9 @@ def numbers_of(values: Mapping[str, Any]) -> Callable[[], tuple[dict[str, float]
     problems: dict[str, str] = {}
     events: dict[torch.device, Any] = {}
     for name, value in _leaves("", values):
-        if not isinstance(value, Tensor):
+        if type(value) is Tensor and value.is_cpu and value.numel() == 1:
+            metrics[name] = value.item()  # sooner than a copy
+        elif not isinstance(value, Tensor):
             metrics[name] = value
         elif problem := _tensor_problem(value):
             problems[name] = problem
@@ -161,7 +163,9 @@ def table_of(columns: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
 def _leaves(path: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         name = f"{path}{key}"
-        if isinstance(value, Mapping):
+        if isinstance(value, Tensor | float):  # first, since most values are one
+            yield name, value
+        elif isinstance(value, Mapping):
             yield from _leaves(f"{name}/", value)
         elif isinstance(value, Weighted):
             yield name, value.total.detach() / value.weight
