@@ -7,6 +7,7 @@ a replica that is up to date to those that are not.
 
 import functools
 import json
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -217,6 +218,7 @@ def join(
     """
     set_defaults({"RUST_LOG": "warn"})  # torchft logs twenty lines an update otherwise
     torchft: Any = optional("torchft", extra="replicas", needed_by="fx.replicas.train")
+    logging.getLogger("torchft.manager").addFilter(_concerns_this_device)
     where = urlsplit(settings.lighthouse)
     route = find_route(where.hostname or "", where.port or 80)
     address = route.address or socket.gethostname()
@@ -267,6 +269,11 @@ def join(
             code="FX302",
         ) from error
     return Members(settings=settings, manager=manager, group=group, store=store, beats=beats)
+
+
+def _concerns_this_device(record: logging.LogRecord) -> bool:
+    """False for what torchft logs in each quorum where torch has no recorder of NCCL's calls."""
+    return "Unable to reset NCCL flight recorder" not in str(record.msg)
 
 
 def _watched_group(torchft: Any, beats: Heartbeats, timeout: timedelta, *, on_gpu: bool) -> Any:
