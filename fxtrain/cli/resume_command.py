@@ -108,10 +108,10 @@ def _report_replays(start: str, folders: Sequence[Path], *, json_: bool) -> int:
     from fxtrain.ops.transport.mismatches import ranges
 
     replays = read_replays(folders)
-    parted = next((one for one in replays if one.losses or one.tensors), None)
-    differing = next((one for one in replays if one.replicas), None)
+    parted = next((replay for replay in replays if replay.losses or replay.tensors), None)
+    differing = next((replay for replay in replays if replay.replicas), None)
     if json_:
-        print_json([attrs.asdict(one) for one in replays])
+        print_json([attrs.asdict(replay) for replay in replays])
         return Exit.FOUND if parted or differing else Exit.WELL
     first, last = replays[0].update, replays[-1].update
     click.echo(f"Updates {first} to {last} from {start}, {len(folders)} times:")

@@ -357,7 +357,10 @@ def _quoted(word: str) -> str:
     if escape_unprintable(word) == word:
         return shlex.quote(word)
     plain = word.replace("\\", r"\\").replace("'", r"\'")
-    return f"$'{''.join(one if escape_unprintable(one) == one else _code(one) for one in plain)}'"
+    letters = (
+        letter if escape_unprintable(letter) == letter else _code(letter) for letter in plain
+    )
+    return f"$'{''.join(letters)}'"
 
 
 def _code(letter: str) -> str:

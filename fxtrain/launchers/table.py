@@ -65,10 +65,6 @@ _OTHER = {
 }
 
 
-def _other_launcher(name: str) -> str:
-    return f" Use launcher={_OTHER[name.lower()]!r}." if name.lower() in _OTHER else ""
-
-
 def find_launcher(spec: LaunchSpec) -> Launcher:
     """The entry of a spec's launcher.
 
@@ -82,7 +78,8 @@ def find_launcher(spec: LaunchSpec) -> Launcher:
     if row is None:
         known = known_launchers()
         if spec.launcher not in known:
-            near = _other_launcher(spec.launcher) or closest(spec.launcher, known)
+            own = _OTHER.get(spec.launcher.lower())
+            near = f" Use launcher={own!r}." if own else closest(spec.launcher, known)
             raise LaunchError(
                 f"No launcher {spec.launcher!r}.{near} Available: {', '.join(known)}. "
                 f"Choose one of them, or install the package that provides it."
@@ -108,14 +105,13 @@ def with_options(spec: LaunchSpec) -> LaunchSpec:
         LaunchError: the options are another launcher's, or invalid.
     """
     row = find_launcher(spec)
-    given = {} if spec.options is None else spec.options
-    if isinstance(given, Mapping):
-        made = options_from(row.options, given, launcher=row.name)
-        return attrs.evolve(spec, options=made)
-    if type(given) is not row.options:
+    options = {} if spec.options is None else spec.options
+    if isinstance(options, Mapping):
+        return attrs.evolve(spec, options=options_from(row.options, options, launcher=row.name))
+    if type(options) is not row.options:
         wanted = "None" if row.options is None else f"a {row.options.__name__}"
         raise LaunchError(
-            f"LaunchSpec(launcher={row.name!r}, options={type(given).__name__}(...)): this "
+            f"LaunchSpec(launcher={row.name!r}, options={type(options).__name__}(...)): this "
             f"launcher takes {wanted}."
         )
     return spec

@@ -6,7 +6,8 @@ import types
 import pytest
 
 from fxtrain.cli import main
-from fxtrain.launchers.built_in.deepspeed import deepspeed_argv, filter_hosts, read_hosts
+from fxtrain.launchers import LaunchSpec
+from fxtrain.launchers.built_in.deepspeed import filter_hosts, pdsh_argv, read_hosts
 
 pytestmark = pytest.mark.deepspeed
 
@@ -56,16 +57,13 @@ def test_machines_slots_and_words_are_those_of_deepspeed(include, exclude, monke
     pdsh = PDSHRunner(options, runner.encode_world_info(theirs))
     pdsh.add_export("NAME", "value")
     words, _, environment = pdsh.get_cmd({}, theirs)
-    argv, ours = deepspeed_argv(
-        hosts,
-        ("train.py", "--name", "two words"),
-        folder=str(tmp_path),
-        python="/env/python",
-        main_address="a",
-        exports={"NAME": "value"},
+    spec = LaunchSpec(
+        target="train.py", args=("--name", "two words"), main_address="a", env=("NAME=value",)
     )
+    argv = pdsh_argv(spec, hosts, folder=str(tmp_path), python="/env/python")
     # As the shells over there split them: DeepSpeed quotes only what holds a space.
-    assert shlex.split(" ".join(argv)) == shlex.split(" ".join(words)) and ours == environment
+    assert shlex.split(" ".join(argv)) == shlex.split(" ".join(words))
+    assert environment == {"PDSH_RCMD_TYPE": "ssh"}
 
 
 def test_a_file_for_gpus_is_valid_on_a_machine_without_one(tmp_path, capsys):

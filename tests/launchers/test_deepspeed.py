@@ -3,12 +3,14 @@
 import base64
 import json
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.launchers.built_in.deepspeed import deepspeed_argv, filter_hosts, read_hosts
+from fxtrain.launchers import LaunchSpec, Machine, prepare
+from fxtrain.launchers.built_in.deepspeed import filter_hosts, read_hosts
 
 HOSTFILE = """
 # two big ones
@@ -68,15 +70,18 @@ def test_filters_that_do_not_fit_are_refused(include, exclude, words):
 
 
 def test_the_command_line_holds_machines_slots_and_words():
-    argv, environment = deepspeed_argv(
-        {"a": (0, 2), "b": (1,)},
-        ("train.py", "--name", "two words"),
-        folder="/my work",
-        python="/env/bin/python",
-        main_port=4711,
-        exports={"NCCL_DEBUG": "INFO", "NOTE": "a b"},
-        ssh_port=2222,
-    )
+    options = {
+        "hostfile": "hosts",
+        "folder": "/my work",
+        "ssh_port": 2222,
+        "python": "/env/bin/python",
+    }
+    spec = LaunchSpec(
+        target="train.py", args=("--name", "two words"), launcher="deepspeed", main_port=4711,
+        env=("NCCL_DEBUG=INFO", "NOTE=a b"), options=options,
+    )  # fmt: skip
+    invocation = prepare(spec, Machine(hosts="a slots=3\nb slots=2"))
+    argv = invocation.argv
     assert argv[:8] == (
         *("pdsh", "-S", "-f", "1024", "-w", "a,b"),
         "export NCCL_DEBUG=INFO; export NOTE='a b'; ",
@@ -85,14 +90,12 @@ def test_the_command_line_holds_machines_slots_and_words():
     assert argv[8:12] == ("/env/bin/python", "-u", "-m", "deepspeed.launcher.launch")
     name, _, world = argv[12].partition("=")
     assert name == "--world_info"
-    assert json.loads(base64.urlsafe_b64decode(world)) == {"a": [0, 2], "b": [1]}
+    assert json.loads(base64.urlsafe_b64decode(world)) == {"a": [0, 1, 2], "b": [0, 1]}
     assert argv[13:16] == ("--node_rank=%n", "--master_addr=a", "--master_port=4711")
     assert argv[16:] == ("--no_local_rank", "train.py", "--name", "'two words'")
-    assert environment == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-p 2222"}
-    assert "--module" in deepspeed_argv({"a": (0,)}, ("pkg.train",), folder="/", module=True)[0]
-    for hosts, command in (({}, ("x",)), ({"a": (0,)}, ())):
-        with pytest.raises(fx.errors.LaunchError, match="machines and a script"):
-            deepspeed_argv(hosts, command, folder="/")
+    assert invocation.env == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-p 2222"}
+    module = attrs.evolve(spec, target="pkg.train", module=True)
+    assert "--module" in prepare(module, Machine(hosts="a slots=3\nb slots=2")).argv
 
 
 NAMES = st.lists(st.sampled_from("abcde"), min_size=1, max_size=4, unique=True)

@@ -75,19 +75,18 @@ def deepspeed(spec: LaunchSpec, machine: Machine) -> Invocation:
         return _by_runner(spec, machine, hosts)
     if options.runner_args:
         raise LaunchError("The option runner_args is for runners other than pdsh. Omit it.")
-    argv, env = deepspeed_argv(
-        hosts,
-        (spec.target, *spec.args),
-        folder=options.folder or machine.folder,
-        python=options.python or machine.python,
-        main_address=spec.main_address,
-        main_port=spec.main_port or _PORT,
-        exports=_exports(spec),
-        module=spec.module,
-        executable=spec.executable,
-        ssh_port=options.ssh_port,
+    return Invocation(
+        argv=pdsh_argv(
+            spec,
+            hosts,
+            folder=options.folder or machine.folder,
+            python=options.python or machine.python,
+        ),
+        env={
+            "PDSH_RCMD_TYPE": "ssh",
+            **({"PDSH_SSH_ARGS_APPEND": f"-p {options.ssh_port}"} if options.ssh_port else {}),
+        },
     )
-    return Invocation(argv=argv, env=env)
 
 
 def _hosts(spec: LaunchSpec, machine: Machine) -> Hosts:
@@ -193,7 +192,7 @@ def _by_runner(spec: LaunchSpec, machine: Machine, hosts: Hosts) -> Invocation:
         *(spec.target, *spec.args),
     )
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    text = _lines(meeting | _exports(spec))
+    text = _lines(meeting | _on_cpu(spec) | remote_environment(spec))
     return Invocation(argv=argv, env={"DS_ENV_FILE": _VARIABLES}, files={_VARIABLES: text})
 
 
@@ -205,10 +204,6 @@ def _lines(variables: dict[str, str]) -> str:
             f"their values cannot contain quotes or line breaks. Choose runner=pdsh."
         )
     return "".join(f"{name}={value}\n" for name, value in variables.items())
-
-
-def _exports(spec: LaunchSpec) -> dict[str, str]:
-    return _on_cpu(spec) | remote_environment(spec)
 
 
 def _on_cpu(spec: LaunchSpec) -> dict[str, str]:
@@ -302,72 +297,42 @@ def filter_hosts(
     return left
 
 
-def deepspeed_argv(
-    hosts: Mapping[str, tuple[int, ...]],
-    command: tuple[str, ...],
-    *,
-    folder: str,
-    python: str = "python3",
-    main_address: str = "",
-    main_port: int = 29500,
-    exports: Mapping[str, str] | None = None,
-    module: bool = False,
-    executable: bool = False,
-    ssh_port: int | None = None,
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The command line that starts every rank over pdsh and ssh, and its own environment.
+def pdsh_argv(
+    spec: LaunchSpec, hosts: Mapping[str, tuple[int, ...]], *, folder: str, python: str
+) -> tuple[str, ...]:
+    """The command line that starts every rank over pdsh and ssh.
 
     Each machine runs `deepspeed.launcher.launch`, which sets the variables that `detect`
     reads and starts one process per slot.
 
     Args:
+        spec: The program, its variables, and where ranks connect; by default the first machine.
         hosts: Machines and the slots to use.
-        command: The script or module, and its arguments.
         folder: Working folder on every machine.
         python: The interpreter there.
-        main_address: Where ranks connect; by default the first machine.
-        main_port: The port there.
-        exports: Variables for the ranks.
-        module: Whether the first word of the command is a module.
-        executable: Whether the first word of the command is a program to start without Python.
-        ssh_port: Port of ssh; by default as ssh is configured.
-
-    Returns:
-        The command line, and variables for pdsh.
-
-    Raises:
-        LaunchError: there is no machine or nothing to run.
 
     Example:
-        >>> from fxtrain.launchers.built_in.deepspeed import deepspeed_argv
-        >>> argv, env = deepspeed_argv({"a": (0,)}, ("train.py",), folder="/work")
-        >>> argv[:6], env
-        (('pdsh', '-S', '-f', '1024', '-w', 'a'), {'PDSH_RCMD_TYPE': 'ssh'})
+        >>> from fxtrain.launchers import LaunchSpec
+        >>> from fxtrain.launchers.built_in.deepspeed import pdsh_argv
+        >>> spec = LaunchSpec(target="train.py")
+        >>> pdsh_argv(spec, {"a": (0,)}, folder="/work", python="python")[:6]
+        ('pdsh', '-S', '-f', '1024', '-w', 'a')
     """
-    if not hosts or not command:
-        raise LaunchError(
-            f"DeepSpeed's launcher needs machines and a script: found {len(hosts)} machines and "
-            f"{len(command)} words of a command."
-        )
-    variables = (exports or {}).items()
-    environment = {"PDSH_RCMD_TYPE": "ssh"}
-    if ssh_port is not None:
-        environment["PDSH_SSH_ARGS_APPEND"] = f"-p {ssh_port}"
-    argv = (
+    variables = (_on_cpu(spec) | remote_environment(spec)).items()
+    return (
         *("pdsh", "-S", "-f", str(_FAN_OUT), "-w", ",".join(hosts)),
         "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables),
         f"cd {shlex.quote(folder)};",
         *(shlex.quote(python), "-u", "-m", "deepspeed.launcher.launch"),
         world_info(hosts),
         "--node_rank=%n",
-        f"--master_addr={main_address or next(iter(hosts))}",
-        f"--master_port={main_port}",
-        *(("--module",) if module else ()),
-        *(("--no_python",) if executable else ()),
+        f"--master_addr={spec.main_address or next(iter(hosts))}",
+        f"--master_port={spec.main_port or _PORT}",
+        *(("--module",) if spec.module else ()),
+        *(("--no_python",) if spec.executable else ()),
         "--no_local_rank",
-        *map(shlex.quote, command),  # the remote shell splits them again
+        *map(shlex.quote, (spec.target, *spec.args)),  # the remote shell splits them again
     )
-    return argv, environment
 
 
 def world_info(hosts: Mapping[str, tuple[int, ...]]) -> str:

@@ -167,7 +167,10 @@ def _batch(spec: LaunchSpec, machine: Machine) -> str:
         [
             "#!/bin/bash",
             "# Written by fxtrain launch, which overwrites it on the next call.",
-            *([_submit(own)] if own else []),
+            *(
+                [f"# Needs these variables in the environment of sbatch: {', '.join(own)}."]
+                * bool(own)
+            ),
             *(f"#SBATCH {word}" for word in (*asked, *options.extra)),
             "",
             f"cd {shlex.quote(machine.folder)}",
@@ -181,10 +184,6 @@ def _batch(spec: LaunchSpec, machine: Machine) -> str:
             "",
         ]
     )
-
-
-def _submit(names: Iterable[str]) -> str:
-    return f"# Needs these variables in the environment of sbatch: {', '.join(names)}."
 
 
 _THREADS = "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"

@@ -83,10 +83,16 @@ def start(
                 target=_work, args=(dict(place), threads, there, task), name=f"rank {number}"
             )
             rank, world = int(place["RANK"]), int(place["WORLD_SIZE"])
-            one = Rank(
-                number=number, place=rank, world=world, process=process, pipe=here, mark=place[MARK]
+            started.append(
+                Rank(
+                    number=number,
+                    place=rank,
+                    world=world,
+                    process=process,
+                    pipe=here,
+                    mark=place[MARK],
+                )
             )
-            started.append(one)
             with _startable():
                 process.start()
             there.close()

@@ -107,7 +107,8 @@ def run_agent(
         numa_options=config.numa_options,
         **{name: getattr(config, name) for name in _NEWER if hasattr(config, name)},
     )
-    timeout = {"shutdown_timeout": config.shutdown_timeout} if _has_timeout(config) else {}
+    has_timeout = hasattr(config, "shutdown_timeout")
+    timeout = {"shutdown_timeout": config.shutdown_timeout} if has_timeout else {}
     agent = _Agent(
         spec,
         config.logs_specs,
@@ -118,10 +119,6 @@ def run_agent(
     agent.serves, agent.elastic = serves, config.rdzv_configs["meets"] == "c10d"
     agent.ended, agent.tell_attempt, agent.min_nodes = ended, tell_attempt, config.min_nodes
     return agent.run_and_leave()
-
-
-def _has_timeout(config: Any) -> bool:
-    return hasattr(config, "shutdown_timeout")
 
 
 class _Agent(LocalElasticAgent):

@@ -30,19 +30,20 @@ def native(spec: LaunchSpec, machine: Machine) -> Invocation:
             f"{spec.nodes} nodes need an address to connect to. Set main_address to the host name "
             f"or address of node 0, the same on every node."
         )
+    nodes = str(spec.nodes) if spec.min_nodes is None else f"{spec.min_nodes}:{spec.nodes}"
     program, *arguments = _ranks(spec, machine)
     argv = [
         machine.python,
         "-m",
         "torch.distributed.run",
-        f"--nnodes={_nodes(spec)}",
+        f"--nnodes={nodes}",
         f"--nproc-per-node={spec.ranks}",
         *_rendezvous(spec, machine),
         f"--max-restarts={spec.restarts}",
         f"--monitor-interval={spec.monitor_interval_s:g}",
         f"--shutdown-timeout={spec.shutdown_s}",
         *_output(spec),
-        *_binding(spec),
+        *([f"--numa-binding={spec.bind}"] if spec.bind != "none" and not spec.cpu else []),
         "--no-python",
         program,
         # The elastic launcher replaces ${local_rank} in arguments; a user's $ must stay a $.
@@ -60,10 +61,6 @@ def _store(spec: LaunchSpec) -> dict[str, str]:
     if spec.meets == "c10d" and spec.nodes > 1:
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return {}
-
-
-def _nodes(spec: LaunchSpec) -> str:
-    return str(spec.nodes) if spec.min_nodes is None else f"{spec.min_nodes}:{spec.nodes}"
 
 
 def _rendezvous(spec: LaunchSpec, machine: Machine) -> list[str]:
@@ -96,10 +93,6 @@ def _output(spec: LaunchSpec) -> list[str]:
     words += [f"--tee={_STREAMS[spec.tee]}"] if spec.tee != "none" else []
     shown = ",".join(map(str, spec.show_ranks))
     return words + ([f"--local-ranks-filter={shown}"] if shown else [])
-
-
-def _binding(spec: LaunchSpec) -> list[str]:
-    return [f"--numa-binding={spec.bind}"] if spec.bind != "none" and not spec.cpu else []
 
 
 def _ranks(spec: LaunchSpec, machine: Machine) -> tuple[str, ...]:
