@@ -70,6 +70,24 @@ def test_the_others_continue_without_a_machine_that_lost_its_power(lab):
 
 
 @SLOW
+def test_a_machine_whose_ranks_fail_twice_in_a_row_leaves_the_run(lab):
+    programs = _training(lab, "--min-nodes=1", "--rendezvous-option=last_call_timeout=3")
+    first = programs[1].rank(1)
+    lab.nodes[1].send_signal(first, 9)
+    programs[1].wait_for("Attempt 1 failed")
+    deadline = time.monotonic() + 60
+    while programs[1].rank(1) == first:
+        assert time.monotonic() < deadline, programs[1].text
+        time.sleep(0.2)
+    lab.nodes[1].send_signal(programs[1].rank(1), 9)
+    assert programs[1].finish(60) == 137, programs[1].text
+    assert "Node 1 (n1) leaves the run: its ranks failed 2 times in a row" in programs[1].text
+    _finish(programs[:1])
+    assert "The run goes on with 1 of 2 nodes." in programs[0].text
+    every_row_once(lab, 480)
+
+
+@SLOW
 def test_a_machine_joins_a_run(lab):
     first = _start(lab, 0, "--min-nodes=1", rows=960)
     first.wait_for("update 6.", 90)
