@@ -65,13 +65,15 @@ def mix(
     """
     chosen, flat = index.shape[1], index.flatten()
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=num_experts)[:num_experts]
+    # torch.bincount waits for the device, and has no shape in a dry run.
+    counts = flat.new_zeros(num_experts + 1).scatter_add(0, flat, torch.ones_like(flat))
+    counts = counts[:num_experts]
     if _has_grouped_products(tokens):
         real = torch.arange(len(order), device=order.device)[:, None] < counts.sum()
         out = compute(tokens[order // chosen], _grouped(counts, real))
         out = torch.where(real, out, 0)
     else:
-        sizes = counts.tolist()
+        sizes = _sizes(counts, len(flat))
         order = order[: sum(sizes)]
         out = compute(tokens[order // chosen], _looped(sizes))
     each = out.new_zeros(len(flat), out.shape[1]).index_copy(0, order, out)
@@ -86,6 +88,14 @@ def _has_grouped_products(tokens: Tensor) -> bool:
     dtype = torch.get_autocast_dtype("cuda") if autocast else tokens.dtype
     capable = torch.version.hip is None and torch.cuda.get_device_capability(tokens.device)[0] >= 8
     return capable and dtype is torch.bfloat16
+
+
+def _sizes(counts: Tensor, routes: int) -> list[int]:
+    """The number of rows of each expert; in a dry run, where it is unknown, about the same."""
+    if isinstance(counts, FakeTensor):
+        experts = len(counts)
+        return [routes * (e + 1) // experts - routes * e // experts for e in range(experts)]
+    return counts.tolist()
 
 
 def _looped(sizes: Sequence[int]) -> Product:
@@ -229,7 +239,8 @@ def balance_bias(
     for name, part in module.named_modules():
         if is_mixture(part):
             target = f"{name.rpartition('.')[0]}.{bias}".lstrip(".")
-            counts[target] = torch.zeros_like(_bias_of(module, target, part), dtype=torch.int64)
+            size = _bias_of(module, target, part).shape
+            counts[target] = torch.zeros(size, dtype=torch.int64, device="cpu")
             part.register_forward_pre_hook(
                 _counting(counts, target, part), with_kwargs=True, prepend=True
             )
@@ -247,7 +258,7 @@ def balance_bias(
                 "independently would share their counts. Remove one of them."
             )
         held = dict(model.module.named_buffers())  # of a pipeline, those of this rank's stages
-        here = {target: count for target, count in counts.items() if target in held}
+        here = {name: n.to(held[name].device) for name, n in counts.items() if name in held}
         totals = ops.reduce(here, model.ctx.axis("loss"), op="sum")
         for target, total in totals.items():
             above = total.double().mean() - total

@@ -1,4 +1,4 @@
-"""Pretrain a small decoder, dense or a mixture of experts, on what prepare.py wrote.
+"""Pretrain a small decoder, dense or with mixtures of experts, on what prepare.py wrote.
 
     python examples/pretrain/prepare.py --to data
     fxtrain launch --ranks 2 --config examples/pretrain/plans/fsdp.toml \
@@ -7,9 +7,10 @@
 The plan files beside this script train the same model on one rank, under `FSDP`, `FSDP` with tensor
 parallelism, a pipeline, and `FSDP` with expert parallelism; the script has no line about them.
 Matrices are updated by Muon, the rest by AdamW. Rows are packed from two blended sources, and
-documents do not attend to each other. Started again, a run resumes in `--folder`;
-`fxtrain report runs/dense` shows loss, tokens/s, MFU and memory. Ends with one JSON line: the loss
-per token, the held-out loss, and what the model writes after "def ".
+documents do not attend to each other. Experts are balanced by a bias and a small loss. Started
+again, a run resumes in `--folder`; `fxtrain report runs/dense` shows loss, tokens/s, MFU and
+memory. Ends with one JSON line: the loss per token, the held-out loss, what the model writes after
+"def ", and the load of the busiest expert, over the mean.
 """
 
 import argparse
@@ -20,49 +21,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from model import CHOSEN, SIZES, decoder, router_logits
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.backends import Params
 
-# Width, width of the MLP or of an expert, layers, heads, heads of keys and values.
-SIZES = {
-    "tiny": (64, 128, 4, 4, 2),
-    "100m": (768, 2048, 12, 12, 4),
-    "7b": (4096, 11008, 32, 32, 32),
-    "50b": (4096, 14336, 32, 32, 8),  # with eight experts, as Mixtral 8x7B
-}
-
-
-def decoder(kind: str, size: str, vocabulary: int, length: int) -> torch.nn.Module:
-    width, inner, layers, heads, kv_heads = SIZES[size]
-    sizes: dict[str, Any] = {
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": length,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-    }
-    if kind == "dense":
-        return LlamaForCausalLM(LlamaConfig(**sizes))
-    config = MixtralConfig(
-        **sizes, num_local_experts=8 if size != "tiny" else 4, sliding_window=None
-    )
-    return MixtralForCausalLM(config)
-
 
 def optimizers(params: Params, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers; AdamW for embeddings, head, router, experts, norms."""
-    others = ("embed_tokens", "lm_head", "gate")
+    others = ("embed_tokens", "lm_head", "router")
     matrices: list[torch.nn.Parameter] = []
     rest: list[torch.nn.Parameter] = []
     for name, parameter in params.named():
@@ -93,8 +64,14 @@ def token_losses(model: fx.Wrapped, batch: fx.Batch[Any]) -> Tensor:
 
 
 def loss(model: fx.Wrapped, batch: fx.Batch[Any]) -> fx.Weighted:
-    """The sum over real tokens, and how many those are."""
-    return fx.Weighted(token_losses(model, batch).sum(), (batch["labels"] != -100).sum())
+    """The sum over real tokens, and how many those are; with experts, also their balance."""
+    kept = batch["labels"] != -100
+    with router_logits(model.module) as logits:
+        total, count = token_losses(model, batch).sum(), kept.sum()
+    if logits:
+        balance = fx.experts.balance_loss(logits, model.ctx, top_k=CHOSEN, mask=kept)
+        total = total + 1e-2 * balance * count
+    return fx.Weighted(total, count)
 
 
 def held_out_loss(model: fx.Wrapped, batch: fx.Batch[Any]) -> dict[str, Tensor]:
@@ -132,9 +109,13 @@ def main(ctx: fx.DistContext, options: argparse.Namespace) -> dict[str, Any]:
     unseen = rows(source["code_held_out"], packing=fx.data.BestFit(), shuffle=False)
 
     tokenizer = Tokenizer.from_file(str(options.data / "tokenizer.json"))
-    torch.manual_seed(0)
+    with torch.device("meta"):  # `fx.wrap` makes the values, of each rank's shard only
+        net = decoder(options.model, options.size, tokenizer.get_vocab_size(), options.length)
+    update_biases = None
+    if options.model == "moe":
+        update_biases = fx.experts.balance_bias(net, bias="bias", rate=1e-2)
     model = fx.wrap(
-        decoder(options.model, options.size, tokenizer.get_vocab_size(), options.length),
+        net,
         ctx,
         optimizer=partial(optimizers, lr=options.lr),
         scheduler=partial(schedulers, updates=options.updates),
@@ -151,13 +132,22 @@ def main(ctx: fx.DistContext, options: argparse.Namespace) -> dict[str, Any]:
         evaluate_every=max(1, options.updates // 4),
         settings={name: str(value) for name, value in vars(options).items()},
     )
-    losses = [report.loss for report in reports]
+    losses: list[Tensor] = []
+    loads: dict[str, Tensor] = {}
+    for report in reports:
+        losses.append(report.loss)
+        if update_biases and report.applied:
+            loads = update_biases(model)
     prompt = torch.tensor([tokenizer.encode("def ").ids], device=ctx.device)
     with torch.no_grad():
         written = model.generate(input_ids=prompt, max_new_tokens=24, do_sample=False)
-    held_out = fx.evaluate(ctx, model, unseen, held_out_loss)["held_out"]
-    last = float(ops.reduce(torch.stack(losses[-5:]).mean(), ctx)) if losses else None
-    return {"loss": last, "held_out": held_out, "text": tokenizer.decode(written[0].tolist())}
+    busiest = [float(load.max() / load.float().mean()) for load in loads.values()]
+    return {
+        "loss": float(ops.reduce(torch.stack(losses[-5:]).mean(), ctx)) if losses else None,
+        "held_out": fx.evaluate(ctx, model, unseen, held_out_loss)["held_out"],
+        "text": tokenizer.decode(written[0].tolist()),
+        "busiest": max(busiest, default=None),
+    }
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from torch import nn
 from fxtrain.backends.context.positions import expose_positions
 from fxtrain.backends.context.split_sequences import with_context_parallel
 from fxtrain.backends.core import step_functions
+from fxtrain.backends.core.initial_values import fill_replica
 from fxtrain.backends.core.module_changes import move_module, prepare_module
 from fxtrain.backends.core.optimizers import (
     make_optimizers,
@@ -33,6 +34,7 @@ def wrap_without_engine(
     replicas: Any = None,
 ) -> Wrapped:
     """Wrap a module that is its own engine; `change` and `replicas` as `make_optimizers`."""
+    fill_replica(module, ctx, seed=plan.seed)
     move_module(module, ctx.device)
     expose_positions(module, ctx, plan)
     prepare_module(module, plan, ctx)

@@ -219,6 +219,63 @@ def test_a_dry_run_assumes_equal_shares():
     assert [one.count for one in found.step if one.kind == "all_to_all"] == [3]
 
 
+class _Fresh(torch.nn.Module):
+    """A mixture that can start on the meta device."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.weight = 4, torch.nn.Parameter(torch.empty(4, WIDTH, 512))
+
+    def reset_parameters(self):
+        torch.nn.init.normal_(self.weight)
+
+    def forward(self, tokens, index, weights):
+        def compute(rows, product):
+            return product(rows, self.weight)
+
+        return fx.experts.mix(tokens, index, weights, self.num_experts, compute)
+
+
+class _FreshRouter(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = torch.nn.Linear(WIDTH, 4), _Fresh()
+        self.register_buffer("bias", torch.zeros(4))
+
+    def reset_parameters(self):
+        self.bias.zero_()
+
+    def forward(self, tokens):
+        scores = self.gate(tokens).sigmoid()
+        index = (scores + self.bias).topk(2).indices
+        return self.experts(tokens, index, scores.gather(1, index))
+
+
+def test_experts_that_start_on_the_meta_device_are_balanced():
+    with torch.device("meta"):
+        net = _FreshRouter()
+    update = fx.experts.balance_bias(net, bias="bias", rate=0.5)
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(net, ctx, optimizer=torch.optim.AdamW)
+        rows = torch.ones(6, WIDTH)  # all take the same two experts
+        fx.update(ctx, fx.batch(rows, ctx), model, model(rows).square().mean())
+        (load,) = update(model).values()
+    assert sorted(load.tolist()) == [0, 0, 6, 6]
+    assert net.bias.tolist() == [0.5 if count == 0 else -0.5 for count in load.tolist()]
+
+
+def test_a_dry_run_of_experts_on_one_rank_counts_the_rows_of_all_tokens():
+    def loop(ctx):
+        model = fx.wrap(_FreshRouter(), ctx, optimizer=torch.optim.AdamW)
+        for _ in range(3):
+            rows = torch.ones(1000, WIDTH)
+            fx.update(ctx, fx.batch(rows, ctx), model, model(rows).square().mean())
+
+    found = fx.dry_run(loop, world=1)
+    assert found.memory.activations > 4 * 1000 * 2 * 512  # two experts of a token, in fp32
+    assert found.problems == ()
+
+
 REFUSED = {
     "experts": (fx.FSDP(expert=8), {}, 8, "has 4 experts, which 8 ranks do not divide"),
     "replica": (fx.FSDP(expert=4, shard=2), {}, 4, "multiple of 4 ranks, but one has 2"),

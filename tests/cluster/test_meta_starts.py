@@ -1,4 +1,4 @@
-"""FSDP: models that start on the meta device."""
+"""Models that start on the meta device: under FSDP, DDP and in one process."""
 
 import pytest
 import torch
@@ -30,8 +30,15 @@ def _from_rank_0(ctx, config):
 
 @pytest.mark.parametrize(
     "config",
-    [fx.FSDP(), fx.FSDP(shard=2), fx.FSDP(ignore=("gain",)), fx.FSDP(offload=True, mode="none")],
-    ids=["full", "hybrid", "ignored", "offload"],
+    [
+        fx.FSDP(),
+        fx.FSDP(shard=2),
+        fx.FSDP(ignore=("gain",)),
+        fx.FSDP(offload=True, mode="none"),
+        fx.DDP(),
+        fx.DDP(shard_optimizer=True),
+    ],
+    ids=["full", "hybrid", "ignored", "offload", "replicas", "zero1"],
 )
 def test_values_of_rank_0_reach_models_on_the_meta_device(clusters, config):
     for n in (2, 4):
@@ -55,10 +62,37 @@ def test_a_model_on_the_meta_device_everywhere_makes_its_own_values(cluster):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         wanted = _plain_net().state_dict()
-    for config in (fx.FSDP(), fx.FSDP(mode="none")):
+    for config in (fx.FSDP(), fx.FSDP(mode="none"), fx.DDP()):
         for got in cluster.run(_fresh, config):
             assert got.keys() == wanted.keys()
             assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def _in_transformers(ctx, config):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    with torch.device("meta"):
+        net = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+        net.model.layers[1].mlp = nn.Sequential(nn.Linear(32, 32), nn.PReLU())
+    plain = LlamaForCausalLM(net.config)
+    model = fx.wrap(net, ctx, fx.Plan(strategy=config, seed=3), optimizer=_sgd)
+    weights = {name: value.clone() for name, value in fx.weights(model)}
+    for name, value in weights.items():
+        if value.ndim == 2:  # not that of nn.Embedding and nn.Linear
+            assert value.std().item() == pytest.approx(net.config.initializer_range, rel=0.15), name
+    assert weights["model.norm.weight"].eq(1).all()
+    assert weights["model.layers.1.mlp.1.weight"].eq(0.25).all()  # unknown to transformers
+    for one, other in zip(net.buffers(), plain.buffers(), strict=True):  # frequencies
+        assert torch.equal(one, other)
+    return weights
+
+
+def test_models_of_transformers_get_the_values_of_their_own_constructors(pair):
+    alone = pair.run(_in_transformers, fx.DDP())
+    for weights in [*alone, *pair.run(_in_transformers, fx.FSDP())]:
+        assert all(torch.equal(weights[name], value) for name, value in alone[0].items())
 
 
 def _from_files(ctx, folder, config):

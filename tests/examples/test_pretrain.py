@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.examples]
 FOLDER = ROOT / "examples" / "pretrain"
 PLANS = {
     "dense": ("single", "fsdp", "fsdp_tp", "pp"),
-    "moe": ("single", "fsdp_expert"),
+    "moe": ("single", "fsdp", "fsdp_expert"),
 }
 
 
@@ -45,7 +45,26 @@ def test_every_plan_has_the_same_losses(data, kind, record_property):
         assert told["ranks"] == tomllib.loads(plan.read_text())["launch"]["ranks"]
         assert told["held_out"] < 6.1 < 6.93  # that of guesses among 1024 tokens
         assert told["text"].startswith("def ")
+        if kind == "moe":
+            assert 1 <= told["busiest"] < 1.9  # 2 if every token took it
         results[name] = told
     for told in results.values():  # in bf16
         assert told["loss"] == pytest.approx(results["single"]["loss"], abs=3e-3)
         assert told["held_out"] == pytest.approx(results["single"]["held_out"], abs=3e-3)
+
+
+SCALED = {"dense_7b": ("dense", "7b", 5e9), "moe_50b": ("moe", "50b", 9e9)}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_plans_for_1024_ranks_fit(data, name, record_property):
+    kind, size, most = SCALED[name]
+    options = ("--data", str(data), "--model", kind, "--size", size, "--length", "4096")
+    script = (str(FOLDER / "train.py"), *options, "--batch", "1024")
+    plan = ("--json", "--world", "1024", "--config", str(FOLDER / "plans" / f"{name}.toml"))
+    ended = run_fork(*FXTRAIN, "plan", *plan, *script, timeout_s=500.0)
+    assert ended.code == 0, ended.err
+    run = json.loads(ended.out)
+    assert run["problems"] == []
+    assert run["setup_peak"] < run["peak"] < most  # no rank ever has the whole model
+    record_property("example", f"pretrain {name} {run['peak']}")

@@ -1,5 +1,6 @@
 """Initial values of a sharded model, rank 0's or fresh ones; and buffers, equal on all replicas."""
 
+import functools
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
@@ -52,9 +53,7 @@ def record_initial_values(module: nn.Module, ctx: DistContext) -> InitialValues:
             f"on all but rank 0, whose values are sent to the others."
         )
     fresh = counts[0] > 0
-    if fresh and (
-        stuck := [name for name, part in module.named_modules() if _no_reset_error(module, part)]
-    ):
+    if fresh and (stuck := [path for path, _, functions in _initializers(module) if not functions]):
         raise PlanError(
             f"wrap: the model is on the meta device, and these modules have no reset_parameters "
             f"to initialize them: {', '.join(stuck[:10]) or 'the model itself'}. "
@@ -83,6 +82,14 @@ def fill_sharded(
                 persists = name not in part._non_persistent_buffers_set
                 part.register_buffer(name, buffer.to(ctx.device), persists)
     _fill_materialized(module, start, ctx, seed)
+
+
+def fill_replica(module: nn.Module, ctx: DistContext, *, seed: int) -> None:
+    """Initialize a model that is whole on every rank, if any rank has it on the meta device."""
+    meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    if ops.any_rank(meta, ctx):
+        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        fill_full(module, record_initial_values(module, ctx), ctx, keep=names, seed=seed)
 
 
 def fill_full(
@@ -197,34 +204,38 @@ def _places(like: DTensor, ctx: DistContext) -> Iterable[tuple[int, tuple[int, .
     return zip(layout.flatten().tolist(), places, strict=True)
 
 
-def _reset_function(module: nn.Module, part: nn.Module) -> Callable[[], Any] | None:
-    """The function with which a module initializes itself."""
-    for owner, name in ((part, "reset_parameters"), (part, "_reset_parameters")):
-        if callable(function := getattr(owner, name, None)):
-            return function
-    init = getattr(module, "_init_weights", None)  # of transformers, over a single module
-    return (lambda: init(part)) if callable(init) else None
-
-
 def _own(part: nn.Module) -> list[Tensor]:
     return [*part.parameters(recurse=False), *part.buffers(recurse=False)]
 
 
-def _no_reset_error(module: nn.Module, part: nn.Module) -> bool:
-    return bool(_own(part)) and _reset_function(module, part) is None
+def _initializers(module: nn.Module) -> Iterator[tuple[str, nn.Module, list[Callable[[], Any]]]]:
+    """Each module with tensors of its own, and the functions that initialize it, in their order.
+
+    As in their constructors: a module's own function, then `_init_weights`, over a single module,
+    of the model of transformers around it, which leaves modules that it does not know alone.
+    """
+    around: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        model = around.get(path.rpartition(".")[0])
+        around[path] = part if callable(getattr(part, "_init_weights", None)) else model
+        if not _own(part):
+            continue
+        own = (getattr(part, name, None) for name in ("reset_parameters", "_reset_parameters"))
+        functions: list[Callable[[], Any]] = [f for f in own if callable(f)][:1]
+        if (model := around[path]) is not None:
+            functions.append(functools.partial(model._init_weights, part))
+        yield path, part, functions
 
 
 def _reset(module: nn.Module, ctx: DistContext) -> None:
     done: set[int] = set()
-    for part in module.modules():
-        reset = _reset_function(module, part)
+    for _, part, functions in _initializers(module):
         parameters = {name: p for name, p in part._parameters.items() if p is not None}
-        if reset is None or not _own(part):
-            continue
         for name, parameter in parameters.items():
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=ctx.device)
             part._parameters[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-        reset()
+        for function in functions:
+            function()
         for name, parameter in parameters.items():
             whole = part._parameters[name]
             assert whole is not None

@@ -7,6 +7,7 @@ update and sends it to the others. Both ways carry bf16, in which torch computes
 the update has the bits of one process with the same gradients.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -158,16 +159,25 @@ def _placed(parameter: Tensor, replicas: Any) -> _Matrix:
         return _Matrix(parameter, groups, (False,) * len(groups), {(0,) * len(groups): everything})
     mesh = parameter.device_mesh
     is_sharded = tuple(not placement.is_replicate() for placement in parameter.placements)
-    counts = [n if sharded else 1 for n, sharded in zip(mesh.shape, is_sharded, strict=True)]
+    groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+    shards = _shards(parameter.shape, tuple(mesh.shape), parameter.placements)
+    return _Matrix(parameter, groups, is_sharded, shards)
+
+
+@functools.lru_cache(maxsize=64)  # a model has many matrices of few shapes, on up to 1000s of ranks
+def _shards(
+    whole: torch.Size, sizes: tuple[int, ...], placements: tuple[Any, ...]
+) -> Mapping[Place, tuple[slice, slice]]:
+    """Rows and columns of each shard of a matrix on a mesh of these sizes."""
+    counts = [
+        1 if placement.is_replicate() else n for n, placement in zip(sizes, placements, strict=True)
+    ]
     shards: dict[Place, tuple[slice, slice]] = {}
     for place in itertools.product(*map(range, counts)):
-        shape, start = _compute_local_shape_and_global_offset(
-            parameter.shape, mesh.shape, list(place), parameter.placements
-        )
+        shape, start = _compute_local_shape_and_global_offset(whole, sizes, list(place), placements)
         rows, columns = (slice(at, at + n) for at, n in zip(start, shape, strict=True))
         shards[place] = (rows, columns)
-    groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
-    return _Matrix(parameter, groups, is_sharded, shards)
+    return shards
 
 
 def _orthogonalized(

@@ -135,12 +135,6 @@ def _wrap(
 ) -> Wrapped:
     # Importing torch's part takes half a second, and other plans do not need it.
     if ctx.axis("loss").world_size == ctx.mesh.tensor == 1:
-        if any(parameter.is_meta for parameter in module.parameters()):
-            from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
-
-            fill_sharded(
-                module, record_initial_values(module, ctx), ctx, offload=False, seed=plan.seed
-            )
         return wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler)
     from fxtrain.backends.fsdp.apply_fully_shard import shard_module
 
