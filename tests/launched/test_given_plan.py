@@ -28,9 +28,8 @@ GIVEN = fx.Plan(precision="bf16", accumulate=4, seed=3)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "fxtrain.toml").write_text(
-        "[launch]\nranks = 1\n[profiles.more.plan]\naccumulate = 4\n"
-    )
+    (tmp_path / "fxtrain.toml").write_text("[launch]\nranks = 1\n")
+    (tmp_path / "more.toml").write_text("[launch]\nranks = 1\n[plan]\naccumulate = 4\n")
     return tmp_path
 
 
@@ -44,13 +43,13 @@ def _spec(*words):
 
 def test_it_travels_in_a_variable(here):
     assert _spec("train.py").env == ()  # nothing sets a plan
-    (variable,) = _spec("--profile", "more", "train.py").env
+    (variable,) = _spec("--config", "more.toml", "train.py").env
     name, _, value = variable.partition("=")
     assert fx.given_plan(env={name: value}) == fx.Plan(accumulate=4)
 
 
 def test_a_script_without_a_plan_uses_it(here):
-    ended = run_fork(*FXTRAIN, "launch", "--profile", "more", "train.py", cwd=here)
+    ended = run_fork(*FXTRAIN, "launch", "--config", "more.toml", "train.py", cwd=here)
     assert (ended.code, ended.out) == (0, "4 True"), ended.err
 
 
