@@ -140,24 +140,20 @@ def say(text: object, ctx: DistContext, *, everyone: bool = False) -> None:
         sys.stdout.flush()
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
 class Preemption:
     """Whether a signal has requested that this run stops; see `preemption`.
 
     Attributes:
         ctx: The ranks that stop together.
         every: Updates between two checks.
+        signalled: Whether this rank has received a signal; ranks may differ, unlike in `due`.
     """
 
-    ctx: DistContext = attrs.field(repr=False)
-    every: int = 1
-    _signalled: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
-    _agreed: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
-
-    @property
-    def signalled(self) -> bool:
-        """Whether this rank has received a signal; ranks may differ, unlike in `due`."""
-        return self._signalled.is_set()
+    ctx: DistContext = attrs.field(repr=False, on_setattr=attrs.setters.frozen)
+    every: int = attrs.field(default=1, on_setattr=attrs.setters.frozen)
+    signalled: bool = attrs.field(default=False, init=False)
+    _agreed: bool = attrs.field(default=False, init=False, repr=False)
 
     def due(self, position: Position) -> bool:
         """Whether all ranks should save and stop now.
@@ -172,13 +168,12 @@ class Preemption:
         Raises:
             CollectiveError: a rank never joins.
         """
-        if self._agreed.is_set():
+        if self._agreed:
             return True
         if position.micro or (position.updates % self.every and not position.is_last):
             return False
-        if any_rank(self._signalled.is_set(), self.ctx):
-            self._agreed.set()
-        return self._agreed.is_set()
+        self._agreed = any_rank(self.signalled, self.ctx)
+        return self._agreed
 
 
 @contextmanager
@@ -223,7 +218,7 @@ def preemption(
     notice = Preemption(ctx=ctx, every=every)
 
     def record(number: int, frame: Any) -> None:
-        notice._signalled.set()
+        notice.signalled = True
 
     earlier = {number: signal.signal(number, record) for number in numbers}
     try:
