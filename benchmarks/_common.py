@@ -28,8 +28,10 @@ def interleaved(
             for the rank that was late in the run before.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
+    turns = list(runs.items())
     for _ in range(rounds):
-        for name, run in runs.items():
+        turns.append(turns.pop(0))  # each run pays for what another one left in caches
+        for name, run in turns:
             before()
             started = time.perf_counter()
             for _ in range(each):
