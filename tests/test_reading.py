@@ -157,13 +157,11 @@ def _tensor_file(path, name):
 def test_commands_show_control_characters_of_files(tmp_path, capsys):
     _tensor_file(tmp_path / "m.safetensors", NASTY)
     assert main(["estimate-memory", str(tmp_path / "m.safetensors")]) == 0
-    (tmp_path / "l.yaml").write_text(
-        json.dumps({"profiles": {NASTY: {"launch": {"args": [NASTY]}}}})
-    )
-    assert main(["config", "check", str(tmp_path / "l.yaml")]) == 0
-    show = ["config", "show", "--said", "-c", str(tmp_path / "l.yaml"), "-p"]
-    assert main([*show, NASTY]) == 0
-    assert main([*show, "none"]) == 2
+    (tmp_path / "l.yaml").write_text(json.dumps({"launch": {"args": [NASTY]}}))
+    assert main(["config", "show", "--said", "-c", str(tmp_path / "l.yaml")]) == 0
+    (tmp_path / "l.yaml").write_text(json.dumps({"launch": {NASTY: 1}}))
+    assert main(["config", "check", str(tmp_path / "l.yaml")]) == 1
+    assert main(["config", "show", "-c", str(tmp_path / "l.yaml")]) == 2
     told = capsys.readouterr()
     assert "\\x1b[31m" in told.out and "[/red]" in told.out and "\\x1b[31m" in told.err
     assert all(one.isprintable() or one == "\n" for one in told.out + told.err)

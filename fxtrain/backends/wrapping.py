@@ -87,8 +87,9 @@ def wrap(
         if the plan says so; unwrapping leaves those quantised. With an optimizer and mixed
         precision, trained parameters in half precision become fp32, until they are unwrapped
         (`Precision.params`). Compares plan and model between the ranks, in one exchange of packets,
-        and the options of optimizers and schedulers, in another; sends rank 0's values to the
-        other ranks of the data axis. If it fails, the module is as before, except for its device.
+        and the options of optimizers and schedulers, in another; a third one asks whether a model
+        of replicas is on the meta device anywhere. Sends rank 0's values to the other ranks of the
+        data axis. If it fails, the module is as before, except for its device.
 
     Raises:
         PlanError: the plan does not fit the model or the context, the module is wrapped already, or

@@ -197,7 +197,12 @@ def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) 
     """
     sharded = isinstance(loader, Sharded)
     given, plan = (loader._loader, loader.plan) if sharded else (loader, plan)
-    _check_types(given, ctx, plan)
+    if not isinstance(given, DataLoader | _RowFunction):
+        raise DataError(
+            f"evaluate takes a loader from fx.shard or a torch DataLoader, found "
+            f"{type(given).__name__}. For example: fx.evaluate(ctx, model, "
+            f"DataLoader(dataset, batch_size=64), fn)."
+        )
     if isinstance(given, _RowFunction):
         raise DataError(
             "evaluate: this loader makes its rows by a function, without an end. Pass a loader of "

@@ -111,9 +111,9 @@ def _exchanges(ctx, plan):
     return ctx.comm.slot(CallState).count - before
 
 
-def test_ddp_is_wrapped_with_two_exchanges(clusters):
-    """One compares plan and model, one the options of optimizers and schedulers."""
-    assert clusters[2].run(_exchanges, fx.Plan()) == [2, 2]
+def test_ddp_is_wrapped_with_three_exchanges(clusters):
+    """Of plan and model, of models on the meta device, and of options of optimizers."""
+    assert clusters[2].run(_exchanges, fx.Plan()) == [3, 3]
     assert clusters[1].run(_exchanges, fx.Plan()) == [0]
 
 
