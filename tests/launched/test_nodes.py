@@ -147,6 +147,7 @@ def test_a_launcher_of_a_run_that_has_its_nodes_says_that_it_stands_by(tmp_path)
     )
     for program in (third, *programs):
         program.send_signal(signal.SIGTERM)
+    for program in (third, *programs):  # one ends by itself once the other one has gone
         finish(program)
 
 
