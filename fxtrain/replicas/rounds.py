@@ -22,6 +22,8 @@ from fxtrain.backends.core.rounds import (
     averaged_parts,
     copy_all,
     first_round,
+    load_outer_state,
+    outer_state,
     pack_fragment,
 )
 from fxtrain.errors import CollectiveError
@@ -65,21 +67,13 @@ def independent(model: Wrapped, local: LocalSGD | DiLoCo, updates: int) -> tuple
 
 def _state(inner: Strategy, now: Round, model: Wrapped) -> ModelState:
     state = inner.state(model)
-    outer = {f"round.anchor.{name}": value for name, value in now.anchor.items()}
-    outer |= {f"round.momentum.{name}": value for name, value in now.momentum.items()}
-    return attrs.evolve(state, tensors={**state.tensors, **outer})
+    return attrs.evolve(state, tensors={**state.tensors, **outer_state(now)})
 
 
 def _load_state(inner: Strategy, now: Round, model: Wrapped, saved: StateReader) -> None:
     """Begin with the saved outer state, or with the parameters of a run without one."""
     inner.load_state(model, saved)
-    for name, value in now.anchor.items():
-        if f"round.anchor.{name}" in saved.shapes:
-            saved.fill(f"round.anchor.{name}", value)
-            saved.fill(f"round.momentum.{name}", now.momentum[name])
-        else:
-            value.copy_(now.parameters[name].detach())
-            now.momentum[name].zero_()
+    load_outer_state(now, saved)
     for residual in now.residual.values():
         residual.zero_()
     now.weight.zero_()

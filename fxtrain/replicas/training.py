@@ -262,16 +262,23 @@ class _Run:
         loss, weight, bad, _ = totals.tolist()
         applied, grad_norm = self._apply(batch, weight, members, bad=bad > 0)
         self.progress = attrs.evolve(self.progress, history=history)
-        return Update(
+        return self._update(
+            members,
             loss=loss / weight if weight else math.nan,
             grad_norm=grad_norm,
             applied=applied,
+            healed=self._was_healed(),
+            attempts=attempts,
+        )
+
+    def _update(self, members: Members, **values: Any) -> Update:
+        """What is reported of an update after which this replica stands where it stands."""
+        return Update(
             position=self.position,
             updates=self.position.updates,
             live=members.live,
             index=members.index,
-            healed=self._was_healed(),
-            attempts=attempts,
+            **values,
         )
 
     def _alone(self, members: Members, rounds: Rounds) -> Update | None:
@@ -287,14 +294,11 @@ class _Run:
         loss, weight, bad, rows = totals.tolist()
         applied, grad_norm = self._apply(batch, weight, members, bad=bad > 0)
         rounds.count(weight, rows)
-        update = Update(
+        update = self._update(
+            members,
             loss=loss / weight if weight else math.nan,
             grad_norm=grad_norm,
             applied=applied,
-            position=self.position,
-            updates=self.position.updates,
-            live=members.live,
-            index=members.index,
             healed=healed,
             attempts=1,
         )

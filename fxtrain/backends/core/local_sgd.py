@@ -23,6 +23,8 @@ from fxtrain.backends.core.rounds import (
     averaged_parts,
     copy_all,
     first_round,
+    load_outer_state,
+    outer_state,
     pack_fragment,
     parts_of,
 )
@@ -199,15 +201,13 @@ def _state(inner: Strategy, model: Wrapped) -> ModelState:
     """Every tensor and every optimizer differs between replicas."""
     state, now = inner.state(model), round_of(model)
     assert now is not None
-    shared = {f"round.anchor.{name}": value for name, value in now.anchor.items()}
-    shared |= {f"round.momentum.{name}": value for name, value in now.momentum.items()}
     optimizers = {
         f"optimizer.{index}.state": as_bytes(values["state"], f"optimizer.{index}")
         for index, values in enumerate(state.values["optimizers"])
     }
     return attrs.evolve(
         state,
-        tensors={**state.tensors, **shared},
+        tensors={**state.tensors, **outer_state(now)},
         own={**state.own, **optimizers, **_accounts(now), **_under_way(now)},
         values={
             **state.values,
@@ -411,12 +411,14 @@ def _firsts(tensors: list[Tensor], now: Round) -> list[Tensor]:
     """Integer tensors with the first replica's values, by one sum with zeros."""
     if not tensors:
         return []
-    flat = torch.cat([one.reshape(-1).to(now.weight.device, torch.int64) for one in tensors])
+    flat = torch.cat([tensor.reshape(-1).to(now.weight.device, torch.int64) for tensor in tensors])
     if now.copies.rank:
         flat.zero_()
     _sum(flat, now)
-    sizes = [one.numel() for one in tensors]
-    return [part.view(one.shape) for part, one in zip(flat.split(sizes), tensors, strict=True)]
+    sizes = [tensor.numel() for tensor in tensors]
+    return [
+        part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), tensors, strict=True)
+    ]
 
 
 def _sum(flat: Tensor, now: Round) -> None:
@@ -444,13 +446,7 @@ def _load_round(now: Round, saved: StateReader, *, resumes: bool) -> None:
     Where other replicas resume, the progress of the round so far is in the mean of the parameters,
     and they are weighted by what they train on from here on.
     """
-    for name, value in now.anchor.items():
-        if f"round.anchor.{name}" in saved.shapes:
-            saved.fill(f"round.anchor.{name}", value)
-            saved.fill(f"round.momentum.{name}", now.momentum[name])
-        else:
-            value.copy_(now.parameters[name].detach())
-            now.momentum[name].zero_()
+    load_outer_state(now, saved)
     for name, account in _accounts(now).items():
         found = saved.own(name, saved.rank) if resumes else None
         account.copy_(torch.zeros_like(account) if found is None else found)

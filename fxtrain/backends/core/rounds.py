@@ -12,7 +12,7 @@ from fxtrain.backends.core.fragments import (
     pack_means,
     real,
 )
-from fxtrain.state import DiLoCo, DistContext, LocalSGD, Round
+from fxtrain.state import DiLoCo, DistContext, LocalSGD, Round, StateReader
 
 # Added to every weight: too small to change one, but gives replicas of weight zero a mean.
 MIN_WEIGHT = 2.0**-60
@@ -61,15 +61,32 @@ def first_round(
     )
 
 
+def outer_state(now: Round) -> dict[str, Tensor]:
+    """What is equal on all replicas, by its names in a checkpoint."""
+    anchor = {f"round.anchor.{name}": value for name, value in now.anchor.items()}
+    return anchor | {f"round.momentum.{name}": value for name, value in now.momentum.items()}
+
+
+def load_outer_state(now: Round, saved: StateReader) -> None:
+    """Restore what is equal on all replicas; from the current parameters if none was saved."""
+    for name, value in now.anchor.items():
+        if f"round.anchor.{name}" in saved.shapes:
+            saved.fill(f"round.anchor.{name}", value)
+            saved.fill(f"round.momentum.{name}", now.momentum[name])
+        else:
+            value.copy_(now.parameters[name].detach())
+            now.momentum[name].zero_()
+
+
 def _fragments(parameters: Mapping[str, nn.Parameter], count: int) -> tuple[tuple[str, ...], ...]:
     """Neighbouring parameters, of about the same size together."""
-    found: list[list[str]] = [[] for _ in range(count)]
+    fragments: list[list[str]] = [[] for _ in range(count)]
     total, before = sum(p.numel() for p in parameters.values()), 0
     for name, parameter in parameters.items():
         middle = before + parameter.numel() / 2
-        found[min(count - 1, int(count * middle / max(total, 1)))].append(name)
+        fragments[min(count - 1, int(count * middle / max(total, 1)))].append(name)
         before += parameter.numel()
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, fragments))
 
 
 def pack_fragment(
@@ -91,7 +108,7 @@ def pack_fragment(
     tensors = parts_of(now.parameters, names)
     if isinstance(local, DiLoCo):
         anchor = parts_of(now.anchor, names)
-        tensors = [_accumulation_copy(one) - old for one, old in zip(tensors, anchor, strict=True)]
+        tensors = [_accumulation_copy(new) - old for new, old in zip(tensors, anchor, strict=True)]
     now.rows[fragment].zero_()
     if now.residual:
         residuals = [now.residual[name] for name in names]
