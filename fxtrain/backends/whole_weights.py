@@ -154,7 +154,7 @@ def _chosen(every: dict[str, Weight], patterns: list[str] | None) -> dict[str, W
         }
     for name, weight in every.items():
         _check_values(name, weight)
-    return {name: one for name, one in every.items() if isinstance(one.like, Tensor)}
+    return {name: weight for name, weight in every.items() if isinstance(weight.like, Tensor)}
 
 
 def _check_values(name: str, weight: Weight) -> None:

@@ -51,7 +51,7 @@ def _folder(run: str) -> Path:
 
 def _show(stands: list[Stand], folder: Path | None, *, json_: bool) -> None:
     if json_:
-        print_json([attrs.asdict(one) for one in stands])
+        print_json([attrs.asdict(stand) for stand in stands])
         return
     say(described(stands))
     if folder is None:

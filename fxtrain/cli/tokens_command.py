@@ -102,16 +102,16 @@ def _shown(parts: Iterator[Progress]) -> Iterator[Progress]:
         columns = DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.fields[counts]}")
         with Bar(BarColumn(), *columns, console=console) as bar:
             task = bar.add_task("tokens", total=None, counts="")
-            for one in parts:
-                bar.update(task, total=one.total, completed=one.done, counts=_counts(one))
-                yield one
+            for part in parts:
+                bar.update(task, total=part.total, completed=part.done, counts=_counts(part))
+                yield part
         return
     shown_s = time.monotonic()
-    for one in parts:
+    for part in parts:
         if time.monotonic() - shown_s >= _LINE_EVERY_S:
             shown_s = time.monotonic()
-            warn(f"{one.done / one.total:.1%}: {_counts(one)}")
-        yield one
+            warn(f"{part.done / part.total:.1%}: {_counts(part)}")
+        yield part
 
 
 def _show(

@@ -96,9 +96,9 @@ def summarize(source: TokenSource, length: int | None) -> dict[str, Any]:
         summary |= {
             "rows": rows,
             "padding": 1 - file.size / (rows * length),
-            "longer_than_a_row": sum(one.long for one in packed) / documents,
+            "longer_than_a_row": sum(plan.long for plan in packed) / documents,
             "cut_by_concatenation": concatenated / documents,
-            "cut_by_best_fit": sum(one.cut for one in packed) / documents,
+            "cut_by_best_fit": sum(plan.cut for plan in packed) / documents,
         }
     return summary
 

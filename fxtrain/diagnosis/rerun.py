@@ -188,11 +188,13 @@ def _recorded(folder: Path) -> dict[int, _Rows]:
 
 
 def _replayed(update: int, times: Sequence[Mapping[int, _Rows]]) -> Replayed:
-    first, *others = ({rank: rows[update] for rank, rows in one.items()} for one in times)
+    first, *others = ({rank: rows[update] for rank, rows in repeated.items()} for repeated in times)
 
     def differing(key: str) -> tuple[int, ...]:
         ranks = sorted(first)
-        return tuple(r for r in ranks if any(one[r][key] != first[r][key] for one in others))
+        return tuple(
+            r for r in ranks if any(repeated[r][key] != first[r][key] for repeated in others)
+        )
 
     losses, tensors = differing("losses"), differing("digests")
     replicas: list[str] = []

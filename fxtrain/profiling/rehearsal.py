@@ -298,9 +298,9 @@ def swappable(fakes: FakeValuesMode) -> Iterator[None]:
     """
     usual = torch.utils.swap_tensors
 
-    def swap(one: Any, other: Any) -> None:
+    def swap(tensor: Any, other: Any) -> None:
         fakes.forget_origins()
-        usual(one, other)
+        usual(tensor, other)
 
     with _replaced(torch.utils, "swap_tensors", swap):
         yield

@@ -128,21 +128,21 @@ def _versions() -> dict[str, str]:
 
 def _compare(header: dict[str, Any], model: Wrapped, local: Mapping[str, Any] | None) -> None:
     own = _versions()
-    found = [
+    differences = [
         f"{name}: {own[name]} here, {version} in the other replicas"
         for name, version in header["versions"].items()
         if own[name] != version
     ]
     plan = structure(header["plan"], Plan)
-    found += [str(one) for one in diff(model.plan, plan)]
+    differences += [str(change) for change in diff(model.plan, plan)]
     if (theirs := header["facts"].get("local")) != local:
-        found.append(f"Replicas(local=...): {local} here, {theirs} in the other replicas")
-    if found:
+        differences.append(f"Replicas(local=...): {local} here, {theirs} in the other replicas")
+    if differences:
         raise PlanError(
             "\n".join(
                 [
                     "This replica differs from those that train already, so it cannot join them:",
-                    *(f"  {line}" for line in found),
+                    *(f"  {line}" for line in differences),
                     "Start it with the same script, plan and packages.",
                 ]
             )

@@ -133,7 +133,7 @@ class Rounds:
 
     def meets_at(self, position: Position) -> bool:
         """Whether replicas exchange something after the update before a position."""
-        due = any(one.due <= position.updates for one in self.now.under_way.values())
+        due = any(exchange.due <= position.updates for exchange in self.now.under_way.values())
         return position.updates > 0 and (due or bool(self._begun(position)))
 
     def _ends(self, position: Position) -> bool:
@@ -148,7 +148,7 @@ class Rounds:
 
     def end_traffic(self, members: Members) -> None:
         """Wait for what is under way: the group that it runs in may change at the next `gather`."""
-        works = [work for one in self.now.under_way.values() for work in one.works]
+        works = [work for exchange in self.now.under_way.values() for work in exchange.works]
         if not works:
             return
         members.exchange(lambda: [work.wait() for work in works])
@@ -253,7 +253,7 @@ class Rounds:
                 apply_means(self.now, self.local, key, means)
         if len(self.now.fragments) - 1 in self._begun(position):
             buffers = buffers_of(self.model, floating=False)
-            sizes = [one.numel() for one in buffers]
+            sizes = [buffer.numel() for buffer in buffers]
             parts = counters[: sum(sizes)].split(sizes)
             copy_all(buffers, [p.view(b.shape) for p, b in zip(parts, buffers, strict=True)])
         self.rows = 0.0
@@ -262,7 +262,9 @@ class Rounds:
     def _due(self, position: Position) -> list[int]:
         everything = self._ends(position)
         under_way = self.now.under_way.items()
-        return sorted(key for key, one in under_way if everything or one.due <= position.updates)
+        return sorted(
+            key for key, exchange in under_way if everything or exchange.due <= position.updates
+        )
 
     def _counters(self, *, first: bool) -> Tensor:
         """Whole-number buffers of the first replica, to be added to zeros of the others."""
@@ -270,5 +272,5 @@ class Rounds:
         device = self.now.copies.device
         if not counters:
             return torch.zeros(1, dtype=torch.int64, device=device)
-        flat = torch.cat([one.reshape(-1).to(device, torch.int64) for one in counters])
+        flat = torch.cat([buffer.reshape(-1).to(device, torch.int64) for buffer in counters])
         return flat if first else torch.zeros_like(flat)

@@ -375,14 +375,14 @@ class _Run:
         Raises:
             CollectiveError: the replicas have made the last update apart from each other.
         """
-        parameters = [one for one in self.model.parameters() if one.requires_grad]
-        present = [one.grad is not None for one in parameters]
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        present = [parameter.grad is not None for parameter in parameters]
         more = torch.tensor([self.progress.history, *present], dtype=totals.dtype, device="cpu")
         facts = torch.cat([totals, more.to(totals.device)])
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if not members.sum([facts, *(local_values(one.grad) for one in parameters)]):
+        if not members.sum([facts, *(local_values(parameter.grad) for parameter in parameters)]):
             return totals
         history, *replicas = facts[_TOTALS:].tolist()
         if history != self.progress.history * members.live:

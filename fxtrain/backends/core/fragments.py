@@ -80,11 +80,15 @@ def pack_int8(
     places = by_dtype(tensors)
     for dtype, numbers in places.items():
         moved = [real(tensors[n]).to(device, dtype) for n in numbers]
-        parts = [(one + residuals[n]).reshape(-1) for one, n in zip(moved, numbers, strict=True)]
+        parts = [
+            (tensor + residuals[n]).reshape(-1) for tensor, n in zip(moved, numbers, strict=True)
+        ]
         exact = torch.cat(parts)
         payload = quantize(exact)
         lost = exact - dequantize(payload, len(exact), dtype)
-        for number, part in zip(numbers, lost.split([len(one) for one in parts]), strict=True):
+        for number, part in zip(
+            numbers, lost.split([len(tensor) for tensor in parts]), strict=True
+        ):
             residuals[number].copy_(part.view_as(residuals[number]))
         share = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(1)
         sent.append(torch.cat([payload, share.view(torch.uint8)]))

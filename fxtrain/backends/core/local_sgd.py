@@ -311,7 +311,7 @@ def _exchange(
     """Apply the exchanges that are due, and start those of other fragments."""
     everything = position is None or (position.is_last and is_alone(local, position))
     update = 0 if position is None else position.updates
-    due = [n for n, one in now.under_way.items() if everything or one.due <= update]
+    due = [n for n, exchange in now.under_way.items() if everything or exchange.due <= update]
     for fragment in due:
         _finish(model, now, local, fragment)
     if everything:
@@ -332,17 +332,17 @@ def _exchange(
 
 def buffers_of(model: Wrapped, *, floating: bool) -> list[Tensor]:
     """The buffers that are averaged, or the others."""
-    found = [one for one in model.module.buffers() if one.numel()]
-    return [one for one in found if _is_floating(one) == floating]
+    buffers = [buffer for buffer in model.module.buffers() if buffer.numel()]
+    return [buffer for buffer in buffers if _is_floating(buffer) == floating]
 
 
 def check_parameters(model: Wrapped, now: Round, local: LocalSGD | DiLoCo) -> None:
     """Refuse parameters that require a gradient only since the model was wrapped."""
-    known = {id(one) for one in now.parameters.values()}
+    known = {id(parameter) for parameter in now.parameters.values()}
     later = [
         name
-        for name, one in model.module.named_parameters()
-        if one.requires_grad and id(one) not in known
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and id(parameter) not in known
     ]
     if later:
         more = f" and {len(later) - 5} more" * (len(later) > 5)
@@ -493,8 +493,8 @@ def weighted_mean(saved: StateReader, name: str) -> Tensor | None:
     for first in range(0, saved.ranks, size):
         share = _saved_weight(saved, range(first, first + size), fragment)
         # If a replica has several ranks, each has its part along the first dimension.
-        found = [saved.own(name, rank) for rank in range(first, first + size)]
-        parts = [one for one in found if one is not None]
+        shards = [saved.own(name, rank) for rank in range(first, first + size)]
+        parts = [shard for shard in shards if shard is not None]
         whole = parts[0] if size == 1 else torch.cat(parts)
         total = total + share * whole.to(torch.promote_types(whole.dtype, torch.float32))
         weights += share
@@ -507,6 +507,8 @@ def _saved_weight(saved: StateReader, ranks: range, fragment: int) -> float:
     rows = saved.own("round.rows", ranks[0])
     weights = [saved.own("round.weight", rank) for rank in ranks]
     assert rows is not None  # every rank of such a checkpoint has saved them
-    weight = torch.stack([one.reshape(-1)[fragment] for one in weights if one is not None]).sum()
+    weight = torch.stack(
+        [tensor.reshape(-1)[fragment] for tensor in weights if tensor is not None]
+    ).sum()
     rows = rows.view(-1, 3)[fragment]
     return float(averaging_weight(rows, weight, saved.ranks // len(ranks))) + MIN_WEIGHT

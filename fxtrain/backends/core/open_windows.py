@@ -67,7 +67,7 @@ def _replicas(model: Wrapped) -> int:
 def _parameters(model: Wrapped) -> Iterator[tuple[str, Any, Any]]:
     """Of each parameter its name, itself as a shard, and what FSDP keeps of it, if it does."""
     parts: dict[int, Any] = {}
-    for part in [one for owner in model.module.modules() for one in fsdp_parameters(owner)]:
+    for part in [kept for owner in model.module.modules() for kept in fsdp_parameters(owner)]:
         parts[id(part.sharded_param)] = part
         parts[id(getattr(part, "_unsharded_param", part))] = part  # in the module after a forward
     for name, parameter in model.module.named_parameters():

@@ -131,8 +131,13 @@ class _KnownParameters:
         groups = optimizer.param_groups
         if len(groups) == self._groups:
             return
-        known = {id(one) for one in self._parameters}
-        later = [one for group in groups for one in group["params"] if id(one) not in known]
+        known = {id(parameter) for parameter in self._parameters}
+        later = [
+            parameter
+            for group in groups
+            for parameter in group["params"]
+            if id(parameter) not in known
+        ]
         if later:
             raise StepError(
                 f"{type(optimizer).__name__}.add_param_group: {len(later)} of its parameters (the "

@@ -97,7 +97,9 @@ def verify_replicas(model: Wrapped) -> None:
     hosts = {rank: host for rank, (host, _) in enumerate(rows) if ctx.num_nodes > 1}
     lines = described(differences, hosts)
     update = model.window.updates
-    if model.plan.replicas_differ == "heal" and all(one.most and one.whole for one in differences):
+    if model.plan.replicas_differ == "heal" and all(
+        difference.most and difference.whole for difference in differences
+    ):
         _heal(ctx, held, differences)
         log(ctx, "fxtrain.replicas").warning(
             "Replicas differed after update %d; most ranks' values were copied to the others:\n%s",
@@ -105,7 +107,9 @@ def verify_replicas(model: Wrapped) -> None:
             "\n".join(lines),
         )
         return
-    undecided = [one.name for one in differences if not (one.most and one.whole)]
+    undecided = [
+        difference.name for difference in differences if not (difference.most and difference.whole)
+    ]
     cure = (
         "Continue from a checkpoint that was saved before, such as with `fxtrain launch "
         "--restarts`. `fxtrain replay --times 2` of the updates since then tells a faulty "
@@ -187,10 +191,10 @@ def _shard(tensor: Tensor) -> str:
 
 
 def _digests(held: Iterable[_Held]) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
-    for one in held:
-        found.setdefault(one.part, {})[one.name] = digest(one.tensor)
-    return found
+    digests: dict[str, dict[str, str]] = {}
+    for tensor in held:
+        digests.setdefault(tensor.part, {})[tensor.name] = digest(tensor.tensor)
+    return digests
 
 
 def _key_of(part: str) -> bytes:
@@ -239,8 +243,8 @@ def differences_of(rows: Sequence[_Digests]) -> list[Difference]:
 def described(differences: Sequence[Difference], hosts: Mapping[int, str]) -> list[str]:
     """Lines that name ranks, hosts and tensors: one for each set of ranks that differs."""
     names: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
-    for one in differences:
-        names.setdefault((one.others, one.most), []).append(one.name)
+    for difference in differences:
+        names.setdefault((difference.others, difference.most), []).append(difference.name)
     lines = []
     for (others, most), tensors in names.items():
         more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
@@ -254,17 +258,17 @@ def described(differences: Sequence[Difference], hosts: Mapping[int, str]) -> li
 def _heal(ctx: DistContext, held: Iterable[_Held], differences: Iterable[Difference]) -> None:
     """Overwrite what differs with what most ranks hold."""
     settle(ctx)
-    mine = {(one.part, one.name): one.tensor for one in held}
+    mine = {(difference.part, difference.name): difference.tensor for difference in held}
     with rank_loss_guard(ctx, _CALL), torch.no_grad():
-        for one in differences:
-            source = one.most[0]
-            if ctx.rank != source and ctx.rank not in one.others:
+        for difference in differences:
+            source = difference.most[0]
+            if ctx.rank != source and ctx.rank not in difference.others:
                 continue
-            tensor = mine[one.part, one.name]
+            tensor = mine[difference.part, difference.name]
             values = tensor_bytes.contiguous(tensor).clone()
             octets = torch.frombuffer(tensor_bytes.memory_of(values), dtype=torch.uint8)
             if ctx.rank == source:
-                for rank in one.others:
+                for rank in difference.others:
                     dist.send(octets, ctx.comm.ranks[rank], group=ctx.comm.control)
             else:
                 dist.recv(octets, ctx.comm.ranks[source], group=ctx.comm.control)

@@ -256,18 +256,18 @@ def _unscale(model: Wrapped) -> None:
 def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, update: UpdateSpec) -> bool:
     """Step every optimizer or none, then update the scale once; whether they stepped."""
     # torch tracks overflow per optimizer and skips them one by one; a step must be all or none.
-    found = [
+    flags = [
         flag
         for optimizer in model.optimizers
         for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
     ]
-    flag = torch.stack(found).amax()
+    flag = torch.stack(flags).amax()
     differ = model.status.replica is not None or model.ctx.mesh.pipeline > 1
     if differ or is_distributed(model.module.parameters()):
         # A shard that overflowed is on one rank only; those of the data axis agree.
         flag = ops.reduce(flag, model.ctx, op="max")
-    for one in found:
-        one.copy_(flag)
+    for overflowed in flags:
+        overflowed.copy_(flag)
     overflow = bool(flag.item())
     if not overflow and not update.skip and not update.keep_parameters:
         for optimizer in model.optimizers:

@@ -164,7 +164,7 @@ def _tied_together(module: nn.Module, chosen: list[nn.Module]) -> list[list[nn.M
             for part in holders:
                 group.pop(id(part), None)
             continue
-        merged = _distinct(one for part in holders for one in group.get(id(part), ()))
+        merged = _distinct(tied for part in holders for tied in group.get(id(part), ()))
         for part in merged:
             group[id(part)] = merged
     lists = {id(parts): parts for parts in group.values()}
@@ -190,7 +190,9 @@ def _unit_of_parameters(module: nn.Module, chosen: list[nn.Module]) -> dict[int,
 
 
 def _nested(parts: list[nn.Module]) -> bool:
-    return any(a is not b and any(a is one for one in b.modules()) for a in parts for b in parts)
+    return any(
+        a is not b and any(a is inside for inside in b.modules()) for a in parts for b in parts
+    )
 
 
 def _distinct(parts: Iterable[nn.Module]) -> list[nn.Module]:

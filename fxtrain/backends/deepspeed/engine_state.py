@@ -139,8 +139,10 @@ def _trained(model: Wrapped) -> Iterator[_TrainedParameter]:
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
     if optimizer is model.engine.basic_optimizer:
         for index, group in enumerate(optimizer.param_groups):
-            for one in group["params"]:
-                yield _TrainedParameter(names[id(one)], one, index, one, full_shape=True)
+            for parameter in group["params"]:
+                yield _TrainedParameter(
+                    names[id(parameter)], parameter, index, parameter, full_shape=True
+                )
     elif hasattr(optimizer, "fp32_groups"):
         pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
         for index, (weights, masters) in enumerate(pairs):

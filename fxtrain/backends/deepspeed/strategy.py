@@ -140,7 +140,11 @@ def _begin(model: Wrapped) -> None:
         *getattr(optimizer, "averaged_gradients", {}).values(),
     ]
     on_cpu = getattr(optimizer, "_offload_accumulated_param_ids", ())
-    if on_cpu or any([one is not None for one in sums]) or any(map(any, _flags(optimizer))):
+    if (
+        on_cpu
+        or any([gradient is not None for gradient in sums])
+        or any(map(any, _flags(optimizer)))
+    ):
         _drop(model.engine)
 
 

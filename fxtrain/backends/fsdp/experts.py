@@ -111,7 +111,9 @@ def shard_experts(
     if options["mesh"].size() == 1 and options["mp_policy"].param_dtype is None and not offloaded:
         return False
     fully_shard(
-        part, shard_placement_fn=lambda one: Shard(_shard_dim(one, here, outer) or 0), **options
+        part,
+        shard_placement_fn=lambda parameter: Shard(_shard_dim(parameter, here, outer) or 0),
+        **options,
     )
     return True
 
@@ -161,7 +163,7 @@ def _add_hooks(
         if not isinstance(out, Tensor) or routes is None:
             return out  # forward failed, and this hook was called to clean up
         if not len(out):  # backward runs the same collectives and reductions on all ranks
-            out = out + sum([one[:0].sum() for one in (args[0], *local)])
+            out = out + sum([unused[:0].sum() for unused in (args[0], *local)])
         back = _AllToAll.apply(out, routes.received, routes.sent, group, 1 / mesh.size())
         each = torch.empty_like(back).index_copy(0, routes.order, back)
         weighted = each.view(*routes.weights.shape, -1) * routes.weights[..., None]

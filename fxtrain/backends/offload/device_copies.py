@@ -57,7 +57,7 @@ class DeviceCopies:
         self.prepared = True
         passing: list[int] = []
         for unit in self.units:
-            unit.homes = tuple(_dense(one.tensors[0].data) for one in unit.tensors)
+            unit.homes = tuple(_dense(placed.tensors[0].data) for placed in unit.tensors)
             starts: list[int] = []
             for home in unit.homes:
                 starts.append(unit.nbytes)
@@ -65,7 +65,7 @@ class DeviceCopies:
             unit.starts = tuple(starts)
             if unit.device not in self.streams and unit.device.type == "cuda":
                 self.streams[unit.device] = torch.cuda.Stream(unit.device)
-            if any(one.held == DISK for one in unit.tensors):
+            if any(placed.held == DISK for placed in unit.tensors):
                 passing.append(unit.nbytes)
             else:  # one buffer, so that one copy brings all
                 unit.host = self.host_buffer(unit.nbytes)
@@ -176,7 +176,7 @@ class DeviceCopies:
         self.loaded.remove(unit)
         unit.flat = unit.copied = None
         _point(unit, unit.homes)
-        shared = {name for one in unit.tensors for name in one.units}
+        shared = {name for placed in unit.tensors for name in placed.units}
         for other in self.loaded if len(shared) > 1 else ():
             if other.name in shared and other.flat is not None:
                 _point(other, other.views(other.flat))
@@ -185,12 +185,12 @@ class DeviceCopies:
 def _buffers_of(unit: StreamedUnit) -> list[tuple[Tensor, Tensor]]:
     """The buffers of a unit that is on its device, and where each is held."""
     pairs = zip(unit.tensors, unit.homes, strict=True)
-    return [(one.tensors[0].data, home) for one, home in pairs if one.is_buffer]
+    return [(tensor.tensors[0].data, home) for tensor, home in pairs if tensor.is_buffer]
 
 
 def _point(unit: StreamedUnit, values: Sequence[Tensor]) -> None:
-    for one, value in zip(unit.tensors, values, strict=True):
-        for tensor in one.tensors:
+    for placed, value in zip(unit.tensors, values, strict=True):
+        for tensor in placed.tensors:
             tensor.data = value
 
 

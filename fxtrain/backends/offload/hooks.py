@@ -34,7 +34,7 @@ def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> _Undo:
 
     check = module.register_forward_pre_hook(check_values)
     undo.append(check.remove)
-    if any(one.device.type != "cpu" for one in streaming.tensors.values()):
+    if any(tensor.device.type != "cpu" for tensor in streaming.tensors.values()):
         undo += _move_values(module, streaming)
     for unit in streaming.units:
         if streaming.copies is not None:
@@ -150,13 +150,15 @@ def _move_values(module: nn.Module, streaming: Streaming) -> list[_Undo]:
         module.register_forward_pre_hook(enter, with_kwargs=True).remove,
         module.register_forward_hook(leave, always_call=True).remove,
     ]
-    if len({one.device for one in streaming.tensors.values()}) == 1:
+    if len({tensor.device for tensor in streaming.tensors.values()}) == 1:
         return undo
 
     def move_inputs(device: torch.device, _: nn.Module, args: Any, kwargs: Any) -> Any:
         return _moved(args, device), _moved(kwargs, device)
 
-    devices = {name: one.device for one in streaming.tensors.values() for name in one.names}
+    devices = {
+        name: tensor.device for tensor in streaming.tensors.values() for name in tensor.names
+    }
     for path, part in module.named_modules():
         names = [f"{path}.{key}" for key in (*part._parameters, *part._buffers)]
         placed = [devices[name] for name in names if name in devices]

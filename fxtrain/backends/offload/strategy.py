@@ -194,7 +194,7 @@ def _refuse_training(tensors: tuple[PlacedTensor, ...]) -> None:
 
 def _refuse_packed(module: nn.Module, placement: Placement, *, trains: bool) -> None:
     """Quantised weights that cannot stream to an accelerator."""
-    if all(torch.device(one).type == "cpu" for one in placement.devices if one != DISK):
+    if all(torch.device(device).type == "cpu" for device in placement.devices if device != DISK):
         return
     libraries = {library.name for _, _, library in quantized_layers(module)}
     if "torchao" in libraries:
@@ -215,9 +215,9 @@ def _freeze(tensors: tuple[PlacedTensor, ...]) -> Callable[[], None]:
     """Stop gradients of streamed parameters; returns a function that undoes it."""
     frozen = [
         tensor
-        for one in tensors
-        for tensor in one.tensors
-        if one.streamed and isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        for placed in tensors
+        for tensor in placed.tensors
+        if placed.streamed and isinstance(tensor, nn.Parameter) and tensor.requires_grad
     ]
     for tensor in frozen:
         tensor.requires_grad = False
@@ -319,21 +319,23 @@ def _load_trained(model: Wrapped, saved: StateReader) -> None:
 
 
 def _frozen(streaming: Streaming) -> frozenset[str]:
-    return frozenset(name for one in _from_files(streaming) for name in one.names)
+    return frozenset(name for tensor in _from_files(streaming) for name in tensor.names)
 
 
 def _from_files(streaming: Streaming) -> list[PlacedTensor]:
     """Parameters that stay as the files have them; a forward may change any buffer."""
     return [
-        one
-        for one in streaming.tensors.values()
-        if one.source and not one.is_buffer and (one.streamed or not one.trained)
+        tensor
+        for tensor in streaming.tensors.values()
+        if tensor.source and not tensor.is_buffer and (tensor.streamed or not tensor.trained)
     ]
 
 
 def _digests(streaming: Streaming) -> dict[str, str]:
     """The digests of the files with frozen parameters, by the names of the files."""
-    paths = sorted({one.source for one in _from_files(streaming) if one.source is not None})
+    paths = sorted(
+        {tensor.source for tensor in _from_files(streaming) if tensor.source is not None}
+    )
     for path in paths:
         if path not in streaming.digests:
             try:

@@ -201,9 +201,9 @@ class Streaming:
     def find_spans(self, unit: StreamedUnit) -> tuple[Span, ...]:
         """Find the bytes to read for a unit, from where its tensors are."""
         unit.spans = spans_of(
-            (one.names[0], self.files[one.location.path], one.location)
-            for one in unit.tensors
-            if one.location is not None
+            (tensor.names[0], self.files[tensor.location.path], tensor.location)
+            for tensor in unit.tensors
+            if tensor.location is not None
         )
         return unit.spans
 
@@ -233,12 +233,12 @@ def new_streaming(
     """
     if copy is None:
         copy = any(unit.device.type != "cpu" for unit in units)
-    by_name = {one.names[0]: one for one in tensors}
+    by_name = {tensor.names[0]: tensor for tensor in tensors}
     streaming = Streaming(
         tensors=by_name,
         units=units,
         folder=folder,
-        empty={name for name, one in by_name.items() if has_no_memory(one.tensors[0])},
+        empty={name for name, tensor in by_name.items() if has_no_memory(tensor.tensors[0])},
         copies=DeviceCopies(units=units, prefetch=prefetch, pin=pin) if copy else None,
     )
     streaming.prefetcher = Prefetcher(work=streaming.work, count=len(units), prefetch=prefetch)
@@ -261,33 +261,33 @@ def place(streaming: Streaming, name: str, read: _Read, location: Location | Non
         CheckpointError: a file cannot be mapped or written.
         PlanError: values for the disk are in no file, and there is no offload folder.
     """
-    one = streaming.tensors[name]
-    dtype = one.tensors[0].dtype
+    placed = streaming.tensors[name]
+    dtype = placed.tensors[0].dtype
     exact = streaming.folder is not None and streaming.copies is None
-    if one.held == DISK and location is not None and fits(location, dtype, exact=exact):
-        _link(streaming, one, location)
-    elif one.held == DISK:
-        keep_for_folder(streaming, one, read(None).to(dtype))
+    if placed.held == DISK and location is not None and fits(location, dtype, exact=exact):
+        _link(streaming, placed, location)
+    elif placed.held == DISK:
+        keep_for_folder(streaming, placed, read(None).to(dtype))
     else:
-        home = torch.device(one.held)
-        for tensor in one.tensors:
+        home = torch.device(placed.held)
+        for tensor in placed.tensors:
             _fill(tensor, read, home)
         if location is not None:
-            one.source = location.path
+            placed.source = location.path
     streaming.empty.discard(name)
 
 
-def keep_for_folder(streaming: Streaming, one: PlacedTensor, value: Tensor) -> None:
+def keep_for_folder(streaming: Streaming, placed: PlacedTensor, value: Tensor) -> None:
     """Write a tensor to the offload folder, with the rest of its unit."""
     if streaming.folder is None:
         raise PlanError(
-            f"The placement has {one.names[0]!r} on disk, and no safetensors file contains it as "
-            f"{value.dtype}. Use fx.Offload(offload_folder=...), into which it is written once, or "
-            f"take the model from a safetensors file: fx.Offload(source=...)."
+            f"The placement has {placed.names[0]!r} on disk, and no safetensors file contains it "
+            f"as {value.dtype}. Use fx.Offload(offload_folder=...), into which it is written once, "
+            f"or take the model from a safetensors file: fx.Offload(source=...)."
         )
     streaming.is_checked = False
-    unit = next(unit for unit in streaming.units if unit.name in one.units)
-    unit.waiting[one.names[0]] = value.data
+    unit = next(unit for unit in streaming.units if unit.name in placed.units)
+    unit.waiting[placed.names[0]] = value.data
     if all(other.names[0] in unit.waiting or other.location for other in unit.tensors):
         _write(streaming, unit)
 
@@ -299,17 +299,17 @@ def _write(streaming: Streaming, unit: StreamedUnit) -> None:
         _link(streaming, streaming.tensors[name], location)
 
 
-def _link(streaming: Streaming, one: PlacedTensor, location: Location) -> None:
+def _link(streaming: Streaming, placed: PlacedTensor, location: Location) -> None:
     """Let a tensor use the bytes of a file."""
     path = location.path
     file = streaming.files.get(path) or streaming.files.setdefault(path, map_file(path))
     value = mapped(file, location)
-    for tensor in one.tensors:
+    for tensor in placed.tensors:
         set_values(tensor, value)
     streaming.is_checked = False
-    one.location, one.source = location, path
+    placed.location, placed.source = location, path
     for unit in streaming.units:
-        if unit.name in one.units:
+        if unit.name in placed.units:
             unit.spans = None
 
 

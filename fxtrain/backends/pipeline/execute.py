@@ -420,7 +420,7 @@ def split(tree: Any, rows: int, parts: int) -> list[Any]:
     Every other leaf is repeated in every part.
     """
     each = rows // parts
-    leaves, shape = _tree.flatten(tree, lambda one: _is_column(one, rows))
+    leaves, shape = _tree.flatten(tree, lambda node: _is_column(node, rows))
     pieces: list[list[Any]] = [[] for _ in range(parts)]
     for leaf in leaves:
         rowwise = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows

@@ -69,7 +69,7 @@ def _forward(model: Wrapped, known: dict[Any, Any], *args: Any, **kwargs: Any) -
     name = _own_layers_only(model, kwargs)
     cache = kwargs[name]
     given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
-    key = tuple(next(one for one in given if isinstance(one, Tensor)).shape)
+    key = tuple(next(argument for argument in given if isinstance(argument, Tensor)).shape)
     if key not in known:
         known[key] = [_sends(model, (args, kwargs), name), None]
     sends, form = known[key]
@@ -137,9 +137,9 @@ def _sends(model: Wrapped, call: Call, name: str) -> _Sends:
     probes: dict[int, Any] = {}
     for mine in ops.gather_objects(found, engine.axis):
         probes.update(mine)
-    for number, one in sorted(probes.items()):
-        if one.problem is not None:
-            raise PlanError(f"PP cannot generate through stage {number}: {one.problem}.")
+    for number, probed in sorted(probes.items()):
+        if probed.problem is not None:
+            raise PlanError(f"PP cannot generate through stage {number}: {probed.problem}.")
     return {number: probes[number + 1].needs for number in range(len(engine.partition.ranks) - 1)}
 
 
@@ -158,7 +158,8 @@ class _Elsewhere:
         """Keys and values of the full length, as shapes only: those passed are fake."""
         length = self.own.get_mask_sizes(keys.shape[-2])[0]
         return tuple(  # type: ignore[return-value]
-            one.new_empty(*one.shape[:-2], length, one.shape[-1]) for one in (keys, values)
+            tensor.new_empty(*tensor.shape[:-2], length, tensor.shape[-1])
+            for tensor in (keys, values)
         )
 
     def _nothing(self, *_: Any, **__: Any) -> None:

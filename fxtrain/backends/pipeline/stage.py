@@ -137,7 +137,9 @@ class Stage(nn.Module):
 
     def own(self) -> Iterator[nn.Parameter]:
         """The parameters of this stage, as the copy of the model's structure has them."""
-        return (one for one in self.shell.parameters() if not self._hollow.made(one))
+        return (
+            parameter for parameter in self.shell.parameters() if not self._hollow.made(parameter)
+        )
 
     def owns(self, part: nn.Module) -> bool:
         """Whether a module has parameters, all of which belong to this stage."""
@@ -235,11 +237,11 @@ class Stage(nn.Module):
         if visit.probing:
             fakes = [leaves[index] for index in places]
             visit.needs = tuple(
-                TensorMeta(index, tuple(one.shape), one.dtype, one.requires_grad)
-                for index, one in zip(places, fakes, strict=True)
+                TensorMeta(index, tuple(fake.shape), fake.dtype, fake.requires_grad)
+                for index, fake in zip(places, fakes, strict=True)
             )
             mode = ReceivedFakes()
-            visit.received = tuple(mode.like(one, one.device) for one in fakes)
+            visit.received = tuple(mode.like(fake, fake.device) for fake in fakes)
         for index, tensor in zip(places, visit.received, strict=True):
             visit.swapped[id(leaves[index])] = (leaves[index], tensor)
             leaves[index] = tensor
@@ -273,13 +275,15 @@ class Stage(nn.Module):
         if key not in known:
             out = forward(*args, **kwargs)
             outputs, form = _tree.flatten(out)
-            if not all(self._hollow.made(one) for one in outputs if isinstance(one, Tensor)):
+            if not all(
+                self._hollow.made(tensor) for tensor in outputs if isinstance(tensor, Tensor)
+            ):
                 return out
             if len(known) >= _MAX_REMEMBERED:
                 known.clear()
             known[key] = (outputs, form)
         outputs, form = known[key]
-        return _tree.unflatten(form, [_fresh_output(one) for one in outputs])
+        return _tree.unflatten(form, [_fresh_output(tensor) for tensor in outputs])
 
     def _kind(self, leaf: Any) -> Any:
         return self._hollow.made(leaf), kind_of(leaf)
@@ -364,7 +368,7 @@ def _outermost(
 ) -> Iterator[nn.Module]:
     """The outermost modules of a kind that contain none of some others."""
     apart = not any(
-        one is part for one in around for part in module.modules() if part is not module
+        outer is part for outer in around for part in module.modules() if part is not module
     )
     if apart and wanted(module):
         yield module
@@ -376,11 +380,11 @@ def _outermost(
 def _mixed(part: nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """The forward of a mixture of experts; the shape of its output where tokens have no values."""
     given = (*args, *kwargs.values())
-    modes = [getattr(one, "fake_mode", None) for one in given]
-    mode = next((one for one in modes if isinstance(one, OtherStageFakes | ReceivedFakes)), None)
+    modes = [getattr(value, "fake_mode", None) for value in given]
+    mode = next((mode for mode in modes if isinstance(mode, OtherStageFakes | ReceivedFakes)), None)
     if mode is None:
         return forward(*args, **kwargs)
-    trained = any(one.requires_grad for one in (*given[:3], *part.parameters()))
+    trained = any(tensor.requires_grad for tensor in (*given[:3], *part.parameters()))
     out = mode.like(given[0], given[0].device)
     return out.requires_grad_(trained and torch.is_grad_enabled())
 

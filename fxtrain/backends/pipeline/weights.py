@@ -207,8 +207,8 @@ def _own_part(saved: StateReader, partition: Partition, rank: int) -> StateReade
 def _is_on_other_ranks(name: str, partition: Partition, others: set[str]) -> bool:
     """Whether every tensor of the owner of some extra state is on other ranks."""
     path = name.removeprefix("module.").rpartition("_extra_state")[0]
-    names = [one for one in partition.stages if one.startswith(path)]
-    return bool(names) and all(one in others for one in names)
+    names = [parameter for parameter in partition.stages if parameter.startswith(path)]
+    return bool(names) and all(parameter in others for parameter in names)
 
 
 def _merged(states_of_ranks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
@@ -216,20 +216,22 @@ def _merged(states_of_ranks: Sequence[Mapping[str, Any]], order: Sequence[str]) 
     first = states_of_ranks[0]
     place = {name: index for index, name in enumerate(order)}
     optimizers = []
-    for columns in zip(*(one["optimizers"] for one in states_of_ranks), strict=True):
-        if len({(one["kind"], len(one["groups"])) for one in columns}) > 1:
-            kinds = [f"{one['kind']} with {len(one['groups'])} groups" for one in columns]
+    for of_stages in zip(*(state["optimizers"] for state in states_of_ranks), strict=True):
+        kinds = [f"{state['kind']} with {len(state['groups'])} groups" for state in of_stages]
+        if len({*kinds}) > 1:
             raise CheckpointError(
                 f"The stages of the pipeline have different optimizers: {', '.join(kinds)}. Use "
                 f"the same groups on every rank; a group may be empty."
             )
         groups = []
-        for alike in zip(*(one["groups"] for one in columns), strict=True):
+        for alike in zip(*(state["groups"] for state in of_stages), strict=True):
             names = {name for group in alike for name in group["params"]}
             groups.append({**alike[0], "params": sorted(names, key=lambda n: place.get(n, -1))})
-        states = {name: value for one in columns for name, value in one["state"].items()}
-        optimizers.append({**columns[0], "groups": groups, "state": states})
+        states = {name: value for state in of_stages for name, value in state["state"].items()}
+        optimizers.append({**of_stages[0], "groups": groups, "state": states})
     extra = {
-        name: value for one in reversed(states_of_ranks) for name, value in one["module"].items()
+        name: value
+        for state in reversed(states_of_ranks)
+        for name, value in state["module"].items()
     }
     return {**first, "optimizers": optimizers, "module": extra}
