@@ -270,15 +270,17 @@ def balance_bias(
 
 
 def _bias_of(module: nn.Module, target: str, part: nn.Module) -> Tensor:
-    found: Any = dict(module.named_buffers()).get(target)
+    buffer: Any = dict(module.named_buffers()).get(target)
     wanted: Any = part.num_experts
-    if found is None or tuple(found.shape) != (wanted,) or not found.is_floating_point():
-        what = "no such buffer" if found is None else f"{found.dtype} of shape {list(found.shape)}"
+    if buffer is None or tuple(buffer.shape) != (wanted,) or not buffer.is_floating_point():
+        what = (
+            "no such buffer" if buffer is None else f"{buffer.dtype} of shape {list(buffer.shape)}"
+        )
         raise PlanError(
             f"balance_bias: {target} should be a floating-point buffer of shape [{wanted}], found "
             f"{what}. Register it in the router, and add it to the scores that choose experts."
         )
-    return found
+    return buffer
 
 
 def _counting(counts: dict[str, Tensor], target: str, part: nn.Module) -> Callable[..., None]:
@@ -294,10 +296,10 @@ def _counting(counts: dict[str, Tensor], target: str, part: nn.Module) -> Callab
         trained = next((value for value in (weights, tokens) if value.requires_grad), None)
         if trained is None or isinstance(index, FakeTensor):
             return
-        found = torch.bincount(index.flatten(), minlength=size)[:size]
+        chosen = torch.bincount(index.flatten(), minlength=size)[:size]
 
         def add(_: Tensor) -> None:
-            counts[target] = counts[target].to(found.device) + found
+            counts[target] = counts[target].to(chosen.device) + chosen
 
         trained.register_hook(add)
 

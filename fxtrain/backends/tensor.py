@@ -393,18 +393,18 @@ def _transformers_plan(module: nn.Module) -> dict[str, str]:
     """The plan of a transformers model: its own, plus that of its base model under a prefix."""
     plan: dict[str, str] = {}
     for prefix, part in module.named_modules():
-        found = getattr(part, "_tp_plan", None)
-        if isinstance(found, Mapping):
+        entries = getattr(part, "_tp_plan", None)
+        if isinstance(entries, Mapping):
             start = f"{prefix}." if prefix else ""
-            plan.update({f"{start}{pattern}": style for pattern, style in found.items()})
+            plan.update({f"{start}{pattern}": style for pattern, style in entries.items()})
     config = getattr(module, "config", None)
     base = getattr(module, "base_model_prefix", "")
     start = f"{base}." if base and hasattr(module, base) else ""
     carried = getattr(config, "base_model_tp_plan", None) or {}
-    found = {**{f"{start}{pattern}": style for pattern, style in carried.items()}, **plan}
-    experts = tuple(f"{pattern}." for pattern, style in found.items() if style in _EXPERT_STYLES)
+    entries = {**{f"{start}{pattern}": style for pattern, style in carried.items()}, **plan}
+    experts = tuple(f"{pattern}." for pattern, style in entries.items() if style in _EXPERT_STYLES)
     # Their entries for the parameters of experts describe another split: here experts stay whole.
-    return {pattern: style for pattern, style in found.items() if not pattern.startswith(experts)}
+    return {pattern: style for pattern, style in entries.items() if not pattern.startswith(experts)}
 
 
 def _rename_plan(module: nn.Module, names: list[str]) -> Split:

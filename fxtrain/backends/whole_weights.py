@@ -211,8 +211,8 @@ def _all_continue(ctx: DistContext, name: str, ranks: _Ranks) -> bool:
     """
     if ctx.world_size == 1:
         return True
-    found = ops.gather_objects(_STAYS, ctx)
-    gone = [rank for rank, word in enumerate(found) if word != _STAYS]
+    words = ops.gather_objects(_STAYS, ctx)
+    gone = [rank for rank, word in enumerate(words) if word != _STAYS]
     if gone and ranks == "all":
         raise CollectiveError(
             f"weights: rank {', '.join(map(str, gone))} left the loop before {name!r}, which this "

@@ -215,13 +215,13 @@ def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) 
         )
     if not sharded and plan.batch == "global":
         given = with_shareable_batches(given, ctx.axis("data").world_size)
-    found = _shard(given, ctx, attrs.evolve(plan, even="uneven"))
-    if found._batching.even == "drop":
+    every = _shard(given, ctx, attrs.evolve(plan, even="uneven"))
+    if every._batching.even == "drop":
         raise DataError(
             "evaluate: a metric is computed over every row of the data, and this loader leaves "
             "rows out (drop_last=True). Use DataLoader(..., drop_last=False)."
         )
-    return _at_the_same_row(found, loader) if sharded else found
+    return _at_the_same_row(every, loader) if sharded else every
 
 
 def share_of_replica(loader: Sharded[T], plan: Plan, part: int, parts: int) -> Sharded[T]:

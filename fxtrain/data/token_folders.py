@@ -66,10 +66,10 @@ class Joined:
     def gather(self, begins: Any, sizes: Any) -> Any:
         """The tokens of several stretches, one after the other."""
         numpy = _numpy()
-        found = [numpy.zeros(0, self.dtype)]
+        pieces = [numpy.zeros(0, self.dtype)]
         for number, begin, size in self._inside(begins, sizes):
-            found.append(self.part(number).gather(numpy.array([begin]), numpy.array([size])))
-        return numpy.concatenate(found, dtype=self.dtype, casting="unsafe")
+            pieces.append(self.part(number).gather(numpy.array([begin]), numpy.array([size])))
+        return numpy.concatenate(pieces, dtype=self.dtype, casting="unsafe")
 
     def starts(self, begins: Any, length: int) -> tuple[Any, Any]:
         """Where documents start in stretches of tokens; see `Opened.starts`."""
@@ -79,9 +79,9 @@ class Joined:
             size = min(length, self.size - begin)
             for number, first, count in self._inside([begin], [size]):
                 shift = int(self.bounds[number]) + first - begin
-                _, found = self.part(number).starts(numpy.array([first]), count)
-                stretches.append(numpy.full(len(found), stretch))
-                places.append(found + shift)
+                _, starts = self.part(number).starts(numpy.array([first]), count)
+                stretches.append(numpy.full(len(starts), stretch))
+                places.append(starts + shift)
         return numpy.concatenate(stretches), numpy.concatenate(places)
 
     def _inside(self, begins: Any, sizes: Any) -> Any:
@@ -119,15 +119,15 @@ class _Scattered:
     def read(self, begin: int, size: int) -> Any:
         """A stretch of tokens."""
         numpy = _numpy()
-        found, stop = [numpy.zeros(0, self.dtype)], begin + size
+        pieces, stop = [numpy.zeros(0, self.dtype)], begin + size
         number = int(numpy.searchsorted(self.ends, begin, side="right"))
         while begin < stop:
             start = int(self.ends[number - 1]) if number else 0
             count = min(stop, int(self.ends[number])) - begin
             at = int(self.begins[number]) + (begin - start) * self.dtype.itemsize
-            found.append(numpy.frombuffer(self.data, self.dtype, count, at))
+            pieces.append(numpy.frombuffer(self.data, self.dtype, count, at))
             begin, number = begin + count, number + 1
-        return numpy.concatenate(found)
+        return numpy.concatenate(pieces)
 
 
 def source_states(source: TokenSource) -> tuple[FileState, ...]:
@@ -138,18 +138,18 @@ def source_states(source: TokenSource) -> tuple[FileState, ...]:
     """
     if isinstance(source, MegatronTokens | NanoGPTTokens):
         return file_states(source)
-    found = [source.path]
+    names = [source.path]
     if os.path.isdir(source.path):
         patterns = _PATTERNS[type(source)]
         for pattern in patterns:
-            found = sorted(glob.glob(os.path.join(glob.escape(source.path), pattern)))
-            if found:
+            names = sorted(glob.glob(os.path.join(glob.escape(source.path), pattern)))
+            if names:
                 break
         else:
             raise damaged(source.path, f"has no file {' or '.join(patterns)}")
     elif isinstance(source, MDSTokens):
-        found = [os.path.join(source.path, "index.json")]
-    return tuple(file_state(name) for name in found)
+        names = [os.path.join(source.path, "index.json")]
+    return tuple(file_state(name) for name in names)
 
 
 def open_source(source: TokenSource, states: tuple[FileState, ...]) -> Opened | Joined:
@@ -177,14 +177,14 @@ def _joined(source: FolderTokens, states: tuple[FileState, ...]) -> Opened | Joi
     bounds = numpy.concatenate([[0], numpy.cumsum([size for size in sizes if size])])
 
     def part(number: int) -> Opened:
-        found = _part(source, states, keys[number])
-        if found.size != bounds[number + 1] - bounds[number] or found.dtype != first.dtype:
+        file = _part(source, states, keys[number])
+        if file.size != bounds[number + 1] - bounds[number] or file.dtype != first.dtype:
             raise damaged(
                 keys[number][0],
-                f"has {found.size} tokens of {found.dtype} in part {keys[number][1]}, where "
+                f"has {file.size} tokens of {file.dtype} in part {keys[number][1]}, where "
                 f"{bounds[number + 1] - bounds[number]} of {first.dtype} were expected",
             )
-        return found
+        return file
 
     return Joined(bounds=bounds, dtype=first.dtype, part=part)
 

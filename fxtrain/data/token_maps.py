@@ -101,11 +101,11 @@ class Opened:
         stretches, places = [begins[:0]], [begins[:0]]
         for number, (begin, stop) in enumerate(zip(begins, stops, strict=True)):
             before = max(0, begin - 1)
-            found = (self.tokens[before : stop - 1] == self.end).nonzero()[0] + before + 1
+            starts = (self.tokens[before : stop - 1] == self.end).nonzero()[0] + before + 1
             if begin == 0:
-                found = numpy.concatenate([[0], found])
-            stretches.append(numpy.full(len(found), number))
-            places.append(found - begin)
+                starts = numpy.concatenate([[0], starts])
+            stretches.append(numpy.full(len(starts), number))
+            places.append(starts - begin)
         return numpy.concatenate(stretches), numpy.concatenate(places)
 
     def _search(self, targets: Any) -> Any:

@@ -69,7 +69,7 @@ def pack(borders: Any, length: int, *, last: bool) -> Packed:
         begins.append(firsts[left][parts[0]] + parts[1])
         pieces.append(parts[2])
         where.append(parts[3] + full)
-    begin, size, at = (numpy.concatenate(found) for found in (begins, pieces, where))
+    begin, size, at = (numpy.concatenate(column) for column in (begins, pieces, where))
     order = numpy.argsort(at, kind="stable")
     begin, size = begin[order], size[order]
     ends = starts + sizes
@@ -97,7 +97,7 @@ def _best_fit(sizes: Any, rows: int, length: int) -> tuple[Any, Any]:
     """
     numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
     order = numpy.argsort(-sizes, kind="stable")
-    found = numpy.full(len(sizes), -1)
+    assigned = numpy.full(len(sizes), -1)
     values, counts = numpy.unique(-sizes, return_counts=True)
     by_room: dict[int, list[int]] = {length: list(range(rows - 1, -1, -1))}
     rooms = [length] if rows else []  # the keys, sorted
@@ -122,10 +122,10 @@ def _best_fit(sizes: Any, rows: int, length: int) -> tuple[Any, Any]:
                     bisect.insort(rooms, rest)
                 by_room[rest] += taken
         at = stop
-    found[order[places]] = chosen
+    assigned[order[places]] = chosen
     room = numpy.full(rows, length)
     numpy.subtract.at(room, numpy.array(chosen, "i8"), sizes[order[places]])
-    return found, room
+    return assigned, room
 
 
 def _fill(sizes: Any, room: Any) -> tuple[Any, Any, Any, Any]:

@@ -190,8 +190,8 @@ class _Rows(Dataset[dict[str, Tensor]]):
             batch = {"source": numpy.searchsorted(self._starts, numbers, side="right") - 1}
             for source in set(batch["source"].tolist()):
                 here = batch["source"] == source
-                found = self._parts[source].read(numbers[here] - self._starts[source])
-                for name, values in found.items():
+                part = self._parts[source].read(numbers[here] - self._starts[source])
+                for name, values in part.items():
                     shape = (len(rows), *values.shape[1:])
                     batch.setdefault(name, numpy.empty(shape, values.dtype))[here] = values
         return {name: torch.from_numpy(value) for name, value in batch.items()}
@@ -217,22 +217,22 @@ class _Cut:
         sizes = numpy.minimum(file.size - numbers * length, length + 1)
         short = (sizes <= length).any()
         if short or file.tokens is None:
-            found = numpy.zeros((len(numbers), length + 1), file.dtype)
+            tokens = numpy.zeros((len(numbers), length + 1), file.dtype)
             inside = numpy.arange(length + 1) < sizes[:, None]
-            found[inside] = file.gather(numbers * length, sizes)
+            tokens[inside] = file.gather(numbers * length, sizes)
         else:
             whole, step = (file.size - 1) // length, file.tokens.itemsize
             table = numpy.lib.stride_tricks.as_strided(
                 file.tokens, (whole, length + 1), (length * step, step), writeable=False
             )
-            found = table[numbers]
-        batch = {"tokens": found[:, :-1].astype("i8"), "labels": found[:, 1:].astype("i8")}
+            tokens = table[numbers]
+        batch = {"tokens": tokens[:, :-1].astype("i8"), "labels": tokens[:, 1:].astype("i8")}
         if self.separate:
-            first = numpy.zeros(found.shape, bool)  # where a document starts
+            first = numpy.zeros(tokens.shape, bool)  # where a document starts
             if file.end is None:
                 first[file.starts(numbers * length, length + 1)] = True
             else:  # the tokens say where, and are here already
-                numpy.equal(found[:, :-1], file.end, out=first[:, 1:])
+                numpy.equal(tokens[:, :-1], file.end, out=first[:, 1:])
             batch["labels"][first[:, 1:]] = _NO_LABEL
             first = first[:, :-1]
             first[:, 0] = False
@@ -274,7 +274,7 @@ class _Packed:
                 (plan.begins[pieces], sizes, plan.last[pieces], places, numpy.arange(len(sizes)))
             )
         columns = zip(*plans, strict=True)
-        begins, sizes, last, places, documents = (numpy.concatenate(found) for found in columns)
+        begins, sizes, last, places, documents = (numpy.concatenate(column) for column in columns)
         starts = sizes.cumsum() - sizes
         inside = numpy.arange(sizes.sum()) - numpy.repeat(starts, sizes)
         # Each piece and the token after it, of which the last of the source has none.
@@ -283,14 +283,14 @@ class _Packed:
         at = numpy.repeat(more.cumsum() - more, sizes) + inside
         labels = tokens[numpy.minimum(at + 1, len(tokens) - 1)].astype("i8")
         labels[(starts + sizes - 1)[last]] = _NO_LABEL
-        found = {
+        flat = {
             "tokens": tokens[at],
             "labels": labels,
             "positions": inside,
             "documents": numpy.repeat(documents, sizes),
         }
         batch, to = {}, numpy.repeat(places, sizes) + inside
-        for name, values in found.items():
+        for name, values in flat.items():
             dtype = "i4" if name == "documents" else "i8"
             batch[name] = numpy.full(len(numbers) * length, _PADDING[name], dtype)
             batch[name][to] = values

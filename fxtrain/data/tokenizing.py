@@ -401,11 +401,11 @@ def _tokenize_part(job: Tokenizing, pieces: list[Piece], to: Path) -> tuple[int,
     end = [] if job.end is None else [encoder.vocabulary[job.end]]
     texts = texts_of(pieces, job.field)
     while batch := list(itertools.islice(texts, _BATCH)):
-        found = [encoder.encode(text) for text in batch]
-        found = [tokens + end for tokens in found if tokens]
-        empty += len(batch) - len(found)
-        sizes += map(len, found)
-        arrays.append(numpy.fromiter(itertools.chain.from_iterable(found), dtype).tobytes())
+        encoded = [encoder.encode(text) for text in batch]
+        encoded = [tokens + end for tokens in encoded if tokens]
+        empty += len(batch) - len(encoded)
+        sizes += map(len, encoded)
+        arrays.append(numpy.fromiter(itertools.chain.from_iterable(encoded), dtype).tobytes())
     if max(sizes, default=0) > _LONGEST:
         raise DataError(
             f"tokens: {pieces[0].path} has a document of {max(sizes)} tokens. Split it."

@@ -51,7 +51,7 @@ def _put(function: Any, replacement: Any) -> None:
 
 def _redirect(folder: Path, stop: int) -> None:
     """Redirect checkpoints to another folder, and end after this many of them."""
-    found: list[str] = []
+    paths: list[str] = []
 
     def elsewhere(path: Any) -> Any:
         inside = str(path)
@@ -66,8 +66,8 @@ def _redirect(folder: Path, stop: int) -> None:
 
     def save_and_count(path: Any, *args: Any, **options: Any) -> Saving:
         saving = save(elsewhere(path), *args, **options)
-        found.append(saving.path)
-        if len(found) == stop:
+        paths.append(saving.path)
+        if len(paths) == stop:
             saving.result()
             if args[0].is_main:
                 (folder / "last").write_text(saving.path)
@@ -169,7 +169,7 @@ def read_replays(folders: Sequence[Path]) -> list[Replayed]:
     """
     times = [_recorded(folder) for folder in folders]
     updates = [sorted(row) for ranks in times for row in ranks.values()]
-    if not updates or any(found != updates[0] for found in updates):
+    if not updates or any(numbers != updates[0] for numbers in updates):
         raise CheckpointError(
             "replay: the script did not run the same updates each time. It should train with "
             "fx.fit, or restore with fx.restore and train with fx.step, and depend on nothing "
@@ -180,11 +180,11 @@ def read_replays(folders: Sequence[Path]) -> list[Replayed]:
 
 def _recorded(folder: Path) -> dict[int, _Rows]:
     """By rank."""
-    found: dict[int, _Rows] = {}
+    lines_of: dict[int, _Rows] = {}
     for path in folder.glob("rank-*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        found[int(path.stem.removeprefix("rank-"))] = {line["update"]: line for line in lines}
-    return found
+        lines_of[int(path.stem.removeprefix("rank-"))] = {line["update"]: line for line in lines}
+    return lines_of
 
 
 def _replayed(update: int, times: Sequence[Mapping[int, _Rows]]) -> Replayed:

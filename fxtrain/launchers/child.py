@@ -84,8 +84,8 @@ def _import_packages(how: str, target: str) -> None:
     for name in names:
         # What fails here fails again in the rank, where it is reported.
         with contextlib.suppress(Exception):
-            found = importlib.util.find_spec(name.partition(".")[0])
-            if found is None or not (found.origin or "").startswith(own + os.sep):
+            module = importlib.util.find_spec(name.partition(".")[0])
+            if module is None or not (module.origin or "").startswith(own + os.sep):
                 importlib.import_module(name)
     for package, later in _LATER.items():
         if package in sys.modules:
@@ -231,8 +231,8 @@ def _report(
 
 def _rank() -> int:
     """Number of this rank, as whoever started it says."""
-    found = (os.environ[name] for name in _RANKS if name in os.environ)
-    return int(next(found, "0"))
+    ranks = (os.environ[name] for name in _RANKS if name in os.environ)
+    return int(next(ranks, "0"))
 
 
 def _skip_own_frames(tb: TracebackType | None) -> TracebackType | None:

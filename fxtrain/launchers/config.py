@@ -269,10 +269,10 @@ def _with_value(text: str, table: str, name: str, value: Any) -> str:
         return text
     tomlkit: Any = optional("tomlkit", extra="files", needed_by="a launch file in TOML")
     line = f"{tomlkit.key(name).as_string()} = {_inline(tomlkit, value).as_string()}"
-    filled, found = re.subn(
+    filled, count = re.subn(
         rf"^# {re.escape(name)}(\.\w+)? = .*$", lambda _: line, text, count=1, flags=re.MULTILINE
     )
-    return filled if found else text.replace(f"[{table}]\n", f"[{table}]\n{line}\n", 1)
+    return filled if count else text.replace(f"[{table}]\n", f"[{table}]\n{line}\n", 1)
 
 
 def _inline(tomlkit: Any, value: Any) -> Any:

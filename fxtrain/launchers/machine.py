@@ -186,8 +186,8 @@ def read_cores(text: str) -> tuple[int, ...]:
 
 def _numa(cores: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     paths = sorted(_NODES.glob("node[0-9]*/cpulist"), key=lambda p: int(p.parent.name[4:]))
-    found = [tuple(c for c in read_cores(path.read_text()) if c in cores) for path in paths]
-    return tuple(node for node in found if node)  # some nodes have memory only
+    nodes = [tuple(c for c in read_cores(path.read_text()) if c in cores) for path in paths]
+    return tuple(node for node in nodes if node)  # some nodes have memory only
 
 
 def _which_mpi(program: str) -> str:

@@ -209,8 +209,8 @@ def count_memory_kills() -> int | None:
     """
     if not _KERNEL_COUNTERS.exists():
         return None
-    found = re.search(r"^oom_kill (\d+)$", _KERNEL_COUNTERS.read_text(), re.MULTILINE)
-    return int(found[1]) if found else None
+    match = re.search(r"^oom_kill (\d+)$", _KERNEL_COUNTERS.read_text(), re.MULTILINE)
+    return int(match[1]) if match else None
 
 
 def tell_memory_kills(before: int | None) -> str:
@@ -223,14 +223,14 @@ def tell_memory_kills(before: int | None) -> str:
 
 def read_reports(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
     """By rank, what the ranks wrote, in the format of `child.py`."""
-    found: dict[int, dict[str, Any]] = {}
+    errors: dict[int, dict[str, Any]] = {}
     for path in paths:
         message = json.loads(path.read_text())["message"]
         if isinstance(message, dict):  # otherwise torch wrote it, for its own errors
             extra = message.get("extraInfo", {})
             rank = int(extra.get("rank", 0))
-            found[rank] = {"error": message.get("message", ""), **extra}
-    return found
+            errors[rank] = {"error": message.get("message", ""), **extra}
+    return errors
 
 
 def to_failures(codes: dict[int, int], reports: dict[int, dict[str, Any]]) -> list[Failure]:

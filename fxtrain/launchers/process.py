@@ -168,8 +168,8 @@ def forward_signals(numbers: tuple[int, ...], give: Callable[[int], None]) -> It
 
 def _children() -> list[int]:
     """Processes that this one has started and that still run, where Linux shows them."""
-    found = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for path in found for pid in path.read_text().split()]
+    paths = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for path in paths for pid in path.read_text().split()]
 
 
 def signal_children(number: int) -> None:

@@ -63,14 +63,14 @@ def shared_environment(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
         >>> shared_environment(LaunchSpec(target="train.py", ranks=2), Machine(cores=range(8)))
         {'OMP_NUM_THREADS': '4'}
     """
-    found = machine.traffic
+    variables = machine.traffic
     if (threads := threads_of(spec, machine)) is not None:
-        found["OMP_NUM_THREADS"] = str(threads)
+        variables["OMP_NUM_THREADS"] = str(threads)
     if spec.cpu:
-        found |= _NO_ACCELERATORS
+        variables |= _NO_ACCELERATORS
     if spec.gpus:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
-    return found | name_values(spec.env)
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
+    return variables | name_values(spec.env)
 
 
 def remote_environment(spec: LaunchSpec) -> dict[str, str]:

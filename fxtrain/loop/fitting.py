@@ -357,14 +357,14 @@ def _tracked(loop: _Loop, report: Report) -> Report:
 
 
 def _evaluated(rules: Rules) -> Any:
-    found = rules.evaluate()
-    named = found if isinstance(found, Mapping) else {}
+    values = rules.evaluate()
+    named = values if isinstance(values, Mapping) else {}
     if rules.metric not in named and (rules.metric is not None or (named and rules.keep_best)):
         raise PlanError(
-            f"fit(metric={rules.metric!r}): evaluate returned {shown(found)}. Pass the name of "
+            f"fit(metric={rules.metric!r}): evaluate returned {shown(values)}. Pass the name of "
             f"one of its values: {', '.join(map(str, named)) or 'it has none, so omit metric'}."
         )
-    return found
+    return values
 
 
 def _agreed(loop: _Loop, position: Position, left: str | None) -> tuple[str | None, bool]:
@@ -380,10 +380,10 @@ def _agreed(loop: _Loop, position: Position, left: str | None) -> tuple[str | No
         left = "signalled"
     if ctx.world_size == 1:
         return left, bool(due or late)
-    found = ops.gather_objects((left, late), ctx)
-    reasons = [reason for reason, _ in found]
+    answers = ops.gather_objects((left, late), ctx)
+    reasons = [reason for reason, _ in answers]
     gone = [rank for rank, reason in enumerate(reasons) if reason in ("stopped", "failed")]
-    if 0 < len(gone) < len(found):
+    if 0 < len(gone) < len(answers):
         ops.log(ctx).warning(
             "fit: rank %s left its loop after update %d, and the others did not. All ranks stop "
             "here, and the run is saved. Decide on values that are equal on every rank.",
@@ -391,16 +391,16 @@ def _agreed(loop: _Loop, position: Position, left: str | None) -> tuple[str | No
             position.updates,
         )
     stop = next((why for why in ("failed", "signalled", "stopped") if why in reasons), None)
-    return stop, bool(due or found[0][1])
+    return stop, bool(due or answers[0][1])
 
 
 def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = False) -> None:
-    rules, ctx, found = loop.rules, loop.ctx, report.metrics
+    rules, ctx, value = loop.rules, loop.ctx, report.metrics
     every = loop.model.plan.verify_replicas
     if every and report.position.updates % every:  # else they were compared after this update
         verify_replicas(loop.model)
-    found = found.get(rules.metric) if isinstance(found, Mapping) else found
-    score = finite_number(found)
+    value = value.get(rules.metric) if isinstance(value, Mapping) else value
+    score = finite_number(value)
     pruned = rules.keep_best is None or score is not None
     kept = {"run": loop.run.state(), "stopped": stopped, **loop.entries.state()}
     kept |= {"data": loop.loader.state(), "layout": layout_of(loop.loader)}

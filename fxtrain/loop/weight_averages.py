@@ -155,14 +155,14 @@ def ema(model: Wrapped, *, decay: float = 0.999, warmup: bool = False) -> EMA:
             f"ema: {model.strategy.name} keeps trained values in other places than the module's "
             f"parameters on each rank. Use Single, DDP, FSDP or TP."
         )
-    found: dict[Any, tuple[str, nn.Parameter]] = {}
+    trained: dict[Any, tuple[str, nn.Parameter]] = {}
     for name, weight in weights.items():
-        found.setdefault(weight.key, (name, weight.like))
+        trained.setdefault(weight.key, (name, weight.like))
     state = {
         "updates": torch.zeros((), dtype=torch.int64, device="cpu"),
-        "weights": {name: _average_of(parameter) for name, parameter in found.values()},
+        "weights": {name: _average_of(parameter) for name, parameter in trained.values()},
     }
-    parameters = tuple(parameter for _, parameter in found.values())
+    parameters = tuple(parameter for _, parameter in trained.values())
     return EMA(model=model, decay=float(decay), warmup=warmup, state=state, parameters=parameters)
 
 

@@ -301,19 +301,19 @@ def goodput(
     )
 
 
-def goodput_table(found: Goodput) -> Table:
+def goodput_table(result: Goodput) -> Table:
     """Goodput as a table for rich: a row for each number of spares, a column for each interval."""
-    setup = found.failures
+    setup = result.failures
     title = (
         f"Goodput of {setup.ranks} ranks: a failure every {_shown(setup.mtbf_s)}, a "
         f"checkpoint of {_shown(setup.checkpoint_s)} every"
     )
     grid = Table("spares", box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    for interval in found.intervals_s:
+    for interval in result.intervals_s:
         grid.add_column(_shown(interval), justify="right")
-    for number, row in zip(found.spares, found.rows, strict=True):
+    for number, row in zip(result.spares, result.rows, strict=True):
         grid.add_row(str(number), *(f"{100 * share:.1f} %" for share in row))
-    formula = [daly_goodput(setup, interval) for interval in found.intervals_s]
+    formula = [daly_goodput(setup, interval) for interval in result.intervals_s]
     grid.add_row("Daly, no waiting", *(f"{100 * share:.1f} %" for share in formula))
     young, daly = _shown(young_interval_s(setup)), _shown(daly_interval_s(setup))
     grid.caption = f"Best interval: {young} by Young's formula, {daly} by Daly's."
@@ -329,7 +329,7 @@ def _shown(seconds: float) -> str:
     return f"{seconds / (24 * _HOUR):,.0f} days"
 
 
-def plot_goodput(found: Goodput) -> Any:
+def plot_goodput(result: Goodput) -> Any:
     """Goodput over intervals, by number of spares and by Daly's formula, as a matplotlib figure.
 
     Raises:
@@ -344,16 +344,16 @@ def plot_goodput(found: Goodput) -> Any:
     figure = optional("matplotlib.figure", extra="plots", needed_by="plot_goodput")
     drawn = figure.Figure(figsize=(8, 4), layout="constrained")
     axes = drawn.subplots()
-    every_h = found.failures.mtbf_s / _HOUR
-    axes.set_title(f"{found.failures.ranks} ranks: a failure every {every_h:.2g} h", loc="left")
-    minutes = [interval / 60 for interval in found.intervals_s]
-    for number, row in zip(found.spares, found.rows, strict=True):
+    every_h = result.failures.mtbf_s / _HOUR
+    axes.set_title(f"{result.failures.ranks} ranks: a failure every {every_h:.2g} h", loc="left")
+    minutes = [interval / 60 for interval in result.intervals_s]
+    for number, row in zip(result.spares, result.rows, strict=True):
         axes.plot(minutes, [100 * share for share in row], marker="o", label=f"{number} spares")
     span = [minutes[0] * (minutes[-1] / minutes[0]) ** (step / 60) for step in range(61)]
-    daly = [100 * daly_goodput(found.failures, 60 * interval) for interval in span]
+    daly = [100 * daly_goodput(result.failures, 60 * interval) for interval in span]
     axes.plot(span, daly, color="#808080", linestyle="--", label="Daly, without waiting")
     axes.axvline(
-        young_interval_s(found.failures) / 60, color="#d00000", linestyle=":", label="Young"
+        young_interval_s(result.failures) / 60, color="#d00000", linestyle=":", label="Young"
     )
     axes.set_xscale("log")
     axes.set_xlabel("training between two checkpoints, in minutes")

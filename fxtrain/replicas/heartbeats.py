@@ -110,13 +110,13 @@ class Heartbeats:
 
 def open_sockets() -> dict[int, int]:
     """The sockets of this process: file descriptors and what the kernel calls their files."""
-    found: dict[int, int] = {}
+    inodes: dict[int, int] = {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):  # closed meanwhile
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
-    return found
+                inodes[int(name)] = status.st_ino
+    return inodes
 
 
 def cut_sockets(sockets: Iterable[tuple[int, int]]) -> None:

@@ -130,23 +130,23 @@ class Members:
         self.manager.load_state_dict({"step": step, "batches_committed": batches})
         deadline = time.monotonic() + wait_s
         while True:
-            found = None
+            failure = None
             try:
                 self.manager.start_quorum()
                 self.index = self.manager.participating_rank() or 0
                 self.live = self.manager.num_participants()
             except (RuntimeError, TimeoutError, ConnectionError) as error:
-                found = error
-            if found is None and self.live >= settings.min_count:
+                failure = error
+            if failure is None and self.live >= settings.min_count:
                 return
-            if found is not None or time.monotonic() > deadline:
-                reason = f" ({_first_line(found)})" if found else f": {self.live} were"
+            if failure is not None or time.monotonic() > deadline:
+                reason = f" ({_first_line(failure)})" if failure else f": {self.live} were"
                 raise CollectiveError(
                     f"Update {update}: {settings.min_count} of "
                     f"{settings.count} replicas were not ready at {settings.lighthouse} within "
                     f"{wait_s:g} s{reason}. Start the missing ones, or use a smaller min_count.",
                     code="FX302",
-                ) from found
+                ) from failure
             time.sleep(_PAUSE_S)
 
     def sum(self, tensors: Iterable[Tensor]) -> bool:

@@ -487,19 +487,19 @@ def _check_plan(ctx: DistContext, model: Wrapped) -> None:
     """Refuse what the replicas cannot add up."""
     plan = model.plan
     strategy, mesh = plan.strategy, ctx.mesh
-    found = None
+    refused = None
     if not isinstance(strategy, Single | DDP | FSDP):
-        found = f"strategy {type(strategy).__name__}. Use fx.Single(), fx.DDP() or fx.FSDP()"
+        refused = f"strategy {type(strategy).__name__}. Use fx.Single(), fx.DDP() or fx.FSDP()"
     elif mesh.tensor * mesh.context * mesh.pipeline > 1:
-        found = f"{shown(mesh)}. Use a mesh of data ranks within a replica"
+        refused = f"{shown(mesh)}. Use a mesh of data ranks within a replica"
     elif plan.local is not None:
-        found = (
+        refused = (
             f"local={shown(plan.local)}, which is for the ranks of one launch. Use "
             f"fx.replicas.Replicas(local=...)"
         )
     elif plan.precision.compute == "fp16":
-        found = 'precision="fp16", whose loss scale is of one replica. Use precision="bf16"'
+        refused = 'precision="fp16", whose loss scale is of one replica. Use precision="bf16"'
     elif not model.optimizers:
-        found = "a model without an optimizer. Pass one to fx.wrap"
-    if found is not None:
-        raise PlanError(f"replicas.train: replicas that die and join do not support {found}.")
+        refused = "a model without an optimizer. Pass one to fx.wrap"
+    if refused is not None:
+        raise PlanError(f"replicas.train: replicas that die and join do not support {refused}.")

@@ -199,10 +199,10 @@ def dequantize(payload: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 def by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
     """By dtype in which their sums are computed, the numbers of the tensors."""
-    found: dict[torch.dtype, list[int]] = {}
+    numbers_of: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
-        found.setdefault(accumulation_dtype(tensor.dtype), []).append(number)
-    return found
+        numbers_of.setdefault(accumulation_dtype(tensor.dtype), []).append(number)
+    return numbers_of
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -223,14 +223,14 @@ class HostOptimizer(torch.optim.Optimizer):
             for parameter, place in places.items():
                 if place.tensor in place.optimizer.state:
                     self.state[parameter] = place.optimizer.state[place.tensor]
-            found = [_options(place.group) for place in places.values()]
-            if any(each != found[0] for each in found[1:]):
+            options = [_options(place.group) for place in places.values()]
+            if any(each != options[0] for each in options[1:]):
                 raise StepError(
                     f"{self.updated_by} changes options of its parameter groups in an update. "
                     f"Under torchao's {_NAME} each parameter has its own, and a checkpoint stores "
                     f"one. Use an optimizer of torch."
                 )
-            group.update(*found[:1])
+            group.update(*options[:1])
 
 
 def _groups(places: Mapping[Tensor, _Place], module: nn.Module) -> list[dict[str, Any]]:

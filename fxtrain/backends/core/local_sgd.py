@@ -259,16 +259,16 @@ def _of_this_replica(saved: StateReader) -> StateReader:
 
 def _weights(inner: Strategy, model: Wrapped) -> dict[str, Weight]:
     """The first replica's; what is filled in begins a new round of an outer optimizer."""
-    found, now = inner.weights(model), round_of(model)
+    weights, now = inner.weights(model), round_of(model)
     assert now is not None
-    for name, weight in found.items():
+    for name, weight in weights.items():
         if isinstance(weight.like, nn.Parameter):
-            found[name] = from_first_rank(weight, now.copies)
+            weights[name] = from_first_rank(weight, now.copies)
     for name, anchor in now.anchor.items():
-        if name in found:
-            fill = functools.partial(_fill_both, found[name], anchor, now)
-            found[name] = attrs.evolve(found[name], fill=fill)
-    return found
+        if name in weights:
+            fill = functools.partial(_fill_both, weights[name], anchor, now)
+            weights[name] = attrs.evolve(weights[name], fill=fill)
+    return weights
 
 
 @torch.no_grad()
@@ -448,8 +448,8 @@ def _load_round(now: Round, saved: StateReader, *, resumes: bool) -> None:
     """
     load_outer_state(now, saved)
     for name, account in _accounts(now).items():
-        found = saved.own(name, saved.rank) if resumes else None
-        account.copy_(torch.zeros_like(account) if found is None else found)
+        own = saved.own(name, saved.rank) if resumes else None
+        account.copy_(torch.zeros_like(account) if own is None else own)
     now.under_way.clear()
     if resumes:
         _resume_exchanges(now, saved)
@@ -457,15 +457,15 @@ def _load_round(now: Round, saved: StateReader, *, resumes: bool) -> None:
 
 def _under_way(now: Round) -> dict[str, Tensor]:
     """What a checkpoint has of the exchanges that are under way."""
-    found = {
+    tensors = {
         f"round.sent.{fragment}.{number}": flat
         for fragment, exchange in now.under_way.items()
         for number, flat in enumerate(exchange.sent)
     }
     due = [[fragment, exchange.due] for fragment, exchange in now.under_way.items()]
     if due:
-        found["round.due"] = torch.tensor(due, device="cpu")
-    return found
+        tensors["round.due"] = torch.tensor(due, device="cpu")
+    return tensors
 
 
 def _resume_exchanges(now: Round, saved: StateReader) -> None:

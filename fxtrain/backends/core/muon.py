@@ -195,16 +195,16 @@ def _orthogonalized(
     held = [{m.place(here): part} for m, part in zip(matrices, parts, strict=True)]
     for dim in range(len(groups)):
         _move(matrices, owners, held, here, dim, back=False)
-    for matrix, owner, found in zip(matrices, owners, held, strict=True):
+    for matrix, owner, shards in zip(matrices, owners, held, strict=True):
         if owner == here:
-            whole = _assembled(matrix, found)
+            whole = _assembled(matrix, shards)
             update = _muon._zeropower_via_newtonschulz(
                 whole, options["ns_coefficients"], options["ns_steps"], options["eps"]
             )
-            found.update((place, update[at]) for place, at in matrix.shards.items())
+            shards.update((place, update[at]) for place, at in matrix.shards.items())
     for dim in reversed(range(len(groups))):
         _move(matrices, owners, held, here, dim, back=True)
-    return [found[m.place(here)] for m, found in zip(matrices, held, strict=True)]
+    return [shards[m.place(here)] for m, shards in zip(matrices, held, strict=True)]
 
 
 def _owners(matrices: Sequence[_Matrix], sizes: tuple[int, ...]) -> list[Place]:
@@ -219,12 +219,12 @@ def _owners(matrices: Sequence[_Matrix], sizes: tuple[int, ...]) -> list[Place]:
     return [owners[index] for index in range(len(matrices))]
 
 
-def _assembled(matrix: _Matrix, found: Mapping[Place, Tensor]) -> Tensor:
-    first = next(iter(found.values()))
-    if len(found) == 1:  # replicas
+def _assembled(matrix: _Matrix, shards: Mapping[Place, Tensor]) -> Tensor:
+    first = next(iter(shards.values()))
+    if len(shards) == 1:  # replicas
         return first
     whole = torch.empty(matrix.parameter.shape, dtype=first.dtype, device=first.device)
-    for place, part in found.items():
+    for place, part in shards.items():
         whole[matrix.shards[place]] = part
     return whole
 

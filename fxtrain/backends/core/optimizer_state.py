@@ -61,16 +61,16 @@ def load_optimizers(model: Wrapped, saved: StateReader, kept: Iterable[Tensor]) 
     Args:
         kept: Tensors with which no optimizer state may share memory.
     """
-    found = saved.values["optimizers"]
-    if len(found) != len(model.optimizers):
+    states = saved.values["optimizers"]
+    if len(states) != len(model.optimizers):
         raise CheckpointError(
-            f"The model has {len(model.optimizers)} optimizers, and the checkpoint {len(found)}. "
+            f"The model has {len(model.optimizers)} optimizers, and the checkpoint {len(states)}. "
             f"Wrap the model with the same optimizers, or with none to only run it.",
             code="FX603",
         )
     names = names_of(model.module)
     taken = {_data_pointer(tensor) for tensor in kept}
-    for index, (optimizer, values) in enumerate(zip(model.optimizers, found, strict=True)):
+    for index, (optimizer, values) in enumerate(zip(model.optimizers, states, strict=True)):
         prefix = f"optimizer.{index}"
         whole = {**values, "state": _states(values["state"], prefix, saved)}
         _load_optimizer(optimizer, whole, prefix, names, saved, taken)

@@ -201,8 +201,8 @@ def _key_of(part: str) -> bytes:
     return hashlib.blake2b(part.encode(), digest_size=_KEY).digest()
 
 
-def _digest_of_part(found: Mapping[str, str]) -> bytes:
-    text = "\n".join(f"{name} {found[name]}" for name in sorted(found))
+def _digest_of_part(digests: Mapping[str, str]) -> bytes:
+    text = "\n".join(f"{name} {digests[name]}" for name in sorted(digests))
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
 
 
@@ -222,7 +222,7 @@ def _differing_parts(ctx: DistContext, parts: Mapping[str, bytes]) -> set[bytes]
 
 def differences_of(rows: Sequence[_Digests]) -> list[Difference]:
     """What differs, of the digests of all ranks."""
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for part in sorted({part for row in rows for part in row}):
         holders = [rank for rank, row in enumerate(rows) if part in row]
         for name in sorted({name for rank in holders for name in rows[rank][part]}):
@@ -236,8 +236,8 @@ def differences_of(rows: Sequence[_Digests]) -> list[Difference]:
             most = most if 2 * len(most) > len(holders) else []
             others = [rank for rank in holders if rank not in most]
             whole = None not in counts
-            found.append(Difference(part, name, tuple(most), tuple(others), whole))
-    return found
+            differences.append(Difference(part, name, tuple(most), tuple(others), whole))
+    return differences
 
 
 def described(differences: Sequence[Difference], hosts: Mapping[int, str]) -> list[str]:

@@ -351,15 +351,15 @@ def config_problems(config: Mapping[str, Any], ranks: int) -> tuple[str, ...]:
 
 def _by_stage(config: Mapping[str, Any], zero: Mapping[str, Any], stage: Any) -> dict[str, bool]:
     sequences = config.get("sequence_parallel_size") or 1
-    found = {
+    problems = {
         f"sequence_parallel={sequences} needs stage 0, 1 or 2: at stage 3 DeepSpeed scales "
         f"gradients by the ranks of a sequence in only one of its two "
         f"reductions.": sequences != 1 and stage == 3
     }
     for field in ("quantized_weights", "quantized_gradients"):
         problem = f"{field}=True needs stage 3, but this is stage {stage}."
-        found[problem] = zero.get(f"zero_{field}") is True and stage != 3
-    return found
+        problems[problem] = zero.get(f"zero_{field}") is True and stage != 3
+    return problems
 
 
 def _needs_nvme_path(zero: Mapping[str, Any]) -> bool:

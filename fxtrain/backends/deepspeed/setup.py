@@ -352,18 +352,18 @@ def prepare_section(config: dict[str, Any], plan: DeepSpeed, ctx: DistContext) -
     Raises:
         PlanError: `cpu_optimizer="deepspeed"` is not available; on every rank.
     """
-    found = config.get("optimizer")
+    optimizer = config.get("optimizer")
     offloaded = device(section(config, ZERO), "offload_optimizer") != "none"
-    if not offloaded or not isinstance(found, dict):
+    if not offloaded or not isinstance(optimizer, dict):
         return
-    if str(found.get("type")).lower() not in ("adam", "adamw"):
+    if str(optimizer.get("type")).lower() not in ("adam", "adamw"):
         return
-    params = found.setdefault("params", {})
+    params = optimizer.setdefault("params", {})
     if params.get("torch_adam"):
         return
     reason = "" if plan.cpu_optimizer == "torch" else _without_compiler(ctx)
     if reason:
-        _use_torch_adam(reason, str(found["type"]), plan)
+        _use_torch_adam(reason, str(optimizer["type"]), plan)
     if reason or plan.cpu_optimizer == "torch":
         params["torch_adam"] = True
 

@@ -53,14 +53,14 @@ def expert_problems(ctx: DistContext, config: FSDP, module: nn.Module, replica: 
             f"{asked} needs replicas of a multiple of {n} ranks, but one has {replica}. Use a "
             f"divisor of {replica}."
         )
-    found = expert_modules(module)
-    if not found:
+    mixtures = expert_modules(module)
+    if not mixtures:
         problems.append(
             f"{asked}: {type(module).__name__} has no mixture of experts. One is a module that has "
             f"the stacked weights of all its experts, their number as num_experts, and takes "
             f"(tokens, experts of each, weights of those). Omit expert."
         )
-    for name, part in found.items():
+    for name, part in mixtures.items():
         count: Any = part.num_experts
         outer = max(replica // n, 1)
         if count % n:
@@ -182,14 +182,14 @@ def _routes(
     if ctx.comm.simulated:  # as if all ranks and experts were used alike
         each = [len(flat) // ranks] * ranks
         each[-1] += len(flat) % ranks
-        found = torch.zeros(ranks, here, dtype=torch.int64, device=index.device)
-        found[:, 0] = torch.tensor(each, device=index.device)
-        return _Routes(order, each, each, weights, dtype), found.flatten()
+        arriving = torch.zeros(ranks, here, dtype=torch.int64, device=index.device)
+        arriving[:, 0] = torch.tensor(each, device=index.device)
+        return _Routes(order, each, each, weights, dtype), arriving.flatten()
     counts = torch.bincount(flat, minlength=ranks * here)
-    found = torch.empty_like(counts)
-    dist.all_to_all_single(found, counts, group=group)
-    sent, received = torch.stack([counts, found]).view(2, ranks, here).sum(2).tolist()
-    return _Routes(order, sent, received, weights, dtype), found
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=group)
+    sent, received = torch.stack([counts, arriving]).view(2, ranks, here).sum(2).tolist()
+    return _Routes(order, sent, received, weights, dtype), arriving
 
 
 class _AllToAll(torch.autograd.Function):

@@ -209,8 +209,8 @@ def _difference(before: tuple[int, ...], now: tuple[int, ...]) -> str:
     return "the file was written to since it was opened"
 
 
-def _status(found: os.stat_result) -> tuple[int, ...]:
-    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+def _status(status: os.stat_result) -> tuple[int, ...]:
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _c_library() -> ctypes.CDLL | None:

@@ -215,8 +215,8 @@ def _capture_arguments(
         # Its random draws must be equal on all stages, and equal again in the second run.
         with ops.fork_rng(model.ctx, seed):
             compute_loss(_replaced_forward(model, _raise_call), micro_batch)
-    except _ModelCalled as found:
-        return found.call
+    except _ModelCalled as called:
+        return called.call
     raise StepError(
         "PP: the loss function did not call the model that it received. Write "
         "loss=lambda model, batch: ... model(...), with one call."

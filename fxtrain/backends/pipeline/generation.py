@@ -76,11 +76,11 @@ def _forward(model: Wrapped, known: dict[Any, Any], *args: Any, **kwargs: Any) -
     out = _through_stages(model, (args, kwargs), name, sends)
     engine = model.engine
     if form is None:
-        found = None
+        facts = None
         if out is not None:
             kept = [field for field, value in out.items() if hasattr(value, "get_mask_sizes")]
-            found = (type(out), kept, tuple(out.logits.shape), out.logits.dtype)
-        form = known[key][1] = ops.broadcast_object(found, engine.axis, src=engine.source)
+            facts = (type(out), kept, tuple(out.logits.shape), out.logits.dtype)
+        form = known[key][1] = ops.broadcast_object(facts, engine.axis, src=engine.source)
     assert form is not None  # the last stage's rank broadcasts one
     kind, kept, shape, dtype = form
     logits = torch.empty(shape, dtype=dtype, device=model.ctx.device) if out is None else out.logits
@@ -129,13 +129,13 @@ def _sends(model: Wrapped, call: Call, name: str) -> _Sends:
     engine = model.engine
     args, kwargs = call
     cache = kwargs[name]
-    found = {}
+    probed_here = {}
     for number, stage in engine.stages.items():
         apart = _view(cache, _layers_of(stage))
         apart.layers = [copy.copy(layer) for layer in apart.layers]  # tensors are not changed
-        found[number] = probe(stage, (args, {**kwargs, name: apart}), model.ctx)
+        probed_here[number] = probe(stage, (args, {**kwargs, name: apart}), model.ctx)
     probes: dict[int, Any] = {}
-    for mine in ops.gather_objects(found, engine.axis):
+    for mine in ops.gather_objects(probed_here, engine.axis):
         probes.update(mine)
     for number, probed in sorted(probes.items()):
         if probed.problem is not None:

@@ -143,17 +143,17 @@ def _attempt(
     try:
         elsewhere = functools.partial(failed_elsewhere, nodes, attempt)
         with watched(started):
-            found = _results(started, limit, elsewhere if nodes.count > 1 else None)
-            if isinstance(found, str):
-                tell_failure(nodes, attempt, found)
+            results = _results(started, limit, elsewhere if nodes.count > 1 else None)
+            if isinstance(results, str):
+                tell_failure(nodes, attempt, results)
             else:
-                found = wait_all_ended(nodes, attempt, timeout_s=_left(limit[0])) or found
+                results = wait_all_ended(nodes, attempt, timeout_s=_left(limit[0])) or results
     except BaseException:
         end(started, patience_s=0)
         raise
-    failed = isinstance(found, str)
+    failed = isinstance(results, str)
     end(started, patience_s=0 if failed else _LEAVE_S)
-    return ([], found) if isinstance(found, str) else (found, "")
+    return ([], results) if isinstance(results, str) else (results, "")
 
 
 def _traffic(nodes: Nodes) -> dict[str, str]:

@@ -109,10 +109,10 @@ def serve_nodes(address: str, port: int, *, who: str) -> socket.socket:
 def is_local(address: str) -> bool:
     """Whether an address is one of this machine's."""
     try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    return any(_can_bind(family, place) for family, _, _, _, place in found)
+    return any(_can_bind(family, place) for family, _, _, _, place in addresses)
 
 
 def _can_bind(family: int, place: tuple[object, ...]) -> bool:

@@ -89,9 +89,9 @@ class NodeEnds:
             The other node's text; empty if this node failed first, or if none has told in time.
             None if the store does not answer.
         """
-        found: list[str] = []
-        answered(2 * _LOOK_S, lambda: found.append(self._first(self.tell(mine))))
-        return found[0] if found else None
+        firsts: list[str] = []
+        answered(2 * _LOOK_S, lambda: firsts.append(self._first(self.tell(mine))))
+        return firsts[0] if firsts else None
 
     def _first(self, mine: NodeEnd) -> str:
         start = time.monotonic()
@@ -171,15 +171,15 @@ class NodeEnds:
 
     def interrupted(self) -> bool:
         """Whether another node ends its ranks to start them again."""
-        found: list[bool] = []
-        answered(_LOOK_S, lambda: found.append(self.store.check(["interrupted"])))
-        return found == [True]
+        answers: list[bool] = []
+        answered(_LOOK_S, lambda: answers.append(self.store.check(["interrupted"])))
+        return answers == [True]
 
     def told(self) -> str:
         """What other nodes told of their failures; empty if they told nothing."""
-        found: list[NodeEnd | None] = []
-        answered(_LOOK_S, lambda: found.extend(map(self._end_of, self._others())))
-        return min((end.text for end in found if end and end.text), default="")
+        ends: list[NodeEnd | None] = []
+        answered(_LOOK_S, lambda: ends.extend(map(self._end_of, self._others())))
+        return min((end.text for end in ends if end and end.text), default="")
 
     def leave(self) -> None:
         """End the use of the store; the node that serves it waits `FAREWELL_S` for the others."""

@@ -294,19 +294,19 @@ class StateBackend(dynamic.RendezvousBackend):
         # Created by this process's own handler.
         text = write_state(self._clock.of_writers(pickle.loads(state)))
         expected = _EMPTY if token is None else token
-        found = self._exchange(expected, text)
+        stored = self._exchange(expected, text)
         # A store answers so for a key that does not exist, and torch's handler would ask forever.
-        if found.decode() == expected != text:
+        if stored.decode() == expected != text:
             raise _deleted()
-        given = self._given(found)
+        given = self._given(stored)
         return None if given is None else (*given, given[1] == text)
 
-    def _given(self, found: bytes) -> tuple[bytes, str] | None:
+    def _given(self, stored: bytes) -> tuple[bytes, str] | None:
         """A state as torch's handler takes it, and the text by which the store compares it."""
-        if found == _EMPTY.encode():
+        if stored == _EMPTY.encode():
             return None
-        self.seen = self._clock.of_here(read_state(found))
-        return pickle.dumps(self.seen), found.decode()
+        self.seen = self._clock.of_here(read_state(stored))
+        return pickle.dumps(self.seen), stored.decode()
 
     def _get(self) -> bytes:
         # For a key that does not exist, a store would wait.
@@ -422,20 +422,20 @@ def read_state(text: str | bytes) -> Any:
         RendezvousStateError: the JSON has another structure.
     """
     try:
-        found = parse_json(text)
+        data = parse_json(text)
         state = dynamic._RendezvousState()
-        state.round = _exactly(int, found["round"])
-        state.complete = _exactly(bool, found["complete"])
-        state.closed = _exactly(bool, found["closed"])
-        if found["deadline"] is not None:
-            state.deadline = datetime.fromisoformat(found["deadline"])
+        state.round = _exactly(int, data["round"])
+        state.complete = _exactly(bool, data["complete"])
+        state.closed = _exactly(bool, data["closed"])
+        if data["deadline"] is not None:
+            state.deadline = datetime.fromisoformat(data["deadline"])
         state.participants = {
-            _node(*node): _exactly(int, rank) for *node, rank in found["participants"]
+            _node(*node): _exactly(int, rank) for *node, rank in data["participants"]
         }
-        state.wait_list = {_node(*node) for node in found["wait_list"]}
-        state.redundancy_list = {_node(*node) for node in found["redundancy_list"]}
+        state.wait_list = {_node(*node) for node in data["wait_list"]}
+        state.redundancy_list = {_node(*node) for node in data["redundancy_list"]}
         state.last_heartbeats = {
-            _node(*node): datetime.fromisoformat(at) for *node, at in found["last_heartbeats"]
+            _node(*node): datetime.fromisoformat(at) for *node, at in data["last_heartbeats"]
         }
     except _WRONG as error:
         raise RendezvousStateError(

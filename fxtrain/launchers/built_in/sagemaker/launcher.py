@@ -187,7 +187,7 @@ def _check(spec: LaunchSpec) -> None:
 
 def _hyperparameters(args: tuple[str, ...]) -> dict[str, str]:
     """Arguments as names and values, the form in which SageMaker passes them."""
-    found: dict[str, str] = {}
+    hyperparameters: dict[str, str] = {}
     words = list(args)
     while words:
         name, joined, value = words.pop(0).partition("=")
@@ -202,10 +202,10 @@ def _hyperparameters(args: tuple[str, ...]) -> dict[str, str]:
                     f"has no value. Give it one, such as {name} true."
                 )
             value = words.pop(0)
-        if name[2:] in found:
+        if name[2:] in hyperparameters:
             raise LaunchError(f"SageMaker passes each argument once, but {name} is given twice.")
-        found[name[2:]] = value
-    return found
+        hyperparameters[name[2:]] = value
+    return hyperparameters
 
 
 SAGEMAKER = Launcher(
