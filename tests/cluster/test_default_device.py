@@ -18,6 +18,8 @@ def _default_device(name):
         yield
     finally:
         torch.set_default_device(None)
+        # In torch 2.9, get_default_device fails from then on, and transformers calls it.
+        vars(torch._GLOBAL_DEVICE_CONTEXT).clear()
 
 
 def _sgd(params):
