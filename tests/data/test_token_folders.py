@@ -1,5 +1,6 @@
 """Sources of several files: the rows of the same documents in Megatron's files; damaged files."""
 
+import base64
 import itertools
 import json
 import struct
@@ -159,3 +160,39 @@ def test_damaged_files_are_errors(tmp_path, name, file, damage, message):
 def test_a_folder_without_files_is_an_error(tmp_path):
     with pytest.raises(fx.errors.DataError, match=r"has no file \*\.ds"):
         _rows(fx.data.DatatroveTokens(path=str(tmp_path)), length=4)
+
+
+# What datatrove 0.10.1 and mosaicml-streaming 0.13.0 wrote of [1, 2, 3], [4, 5], [70000, 6, 7, 8];
+# datatrove's file has an empty document after the first one.
+WRITTEN = {
+    "t.ds": "AQAAAAIAAAADAAAABAAAAAUAAABwEQEABgAAAAcAAAAIAAAA",
+    "t.ds.index": "AwAAAAAAAAADAAAAAAAAAAUAAAAAAAAACQAAAAAAAAA=",
+    "shard.00000.mds": (
+        "AwAAAMkAAADbAAAA6QAAAP8AAAB7ImNvbHVtbl9lbmNvZGluZ3MiOiBbIm5kYXJyYXk6dWludDMyIl0sICJjb2x1"
+        "bW5fbmFtZXMiOiBbInRva2VucyJdLCAiY29sdW1uX3NpemVzIjogW251bGxdLCAiY29tcHJlc3Npb24iOiBudWxs"
+        "LCAiZm9ybWF0IjogIm1kcyIsICJoYXNoZXMiOiBbXSwgInNpemVfbGltaXQiOiAxMDQ4NTc2LCAidmVyc2lvbiI6"
+        "IDJ9DgAAAAQDAQAAAAIAAAADAAAACgAAAAQCBAAAAAUAAAASAAAABARwEQEABgAAAAcAAAAIAAAA"
+    ),
+}
+INDEX = {
+    "column_encodings": ["ndarray:uint32"], "column_names": ["tokens"], "column_sizes": [None],
+    "compression": None, "format": "mds", "hashes": [],
+    "raw_data": {"basename": "shard.00000.mds", "bytes": 255, "hashes": {}},
+    "samples": 3, "size_limit": 1048576, "version": 2, "zip_data": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["datatrove", "mds"])
+def test_files_of_the_packages_themselves_are_read(tmp_path, name):
+    for file, text in WRITTEN.items():
+        (tmp_path / file).write_bytes(base64.b64decode(text))
+    (tmp_path / "index.json").write_text(json.dumps({"shards": [INDEX], "version": 2}))
+    path = str(tmp_path)
+    source = {
+        "datatrove": fx.data.DatatroveTokens(path=f"{path}/t.ds", dtype="uint32"),
+        "mds": fx.data.MDSTokens(path=path),
+    }[name]
+    with fx.detect({}, device="cpu") as ctx:
+        (batch,) = fx.tokens(source, ctx, length=9, batch_size=1, documents=True)
+    assert batch.data["tokens"].tolist() == [[1, 2, 3, 4, 5, 70000, 6, 7, 8]]
+    assert batch.data["labels"].tolist() == [[2, 3, -100, 5, -100, 6, 7, 8, -100]]
