@@ -1,5 +1,6 @@
 """Text to files of tokens: in several processes, resumable and atomic."""
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -345,7 +346,7 @@ def _run(
             theirs.close()
             processes[ours] = process
             busy[ours] = number
-            ours.send((parts[number][1], files[number]))
+            _send(ours, (parts[number][1], files[number]))
         while busy:
             ready: Any = wait(list(busy))
             for ours in ready:
@@ -353,7 +354,7 @@ def _run(
                 result = _receive(ours, processes[ours], parts[number][1])
                 if (after := next(waiting, None)) is not None:
                     busy[ours] = after
-                    ours.send((parts[after][1], files[after]))
+                    _send(ours, (parts[after][1], files[after]))
                 yield number, result
     finally:
         for ours, process in processes.items():
@@ -362,10 +363,15 @@ def _run(
             process.join()
 
 
+def _send(ours: Any, part: tuple[list[Piece], Path]) -> None:
+    with contextlib.suppress(ConnectionError):  # `_receive` says that the process has ended
+        ours.send(part)
+
+
 def _receive(ours: Any, process: Any, pieces: list[Piece]) -> tuple[int, ...]:
     try:
         result = ours.recv()
-    except EOFError:
+    except (EOFError, ConnectionError):  # the latter if the process had not read its last part
         process.join()
         names = ", ".join(piece.path for piece in pieces[:3])
         raise DataError(

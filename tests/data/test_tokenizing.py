@@ -2,17 +2,19 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 
 import fxtrain as fx
-from fxtrain.data.tokenizing import Tokenizing, tokenize_parts
+from fxtrain.data.tokenizing import Tokenizing, _receive, _send, tokenize_parts
 from tests.data._texts import WORDS, documents_of, tokens_of, write_lines, write_tokenizer
 
 TEXTS = ["a b c", "d", "b b b a"]
@@ -226,7 +228,7 @@ def _workers_of(pid):
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["command", "worker"])
 def test_a_killed_command_continues_and_leaves_no_process(tmp_path, tokenizer, victim):
-    path = write_lines(tmp_path / "in.jsonl", ["a b c d " * 4_000] * 100)
+    path = write_lines(tmp_path / "in.jsonl", ["a b c d " * 4_000] * 400)
     arguments = [str(path), "--to", str(tmp_path / "out"), "--tokenizer", str(tokenizer)]
     command = [sys.executable, "-m", "fxtrain", "tokens", *arguments, "--workers", "2"]
     started = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
@@ -242,10 +244,21 @@ def test_a_killed_command_continues_and_leaves_no_process(tmp_path, tokenizer, v
         time.sleep(0.01)
     assert _files(tmp_path) == ["out.parts"]
     done = len(list(tmp_path.glob("out.parts/00*")))
-    assert done < 4
+    assert done < 13  # parts of 1 MiB
     subprocess.run(command, check=True, timeout=60)
     assert _files(tmp_path) == ["out.bin", "out.idx", "out.json"]
     source = fx.data.tokenize(path, tmp_path / "whole", tokenizer)
     assert (tmp_path / "whole.bin").read_bytes() == (tmp_path / "out.bin").read_bytes()
     assert (tmp_path / "whole.idx").read_bytes() == (tmp_path / "out.idx").read_bytes()
-    assert len(documents_of(source)) == 100
+    assert len(documents_of(source)) == 400
+
+
+def test_a_process_that_ends_before_it_has_read_its_part_is_named():
+    """Its connection is reset then, where it otherwise only ends."""
+    ours, theirs = multiprocessing.Pipe()
+    _send(ours, ([], Path("part")))
+    theirs.close()
+    _send(ours, ([], Path("another")))
+    killed = types.SimpleNamespace(join=lambda: None, exitcode=-9)
+    with pytest.raises(fx.errors.DataError, match="exit code -9 while it tokenized a"):
+        _receive(ours, killed, [types.SimpleNamespace(path="a.txt")])
