@@ -3,6 +3,8 @@
 python -m benchmarks.muon
 """
 
+import functools
+
 import torch
 from torch import nn
 
@@ -44,7 +46,9 @@ def _compare(ctx):
         with count_collectives() as traffic:
             model.optimizer.step()
         runs[name], collectives[name] = model.optimizer.step, traffic.counts
-    return interleaved(runs, rounds=9, each=1), collectives
+    # Without a barrier, a run also pays for the rank that was late in the run before.
+    before = functools.partial(fx.ops.barrier, ctx)
+    return interleaved(runs, rounds=15, each=1, before=before), collectives
 
 
 def main():
