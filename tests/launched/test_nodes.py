@@ -177,7 +177,7 @@ def test_a_node_whose_ranks_fail_twice_in_a_row_leaves_the_run(tmp_path):
     assert (stays.code, bad.code) == (0, 1), stays.err
     assert _LEFT in bad.err and "a broken device" in bad.err
     assert sorted(stays.out.splitlines()) == ["done 0 of 2", "done 1 of 2"]
-    assert "The run goes on with 1 of 2 nodes." in stays.err
+    assert "The run continues with 1 of 2 nodes." in stays.err
 
 
 @pytest.mark.timeout(300)

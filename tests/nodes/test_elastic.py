@@ -83,7 +83,7 @@ def test_a_machine_whose_ranks_fail_twice_in_a_row_leaves_the_run(lab):
     assert programs[1].finish(60) == 137, programs[1].text
     assert "Node 1 (n1) leaves the run: its ranks failed 2 times in a row" in programs[1].text
     _finish(programs[:1])
-    assert "The run goes on with 1 of 2 nodes." in programs[0].text
+    assert "The run continues with 1 of 2 nodes." in programs[0].text
     every_row_once(lab, 480)
 
 

@@ -259,7 +259,7 @@ class _Agent(LocalElasticAgent):
         join(worker_group)
         count = worker_group.group_world_size or 1
         if self._ends and count < self._ends.count:
-            say(f"The run goes on with {count} of {self._ends.count} nodes.")
+            say(f"The run continues with {count} of {self._ends.count} nodes.")
         self._ends = NodeEnds(self._store, worker_group.group_rank or 0, count, self.serves)
         self._ends.begin()
         self._stopped_at = None
