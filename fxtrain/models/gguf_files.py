@@ -1,14 +1,9 @@
-"""Read GGUF files, those of llama.cpp, as tensors; quantised ones by the package `gguf`."""
+"""Read GGUF files, those of llama.cpp: the package `gguf` reads and dequantises them."""
 
-import contextlib
-import math
-import os
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -19,25 +14,13 @@ from fxtrain.errors import CheckpointError
 from fxtrain.models.safetensors_files import Entry
 from fxtrain.state import Location
 
-_Values = Callable[[str], Tensor]
-_Locate = Callable[[str], Location | None]
-
-_MAGIC = b"GGUF"
-_MAX_DIMS = 4
-_MAX_STRING = 2**24  # bytes of a name or a text; chat templates take kilobytes
-_MAX_TENSORS = 2**20
-_MAX_HEADER = 2**26  # bytes; a vocabulary takes a few millions
-_DEEPEST = 4  # arrays inside arrays
-_STRING, _ARRAY = 8, 9
-_SCALARS = {
-    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
-    12: "<d",
-}  # fmt: skip
 # Types of tensors that torch has; all others are quantised.
 _DTYPES = {
-    0: torch.float32, 1: torch.float16, 24: torch.int8, 25: torch.int16, 26: torch.int32,
-    27: torch.int64, 28: torch.float64, 30: torch.bfloat16,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
 }  # fmt: skip
+# What the package raises for a damaged file.
+_WRONG = (ValueError, LookupError, TypeError, ArithmeticError)
 
 # Names of transformers for the decoders whose parameters llama.cpp stores as they are, but for the
 # order of rows of queries and keys in "llama".
@@ -59,25 +42,6 @@ _PARTS = {
 _COMPUTED = ("rope_freqs.weight",)  # transformers computes these from the config
 
 
-@attrs.frozen(kw_only=True)
-class GgufTensor:
-    """A tensor of a GGUF file.
-
-    Attributes:
-        entry: Its name, dtype and shape in the model; quantised tensors are read in fp32.
-        kind: The number of its type in the file.
-        start: Offset of its first byte in the file.
-        nbytes: Bytes in the file.
-        heads: Attention heads whose rows are interleaved in the file; 0 if none are.
-    """
-
-    entry: Entry
-    kind: int
-    start: int
-    nbytes: int
-    heads: int = 0
-
-
 def gguf_name(name: str, architecture: str) -> str:
     """The name in transformers of a tensor in a GGUF file; unknown ones stay as they are.
 
@@ -95,203 +59,115 @@ def gguf_name(name: str, architecture: str) -> str:
             return name
 
 
-@contextlib.contextmanager
-def open_gguf(
+def read_gguf(
     path: Path,
-) -> Iterator[tuple[Mapping[str, Entry], _Values, _Locate]]:
-    """Open a GGUF file.
+) -> tuple[Mapping[str, Entry], Callable[[str], Tensor], Callable[[str], Location | None]]:
+    """Read the header of a GGUF file, and map its tensors into memory.
 
-    Yields:
-        Its tensors by name; (name) → values; (name) → where these are in the file, or None where
-        they are quantised or in another order there.
+    Returns:
+        Its tensors by name, quantised ones in fp32; (name) → values; (name) → where these are in
+        the file, or None where they are quantised or in another order there.
 
     Raises:
         CheckpointError: the file is damaged, or has a type that `gguf` does not know.
-        MissingPackageError: it has quantised tensors, and the package `gguf` is not installed.
+        MissingPackageError: the package `gguf` is not installed.
     """
+    library = optional("gguf", extra="models", needed_by=f"The GGUF file {path}")
     try:
-        with open_file(path) as file:
-            tensors = _read_tensors(file, path)
-            yield (
-                {name: tensor.entry for name, tensor in tensors.items()},
-                lambda name: _values(file, path, tensors[name]),
-                lambda name: _location(path, tensors[name]),
+        open_file(path).close()  # no pipe and no device
+        reader = _bounded(library.GGUFReader)(path)
+        if reader.byte_order != "I":
+            raise ValueError("its bytes are in the order of another kind of machine")
+        architecture = _value(reader, "general.architecture")
+        listed = {gguf_name(tensor.name, str(architecture)): tensor for tensor in reader.tensors}
+        if architecture in _NAMED:
+            listed = {name: listed[name] for name in listed if name not in _COMPUTED}
+        entries = {
+            name: Entry(
+                name=name,
+                dtype=_DTYPES.get(tensor.tensor_type.name, torch.float32),
+                shape=tuple(tensor.shape.tolist()[::-1]),
             )
+            for name, tensor in listed.items()
+        }
+        interleaved = _interleaved(reader, entries) if architecture == "llama" else {}
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
-
-
-def _read_tensors(file: BinaryIO, path: Path) -> dict[str, GgufTensor]:
-    """Read the header, each size in it before what it counts."""
-    header = _Header(file, path)
-    if header.take(4) != _MAGIC:
-        raise header.problem("it does not begin with 'GGUF'")
-    version = header.number("<I")
-    if version not in (2, 3):
-        raise header.problem(f"its version is {version}, and versions 2 and 3 are known")
-    tensors, count = header.number("<Q"), header.number("<Q")
-    if tensors > _MAX_TENSORS:
-        raise header.problem(f"it claims {tensors} tensors")
-    values: dict[str, Any] = {}
-    for _ in range(count):
-        name = header.string()
-        values[name] = header.value(header.number("<I"))
-    listed = [header.tensor() for _ in range(tensors)]
-    alignment = values.get("general.alignment", 32)
-    if type(alignment) is not int or alignment < 1:
-        raise header.problem(f"its alignment is {shown(alignment)}")
-    start = -(-file.tell() // alignment) * alignment
-    return _described(listed, values, start, header)
-
-
-class _Header:
-    """Reads the header of a file, with every size checked against what is left of the file."""
-
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file = file
-        self._path = path
-        self.size = os.fstat(file.fileno()).st_size
-
-    def problem(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self._path} is not a valid GGUF file: {what}.", code="FX602")
-
-    def take(self, count: int) -> bytes:
-        self._check(count)
-        return self._file.read(count)
-
-    def _check(self, count: int) -> None:
-        if count > min(self.size, _MAX_HEADER) - self._file.tell():
-            raise self.problem("it is truncated, or a size in its header is wrong")
-
-    def number(self, kind: str) -> Any:
-        (value,) = struct.unpack(kind, self.take(struct.calcsize(kind)))
-        return value
-
-    def string(self) -> str:
-        length = self.number("<Q")
-        if length > _MAX_STRING:
-            raise self.problem(f"a text in its header claims {length} bytes")
-        return self.take(length).decode(errors="replace")
-
-    def value(self, kind: int, depth: int = 0) -> Any:
-        """A value of the header; of arrays nothing, since no tensor depends on them."""
-        if kind in _SCALARS:
-            return self.number(_SCALARS[kind])
-        if kind == _STRING:
-            return self.string()
-        if kind != _ARRAY or depth == _DEEPEST:
-            raise self.problem(f"a value in its header has the unknown type {kind}")
-        inner, count = self.number("<I"), self.number("<Q")
-        if inner in _SCALARS:
-            nbytes = count * struct.calcsize(_SCALARS[inner])
-            self._check(nbytes)
-            self._file.seek(nbytes, os.SEEK_CUR)
-            return None
-        for _ in range(count):
-            self.value(inner, depth + 1)
-        return None
-
-    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape as torch has it, type, and offset in the data."""
-        name, dims = self.string(), self.number("<I")
-        if dims > _MAX_DIMS:
-            raise self.problem(f"the tensor {shown(name)} has {dims} dimensions")
-        shape = tuple(self.number("<Q") for _ in range(dims))[::-1]
-        return name, shape, self.number("<I"), self.number("<Q")
-
-
-def _described(
-    listed: list[tuple[str, tuple[int, ...], int, int]],
-    values: Mapping[str, Any],
-    start: int,
-    header: _Header,
-) -> dict[str, GgufTensor]:
-    architecture = str(values.get("general.architecture", ""))
-    heads = values.get(f"{architecture}.attention.head_count")
-    by_part = {"attn_q": heads}
-    by_part["attn_k"] = values.get(f"{architecture}.attention.head_count_kv", heads)
-    tensors: dict[str, GgufTensor] = {}
-    for name, shape, kind, offset in listed:
-        nbytes = _bytes_of(name, shape, kind, header)
-        if start + offset + nbytes > header.size:
-            raise header.problem(f"the tensor {shown(name)} is past the end of the file")
-        part = name.split(".")[2] if name.count(".") == 3 else ""
-        interleaved = 0
-        if architecture == "llama" and part in by_part:
-            interleaved = by_part[part]
-            if type(interleaved) is not int or not interleaved or shape[0] % (2 * interleaved):
-                raise header.problem(f"it has no number of heads that fits {shown(name)}")
-        named = gguf_name(name, architecture)
-        if named in tensors:
-            raise header.problem(f"it lists {shown(name)} twice")
-        if named in _COMPUTED and architecture in _NAMED:
-            continue
-        entry = Entry(name=named, dtype=_DTYPES.get(kind, torch.float32), shape=shape)
-        tensors[named] = GgufTensor(
-            entry=entry, kind=kind, start=start + offset, nbytes=nbytes, heads=interleaved
-        )
-    return tensors
-
-
-def _bytes_of(name: str, shape: tuple[int, ...], kind: int, header: _Header) -> int:
-    elements = math.prod(shape)
-    if kind in _DTYPES:
-        return elements * _DTYPES[kind].itemsize
-    library = _library()
-    try:
-        rows, block = library.GGML_QUANT_SIZES[library.GGMLQuantizationType(kind)]
-    except (ValueError, KeyError):
-        raise header.problem(f"the tensor {shown(name)} has the unknown type {kind}") from None
-    if not shape or shape[-1] % rows:
-        raise header.problem(f"the rows of {shown(name)} are not a number of blocks")
-    return elements // rows * block
-
-
-def _values(file: BinaryIO, path: Path, tensor: GgufTensor) -> Tensor:
-    file.seek(tensor.start)
-    raw = bytearray(tensor.nbytes)
-    if file.readinto(raw) != tensor.nbytes:  # type: ignore[attr-defined]
-        raise CheckpointError(f"{path} has been truncated while it was read.", code="FX602")
-    shape, dtype = tensor.entry.shape, tensor.entry.dtype
-    if not tensor.nbytes:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    if tensor.kind in _DTYPES:
-        values = torch.frombuffer(raw, dtype=dtype).reshape(shape)
-    else:
-        values = _dequantized(raw, path, tensor)
-    return _separated(values, tensor.heads) if tensor.heads else values
-
-
-def _dequantized(raw: bytearray, path: Path, tensor: GgufTensor) -> Tensor:
-    library = _library()
-    kind = library.GGMLQuantizationType(tensor.kind)
-    rows = torch.frombuffer(raw, dtype=torch.uint8).reshape(*tensor.entry.shape[:-1], -1)
-    try:
-        return torch.from_numpy(library.dequantize(rows.numpy(), kind)).float()
-    except RuntimeError as error:
+    except _WRONG as error:
         raise CheckpointError(
-            f"{path}: the package gguf cannot convert {tensor.entry.name}, which is {kind.name}. "
-            f"Use a file in another type, such as Q8_0 or F16."
+            f"{path} is not a valid GGUF file, or is damaged: {str(error)[:500]}.", code="FX602"
         ) from error
+
+    def values(name: str) -> Tensor:
+        tensor, entry = listed[name], entries[name]
+        if tensor.tensor_type.name in _DTYPES:
+            raw = reader.data[tensor.data_offset : tensor.data_offset + tensor.n_bytes]
+            full = torch.from_numpy(raw.copy()).view(entry.dtype)
+        else:
+            try:
+                full = torch.from_numpy(library.dequantize(tensor.data, tensor.tensor_type)).float()
+            except RuntimeError as error:  # a type that it cannot convert
+                raise CheckpointError(
+                    f"{path}: the package gguf cannot convert {name}, which is "
+                    f"{tensor.tensor_type.name}. Use a file in another type, such as Q8_0 or F16."
+                ) from error
+        full = full.reshape(entry.shape)
+        return _separated(full, interleaved[name]) if name in interleaved else full
+
+    def locate(name: str) -> Location | None:
+        tensor, entry = listed[name], entries[name]
+        if tensor.tensor_type.name not in _DTYPES or name in interleaved:
+            return None
+        return Location(
+            path=path.absolute(),
+            start=tensor.data_offset,
+            nbytes=tensor.n_bytes,
+            dtype=entry.dtype,
+            shape=entry.shape,
+        )
+
+    return entries, values, locate
+
+
+def _bounded(reader: Any) -> Any:
+    """The reader of `gguf`, for files that may claim more than they have: it would read on."""
+
+    class Bounded(reader):
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, *order: Any, **more: Any) -> Any:
+            values = super()._get(offset, dtype, count, *order, **more)
+            if len(values) != count:
+                raise ValueError("it is truncated, or a size in its header is wrong")
+            return values
+
+    return Bounded
+
+
+def _value(reader: Any, key: str) -> Any:
+    """A number or a text of the header; None if there is no such key."""
+    field = reader.get_field(key)
+    if field is None:
+        return None
+    raw = field.parts[field.data[0]]
+    return raw.tobytes().decode() if field.types[0].name == "STRING" else raw.tolist()[0]
+
+
+def _interleaved(reader: Any, entries: Mapping[str, Entry]) -> dict[str, int]:
+    """The queries and keys of a Llama, each with its number of heads."""
+    heads = _value(reader, "llama.attention.head_count")
+    groups = _value(reader, "llama.attention.head_count_kv") or heads
+    numbers = {"q_proj": heads, "k_proj": groups}
+    interleaved = {
+        name: int(numbers[name.split(".")[-2]])
+        for name in entries
+        if name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight"))
+    }
+    for name, count in interleaved.items():
+        if entries[name].shape[0] % (2 * count):
+            raise ValueError(f"{shown(name)} does not have {count} heads")
+    return interleaved
 
 
 def _separated(values: Tensor, heads: int) -> Tensor:
     """Rows of queries or keys in the order of transformers: llama.cpp interleaves their halves."""
     half = len(values) // heads // 2
     return values.reshape(heads, half, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-
-
-def _location(path: Path, tensor: GgufTensor) -> Location | None:
-    if tensor.kind not in _DTYPES or tensor.heads:
-        return None
-    return Location(
-        path=path.absolute(),
-        start=tensor.start,
-        nbytes=tensor.nbytes,
-        dtype=tensor.entry.dtype,
-        shape=tensor.entry.shape,
-    )
-
-
-def _library() -> Any:
-    return optional("gguf", extra="models", needed_by="A GGUF file with quantised tensors")

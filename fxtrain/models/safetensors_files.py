@@ -1,4 +1,4 @@
-"""Read and validate headers of safetensors files, and write such files tensor by tensor.
+"""Read headers of safetensors files, and write such files tensor by tensor.
 
 To write, the `safetensors` package needs NumPy and all tensors of a file in memory. The format is
 a length, a JSON header and the bytes of the tensors, so one tensor at a time suffices.
@@ -25,11 +25,8 @@ from fxtrain.state import Location
 from fxtrain.state.parsing import parse_json as parse
 
 _MAX_BYTES = 100_000_000  # bytes of a header, the limit of the safetensors package
-_MAX_DEPTH = 64  # dimensions, torch's own limit
-_MOST = 1 << 63  # limit of a size or an offset
 _METADATA = "__metadata__"
 _ALIGNMENT = 64  # bytes; where memory is mapped, some products round differently at other addresses
-_WORD = 200  # characters of a name in a message
 
 
 @attrs.frozen(kw_only=True)
@@ -81,31 +78,39 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a safetensors file, and check it against the file size.
-
-    Effects:
-        Reads only the header; allocates at most the size of the file.
+    """Read the header of a safetensors file, and check it against the size of the file.
 
     Raises:
         CheckpointError: the file does not exist, is truncated, or has an invalid header.
     """
     try:
         with open_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
+            size = os.fstat(file.fileno()).st_size - 8
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_BYTES):
-                raise _damaged(path, f"it has {size} bytes, too few for a header of {length} bytes")
-            raw = file.read(length)
+            raw = file.read(length) if length <= min(size, _MAX_BYTES) else b""
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
     table = parse_json(raw, path)
     metadata = table.pop(_METADATA, {})
-    if not all(isinstance(text, str) for text in _mapping(metadata, path, _METADATA).values()):
-        raise _damaged(path, f"{_METADATA} contains values that are not text")
-    entries = [_entry(path, name, data) for name, data in table.items()]
-    _check_layout(path, entries, size - 8 - length)
-    named = {entry.name: entry for entry in entries}
-    return Header(entries=named, metadata=metadata, size=8 + length)
+    entries: dict[str, Entry] = {}
+    stop = 0
+    try:
+        if {*map(type, metadata.values())} - {str}:
+            raise ValueError("its metadata contains values that are not text")
+        for name, fields in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+            start, end = fields["data_offsets"]
+            entry = Entry(
+                name=name, dtype=DTYPE_NAMES[fields["dtype"]], shape=(*fields["shape"],), start=stop
+            )
+            # Every byte belongs to one tensor.
+            if (start, end - start) != (stop, entry.nbytes) or min(entry.shape, default=0) < 0:
+                raise ValueError(f"{shown(name)} does not have the offsets {start} to {end}")
+            entries[name], stop = entry, end
+        if stop != size - length or {type(n) for e in entries.values() for n in e.shape} - {int}:
+            raise ValueError(f"its tensors have {stop} bytes, and the file {size - length}")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {str(error)[:500]}") from error
+    return Header(entries=entries, metadata=metadata, size=8 + length)
 
 
 @contextlib.contextmanager
@@ -151,9 +156,12 @@ def parse_json(raw: bytes, path: Path) -> dict[str, Any]:
         CheckpointError: the bytes are not a JSON object.
     """
     try:
-        return _mapping(parse(raw), path, "the header")
+        table = parse(raw)
     except ValueError as error:
         raise _damaged(path, f"invalid JSON: {str(error)[:500]}") from None
+    if not isinstance(table, dict):
+        raise _damaged(path, f"it contains a {type(table).__name__}, not an object")
+    return table
 
 
 def aligned_first(nbytes: int) -> int:
@@ -210,51 +218,6 @@ def _header(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -
         (entry.name, WRITABLE_DTYPES[entry.dtype], entry.shape, entry.nbytes) for entry in entries
     )
     return to_header(rows, metadata)[0]
-
-
-def _entry(path: Path, name: str, data: Any) -> Entry:
-    fields = _mapping(data, path, name)
-    if set(fields) != {"dtype", "shape", "data_offsets"}:
-        raise _damaged(path, f"the tensor {shown(name)} has the fields {shown(sorted(fields))}")
-    shape, offsets, dtype = fields["shape"], fields["data_offsets"], fields["dtype"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_NAMES:
-        raise _damaged(path, f"the dtype {shown(dtype)} of {shown(name)} cannot be read")
-    if not _counts(shape) or len(shape) > _MAX_DEPTH:
-        raise _damaged(path, f"the shape of {shown(name)} is not a list of sizes")
-    if not _counts(offsets) or len(offsets) != 2:
-        raise _damaged(path, f"the offsets of {shown(name)} are not two positions in the file")
-    entry = Entry(name=name, dtype=DTYPE_NAMES[dtype], shape=tuple(shape), start=offsets[0])
-    if offsets[1] - offsets[0] != entry.nbytes:
-        raise _damaged(
-            path,
-            f"{shown(name)} needs {entry.nbytes} bytes as {dtype} {shown(shape)}, but has the "
-            f"offsets {offsets}",
-        )
-    return entry
-
-
-def _check_layout(path: Path, entries: Sequence[Entry], size: int) -> None:
-    """Check that every byte after the header belongs to exactly one tensor."""
-    stop = 0
-    for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
-        if entry.start != stop:
-            problem = "overlaps another tensor" if entry.start < stop else "leaves a gap before it"
-            raise _damaged(path, f"{shown(entry.name)} {problem}")
-        stop += entry.nbytes
-    if stop != size:
-        raise _damaged(path, f"its tensors fill {stop} bytes, but the file has {size}")
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        type(number) is int and 0 <= number < _MOST for number in value
-    )
-
-
-def _mapping(value: Any, path: Path, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _damaged(path, f"{what[:_WORD]} is a {type(value).__name__}, not an object")
-    return value
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:

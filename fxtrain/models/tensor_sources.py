@@ -16,7 +16,7 @@ from fxtrain._reading import path_problem, read_file
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
 from fxtrain.models.folder import INDEX, LARGEST_INDEX, MARKER, SINGLE
-from fxtrain.models.gguf_files import open_gguf
+from fxtrain.models.gguf_files import read_gguf
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.safetensors_files import Entry, parse_json, read_header
 from fxtrain.models.stored_layers import StoredLayer, stored_layers
@@ -262,7 +262,7 @@ def _open_file(path: Path, names: list[str] | None, stack: contextlib.ExitStack)
     elif path.suffix in _PICKLES:
         file = _of_pickle(path)
     elif path.suffix == ".gguf":
-        file = _of_gguf(path, stack)
+        file = _of_gguf(path)
     else:
         raise CheckpointError(
             f"{path} has an unknown suffix. Pass a model file ({', '.join(_MODEL_SUFFIXES)}) or "
@@ -281,19 +281,22 @@ def _open_file(path: Path, names: list[str] | None, stack: contextlib.ExitStack)
 
 def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
     header = read_header(path)
-    try:
-        file = stack.enter_context(safe_open(path, framework="pt"))
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{path}: safetensors cannot read this file: {error}.", code="FX602"
-        ) from error
+
+    @functools.cache  # mapped when the first value is needed
+    def opened() -> Any:
+        try:
+            return stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{path}: safetensors cannot read this file: {error}.", code="FX602"
+            ) from error
 
     def read(name: str, part: TensorIndex | None) -> Tensor:
         entry = header.entries[name]
         if part is None or not part or not entry.nbytes:
-            full = file.get_tensor(name)
+            full = opened().get_tensor(name)
             return full if part is None else _select(full, part)
-        return read_hull(part, entry.dtype, lambda hull: file.get_slice(name)[hull])
+        return read_hull(part, entry.dtype, lambda hull: opened().get_slice(name)[hull])
 
     return Source(
         what=str(path),
@@ -305,8 +308,8 @@ def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
     )
 
 
-def _of_gguf(path: Path, stack: contextlib.ExitStack) -> Source:
-    entries, values, locate = stack.enter_context(open_gguf(path))
+def _of_gguf(path: Path) -> Source:
+    entries, values, locate = read_gguf(path)
 
     def read(name: str, part: TensorIndex | None) -> Tensor:
         return values(name) if part is None else _select(values(name), part)

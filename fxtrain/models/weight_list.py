@@ -5,7 +5,7 @@ import importlib.util
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ import torch
 from fxtrain._optional import optional
 from fxtrain._reading import read_file
 from fxtrain._record import closest
-from fxtrain.errors import CheckpointError, PlanError
-from fxtrain.models.safetensors_files import read_header
-from fxtrain.models.tensor_bytes import WRITABLE_DTYPES
+from fxtrain.errors import PlanError
+from fxtrain.models.folder import INDEX
+from fxtrain.models.tensor_sources import open_source
 from fxtrain.state.parsing import parse_json
 
 _MAX_BYTES = 100_000_000  # bytes of an index or a config
@@ -86,16 +86,16 @@ def read_weights(source: str) -> Weights:
     """List the tensors of a model, without downloading it or reading values.
 
     Args:
-        source: A .safetensors file, its .index.json, or a folder with either; a transformers
-            config.json or a folder with one; `module:function`, called with the meta device
-            as torch's default; or a timm model name.
+        source: A model file that `load_model` reads, an index, or a folder with .safetensors
+            files; a transformers config.json or a folder with one; `module:function`, called with
+            the meta device as torch's default; or a timm model name.
 
     Effects:
         Reads file headers. For `module:function`, imports and runs that code.
 
     Raises:
         PlanError: the source is none of these.
-        CheckpointError: a safetensors file is damaged.
+        CheckpointError: a file is damaged, or no model file.
         MissingPackageError: transformers or timm is needed.
 
     Example:
@@ -104,11 +104,10 @@ def read_weights(source: str) -> Weights:
         1
     """
     path = Path(source)
-    if path.is_dir():
-        return _folder(path)
-    if os.path.exists(path):
-        return _one_file(path)
-    return _code(source)
+    if not os.path.exists(path):
+        return _code(source)
+    is_config = path.suffix == ".json" and not path.name.endswith(".index.json")
+    return _transformers(path) if is_config else _stored(path)
 
 
 def build_on_meta(source: str | os.PathLike[str]) -> Any:
@@ -147,56 +146,37 @@ def _code(source: str) -> Weights:
     return Weights(source=what, tensors=_all_of(model), cache=cache_of(known))
 
 
-def _folder(path: Path) -> Weights:
-    index = path / "model.safetensors.index.json"
-    files = [index] if index.is_file() else sorted(path.glob("*.safetensors"))
-    config = path / "config.json"
-    if files:
-        tensors = [tensor for file in files for tensor in _stored(file)]
-        cache = cache_of(read_json(config)) if config.is_file() else None
-        return Weights(source=str(path), tensors=tuple(tensors), cache=cache)
-    if config.is_file():
+def _stored(path: Path) -> Weights:
+    """The tensors in model files; without any, of the config beside them."""
+    folder, files = path, [path]
+    if path.is_dir():
+        index = path / INDEX
+        files = [index] if index.is_file() else sorted(path.glob("*.safetensors"))
+    else:
+        folder = path.parent
+    config = folder / "config.json"
+    if not files and config.is_file():
         return _transformers(config)
-    raise PlanError(
-        f"{path} contains no .safetensors file and no config.json. Other files are not read, "
-        f"because loading them can run code. Pass module:function instead."
-    )
+    if not files:
+        raise PlanError(
+            f"{path} contains no .safetensors file and no config.json. Pass a model file, or "
+            f"module:function."
+        )
+    tensors: list[Weight] = []
+    for file in files:
+        with open_source(file) as source:
+            tensors += [
+                stored_weight(entry.name, entry.dtype.is_floating_point, entry.shape, entry.nbytes)
+                for entry in source.entries.values()
+            ]
+    cache = cache_of(read_json(config)) if config.is_file() else None
+    return Weights(source=str(path), tensors=tuple(tensors), cache=cache)
 
 
-def _one_file(path: Path) -> Weights:
-    if path.name.endswith((".safetensors", ".safetensors.index.json")):
-        config = path.parent / "config.json"
-        cache = cache_of(read_json(config)) if config.is_file() else None
-        return Weights(source=str(path), tensors=tuple(_stored(path)), cache=cache)
-    if path.suffix == ".json":
-        return _transformers(path)
-    raise PlanError(
-        f"{path}: cannot estimate memory from this file. Pass a .safetensors file, its "
-        f".index.json, or a transformers config.json."
-    )
-
-
-def _stored(path: Path) -> Iterator[Weight]:
-    if path.suffix != ".json":
-        for entry in read_header(path).entries.values():
-            yield stored_weight(entry.name, WRITABLE_DTYPES[entry.dtype], entry.shape, entry.nbytes)
-        return
-    listed = read_json(path).get("weight_map")
-    if not isinstance(listed, Mapping):
-        raise CheckpointError(f"{path} has no table weight_map: it is not a safetensors index.")
-    for name in sorted(set(map(str, listed.values()))):
-        yield from _stored(path.parent / name)
-
-
-def stored_weight(name: str, dtype: str, shape: Sequence[int], nbytes: int) -> Weight:
-    """A tensor described by a safetensors header."""
-    floating = dtype in _FLOATS
+def stored_weight(name: str, floating: bool, shape: Sequence[int], nbytes: int) -> Weight:  # noqa: FBT001
+    """A tensor in a file."""
     return Weight(
-        name=name,
-        numel=math.prod(shape),
-        nbytes=nbytes,
-        floating=floating,
-        trained=floating,
+        name=name, numel=math.prod(shape), nbytes=nbytes, floating=floating, trained=floating
     )
 
 
@@ -357,7 +337,10 @@ def read_hub(name: str) -> Weights:
         raise PlanError(f"{name} could not be fetched from the hub: {reason}") from error
     tensors = tuple(
         stored_weight(
-            tensor, about.dtype, about.shape, about.data_offsets[1] - about.data_offsets[0]
+            tensor,
+            about.dtype in _FLOATS,
+            about.shape,
+            about.data_offsets[1] - about.data_offsets[0],
         )
         for file in files
         for tensor, about in file.tensors.items()

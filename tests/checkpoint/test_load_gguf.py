@@ -105,27 +105,27 @@ def _header(*parts):
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    "content",
     [
-        (b"", "truncated"),
-        (b"GGML" + bytes(40), "does not begin"),
-        (b"GGUF" + struct.pack(">I", 3) + bytes(16), "version"),
-        (_header(2**60, 0), "claims"),
-        (_header(0, 2**60), "truncated"),
-        (_header(0, 1, 2**40), "claims"),
-        (_header(0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**62), "truncated"),
-        (_header(0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 0, 2**62), "truncated"),
-        (_header(0, 1, 1) + b"a" + struct.pack("<I", 77), "unknown type 77"),
-        (_header(1, 0, 1) + b"a" + struct.pack("<IQIQ", 1, 9, 0, 0), "past the end"),
-        (_header(1, 0, 1) + b"a" + struct.pack("<IQIQ", 1, 9, 99, 0), "unknown type 99"),
-        (_header(1, 0, 1) + b"a" + struct.pack("<I", 9), "9 dimensions"),
+        b"",
+        b"GGML" + bytes(40),
+        b"GGUF" + struct.pack(">I", 3) + bytes(16),
+        _header(2**60, 0),
+        _header(0, 2**60),
+        _header(0, 1, 2**40),
+        _header(0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**62),
+        _header(0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 0, 2**62),
+        _header(0, 1, 1) + b"a" + struct.pack("<I", 77),
+        _header(1, 0, 1) + b"a" + struct.pack("<IQIQ", 1, 9, 0, 0),
+        _header(1, 0, 1) + b"a" + struct.pack("<IQIQ", 1, 9, 99, 0),
+        _header(1, 0, 1) + b"a" + struct.pack("<I", 9),
     ],
     ids=range(12),
 )
-def test_a_damaged_gguf_file_is_an_error_at_once(content, says, tmp_path):
+def test_a_damaged_gguf_file_is_an_error_at_once(content, tmp_path):
     path = tmp_path / "a.gguf"
     path.write_bytes(content)
-    with pytest.raises(fx.CheckpointError, match=says):
+    with pytest.raises(fx.CheckpointError, match=r"a\.gguf is not a valid GGUF file"):
         fx.load_model(path, nn.Linear(1, 1))
 
 
