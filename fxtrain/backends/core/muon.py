@@ -34,13 +34,17 @@ class _Matrix:
 
     Attributes:
         parameter: As the strategy holds it.
+        device: Of the groups, also where shards are offloaded to the host.
         groups: Process groups of this rank, one for each dimension of a mesh.
+        here: This rank.
         is_sharded: Of each group, whether its ranks hold shards; otherwise they hold replicas.
         shards: The rows and columns of each shard, by the place of the ranks that hold it.
     """
 
     parameter: Tensor
+    device: torch.device
     groups: tuple[Any, ...]
+    here: Place
     is_sharded: tuple[bool, ...]
     shards: Mapping[Place, tuple[slice, slice]]
 
@@ -48,12 +52,25 @@ class _Matrix:
         """The key in `shards` of a rank: its index is 0 in groups of replicas."""
         return tuple(i if s else 0 for i, s in zip(rank, self.is_sharded, strict=True))
 
-    def reached(self, rank: Place, dim: int, to: int) -> list[Place]:
-        """The shards that a rank passes on to rank `to` of its group `dim`, in a fixed order.
+    def shape(self, place: Place) -> tuple[int, ...]:
+        return tuple(at.stop - at.start for at in self.shards[place])
+
+    def sends(self, owner: Place, dim: int = 0) -> bool:
+        """Whether this rank has shards for an owner after exchanges in the groups before `dim`.
+
+        Of replicas, only those in the owner's place of the group send theirs.
+        """
+        return all(
+            mine == index or (d >= dim and self.is_sharded[d])
+            for d, (mine, index) in enumerate(zip(self.here, owner, strict=True))
+        )
+
+    def reached(self, dim: int, to: int) -> list[Place]:
+        """The shards that this rank passes on to rank `to` of its group `dim`, in a fixed order.
 
         They are those of the ranks that are reached from there through the groups before `dim`.
         """
-        fixed = self.place((*rank[:dim], to, *rank[dim + 1 :]))[dim:]
+        fixed = self.place((*self.here[:dim], to, *self.here[dim + 1 :]))[dim:]
         return [place for place in self.shards if place[dim:] == fixed]
 
 
@@ -94,24 +111,30 @@ class Muon(torch.optim.Muon):
                     matrix = self._matrix(parameter)
                     together.setdefault(matrix.groups, []).append(matrix)
             for matrices in together.values():
-                parts = [self._momentum(matrix.parameter, group) for matrix in matrices]
-                updates = _orthogonalized(matrices, parts, group)
-                for matrix, update in zip(matrices, updates, strict=True):
-                    self._change(matrix.parameter, update, group)
+                owners = _owners(matrices)
+                held = [
+                    self._momentum(matrix, owner, group)
+                    for matrix, owner in zip(matrices, owners, strict=True)
+                ]
+                _orthogonalize(matrices, owners, held, group)
+                for matrix, shards in zip(matrices, held, strict=True):
+                    self._change(matrix.parameter, shards[matrix.place(matrix.here)], group)
         return loss
 
-    def _momentum(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """This rank's part of the momentum that is orthogonalized, in bf16."""
-        state, gradient = self.state[parameter], parameter.grad
+    def _momentum(
+        self, matrix: _Matrix, owner: Place, group: Mapping[str, Any]
+    ) -> dict[Place, Tensor]:
+        """Update the momentum; what is orthogonalized of it, in bf16, if this rank sends it."""
+        state, gradient = self.state[matrix.parameter], matrix.parameter.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         grad, buffer = local_values(gradient), local_values(state["momentum_buffer"])
         buffer.lerp_(grad, 1 - group["momentum"])
+        if not matrix.sends(owner):
+            return {}
         update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-        # On the device of the groups, where shards are offloaded to the host.
-        kind = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else None
-        return update.to(kind or update.device, torch.bfloat16, copy=True)
+        return {matrix.place(matrix.here): update.to(matrix.device, torch.bfloat16, copy=True)}
 
     def _change(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
         lr = float(group["lr"])
@@ -156,12 +179,17 @@ def _placed(parameter: Tensor, replicas: Any) -> _Matrix:
     if not isinstance(parameter, DTensor):
         everything = (slice(0, parameter.shape[0]), slice(0, parameter.shape[1]))
         groups = () if replicas is None else (replicas,)
-        return _Matrix(parameter, groups, (False,) * len(groups), {(0,) * len(groups): everything})
-    mesh = parameter.device_mesh
-    is_sharded = tuple(not placement.is_replicate() for placement in parameter.placements)
-    groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
-    shards = _shards(parameter.shape, tuple(mesh.shape), parameter.placements)
-    return _Matrix(parameter, groups, is_sharded, shards)
+        device = parameter.device
+        is_sharded = (False,) * len(groups)
+        shards: Mapping[Place, tuple[slice, slice]] = {(0,) * len(groups): everything}
+    else:
+        mesh = parameter.device_mesh
+        device = torch.device(mesh.device_type)
+        is_sharded = tuple(not placement.is_replicate() for placement in parameter.placements)
+        groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+        shards = _shards(parameter.shape, tuple(mesh.shape), parameter.placements)
+    here = tuple(group.rank() for group in groups)
+    return _Matrix(parameter, device, groups, here, is_sharded, shards)
 
 
 @functools.lru_cache(maxsize=64)  # a model has many matrices of few shapes, on up to 1000s of ranks
@@ -180,38 +208,40 @@ def _shards(
     return shards
 
 
-def _orthogonalized(
-    matrices: Sequence[_Matrix], parts: Sequence[Tensor], options: Mapping[str, Any]
-) -> list[Tensor]:
-    """This rank's parts of orthogonalized matrices.
+def _orthogonalize(
+    matrices: Sequence[_Matrix],
+    owners: Sequence[Place],
+    held: Sequence[dict[Place, Tensor]],
+    options: Mapping[str, Any],
+) -> None:
+    """Exchange this rank's shard of each matrix for that of the orthogonalized one.
 
     Args:
         matrices: All of the same groups.
-        parts: This rank's part of each.
+        held: The shards of each matrix that this rank holds, by place; changed in place.
     """
-    groups = matrices[0].groups
-    here = tuple(group.rank() for group in groups)
-    owners = _owners(matrices, tuple(group.size() for group in groups))
-    held = [{m.place(here): part} for m, part in zip(matrices, parts, strict=True)]
-    for dim in range(len(groups)):
-        _move(matrices, owners, held, here, dim, back=False)
+    dims = range(len(matrices[0].groups))
+    for dim in dims:
+        _move(matrices, owners, held, dim, back=False)
     for matrix, owner, shards in zip(matrices, owners, held, strict=True):
-        if owner == here:
-            whole = _assembled(matrix, shards)
+        if owner == matrix.here:
             update = _muon._zeropower_via_newtonschulz(
-                whole, options["ns_coefficients"], options["ns_steps"], options["eps"]
-            )
+                _assembled(matrix, shards),
+                options["ns_coefficients"],
+                options["ns_steps"],
+                options["eps"],
+            ).contiguous()  # of a tall matrix it is transposed, and slow to add
             shards.update((place, update[at]) for place, at in matrix.shards.items())
-    for dim in reversed(range(len(groups))):
-        _move(matrices, owners, held, here, dim, back=True)
-    return [shards[m.place(here)] for m, shards in zip(matrices, held, strict=True)]
+    for dim in reversed(dims):
+        _move(matrices, owners, held, dim, back=True)
 
 
-def _owners(matrices: Sequence[_Matrix], sizes: tuple[int, ...]) -> list[Place]:
+def _owners(matrices: Sequence[_Matrix]) -> list[Place]:
     """For each matrix, the rank that computes it: the one with the least work so far."""
     # Multiplications of one iteration, up to a constant.
     work = [min(m.parameter.shape) ** 2 * max(m.parameter.shape) for m in matrices]
-    load = dict.fromkeys(itertools.product(*map(range, sizes)), 0)
+    ranks = itertools.product(*(range(group.size()) for group in matrices[0].groups))
+    load = dict.fromkeys(ranks, 0)
     owners: dict[int, Place] = {}
     for index in sorted(range(len(matrices)), key=lambda index: -work[index]):
         owners[index] = min(load, key=lambda place: load[place])
@@ -220,10 +250,9 @@ def _owners(matrices: Sequence[_Matrix], sizes: tuple[int, ...]) -> list[Place]:
 
 
 def _assembled(matrix: _Matrix, shards: Mapping[Place, Tensor]) -> Tensor:
-    first = next(iter(shards.values()))
     if len(shards) == 1:  # replicas
-        return first
-    whole = torch.empty(matrix.parameter.shape, dtype=first.dtype, device=first.device)
+        return next(iter(shards.values()))
+    whole = torch.empty(matrix.parameter.shape, dtype=torch.bfloat16, device=matrix.device)
     for place, part in shards.items():
         whole[matrix.shards[place]] = part
     return whole
@@ -232,73 +261,45 @@ def _assembled(matrix: _Matrix, shards: Mapping[Place, Tensor]) -> Tensor:
 def _move(
     matrices: Sequence[_Matrix],
     owners: Sequence[Place],
-    held: list[dict[Place, Tensor]],
-    here: Place,
+    held: Sequence[dict[Place, Tensor]],
     dim: int,
     *,
     back: bool,
 ) -> None:
     """Send shards to the ranks of a group through which their owners are reached, or back."""
-    group = matrices[0].groups[dim]
-    ranks = range(group.size())
+    group, me = matrices[0].groups[dim], matrices[0].here[dim]
     passing = [
         i
-        for i, matrix in enumerate(matrices)
-        if owners[i][:dim] == here[:dim] and (back or matrix.is_sharded[dim])
+        for i, (matrix, owner) in enumerate(zip(matrices, owners, strict=True))
+        if (
+            owner[:dim] == matrix.here[:dim]
+            if back
+            else matrix.is_sharded[dim] and matrix.sends(owner, dim)
+        )
     ]
     if not passing:
         return
 
     def shards(owner: int, rank: int) -> list[tuple[int, Place]]:
         """Those of a rank of the group, of the matrices whose owner another one reaches."""
-        mine = [i for i in passing if owners[i][dim] == owner]
-        return [(i, place) for i in mine for place in matrices[i].reached(here, dim, rank)]
+        if owner == rank:  # they stay
+            return []
+        reached = [i for i in passing if owners[i][dim] == owner]
+        return [(i, place) for i in reached for place in matrices[i].reached(dim, rank)]
 
-    me = here[dim]
-    given = [shards(owner, me) for owner in ranks]
-    taken = [shards(me, rank) for rank in ranks]
+    given = [shards(rank, me) for rank in range(group.size())]
+    taken = [shards(me, rank) for rank in range(group.size())]
     sent, received = (taken, given) if back else (given, taken)
-    parts = [[held[i][place] for i, place in keys] for keys in sent]
-    _exchange(matrices, parts, received, held, group)
-
-
-def _exchange(
-    matrices: Sequence[_Matrix],
-    sent: Sequence[Sequence[Tensor]],
-    received: Sequence[Sequence[tuple[int, Place]]],
-    held: list[dict[Place, Tensor]],
-    group: Any,
-) -> None:
-    """Send tensors to each rank of a group, and put those that arrive into `held`.
-
-    Args:
-        received: From each rank, the matrix and the place of each shard, in its order.
-    """
-    me, like = group.rank(), next(part for parts in held for part in parts.values())
-    arrived = list(zip(received[me], sent[me], strict=True))
-    others = [[] if rank == me else list(keys) for rank, keys in enumerate(received)]
-    out = [[] if rank == me else list(parts) for rank, parts in enumerate(sent)]
-    shapes = {
-        (i, place): tuple(at.stop - at.start for at in matrices[i].shards[place])
-        for keys in others
-        for i, place in keys
-    }
-    flat = [part.reshape(-1) for parts in out for part in parts]
-    counts = [sum(math.prod(shapes[key]) for key in keys) for keys in others]
-    values = like.new_empty(sum(counts))
-    # As bytes, since gloo has no bf16.
-    width = values.element_size()
+    out = [[held[i][place].reshape(-1) for i, place in keys] for keys in sent]
+    lengths = [[math.prod(matrices[i].shape(place)) for i, place in keys] for keys in received]
+    values = torch.empty(sum(map(sum, lengths)), dtype=torch.bfloat16, device=matrices[0].device)
     dist.all_to_all_single(
-        values.view(torch.uint8),
-        (torch.cat(flat) if flat else values[:0]).view(torch.uint8),
-        [width * count for count in counts],
-        [width * sum(part.numel() for part in parts) for parts in out],
+        values.view(torch.uint8),  # as bytes, since gloo has no bf16
+        torch.cat([values[:0], *itertools.chain(*out)]).view(torch.uint8),
+        [2 * sum(of_rank) for of_rank in lengths],
+        [2 * sum(part.numel() for part in parts) for parts in out],
         group,
     )
-    keys = [key for of_rank in others for key in of_rank]
-    pieces = values.split([math.prod(shapes[key]) for key in keys])
-    arrived += [(key, p.view(shapes[key])) for key, p in zip(keys, pieces, strict=True)]
-    for (i, _), _ in arrived:
-        held[i] = {}
-    for (i, place), part in arrived:
-        held[i][place] = part
+    pieces = values.split([*itertools.chain(*lengths)])
+    for (i, place), piece in zip(itertools.chain(*received), pieces, strict=True):
+        held[i][place] = piece.view(matrices[i].shape(place))
