@@ -237,7 +237,8 @@ def _rank() -> int:
 
 def _skip_own_frames(tb: TracebackType | None) -> TracebackType | None:
     """Start the traceback in the user's script, where it starts without a launcher."""
-    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    worker = os.path.join(os.path.dirname(__file__), "function", "worker.py")
+    own = {__file__, worker, runpy.__file__, "<frozen runpy>"}
     while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename in own:
         tb = tb.tb_next
     return tb

@@ -2,10 +2,10 @@
 
 Every rank has a mark of its launch in its environment, which its children inherit, and theirs,
 including daemons. So they are found whoever their parent is by now, even after the launcher was
-killed. A process that clears its environment is not found, unless it is in the session of a rank.
-Linux shows the environment and session of a process; on other systems nothing is found.
+killed. A process that clears its environment is not found. Linux shows the environment of a
+process; on other systems nothing is found.
 
-Run as a file, `python orphans.py PARENT MARK PATIENCE SESSIONS...`, this is the keeper of a
+Run as a file, `python orphans.py PARENT MARK PATIENCE`, this is the keeper of a
 launch: a small process that outlives a killed launcher. So it uses only the standard library.
 """
 
@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,13 +40,12 @@ def mark_within(env: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def kept(mark: str, *, patience_s: float, sessions: Collection[int] = ()) -> Iterator[None]:
+def kept(mark: str, *, patience_s: float) -> Iterator[None]:
     """End the ranks of a launch if this process is killed within the block.
 
     Args:
         mark: The launch's mark.
         patience_s: Time from the end of this process until they are killed.
-        sessions: Process IDs of ranks that lead a session.
 
     Effects:
         Starts a small process, and ends it. On other systems than Linux, does nothing.
@@ -54,15 +53,14 @@ def kept(mark: str, *, patience_s: float, sessions: Collection[int] = ()) -> Ite
     if sys.platform != "linux":
         yield
         return
-    words = (str(os.getpid()), mark, str(patience_s), *map(str, sessions))
-    with _keeper(words) as keeper:
+    with _keeper(str(os.getpid()), mark, str(patience_s)) as keeper:
         try:
             yield
         finally:
             keeper.kill()
 
 
-def _keeper(words: tuple[str, ...]) -> "subprocess.Popen[bytes]":
+def _keeper(*words: str) -> "subprocess.Popen[bytes]":
     # A process inherits its parent's blocked signals. Those that a launcher forwards to its
     # children are for the ranks, and would end this process.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
@@ -80,50 +78,45 @@ def _keeper(words: tuple[str, ...]) -> "subprocess.Popen[bytes]":
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_strays(mark: str, *, patience_s: float, ask: bool, sessions: Collection[int] = ()) -> None:
+def end_strays(mark: str, *, patience_s: float, ask: bool) -> None:
     """End processes that the ranks of a launch have left behind.
 
     Args:
         mark: The launch's mark.
         patience_s: Time that the processes have to exit by themselves, before they are killed.
         ask: Send them SIGTERM first.
-        sessions: Process IDs of ranks that led a session.
 
     Effects:
         Sends signals; waits until the processes have ended.
     """
     if ask:
-        _send(signal.SIGTERM, mark, sessions)
+        _send(signal.SIGTERM, mark)
     deadline = time.monotonic() + patience_s
-    while _running(mark, sessions) and time.monotonic() < deadline:
+    while _running(mark) and time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL_S)
     deadline = time.monotonic() + _KILLED_S
-    while _running(mark, sessions) and time.monotonic() < deadline:
-        _send(signal.SIGKILL, mark, sessions)
+    while _running(mark) and time.monotonic() < deadline:
+        _send(signal.SIGKILL, mark)
         time.sleep(_POLL_INTERVAL_S / 10)
 
 
-def _running(mark: str, sessions: Collection[int]) -> list[int]:
+def _running(mark: str) -> list[int]:
     """Process IDs of a launch, without this process."""
     if sys.platform != "linux":
         return []
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    return [pid for pid in pids if pid != os.getpid() and _belongs(pid, mark, sessions)]
+    return [pid for pid in pids if pid != os.getpid() and _belongs(pid, mark)]
 
 
-def _send(number: signal.Signals, mark: str, sessions: Collection[int]) -> None:
-    for pid in _running(mark, sessions):
+def _send(number: signal.Signals, mark: str) -> None:
+    for pid in _running(mark):
         with suppress(ProcessLookupError):  # it has exited in the meantime
             os.kill(pid, number)
 
 
-def _belongs(pid: int, mark: str, sessions: Collection[int]) -> bool:
+def _belongs(pid: int, mark: str) -> bool:
     try:
-        state, session = _state(pid)
-        if state in "ZX":  # exited, and not yet reaped by its parent
-            return False
-        if session in sessions:
-            return True
+        # That of a process that has exited, and is not yet reaped by its parent, is empty.
         variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False  # it has exited, or belongs to another user
@@ -131,19 +124,13 @@ def _belongs(pid: int, mark: str, sessions: Collection[int]) -> bool:
     return any(f"{variable}:".startswith(f"{MARK}={mark}:") for variable in variables)
 
 
-def _state(pid: int) -> tuple[str, int]:
-    """The state of a process and its session, from proc_pid_stat(5)."""
-    words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return words[0], int(words[3])
-
-
 def main() -> None:
     """Wait until the launcher has exited, which usually ends this process, then end its ranks."""
-    parent, mark, patience_s, *sessions = sys.argv[1:]
+    parent, mark, patience_s = sys.argv[1:]
     while os.getppid() == int(parent):
         time.sleep(_KEEPER_POLL_INTERVAL_S)
     # The kernel has sent SIGTERM to the ranks.
-    end_strays(mark, patience_s=float(patience_s), ask=False, sessions=[*map(int, sessions)])
+    end_strays(mark, patience_s=float(patience_s), ask=False)
 
 
 if __name__ == "__main__":

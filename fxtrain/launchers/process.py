@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -151,13 +152,20 @@ def forward_signals(numbers: tuple[int, ...], give: Callable[[int], None]) -> It
         give: Called with the number of each signal received, in the main thread.
 
     Effects:
-        Replaces the handlers of these signals and restores them.
+        Replaces the handlers of these signals. Restores them afterwards, and those of signals that
+        end a launch, which torch's launcher replaces. Outside of the main thread, where signals do
+        not arrive, does nothing.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def handle(number: int, frame: Any) -> None:
         give(number)
 
-    before = {number: signal.signal(number, handle) for number in numbers}
+    before = {number: signal.getsignal(number) for number in (*numbers, *_ENDING)}
+    for number in numbers:
+        signal.signal(number, handle)
     try:
         yield
     finally:

@@ -43,7 +43,7 @@ _LOADED = (
 )
 _LAUNCHERS = ("torch.distributed.run", "fxtrain.cli")
 # Processes that a launcher keeps ready to become ranks: as many as any test starts.
-_SPARES = 8
+_SPARES = 16
 _ORDER_BYTES = 1 << 17
 
 
@@ -93,10 +93,14 @@ def _program(words: Sequence[str], cwd: str, variables: dict[str, str], files: l
         with open(name, "ab") as file:
             os.dup2(file.fileno(), number)
     os.chdir(cwd)
-    if any(word in _LAUNCHERS for word in words):
+    if any(word in _LAUNCHERS for word in words) or "fx.launch(" in _text(words[0]):
         spares = [_Spare() for _ in range(_SPARES)]
         subprocess_handler.Popen = lambda **order: _Rank(spares.pop(0), **order)
     _run(words, variables)
+
+
+def _text(script: str) -> str:
+    return Path(script).read_text() if script.endswith(".py") else ""
 
 
 class _Spare:

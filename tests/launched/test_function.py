@@ -1,7 +1,9 @@
 """`fx.launch`: a function on ranks of its own, from wherever it is called."""
 
+import json
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -13,7 +15,7 @@ from fxtrain import ops
 from fxtrain.errors import LaunchError
 from fxtrain.launchers import Failure, LaunchResult, by_cause, describe
 from fxtrain.launchers.machine import usable_cores
-from tests.launched._run import PYTHON, SCRIPTS, run, run_text
+from tests.launched._run import PYTHON, SCRIPTS, run, run_fork, run_text
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -22,25 +24,6 @@ def _meet(a, b):
     with fx.detect(device="cpu", timeout_s=20) as ctx:
         seen = ops.gather_objects((ctx.rank, ctx.local_rank, ctx.node_rank), ctx)
         return a + b, seen, torch.full((2,), float(ctx.rank)), torch.get_num_threads()
-
-
-def _fail(rank):
-    with fx.detect(device="cpu", timeout_s=20) as ctx:
-        if ctx.rank == rank:
-            raise ValueError("of my own")
-        ops.barrier(ctx)
-
-
-def _exit(code):
-    raise SystemExit(code)
-
-
-def _die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _generator():
-    return (x for x in range(3))
 
 
 @pytest.mark.slow
@@ -55,39 +38,56 @@ def test_values_come_back_by_rank(monkeypatch):
     assert dict(os.environ) == before
 
 
-@pytest.mark.usefixtures("forked_ranks")
-def test_failing_rank_is_named_with_its_traceback():
-    with pytest.raises(LaunchError) as caught:
-        fx.launch(_fail, (1,), ranks=2, timeout_s=60)
-    head, *rest = str(caught.value).splitlines()
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What came back from the calls of a script, by name."""
+    folder = str(tmp_path_factory.mktemp("functions"))
+    ended = run_fork(*PYTHON, str(SCRIPTS / "functions.py"), folder)
+    assert ended.code == 0, ended.err
+    return json.loads(ended.out)
+
+
+def test_failing_rank_is_named_with_its_traceback(told):
+    head, start, place, *rest = told["failing"].splitlines()
     assert head == "Rank 1 of 2 failed: ValueError: of my own"
-    assert rest[0] == "Traceback (most recent call last):"
-    assert "in _fail" in str(caught.value)
-    assert rest[-1].startswith("Rank 0 of 2 failed: CollectiveError: ")
-
-
-@pytest.mark.usefixtures("forked_ranks")
-def test_several_launches_and_lambdas():
-    assert fx.launch(lambda x: x + 1, (1,), ranks=1) == [2]
-    assert fx.launch(divmod, [7, 2], ranks=1) == [(3, 1)]
-    assert fx.launch(_exit, (0,), ranks=1) == [None]
+    assert start == "Traceback (most recent call last):"
+    assert place.endswith(", in fail")
+    assert rest[0] == '    raise ValueError("of my own")'
 
 
 @pytest.mark.parametrize(
-    ("fn", "args", "text"),
+    ("name", "value"),
     [
-        (_exit, (4,), "Rank 0 of 1 failed: SystemExit: 4"),
-        (_die, (), "Rank 0 of 1 was ended by SIGKILL"),
-        (_generator, (), "cannot be sent back: cannot pickle 'generator' object"),
-        (_meet, (1,), "missing 1 required positional argument: 'b'"),
+        ("lambda", [2]),
+        ("built in", [[3, 1]]),
+        ("left well", [None]),
+        ("left", "Rank 0 of 1 exited with code 4."),
+        ("no end", "Rank 0 of this node exited before the function returned."),
+        ("restarted", ["second"]),
+        ("SIGINT", True),
     ],
-    ids=["exit", "killed", "generator", "arguments"],
 )
-@pytest.mark.usefixtures("forked_ranks")
-def test_what_went_wrong(fn, args, text):
-    with pytest.raises(LaunchError) as caught:
-        fx.launch(fn, args, ranks=1, timeout_s=60)
-    assert text in str(caught.value)
+def test_what_came_back(told, name, value):
+    assert told[name] == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("killed", "Rank 0 of 1 was ended by SIGKILL"),
+        ("generator", "cannot be sent back: cannot pickle 'generator' object"),
+        ("arguments", "takes 1 positional argument but 2 were given"),
+        ("not restarted", "Rank 0 of 1 failed: ValueError: first"),
+    ],
+)
+def test_what_went_wrong(told, name, text):
+    assert text in told[name]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who listens where")
+def test_a_function_and_its_caller_listen_on_loopback(told):
+    for rank, caller in told["sockets"]:
+        assert set(rank) == set(caller) == {"127.0.0.1"}
 
 
 def test_time_limit_names_the_ranks_and_ends_them():
@@ -142,7 +142,6 @@ assert all(type(net) is Net for _, net, _ in results)
 assert __file__ == "<stdin>"
 print("fine", results[0][2])
 """
-WITHOUT = "import sys; sys.modules['cloudpickle'] = None\n"
 
 
 @pytest.mark.slow
@@ -152,27 +151,17 @@ def test_functions_of_a_session_go_by_value():
 
 
 @pytest.mark.slow
-def test_without_cloudpickle_a_session_forks():
-    # Two threads: torch in a fork waits forever for the threads of its parent.
-    ended = run_text(WITHOUT + CELLS + CALLS, OMP_NUM_THREADS="2")
-    assert (ended.code, ended.out) == (0, "fine 1\n"), ended.err
-
-
-@pytest.mark.slow
-def test_a_session_that_uses_an_accelerator_does_not_fork():
-    ended = run_text(WITHOUT + CELLS + "torch.cuda.is_initialized = lambda: True" + CALLS)
+def test_a_session_needs_cloudpickle():
+    ended = run_text("import sys; sys.modules['cloudpickle'] = None\n" + CELLS + CALLS)
     assert ended.code == 1
-    last = ended.err.splitlines()[-1]
-    assert "LaunchError: launch: train is defined in this session" in last
-    assert "cuda is initialized here" in last
-    assert "pip install 'fxtrain[notebook]'" in last
+    assert "pip install 'fxtrain[notebook]'" in ended.err.splitlines()[-1]
 
 
 @pytest.mark.slow
 def test_script_without_a_guard_is_told_so():
     ended = run(*PYTHON, str(SCRIPTS / "unguarded.py"), UNGUARDED="1")
     assert ended.code == 1
-    assert 'under `if __name__ == "__main__":`' in ended.err.splitlines()[-1]
+    assert 'under `if __name__ == "__main__":`' in ended.err
 
 
 @pytest.mark.slow

@@ -7,9 +7,7 @@ import sys
 
 import pytest
 
-import fxtrain as fx
 from fxtrain import _addresses as addresses
-from fxtrain import ops
 from tests.launched._run import FXTRAIN, SCRIPTS, finish, start
 from tests.launched._sockets import addresses_of
 
@@ -43,18 +41,6 @@ def test_a_launcher_and_its_ranks_listen_on_loopback(words):
     assert finish(process, timeout_s=60).code == 128 + signal.SIGTERM
     assert launcher and all(ranks)  # a store, and gloo's sockets
     assert {*launcher, *ranks[0], *ranks[1]} == {"127.0.0.1"}
-
-
-def _addresses(caller):
-    with fx.detect(device="cpu", timeout_s=20) as ctx:
-        ops.barrier(ctx)
-        return addresses_of(os.getpid()), addresses_of(caller)
-
-
-@pytest.mark.usefixtures("forked_ranks")
-def test_a_function_and_its_caller_listen_on_loopback():
-    for rank, caller in fx.launch(_addresses, (os.getpid(),), ranks=2, timeout_s=60):
-        assert set(rank) == set(caller) == {"127.0.0.1"}
 
 
 def _addresses_here(ctx):

@@ -53,7 +53,7 @@ def test_ranks_that_ignore_signals_end_after_their_launcher_was_killed(tmp_path)
 
 
 def test_children_and_daemons_of_a_function_end_with_it(tmp_path):
-    with pytest.raises(LaunchError, match="SystemExit: 3"):
+    with pytest.raises(LaunchError, match="exited with code 3"):
         fx.launch(stubborn, (str(tmp_path), "fail"), ranks=1, timeout_s=60)
     assert len(_pids(tmp_path)) == 3
     assert [pid for pid in _pids(tmp_path) if is_running(pid)] == []

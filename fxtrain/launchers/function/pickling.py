@@ -1,5 +1,6 @@
 """Sends calls and values to another process: by name where possible, by value otherwise."""
 
+import contextlib
 import importlib
 import io
 import pickle
@@ -9,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 from fxtrain._optional import optional
-from fxtrain.errors import MissingPackageError
 
 # What pickle raises for a lambda, a local function or class, a lock, a generator.
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
@@ -26,29 +26,21 @@ def is_interactive(main: ModuleType | None = None) -> bool:
     return not named and (file is None or not Path(file).exists())
 
 
-def pack(value: Any, *, interactive: bool) -> bytes | None:
-    """Turn a value into bytes; None if that needs cloudpickle and it is not installed.
+def pack(value: Any, *, interactive: bool) -> bytes:
+    """Turn a value into bytes that pickle reads.
 
     Args:
         value: Any value, including functions.
         interactive: Whether definitions of the main module must be sent by value.
+
+    Raises:
+        MissingPackageError: this needs cloudpickle, which is not installed.
     """
-    try:
+    with contextlib.suppress(*UNPICKLABLE):
         data = pickle.dumps(value)
-    except UNPICKLABLE:
-        data = None
-    if data is not None and not (interactive and b"__main__" in data):
-        return data
-    try:
-        cloudpickle = optional("cloudpickle", extra="notebook", needed_by="fx.launch")
-    except MissingPackageError:
-        return None
-    return _by_value(value, cloudpickle)
-
-
-def unpack(data: bytes) -> Any:
-    """The value that was passed to `pack`."""
-    return pickle.loads(data)
+        if not (interactive and b"__main__" in data):
+            return data
+    return _by_value(value, optional("cloudpickle", extra="notebook", needed_by="fx.launch"))
 
 
 def _by_value(value: Any, cloudpickle: ModuleType) -> bytes:

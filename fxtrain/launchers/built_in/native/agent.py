@@ -64,6 +64,7 @@ def run_agent(
     serves: bool,
     ended: Callable[[dict[int, int], str], LaunchResult],
     tell_attempt: Callable[[int, LaunchResult], None],
+    deadline: float | None = None,
 ) -> LaunchResult:
     """Start the ranks of this node and wait until they and those of other nodes have ended.
 
@@ -76,9 +77,11 @@ def run_agent(
             name of this node.
         tell_attempt: Called with the number of an attempt that failed, and with its result, before
             the next one.
+        deadline: When to end the ranks, on the monotonic clock.
 
     Raises:
         SignalException: this process was told to end.
+        TimeoutError: the ranks did not finish before the deadline.
         LostRendezvousError: the machine that serves the rendezvous was lost.
         RendezvousError: not all nodes have joined.
     """
@@ -118,6 +121,7 @@ def run_agent(
     )
     agent.serves, agent.elastic = serves, config.rdzv_configs["meets"] == "c10d"
     agent.ended, agent.tell_attempt, agent.min_nodes = ended, tell_attempt, config.min_nodes
+    agent.deadline = deadline
     return agent.run_and_leave()
 
 
@@ -127,6 +131,7 @@ class _Agent(LocalElasticAgent):
     ended: Callable[[dict[int, int], str], LaunchResult]
     tell_attempt: Callable[[int, LaunchResult], None]
     min_nodes: int
+    deadline: float | None
     _failures: dict[int, Any]
     _in_a_row: int = 0  # attempts that failed since ranks of this node did
     _ends: NodeEnds | None = None
@@ -191,6 +196,9 @@ class _Agent(LocalElasticAgent):
         look: Any = super()._monitor_workers
         result: RunResult = look(worker_group)
         self._failures = result.failures
+        running = result.state is WorkerState.HEALTHY
+        if running and self.deadline is not None and time.monotonic() > self.deadline:
+            raise TimeoutError("The ranks did not finish in time.")
         if self.elastic and result.state is WorkerState.SUCCEEDED and self._starts_again():
             return RunResult(state=WorkerState.HEALTHY)
         return result

@@ -43,8 +43,20 @@ from fxtrain.launchers.program import QUIET
 from fxtrain.launchers.spec import Invocation, LaunchSpec
 
 
-def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
+def run_elastic(
+    spec: LaunchSpec,
+    invocation: Invocation,
+    *,
+    deadline: float | None = None,
+    checks_devices: bool = True,
+) -> LaunchResult:
     """Run the elastic launcher until all ranks of this machine have exited.
+
+    Args:
+        spec: What to launch.
+        invocation: What `native` made of it.
+        deadline: When to end the ranks, on the monotonic clock; None for never.
+        checks_devices: Check that each rank has an accelerator, if there are any.
 
     Effects:
         Imports torch; adds the invocation's variables to those of this process, which the ranks
@@ -54,6 +66,7 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
     Raises:
         LaunchError: the nodes could not connect, or there are fewer GPUs than ranks.
         OSError: the output folder cannot be created.
+        TimeoutError: the ranks did not finish before the deadline.
     """
     os.environ.update(invocation.env)
     if spec.nodes == 1:  # no other machine to agree with
@@ -70,7 +83,8 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
             Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
         # Importing torch takes seconds, so check file names and ports first.
         api = load_torch("torch.distributed.run")
-        check_devices(spec)
+        if checks_devices:
+            check_devices(spec)
         _quiet()
         with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
             stacks = Path(spec.log_dir or folder, "stacks").absolute()
@@ -79,13 +93,16 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
             _use_store_rendezvous(config, spec, door)
             call = (config, program, arguments)
             with kept(os.environ[MARK], patience_s=spec.shutdown_s):
-                ending = _run(spec, call, Path(spec.log_dir or folder), serves=door is not None)
+                logs = Path(spec.log_dir or folder)
+                ending = _run(spec, call, logs, serves=door is not None, deadline=deadline)
             if ending.code and (text := _standing().unreported(stacks)):
                 sys.stderr.write(f"fxtrain launch: {text}\n")
     return ending
 
 
-def _run(spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool) -> LaunchResult:
+def _run(
+    spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool, deadline: float | None
+) -> LaunchResult:
     agent = importlib.import_module("fxtrain.launchers.built_in.native.agent")
     signals = importlib.import_module("torch.distributed.elastic.multiprocessing")
     meeting = importlib.import_module("torch.distributed.elastic.rendezvous")
@@ -112,7 +129,9 @@ def _run(spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool) -
             _end_leftovers(spec),
             spares_kept(spec.spares),
         ):
-            return agent.run_agent(*call, serves=serves, ended=ended, tell_attempt=tell_attempt)
+            return agent.run_agent(
+                *call, serves=serves, ended=ended, tell_attempt=tell_attempt, deadline=deadline
+            )
     except signals.SignalException as error:
         return LaunchResult(ranks=spec.world_size, signal=int(error.sigval))
     except agent.LostRendezvousError as error:

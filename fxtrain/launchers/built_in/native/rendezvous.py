@@ -17,7 +17,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -30,7 +30,6 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
 from fxtrain._secret import SECRET
-from fxtrain.launchers.function.nodes import open_store
 from fxtrain.launchers.orphans import end_strays
 from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state.parsing import parse_json
@@ -58,7 +57,15 @@ def open_handler(params: RendezvousParameters) -> Any:
     door = params.config["door"]
     listening = None if door is None else socket.socket(fileno=os.dup(door))
     try:
-        store = open_store(host, int(port), listening, timeout_s=wait_s)
+        store = TCPStore(
+            host.strip("[]"),
+            int(port),
+            is_master=listening is not None,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=wait_s),
+            # Without a socket of ours, it would listen on every interface.
+            master_listen_fd=None if listening is None else listening.detach(),
+        )
     except (RuntimeError, ValueError) as error:
         raise RendezvousConnectionError(f"The store at {params.endpoint}: {error}") from error
     proof = params.config["proof"]

@@ -1,0 +1,44 @@
+"""The program of a rank of `fx.launch`: becomes like the calling process, and calls the function.
+
+`python worker.py FOLDER`, with the file `call` that `launch` has written there. The result goes to
+a file beside it.
+"""
+
+import multiprocessing
+import os
+import pickle
+import sys
+from multiprocessing import spawn
+from pathlib import Path
+from typing import Any
+
+
+def main(folder: Path) -> None:
+    """Carry out the call in a folder."""
+    process, call = pickle.loads((folder / "call").read_bytes())
+    rank: Any = multiprocessing.current_process()
+    rank._inheriting = True  # while the script is imported, it must not start processes
+    try:
+        spawn.prepare(process)
+    finally:
+        del rank._inheriting
+    from fxtrain.launchers.function.pickling import UNPICKLABLE, pack  # sys.path is right now
+
+    fn, args = pickle.loads(call)
+    try:
+        value = fn(*args)
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
+        value = None
+    try:
+        data = pack(value, interactive=True)
+    except UNPICKLABLE as error:
+        raise TypeError(f"the return value cannot be sent back: {error}") from error
+    result = folder / os.environ["LOCAL_RANK"]
+    result.with_suffix(".new").write_bytes(data)
+    result.with_suffix(".new").rename(result)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
