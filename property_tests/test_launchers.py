@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from fxtrain.cli.launch_command import LAUNCH, spec_of
 from fxtrain.launchers import (
     FLAGS,
-    DeepSpeedOptions,
     KubernetesOptions,
     LaunchSpec,
     Machine,
@@ -31,7 +30,6 @@ from fxtrain.launchers import (
 
 HERE = Machine(python="/opt/my python/bin/python", cores=range(6), port=4711, folder="/my run")
 
-TWO = attrs.evolve(HERE, hosts="a slots=2\nb slots=1")
 
 # Anything that a command line can hold, and often what shells and launchers take as theirs.
 _odd = st.sampled_from(list(" '\"$\\`;&|<>(){}*?!#~%\n\t=,:-"))
@@ -132,16 +130,6 @@ def test_a_batch_file_gives_the_shell_what_was_meant(spec):
     got = done.stdout.decode().split("\0")[:-1]
     wanted = ["--", "train.py", *spec.args, *_env(spec).values()]
     assert got[len(got) - len(wanted) :] == wanted
-
-
-@given(spec=specs("deepspeed"))
-def test_machines_behind_pdsh_get_what_was_meant(spec):
-    options = DeepSpeedOptions(hostfile="hosts")
-    found = prepare(attrs.evolve(spec, ranks=1, options=options), TWO)
-    words = shlex.split(" ".join(found.argv))  # as the shell over there does
-    wanted = ["train.py", *spec.args]
-    assert words[len(words) - len(wanted) :] == wanted
-    assert {f"{name}={value};" for name, value in _env(spec).items()} <= set(words)
 
 
 @given(spec=specs("tpu-pod"))

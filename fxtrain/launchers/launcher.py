@@ -37,7 +37,7 @@ class Launcher:
         uses: Fields of `LaunchSpec` beyond the common ones that it supports; setting another
             field is an error.
         here: Whether the program is on this machine, so that it can be checked.
-        needs: Facts of the machine that are expensive to find: mpi, port, hosts, and the route to
+        needs: Facts of the machine that are expensive to find: mpi, port, and the route to
             the main address of several nodes.
     """
 

@@ -14,9 +14,7 @@ from typing import Any
 import attrs
 
 from fxtrain._addresses import GLOO, NCCL, Route, free_port
-from fxtrain._reading import read_text
 from fxtrain._secret import SECRET
-from fxtrain.errors import LaunchError
 from fxtrain.launchers.spec import LaunchSpec
 
 _NODES = Path("/sys/devices/system/node")
@@ -43,7 +41,6 @@ class Machine:
         mpi: Which MPI `mpirun` is: openmpi, mpich, intel; empty if there is none.
         port: A TCP port that was free a moment ago; 0 if none was requested.
         folder: The current folder.
-        hosts: Text of the named hostfile, or empty.
         chosen: Those of GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and FXTRAIN_RUN_SECRET that the
             user has set.
         route: How other ranks reach this machine, if its own name does not resolve correctly.
@@ -58,7 +55,6 @@ class Machine:
     mpi: str = ""
     port: int = 0
     folder: str = "."
-    hosts: str = ""
     chosen: tuple[str, ...] = ()
     route: Route = attrs.field(factory=Route)
 
@@ -78,7 +74,6 @@ def look(
     *,
     mpi: str = "",
     port: bool = False,
-    hostfile: str = "",
     route: Route | None = None,
 ) -> Machine:
     """Inspect this machine.
@@ -87,15 +82,11 @@ def look(
         env: Variables of the process.
         mpi: The program that starts ranks under MPI, which is asked for its version.
         port: Whether to look for a free port.
-        hostfile: A file to read, or none.
         route: How others reach this machine, if it was looked for.
 
     Effects:
-        Reads /sys and the hostfile; with `mpi` runs that program with --version; with `port`
+        Reads /sys; with `mpi` runs that program with --version; with `port`
         opens a port on loopback and closes it.
-
-    Raises:
-        LaunchError: the hostfile does not exist.
     """
     cores = usable_cores()
     return Machine(
@@ -108,19 +99,9 @@ def look(
         mpi=_which_mpi(mpi) if mpi else "",
         port=free_port() if port else 0,
         folder=os.getcwd(),
-        hosts=_read(hostfile) if hostfile else "",
         chosen=tuple(name for name in (GLOO, NCCL, SECRET) if name in env),
         route=route or Route(),
     )
-
-
-def _read(hostfile: str) -> str:
-    try:
-        return read_text(hostfile)
-    except OSError as error:
-        raise LaunchError(
-            f"Cannot read the hostfile: {error}. It is a file with lines such as: worker-0 slots=8"
-        ) from error
 
 
 def usable_cores() -> tuple[int, ...]:

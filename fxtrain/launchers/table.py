@@ -139,7 +139,6 @@ def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
             os.environ,
             mpi=spec.options.program if "mpi" in row.needs else "",
             port="port" in row.needs and spec.nodes == 1,
-            hostfile=spec.options.hostfile if "hosts" in row.needs else "",
             route=_route(spec, far="route" in row.needs),
         )
     return row.invocation(spec, machine)

@@ -1,13 +1,9 @@
-"""The command line is the one of DeepSpeed's own runner."""
-
-import shlex
-import types
+"""The command line is one that DeepSpeed's runner reads."""
 
 import pytest
 
 from fxtrain.cli import main
-from fxtrain.launchers import LaunchSpec
-from fxtrain.launchers.built_in.deepspeed import filter_hosts, pdsh_argv, read_hosts
+from fxtrain.launchers import DeepSpeedOptions, LaunchSpec, Machine, deepspeed
 
 pytestmark = pytest.mark.deepspeed
 
@@ -19,51 +15,28 @@ precision = "bf16"
 [plan.strategy]
 kind = "deepspeed"
 """
-TEXT = "a slots=4\nb slots=2\nc slots=1\n"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    ("include", "exclude"),
-    [("", ""), ("a:1,3@b", ""), ("", "a@b:0"), ("c@b:1,0", "")],
-)
-def test_machines_slots_and_words_are_those_of_deepspeed(include, exclude, monkeypatch, tmp_path):
+def test_deepspeeds_runner_knows_the_options():
     from deepspeed.launcher import runner
-    from deepspeed.launcher.multinode_runner import PDSHRunner
 
-    theirs = runner.parse_inclusion_exclusion(
-        runner._parse_hostfile(TEXT.splitlines()), include, exclude
+    options = DeepSpeedOptions(
+        hostfile="hosts", include="a:1", force_multi=True, ssh_port=22, runner_args=("-x", "y z")
     )
-    hosts = filter_hosts(read_hosts(TEXT), include, exclude)
-    assert {host: list(slots) for host, slots in hosts.items()} == dict(theirs)
-    assert list(hosts) == list(theirs)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.executable", "/env/python")
-    options = types.SimpleNamespace(
-        user_args=["--name", "two words"],
-        user_script="train.py",
-        launcher_args="",
-        ssh_port=None,
-        master_addr="a",
-        master_port=29500,
-        venv_script=None,
-        no_python=False,
-        module=False,
-        no_local_rank=True,
-        save_pid=False,
-        enable_each_rank_log=None,
-    )
-    pdsh = PDSHRunner(options, runner.encode_world_info(theirs))
-    pdsh.add_export("NAME", "value")
-    words, _, environment = pdsh.get_cmd({}, theirs)
     spec = LaunchSpec(
-        target="train.py", args=("--name", "two words"), main_address="a", env=("NAME=value",)
+        target="train.py", args=("--lr", "1"), main_address="a", module=True, options=options
     )
-    argv = pdsh_argv(spec, hosts, folder=str(tmp_path), python="/env/python")
-    # As the shells over there split them: DeepSpeed quotes only what holds a space.
-    assert shlex.split(" ".join(argv)) == shlex.split(" ".join(words))
-    assert environment == {"PDSH_RCMD_TYPE": "ssh"}
+    args = runner.parse_args(deepspeed(spec, Machine()).argv[3:])
+    assert (args.hostfile, args.include, args.master_addr, args.ssh_port) == (
+        "hosts",
+        "a:1",
+        "a",
+        22,
+    )
+    assert (args.launcher_args, args.user_script) == ("-x 'y z'", "train.py")
+    assert args.force_multi and args.module and args.no_ssh_check and args.no_local_rank
+    assert args.user_args == ["--lr", "1"]
 
 
 def test_a_file_for_gpus_is_valid_on_a_machine_without_one(tmp_path, capsys):

@@ -127,48 +127,28 @@ CASES = [
         env={"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "1,3"},
     ),
     Case(
-        name="pdsh",
+        name="machines of a hostfile",
         spec=spec_of(
-            "deepspeed", args=["--name", "a b"], env=["A=1 2"], cpu=True, main_port=1234,
-            options=DeepSpeedOptions(hostfile="hosts", include="c@b:1,0", folder="/my run"),
+            "deepspeed", ranks=2, nodes=2, executable=True, cpu=True, main_port=1234,
+            options=DeepSpeedOptions(hostfile="hosts", ssh_port=2222, python="/env/python"),
         ),
-        words="pdsh -w b,c export|DS_ACCELERATOR=cpu;|export|CUDA_VISIBLE_DEVICES='';|export|"
-        "ONEAPI_DEVICE_SELECTOR='*:cpu';|export|ASCEND_RT_VISIBLE_DEVICES='';|export|A='1|2';| "
-        "cd|'/my|run'; python -u -m deepspeed.launcher.launch "
-        "--world_info=eyJiIjogWzAsIDFdLCAiYyI6IFswXX0= --node_rank=%n --master_addr=b "
-        "--master_port=1234 --no_local_rank train.py --name 'a|b'",
-        env={"PDSH_RCMD_TYPE": "ssh"},
-        machine=attrs.evolve(HERE, hosts="a slots=4\nb slots=2\nc slots=1"),
-    ),
-    Case(
-        name="first slots of the first machines",
-        spec=spec_of(
-            "deepspeed", ranks=2, nodes=2, executable=True, options={"hostfile": "hosts"},
-        ),
-        words="pdsh -w a,b --world_info=eyJhIjogWzAsIDFdLCAiYiI6IFswLCAxXX0= --no_python train.py",
-        env={"PDSH_RCMD_TYPE": "ssh"},
-        machine=attrs.evolve(HERE, hosts="a slots=4\nb slots=2\nc slots=1"),
-    ),
-    Case(
-        name="one machine left",
-        spec=spec_of("deepspeed", options=DeepSpeedOptions(hostfile="hosts", exclude="a:0@b")),
-        words="python -u -m deepspeed.launcher.launch --world_info=eyJhIjogWzFdfQ==",
-        env={"OMP_NUM_THREADS": "8"},
-        machine=attrs.evolve(HERE, hosts="a slots=2\nb slots=2"),
+        words="/env/python -m deepspeed.launcher.runner --hostfile=hosts --num_nodes=2 "
+        "--num_gpus=2 --launcher=pdsh --ssh_port=2222 --master_port=1234 --no_local_rank "
+        "--no_python train.py",
+        env={"DS_ENV_FILE": "fxtrain-launch/deepspeed.env"},
     ),
     Case(
         name="mpirun by DeepSpeed",
         spec=spec_of(
-            "deepspeed", module=True, env=["A=1 2"],
+            "deepspeed", module=True, env=["A=1 2"], main_address="a",
             options=DeepSpeedOptions(
                 hostfile="hosts", runner="openmpi", runner_args=["--bind-to", "none"],
             ),
         ),
         words="python -m deepspeed.launcher.runner --hostfile=hosts --launcher=openmpi "
         "--launcher_args=--bind-to|none --master_addr=a --master_port=29500 --no_local_rank "
-        "--module train.py",
+        "--no_ssh_check --module train.py",
         env={"DS_ENV_FILE": "fxtrain-launch/deepspeed.env"},
-        machine=attrs.evolve(HERE, hosts="a slots=2\nb slots=2"),
     ),
     Case(
         name="tpu",

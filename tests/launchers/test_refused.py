@@ -24,9 +24,6 @@ class Mistake:
     says: str
 
 
-TWO = attrs.evolve(HERE, hosts="a slots=2\nb slots=1")
-
-
 HOSTED = {"hostfile": "hosts"}
 
 
@@ -74,13 +71,8 @@ MISTAKES = [
         Mistake(fields={"launcher": "deepspeed", **fields}, says=says)
         for fields, says in (
             ({"options": HOSTED, "gpus": ["0"]}, "with the option include"),
-            ({"options": {**HOSTED, "include": "a"}, "nodes": 2}, "Omit ranks and nodes"),
-            ({"options": HOSTED, "nodes": 3}, "the hostfile only has a, b"),
-            ({"options": HOSTED, "ranks": 2}, "fewer slots for b"),
-            ({"options": {**HOSTED, "include": "c"}}, "the hostfile has a, b"),
-            ({"options": {**HOSTED, "runner_args": ["-x"]}}, "Omit it"),
-            ({"options": {**HOSTED, "runner": "mpich", "exclude": "a:0"}}, "uses the whole host"),
-            ({"options": {**HOSTED, "runner": "slurm"}, "env": ['A="']}, "A: DeepSpeed's runner"),
+            ({"options": {**HOSTED, "runner": "mpich"}}, "connect to main_address"),
+            ({"options": HOSTED, "env": ['A="']}, "A: DeepSpeed's runner"),
         )
     ),
     Mistake(fields={"launcher": "tpu", "ranks": 4}, says="one process drives all chips"),
@@ -101,7 +93,7 @@ MISTAKES = [
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: str(mistake.fields)[:60])
 def test_what_does_not_fit_is_one_sentence(mistake):
     with pytest.raises(LaunchError) as caught:
-        prepare(LaunchSpec(target="train.py", **mistake.fields), TWO)
+        prepare(LaunchSpec(target="train.py", **mistake.fields), HERE)
     assert mistake.says in str(caught.value)
     assert "\n" not in str(caught.value)
 
