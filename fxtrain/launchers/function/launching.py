@@ -22,6 +22,7 @@ from fxtrain.launchers.table import prepare
 
 _WORKER = Path(__file__).with_name("worker.py")
 _SHUTDOWN_S = 3
+_IMPORTS = "rank that imports the script"  # name of a process while it does
 
 T = TypeVar("T")
 
@@ -115,7 +116,7 @@ def launch(
 
 
 def _check(fn: Any, args: Any, ranks: Any, timeout_s: Any) -> None:
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if multiprocessing.current_process().name == _IMPORTS:
         raise LaunchError(
             'A script must call fx.launch under `if __name__ == "__main__":`, since every rank '
             "imports the script."
@@ -154,7 +155,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     # As multiprocessing's own new processes. A session has no file that they could import.
     hidden = main.pop("__file__", None) if interactive else None
     try:
-        process = spawn.get_preparation_data("rank")
+        process = spawn.get_preparation_data(_IMPORTS)
     finally:
         if hidden is not None:
             main["__file__"] = hidden

@@ -10,18 +10,13 @@ import pickle
 import sys
 from multiprocessing import spawn
 from pathlib import Path
-from typing import Any
 
 
 def main(folder: Path) -> None:
     """Carry out the call in a folder."""
     process, call = pickle.loads((folder / "call").read_bytes())
-    rank: Any = multiprocessing.current_process()
-    rank._inheriting = True  # while the script is imported, it must not start processes
-    try:
-        spawn.prepare(process)
-    finally:
-        del rank._inheriting
+    spawn.prepare(process)
+    multiprocessing.current_process().name = f"rank {os.environ['RANK']}"
     from fxtrain.launchers.function.pickling import UNPICKLABLE, pack  # sys.path is right now
 
     fn, args = pickle.loads(call)
