@@ -1,11 +1,8 @@
 """`fx.profile`: records steps of a loop on every rank."""
 
 import contextlib
-import gzip
-import itertools
+import math
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +13,7 @@ import attrs
 import torch
 from torch.autograd.profiler import profile as Profiler
 from torch.autograd.profiler_util import EventList
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import ProfilerAction, ProfilerActivity
 
 from fxtrain import ops
 from fxtrain.errors import FxError, PlanError, StepError
@@ -29,6 +26,7 @@ from fxtrain.state.context import check_connected
 _TORCH: Any = torch._C  # parts of it have no type stubs
 _SETTLE_S = 0.02  # for the threads of gloo where the operating system does not say what they do
 _SETTLE_AT_MOST_S = 2.0
+_RECORDS = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 _SNAPSHOT_EVENTS = 100_000  # a torch default of 2**63 could fill the host's memory
 
 
@@ -55,35 +53,53 @@ def activities_of(profile: Profile, ctx: DistContext) -> list[ProfilerActivity]:
     return [supported[name] for name in dict.fromkeys(names)]
 
 
-def _new_profiler(spec: Profile, ctx: DistContext) -> Any:
-    verbose = _TORCH._profiler._ExperimentalConfig(verbose=True)  # else stacks are empty
-    return torch.profiler.profile(
-        activities=activities_of(spec, ctx),
-        record_shapes=spec.shapes,
-        profile_memory=spec.memory,
-        with_stack=spec.stacks,
-        with_flops=spec.flops,
-        with_modules=spec.modules,
-        experimental_config=verbose if spec.stacks else None,
-    )
+class _Profiler(torch.profiler.profile):
+    """torch's profiler of one rank, with what a context needs where it starts and stops."""
+
+    def __init__(self, spec: Profile, ctx: DistContext, **callbacks: Any) -> None:
+        verbose = _TORCH._profiler._ExperimentalConfig(verbose=True)  # else stacks are empty
+        super().__init__(
+            activities=activities_of(spec, ctx),
+            record_shapes=spec.shapes,
+            profile_memory=spec.memory,
+            with_stack=spec.stacks,
+            with_flops=spec.flops,
+            with_modules=spec.modules,
+            experimental_config=verbose if spec.stacks else None,
+            **callbacks,
+        )
+        self._ctx = ctx
+
+    def prepare_trace(self) -> None:
+        self.profiler = None  # of the last cycle, which torch would warn about
+        super().prepare_trace()
+
+    def start_trace(self) -> None:
+        if self._ctx.device.type == "cuda":
+            torch.cuda.synchronize(self._ctx.device)
+            if self.profile_memory:
+                torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
+        super().start_trace()
+
+    def stop_trace(self) -> None:
+        if self._ctx.world_size > 1:
+            _settle()
+        super().stop_trace()
 
 
-def _write_trace(profiler: Any, file: Path) -> None:
-    """Write the trace: completely or not at all.
+def _write(file: Path, export: Callable[[str], object]) -> None:
+    """Let a function write a file: completely or not at all.
 
     Raises:
         OSError: it cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    part, packed = (file.with_name(f".{file.name}.{end}") for end in ("part", "packed"))
+    part = file.with_name(f".{file.name}")
     try:
-        profiler.export_chrome_trace(str(part))
-        with part.open("rb") as trace, gzip.open(packed, "wb", compresslevel=3) as target:
-            shutil.copyfileobj(trace, target)
-        os.replace(packed, file)
+        export(str(part))
+        os.replace(part, file)
     finally:
         part.unlink(missing_ok=True)
-        packed.unlink(missing_ok=True)
 
 
 def _settle() -> None:
@@ -109,6 +125,19 @@ def _others_run() -> bool:
     return False
 
 
+def _action(spec: Profile, step: int) -> ProfilerAction:
+    """What torch's profiler does in a step, counted from 0."""
+    if spec.active is None:
+        return ProfilerAction.RECORD
+    cycle = spec.wait + spec.warmup + spec.active
+    cycles, at = divmod(step - spec.skip_first, cycle)
+    if not 0 <= cycles < spec.repeat or at < spec.wait:
+        return ProfilerAction.NONE
+    if at < spec.wait + spec.warmup:
+        return ProfilerAction.WARMUP
+    return ProfilerAction.RECORD if at < cycle - 1 else ProfilerAction.RECORD_AND_SAVE
+
+
 @attrs.define(eq=False)
 class Trace:
     """A profile in progress: call `step` after every step of the loop.
@@ -123,16 +152,18 @@ class Trace:
     """
 
     ctx: DistContext = attrs.field(repr=False)
-    _on_trace_ready: "Callable[[Trace], object] | None" = attrs.field(default=None, repr=False)
-    _cycles: Iterator[int] = attrs.field(factory=lambda: iter(()), repr=False)
+    _spec: Profile | None = attrs.field(default=None, repr=False)
+    _on_trace_ready: "Callable[[Trace], object] | None" = attrs.field(
+        default=None, alias="on_trace_ready", repr=False
+    )
+    _torch_profiler: _Profiler | None = attrs.field(default=None, repr=False)
+    _due: float = math.inf  # the first step before which something changes
     _cycle: int = 0
-    _due: int = 0  # the step before which `_cycles` continues; -1 for none
-    _torch_profiler: Any = attrs.field(default=None, repr=False)  # torch's, in a cycle of this rank
-    _range: Any = attrs.field(default=None, repr=False)  # of the step that is recorded
-    _complete: int = 0  # steps that are recorded in this cycle
+    _ended: bool = False  # whether the block has ended, and the last step is incomplete
+    _error: Exception | None = None  # of `_on_trace_ready`
     _recorded: Profiler | None = attrs.field(default=None, repr=False)  # of the last cycle
     _steps: list[StepTimes] = attrs.field(factory=list[StepTimes], repr=False)
-    _flops: int | None = None
+    _flops: int = 0
     count: int = 0
     files: tuple[Path, ...] = ()
     summary: Summary | None = None
@@ -150,7 +181,7 @@ class Trace:
             CollectiveError: another rank failed, or never called `step` as often.
         """
         self.count += 1
-        if self.count == self._due:
+        if self.count >= self._due:
             self._continue()
 
     def key_averages(
@@ -184,115 +215,70 @@ class Trace:
             return EventList()
         return self._recorded.key_averages(group_by_input_shape, group_by_stack_n)
 
+    def _begin(self, spec: Profile) -> None:
+        self._spec = spec
+        self._due = 0 if spec.active is None else spec.skip_first + spec.wait
+        if _is_recorded(spec, self.ctx):
+            self._torch_profiler = _Profiler(
+                spec,
+                self.ctx,
+                schedule=lambda _: _action(spec, self.count),
+                on_trace_ready=lambda profiler: self._keep(spec, profiler),
+            )
+            self._torch_profiler.start()
+
     def _continue(self) -> None:
-        while self.count == self._due:
-            pause = next(self._cycles, None)
-            self._due = -1 if pause is None else self._due + pause
+        assert self._spec is not None  # otherwise nothing is due
+        before, after = (_action(self._spec, step) for step in (self.count - 1, self.count))
+        if before is not after and before in (ProfilerAction.NONE, ProfilerAction.WARMUP):
+            ops.raise_together(_refusal("trace.step") if is_profiling() else None, self.ctx)
+        if before is ProfilerAction.RECORD_AND_SAVE:
+            ops.raise_together(self._complete(), self.ctx)
+        elif self._torch_profiler is not None:
+            self._torch_profiler.step()
 
-    def _record(self, spec: Profile) -> Iterator[int]:
-        """Record the cycles of a profile; yields after how many steps to continue."""
-        yield spec.skip_first
-        for self._cycle in range(spec.repeat):
-            yield spec.wait
-            self._refuse_another()
-            if _is_recorded(spec, self.ctx):
-                self._torch_profiler = _new_profiler(spec, self.ctx)
-                self._torch_profiler.prepare_trace()
-            yield spec.warmup
-            self._refuse_another()
-            if self._torch_profiler is not None:
-                self._start(spec)
-            for _ in itertools.count() if spec.active is None else range(spec.active - 1):
-                yield 1
-                self._end_step()
-                self._begin_step()
-            yield 1
-            # Stopped before the exchange, whose event must not be open then.
-            ops.raise_together(self._stop(spec, complete=True), self.ctx)
-
-    def _refuse_another(self) -> None:
-        ops.raise_together(_refusal("trace.step") if is_profiling() else None, self.ctx)
-
-    def _start(self, spec: Profile) -> None:
-        """Start to record; the next step begins."""
-        if self.ctx.device.type == "cuda":
-            torch.cuda.synchronize(self.ctx.device)
-            if spec.memory:
-                torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
-        self._torch_profiler.start_trace()
-        self._complete = 0
-        self._begin_step()
-
-    def _begin_step(self) -> None:
-        if self._torch_profiler is not None:
-            self._range = record_function(f"ProfilerStep#{self._complete}")
-            self._range.__enter__()
-
-    def _end_step(self, *, complete: bool = True) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-            self._complete += complete
-
-    def _stop(self, spec: Profile, *, complete: bool) -> Exception | None:
-        """Write the trace of a cycle; returns the problem, or the error of `on_trace_ready`.
-
-        Args:
-            complete: Whether the last step that began is complete.
-        """
-        profiler, self._torch_profiler = self._torch_profiler, None
+    def _complete(self) -> Exception | None:
+        """Complete a cycle; returns what went wrong, such as an error of `on_trace_ready`."""
+        profiler = self._torch_profiler
         if profiler is None:
             return None
-        if self._range is not None and not is_profiling():
+        if profiler.current_action in _RECORDS and not is_profiling():
+            self._torch_profiler = None
             return StepError(
                 f"trace.step: another profiler of torch has ended this one, in cycle "
                 f"{self._cycle}. A process can run one profiler at a time: remove the other."
             )
-        try:
-            recorded = self._end_recording(profiler, complete=complete)
-            if recorded:
-                self._keep(spec, profiler)
-        finally:
-            self._free(spec, profiler)
-        if not recorded or self._on_trace_ready is None:
-            return None
-        try:
-            self._on_trace_ready(self)
-        except Exception as error:  # any error of the user's function: other ranks must receive it
-            return error
-        return None
-
-    def _end_recording(self, profiler: Any, *, complete: bool) -> int:
-        """Stop torch's profiler; the number of steps that it has recorded."""
-        warms_up = self._range is None
-        self._end_step(complete=complete)
-        if self.ctx.world_size > 1:
-            _settle()
-        if warms_up:
-            profiler.start_trace()  # torch ends a warm-up only this way
-        profiler.stop_trace()
-        return 0 if warms_up else self._complete
-
-    def _free(self, spec: Profile, profiler: Any) -> None:
-        # torch's profiler is part of a reference cycle, which Python's collector may free late.
-        profiler.profiler = None
-        if self.ctx.device.type == "cuda" and spec.memory:
-            torch.cuda.memory._record_memory_history(enabled=None)
+        if self._ended:
+            profiler.stop()
+        else:
+            profiler.step()
+        return self._error
 
     def _keep(self, spec: Profile, profiler: Any) -> None:
-        self._recorded = profiler.profiler
+        """Keep what a cycle has recorded; torch's profiler, which has stopped, calls this."""
         results = profiler.profiler.kineto_results
-        self._steps += step_times(events_of(results))[: self._complete]
+        steps = step_times(events_of(results))
+        if self._ended and self.count:
+            steps.pop()
+        if not steps:
+            return
+        self._recorded = profiler.profiler
+        self._steps += steps
         if spec.flops:
-            self._flops = (self._flops or 0) + sum(event.flops() for event in results.events())
+            self._flops += sum(event.flops() for event in results.events())
         file = Path(spec.folder) / f"cycle-{self._cycle:03}" / f"rank-{self.ctx.rank:05}.json.gz"
+        self._cycle += 1
         with self._warning_if_not_written(file):
-            _write_trace(profiler, file)
+            _write(file, profiler.export_chrome_trace)
             if self.ctx.device.type == "cuda" and spec.memory:
-                part = file.with_name(f".{file.name}.part")
-                torch.cuda.memory._dump_snapshot(str(part))
-                os.replace(part, file.with_name(file.name.replace(".json.gz", ".pickle")))
+                snapshot = file.with_name(file.name.replace(".json.gz", ".pickle"))
+                _write(snapshot, torch.cuda.memory._dump_snapshot)
             self.files = (*self.files, file)
+        try:
+            if self._on_trace_ready is not None:
+                self._on_trace_ready(self)
+        except Exception as error:  # any error of the user's function: other ranks must receive it
+            self._error = error
 
     @contextlib.contextmanager
     def _warning_if_not_written(self, file: Path) -> Iterator[None]:
@@ -306,21 +292,20 @@ class Trace:
                 rank=self.ctx.rank,
             )
 
-    def _abandon(self, spec: Profile) -> None:
-        """Stop the profiler after an error; write nothing."""
-        profiler, self._torch_profiler = self._torch_profiler, None
-        self._due = -1
-        if profiler is not None:
-            self._end_recording(profiler, complete=False)
-            self._free(spec, profiler)
+    def _abandon(self) -> None:
+        """Stop the profiler after an error; keep nothing."""
+        profiler = self._torch_profiler
+        if profiler is not None and (is_profiling() or profiler.current_action not in _RECORDS):
+            profiler.on_trace_ready = None
+            profiler.stop()
 
     def _finish(self, spec: Profile) -> None:
-        self._due = -1
-        # Without calls of `step`, the whole block is one step.
-        ops.raise_together(self._stop(spec, complete=not self.count), self.ctx)
+        self._ended = True
+        ops.raise_together(self._complete(), self.ctx)
         mine = None
         if self._steps:
-            mine = RankTimes(rank=self.ctx.rank, steps=tuple(self._steps), flops=self._flops)
+            flops = self._flops if spec.flops else None
+            mine = RankTimes(rank=self.ctx.rank, steps=tuple(self._steps), flops=flops)
         ranks = tuple(times for times in ops.gather_objects(mine, self.ctx) if times is not None)
         self._warn_if_short(spec)
         if not ranks:
@@ -368,8 +353,8 @@ def profile(
     Effects:
         Writes `cycle-000/rank-00000.json.gz` and so on into the profile's folder, and at the end
         of the block `summary.json`, on rank 0. Two exchanges of packets when the block begins, two
-        when it ends, and three per cycle; none at one rank. Parameters and random generators are
-        not affected. A dry run records nothing.
+        when it ends, and up to three per cycle; none at one rank. Parameters and random generators
+        are not affected. A dry run records nothing.
 
     Raises:
         PlanError: an argument is invalid, the ranks disagree, a device cannot be recorded, or the
@@ -393,21 +378,23 @@ def profile(
         spec = None
     check_same_plan("profile", ctx, Plan(profile=spec), {})
     if spec is not None:
-        for check in (_problem, _unwritable):  # a folder is made once every rank accepts the rest
-            gather_or_raise(None, check(spec, ctx), ctx)
-    trace = Trace(ctx, on_trace_ready)
-    if spec is not None:
-        whole = attrs.evolve(spec, skip_first=0, wait=0, warmup=0, repeat=1)
-        trace._cycles = trace._record(whole if spec.active is None else spec)
-    try:
-        trace._continue()
+        gather_or_raise(None, _problem(spec, ctx), ctx)
+    trace = Trace(ctx, on_trace_ready=on_trace_ready)
+    if spec is None:
         yield trace
-    except BaseException:
-        if spec is not None:
-            trace._abandon(spec)
-        raise
-    if spec is not None:
+        return
+    try:
+        trace._begin(spec)
+        yield trace
         trace._finish(spec)
+    except BaseException:
+        trace._abandon()
+        raise
+    finally:
+        # torch's profiler is part of a reference cycle, which Python's collector may free late.
+        trace._torch_profiler, trace._due = None, math.inf
+        if ctx.device.type == "cuda" and spec.memory:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _is_recorded(spec: Profile, ctx: DistContext) -> bool:
@@ -422,7 +409,7 @@ def _refusal(call: str) -> StepError:
 
 
 def _problem(spec: Profile, ctx: DistContext) -> FxError | None:
-    """What is wrong before anything is written."""
+    """Why this rank cannot record."""
     if is_profiling():
         return _refusal("profile")
     beyond = [rank for rank in spec.ranks or () if rank >= ctx.world_size]
@@ -438,21 +425,13 @@ def _problem(spec: Profile, ctx: DistContext) -> FxError | None:
         )
     try:
         activities_of(spec, ctx)
+        if _is_recorded(spec, ctx):
+            Path(spec.folder).mkdir(parents=True, exist_ok=True)
     except PlanError as error:
         return error
-    return None
-
-
-def _unwritable(spec: Profile, ctx: DistContext) -> FxError | None:
-    """Why this rank cannot write traces."""
-    if not _is_recorded(spec, ctx):
-        return None
-    try:
-        Path(spec.folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=spec.folder):
-            return None
     except OSError as error:
         return PlanError(
             f"profile(folder={spec.folder!r}): cannot write there: {error.strerror or error}. "
             f"Choose another folder."
         )
+    return None
