@@ -1,6 +1,5 @@
 """Training as an iterator: the loop is the callback."""
 
-import functools
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
@@ -34,7 +33,7 @@ from fxtrain.loop.stepping import StepFns
 from fxtrain.profiling import profile
 from fxtrain.state import DistContext, Position, Report, Wrapped
 from fxtrain.trackers import JsonLines, Run, Target
-from fxtrain.trackers.opening import open_run, own, requested
+from fxtrain.trackers.opening import open_run, own
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -223,8 +222,7 @@ def _opened(
             )
         loader = attrs.evolve(loader, run_updates=rules.total_updates(loader))
         known = restored.extra["run"] if restored else "folder" if rules.resume else None
-        request = functools.partial(
-            requested,
+        run = open_run(
             rules.path,
             ctx,
             (*rules.to, progress(rules.total_updates(loader))) if rules.show else rules.to,
@@ -232,8 +230,8 @@ def _opened(
             settings=rules.settings,
             resume=known,
             position=position,
+            lock=lock,
         )
-        run = open_run(ctx, request, lock=lock)
         recorded = fns.model.plan.profile if restored is None else None
         recording = nullcontext() if recorded is None else profile(ctx, recorded)
         with run, _signals(ctx, rules.signals) as notice:

@@ -1,5 +1,6 @@
 """Logged values, kept until a background thread reads them: nothing here waits for a device."""
 
+import contextlib
 import math
 import threading
 import time
@@ -16,6 +17,8 @@ from fxtrain.state import Position, Weighted
 from fxtrain.trackers.tracker import Entry
 
 _CHANNELS = (1, 3, 4)
+# Reads metrics: floats by name, and problems by name.
+Numbers = Callable[[], tuple[dict[str, float], dict[str, str]]]
 
 
 @attrs.define(eq=False)
@@ -38,15 +41,22 @@ class Logged:
         with self._lock:
             if not self._is_read:
                 self._is_read = True
-                try:
+                with reported(self.kind, self._warn):
                     self._entry = self._read()
-                except Exception as error:  # any error of the user's value
-                    self._warn(
-                        f"{self.kind} {error}",
-                        f"run.{self.kind}: {type(error).__name__}: {error}. No tracker received "
-                        f"this entry; training continues.",
-                    )
         return self._entry
+
+
+@contextlib.contextmanager
+def reported(kind: str, warn: Callable[[str, str], None]) -> Iterator[None]:
+    """Report any error of a value of the user that a block reads."""
+    try:
+        yield
+    except Exception as error:
+        warn(
+            f"{kind} {error}",
+            f"run.{kind}: {type(error).__name__}: {error}. No tracker received this entry; "
+            f"training continues.",
+        )
 
 
 def place_of(step: Any) -> dict[str, Any]:
@@ -71,7 +81,7 @@ def place_of(step: Any) -> dict[str, Any]:
     )
 
 
-def numbers_of(values: Mapping[str, Any]) -> Callable[[], tuple[dict[str, float], dict[str, str]]]:
+def numbers_of(values: Mapping[str, Any]) -> Numbers:
     """Capture metrics as they are now; the returned function reads them and waits for the device.
 
     Tensors are copied on the device or on the way to host memory, in stream order, so the caller

@@ -2,14 +2,14 @@
 
 import atexit
 import contextlib
-import functools
 import hashlib
-import itertools
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -30,12 +30,10 @@ from fxtrain.trackers.run import Run
 from fxtrain.trackers.run_folder import Identity, claim, folder_of, lock_folder, write_identity
 from fxtrain.trackers.table import find, targets
 from fxtrain.trackers.tracker import Entry, Start, Target, Tracker
-from fxtrain.trackers.writer import Patience, Warn, Writer, start_writer
+from fxtrain.trackers.writer import Patience, Warn, Writer
 
 _LOG = logging.getLogger("fxtrain.trackers")
 _LONGEST = 1000  # characters of one value
-_Trackers = dict[str, tuple[Tracker, Any]]  # with their configs, by their keys in an identity
-_Resume = Mapping[str, Any] | Literal["folder"] | None
 
 
 def track(
@@ -95,8 +93,7 @@ def track(
         [(1, 0.5)]
     """
     check_connected("track", ctx)
-    request = functools.partial(
-        requested,
+    return open_run(
         path,
         ctx,
         to,
@@ -106,8 +103,8 @@ def track(
         resume=resume,
         position=position,
         ranks=ranks,
+        patience=patience,
     )
-    return open_run(ctx, request, patience)
 
 
 def own(path: Any, ctx: DistContext) -> Lock | None:
@@ -131,64 +128,83 @@ def own(path: Any, ctx: DistContext) -> Lock | None:
 
 
 def open_run(
+    path: Any,
     ctx: DistContext,
-    request: Callable[[], tuple[_Trackers, Start, _Resume]],
-    patience: Patience = Patience(),  # noqa: B008 - a frozen value
+    to: Any,
+    *,
     lock: Lock | None = None,
+    patience: Patience = Patience(),  # noqa: B008 - a frozen value
+    resume: Any = None,
+    **request: Any,
 ) -> Run:
-    """Open a run; what a step of it finds wrong on one rank is raised on all.
-
-    Args:
-        request: Returns the result of `requested`, or raises an error.
-        lock: That of `own`; closing the run releases it.
-    """
-    writers: dict[str, Writer] = {}
-    trackers, start, identity, problem = {}, None, None, None
-    try:
+    """`track`, with the lock that `own` returned; closing the run releases it."""
+    trackers: dict[str, tuple[Tracker, Any]] = {}
+    start, identity, problem = None, None, None
+    with contextlib.ExitStack() as undo:
         try:
-            trackers, start, resume = request()
-            if ctx.comm.simulated:
-                identity = Identity(id="0" * 32)
-            else:
+            start = _start(path, ctx, resume=resume, **request)
+            trackers = _by_key(to)
+            if not ctx.comm.simulated:
                 lock = lock or lock_folder(start.folder, ctx)
                 identity = claim(start.folder, resume) if ctx.is_main else None
         except FxError as error:
             problem = error
         except Exception as error:  # of a value of the caller: the other ranks must receive it
             problem = PlanError(f"track: {type(error).__name__}: {error}")
-        identity = gather_or_raise(identity, problem, ctx)[0]
-        assert start is not None  # otherwise there was a problem
-        if not ctx.comm.simulated and (ctx.is_main or start.everyone):
-            problem = _open(writers, trackers, start, identity, patience)
-        run = _run(trackers, start, identity, writers, problem, patience, lock)
-    except BaseException:
-        for writer in writers.values():
-            writer.end(failed=True)
-            writer.wait(time.monotonic() + patience.close_s, failed=True)
         if lock is not None:
-            lock.release()
-        raise
+            undo.callback(lock.release)
+        identity = gather_or_raise(identity, problem, ctx)[0] or Identity(id="0" * 32)
+        assert start is not None  # otherwise there was a problem
+        writers: dict[str, Writer] = {}
+        try:
+            if not ctx.comm.simulated and (ctx.is_main or start.everyone):
+                for key, writer in _opened(trackers, start, identity, patience):
+                    writers[key] = writer
+                    undo.callback(writer.close, time.monotonic() + patience.close_s, failed=True)
+        except FxError as error:
+            problem = error
+        ids = {
+            **identity.of_rank(ctx.rank),
+            **{k: writer.identity for k, writer in writers.items()},
+        }
+        kinds = [
+            tracker.name if c is None else type(c).__name__ for tracker, c in trackers.values()
+        ]
+        of_ranks = gather_or_raise((ids, kinds), problem, ctx)
+        identities = [ids for ids, _ in of_ranks[: None if start.everyone else 1]]
+        if ctx.is_main and not ctx.comm.simulated:
+            _record(start.folder, attrs.evolve(identity, identities=tuple(identities)))
+        run = Run(
+            id=identity.id,
+            path=str(start.folder),
+            identities=identities,
+            kinds=of_ranks[0][1],  # "all" may be fewer on another machine
+            writers=tuple(writers.values()),
+            patience=patience,
+            calls=start.position.updates,
+            lock=lock,
+        )
+        undo.pop_all()
     # Registered after the libraries' own functions, so that it runs before them.
     atexit.register(run.close)
     return run
 
 
-def requested(
+def _start(
     path: Any,
     ctx: DistContext,
-    to: Any,
     *,
+    resume: Any,
     plan: Plan | None = None,
     settings: Any = None,
     name: str | None = None,
-    resume: Any = None,
     position: Any = None,
     ranks: Any = "main",
-) -> tuple[_Trackers, Start, _Resume]:
-    """The trackers of a run with their configs, what they have in common, and how it resumes.
+) -> Start:
+    """What the trackers of a run have in common.
 
     Raises:
-        PlanError: a tracker is unknown, or an argument is invalid.
+        PlanError: an argument is invalid.
     """
     folder = folder_of(path)
     if ranks not in ("main", "all"):
@@ -204,7 +220,7 @@ def requested(
             f"restored.extra['run'], or 'folder', or omit it."
         )
     name = name or folder.resolve().name or "run"
-    start = Start(
+    return Start(
         id="",
         run="",
         name=f"{name}-rank{ctx.rank}" if ctx.rank else name,
@@ -218,20 +234,17 @@ def requested(
         settings=settings or {},
         time=time.time(),
     )
-    return _by_key(to), start, resume
 
 
-def _by_key(to: Any) -> _Trackers:
-    """Trackers by their keys in an identity: their kinds, counted where they repeat."""
-    trackers: _Trackers = {}
+def _by_key(to: Any) -> dict[str, tuple[Tracker, Any]]:
+    """Trackers with their configs by their keys in an identity: kinds, counted if they repeat."""
+    trackers: dict[str, tuple[Tracker, Any]] = {}
+    counts: Counter[str] = Counter()
     for target in targets(to):
         tracker, config = (target, None) if isinstance(target, Tracker) else (find(target), target)
-        kind = key = str(getattr(config, "kind", tracker.name))
-        for count in itertools.count(2):
-            if key not in trackers:
-                break
-            key = f"{kind}-{count}"
-        trackers[key] = (tracker, config)
+        kind = str(getattr(config, "kind", tracker.name))
+        counts[kind] += 1
+        trackers[kind if counts[kind] == 1 else f"{kind}-{counts[kind]}"] = (tracker, config)
     return trackers
 
 
@@ -253,81 +266,55 @@ def _tables(ctx: DistContext, plan: Plan | None) -> dict[str, Any]:
     return {"plan": {**unstructure(plan), "fingerprint": fingerprint(plan)}, "context": context}
 
 
-def _open(
-    writers: dict[str, Writer],
-    trackers: _Trackers,
+def _opened(
+    trackers: Mapping[str, tuple[Tracker, Any]],
     start: Start,
     identity: Identity,
     patience: Patience,
-) -> FxError | None:
-    """Open every tracker that can be opened; returns why the run is refused, if it is."""
-    warn, ids = Warn(), identity.of_rank(start.rank)
+) -> Iterator[tuple[str, Writer]]:
+    """Open every tracker that can be opened.
+
+    Raises:
+        FxError: a tracker refuses the run, such as for a missing package.
+    """
     of_rank = hashlib.blake2b(f"{identity.id}/{start.rank}".encode(), digest_size=16).hexdigest()
     start = attrs.evolve(start, run=identity.id, id=of_rank if start.rank else identity.id)
-    at, value = start.position, start.params
-    params = Entry(kind="params", value=value, step=at.updates, rows=at.samples, time=start.time)
-    try:
-        with ops.fork_rng(start.ctx):
-            for key, (tracker, config) in trackers.items():
-                own_start = attrs.evolve(start, identity=ids.get(key, ""))
-                try:
-                    native = tracker.open(config, own_start)
-                    called = str(tracker.identity(native))
-                except FxError:
-                    raise
-                except Exception as error:  # any error of the library: training continues
-                    warn(
-                        f"open {key}",
-                        f"{tracker.name} could not be opened: {type(error).__name__}: {error}. "
-                        f"Training continues without it, and the other trackers are not affected.",
-                    )
-                    continue
-                writers[key] = start_writer(tracker, native, called, own_start, patience)
-                if "params" in tracker.kinds:
-                    writers[key].put(Logged("params", lambda: params, warn))
-    except FxError as error:
-        return error
-    return None
-
-
-def _run(
-    trackers: _Trackers,
-    start: Start,
-    identity: Identity,
-    writers: Mapping[str, Writer],
-    problem: FxError | None,
-    patience: Patience,
-    lock: Lock | None,
-) -> Run:
-    """Create the handle once all ranks know their trackers' ids of the run."""
-    ctx = start.ctx
-    ids = {key: writer.identity for key, writer in writers.items()}
-    kinds = [
-        tracker.name if config is None else type(config).__name__
-        for tracker, config in trackers.values()
-    ]
-    of_ranks = gather_or_raise(({**identity.of_rank(ctx.rank), **ids}, kinds), problem, ctx)
-    kinds = of_ranks[0][1]  # "all" may be fewer on another machine
-    identities = [ids for ids, _ in of_ranks[: None if start.everyone else 1]]
-    if ctx.is_main and not ctx.comm.simulated:
-        try:
-            write_identity(start.folder, Identity(id=identity.id, identities=tuple(identities)))
-        except OSError as error:
-            _LOG.warning(
-                "%s: cannot record which run this folder belongs to: %s. Training "
-                "continues; free disk space before the run is resumed.",
-                start.folder,
-                error,
-            )
-    return Run(
-        id=identity.id,
-        path=str(start.folder),
-        state={"identities": identities, "kinds": kinds},
-        writers=tuple(writers.values()),
-        patience=patience,
-        calls=start.position.updates,
-        lock=lock,
+    at, ids = start.position, identity.of_rank(start.rank)
+    params = Entry(
+        kind="params", value=start.params, step=at.updates, rows=at.samples, time=start.time
     )
+    for key, (tracker, config) in trackers.items():
+        known = attrs.evolve(start, identity=ids.get(key, ""))
+        try:
+            with ops.fork_rng(start.ctx):
+                native = tracker.open(config, known)
+                name = str(tracker.identity(native))
+        except FxError:
+            raise
+        except Exception as error:  # any error of the library: training continues
+            _LOG.warning(
+                "%s could not be opened: %s: %s. Training continues without it, and the other "
+                "trackers are not affected.",
+                *(tracker.name, type(error).__name__, error),
+            )
+            continue
+        writer = Writer(
+            tracker=tracker, native=native, identity=name, start=known, patience=patience
+        )
+        if "params" in tracker.kinds:
+            writer.put(Logged("params", lambda: params, Warn()))
+        yield key, writer
+
+
+def _record(folder: Path, identity: Identity) -> None:
+    try:
+        write_identity(folder, identity)
+    except OSError as error:
+        _LOG.warning(
+            "%s: cannot record which run this folder belongs to: %s. Training "
+            "continues; free disk space before the run is resumed.",
+            *(folder, error),
+        )
 
 
 def flat(values: Any, path: str = "") -> dict[str, Any]:

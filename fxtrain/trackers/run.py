@@ -1,7 +1,6 @@
 """A tracked run: the methods that the loop calls."""
 
 import atexit
-import functools
 import math
 import os
 import time
@@ -17,7 +16,15 @@ from fxtrain._record import shown
 from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.errors import PlanError
 from fxtrain.state import Position
-from fxtrain.trackers.entries import Logged, image_of, numbers_of, place_of, table_of
+from fxtrain.trackers.entries import (
+    Logged,
+    Numbers,
+    image_of,
+    numbers_of,
+    place_of,
+    reported,
+    table_of,
+)
 from fxtrain.trackers.tracker import Entry, Tracker
 from fxtrain.trackers.writer import Patience, Warn, Writer
 
@@ -38,7 +45,8 @@ class Run:
 
     id: str
     path: str
-    _state: Mapping[str, Any] = attrs.field(alias="state", repr=False)
+    _identities: Sequence[Mapping[str, str]] = attrs.field(alias="identities", repr=False)
+    _kinds: Sequence[str] = attrs.field(alias="kinds", repr=False)
     _writers: Sequence[Writer] = attrs.field(default=(), alias="writers", repr=False)
     _patience: Patience = attrs.field(default=Patience(), alias="patience", repr=False)
     _warn: Warn = attrs.field(factory=Warn, init=False, repr=False)
@@ -74,12 +82,7 @@ class Run:
                 f"run.log takes a mapping of names to numbers, found {shown(values)}. For "
                 f'example: run.log({{"loss": report.loss}}, report.position).'
             )
-
-        def capture() -> Callable[[], dict[str, float]]:
-            read = numbers_of(values)
-            return lambda: self._checked(*read(), place["step"])
-
-        self._put("log", "", place, capture)
+        self._put("log", "", place, lambda: self._checked(numbers_of(values), place["step"]))
 
     def text(self, name: str, text: str, step: Position | int | None = None) -> None:
         """Log text.
@@ -143,13 +146,13 @@ class Run:
             PlanError: this run has no such tracker.
         """
         kind = config if isinstance(config, type) else type(config)
-        names = self._state["kinds"]
         for writer in self._writers:
             if writer.tracker is config or writer.tracker.config is kind:
                 return writer.native
         name = config.name if isinstance(config, Tracker) else kind.__name__
-        if name not in names:
-            raise PlanError(f"run.native({name}): this run has {', '.join(names) or 'no tracker'}.")
+        if name not in self._kinds:
+            known = ", ".join(self._kinds) or "no tracker"
+            raise PlanError(f"run.native({name}): this run has {known}.")
         return None
 
     def flush(self) -> bool:
@@ -185,7 +188,7 @@ class Run:
         """
         if not self._is_closed:
             self.flush()
-        return {"id": self.id, "identities": [dict(ids) for ids in self._state["identities"]]}
+        return {"id": self.id, "identities": [dict(ids) for ids in self._identities]}
 
     def close(self, *, failed: bool = False) -> None:
         """Write everything and close the trackers; a second call does nothing.
@@ -205,7 +208,7 @@ class Run:
             for writer in self._writers:
                 writer.end(failed=failed)
             for writer in self._writers:
-                writer.wait(until, failed=failed)
+                writer.close(until, failed=failed)
             if self._lock is not None:
                 self._lock.release()
 
@@ -248,30 +251,26 @@ class Run:
         """Hand a value as it is now to the trackers of this rank; its problems are reported."""
         if not self._here():
             return
-        try:
+        with reported(kind, self._warn):
             read = capture()
-        except Exception as error:  # any error of the user's value
-            read = functools.partial(_fail, error)
-        logged = Logged(
-            kind, lambda: Entry(kind=kind, name=str(name), value=read(), **place), self._warn
-        )
-        for writer in self._writers:
-            writer.put(logged)
-
-    def _checked(
-        self, values: dict[str, float], problems: dict[str, str], step: int
-    ) -> dict[str, float]:
-        for name, problem in problems.items():
-            self._warn(
-                f"value {name}",
-                f"run.log at step {step}: the metric {shown(name)} is not a number: "
-                f"{problem}. It is skipped, and the other metrics are logged.",
+            logged = Logged(
+                kind, lambda: Entry(kind=kind, name=str(name), value=read(), **place), self._warn
             )
-        for name, value in values.items():
-            if not math.isfinite(value):
-                self._warn(f"finite {name}", f"The metric {name} is {value} at step {step}.")
-        return values
+            for writer in self._writers:
+                writer.put(logged)
 
+    def _checked(self, read: Numbers, step: int) -> Callable[[], dict[str, float]]:
+        def checked() -> dict[str, float]:
+            values, problems = read()
+            for name, problem in problems.items():
+                self._warn(
+                    f"value {name}",
+                    f"run.log at step {step}: the metric {shown(name)} is not a number: "
+                    f"{problem}. It is skipped, and the other metrics are logged.",
+                )
+            for name, value in values.items():
+                if not math.isfinite(value):
+                    self._warn(f"finite {name}", f"The metric {name} is {value} at step {step}.")
+            return values
 
-def _fail(error: Exception) -> Any:
-    raise error
+        return checked

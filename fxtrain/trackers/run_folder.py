@@ -125,11 +125,6 @@ def read_identity(folder: Path) -> Identity | None:
         return None
     except ValueError as error:
         raise PlanError(f"{path} is not a valid run file: {str(error)[:200]}") from None
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise PlanError(
-            f"{path} is not a run file that this version can read (format {_FORMAT}). "
-            f"Choose another folder, or update fxtrain."
-        )
     return _identity(data, str(path))
 
 
@@ -169,20 +164,17 @@ def replace_file(path: Path, lines: Iterable[bytes]) -> None:
 
 def _identity(data: Any, where: str) -> Identity:
     match data:
-        case {"id": str(id), "identities": [*rows]} if _ID.fullmatch(id) and all(
-            map(_is_ids, rows)
+        case {"id": str(id), "identities": [*rows]} if (
+            data.get("format", _FORMAT) == _FORMAT
+            and _ID.fullmatch(id)
+            and all(isinstance(row, Mapping) for row in rows)
         ):
             return Identity(id=id, identities=tuple(map(dict, rows)))
         case _:
             raise PlanError(
-                f"track: {where} is {shown(data)}, which is not a run. Pass the value of "
-                f"run.state()."
+                f"track: {where} is {shown(data)}, which is not a run of this version (format "
+                f"{_FORMAT}). Pass the value of run.state(), or choose another folder."
             )
-
-
-def _is_ids(row: Any) -> bool:
-    texts = [*row.keys(), *row.values()] if isinstance(row, Mapping) else [None]
-    return all(type(text) is str for text in texts)
 
 
 def _no_folder(error: OSError) -> str:

@@ -1,11 +1,12 @@
 """From the config of a tracker to its functions."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
 from fxtrain._optional import installed_rows
-from fxtrain._record import closest, shown
+from fxtrain._record import shown
 from fxtrain.errors import PlanError
 from fxtrain.state.registry import kind_of
 from fxtrain.trackers.json_lines import JSON_LINES
@@ -92,20 +93,16 @@ def find(config: Any) -> Tracker:
     Raises:
         PlanError: there is none; the message has the most similar name.
     """
-    kind = type(config)
-    for row in TRACKERS:
-        if row.config is kind:
-            return row
-    table = trackers()
-    if kind in table:
-        return table[kind]
-    names = sorted(config.__name__ for config in table)
-    word = config if isinstance(config, str) else getattr(config, "__name__", kind.__name__)
-    near = closest(word.lower(), [name.lower() for name in names])
-    for name in names:
-        near = near.replace(f"'{name.lower()}'", f"fx.{name}(...)")
+    table = {row.config: row for row in TRACKERS}
+    row = table.get(type(config)) or trackers().get(type(config))
+    if row is not None:
+        return row
+    names = {kind.__name__.lower(): kind.__name__ for kind in trackers()}
+    word = config if isinstance(config, str) else getattr(config, "__name__", type(config).__name__)
+    near = get_close_matches(word.lower(), names, n=1)
     raise PlanError(
         f"track: no tracker is registered for {shown(config)}. Choose configs of "
-        f'{", ".join(names)}, such as fx.TensorBoard(), their kinds, such as "tensorboard", '
-        f'"all", or pass a fxtrain.trackers.Tracker.{near}'
+        f"{', '.join(sorted(names.values()))}, such as fx.TensorBoard(), their kinds, such as "
+        f'"tensorboard", "all", or pass a fxtrain.trackers.Tracker.'
+        + "".join(f" Did you mean fx.{names[name]}(...)?" for name in near)
     )

@@ -1,13 +1,10 @@
 """A background thread per tracker, so that neither training nor other trackers wait for it."""
 
-import contextlib
 import logging
 import queue
-import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -20,7 +17,6 @@ _LOG = logging.getLogger("fxtrain.trackers")
 # Between two looks at a queue that is being filled. `put` wakes a thread that waits for an entry,
 # which takes the training thread longer than all else that it does for a tracker.
 _PAUSE_S = 0.1
-_POLL_S = 0.001  # while training waits for room
 
 
 @attrs.frozen
@@ -70,13 +66,20 @@ class Writer:
     identity: str
     start: Start
     patience: Patience = Patience()
-    _queue: "queue.SimpleQueue[Any]" = attrs.field(factory=queue.SimpleQueue, init=False)
+    _queue: "queue.Queue[Any]" = attrs.field(init=False)
     _awaited: threading.Event = attrs.field(factory=threading.Event, init=False)
-    _stuck: threading.Event = attrs.field(factory=threading.Event, init=False)
+    _is_stuck: bool = attrs.field(default=False, init=False)  # nobody waits for it again
+    _ends: bool = attrs.field(default=False, init=False)
     _ended: threading.Event = attrs.field(factory=threading.Event, init=False)
     _warn: Warn = attrs.field(factory=Warn, init=False)
     _lost: "Counter[str]" = attrs.field(factory=Counter, init=False)
     _last_steps: dict[str, int] = attrs.field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._queue = queue.Queue(self.patience.entries)
+        # A daemon: a tracker that hangs must not keep the process from exiting.
+        name = f"fxtrain {self.tracker.name}"
+        threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def put(self, entry: Logged | threading.Event | bool) -> bool:  # noqa: FBT001
         """Queue an entry, an event to set then, or the end and whether the run failed.
@@ -84,10 +87,20 @@ class Writer:
         Returns:
             Whether there was room for it.
         """
-        if self._queue.qsize() >= self.patience.entries and not self._wait(entry):
-            return False
-        self._queue.put(entry)
-        return True
+        try:
+            self._queue.put(entry, block=not self._is_stuck, timeout=self.patience.full_s)
+            return True
+        except queue.Full:
+            self._is_stuck = True
+        self._warn(
+            "stuck",
+            f"{self.tracker.name} wrote none of {self.patience.entries} waiting entries "
+            f"in {self.patience.full_s:g} s. Training continues; entries beyond these are "
+            f"lost to this tracker. Check whether its disk or server responds.",
+        )
+        if isinstance(entry, Logged):
+            self._lost[entry.kind] += 1
+        return False
 
     def flush(self, until: float) -> bool:
         """Wait until everything so far is written; False if that took too long.
@@ -96,12 +109,12 @@ class Writer:
             until: Time of `time.monotonic` at which to give up.
         """
         done = threading.Event()
-        if self._stuck.is_set() or not self.put(done):
+        if self._is_stuck or not self.put(done):
             return False
         self._awaited.set()
         if done.wait(max(0.0, until - time.monotonic())):
             return True
-        self._stuck.set()
+        self._is_stuck = True
         self._warn(
             "flush",
             f"{self.tracker.name} did not write everything within "
@@ -111,25 +124,23 @@ class Writer:
 
     def end(self, *, failed: bool) -> None:
         """Request the end: queued entries are written, then the tracker is closed."""
-        if not self.put(failed):
-            self._warn("close", f"{self.tracker.name} was not closed: {self._behind()}")
-        self._awaited.set()
+        if not self._ends:
+            self._ends = True
+            self.put(failed)
+            self._awaited.set()
 
-    def wait(self, until: float, *, failed: bool) -> None:
-        """Wait for the end, and report lost entries."""
+    def close(self, until: float, *, failed: bool) -> None:
+        """Wait for the end until a time of `time.monotonic`, and report lost entries."""
+        self.end(failed=failed)
         if not self._ended.wait(max(0.0, until - time.monotonic())):
             self._warn("close", f"{self.tracker.name} was not closed: {self._behind()}")
         elif self.tracker.closed_by_caller:
-            self._call("close", self._close, until, failed)
+            self._call("close", self.tracker.close, self.native, failed)
         if lost := sum(self._lost.values()):
             what = ", ".join(f"{count} of {kind}" for kind, count in sorted(self._lost.items()))
             self._warn("lost", f"{self.tracker.name} lost {lost} entries of this run: {what}.")
 
-    def _close(self, until: float, failed: bool) -> None:  # noqa: FBT001
-        with _time_limit(until):
-            self.tracker.close(self.native, failed)
-
-    def work(self) -> None:
+    def _work(self) -> None:
         """Write entries in order until the end."""
         if self.start.resumed:
             self._recall()
@@ -160,26 +171,6 @@ class Writer:
                 f"{type(error).__name__}: {error}. Those after the position where the run resumed "
                 f"may appear twice there.",
             )
-
-    def _wait(self, entry: Any) -> bool:
-        """Whether there is room now; nobody waits a second time for a tracker that made none."""
-        if not self._stuck.is_set():
-            until = time.monotonic() + self.patience.full_s
-            while time.monotonic() < until:
-                self._awaited.set()
-                time.sleep(_POLL_S)
-                if self._queue.qsize() < self.patience.entries:
-                    return True
-            self._stuck.set()
-            self._warn(
-                "stuck",
-                f"{self.tracker.name} wrote none of {self.patience.entries} waiting entries "
-                f"in {self.patience.full_s:g} s. Training continues; entries beyond these are "
-                f"lost to this tracker. Check whether its disk or server responds.",
-            )
-        if isinstance(entry, Logged):
-            self._lost[entry.kind] += 1
-        return False
 
     def _behind(self) -> str:
         return (
@@ -236,37 +227,3 @@ class Writer:
                 f"other trackers have the entry; further failures of this kind are counted.",
             )
             return False
-
-
-@contextlib.contextmanager
-def _time_limit(until: float) -> Iterator[None]:
-    """Raise TimeoutError in a block that takes longer; only in the main thread, on POSIX."""
-
-    def give_up(*_: Any) -> None:
-        raise TimeoutError("it did not end in time. Check whether its disk or server responds")
-
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not hasattr(signal, "SIGALRM"):
-        yield
-        return
-    started = time.monotonic()
-    before = signal.signal(signal.SIGALRM, give_up)
-    alarm_s, _ = signal.setitimer(signal.ITIMER_REAL, max(0.001, until - started))
-    try:
-        yield
-    finally:  # the program's own alarm goes on
-        rest = max(0.001, alarm_s - (time.monotonic() - started)) if alarm_s else 0
-        signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, rest)
-
-
-def start_writer(
-    tracker: Tracker, native: Any, identity: str, start: Start, patience: Patience
-) -> Writer:
-    """A writer with a running thread."""
-    writer = Writer(
-        tracker=tracker, native=native, identity=identity, start=start, patience=patience
-    )
-    # A daemon: a tracker that hangs must not keep the process from exiting.
-    threading.Thread(target=writer.work, name=f"fxtrain {tracker.name}", daemon=True).start()
-    return writer

@@ -108,11 +108,10 @@ def test_a_tracker_that_hangs_holds_nobody_up(ctx, tmp_path, told):
     assert any("was not closed" in line for line in told())
 
 
-@pytest.mark.parametrize("call", ["write", "flush", "close", "close in the caller"])
+@pytest.mark.parametrize("call", ["write", "flush", "close"])
 def test_a_run_ends_though_a_tracker_never_returns(ctx, tmp_path, told, call):
     released = threading.Event()
-    hangs = {call.split()[0]: lambda *_: released.wait(60)}
-    _, hanging = own_tracker(**hangs, closed_by_caller="caller" in call)
+    _, hanging = own_tracker(**{call: lambda *_: released.wait(60)})
     patience = Patience(flush_s=0.1, close_s=0.5)
     started = time.monotonic()
     try:
@@ -124,7 +123,7 @@ def test_a_run_ends_though_a_tracker_never_returns(ctx, tmp_path, told, call):
     finally:
         released.set()
     assert len(read_run(tmp_path).entries) == 5
-    assert any("Mine was not closed" in line or "Mine failed in close" in line for line in told())
+    assert any("Mine was not closed" in line for line in told())
 
 
 def test_a_slow_tracker_loses_nothing(ctx, tmp_path):
