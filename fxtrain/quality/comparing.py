@@ -57,14 +57,18 @@ class LayerError:
     Attributes:
         name: Its name in the model; empty for the model's outputs.
         relative: Norm of the difference over the norm of the reference.
-        snr_db: The same as a signal-to-noise ratio in decibels: -20 · log10(relative).
         largest: Largest absolute difference of an entry.
+        snr_db: `relative` as a signal-to-noise ratio in decibels: -20 · log10(relative).
     """
 
     name: str
     relative: float
-    snr_db: float
     largest: float
+    snr_db: float = attrs.field(init=False)
+
+    @snr_db.default
+    def _snr_db(self) -> float:
+        return -20 * math.log10(self.relative) if self.relative else math.inf
 
 
 @attrs.frozen(kw_only=True)
@@ -156,7 +160,7 @@ def compare(
         >>> found.plans[0].outputs.relative < 0.01
         True
     """
-    _check(case, plans, ctx, updates)
+    _check(case, ctx, updates)
     with ops.fork_rng(ctx, reference.seed):
         base = _wrapped(case, ctx, reference)
         outcomes = [
@@ -176,16 +180,10 @@ def compare(
     )
 
 
-def _check(case: Case, plans: Mapping[str, Plan], ctx: DistContext, updates: int) -> None:
+def _check(case: Case, ctx: DistContext, updates: int) -> None:
     check_connected("quality.compare", ctx)
     if case.outputs not in _KINDS:
         raise PlanError(f"Case(outputs={case.outputs!r}): choose one of {', '.join(_KINDS)}.")
-    if not plans:
-        raise PlanError(
-            'quality.compare(plans={}): pass plans by name, such as {"bf16": fx.Plan(...)}.'
-        )
-    if updates < 0:
-        raise PlanError(f"quality.compare(updates={updates}): pass a number of updates.")
     if updates and (case.loss is None or case.optimizer is None):
         raise PlanError(
             f"quality.compare(updates={updates}): the case has no "
@@ -255,10 +253,16 @@ def _compare_outputs(case: Case, name: str, base: Wrapped, other: Wrapped) -> Co
 def _both(
     case: Case, batch: Any, base: Wrapped, other: Wrapped, sums: _Sums
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of both models; adds the errors of all modules to the sums."""
-    with _recorded(base.module) as seen:
+    """The outputs of both models; adds the errors of all modules to the sums, call by call."""
+    seen: dict[str, list[Tensor]] = {}
+
+    def compare(name: str, value: Tensor) -> None:
+        if seen.get(name):
+            _add_error(sums, name, seen[name].pop(0), value)
+
+    with _watched(base.module, lambda name, value: seen.setdefault(name, []).append(value.clone())):
         wanted = _outputs(case, base, batch)
-    with _compared(other.module, seen, sums):
+    with _watched(other.module, compare):
         got = _outputs(case, other, batch)
     _add_error(sums, _OUTPUTS, wanted, got)
     return wanted, got
@@ -288,12 +292,7 @@ def _over_ranks(sums: _Sums, ctx: DistContext) -> dict[str, LayerError]:
     errors: dict[str, LayerError] = {}
     for name, (noise, signal) in added.items():
         relative = math.sqrt(noise / signal) if noise and signal else math.inf if noise else 0.0
-        errors[name] = LayerError(
-            name=name,
-            relative=relative,
-            snr_db=-20 * math.log10(relative) if relative else math.inf,
-            largest=largest[name],
-        )
+        errors[name] = LayerError(name=name, relative=relative, largest=largest[name])
     return errors
 
 
@@ -317,33 +316,9 @@ def _losses(case: Case, ctx: DistContext, plan: Plan, updates: int) -> tuple[flo
 
 
 @contextmanager
-def _recorded(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect copies of the outputs of every submodule, one per call."""
-    seen: dict[str, list[Tensor]] = {}
-
-    def keep(name: str, value: Tensor) -> None:
-        seen.setdefault(name, []).append(value.clone())
-
-    with _watched(module, keep):
-        yield seen
-
-
-@contextmanager
-def _compared(module: nn.Module, seen: dict[str, list[Tensor]], sums: _Sums) -> Iterator[None]:
-    """Compare the outputs of submodules with those of the same names, call by call."""
-    calls: dict[str, int] = {}
-
-    def compare(name: str, value: Tensor) -> None:
-        call = calls[name] = calls.get(name, -1) + 1
-        if call < len(others := seen.get(name, [])):
-            _add_error(sums, name, others[call], value)
-
-    with _watched(module, compare):
-        yield
-
-
-@contextmanager
 def _watched(module: nn.Module, take: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call a function with name and output of every submodule that is called."""
+
     def hook(name: str) -> Callable[..., None]:
         def run(part: nn.Module, inputs: Any, output: Any) -> None:
             leaves, _ = _tree.flatten(output)

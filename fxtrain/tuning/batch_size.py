@@ -1,6 +1,5 @@
 """The largest batch size that fits, and the one from which on more rows add little."""
 
-import inspect
 import math
 import traceback
 from collections.abc import Callable, Iterator
@@ -83,7 +82,6 @@ def find_batch_size(
     """
     check_connected("find_batch_size", ctx)
     _check("find_batch_size", start, shrink)
-    _check_takes("find_batch_size", trial, "trial(size, plan)")
     plan = plan_for("find_batch_size", ctx, plan)
     for size, candidate in _candidates(start, plan, shrink):
         if _fits(ctx, trial, size, candidate):
@@ -139,7 +137,6 @@ def predict_batch_size(
         (16, 4)
     """
     _check("predict_batch_size", start, shrink)
-    _check_takes("predict_batch_size", train, "train(ctx, size, plan)")
     plan = Plan() if plan is None else plan
     if isinstance(plan.strategy, DeepSpeed):
         data = read_config(plan.strategy)
@@ -170,25 +167,6 @@ def _check(call: str, start: Any, shrink: Any) -> None:
             f"{call}(start={shown(start)}, shrink={shown(shrink)}): start is the largest "
             f"batch size, 1 or more, and shrink is between 0 and 1, such as 0.5."
         )
-
-
-def _check_takes(call: str, function: Any, example: str) -> None:
-    """Refuse a function that cannot be called with these arguments, before any size is tried."""
-    if not callable(function):
-        raise PlanError(f"{call} takes a function such as {example}, found {shown(function)}.")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of C: its first call tells
-        return
-    try:
-        signature.bind(*range(example.count(",") + 1))
-    except TypeError:
-        name = getattr(function, "__name__", type(function).__name__)
-        raise PlanError(
-            f"{call} calls its function as {example}, but {name}{signature} does not take these "
-            f"arguments. The plan has the accumulate that belongs to the size: pass it to fx.wrap "
-            f"and fx.shard."
-        ) from None
 
 
 def _candidates(start: int, plan: Plan, shrink: float) -> Iterator[tuple[int, Plan]]:
@@ -294,10 +272,10 @@ class NoiseScale:
             Reads norms that are tensors, which waits for the device.
 
         Raises:
-            PlanError: a norm is no number, or `large` does not have more rows than `small`.
+            PlanError: `large` does not have more rows than `small`.
         """
-        (few, b), (many, rows) = _pair("small", small), _pair("large", large)
-        if not b < rows:
+        few, b, many, rows = map(float, (*small, *large))
+        if not 0 < b < rows:
             raise PlanError(
                 f"NoiseScale.update: small has {b:g} rows, and large {rows:g}. Use a gradient of "
                 f"fewer rows, such as one micro-batch of several or one rank's."
@@ -318,17 +296,3 @@ class NoiseScale:
     def value(self) -> float | None:
         """The noise scale in rows; None while there is no positive estimate of ‖G‖²."""
         return max(self.noise, 0.0) / self.signal if self.signal > 0 else None
-
-
-def _pair(name: str, pair: Any) -> tuple[float, float]:
-    try:
-        norm, rows = pair
-        values = [value.item() if isinstance(value, Tensor) else value for value in (norm, rows)]
-        if all(isinstance(value, int | float) for value in values) and values[1] > 0:
-            return float(values[0]), float(values[1])
-    except (TypeError, ValueError, RuntimeError):
-        pass
-    raise PlanError(
-        f"NoiseScale.update({name}={shown(pair)}): pass the norm of a gradient and the number of "
-        f"its rows. report.grad_norm is a number where Plan(clip_norm=...) is set."
-    )

@@ -43,13 +43,6 @@ class RateCurve:
     rates: tuple[float, ...]
     losses: tuple[float, ...]
 
-    def __attrs_post_init__(self) -> None:
-        if len(self.rates) != len(self.losses):
-            raise PlanError(
-                f"RateCurve has {len(self.rates)} rates and {len(self.losses)} losses. Pass a loss "
-                f"for each rate."
-            )
-
     @property
     def smoothed(self) -> tuple[float, ...]:
         """Means over a twentieth of the curve on each side, which shift nothing along it."""
@@ -133,26 +126,19 @@ def find_lr(
         (True, 0.1)
     """
     check_connected("find_lr", ctx)
-    _check(fns, loader, start, stop, updates, diverged)
+    _check(fns, start, stop, updates, diverged)
     rates = tuple(start * (stop / start) ** (n / (updates - 1)) for n in range(updates))
     with kept_state(ctx, fns.model):
         losses = _losses(ctx, fns, loader, rates, diverged)
     return RateCurve(rates=rates[: len(losses)], losses=losses)
 
 
-def _check(
-    fns: StepFns, loader: Sharded, start: float, stop: float, updates: int, diverged: float
-) -> None:
+def _check(fns: StepFns, start: float, stop: float, updates: int, diverged: float) -> None:
     if type(updates) is not int or updates < 2 or not 0 < start < stop or not diverged > 1:
         raise PlanError(
             f"find_lr(start={shown(start)}, stop={shown(stop)}, updates={shown(updates)}, "
             f"diverged={shown(diverged)}): rates grow from start, above 0, to stop, in 2 or more "
             f"updates, and diverged is above 1."
-        )
-    if not isinstance(loader, Sharded):
-        raise PlanError(
-            f"find_lr takes a loader from fx.shard, found {type(loader).__name__}. Use loader = "
-            f"fx.shard(torch_loader, ctx, plan)."
         )
     placed = fns.model.strategy.weights(fns.model).values()
     if fns.model.ctx.mesh.pipeline > 1 or any(weight.together or weight.place for weight in placed):

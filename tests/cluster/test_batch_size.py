@@ -190,19 +190,3 @@ def test_the_allocator_of_this_torch_is_recognised():
 def test_wrong_arguments_are_named(how):
     with pytest.raises(fx.PlanError, match="find_batch_size"):
         fx.tuning.find_batch_size(fx.DistContext(), print, **how)
-
-
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (lambda size: None, "calls its function as trial(size, plan), but <lambda>(size) does not"),
-        (lambda: None, "<lambda>() does not take these arguments"),
-        (3, "takes a function such as trial(size, plan), found 3"),
-    ],
-)
-def test_a_function_with_other_arguments_is_refused_before_the_first_size(function, words):
-    with fx.detect(env={}, device="cpu") as ctx, pytest.raises(fx.PlanError) as error:
-        fx.tuning.find_batch_size(ctx, function, 8)
-    assert words in str(error.value)
-    with pytest.raises(fx.PlanError, match=r"train\(ctx, size, plan\)"):
-        fx.tuning.predict_batch_size(lambda ctx, size: None, 8, world=2, device_memory="1GB")

@@ -142,14 +142,11 @@ def test_the_case_says_what_to_compare(ctx):
         ({"outputs": "best"}, {}, "choose one of values, logits, embeddings"),
         ({"loss": None}, {"updates": 1}, "has no loss"),
         ({"optimizer": None}, {"updates": 1}, "has no optimizer"),
-        ({}, {"updates": -1}, "a number of updates"),
-        ({}, {"plans": {}}, "pass plans by name"),
     ],
 )
 def test_what_cannot_be_compared(ctx, change, more, words):
-    plans = more.get("plans", BF16)
     with pytest.raises(fx.PlanError, match=words):
-        fx.quality.compare(attrs.evolve(CASE, **change), plans, ctx, updates=more.get("updates", 0))
+        fx.quality.compare(attrs.evolve(CASE, **change), BF16, ctx, **more)
 
 
 def test_no_batch_is_an_error(ctx):
