@@ -9,7 +9,6 @@ all-gather, once the headers agree.
 """
 
 import collections
-import ctypes
 import hashlib
 import threading
 import time
@@ -56,18 +55,18 @@ class Exchange:
         digest: Of the call.
         payload: This rank's, uint8, 1-D, on the CPU.
         site: Where the call is made; None to find it when it is needed.
-        packets: The all-gather of packets.
-        rows: Every rank's payload, uint8, (ranks, the longest), if one does not fit in a packet.
-        payloads: The all-gather that fills `rows`.
+        packets: Every rank's packet, uint8, (ranks, bytes).
+        works: The all-gather of packets, and that of payloads if one does not fit in a packet.
+        rows: Every rank's payload, uint8, (ranks, the longest).
     """
 
     call: Call
     digest: bytes
     payload: Tensor
     site: CallSite | None
-    packets: dist.Work | None = None
+    packets: Tensor
+    works: list[dist.Work] = attrs.field(factory=list)
     rows: Tensor | None = None
-    payloads: dist.Work | None = None
 
 
 @attrs.define(eq=False)
@@ -84,8 +83,6 @@ class CallState:
         verified: Digests of calls on which all ranks agreed.
         in_flight: The exchange that has not completed: that of the last device collective, whose
             comparison is deferred, or one that an interrupt left.
-        packet: This rank's packet, uint8, (bytes).
-        packets: Every rank's packet, uint8, (ranks, bytes), valid until the next call.
         in_main_first: Whether this rank is inside a block of `ops.main_first`.
     """
 
@@ -97,8 +94,6 @@ class CallState:
     )
     verified: set[bytes] = attrs.field(factory=set)
     in_flight: Exchange | None = None
-    packet: Tensor | None = attrs.field(default=None, repr=False)
-    packets: Tensor | None = attrs.field(default=None, repr=False)
     in_main_first: bool = False
 
 
@@ -149,9 +144,7 @@ def exchange_rows(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor
         return payload.repeat(ctx.world_size, 1), sizes
     if exchange.rows is not None:
         return exchange.rows, sizes
-    packets = ctx.comm.slot(CallState).packets
-    assert packets is not None
-    return packets[:, HEADER : HEADER + max(sizes)].clone(), sizes
+    return exchange.packets[:, HEADER : HEADER + max(sizes)], sizes
 
 
 def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
@@ -249,26 +242,21 @@ def _start(
 ) -> Exchange:
     """Send this rank's packet."""
     settle(ctx)
-    state = ctx.comm.slot(CallState)
-    if state.packet is None or state.packets is None:
-        size = HEADER + capacity(ctx.world_size)
-        # Later calls use them too, so they are made outside any dispatch mode or traffic count.
-        with _disable_current_modes(), torch.inference_mode(mode=False):
-            state.packet = torch.zeros(size, dtype=torch.uint8, device="cpu")
-            state.packets = torch.zeros((ctx.world_size, size), dtype=torch.uint8, device="cpu")
+    state, room = ctx.comm.slot(CallState), capacity(ctx.world_size)
     state.count += 1
     state.recent.append((state.count, call, time.time_ns()))
     size = payload.numel()
     pace = ctx.comm.state.slots.get(Pace)
     micros = 0 if pace is None else pace.micros
     header = digest + size.to_bytes(8, "little") + micros.to_bytes(8, "little")
-    # As raw memory: torch's views cost 60 us per call.
-    ctypes.memmove(state.packet.data_ptr(), header, HEADER)
-    if 0 < size <= capacity(ctx.world_size):
-        state.packet[HEADER : HEADER + size] = payload
-    exchange = state.in_flight = Exchange(call, digest, payload, site)
+    with _disable_current_modes():  # its values are read, also in a dry run
+        packet = torch.frombuffer(bytearray(header).ljust(HEADER + room), dtype=torch.uint8)
+        packets = packet.repeat(ctx.world_size, 1)
+    if 0 < size <= room:
+        packet[HEADER : HEADER + size] = payload
+    exchange = state.in_flight = Exchange(call, digest, payload, site, packets)
     with rank_loss_guard(ctx, call, site):
-        exchange.packets = _all_gather(ctx, state.packets, state.packet)
+        exchange.works.append(_all_gather(ctx, packets, packet))
     return exchange
 
 
@@ -281,27 +269,23 @@ def _complete(ctx: DistContext, exchange: Exchange) -> list[int]:
         By rank, the bytes of its payload.
     """
     state, until = ctx.comm.slot(CallState), time.monotonic() + ctx.comm.timeout_s
-    assert exchange.packets and state.packet is not None and state.packets is not None
     # Messages are not recorded, so this is what a trace shows of an exchange.
     with (
         rank_loss_guard(ctx, exchange.call, exchange.site),
         _TORCH._profiler._RecordFunctionFast("fxtrain::exchange"),
     ):
-        exchange.packets.wait(_remaining(until))
-        if ctx.comm.simulated:  # every rank sends what this rank does
-            with _disable_current_modes():
-                state.packets[:] = state.packet
-        headers = _headers(state.packets)
+        exchange.works[0].wait(_remaining(until))
+        headers = _headers(exchange.packets)
         sizes = [int.from_bytes(header[16:24], "little") for header in headers]
         differ = ctx.comm.checks and any([header[:16] != exchange.digest for header in headers])
         if not differ and max(sizes) > capacity(len(sizes)):
-            if exchange.payloads is None:
+            if len(exchange.works) == 1:
                 payload = exchange.payload
                 exchange.rows = payload.new_empty((len(sizes), max(sizes)))
                 if gap := max(sizes) - payload.numel():
                     payload = torch.cat([payload, payload.new_empty(gap)])
-                exchange.payloads = _all_gather(ctx, exchange.rows, payload)
-            exchange.payloads.wait(_remaining(until))
+                exchange.works.append(_all_gather(ctx, exchange.rows, payload))
+            exchange.works[-1].wait(_remaining(until))
     state.in_flight = None
     state.completed = state.count
     pace = ctx.comm.state.slots.get(Pace)
@@ -315,9 +299,8 @@ def _complete(ctx: DistContext, exchange: Exchange) -> list[int]:
 
 
 def _headers(packets: Tensor) -> list[bytes]:
-    # As raw memory: torch's views cost 60 us per call.
-    start, step = packets.data_ptr(), packets.stride(0)
-    return [ctypes.string_at(start + row * step, HEADER) for row in range(len(packets))]
+    with _disable_current_modes():
+        return [bytes(header) for header in packets[:, :HEADER].tolist()]
 
 
 def _remaining(until: float) -> timedelta:
