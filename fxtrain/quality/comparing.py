@@ -64,11 +64,13 @@ class LayerError:
     name: str
     relative: float
     largest: float
-    snr_db: float = attrs.field(init=False)
+    snr_db: float = attrs.field(
+        init=False, default=attrs.Factory(lambda layer: _decibels(layer.relative), takes_self=True)
+    )
 
-    @snr_db.default
-    def _snr_db(self) -> float:
-        return -20 * math.log10(self.relative) if self.relative else math.inf
+
+def _decibels(relative: float) -> float:
+    return -20 * math.log10(relative) if relative else math.inf
 
 
 @attrs.frozen(kw_only=True)
