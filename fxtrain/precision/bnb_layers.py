@@ -52,8 +52,7 @@ def state_of4(part: Any) -> Any:
     Moving a module in a dry run replaces parameters without their attributes.
     """
     state = getattr(part._parameters.get("weight"), "quant_state", None)
-    state = getattr(part, "quant_state", None) if state is None else state
-    return getattr(state, "exact", state)
+    return getattr(part, "quant_state", None) if state is None else state
 
 
 def _owns4(part: nn.Module) -> bool:
@@ -129,13 +128,7 @@ def _of_state(state: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def _is_ours(part: Any) -> bool:
-    return type(part).__module__ == "fxtrain.precision.bnb_modules"
-
-
 def _tensors4(part: Any) -> dict[str, Tensor]:
-    if _is_ours(part):
-        part.restore_layout()
     weight: Any = part.weight
     state = state_of4(part)
     if getattr(state, "packing_format_for_cpu", False):
@@ -247,8 +240,7 @@ def _build4(
 
 
 def _keep_layout4(part: Any) -> None:
-    if _is_ours(part):
-        part.keep_layout()
+    part.keeps_copy = False  # of the library's own layers, which have no copy
 
 
 def _split4(part: Any, device: torch.device) -> None:

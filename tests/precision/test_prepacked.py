@@ -16,7 +16,6 @@ bnb = pytest.importorskip("bitsandbytes", reason="needs fxtrain[quant]")
 prepacked = pytest.importorskip("fxtrain.precision.bnb_modules")
 
 X = torch.randn(7, 128, generator=torch.Generator().manual_seed(1))
-SHAPES = [(32, 64), (96, 128), (512, 192)]
 FORMATS = pytest.mark.parametrize("form", ["nf4", "fp4"])
 needs_kernel = pytest.mark.skipif(
     not bnb.functional.has_avx512bf16(), reason="a CPU without AVX512-BF16"
@@ -27,10 +26,12 @@ def _emulated(x, weight, quant_state, bias=None):
     """The kernel's product, on CPUs that lack it: scales in bf16, sums in fp32."""
     if not getattr(quant_state, "packing_format_for_cpu", False):
         return _LIBRARY(x, weight, quant_state=quant_state, bias=bias)
-    exact = copy.copy(quant_state.exact)
-    exact.absmax, exact.state2, exact.nested = quant_state.absmax.T.reshape(-1).float(), None, False
-    exact.dtype = torch.float32
-    values = bnb.functional.dequantize_4bit(prepacked._unpack(weight, exact), exact)
+    packed = copy.copy(quant_state)
+    packed.original_dtype, packed.original_nested = torch.float32, False
+    packed.original_qshape = (weight.numel(), 1)
+    exact, state = bnb.functional._convert_weight_packed_for_cpu_inverse(weight, packed)
+    state.dtype = torch.float32
+    values = bnb.functional.dequantize_4bit(exact, state)
     found = (x.float() @ values.T).to(x.dtype)
     return found if bias is None else found + bias
 
@@ -61,9 +62,8 @@ def _same(one, other):
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def _packed(net):
-    weights = [part._parameters["weight"] for part in net if isinstance(part, nn.Linear)]
-    return [hasattr(one.quant_state, "exact") for one in weights]
+def _copied(net):
+    return [part._copy is not None for part in net if isinstance(part, nn.Linear)]
 
 
 def _evaluated(net, x=X):
@@ -72,21 +72,17 @@ def _evaluated(net, x=X):
 
 
 @FORMATS
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(32, 64), (96, 128), (512, 192)])
 @pytest.mark.parametrize("double", [True, False])
-def test_the_layout_is_that_of_the_library_and_is_undone_bit_for_bit(form, shape, double):
+def test_the_layout_is_that_of_the_library(form, shape, double):
     weight, exact = bnb.functional.quantize_4bit(
         torch.randn(shape), blocksize=64, compress_statistics=double, quant_type=form
     )
-    wanted, state = bnb.functional._convert_weight_packed_for_cpu(
-        weight.clone(), copy.deepcopy(exact)
-    )
-    packed, found = prepacked._pack(weight, exact), prepacked._kernel_state(exact)
-    assert torch.equal(packed.view(wanted.shape), wanted)
-    assert torch.equal(found.absmax, state.absmax) and found.absmax.dtype == torch.bfloat16
-    assert torch.equal(prepacked._unpack(packed, exact), weight)
+    packed, state = prepacked.pack_for_cpu(weight, exact)
     words = weight.view(-1).view(torch.int16)  # files may hold bytes in a wider dtype
-    assert torch.equal(prepacked._unpack(prepacked._pack(words, exact), exact), words)
+    assert torch.equal(prepacked.pack_for_cpu(words, exact)[0], packed)
+    wanted, library = bnb.functional._convert_weight_packed_for_cpu(weight, copy.copy(exact))
+    assert torch.equal(packed, wanted) and torch.equal(state.absmax, library.absmax)
 
 
 @needs_kernel
@@ -108,52 +104,50 @@ def test_no_bit_is_lost(form):
     before, trained = _bytes(net), net.train()(X)
     with torch.inference_mode():
         found = net.eval()(X)
-    assert _packed(net) == [True, True, False]  # 10 rows are not a block of the kernel
+    assert _copied(net) == [True, True, False]  # 10 rows are not a block of the kernel
     assert not torch.equal(found, trained)
     assert (found - trained).norm() < 0.02 * trained.norm()
     _same(_bytes(net), before)
-    assert _packed(net) == [False] * 3
     assert torch.equal(_evaluated(net), found)
-    assert torch.equal(net.train()(X), trained) and _packed(net) == [False] * 3
+    assert torch.equal(net.train()(X), trained) and _copied(net) == [False] * 3
     x = X.clone().requires_grad_()
     net.eval()(x).sum().backward()
     assert x.grad is not None and x.grad.abs().sum() > 0
     assert torch.equal(_evaluated(net), found)
 
 
-def test_copies_and_files_hold_the_same(tmp_path):
+def test_models_and_files_that_are_copied_hold_the_same(tmp_path):
     net = _net()
     before, found = _bytes(net), _evaluated(net)
-    copied = copy.deepcopy(net)
     pickled = io.BytesIO()
     torch.save(net, pickled)
     pickled.seek(0)
-    loaded = torch.load(pickled, weights_only=False)
-    for other in (copied, loaded):
-        assert _packed(other) == [True, True, False]
+    for other in (copy.deepcopy(net), torch.load(pickled, weights_only=False)):
+        assert _copied(other) == [False] * 3
         assert torch.equal(_evaluated(other), found)
         _same(_bytes(other), before)
-    _evaluated(net)
     fx.export(net, tmp_path)
     plain = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 64), nn.Linear(64, 10))
     fx.load_model(tmp_path, plain)
     _same(_bytes(plain), before)
-    for _ in range(2):
-        _same(net.state_dict(), _net().state_dict())
-        _evaluated(net)
-    _evaluated(net)
+    _same(net.state_dict(), _net().state_dict())
     net.float()
     _same(_bytes(net), before)
+    assert _copied(net) == [False] * 3
 
 
-def test_a_copy_on_a_cpu_without_the_kernel_is_restored(monkeypatch):
-    net = _net()
-    plain, before = net.train()(X), _bytes(net)
-    _evaluated(net.eval())
-    monkeypatch.setattr(prepacked, "_HAS_KERNEL", False)
-    assert torch.equal(_evaluated(net), plain)
-    assert _packed(net) == [False] * 3
-    _same(_bytes(net), before)
+def test_a_weight_that_changes_is_copied_again():
+    net, other = _net(), _net()
+    found = _evaluated(net)
+    quantize = bnb.functional.quantize_4bit
+    packed, _ = quantize(torch.randn(192, 128), blocksize=64, quant_type="nf4")
+    with torch.no_grad():
+        for part in (net[0], other[0]):
+            part.weight.copy_(packed)
+    assert not torch.equal(_evaluated(net), found)
+    assert torch.equal(_evaluated(net), _evaluated(other))
+    net[0].weight = _net()[0].weight
+    assert torch.equal(_evaluated(net), found)
 
 
 def test_wrapping_after_an_evaluation_keeps_the_kernel():
@@ -163,38 +157,25 @@ def test_wrapping_after_an_evaluation_keeps_the_kernel():
         with fx.detect(env={}, device="cpu") as ctx:
             model = fx.wrap(net, ctx, fx.Plan(quantize=fx.Bnb4(head=True, double_quant=double)))
             assert torch.equal(_evaluated(model), found)
-        assert _packed(net) == [True, True, False]
+        assert _copied(net) == [True, True, False]
         _same(_bytes(net), before)
-
-
-def test_a_weight_that_is_read_is_that_of_files():
-    net = _net()
-    found = _evaluated(net)
-    held, state = net[0].weight.data, net[0].weight.quant_state
-    values = bnb.functional.dequantize_4bit(held, state)
-    assert torch.equal(values, bnb.functional.dequantize_4bit(held, _net()[0].weight.quant_state))
-    for _ in range(2):
-        assert torch.equal(_evaluated(net), found)
-        assert _packed(net) == [False, True, False]
-    with pytest.raises(AttributeError, match="weight"):
-        del net[0].weight
-        _ = net[0].weight
 
 
 def test_a_layer_whose_memory_a_strategy_replaces_computes_the_same():
     net = _net()
     found = _evaluated(net)
+    net.train().eval()
     for part in (net[0], net[2]):
-        part.keep_layout()
+        part.keeps_copy = False
     assert torch.equal(_evaluated(net), found)
-    assert _packed(net) == [False] * 3
+    assert _copied(net) == [False] * 3
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16", None])
 def test_other_formats_of_products_are_not_rounded_to_bf16(compute):
     net = _net(compute=compute)
     assert torch.equal(_evaluated(net), net.train()(X))
-    assert _packed(net) == [False] * 3
+    assert _copied(net) == [False] * 3
 
 
 def test_inputs_of_any_form():
@@ -228,14 +209,11 @@ def test_threads_evaluate_one_model():
     assert not wrong
 
 
-@needs_kernel
-def test_compiled_graphs_read_either_layout():
+def test_a_compiled_graph_reads_the_weight_as_it_is():
     net = _net()
     compiled = torch.compile(net, backend="eager", fullgraph=True)
     plain = net.train()(X)
-    assert torch.equal(_evaluated(compiled.eval()), plain)  # packed by no evaluation yet
-    found = _evaluated(net)
-    assert torch.equal(_evaluated(compiled), found)
-    assert torch.equal(net.eval()(X), plain)
+    _evaluated(net.eval())
+    assert torch.equal(_evaluated(compiled), plain)
     net.train()
     assert torch.equal(compiled(X), plain)
