@@ -42,21 +42,15 @@ def decode(data: Any, read: _Read, depth: int = 0) -> Any:
         return data
     if "$" not in data:
         return {key: decode(item, read, depth + 1) for key, item in data.items()}
-    kind = data["$"] if isinstance(data["$"], str) else type(data["$"]).__name__
-    if kind not in _READERS:
-        raise CheckpointError(
-            f"A value in the manifest has an unknown type {kind[:80]!r}.", code="FX602"
-        )
-    keys, reader = _READERS[kind]
+    fields = {name: value for name, value in data.items() if name != "$"}
     try:
-        if data.keys() != {"$", *keys}:
-            raise KeyError(f"expected the keys {', '.join(keys)}, found {', '.join(data)[:200]}")
-        return reader(data, read, depth + 1)
+        return _READERS[data["$"]](lambda item: decode(item, read, depth + 1), read, **fields)
     except CheckpointError:
         raise
-    except (LookupError, ValueError, TypeError, RuntimeError) as error:
+    except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise CheckpointError(
-            f"A value of type {kind!r} in the manifest is malformed: {str(error)[:500]}.",
+            f"A value of type {str(data['$'])[:80]!r} in the manifest is unknown or malformed: "
+            f"{type(error).__name__}: {str(error)[:500]}.",
             code="FX602",
         ) from error
 
@@ -162,47 +156,22 @@ def _encode_mapping(
     return {"$": "dict", "items": items}
 
 
-def _numpy(data: dict[str, Any], read: _Read, depth: int) -> Any:
-    array = _tensor(data, read, depth).numpy()
-    if type(data["scalar"]) is not bool or (data["scalar"] and array.ndim):
+def _numpy(read: _Read, name: str, scalar: Any) -> Any:
+    array = read(name).numpy()
+    if type(scalar) is not bool or (scalar and array.ndim):
         raise ValueError(f"an array of shape {array.shape} is not a scalar")
-    return array[()] if data["scalar"] else array
+    return array[()] if scalar else array
 
 
-def _tensor(data: dict[str, Any], read: _Read, depth: int) -> Tensor:
-    if not isinstance(data["name"], str):
-        raise TypeError("the name is not a string")
-    return read(data["name"])
-
-
-def _items(data: dict[str, Any], read: _Read, depth: int) -> list[Any]:
-    if not isinstance(data["items"], list):
-        raise TypeError("the items are not a list")
-    return [decode(item, read, depth) for item in data["items"]]
-
-
-def _dict(data: dict[str, Any], read: _Read, depth: int) -> dict[Any, Any]:
-    pairs = data["items"]
-    if not isinstance(pairs, list) or not all(type(pair) is list for pair in pairs):
-        raise TypeError("the items are not a list of lists")
-    return {decode(key, read, depth): decode(value, read, depth) for key, value in pairs}
-
-
-def _device(data: dict[str, Any], *_: Any) -> torch.device:
-    if not isinstance(data["value"], str):
-        raise TypeError("the device is not a string")
-    return torch.device(data["value"])
-
-
-# By type tag: the keys of the object, and the function that builds the value.
-_READERS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any], _Read, int], Any]]] = {
-    "tensor": (("name",), _tensor),
-    "numpy": (("name", "scalar"), _numpy),
-    "float": (("value",), lambda data, *_: _WORDS[data["value"]]),
-    "dtype": (("value",), lambda data, *_: _DTYPES[data["value"]]),
-    "device": (("value",), _device),
-    "bytes": (("value",), lambda data, *_: base64.b64decode(data["value"], validate=True)),
-    "tuple": (("items",), lambda *args: tuple(_items(*args))),
-    "set": (("items",), lambda *args: set(_items(*args))),
-    "dict": (("items",), _dict),
+# By type tag: (decode an item, read a tensor, the fields of the object) → the value.
+_READERS: Mapping[str, Callable[..., Any]] = {
+    "tensor": lambda inner, read, name: read(name),
+    "numpy": lambda inner, read, name, scalar: _numpy(read, name, scalar),
+    "float": lambda inner, read, value: _WORDS[value],
+    "dtype": lambda inner, read, value: _DTYPES[value],
+    "device": lambda inner, read, value: torch.device(str(value)),
+    "bytes": lambda inner, read, value: base64.b64decode(value, validate=True),
+    "tuple": lambda inner, read, items: tuple(map(inner, items)),
+    "set": lambda inner, read, items: set(map(inner, items)),
+    "dict": lambda inner, read, items: {inner(key): inner(value) for key, value in items},
 }

@@ -133,7 +133,7 @@ class Reader:
         """Fill a tensor with bytes of a part from `begin` on, and verify each chunk they touch."""
         if part.file not in self.files:
             self.files[part.file] = self.stack.enter_context(self.storage.open(part.file))
-            header_of(self.files[part.file], part.file, self.manifest.files[part.file])
+            check_header(self.files[part.file], part.file, self.manifest.files[part.file])
         read, into = self.files[part.file], memory_of(goal)
         size = math.prod(part.shape) * goal.element_size()
         end = begin + len(into)
@@ -169,8 +169,8 @@ def open_reader(storage: Storage, manifest: Manifest) -> Iterator[Reader]:
         yield reader
 
 
-def header_of(read: Any, name: str, file: DataFile) -> bytes:
-    """The header of a data file.
+def check_header(read: Any, name: str, file: DataFile) -> None:
+    """Compare the header of a data file with its digest.
 
     Raises:
         CheckpointError: it is not as written.
@@ -179,7 +179,6 @@ def header_of(read: Any, name: str, file: DataFile) -> bytes:
     read(0, memoryview(header))
     if digest_of(header) != file.digest:
         raise CheckpointError(f"The header of {name} was changed.", code="FX602")
-    return bytes(header)
 
 
 def files_of(storage: Storage) -> dict[str, int]:

@@ -17,15 +17,10 @@ from fxtrain.checkpoint.manifest import (
     StoredTensor,
     digest_of,
 )
-from fxtrain.checkpoint.reading import file_problems, files_of, header_of, open_reader
+from fxtrain.checkpoint.reading import check_header, file_problems, files_of, open_reader
 from fxtrain.checkpoint.storage import MANIFEST, Storage, UnreadableError, open_storage
 from fxtrain.errors import CheckpointError
-from fxtrain.models.tensor_bytes import STORED_DTYPES
 from fxtrain.state import Position, unstructure
-from fxtrain.state.parsing import parse_json
-
-# Exceptions that parsing an invalid safetensors header may raise.
-_MALFORMED = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
 
 
 @attrs.frozen(kw_only=True)
@@ -98,8 +93,7 @@ def _changes(storage: Storage, manifest: Manifest) -> Iterator[str]:
     for file, parts in by_file.items():
         with storage.open(file) as read:
             try:
-                header = header_of(read, file, manifest.files[file])
-                yield from _header_problems(file, header, parts)
+                check_header(read, file, manifest.files[file])
             except UnreadableError:
                 raise
             except CheckpointError as error:
@@ -111,28 +105,6 @@ def _changes(storage: Storage, manifest: Manifest) -> Iterator[str]:
                     if digest_of(chunk) != part.digests[low // CHUNK]:
                         end = first + len(chunk)
                         yield f"  {name} was changed in {file}, bytes {first} to {end}"
-
-
-def _header_problems(
-    file: str, header: bytes, parts: list[tuple[str, StoredTensor, StoredBox]]
-) -> Iterator[str]:
-    """Differences between the manifest and the safetensors header, which other tools read."""
-    try:
-        spans = {
-            (*map(int, value["data_offsets"]), str(value["dtype"]))
-            for key, value in parse_json(header[8:]).items()
-            if key != "__metadata__"
-        }
-    except _MALFORMED as error:
-        yield f"  the header of {file} is not a safetensors header: {str(error)[:200]}"
-        return
-    if int.from_bytes(header[:8], "little") != len(header) - 8:
-        yield f"  the header of {file} differs in length from its length field"
-    for name, entry, part in parts:
-        begin = part.offset - len(header)
-        size = math.prod(part.shape) * entry.itemsize
-        if (begin, begin + size, STORED_DTYPES[entry.dtype]) not in spans:
-            yield f"  {name} is not at the offset given by the header of {file}"
 
 
 @attrs.frozen(kw_only=True)
