@@ -11,8 +11,9 @@ from fxtrain.interop.accelerate_rules import (
     FP8,
     RULES,
     Facts,
-    KeyOutcome,
+    Sets,
     degree,
+    outcome_of,
     truth,
     whole,
 )
@@ -113,11 +114,11 @@ def translate(data: Any) -> Converted:
         unset = value in (None, "", [], {}) or (section == "dynamo" and not compiles)
         if unset or key == "distributed_type":
             continue
-        outcome = _apply(section, key, facts, problems)
-        for path, result in outcome.sets.items():
+        sets, note = _apply(section, key, facts, problems)
+        for path, result in sets.items():
             sections = _added(sections, path, result)
-        if outcome.note:
-            notes.append(Note(key=key, value=value, text=outcome.note))
+        if note:
+            notes.append(Note(key=key, value=value, text=note))
     if problems:
         raise PlanError("\n".join(problems))
     if kind == "MEGATRON_LM":
@@ -136,17 +137,15 @@ def _facts(data: Any) -> tuple[dict[str, Any], str]:
     return facts, kind
 
 
-def _apply(section: str, key: str, facts: Facts, problems: list[str]) -> KeyOutcome:
+def _apply(section: str, key: str, facts: Facts, problems: list[str]) -> tuple[Sets, str]:
     kind = facts["distributed_type"]
     if section in _ONLY and kind != _ONLY[section]:
-        return KeyOutcome(note=f"not used under {kind}")
-    if key not in RULES:
-        return KeyOutcome(note=_ALSO.get(section, "unknown key"))
+        return {}, f"not used under {kind}"
     try:
-        return RULES[key](facts[key], facts)
+        return outcome_of(RULES.get(key, _ALSO.get(section, "unknown key")), facts[key], facts)
     except (ValueError, TypeError, OverflowError) as error:
         problems.append(f"{key}: {error}")
-        return KeyOutcome()
+        return {}, ""
 
 
 def _flat(data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

@@ -8,11 +8,14 @@ their sections set.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import attrs
-
 from fxtrain._record import shown
 
 Facts = Mapping[str, Any]
+Sets = Mapping[str, Any]  # values by path in the launch file
+Outcome = Sets | str | tuple[Sets, str]  # what a key sets, or a note on it, or both
+_Function = Callable[[Any, Facts], Outcome]  # of the value and of all keys
+# A note; a path and what converts the value for it; or a function.
+Rule = str | tuple[str, Callable[[Any], Any]] | _Function
 _S = "plan.strategy"
 _O = "launch.options"
 _RECIPE = "plan.precision.recipe"
@@ -29,22 +32,6 @@ IPEX = (
     "IPEX is archived and fails with current torch. Use torch itself: its CPU and XPU backends, "
     "plan.precision = 'bf16' and plan.compile"
 )
-
-
-@attrs.frozen(kw_only=True)
-class KeyOutcome:
-    """The conversion of one key.
-
-    Attributes:
-        sets: Values by path in the launch file.
-        note: What could not be converted, as text; empty if everything was.
-    """
-
-    sets: Mapping[str, Any] = attrs.field(factory=dict)
-    note: str = ""
-
-
-Rule = Callable[[Any, Facts], KeyOutcome]
 
 
 def whole(value: Any) -> int:
@@ -82,72 +69,60 @@ def words(value: Any) -> list[str]:
     return [text(entry).strip() for entry in entries if str(entry).strip()]
 
 
-def of(path: str, kind: Callable[[Any], Any] = text, note: str = "") -> Rule:
-    """A rule that sets a path to the value."""
-    return lambda value, _: KeyOutcome(sets={path: kind(value)}, note=note)
+def when(sets: Sets | str, otherwise: str = "") -> _Function:
+    """A rule for a boolean: what it sets, or a note, if true; a note if false."""
+    return lambda value, _: sets if truth(value) else otherwise
 
 
-def none(note: str) -> Rule:
-    """A rule for a key without counterpart."""
-    return lambda value, _: KeyOutcome(note=note)
-
-
-def when(sets: Mapping[str, Any], note: str = "", otherwise: str = "") -> Rule:
-    """A rule for a boolean: values to set if true, and notes for true and false."""
-
-    def rule(value: Any, _: Facts) -> KeyOutcome:
-        yes = truth(value)
-        return KeyOutcome(sets=sets if yes else {}, note=note if yes else otherwise)
-
-    return rule
-
-
-def among(known: Mapping[str, KeyOutcome], unknown: str) -> Rule:
+def among(known: Mapping[str, Outcome], unknown: str) -> _Function:
     """A rule for one of several words, case-insensitive."""
-
-    def rule(value: Any, _: Facts) -> KeyOutcome:
-        return known.get(text(value).upper(), KeyOutcome(note=unknown))
-
-    return rule
+    return lambda value, _: known.get(text(value).upper(), unknown)
 
 
-def several(value: Any) -> bool:
-    """Whether a count is greater than one."""
-    return whole(value) > 1
-
-
-def sized(axis: str, also: Mapping[str, Any] | None = None) -> Rule:
+def sized(axis: str, also: Sets | None = None) -> Rule:
     """A rule for the size of a mesh axis, with what uses the axis in a plan."""
-    return lambda value, _: KeyOutcome(
-        sets={f"plan.mesh.{axis}": whole(value), **(also or {})} if several(value) else {}
+    return lambda value, _: (
+        {f"plan.mesh.{axis}": whole(value), **(also or {})} if whole(value) > 1 else {}
     )
 
 
-def _ranks(total: int, facts: Facts) -> KeyOutcome:
-    nodes = max(1, whole(facts.get("num_machines") or 1))
+def outcome_of(rule: Rule, value: Any, facts: Facts) -> tuple[Sets, str]:
+    """What a key sets, and the note on it; empty if there is nothing to say.
+
+    Raises:
+        ValueError, TypeError, OverflowError: the value is none of this key.
+    """
+    if isinstance(rule, str):
+        return {}, rule
+    if isinstance(rule, tuple):
+        path, convert = rule
+        return {path: convert(value)}, ""
+    outcome = rule(value, facts)
+    if isinstance(outcome, tuple):
+        return outcome
+    return ({}, outcome) if isinstance(outcome, str) else (outcome, "")
+
+
+def _ranks(value: Any, facts: Facts) -> Outcome:
+    total, nodes = whole(value), max(1, whole(facts.get("num_machines") or 1))
     if total < 1:
-        return KeyOutcome(note="the number of ranks is not set; set launch.ranks or pass --ranks")
+        return "the number of ranks is not set; set launch.ranks or pass --ranks"
     uneven = f"{total} ranks do not divide evenly over {nodes} nodes; launch.ranks is per node"
-    return KeyOutcome(
-        sets={"launch.ranks": -(-total // nodes)}, note=uneven if total % nodes else ""
-    )
+    return {"launch.ranks": -(-total // nodes)}, uneven if total % nodes else ""
 
 
-def _rendezvous(value: str, facts: Facts) -> KeyOutcome:
+def _rendezvous(value: Any, facts: Facts) -> Outcome:
     if whole(facts.get("num_machines") or 1) < 2:
-        return KeyOutcome()
-    if value in ("static", "c10d"):
-        return KeyOutcome(sets={"launch.rendezvous": value})
-    return KeyOutcome(note="launch.rendezvous is static or c10d")
+        return {}
+    known = {"launch.rendezvous": value}
+    return known if value in ("static", "c10d") else "launch.rendezvous is static or c10d"
 
 
-def _recompute(enabled: bool, facts: Facts) -> KeyOutcome:  # noqa: FBT001
+def _recompute(value: Any, facts: Facts) -> Outcome:
     blocks = facts.get("fsdp.transformer_layer_cls_to_wrap")
-    if not enabled:
-        return KeyOutcome()
-    if not blocks:
-        return KeyOutcome(note="name the classes of the blocks in plan.recompute")
-    return KeyOutcome(sets={"plan.recompute": words(blocks)})
+    if not truth(value):
+        return {}
+    return {"plan.recompute": words(blocks)} if blocks else _NAME_BLOCKS
 
 
 def degree(key: str, facts: Facts) -> int:
@@ -166,7 +141,7 @@ _ESTIMATOR: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def _estimator_arguments(value: Any) -> KeyOutcome:
+def _estimator_arguments(value: Any, _: Facts) -> Outcome:
     if not isinstance(value, Mapping):
         raise ValueError(f"expected a table, found {shown(value)}")
     sets = {
@@ -175,7 +150,7 @@ def _estimator_arguments(value: Any) -> KeyOutcome:
         if value.get(name) is not None
     }
     others = ", ".join(str(name) for name in value if name not in _ESTIMATOR)
-    return KeyOutcome(sets=sets, note=f"not passed on: {others}" if others else "")
+    return sets, f"not passed on: {others}" if others else ""
 
 
 _BACKENDS = {"TE": "te", "AO": "float8", "TORCHAO": "float8", "MSAMP": "float8"}
@@ -192,40 +167,36 @@ def _uses_fp8(facts: Facts) -> bool:
     return chosen and facts["distributed_type"] != "DEEPSPEED"
 
 
-def _mixed_precision(value: Any, facts: Facts) -> KeyOutcome:
+def _mixed_precision(value: Any, facts: Facts) -> Outcome:
     name = text(value).upper()
     if name == "FP8" and _uses_fp8(facts):
-        return KeyOutcome(sets={"plan.precision.compute": "fp8"})
+        return {"plan.precision.compute": "fp8"}
     if name == "FP8":
-        return KeyOutcome(sets={"plan.precision": "bf16"}, note=FP8)
+        return {"plan.precision": "bf16"}, FP8
     known = {"NO": "fp32", "FP16": "fp16", "BF16": "bf16"}
     if name not in known:
-        return KeyOutcome(note="unknown precision; plan.precision is one of fp32, bf16, fp16, fp8")
-    return KeyOutcome(sets={"plan.precision": known[name]})
+        return "unknown precision; plan.precision is one of fp32, bf16, fp16, fp8"
+    return {"plan.precision": known[name]}
 
 
-def _fp8_backend(value: Any, facts: Facts) -> KeyOutcome:
+def _fp8_backend(value: Any, facts: Facts) -> Outcome:
     note, recipe = MSAMP if text(value).upper() == "MSAMP" else "", _recipe(facts)
     if recipe is None:
-        return KeyOutcome(note="unknown backend; fx.Float8 and fx.TE stand for AO and TE")
-    if not _uses_fp8(facts):
-        return KeyOutcome(note=note or FP8)
-    return KeyOutcome(sets={f"{_RECIPE}.kind": recipe}, note=note)
+        return "unknown backend; fx.Float8 and fx.TE stand for AO and TE"
+    return ({f"{_RECIPE}.kind": recipe}, note) if _uses_fp8(facts) else note or FP8
 
 
 def _fp8_field(recipe: str, name: str, read: Callable[[Any], Any]) -> Rule:
     """A rule for a key of the fp8 section that one kind of recipe has."""
 
-    def rule(value: Any, facts: Facts) -> KeyOutcome:
+    def rule(value: Any, facts: Facts) -> Outcome:
         if name == "format" and _lower(value) == "e5m2":
-            return KeyOutcome(
-                note="Transformer Engine does not train in E5M2 alone; hybrid is used instead"
-            )
+            return "Transformer Engine does not train in E5M2 alone; hybrid is used instead"
         if not _uses_fp8(facts) or _recipe(facts) != recipe:
-            return KeyOutcome(note=FP8)
+            return FP8
         if name == "gather" and facts["distributed_type"] != "FSDP":
-            return KeyOutcome(note="only FSDP gathers weights")
-        return KeyOutcome(sets={f"{_RECIPE}.kind": recipe, f"{_RECIPE}.{name}": read(value)})
+            return "only FSDP gathers weights"
+        return {f"{_RECIPE}.kind": recipe, f"{_RECIPE}.{name}": read(value)}
 
     return rule
 
@@ -235,131 +206,122 @@ def _lower(value: Any) -> str:
 
 
 def _offload(field: str) -> Rule:
-    places = {name: KeyOutcome(sets={f"{_S}.{field}": name.lower()}) for name in ("CPU", "NVME")}
-    return among({"NONE": KeyOutcome(), **places}, unknown=f"plan.strategy.{field} is cpu or nvme")
+    places = {name: {f"{_S}.{field}": name.lower()} for name in ("CPU", "NVME")}
+    return among({"NONE": {}, **places}, unknown=f"plan.strategy.{field} is cpu or nvme")
 
 
+_NAME_BLOCKS = "name the classes of the blocks in plan.recompute"
 _SEQUENCES = {"plan.context": {}}
 _DEEPSPEED_FILE = "with launch.launcher deepspeed, set launch.options: hostfile, include, exclude"
+_HYBRID = "set plan.strategy.shard to the ranks of a node"
 _MODES = {
-    "full": ("FULL_SHARD", "1", "TRUE", "HYBRID_SHARD", "4"),
-    "grads_and_optimizer": ("SHARD_GRAD_OP", "2", "FALSE", "HYBRID_SHARD_ZERO2", "5"),
-    "none": ("NO_SHARD", "3"),
+    "full": (("FULL_SHARD", "1", "TRUE"), ("HYBRID_SHARD", "4")),
+    "grads_and_optimizer": (("SHARD_GRAD_OP", "2", "FALSE"), ("HYBRID_SHARD_ZERO2", "5")),
+    "none": (("NO_SHARD", "3"), ()),
 }
-_HYBRID = ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5")
 _FSDP_MODE = among(
     {
-        word: KeyOutcome(
-            sets={f"{_S}.mode": mode},
-            note="set plan.strategy.shard to the ranks of a node" if word in _HYBRID else "",
-        )
-        for mode, known in _MODES.items()
+        word: ({f"{_S}.mode": mode}, note)
+        for mode, (plain, hybrid) in _MODES.items()
+        for known, note in ((plain, ""), (hybrid, _HYBRID))
         for word in known
     },
     unknown="plan.strategy.mode is full, grads_and_optimizer or none",
 )
 _PREFETCH = among(
-    {"BACKWARD_PRE": KeyOutcome()},
-    unknown="torch's FSDP2 prefetches; see plan.strategy.backward_prefetch",
+    {"BACKWARD_PRE": {}}, unknown="torch's FSDP2 prefetches; see plan.strategy.backward_prefetch"
 )
 
 # By key: the section's name, a dot, and the key without its prefix.
 RULES: Mapping[str, Rule] = {
-    "num_processes": lambda value, facts: _ranks(whole(value), facts),
-    "num_machines": of("launch.nodes", whole),
-    "machine_rank": of("launch.node_rank", whole),
-    "main_process_ip": of("launch.main_address"),
-    "main_process_port": of("launch.main_port", whole),
-    "rdzv_backend": lambda value, facts: _rendezvous(text(value), facts),
-    "same_network": none("nodes connect to launch.main_address in any network"),
-    "gpu_ids": lambda value, _: KeyOutcome(
-        sets={} if str(value).upper() == "ALL" else {"launch.gpus": words(value)}
+    "num_processes": _ranks,
+    "num_machines": ("launch.nodes", whole),
+    "machine_rank": ("launch.node_rank", whole),
+    "main_process_ip": ("launch.main_address", text),
+    "main_process_port": ("launch.main_port", whole),
+    "rdzv_backend": _rendezvous,
+    "same_network": "nodes connect to launch.main_address in any network",
+    "gpu_ids": lambda value, _: (
+        {} if str(value).upper() == "ALL" else {"launch.gpus": words(value)}
     ),
     "fp16": when({"plan.precision": "fp16"}),
     "use_cpu": when({"launch.cpu": True}),
-    "debug": when({}, note="fx.detect always checks collectives"),
+    "debug": when("fx.detect always checks collectives"),
     "enable_cpu_affinity": when({"launch.bind": "node"}),
-    "ipex.ipex": when({}, note=IPEX),
-    "ipex.use_xpu": when({}, note=IPEX),
-    "main_training_function": lambda value, _: KeyOutcome(
-        note="" if value == "main" else "the script runs unchanged"
+    "ipex.ipex": when(IPEX),
+    "ipex.use_xpu": when(IPEX),
+    "main_training_function": lambda value, _: (
+        "" if value == "main" else "the script runs unchanged"
     ),
-    "num_cpu_threads_per_process": of("launch.threads", whole),
+    "num_cpu_threads_per_process": ("launch.threads", whole),
     "downcast_bf16": when({"launch.env": ["XLA_DOWNCAST_BF16=1"]}),
     "tpu_use_cluster": when({"launch.launcher": "tpu-pod"}),
-    "tpu_name": of(f"{_O}.name"),
-    "tpu_zone": of(f"{_O}.zone"),
+    "tpu_name": (f"{_O}.name", text),
+    "tpu_zone": (f"{_O}.zone", text),
     "tpu_use_sudo": when({f"{_O}.sudo": True}),
-    "commands": of(f"{_O}.setup", words),
-    "command_file": none("put the commands of that file into launch.options.setup"),
-    "tpu_vm": none("choose hosts of the pod with launch.options.workers"),
-    "tpu_env": of("launch.env", words),
-    "fsdp.version": lambda value, _: KeyOutcome(
-        note="fxtrain shards with FSDP2" if whole(value) == 1 else ""
-    ),
+    "commands": (f"{_O}.setup", words),
+    "command_file": "put the commands of that file into launch.options.setup",
+    "tpu_vm": "choose hosts of the pod with launch.options.workers",
+    "tpu_env": ("launch.env", words),
+    "fsdp.version": lambda value, _: "fxtrain shards with FSDP2" if whole(value) == 1 else "",
     "fsdp.sharding_strategy": _FSDP_MODE,
     "fsdp.reshard_after_forward": lambda value, facts: _FSDP_MODE(str(value), facts),
     "fsdp.offload_params": when({f"{_S}.offload": True}),
-    "fsdp.cpu_offload_pin_memory": of(f"{_S}.pin", truth),
+    "fsdp.cpu_offload_pin_memory": (f"{_S}.pin", truth),
     "fsdp.auto_wrap_policy": among(
-        {"TRANSFORMER_BASED_WRAP": KeyOutcome(), "SIZE_BASED_WRAP": KeyOutcome()},
+        {"TRANSFORMER_BASED_WRAP": {}, "SIZE_BASED_WRAP": {}},
         unknown="without block classes, fxtrain uses those that the model names, or its lists",
     ),
-    "fsdp.transformer_layer_cls_to_wrap": of(f"{_S}.wrap", words),
-    "fsdp.min_num_params": lambda value, _: KeyOutcome(
-        sets={f"{_S}.min_params": int(number(value))} if number(value) >= 1 else {}
+    "fsdp.transformer_layer_cls_to_wrap": (f"{_S}.wrap", words),
+    "fsdp.min_num_params": lambda value, _: (
+        {f"{_S}.min_params": int(number(value))} if number(value) >= 1 else {}
     ),
-    "fsdp.ignored_modules": none("list patterns of parameter names in plan.strategy.ignore"),
+    "fsdp.ignored_modules": "list patterns of parameter names in plan.strategy.ignore",
     "fsdp.backward_prefetch": _PREFETCH,
     "fsdp.backward_prefetch_policy": _PREFETCH,  # its name until accelerate 0.20
     "fsdp.forward_prefetch": when({f"{_S}.forward_prefetch": 1}),
-    "fsdp.state_dict_type": none(
-        "fxtrain's checkpoints are sharded and load at any world size; fx.export writes full models"
-    ),
-    "fsdp.use_orig_params": when({}, otherwise="torch's FSDP2 always does this"),
-    "fsdp.sync_module_states": when({}, otherwise="fx.wrap broadcasts rank 0's values"),
-    "fsdp.cpu_ram_efficient_loading": when(
-        {}, note="load on rank 0 only: fx.wrap broadcasts its values"
-    ),
-    "fsdp.activation_checkpointing": lambda value, facts: _recompute(truth(value), facts),
-    "fsdp.activation_checkpointing_offload": when({}, note="activations stay on the device"),
-    "deepspeed.deepspeed_config_file": of(f"{_S}.config"),
-    "deepspeed.zero_stage": of(f"{_S}.stage", whole),
+    "fsdp.state_dict_type": "fxtrain's checkpoints are sharded and load at any world size; "
+    "fx.export writes full models",
+    "fsdp.use_orig_params": when({}, "torch's FSDP2 always does this"),
+    "fsdp.sync_module_states": when({}, "fx.wrap broadcasts rank 0's values"),
+    "fsdp.cpu_ram_efficient_loading": when("load on rank 0 only: fx.wrap broadcasts its values"),
+    "fsdp.activation_checkpointing": _recompute,
+    "fsdp.activation_checkpointing_offload": when("activations stay on the device"),
+    "deepspeed.deepspeed_config_file": (f"{_S}.config", text),
+    "deepspeed.zero_stage": (f"{_S}.stage", whole),
     "deepspeed.offload_optimizer_device": _offload("offload_optimizer"),
     "deepspeed.offload_param_device": _offload("offload_parameters"),
-    "deepspeed.offload_optimizer_nvme_path": of(f"{_S}.nvme_path"),
-    "deepspeed.offload_param_nvme_path": of(f"{_S}.nvme_path"),
-    "deepspeed.gradient_accumulation_steps": of("plan.accumulate", whole),
-    "deepspeed.gradient_clipping": of("plan.clip_norm", number),
+    "deepspeed.offload_optimizer_nvme_path": (f"{_S}.nvme_path", text),
+    "deepspeed.offload_param_nvme_path": (f"{_S}.nvme_path", text),
+    "deepspeed.gradient_accumulation_steps": ("plan.accumulate", whole),
+    "deepspeed.gradient_clipping": ("plan.clip_norm", number),
     "deepspeed.zero3_save_16bit_model": when({f"{_S}.gather_16bit_weights": True}),
-    "deepspeed.zero3_init_flag": when(
-        {}, note="create the model inside `with fx.zero_init(ctx, plan):`"
-    ),
-    "deepspeed.deepspeed_moe_layer_cls_names": of(f"{_S}.leaf_modules", words),
+    "deepspeed.zero3_init_flag": when("create the model inside `with fx.zero_init(ctx, plan):`"),
+    "deepspeed.deepspeed_moe_layer_cls_names": (f"{_S}.leaf_modules", words),
     "deepspeed.deepspeed_multinode_launcher": among(
-        {"STANDARD": KeyOutcome(), "SLURM": KeyOutcome(sets={"launch.launcher": "slurm"})},
+        {"STANDARD": {}, "SLURM": {"launch.launcher": "slurm"}},
         unknown="choose launch.launcher deepspeed and launch.options.runner, or start the same "
         "fxtrain launch on each node",
     ),
-    "deepspeed.deepspeed_hostfile": none(_DEEPSPEED_FILE),
-    "deepspeed.deepspeed_exclusion_filter": none(_DEEPSPEED_FILE),
-    "deepspeed.deepspeed_inclusion_filter": none(_DEEPSPEED_FILE),
-    "dynamo.backend": lambda value, _: KeyOutcome(
-        sets={} if text(value).upper() == "NO" else {"plan.compile.backend": text(value).lower()}
+    "deepspeed.deepspeed_hostfile": _DEEPSPEED_FILE,
+    "deepspeed.deepspeed_exclusion_filter": _DEEPSPEED_FILE,
+    "deepspeed.deepspeed_inclusion_filter": _DEEPSPEED_FILE,
+    "dynamo.backend": lambda value, _: (
+        {} if text(value).upper() == "NO" else {"plan.compile.backend": text(value).lower()}
     ),
-    "dynamo.mode": lambda value, _: KeyOutcome(
-        sets={} if value == "default" else {"plan.compile.mode": text(value)}
+    "dynamo.mode": lambda value, _: (
+        {} if value == "default" else {"plan.compile.mode": text(value)}
     ),
     "dynamo.use_fullgraph": when({"plan.compile.fullgraph": True}),
     "dynamo.use_dynamic": when({"plan.compile.dynamic": True}),
     "dynamo.use_regional_compilation": when(
-        {}, note="name the classes of the blocks in plan.compile.blocks"
+        "name the classes of the blocks in plan.compile.blocks"
     ),
-    "mpirun.mpirun_hostfile": lambda value, _: KeyOutcome(
-        sets={"launch.launcher": "mpi", f"{_O}.hostfile": text(value)}
+    "mpirun.mpirun_hostfile": lambda value, _: (
+        {"launch.launcher": "mpi", f"{_O}.hostfile": text(value)}
     ),
-    "mpirun.mpirun_ccl": lambda value, _: KeyOutcome(
-        sets={f"{_O}.ccl_workers": whole(value)} if several(value) else {}
+    "mpirun.mpirun_ccl": lambda value, _: (
+        {f"{_O}.ccl_workers": whole(value)} if whole(value) > 1 else {}
     ),
     "parallelism.dp_replicate_size": sized("replicate"),
     "parallelism.dp_shard_size": sized("shard"),
@@ -367,38 +329,36 @@ RULES: Mapping[str, Rule] = {
     "parallelism.cp_size": sized("context", _SEQUENCES),
     "parallelism.sp_size": sized("context", _SEQUENCES),
     "parallelism.cp_comm_strategy": among(
-        {"ALLTOALL": KeyOutcome(note="torch chooses how ring attention communicates")},
+        {"ALLTOALL": "torch chooses how ring attention communicates"},
         unknown="",
     ),
     "megatron_lm.tp_degree": sized("tensor"),
     "megatron_lm.pp_degree": sized("pipeline"),
     "megatron_lm.context_parallel_size": sized("context", _SEQUENCES),
-    "megatron_lm.num_micro_batches": lambda value, facts: KeyOutcome(
-        # Under pipeline parallelism, the strategy sets them.
-        sets={"plan.accumulate": whole(value)} if degree("pp_degree", facts) == 1 else {}
+    # Under pipeline parallelism, the strategy sets them.
+    "megatron_lm.num_micro_batches": lambda value, facts: (
+        {"plan.accumulate": whole(value)} if degree("pp_degree", facts) == 1 else {}
     ),
-    "megatron_lm.gradient_clipping": lambda value, _: KeyOutcome(
-        sets={"plan.clip_norm": number(value)} if number(value) > 0 else {}
+    "megatron_lm.gradient_clipping": lambda value, _: (
+        {"plan.clip_norm": number(value)} if number(value) > 0 else {}
     ),
-    "megatron_lm.recompute_activations": when(
-        {}, note="name the classes of the blocks in plan.recompute"
-    ),
-    "megatron_lm.sequence_parallelism": lambda value, facts: KeyOutcome(
-        note="needs tensor parallelism" if truth(value) and degree("tp_degree", facts) == 1 else ""
+    "megatron_lm.recompute_activations": when(_NAME_BLOCKS),
+    "megatron_lm.sequence_parallelism": lambda value, facts: (
+        "needs tensor parallelism" if truth(value) and degree("tp_degree", facts) == 1 else ""
     ),
     "megatron_lm.use_distributed_optimizer": when({}),
-    "ec2_instance_type": of(f"{_O}.instance_type"),
-    "iam_role_name": of(f"{_O}.role"),
-    "image_uri": of(f"{_O}.image_uri"),
-    "base_job_name": of(f"{_O}.base_job_name"),
-    "pytorch_version": of(f"{_O}.framework_version"),
-    "py_version": of(f"{_O}.py_version"),
-    "transformers_version": none("name an image with it in launch.options.image_uri"),
-    "profile": none("set AWS_PROFILE before fxtrain launch"),
-    "region": none("set AWS_DEFAULT_REGION before fxtrain launch"),
-    "sagemaker_inputs_file": none("list its channels as NAME=s3://... in launch.options.inputs"),
-    "sagemaker_metrics_file": none("not supported; parse the output of the script"),
-    "additional_args": lambda value, _: _estimator_arguments(value),
+    "ec2_instance_type": (f"{_O}.instance_type", text),
+    "iam_role_name": (f"{_O}.role", text),
+    "image_uri": (f"{_O}.image_uri", text),
+    "base_job_name": (f"{_O}.base_job_name", text),
+    "pytorch_version": (f"{_O}.framework_version", text),
+    "py_version": (f"{_O}.py_version", text),
+    "transformers_version": "name an image with it in launch.options.image_uri",
+    "profile": "set AWS_PROFILE before fxtrain launch",
+    "region": "set AWS_DEFAULT_REGION before fxtrain launch",
+    "sagemaker_inputs_file": "list its channels as NAME=s3://... in launch.options.inputs",
+    "sagemaker_metrics_file": "not supported; parse the output of the script",
+    "additional_args": _estimator_arguments,
     "mixed_precision": _mixed_precision,
     "fp8.backend": _fp8_backend,
     "fp8.format": _fp8_field("te", "format", _lower),
@@ -415,9 +375,8 @@ RULES: Mapping[str, Rule] = {
         "float8", "gather", lambda value: "fp8" if truth(value) else "plan"
     ),
     "fp8.pad_inner_dim": _fp8_field("float8", "pad", truth),
-    "fp8.interval": none("Transformer Engine no longer has this setting"),
-    "fp8.override_linear_precision": none(
-        "fx.TE computes all three products of a layer in float8; skip=... leaves layers out"
-    ),
-    "fp8.opt_level": none(MSAMP),
+    "fp8.interval": "Transformer Engine no longer has this setting",
+    "fp8.override_linear_precision": "fx.TE computes all three products of a layer in float8; "
+    "skip=... leaves layers out",
+    "fp8.opt_level": MSAMP,
 }

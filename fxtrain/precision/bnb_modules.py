@@ -41,7 +41,7 @@ class Linear4bit(bnb.nn.Linear4bit):
         bias = None if self.bias is None else self.bias.to(dtype)
         inputs, weight = x.to(dtype), self.weight
         # Moving a module in a dry run replaces parameters without their attributes.
-        state = getattr(weight, "quant_state", self.quant_state)
+        state: Any = getattr(weight, "quant_state", self.quant_state)
         if self._suits(inputs, weight, state):
             weight, state = self._packed(weight, state)
         outputs = bnb.matmul_4bit(inputs.contiguous(), weight, quant_state=state, bias=bias)
