@@ -1,6 +1,5 @@
 """The command line: words to records to exit codes, without starting a rank."""
 
-import json
 import os
 import re
 import subprocess
