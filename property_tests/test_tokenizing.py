@@ -64,11 +64,10 @@ def test_what_is_written_is_read(folder, files, form, end, parts, stops):
     assert _written(place, files, how, part=parts[1])[1] == written
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_any_number_of_processes_writes_the_same_bytes(folder, workers):
-    place = folder / f"workers-{workers}"
+def test_processes_write_the_bytes_of_one(folder):
+    place = folder / "workers"
     place.mkdir()
     files = [["a b c", "d", "z z", ""] * 5, ["b"], ["c c c c"] * 7]
     how = {"format": "megatron", "end": "<end>"}
     alone = _written(place, files, how, part=40)[1]
-    assert _written(place, files, how, part=40, stops=[2], workers=workers)[1] == alone
+    assert _written(place, files, how, part=40, stops=[2], workers=2)[1] == alone

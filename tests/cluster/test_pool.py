@@ -16,7 +16,7 @@ from fxtrain.testing import Cluster, RankFailure
 
 @pytest.fixture(scope="module")
 def pool():
-    ranks = Cluster(2, call_s=6.0)
+    ranks = Cluster(2, call_s=3.0)
     yield ranks
     ranks.close()
 
@@ -112,7 +112,7 @@ def test_a_hang_is_killed_and_the_other_ranks_are_heard(pool):
         pool.run(_hangs)
     own, other = caught.value.__notes__
     assert "On rank 0 of 2" in own and "in _hangs" in own and "test_pool.py" in own
-    assert "on rank 1 of 2: It did not answer within 6 s and was killed" in other
+    assert "on rank 1 of 2: It did not answer within 3 s and was killed" in other
 
 
 def _leaves(ctx):

@@ -117,12 +117,12 @@ def test_a_message_is_short_whatever_the_data():
     deep = []
     for _ in range(5000):
         deep = [deep]
-    many = {f"key{n}" * 50: "x" * 10**6 for n in range(1000)}
+    many = {f"key{n}" * 50: "x" * 10**6 for n in range(100)}
     for data in (cycle, deep, {"data": cycle}, {"strategy": deep}, "x" * 10**6):
         (line,) = _problems(data)
         assert len(line) < 500
     lines = _problems(many)
-    assert len(lines) == 21 and lines[-1] == "and 980 more problems."
+    assert len(lines) == 21 and lines[-1] == "and 80 more problems."
     assert max(map(len, lines)) < 500
 
 
