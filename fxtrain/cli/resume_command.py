@@ -26,14 +26,14 @@ _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 def VERIFY_RESUME(ranks: int, cpu: bool, json_: bool, program: tuple[str, ...]) -> int:  # noqa: FBT001
     """Check that an interrupted script resumes exactly.
 
-    Runs the script to its second checkpoint; then to its first and, in a new process, from there
-    to the second. All values of the two must be bitwise equal. The script has to save with
-    fx.save and resume from fx.latest by itself; its checkpoints go to a temporary folder.
+    Runs the script to its second checkpoint and, in a new process, from its first to the second.
+    All values of the two must be bitwise equal. The script has to save with fx.save and resume
+    from fx.latest by itself, or train with fx.fit; what these and fx.track write goes to a
+    temporary folder.
     """
     with tempfile.TemporaryDirectory(prefix="fxtrain-resume-") as scratch:
         whole, parts = Path(scratch, "whole"), Path(scratch, "parts")
-        straight = _train(program, whole, 2, ranks=ranks, cpu=cpu)
-        _train(program, parts, 1, ranks=ranks, cpu=cpu)
+        straight = _train(program, whole, 2, first=str(parts), ranks=ranks, cpu=cpu)
         resumed = _train(program, parts, 1, ranks=ranks, cpu=cpu)
         return _report_differences(straight, resumed, json_=json_)
 
@@ -144,12 +144,22 @@ def _report_replays(start: str, folders: Sequence[Path], *, json_: bool) -> int:
     return Exit.FOUND if parted or differing else Exit.WELL
 
 
-def _train(program: Sequence[str], folder: Path, saves: int, *, ranks: int, cpu: bool) -> str:
-    """Run the script until it has saved this often; return the path of its last checkpoint."""
+def _train(
+    program: Sequence[str],
+    folder: Path,
+    saves: int,
+    *,
+    first: str | None = None,
+    ranks: int,
+    cpu: bool,
+) -> str:
+    """Run the script until it has saved this often; return the path of its last checkpoint.
+
+    What is in the folder after the first checkpoint is copied to `first`.
+    """
     folder.mkdir(exist_ok=True)
     last = folder / "last"
-    last.unlink(missing_ok=True)
-    orders = {"kind": "verify", "folder": str(folder), "saves": saves}
+    orders = {"kind": "verify", "folder": str(folder), "saves": saves, "first": first}
     code = _launch(program, orders, ranks=ranks, cpu=cpu)
     if code:
         raise LaunchError(f"{program[0]} exited with code {code}. See its output above.")

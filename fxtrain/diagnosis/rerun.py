@@ -6,6 +6,7 @@
 import json
 import os
 import runpy
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> None:
     """Run `argv[1]` as the main script, with the orders in `argv[0]`, a JSON object."""
     orders = json.loads(argv[0])
     if orders["kind"] == "verify":
-        _redirect(Path(orders["folder"]), orders["saves"])
+        _redirect(Path(orders["folder"]), orders["saves"], orders["first"])
     else:
         _replay(orders)
     script = argv[1]
@@ -49,8 +50,11 @@ def _put(function: Any, replacement: Any) -> None:
                     setattr(module, key, replacement)
 
 
-def _redirect(folder: Path, stop: int) -> None:
-    """Redirect checkpoints to another folder, and end after this many of them."""
+def _redirect(folder: Path, stop: int, first: str | None) -> None:
+    """Redirect what a run writes to another folder, and end after this many checkpoints.
+
+    The folder is copied to `first` when it has the first one. Trackers write nothing.
+    """
     paths: list[str] = []
 
     def elsewhere(path: Any) -> Any:
@@ -67,6 +71,10 @@ def _redirect(folder: Path, stop: int) -> None:
     def save_and_count(path: Any, *args: Any, **options: Any) -> Saving:
         saving = save(elsewhere(path), *args, **options)
         paths.append(saving.path)
+        if len(paths) == 1 and first is not None:
+            saving.result()
+            if args[0].is_main:
+                shutil.copytree(folder, first)
         if len(paths) == stop:
             saving.result()
             if args[0].is_main:
@@ -78,6 +86,9 @@ def _redirect(folder: Path, stop: int) -> None:
     _put(restore, lambda path, *args, **more: restore(elsewhere(path), *args, **more))
     _put(latest, lambda path: latest(elsewhere(path)))
     _put(verify, lambda path: verify(elsewhere(path)))
+    fit, track, silent = loop.fit, trackers.track, {"to": ()}
+    _put(fit, lambda a, b, c, path, **more: fit(a, b, c, elsewhere(path), **more | silent))
+    _put(track, lambda path, ctx, to=(), **more: track(elsewhere(path), ctx, (), **more))
 
 
 def _replay(orders: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Leaving in order, going on, and the commands that show whether that was exact."""
 
 import json
+import runpy
 import signal
 import time
 
@@ -96,6 +97,37 @@ def _run_here(program, orders, *, ranks, cpu):
     process.start()
     process.join(60)
     return process.exitcode
+
+
+FITS = """
+import torch
+import fxtrain as fx
+
+with fx.detect() as ctx:
+    net = torch.nn.Linear(2, 1)
+    model = fx.wrap(net, ctx, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    fns = fx.StepFns(model, lambda model, batch: model(batch.data).square().mean())
+    loader = fx.shard(torch.ones(8, 2), ctx, batch_size=2)
+    for _ in fx.fit(ctx, fns, loader, "run", updates=4, save_every=2, log_every=1, show=False):
+        pass
+"""
+
+
+def test_verify_resume_compares_one_run_and_leaves_the_users_run_alone(
+    tmp_path, monkeypatch, capsys
+):
+    # A script that seeds nothing: random and NumPy start elsewhere in every process.
+    (tmp_path / "train.py").write_text(FITS)
+    monkeypatch.chdir(tmp_path)
+    done = starter().Process(target=runpy.run_path, args=("train.py",))
+    done.start()
+    done.join(60)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(files) > 4
+    monkeypatch.setattr(resume_command, "_launch", _run_here)
+    assert main(["verify-resume", "train.py"]) == Exit.WELL
+    assert "leaves are bitwise equal" in capsys.readouterr().out
+    assert files == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_verify_resume_of_a_script_that_does_not_save(tmp_path, monkeypatch, capsys):
