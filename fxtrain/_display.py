@@ -27,7 +27,7 @@ def counted(number: int, noun: str) -> str:
         ('1 rank', '2 ranks', '3 batches')
     """
     ending = "es" if noun.endswith(("ch", "ss", "x")) else "s"
-    return f"{number} {noun}{'' if number == 1 else ending}"
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
 class Displayed:

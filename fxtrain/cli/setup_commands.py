@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 import click
 
+from fxtrain._display import counted
 from fxtrain._reading import read_text
 from fxtrain.cli.output import Exit, as_json, print_json, print_table, warn
 from fxtrain.diagnosis import collect, fact_problems, facts_here
@@ -122,8 +123,9 @@ def _try_out(spec: LaunchSpec, plan: Plan, out: Path, *, mib: float) -> dict[str
 
 
 def _print(told: dict[str, Any]) -> None:
+    ranks, nodes = counted(told["ranks"], "rank"), counted(told["nodes"], "node")
     click.echo(
-        f"{told['ranks']} ranks on {told['nodes']} nodes ({', '.join(told['hosts'])}), "
+        f"{ranks} on {nodes} ({', '.join(told['hosts'])}), "
         f"{told['device']}, started by {told['launcher']}\n"
     )
     rows = [

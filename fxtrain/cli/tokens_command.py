@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from fxtrain._display import counted
 from fxtrain.cli.output import as_json, print_json, print_table, say, warn
 from fxtrain.data.token_summary import decoded, find_source, summarize
 from fxtrain.data.tokenizing import Progress, Tokenizing, tokenize_parts
@@ -91,8 +92,9 @@ def TOKENS(
 
 
 def _counts(progress: Progress) -> str:
-    text = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
-    return f"{text}; {progress.empty:,} empty documents left out" if progress.empty else text
+    text = f"{counted(progress.documents, 'document')}, {counted(progress.tokens, 'token')}"
+    empty = counted(progress.empty, "empty document")
+    return f"{text}; {empty} left out" if progress.empty else text
 
 
 def _shown(parts: Iterator[Progress]) -> Iterator[Progress]:

@@ -72,13 +72,14 @@ def summarize(source: TokenSource, length: int | None) -> dict[str, Any]:
     states = source_states(source)
     file = open_source(source, states)
     bins = numpy.zeros(65, "i8")
-    concatenated = 0
+    concatenated = longer = 0
     for starts, sizes in _documents(file):
         # 0 for no token, 1 for one, 2 for two or three, and so on by powers of two.
         bins += numpy.bincount(numpy.frexp(sizes.astype("f8"))[1], minlength=65)
         if length is not None:
             cut = starts // length != (starts + sizes - 1) // length
             concatenated += int((cut & (sizes > 0) & (sizes <= length)).sum())
+            longer += int((sizes > length).sum())
     documents = int(bins.sum())
     used = bins.nonzero()[0].tolist()
     summary: dict[str, Any] = {
@@ -96,7 +97,7 @@ def summarize(source: TokenSource, length: int | None) -> dict[str, Any]:
         summary |= {
             "rows": rows,
             "padding": 1 - file.size / (rows * length),
-            "longer_than_a_row": sum(plan.long for plan in packed) / documents,
+            "longer_than_a_row": longer / documents,
             "cut_by_concatenation": concatenated / documents,
             "cut_by_best_fit": sum(plan.cut for plan in packed) / documents,
         }

@@ -177,13 +177,19 @@ def tokenize_parts(job: Tokenizing) -> Iterator[Progress]:
             raise DataError(f"tokens: cannot write {folder}: {error.strerror}.") from error
         total, sums = sum(size for size, _ in parts), [0, 0, 0, 0]
         files = [folder / f"{number:06d}" for number in range(len(parts))]
-        with closing(_run(job, parts, files)) as run:
-            for number, counts in run:
-                sums = [a + b for a, b in zip(sums, (parts[number][0], *counts), strict=True)]
-                done, documents, tokens, empty = sums
-                yield Progress(
-                    done=done, total=total, documents=documents, tokens=tokens, empty=empty
-                )
+        try:
+            with closing(_run(job, parts, files)) as run:
+                for number, counts in run:
+                    sums = [a + b for a, b in zip(sums, (parts[number][0], *counts), strict=True)]
+                    done, documents, tokens, empty = sums
+                    yield Progress(
+                        done=done, total=total, documents=documents, tokens=tokens, empty=empty
+                    )
+        except DataError:
+            # Nothing to continue, so that a corrected command may have other settings.
+            if not any(file.exists() for file in files):
+                shutil.rmtree(folder)
+            raise
         if not sums[2]:
             raise DataError("tokens: the inputs have no text, so no file was written.")
         _join(job, encoder, files, description | {"documents": sums[1], "tokens": sums[2]})

@@ -86,7 +86,8 @@ def _redirect(folder: Path, stop: int, first: str | None) -> None:
     _put(restore, lambda path, *args, **more: restore(elsewhere(path), *args, **more))
     _put(latest, lambda path: latest(elsewhere(path)))
     _put(verify, lambda path: verify(elsewhere(path)))
-    fit, track, silent = loop.fit, trackers.track, {"to": ()}
+    fit, track = loop.fit, trackers.track
+    silent: Any = {"to": ()}
     _put(fit, lambda a, b, c, path, **more: fit(a, b, c, elsewhere(path), **more | silent))
     _put(track, lambda path, ctx, to=(), **more: track(elsewhere(path), ctx, (), **more))
 

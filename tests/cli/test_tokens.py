@@ -2,9 +2,11 @@
 
 import json
 
+import numpy
 import pytest
 
 from fxtrain.cli import main
+from fxtrain.data import BestFit
 from tests.data._texts import WORDS, write_lines, write_tokenizer
 
 TEXTS = ["a b c", "d", "b b b a", ""]
@@ -16,7 +18,7 @@ def made(tmp_path, capsys):
     arguments += ["--to", str(tmp_path / "out"), "--tokenizer", str(write_tokenizer(tmp_path))]
     arguments = ["tokens", *arguments, "--end", "<end>", "--workers", "1"]
     assert main(arguments) == 0
-    wrote = f"Wrote {tmp_path}/out.idx: 3 documents, 11 tokens; 1 empty documents left out.\n"
+    wrote = f"Wrote {tmp_path}/out.idx: 3 documents, 11 tokens; 1 empty document left out.\n"
     assert capsys.readouterr() == (wrote, "")
     return tmp_path, arguments
 
@@ -34,7 +36,7 @@ def test_a_line_is_printed_now_and_then_without_a_terminal(made, capsys, monkeyp
     monkeypatch.setattr("fxtrain.cli.tokens_command._LINE_EVERY_S", 0.0)
     arguments[arguments.index("--to") + 1] = str(folder / "again")
     assert main(arguments) == 0
-    expected = "100.0%: 3 documents, 11 tokens; 1 empty documents left out\n"
+    expected = "100.0%: 3 documents, 11 tokens; 1 empty document left out\n"
     assert capsys.readouterr().err == expected
 
 
@@ -62,6 +64,16 @@ def test_shares_are_those_of_the_rows(made, capsys):
     assert shown["padding"] == pytest.approx(4 / 15)
     assert shown["cut_by_concatenation"] == pytest.approx(2 / 3)
     assert (shown["cut_by_best_fit"], shown["longer_than_a_row"]) == (0, 0)
+
+
+def test_a_document_that_two_windows_of_rows_share_is_counted_once(tmp_path, capsys):
+    tokens = numpy.ones(2 * BestFit().window_rows + 8, "<u2")
+    tokens[[1, -1]] = 0  # the ends of two documents; the first fits into a row
+    tokens.tofile(tmp_path / "in.bin")
+    arguments = ["tokens", "--show", str(tmp_path / "in.bin"), "--end", "0", "--length", "2"]
+    assert main([*arguments, "--json"]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert (shown["documents"], shown["longer_than_a_row"]) == (2, 1 / 2)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,15 @@ def test_a_broken_line_is_named(tmp_path, tokenizer, small_parts, line, message,
     message = message.replace("in.jsonl", path.name)
     with pytest.raises(fx.errors.DataError, match=message):
         fx.data.tokenize(path, tmp_path / "out", tokenizer)
-    assert _files(tmp_path) == ["out.parts"]
+    # What is tokenized is kept; the zipped file is one part, which is not.
+    assert _files(tmp_path) == ([] if zipped else ["out.parts"])
+
+
+def test_settings_may_be_corrected_before_a_part_is_complete(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "in.jsonl", TEXTS)
+    with pytest.raises(fx.errors.DataError, match='line 1 has no field "txt"'):
+        fx.data.tokenize(path, tmp_path / "out", tokenizer, field="txt")
+    fx.data.tokenize(path, tmp_path / "out", tokenizer)
 
 
 def test_inputs_that_cannot_be_read_are_named(tmp_path, tokenizer):
