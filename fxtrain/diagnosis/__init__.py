@@ -1,6 +1,6 @@
 """Inspects machines, tests setups, and reruns a script to examine it."""
 
-from fxtrain.diagnosis.environment import collect, hidden, hidden_words, shown
+from fxtrain.diagnosis.environment import collect, hidden, shown
 from fxtrain.diagnosis.facts import clock_problems, fact_problems, facts_here
 
 __all__ = [
@@ -9,6 +9,5 @@ __all__ = [
     "fact_problems",
     "facts_here",
     "hidden",
-    "hidden_words",
     "shown",
 ]

@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -101,7 +101,6 @@ def _packages() -> dict[str, Any]:
 def _machine(env: Mapping[str, str]) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "bf16 and fp16": half_precision_instructions(_text("/proc/cpuinfo")),
         "cores": f"{cores} usable of {os.cpu_count()}",
         "memory": _memory(),
         "shared memory": _free("/dev/shm"),
@@ -110,21 +109,9 @@ def _machine(env: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def half_precision_instructions(cpuinfo: str) -> str:
-    """The instructions of a processor for products in half precision."""
-    match = re.search(r"^flags\s*:\s*(.+)", cpuinfo, re.MULTILINE)
-    if match is None:
-        return "unknown"
-    flags = {*match[1].split()}
-    names = {"amx_bf16": "AMX-BF16", "amx_fp16": "AMX-FP16", "avx512_bf16": "AVX512-BF16"}
-    return ", ".join(name for flag, name in names.items() if flag in flags) or "no instructions"
-
-
 def _memory() -> str:
     sizes = dict(re.findall(r"(\w+):\s+(\d+) kB", _text("/proc/meminfo")))
-    if not sizes:
-        return "unknown"
-    total, free = (int(sizes[name]) / 2**20 for name in ("MemTotal", "MemAvailable"))
+    free, total = (int(sizes.get(name, 0)) / 2**20 for name in ("MemAvailable", "MemTotal"))
     return f"{free:.1f} GiB available of {total:.1f} GiB"
 
 
@@ -191,7 +178,7 @@ def _setting(config: LaunchConfig, path: str, value: Any, home: str) -> str:
     if path == "launch.env":
         return f"{', '.join(word.partition('=')[0] for word in value)} (values are not shown)"
     if isinstance(value, list | tuple):
-        return str(hidden_words(map(str, value), home=home))
+        return str([shown(path, str(word), home=home) for word in value])
     if value is None or isinstance(value, bool | int | float) or _is_choice(config, path):
         return str(value)
     return shown(path, str(value), home=home)
@@ -243,7 +230,6 @@ _SHAPE = re.compile(
     r"dckr_pat_|wandb_v1_)[\w-]{8,}",
     re.DOTALL,
 )
-_OPTION = re.compile(r"--?[a-z][a-z0-9_.-]{0,39}")
 # Parts of values that cannot be secrets: numbers, versions, SLURM's counts, identifiers of GPUs,
 # network interfaces, and the words below.
 _PLAIN = re.compile(
@@ -309,29 +295,6 @@ def shown(name: str, value: str, *, home: str = "") -> str:
     if _NAME.search(name) or not (_is_plain(value) or _are_paths(value)):
         return HIDDEN
     return hidden(name, value, home=home)
-
-
-def hidden_words(words: Iterable[str], *, home: str = "") -> list[str]:
-    """Arguments of a program: names of options, and values that cannot be secrets.
-
-    Example:
-        >>> from fxtrain.diagnosis import hidden_words
-        >>> hidden_words(["--lr", "0.1", "--api-key=7", "me@host"])
-        ['--lr', '0.1', '--api-key=***', '***']
-    """
-    said: list[str] = []
-    option = ""
-    for word in words:
-        name, equals, value = word.partition("=")
-        if _OPTION.fullmatch(name) is None:
-            said.append(shown(option, word, home=home))
-            option = ""
-        elif equals:
-            said.append(f"{name}={shown(name, value, home=home)}")
-        else:
-            said.append(word)
-            option = word
-    return said
 
 
 def _is_plain(value: str) -> bool:

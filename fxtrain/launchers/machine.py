@@ -1,6 +1,5 @@
 """Facts that launchers need about the machine on which the command runs."""
 
-import gc
 import importlib
 import itertools
 import os
@@ -9,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -180,31 +178,6 @@ def _which_mpi(program: str) -> str:
     return next((name for text, name in _MPIS if text in done.stdout), "")
 
 
-def load_torch(name: str) -> Any:
-    """A module of torch.
-
-    Python's garbage collector runs repeatedly while torch creates its hundreds of thousands of
-    objects, which takes a tenth of the import time and finds nothing.
-
-    Effects:
-        Imports the module. If torch was not imported before, all objects that exist after the
-        import are exempt from garbage collection.
-
-    Example:
-        >>> from fxtrain.launchers.machine import load_torch
-        >>> load_torch("torch").__name__
-        'torch'
-    """
-    if "torch" in sys.modules or not gc.isenabled():
-        return importlib.import_module(name)
-    gc.disable()
-    try:
-        return importlib.import_module(name)
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
 def default_ranks(spec: LaunchSpec) -> int:
     """Ranks of a launch that names no number: one per chosen GPU, or accelerator of this machine.
 
@@ -215,4 +188,4 @@ def default_ranks(spec: LaunchSpec) -> int:
         return len(spec.gpus)
     if spec.launcher != "native" or spec.cpu or spec.executable:
         return 1
-    return max(1, load_torch("torch").accelerator.device_count())
+    return max(1, importlib.import_module("torch").accelerator.device_count())

@@ -65,16 +65,6 @@ def is_host(text: str) -> bool:
     return len(text) < 254 and re.fullmatch(r"[\w.:\[\]%-]+", text) is not None
 
 
-def check_ranks(ranks: Any, *, said: str) -> None:
-    """Refuse an invalid number of ranks.
-
-    Raises:
-        LaunchError: `ranks` is not a whole number of at least 1.
-    """
-    if type(ranks) is not int or not 1 <= ranks < _MOST_RANKS:
-        raise LaunchError(f"{said}={shown(ranks)}): choose {_RANKS}.")
-
-
 def _some_ranks(_: Any, __: Any, value: int) -> None:
     if not 1 <= value < _MOST_RANKS:
         raise ValueError(f"choose {_RANKS}.")
@@ -266,22 +256,6 @@ def rank_environment(
     }
 
 
-def check_seconds(value: Any, *, said: str) -> None:
-    """Refuse an invalid timeout; None passes.
-
-    Raises:
-        LaunchError: it is not a number above 0, or more than a system can wait.
-    """
-    if value is None:
-        return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value <= LONGEST_S:
-        raise LaunchError(
-            f"{said}={shown(value)}): a timeout is a number of seconds > 0, at most "
-            f"{LONGEST_S}. Use None for no limit, where that is allowed."
-        )
-
-
 def name_values(pairs: tuple[str, ...]) -> dict[str, str]:
     """Variables of the form NAME=VALUE, by name."""
     return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
@@ -343,30 +317,17 @@ class Invocation:
 def show(invocation: Invocation) -> str:
     """The invocation as a person reads it and a shell runs it; files come first.
 
+    Control characters are escaped; `as_json` has them as they are.
+
     Example:
         >>> from fxtrain.launchers import Invocation, show
         >>> show(Invocation(argv=("python", "train.py", "a b"), env={"OMP_NUM_THREADS": "2"}))
         "OMP_NUM_THREADS=2 python train.py 'a b'"
     """
     written = [f"# {path}\n{text.rstrip()}\n" for path, text in invocation.files.items()]
-    variables = [f"{name}={_quoted(value)}" for name, value in invocation.env.items()]
-    return "\n".join([*written, " ".join([*variables, *map(_quoted, invocation.argv)])])
-
-
-def _quoted(word: str) -> str:
-    """A word for the shell; control characters are escaped as in bash and zsh."""
-    if escape_unprintable(word) == word:
-        return shlex.quote(word)
-    plain = word.replace("\\", r"\\").replace("'", r"\'")
-    letters = (
-        letter if escape_unprintable(letter) == letter else _code(letter) for letter in plain
-    )
-    return f"$'{''.join(letters)}'"
-
-
-def _code(letter: str) -> str:
-    number = ord(letter)
-    return f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
+    variables = [f"{name}={shlex.quote(value)}" for name, value in invocation.env.items()]
+    line = " ".join([*variables, shlex.join(invocation.argv)])
+    return escape_unprintable("\n".join([*written, line]))
 
 
 def as_json(invocation: Invocation) -> str:

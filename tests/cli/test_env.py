@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.diagnosis import collect, hidden, hidden_words, shown
-from fxtrain.diagnosis.environment import half_precision_instructions
+from fxtrain.diagnosis import collect, hidden, shown
 
 PRIVATE = "s3cr3t-value"
 
@@ -103,7 +102,6 @@ def test_plain_values_are_shown():
     assert shown("PYTHONPATH", "/tmp:/usr/lib", home="/tmp") == "~:/usr/lib"
     assert hidden("NCCL_SOCKET_IFNAME", "eth0") == "eth0"
     assert hidden("X", "/a/b", home="/") == "/a/b"
-    assert hidden_words(["--lr", "0.1", "word", "--x=1"]) == ["--lr", "0.1", "***", "--x=1"]
 
 
 def test_values_of_the_launch_file_are_shown(tmp_path, monkeypatch, capsys):
@@ -114,15 +112,3 @@ def test_values_of_the_launch_file_are_shown(tmp_path, monkeypatch, capsys):
     assert told["config"]["launch.ranks"] == "3"
     assert main(["env"]) == Exit.WELL
     assert "- launch.ranks: 3" in capsys.readouterr().out.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("flags\t\t: fpu amx_tile amx_bf16 avx512_bf16 avx2\n", "AMX-BF16, AVX512-BF16"),
-        ("flags\t: fpu avx2\n", "no instructions"),
-        ("Features\t: asimd\n", "unknown"),
-    ],
-)
-def test_the_machine_names_its_instructions_for_half_precision(flags, told):
-    assert half_precision_instructions(f"processor\t: 0\n{flags}vmx flags\t: vnmi\n") == told

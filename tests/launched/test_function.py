@@ -101,9 +101,9 @@ def test_time_limit_names_the_ranks_and_ends_them():
     ("kwargs", "text"),
     [
         ({"fn": 3}, "launch takes a function and its arguments, found a int"),
-        ({"fn": _meet, "ranks": 0}, "launch(ranks=0): choose a whole number of at least 1"),
-        ({"fn": _meet, "ranks": True}, "launch(ranks=True): choose a whole number of at least 1"),
-        ({"fn": _meet, "ranks": 2.0}, "launch(ranks=2.0): choose a whole number of at least 1"),
+        ({"fn": _meet, "ranks": 0}, "ranks=0): choose a whole number of at least 1"),
+        ({"fn": _meet, "ranks": True}, "ranks=True): choose a whole number of at least 1"),
+        ({"fn": _meet, "ranks": 2.0}, "ranks=2.0): choose a whole number of at least 1"),
         ({"fn": _meet, "args": "ab"}, "For one argument: args=('ab',)"),
         ({"fn": _meet, "args": 3}, "For one argument: args=(3,)"),
         ({"fn": _meet, "timeout_s": 0}, "a timeout is a number of seconds > 0"),

@@ -1,7 +1,5 @@
 """What the native launcher looks at before it starts ranks."""
 
-import gc
-import json
 import subprocess
 import sys
 
@@ -11,7 +9,6 @@ import torch
 from fxtrain.errors import LaunchError
 from fxtrain.launchers import LaunchSpec
 from fxtrain.launchers.built_in.native.elastic import check_devices
-from fxtrain.launchers.machine import load_torch
 
 
 @pytest.mark.parametrize(
@@ -28,18 +25,6 @@ def test_ranks_that_do_not_match_the_gpus_of_a_machine(there, fields, says, monk
         check_devices(LaunchSpec(target="train.py", **fields))
     check_devices(LaunchSpec(target="train.py", ranks=3, cpu=True))
     check_devices(LaunchSpec(target="train.py", ranks=there))
-
-
-def test_rubbish_is_not_looked_for_while_torch_loads(monkeypatch):
-    frozen = gc.get_freeze_count()
-    assert load_torch("json") is json  # torch is here already: nothing is saved
-    assert gc.get_freeze_count() == frozen
-    monkeypatch.delitem(sys.modules, "torch")
-    try:
-        assert load_torch("json") is json
-        assert gc.get_freeze_count() > frozen and gc.isenabled()
-    finally:
-        gc.unfreeze()
 
 
 def test_the_launcher_is_imported_without_torch():

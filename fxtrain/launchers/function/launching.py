@@ -13,11 +13,12 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fxtrain._record import shown
 from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.native.elastic import run_elastic
 from fxtrain.launchers.function.pickling import UNPICKLABLE, is_interactive, pack
 from fxtrain.launchers.outcome import describe
-from fxtrain.launchers.spec import LaunchSpec, check_ranks, check_seconds
+from fxtrain.launchers.spec import LONGEST_S, LaunchSpec
 from fxtrain.launchers.table import prepare
 
 _WORKER = Path(__file__).with_name("worker.py")
@@ -80,7 +81,7 @@ def launch(
         >>> fx.launch(divmod, (7, 2), ranks=1)
         [(3, 1)]
     """
-    _check(fn, args, ranks, timeout_s)
+    _check(fn, args, timeout_s)
     with tempfile.TemporaryDirectory(prefix="fxtrain-function-") as folder, _unchanged_process():
         # The record checks numbers and addresses.
         spec = LaunchSpec(
@@ -115,7 +116,7 @@ def launch(
     raise LaunchError(describe(ending))
 
 
-def _check(fn: Any, args: Any, ranks: Any, timeout_s: Any) -> None:
+def _check(fn: Any, args: Any, timeout_s: Any) -> None:
     if multiprocessing.current_process().name == _IMPORTS:
         raise LaunchError(
             'A script must call fx.launch under `if __name__ == "__main__":`, since every rank '
@@ -130,8 +131,12 @@ def _check(fn: Any, args: Any, ranks: Any, timeout_s: Any) -> None:
         raise LaunchError(
             f"launch(args={args!r}): args must be a tuple. For one argument: args=({args!r},)."
         )
-    check_ranks(ranks, said="launch(ranks")
-    check_seconds(timeout_s, said="launch(timeout_s")
+    number = type(timeout_s) in (int, float)
+    if timeout_s is not None and not (number and 0 < timeout_s <= LONGEST_S):
+        raise LaunchError(
+            f"launch(timeout_s={shown(timeout_s)}): a timeout is a number of seconds > 0, at most "
+            f"{LONGEST_S}. Use None for no limit."
+        )
     core = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
     if core is not None and core._xla_runtime_is_initialized():
         raise LaunchError(

@@ -27,7 +27,6 @@ from fxtrain.launchers.built_in.native.network import (
     serve_nodes,
 )
 from fxtrain.launchers.built_in.native.spares import spares_kept
-from fxtrain.launchers.machine import load_torch
 from fxtrain.launchers.orphans import MARK, end_strays, kept, mark_within
 from fxtrain.launchers.outcome import (
     LaunchResult,
@@ -82,7 +81,7 @@ def run_elastic(
         if spec.log_dir:
             Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
         # Importing torch takes seconds, so check file names and ports first.
-        api = load_torch("torch.distributed.run")
+        api = importlib.import_module("torch.distributed.run")
         if checks_devices:
             check_devices(spec)
         _quiet()
