@@ -21,13 +21,11 @@ from fxtrain.launchers import (
     SlurmOptions,
     TpuPodOptions,
     as_json,
-    cores_of_ranks,
     flag_words,
     prepare,
-    read_cores,
     show,
-    write_cores,
 )
+from fxtrain.launchers.machine import cores_of_ranks, read_cores, write_cores
 
 HERE = Machine(python="/opt/my python/bin/python", cores=range(6), port=4711, folder="/my run")
 

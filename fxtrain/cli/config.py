@@ -237,11 +237,6 @@ def detect_machine() -> Machine:
 
     Effects:
         Imports torch and asks it for devices.
-
-    Example:
-        >>> from fxtrain.cli.config import detect_machine
-        >>> detect_machine().cores >= 1
-        True
     """
     torch = import_module("torch")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -383,11 +378,6 @@ def read_answer(question: Question, text: str) -> Any:
 
     Raises:
         click.BadParameter: it does not answer the question; the message says what would.
-
-    Example:
-        >>> from fxtrain.cli.config import Question, read_answer
-        >>> read_answer(Question(path="launch.ranks", text="How many?", kind="whole"), "4")
-        4
     """
     text = text.strip()
     if not text:
@@ -400,13 +390,7 @@ def read_answer(question: Question, text: str) -> Any:
 
 
 def values_of(answers: Answers) -> Tables:
-    """What the answers put into a launch file: everything but defaults, and the ranks.
-
-    Example:
-        >>> from fxtrain.cli.config import values_of
-        >>> values_of({"launch.ranks": 2, "launch.nodes": 1, "plan.precision": "bf16"})
-        {'launch': {'ranks': 2}, 'plan': {'precision': 'bf16'}}
-    """
+    """What the answers put into a launch file: everything but defaults, and the ranks."""
     fields = [("launch", attrs.fields(LaunchSpec)), ("plan", attrs.fields(Plan))]
     defaults = {f"{part}.{field.name}": field.default for part, each in fields for field in each}
     defaults |= {"plan.strategy.kind": "ddp", "plan.precision": "fp32", "plan.compile": False}

@@ -23,88 +23,6 @@ from fxtrain.launchers.spec import name_values
 _STDERR = 2  # for the program's output; the results go to standard output
 
 
-def plan(
-    program: Sequence[str],
-    *,
-    world: int,
-    rank: int = 0,
-    module: bool = False,
-    mesh: str | None = None,
-    device_memory: str | None = None,
-    against: Sequence[str] = (),
-    save: str | None = None,
-    picture: str | None = None,
-    config: str = "",
-    json_: bool = False,
-    **failures: Any,
-) -> int:
-    """Carry out `fxtrain plan`.
-
-    Args:
-        program: A script, or the name of a module, and its arguments.
-        world: World size to simulate.
-        rank: The rank to run as.
-        module: Whether the program is a module.
-        mesh: Such as "shard=8,tensor=2".
-        device_memory: Such as "80GB".
-        against: Files of earlier runs, to compare with.
-        save: File for the result, as JSON.
-        picture: File for a picture of the memory: SVG, PNG or PDF by its suffix.
-        config: The launch file; by default the one that `fxtrain launch` finds.
-        json_: Print the result as JSON instead of a table.
-        failures: How ranks fail, as the options of the command name it.
-
-    Returns:
-        The exit code: FOUND if the program would fail, or failed here for another reason.
-
-    Effects:
-        Runs the program in a separate process. Its output goes to standard error.
-
-    Raises:
-        LaunchError: the program does not exist.
-        FxError: world size, mesh or memory are invalid, an earlier file cannot be read, or the
-            program never trained.
-    """
-    target, args = program[0], tuple(program[1:])
-    check_target(LaunchSpec(target=target, args=args, ranks=1, module=module))
-    state = importlib.import_module("fxtrain.state")
-    runs = importlib.import_module("fxtrain.profiling")
-    flags = {} if mesh is None else {"plan.mesh": mesh}
-    settings = importlib.import_module("fxtrain.launchers.config").resolve(
-        file=config, env=os.environ, flags=flags
-    )
-    variables = runs.place(world, rank, settings.plan.mesh)
-    runs.read_bytes(device_memory)
-    check_picture(picture)
-    _check_failures(failures)
-    others = [_read(path, state) for path in against]
-    if settings.values["plan"]:
-        variables |= name_values((plan_variable(settings.plan),))
-    request = {"target": target, "args": args, "module": module, "device_memory": device_memory}
-    text, code = _in_a_process(request, variables)
-    if code or not text:
-        return code or Exit.FOUND
-    run = state.loads(text, state.DryRun)
-    if save is not None:
-        write_file(save, text)
-    if picture is not None:
-        save_picture(runs.plot(run), picture)
-    # A program that failed before its model was there has problems to show instead.
-    known = runs.checkpoint_bytes(run) > 0
-    goodput = _goodput(run, failures) if known and failures.get("rank_mtbf_h") else None
-    if goodput is not None and failures["goodput_picture"] is not None:
-        save_picture(runs.plot_goodput(goodput), failures["goodput_picture"])
-    if json_ and goodput is not None:
-        print_json({"run": json.loads(text), "goodput": attrs.asdict(goodput)})
-    elif json_:
-        sys.stdout.write(text)
-    else:
-        _print(runs.table(*others, run))
-        if goodput is not None:
-            _print(runs.goodput_table(goodput))
-    return Exit.WELL if run.fits else Exit.FOUND
-
-
 def _in_a_process(request: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[str, int]:
     """The result as JSON text, or the exit code if there is none."""
     with tempfile.TemporaryDirectory(prefix="fxtrain-plan-") as folder:
@@ -238,7 +156,21 @@ def _print(shown: Any) -> None:
     metavar="(SCRIPT | -m MODULE) [ARGS ...]",
 )
 @as_json
-def PLAN(program: tuple[str, ...], **options: Any) -> int:
+def PLAN(
+    program: Sequence[str],
+    *,
+    world: int,
+    rank: int,
+    module: bool,
+    mesh: str | None,
+    device_memory: str | None,
+    against: Sequence[str],
+    save: str | None,
+    picture: str | None,
+    config: str,
+    json_: bool,
+    **failures: Any,
+) -> int:
     """Show what a training script would need on many ranks, without running it for real.
 
     The script runs on tensors without values, as one rank of that world, until its steps
@@ -246,4 +178,41 @@ def PLAN(program: tuple[str, ...], **options: Any) -> int:
     plan of a launch file is passed to the script, as `fxtrain launch` does. With
     --rank-mtbf-h, failures are simulated, and goodput is shown.
     """
-    return plan(program, **options)
+    target, args = program[0], tuple(program[1:])
+    check_target(LaunchSpec(target=target, args=args, ranks=1, module=module))
+    state = importlib.import_module("fxtrain.state")
+    runs = importlib.import_module("fxtrain.profiling")
+    flags = {} if mesh is None else {"plan.mesh": mesh}
+    settings = importlib.import_module("fxtrain.launchers.config").resolve(
+        file=config, env=os.environ, flags=flags
+    )
+    variables = runs.place(world, rank, settings.plan.mesh)
+    runs.read_bytes(device_memory)
+    check_picture(picture)
+    _check_failures(failures)
+    others = [_read(path, state) for path in against]
+    if settings.values["plan"]:
+        variables |= name_values((plan_variable(settings.plan),))
+    request = {"target": target, "args": args, "module": module, "device_memory": device_memory}
+    text, code = _in_a_process(request, variables)
+    if code or not text:
+        return code or Exit.FOUND
+    run = state.loads(text, state.DryRun)
+    if save is not None:
+        write_file(save, text)
+    if picture is not None:
+        save_picture(runs.plot(run), picture)
+    # A program that failed before its model was there has problems to show instead.
+    known = runs.checkpoint_bytes(run) > 0
+    goodput = _goodput(run, failures) if known and failures.get("rank_mtbf_h") else None
+    if goodput is not None and failures["goodput_picture"] is not None:
+        save_picture(runs.plot_goodput(goodput), failures["goodput_picture"])
+    if json_ and goodput is not None:
+        print_json({"run": json.loads(text), "goodput": attrs.asdict(goodput)})
+    elif json_:
+        sys.stdout.write(text)
+    else:
+        _print(runs.table(*others, run))
+        if goodput is not None:
+            _print(runs.goodput_table(goodput))
+    return Exit.WELL if run.fits else Exit.FOUND

@@ -26,8 +26,8 @@ from fxtrain.launchers import (
     find_launcher,
     options_from,
     run,
-    setup_command,
 )
+from fxtrain.launchers.built_in.tpu import setup_command
 from fxtrain.launchers.config import from_flags, resolve
 from fxtrain.launchers.machine import slurm_job
 from fxtrain.state import Plan, dumps

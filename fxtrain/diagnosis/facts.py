@@ -50,12 +50,6 @@ def fact_problems(facts: Sequence[Mapping[str, Any]], *, nodes: int) -> list[str
     Args:
         facts: By rank, from `facts_here`.
         nodes: Number of machines.
-
-    Example:
-        >>> from fxtrain.diagnosis import fact_problems
-        >>> a, b = {"host": "n0", "torch": "2.13"}, {"host": "n1", "torch": "2.12"}
-        >>> fact_problems([a, b], nodes=2)[0]
-        'torch differs: 2.12 on n1, 2.13 on n0. Install the same version everywhere.'
     """
     problems: list[str] = []
     for name, advice in _MUST_MATCH.items():
@@ -77,13 +71,7 @@ def fact_problems(facts: Sequence[Mapping[str, Any]], *, nodes: int) -> list[str
 
 
 def clock_problems(times: Sequence[float], hosts: Sequence[str]) -> list[str]:
-    """Hosts whose clocks differ, from times that were read at the same moment.
-
-    Example:
-        >>> from fxtrain.diagnosis import clock_problems
-        >>> clock_problems([100.0, 100.1, 160.0], ["n0", "n0", "n1"])
-        ['The clock of n1 is 60.0 s ahead of n0. Set the time by NTP (timedatectl).']
-    """
+    """Hosts whose clocks differ, from times that were read at the same moment."""
     problems: list[str] = []
     for host, ahead in {host: at - times[0] for host, at in zip(hosts, times, strict=True)}.items():
         if abs(ahead) > _MAX_CLOCK_SKEW_S:

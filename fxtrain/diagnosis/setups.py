@@ -47,13 +47,6 @@ def setup_problems(spec: LaunchSpec, plan: Plan) -> tuple[str, ...]:
 
     Effects:
         Inspects this machine as `--dry` does. Reads the config of a DeepSpeed plan.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> from fxtrain.diagnosis.setups import setup_problems
-        >>> from fxtrain.launchers import LaunchSpec
-        >>> setup_problems(LaunchSpec(target="train.py", ranks=2), fx.Plan(strategy="single"))
-        ('plan: Single() trains on one rank, but this context has 2, ...)
     """
     try:
         prepare(spec)

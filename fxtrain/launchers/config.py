@@ -154,11 +154,6 @@ def find_file(env: Mapping[str, str], *, folder: Path | None = None) -> str:
 
     FXTRAIN_CONFIG, else `fxtrain.toml` or `.yaml` in the current folder, else
     `fxtrain/launch.toml` in the user's configuration folder (XDG_CONFIG_HOME, ~/.config).
-
-    Example:
-        >>> from fxtrain.launchers.config import find_file
-        >>> find_file({"FXTRAIN_CONFIG": "cluster.toml"})
-        'cluster.toml'
     """
     if env.get("FXTRAIN_CONFIG"):
         return env["FXTRAIN_CONFIG"]
@@ -173,11 +168,6 @@ def from_flags(words: Sequence[str]) -> dict[str, Any]:
 
     Raises:
         PlanError: a word has another form.
-
-    Example:
-        >>> from fxtrain.launchers.config import from_flags
-        >>> from_flags(["launch.ranks=4"])
-        {'launch.ranks': 4}
     """
     values: dict[str, Any] = {}
     for word in words:
@@ -206,11 +196,6 @@ def resolve(
 
     Raises:
         PlanError: the file or a value is invalid; one line per problem, each with its path.
-
-    Example:
-        >>> from fxtrain.launchers.config import resolve
-        >>> resolve(env={"FXTRAIN_LAUNCH__RANKS": "2"}).launch.ranks
-        2
     """
     env = env or {}
     path = file or find_file(env)

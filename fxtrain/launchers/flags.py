@@ -21,14 +21,7 @@ _AGAIN = ("rendezvous_options", "env")  # flags that are repeated
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """What the docstring of a record says about each field, by name.
-
-    Example:
-        >>> from fxtrain.launchers import LaunchSpec
-        >>> from fxtrain.launchers.flags import field_docs
-        >>> field_docs(LaunchSpec)["ranks"]
-        'Processes on each node; `fxtrain launch` starts one per accelerator if none is given.'
-    """
+    """What the docstring of a record says about each field, by name."""
     section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     pairs = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in pairs}

@@ -117,12 +117,6 @@ def cores_of_ranks(mode: str, ranks: int, machine: Machine) -> tuple[tuple[int, 
             "exclusive" for a share of all cores that no other rank has.
         ranks: Ranks on this machine.
         machine: Its cores and NUMA nodes.
-
-    Example:
-        >>> from fxtrain.launchers import Machine, cores_of_ranks
-        >>> two = Machine(cores=(0, 1, 2, 3), numa=((0, 2), (1, 3)))
-        >>> cores_of_ranks("node", 2, two), cores_of_ranks("exclusive", 4, two)
-        (((0, 2), (1, 3)), ((0,), (2,), (1,), (3,)))
     """
     nodes = machine.numa or (machine.cores,)
     if mode == "node":
@@ -135,13 +129,7 @@ def cores_of_ranks(mode: str, ranks: int, machine: Machine) -> tuple[tuple[int, 
 
 
 def write_cores(cores: tuple[int, ...]) -> str:
-    """Numbers of cores in the kernel's short form.
-
-    Example:
-        >>> from fxtrain.launchers import write_cores
-        >>> write_cores((0, 1, 2, 5))
-        '0-2,5'
-    """
+    """Numbers of cores in the kernel's short form."""
     runs: list[list[int]] = []
     for core in cores:
         if runs and core == runs[-1][-1] + 1:
@@ -152,13 +140,7 @@ def write_cores(cores: tuple[int, ...]) -> str:
 
 
 def read_cores(text: str) -> tuple[int, ...]:
-    """Numbers of cores from the kernel's short form.
-
-    Example:
-        >>> from fxtrain.launchers import read_cores
-        >>> read_cores("0-2,5")
-        (0, 1, 2, 5)
-    """
+    """Numbers of cores from the kernel's short form."""
     bounds = [[int(end) for end in part.split("-")] for part in text.split(",") if part.strip()]
     return tuple(core for bound in bounds for core in range(bound[0], bound[-1] + 1))
 

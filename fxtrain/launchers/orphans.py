@@ -27,13 +27,7 @@ _KILLED_S = 5.0
 
 
 def mark_within(env: Mapping[str, str]) -> str:
-    """A new mark for a launch, after those of the launches in which it runs.
-
-    Example:
-        >>> from fxtrain.launchers.orphans import mark_within
-        >>> mark_within({"FXTRAIN_LAUNCHES": "a1"}).startswith("a1:")
-        True
-    """
+    """A new mark for a launch, after those of the launches in which it runs."""
     outer = env.get(MARK, "")
     mine = os.urandom(8).hex()
     return f"{outer}:{mine}" if outer else mine

@@ -56,13 +56,7 @@ def plain_command(spec: LaunchSpec, python: str) -> tuple[str, ...]:
 
 
 def shared_environment(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
-    """Variables of all ranks, whichever launcher starts them.
-
-    Example:
-        >>> from fxtrain.launchers import LaunchSpec, Machine, shared_environment
-        >>> shared_environment(LaunchSpec(target="train.py", ranks=2), Machine(cores=range(8)))
-        {'OMP_NUM_THREADS': '4'}
-    """
+    """Variables of all ranks, whichever launcher starts them."""
     variables = machine.traffic
     if (threads := threads_of(spec, machine)) is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
@@ -128,12 +122,6 @@ def check_mesh(spec: "LaunchSpec", plan: "Plan") -> None:
 
     Raises:
         MeshError: it does not.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> from fxtrain.launchers import LaunchSpec
-        >>> from fxtrain.launchers.program import check_mesh
-        >>> check_mesh(LaunchSpec(target="train.py", ranks=4), fx.Plan(mesh="tensor=2"))
     """
     known = spec.min_nodes is None and spec.launcher not in OWN_RANKS
     if plan.mesh is not None and known:

@@ -215,47 +215,6 @@ def _problems(spec: LaunchSpec) -> list[str]:
     return [problem for problem, wrong in problems.items() if wrong]
 
 
-def rank_environment(
-    rank: int,
-    ranks: int,
-    *,
-    port: int,
-    address: str = "127.0.0.1",
-    nodes: int = 1,
-    node_rank: int = 0,
-    attempt: int = 0,
-) -> dict[str, str]:
-    """The variables by which a rank of a launch finds its rank and the store.
-
-    Args:
-        rank: Number of the rank on its node.
-        ranks: Ranks on each node.
-        port: Port of the store.
-        address: Host of the store.
-        nodes: Number of machines.
-        node_rank: Number of this one.
-        attempt: How often all ranks were started before.
-
-    Example:
-        >>> from fxtrain.launchers import rank_environment
-        >>> from fxtrain.state.topology.environments import read_topology
-        >>> read_topology(rank_environment(1, 2, port=4711)).local_rank
-        1
-    """
-    return {
-        "RANK": str(node_rank * ranks + rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks * nodes),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": str(node_rank),
-        "GROUP_WORLD_SIZE": str(nodes),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent serves the store
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-    }
-
-
 def name_values(pairs: tuple[str, ...]) -> dict[str, str]:
     """Variables of the form NAME=VALUE, by name."""
     return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}

@@ -169,7 +169,7 @@ def test_a_result_that_cannot_be_written_is_told(script, capsys, here):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--world 8 trian.py", "Did you mean train.py?"),
+        ("--world 8 trian.py", "Did you mean 'train.py'?"),
         ("--world 8 --mesh tensor=3 train.py", "this run has 8"),
         ("--world 8 --mesh tensr=2 train.py", "Did you mean 'tensor'?"),
         ("--world 8 --mesh tensor train.py", "shard=8,tensor=2"),

@@ -3,7 +3,8 @@
 import pytest
 
 from fxtrain.cli import main
-from fxtrain.launchers import DeepSpeedOptions, LaunchSpec, Machine, deepspeed
+from fxtrain.launchers import DeepSpeedOptions, LaunchSpec, Machine
+from fxtrain.launchers.built_in.deepspeed import deepspeed
 
 pytestmark = pytest.mark.deepspeed
 

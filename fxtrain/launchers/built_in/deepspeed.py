@@ -53,13 +53,6 @@ def deepspeed(spec: LaunchSpec, machine: Machine) -> Invocation:
     Raises:
         LaunchError: filters or nodes without a hostfile, no main address for a runner other than
             pdsh, or a value that DeepSpeed cannot pass.
-
-    Example:
-        >>> from fxtrain.launchers import DeepSpeedOptions, LaunchSpec, Machine, deepspeed
-        >>> options = DeepSpeedOptions(hostfile="hosts", include="b:0@a")
-        >>> spec = LaunchSpec(target="train.py", options=options)
-        >>> deepspeed(spec, Machine()).argv[1:5]
-        ('-m', 'deepspeed.launcher.runner', '--hostfile=hosts', '--include=b:0@a')
     """
     return (_by_runner if spec.options.hostfile else _here)(spec, machine)
 

@@ -76,12 +76,6 @@ def kubernetes(spec: LaunchSpec, machine: Machine) -> Invocation:
 
     Raises:
         LaunchError: no image was given.
-
-    Example:
-        >>> from fxtrain.launchers import KubernetesOptions, LaunchSpec, Machine, kubernetes
-        >>> spec = LaunchSpec(target="train.py", options=KubernetesOptions(image="me/train:1"))
-        >>> kubernetes(spec, Machine()).argv
-        ('kubectl', 'apply', '-f', 'fxtrain-launch/train.json')
     """
     options = spec.options
     if not options.image:

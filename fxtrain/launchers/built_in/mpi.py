@@ -51,12 +51,6 @@ def mpi(spec: LaunchSpec, machine: Machine) -> Invocation:
 
     Raises:
         LaunchError: the MPI is unknown, or several nodes without names.
-
-    Example:
-        >>> from fxtrain.launchers import LaunchSpec, Machine, MpiOptions, mpi
-        >>> spec = LaunchSpec(target="train.py", ranks=2, options=MpiOptions(kind="mpich"))
-        >>> " ".join(mpi(spec, Machine(port=4711)).argv[:7])
-        'mpirun -np 2 -ppn 2 -bind-to none'
     """
     options = spec.options
     kind = options.kind or machine.mpi

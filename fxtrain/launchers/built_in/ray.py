@@ -37,12 +37,6 @@ def ray(spec: LaunchSpec, machine: Machine) -> Invocation:
     """A program that places the nodes, from here or as a job of a cluster.
 
     Its settings are in a file, since Ray passes the arguments of a job through a shell.
-
-    Example:
-        >>> from fxtrain.launchers import LaunchSpec, Machine, RayOptions, ray
-        >>> spec = LaunchSpec(target="train.py", options=RayOptions(job_server="http://h:8265"))
-        >>> ray(spec, Machine()).argv[:5]
-        ('ray', 'job', 'submit', '--address=http://h:8265', '--working-dir=.')
     """
     options = spec.options
     each = attrs.evolve(spec, launcher="native", options=None)

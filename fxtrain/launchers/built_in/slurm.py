@@ -66,16 +66,7 @@ class SlurmOptions:
 
 
 def slurm(spec: LaunchSpec, machine: Machine) -> Invocation:
-    """srun if this process runs inside a SLURM job, otherwise a batch file and sbatch.
-
-    Example:
-        >>> from fxtrain.launchers import LaunchSpec, Machine, SlurmOptions, slurm
-        >>> spec = LaunchSpec(target="train.py", ranks=8, nodes=2, options=SlurmOptions())
-        >>> slurm(spec, Machine()).argv
-        ('sbatch', 'fxtrain-launch/train.sbatch')
-        >>> slurm(spec, Machine(slurm_job="17")).argv[:4]
-        ('srun', '--nodes=2', '--ntasks=16', '--ntasks-per-node=8')
-    """
+    """srun if this process runs inside a SLURM job, otherwise a batch file and sbatch."""
     if spec.restarts and not machine.slurm_job:
         raise LaunchError(
             f"LaunchSpec(restarts={spec.restarts}): SLURM restarts a job after preemption "

@@ -53,13 +53,7 @@ class TpuPodOptions:
 
 
 def tpu(spec: LaunchSpec, machine: Machine) -> Invocation:
-    """The program once on this host: one process drives all of its chips.
-
-    Example:
-        >>> from fxtrain.launchers import LaunchSpec, Machine, tpu
-        >>> tpu(LaunchSpec(target="train.py"), Machine(threads_chosen=True)).env
-        {'PJRT_DEVICE': 'TPU'}
-    """
+    """The program once on this host: one process drives all of its chips."""
     _check(spec)
     return Invocation(
         argv=rank_command(spec, machine.python, errors=ERRORS),
@@ -72,12 +66,6 @@ def tpu_pod(spec: LaunchSpec, machine: Machine) -> Invocation:
 
     Raises:
         LaunchError: the TPU has no name.
-
-    Example:
-        >>> from fxtrain.launchers import LaunchSpec, Machine, TpuPodOptions, tpu_pod
-        >>> spec = LaunchSpec(target="train.py", options=TpuPodOptions(name="v4"))
-        >>> tpu_pod(spec, Machine()).argv[-2:]
-        ('--worker=all', '--command=env PJRT_DEVICE=TPU python3 -u train.py')
     """
     _check(spec)
     options = spec.options
@@ -124,11 +112,6 @@ def setup_command(
 
     Raises:
         LaunchError: the pod has no name, or there is nothing to run.
-
-    Example:
-        >>> from fxtrain.launchers import TpuPodOptions, setup_command
-        >>> setup_command(TpuPodOptions(name="pod"), commands=["ls"])[5:]
-        ('pod', '--worker=all', '--command=ls')
     """
     pip = [f"{options.python} -m pip install {shlex.quote(install)}"] if install else []
     wanted = [*pip, *commands]

@@ -18,12 +18,6 @@ def native(spec: LaunchSpec, machine: Machine) -> Invocation:
 
     Raises:
         LaunchError: several nodes without a main address, or a binding that needs GPUs.
-
-    Example:
-        >>> from fxtrain.launchers import LaunchSpec, Machine, native
-        >>> spec = LaunchSpec(target="train.py", nodes=2, node_rank=1, main_address="n0")
-        >>> " ".join(native(spec, Machine()).argv[3:7])
-        '--nnodes=2 --nproc-per-node=1 --rdzv-backend=static --rdzv-endpoint=n0:29500'
     """
     if spec.nodes > 1 and not spec.main_address:
         raise LaunchError(

@@ -39,12 +39,7 @@ class NodeEnd:
 
 
 def node_name(node: int, host: str) -> str:
-    """A node in messages.
-
-    Example:
-        >>> node_name(1, "gpu-7")
-        'node 1 (gpu-7)'
-    """
+    """A node in messages."""
     return f"node {node} ({host})" if host else f"node {node}"
 
 

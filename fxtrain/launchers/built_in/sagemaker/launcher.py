@@ -59,13 +59,6 @@ def sagemaker(spec: LaunchSpec, machine: Machine) -> Invocation:
 
     Raises:
         LaunchError: role, machine or image are missing, or SageMaker cannot pass the arguments.
-
-    Example:
-        >>> from fxtrain.launchers import LaunchSpec, Machine, SageMakerOptions, sagemaker
-        >>> options = SageMakerOptions(role="me", instance_type="ml.g5.xlarge", image_uri="i")
-        >>> spec = LaunchSpec(target="train.py", args=("--lr", "0.1"), options=options)
-        >>> list(sagemaker(spec, Machine(python="python")).files)
-        ['fxtrain-launch/sagemaker.json']
     """
     _check(spec)
     options = spec.options
