@@ -20,7 +20,7 @@ from fxtrain.models.gguf_files import read_gguf
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.safetensors_files import Entry, parse_json, read_header
 from fxtrain.models.stored_layers import StoredLayer, stored_layers
-from fxtrain.ops.whole_tensors import is_sharded
+from fxtrain.ops.whole_tensors import full_values
 from fxtrain.state import Location, TensorIndex
 
 _PICKLES = (".bin", ".pt", ".pth")
@@ -335,7 +335,7 @@ def _of_tensors(tensors: dict[Any, Any], what: str) -> Source:
 
     def read(name: str, part: TensorIndex | None) -> Tensor:
         tensor: Any = tensors[name]
-        full = tensor.full_tensor() if is_sharded(tensor) else tensor.detach()
+        full = full_values(tensor)
         return full if part is None else _select(full, part)
 
     entries = {

@@ -40,6 +40,10 @@ _WAITS = (
     ("torch/distributed/", ""),
 )
 _STARTS = ("fxtrain/launchers/child.py", "<frozen runpy>")  # frames below those of the script
+_RECORDED = {  # fields of a record that are read here
+    *("rank", "world_size", "host", "pid", "process_start", "signal", "main_thread", "why", "time"),
+    *("asked", "timeout_ms", "models", "calls", "torch_calls"),
+}
 _FORMAT = "2.10"  # of torch's Flight Recorder, in torch 2.13
 _SHOWN, _GROUPS = 12, 4  # frames of a stack, stacks
 _POLL_S = 0.1
@@ -124,7 +128,8 @@ def read_stands(folder: Path) -> list[Stand]:
     """Where ranks stood when they last wrote it, by rank.
 
     Raises:
-        LaunchError: no rank has written into this folder, or a record is damaged.
+        LaunchError: no rank has written into this folder, or a record is damaged or of another
+            version of fxtrain.
     """
     paths = sorted(folder.glob("rank-*.json"), key=lambda path: (len(path.name), path.name))
     if not paths:
@@ -141,11 +146,16 @@ def read_stands(folder: Path) -> list[Stand]:
 def _read(path: Path) -> Stand:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
+        if missing := sorted(_RECORDED - record.keys()):
+            raise ValueError(
+                f"it has no {', '.join(missing)}. If another version of fxtrain wrote it, use that "
+                f"version"
+            )
         stacks = _threads(path.with_suffix(".stacks").read_text(encoding="utf-8", errors="replace"))
         main = stacks.get(int(record["main_thread"]), ())
         stack = tuple(frame for frame in main if not frame.file.endswith(_STARTS))
         return Stand(rank=int(record["rank"]), record=record, stack=stack)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise LaunchError(f"{path} is not a record of a rank: {error}.") from error
 
 

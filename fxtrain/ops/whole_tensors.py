@@ -48,7 +48,7 @@ def weight_of(tensor: Any) -> Weight:
         shape=() if is_lazy(tensor) else tuple(getattr(tensor, "shape", ())),
         dtype=getattr(tensor, "dtype", torch.uint8),
         key=identity(tensor) if isinstance(tensor, Tensor) else id(tensor),
-        gather=functools.partial(_full_tensor, tensor),
+        gather=functools.partial(full_values, tensor),
         fill=functools.partial(_fill, tensor),
     )
 
@@ -121,8 +121,24 @@ def _rows(tensor: Any, dim: int, package: Any) -> slice | Tensor:
 
 
 @torch.no_grad()
-def _full_tensor(tensor: Any) -> Tensor:
-    return tensor.detach().full_tensor() if is_sharded(tensor) else tensor.detach()
+def full_values(tensor: Any) -> Tensor:
+    """All values of a tensor that may be a DTensor, without a gradient.
+
+    Effects:
+        Gathers a DTensor on the ranks of its mesh.
+    """
+    full: Any = tensor.detach()
+    if not is_sharded(full):
+        return full
+    # Shards of shards are gathered first, each in a call of its own: torch cannot merge these
+    # gathers with those of the other dimensions, and logs so.
+    placements = [*full.placements]
+    for dim, placement in enumerate(placements):
+        if hasattr(placement, "split_factor"):
+            package = importlib.import_module("torch.distributed.tensor")
+            placements[dim] = package.Replicate()
+            full = full.redistribute(placements=placements)
+    return full.full_tensor()
 
 
 @torch.no_grad()

@@ -159,6 +159,21 @@ def test_json_has_records_and_stacks(run, capsys):
     assert ranks[2]["stack"][0] == {"file": READ[0], "line": READ[1], "function": READ[2]}
 
 
+def test_a_record_of_an_older_version_is_named(run, capsys):
+    """Before collectives were written for torchfrtrace."""
+    path = run / "stacks" / "rank-1.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in record.items() if k != "torch_calls"}))
+    assert main(["diagnose", str(run)]) != 0
+    assert (
+        "rank-1.json is not a record of a rank: it has no torch_calls. If another version of "
+        "fxtrain wrote it, use that version."
+    ) in capsys.readouterr().err
+    path.write_text("[]")
+    assert main(["diagnose", str(run)]) != 0
+    assert "rank-1.json is not a record of a rank" in capsys.readouterr().err
+
+
 def test_a_process_that_has_taken_the_number_of_a_rank_gets_no_signal(run):
     """`pid` 0 would be this process's group; the start of the process is compared first."""
     for rank in range(4):

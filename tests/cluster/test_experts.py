@@ -1,6 +1,7 @@
 """Experts over data ranks: what is sent and held, checkpoints, transformers, and refusals."""
 
 import itertools
+import logging
 
 import pytest
 import torch
@@ -143,6 +144,24 @@ def test_models_of_transformers_train_as_in_one_process(clusters, name, n, strat
         torch.testing.assert_close(logits, wanted_logits, rtol=1e-3, atol=1e-3)
         for key, value in wanted.items():
             torch.testing.assert_close(parameters[key], value, rtol=1e-3, atol=1e-5)
+
+
+def test_gathering_experts_of_two_meshes_logs_nothing(caplog):
+    """torch logs gathers of several dimensions of a mesh that it cannot make one."""
+
+    def loop(ctx):
+        model = _wrap(ctx, fx.Plan(strategy=fx.FSDP(expert=2, shard=2)))
+        _update(ctx, model, 0)
+        for _, value in fx.weights(model):
+            assert not hasattr(value, "placements")
+
+    logger = logging.getLogger("torch.distributed.tensor")
+    logger.addHandler(caplog.handler)
+    try:
+        fx.dry_run(loop, world=4)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "all_gather" not in caplog.text
 
 
 def _balanced(ctx, name, plan, mesh=None):

@@ -79,17 +79,14 @@ def pack_int8(
     sent: list[Tensor] = []
     places = by_dtype(tensors)
     for dtype, numbers in places.items():
-        moved = [real(tensors[n]).to(device, dtype) for n in numbers]
-        parts = [
-            (tensor + residuals[n]).reshape(-1) for tensor, n in zip(moved, numbers, strict=True)
-        ]
-        exact = torch.cat(parts)
+        exact = torch.cat(
+            [(real(tensors[n]).to(device, dtype) + residuals[n]).reshape(-1) for n in numbers]
+        )
         payload = quantize(exact)
         lost = exact - dequantize(payload, len(exact), dtype)
-        for number, part in zip(
-            numbers, lost.split([len(tensor) for tensor in parts]), strict=True
-        ):
-            residuals[number].copy_(part.view_as(residuals[number]))
+        sizes = [residuals[n].numel() for n in numbers]
+        for n, part in zip(numbers, lost.split(sizes), strict=True):
+            residuals[n].copy_(part.view_as(residuals[n]))
         share = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(1)
         sent.append(torch.cat([payload, share.view(torch.uint8)]))
     return Exchange(due=due, places=places, sent=sent)
@@ -112,6 +109,7 @@ def send(exchange: Exchange, copies: DistContext, *, keep: bool) -> Exchange:
         if flat.dtype == torch.uint8:
             received.append(flat.new_empty(copies.world_size * len(flat)))
             parts = [*received[-1].view(copies.world_size, -1)]
+            # As a list, since torchft's groups have no gather into one tensor.
             works.append(dist.all_gather(parts, flat, group=group, async_op=True))
         else:
             received.append(flat.clone() if keep else flat)

@@ -21,7 +21,7 @@ from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.core.weights import HALF
 from fxtrain.errors import CheckpointError
 from fxtrain.models import tensor_bytes
-from fxtrain.ops.whole_tensors import is_sharded, local_values, plain_name
+from fxtrain.ops.whole_tensors import full_values, local_values, plain_name
 from fxtrain.precision.plain_tensors import quantized_facts, quantized_tensors, stored_tensors
 from fxtrain.precision.transformer_engine import scaling_state
 from fxtrain.state import TE, DistContext, FlatShard, ModelState, StateReader, Wrapped
@@ -141,7 +141,7 @@ def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 def _digest(tensor: Any) -> str:
     """The digest of a full tensor, which all ranks gather if it is sharded."""
-    return tensor_bytes.digest(tensor.detach().full_tensor() if is_sharded(tensor) else tensor)
+    return tensor_bytes.digest(full_values(tensor))
 
 
 def _check_base(tensors: dict[str, Tensor], base: Mapping[str, str]) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 from fxtrain import ops
 from fxtrain.backends.core.optimizer_state import local_part, own_tensor_of_ranks
 from fxtrain.backends.core.placeholders import fsdp_parameters
+from fxtrain.ops.whole_tensors import full_values
 from fxtrain.state import AccumulationWindow, DistContext, StateReader, Wrapped
 
 # In the order of the numbers in a checkpoint; early ones end before `updates`.
@@ -113,7 +114,7 @@ def full_gradient(grad: Any, like: Tensor) -> Tensor:
     """A full gradient, in the dtype of its parameter; zeros if there is none."""
     if grad is None:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).to(like.dtype)
+    return full_values(grad).to(like.dtype)
 
 
 def load_window(model: Wrapped, saved: StateReader) -> None:

@@ -25,6 +25,7 @@ from fxtrain.backends.core.wrap_units import ignored_names, units
 from fxtrain.backends.fsdp.experts import expert_modules, shard_experts
 from fxtrain.backends.tensor import split_layers
 from fxtrain.ops.step_parts import DTYPES
+from fxtrain.ops.whole_tensors import full_values
 from fxtrain.precision.quantizing import companions
 from fxtrain.precision.recipe_layers import gather_in_float8
 from fxtrain.state import FSDP, DistContext, Float8, Plan
@@ -169,8 +170,7 @@ def _gathered(module: nn.Module, device: torch.device) -> list[tuple[nn.Module, 
             if not isinstance(parameter, DTensor):
                 continue
             if id(parameter) not in whole:
-                sharded: Any = parameter.detach()
-                full = sharded.full_tensor().to(device)
+                full = full_values(parameter).to(device)
                 whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
             places.append((part, name, whole[id(parameter)]))
     return places

@@ -129,14 +129,14 @@ def _sends(model: Wrapped, call: Call, name: str) -> _Sends:
     engine = model.engine
     args, kwargs = call
     cache = kwargs[name]
-    probed_here = {}
+    local_probes = {}
     for number, stage in engine.stages.items():
         apart = _view(cache, _layers_of(stage))
         apart.layers = [copy.copy(layer) for layer in apart.layers]  # tensors are not changed
-        probed_here[number] = probe(stage, (args, {**kwargs, name: apart}), model.ctx)
+        local_probes[number] = probe(stage, (args, {**kwargs, name: apart}), model.ctx)
     probes: dict[int, Any] = {}
-    for mine in ops.gather_objects(probed_here, engine.axis):
-        probes.update(mine)
+    for probes_of_rank in ops.gather_objects(local_probes, engine.axis):
+        probes.update(probes_of_rank)
     for number, probed in sorted(probes.items()):
         if probed.problem is not None:
             raise PlanError(f"PP cannot generate through stage {number}: {probed.problem}.")
