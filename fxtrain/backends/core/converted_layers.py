@@ -100,14 +100,10 @@ def convert_as_planned(module: nn.Module, ctx: DistContext, plan: Plan) -> None:
         checked = not ctx.comm.simulated
         convert_layers(module, recipe, ctx.device, seed=plan.seed, checked=checked)
         if isinstance(recipe, TE):
-            _enter_region(module, recipe, ctx)
-
-
-def _enter_region(module: nn.Module, recipe: TE, ctx: DistContext) -> None:
-    """Run the module's forward in the library's region, with scales of all data ranks."""
-    data = ctx.axis("data")
-    group = data.comm.group if data.world_size > 1 else None
-    module.forward = engine_region(module, recipe, group, module.forward)
+            # In the library's region, with scales of all data ranks.
+            data = ctx.axis("data")
+            group = data.comm.group if data.world_size > 1 else None
+            module.forward = engine_region(module, recipe, group, module.forward)
 
 
 def quantized_problems(

@@ -143,16 +143,12 @@ def _group(
         return ctx.axis(axis).comm.group
     groups, key = ctx.comm.slot(MeshState).groups, f"{axis}.{split}"
     if key not in groups:  # several models share one
-        groups[key] = _opened(ctx, split[axis], layout.movedim(dim, -1))
+        wait = timedelta(seconds=ctx.comm.timeout_s)
+        if split[axis] == 1:
+            groups[key] = open_by_members([ctx.rank], timeout=wait)
+        else:
+            ranks = layout.movedim(dim, -1).flatten(0, -2).tolist()
+            backend = "fake" if ctx.comm.simulated else None
+            groups[key], _ = dist.new_subgroups_by_enumeration(ranks, timeout=wait, backend=backend)
         ctx.comm.state.opened_groups.append(groups[key])
     return groups[key]
-
-
-def _opened(ctx: DistContext, size: int, lines: torch.Tensor) -> Any:
-    wait = timedelta(seconds=ctx.comm.timeout_s)
-    if size == 1:
-        return open_by_members([ctx.rank], timeout=wait)
-    ranks = lines.flatten(0, -2).tolist()
-    backend = "fake" if ctx.comm.simulated else None
-    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=wait, backend=backend)
-    return group

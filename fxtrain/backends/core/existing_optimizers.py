@@ -56,7 +56,7 @@ def as_factories(optimizer: Any, scheduler: Any, module: nn.Module) -> tuple[Any
         _check_parameters(optimizers, names, module)
         optimizer = _optimizer_factory(optimizer, optimizers, names, module)
     for each in schedulers:
-        if not any(_optimizer_of(each) is known for known in optimizers):
+        if not any(getattr(each, "optimizer", None) is known for known in optimizers):
             raise PlanError(
                 f"wrap(scheduler=...): this {type(each).__name__} was built on an optimizer that "
                 f"fx.wrap did not get. Pass both, {_BOTH}, or a factory for each."
@@ -225,12 +225,8 @@ def _scheduler_factory(
     return adopt
 
 
-def _optimizer_of(scheduler: Any) -> Any:
-    return getattr(scheduler, "optimizer", None)
-
-
 def _build_on(scheduler: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
-    if _optimizer_of(scheduler) is old:
+    if getattr(scheduler, "optimizer", None) is old:
         scheduler.optimizer = new
     for inner in getattr(scheduler, "_schedulers", ()):
         _build_on(inner, old, new)

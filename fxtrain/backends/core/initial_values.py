@@ -154,32 +154,30 @@ def local_part(whole: Tensor, like: DTensor, place: tuple[int, ...]) -> Tensor:
 
 
 def _send(whole: Tensor | None, parameter: Tensor, ctx: DistContext) -> None:
-    mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-    if isinstance(parameter, DTensor) and parameter.device_mesh.size() == ctx.world_size:
-        copies = any(placement.is_replicate() for placement in parameter.placements)
-        if not copies:
-            _scatter(whole, parameter, mine, ctx)
-            return
+    if (
+        isinstance(parameter, DTensor)
+        and parameter.device_mesh.size() == ctx.world_size
+        and not any(placement.is_replicate() for placement in parameter.placements)
+    ):
+        _scatter(whole, parameter, ctx)
+        return
     if whole is None:
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=ctx.device)
     else:
         full = whole.to(ctx.device).contiguous()
     dist.broadcast(full, 0, group=ctx.comm.group)
-    if isinstance(parameter, DTensor):
-        place = parameter.device_mesh.get_coordinate()
-        assert place is not None
-        full = local_part(full, parameter, tuple(place))
-    mine.copy_(full)
+    copy_shard(full, parameter)
 
 
-def _scatter(whole: Tensor | None, like: DTensor, mine: Tensor, ctx: DistContext) -> None:
+def _scatter(whole: Tensor | None, like: DTensor, ctx: DistContext) -> None:
     # torch's chunks never grow from first to last.
     full = torch.empty(like.shape, device="meta")
     largest = local_part(full, like, (0,) * like.device_mesh.ndim).numel()
     received = torch.empty(largest, dtype=like.dtype, device=ctx.device)
     parts = None if whole is None else _parts(whole, like, largest, ctx)
     dist.scatter(received, parts, 0, group=ctx.comm.group)
-    mine.copy_(received[: mine.numel()].view(mine.shape))
+    local = like.to_local()
+    local.copy_(received[: local.numel()].view(local.shape))
 
 
 def _parts(whole: Tensor, like: DTensor, length: int, ctx: DistContext) -> list[Tensor]:
@@ -204,10 +202,6 @@ def _places(like: DTensor, ctx: DistContext) -> Iterable[tuple[int, tuple[int, .
     return zip(layout.flatten().tolist(), places, strict=True)
 
 
-def _own(part: nn.Module) -> list[Tensor]:
-    return [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-
-
 def _initializers(module: nn.Module) -> Iterator[tuple[str, nn.Module, list[Callable[[], Any]]]]:
     """Each module with tensors of its own, and the functions that initialize it, in their order.
 
@@ -218,7 +212,7 @@ def _initializers(module: nn.Module) -> Iterator[tuple[str, nn.Module, list[Call
     for path, part in module.named_modules():
         model = around.get(path.rpartition(".")[0])
         around[path] = part if callable(getattr(part, "_init_weights", None)) else model
-        if not _own(part):
+        if not [*part.parameters(recurse=False), *part.buffers(recurse=False)]:
             continue
         own = (getattr(part, name, None) for name in ("reset_parameters", "_reset_parameters"))
         functions: list[Callable[[], Any]] = [f for f in own if callable(f)][:1]
@@ -273,8 +267,16 @@ def send_buffers(model: Wrapped) -> None:
     ranks = model.ctx.axis("loss") if replica is None else replica.within
     if ranks.world_size == 1:
         return
+    stored = {
+        id(buffer): buffer.detach()
+        for part in model.module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+        and name not in part._non_persistent_buffers_set
+        and not hasattr(buffer, "device_mesh")
+    }
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in _buffers_of(model.module):
+    for buffer in stored.values():
         by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for buffers in by_dtype.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
@@ -284,14 +286,3 @@ def send_buffers(model: Wrapped) -> None:
             parts = flat.split([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view(buffer.shape))
-
-
-def _buffers_of(module: nn.Module) -> Iterator[Tensor]:
-    seen: set[int] = set()
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is None or name in part._non_persistent_buffers_set:
-                continue
-            if id(buffer) not in seen and not hasattr(buffer, "device_mesh"):
-                seen.add(id(buffer))
-                yield buffer.detach()

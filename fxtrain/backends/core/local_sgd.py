@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from fxtrain import ops
 from fxtrain.backends.core.fragments import Exchange, by_dtype, finish_exchange, pack_means, send
-from fxtrain.backends.core.optimizer_state import as_bytes, from_bytes, local_part
+from fxtrain.backends.core.optimizer_state import as_bytes, from_bytes
 from fxtrain.backends.core.rounds import (
     MIN_WEIGHT,
     apply_means,
@@ -31,6 +31,7 @@ from fxtrain.backends.core.rounds import (
 from fxtrain.backends.core.weights import from_first_rank
 from fxtrain.errors import StepError
 from fxtrain.ops.transport.exchange import rank_loss_guard
+from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import (
     DDP,
     FSDP,
@@ -241,7 +242,7 @@ def _of_this_replica(saved: StateReader) -> StateReader:
         if name.startswith("grad."):  # the mean; `load_window` reads what is this rank's own
             return
         if (own := saved.own(name, saved.rank)) is not None:
-            local_part(tensor.detach()).copy_(own)
+            local_values(tensor).copy_(own)
 
     def own_of(name: str, rank: int) -> Tensor | None:
         return None if name in states else saved.own(name, rank)
@@ -332,8 +333,11 @@ def _exchange(
 
 def buffers_of(model: Wrapped, *, floating: bool) -> list[Tensor]:
     """The buffers that are averaged, or the others."""
-    buffers = [buffer for buffer in model.module.buffers() if buffer.numel()]
-    return [buffer for buffer in buffers if _is_floating(buffer) == floating]
+    return [
+        buffer
+        for buffer in model.module.buffers()
+        if buffer.numel() and (buffer.is_floating_point() or buffer.is_complex()) == floating
+    ]
 
 
 def check_parameters(model: Wrapped, now: Round, local: LocalSGD | DiLoCo) -> None:
@@ -402,32 +406,17 @@ def _finish(model: Wrapped, now: Round, local: LocalSGD | DiLoCo, fragment: int)
 
 
 def _take_counters(model: Wrapped, now: Round) -> None:
-    """Whole-number buffers become those of the first replica."""
+    """Whole-number buffers become those of the first replica, by one sum with zeros."""
     counters = buffers_of(model, floating=False)
-    copy_all(counters, _firsts(counters, now))
-
-
-def _firsts(tensors: list[Tensor], now: Round) -> list[Tensor]:
-    """Integer tensors with the first replica's values, by one sum with zeros."""
-    if not tensors:
-        return []
-    flat = torch.cat([tensor.reshape(-1).to(now.weight.device, torch.int64) for tensor in tensors])
+    if not counters:
+        return
+    flat = torch.cat([each.reshape(-1).to(now.weight.device, torch.int64) for each in counters])
     if now.copies.rank:
         flat.zero_()
-    _sum(flat, now)
-    sizes = [tensor.numel() for tensor in tensors]
-    return [
-        part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), tensors, strict=True)
-    ]
-
-
-def _sum(flat: Tensor, now: Round) -> None:
     with rank_loss_guard(now.copies, ("average", f"{flat.numel()} numbers of {flat.dtype}")):
         dist.all_reduce(flat, group=now.copies.comm.group)
-
-
-def _is_floating(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    for counter, part in zip(counters, flat.split([c.numel() for c in counters]), strict=True):
+        counter.copy_(part.view(counter.shape))
 
 
 def _accounts(now: Round) -> dict[str, Tensor]:

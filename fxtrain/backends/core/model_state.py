@@ -13,7 +13,6 @@ from fxtrain.backends.core.optimizer_state import (
     as_bytes,
     flatten_schedulers,
     load_optimizers,
-    local_part,
     names_of,
     optimizer_state,
 )
@@ -100,7 +99,7 @@ def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()
         if name in trained and (mean := weighted_mean(saved, name)) is not None:
             copy_shard(mean, tensor.detach())
         elif same and (drifted := saved.own(name, saved.rank)) is not None:
-            local_part(tensor.detach()).copy_(drifted)
+            local_values(tensor).copy_(drifted)
     load_extra(model.module, saved.values["module"])
     if any(name.startswith("fp8.") for name in saved.shapes):
         for name, tensor in _scales(model, create=True).items():
@@ -108,7 +107,9 @@ def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()
                 saved.fill(name, tensor)
     if model.optimizers:
         load_optimizers(model, saved, tensors.values())
-    _load_buffers_sent(model, saved)
+    sends_buffers = saved.values.get("sends_buffers")
+    if sends_buffers is not None and hasattr(model.engine, _SENDS_BUFFERS):
+        setattr(model.engine, _SENDS_BUFFERS, bool(sends_buffers))
     load_window(model, saved)
 
 
@@ -212,13 +213,6 @@ def load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
     for name, value in extra.items():
         path = name.removeprefix("module.").rpartition("_extra_state")[0].rstrip(".")
         module.get_submodule(path).set_extra_state(value)
-
-
-def _load_buffers_sent(model: Wrapped, saved: StateReader) -> None:
-    """Whether DDP sends its buffers before the next forward."""
-    sends_buffers = saved.values.get("sends_buffers")
-    if sends_buffers is not None and hasattr(model.engine, _SENDS_BUFFERS):
-        setattr(model.engine, _SENDS_BUFFERS, bool(sends_buffers))
 
 
 def local_part_of(tensor: Any) -> Tensor:

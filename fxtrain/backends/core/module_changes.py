@@ -185,8 +185,10 @@ def compile_parts(
     counter = _CompilationCounter(ctx)
     for part in parts:
         for inner in part.modules():
-            if hooked and _needs_own_frame(inner):
-                _wrap_forward(inner)
+            # torch traces a forward of its own modules only from a frame outside torch.
+            of_torch = str(getattr(type(inner).forward, "__module__", "")).startswith("torch.nn.")
+            if hooked and of_torch and "forward" not in vars(inner):
+                inner.forward = types.MethodType(_wrapped_forward, inner)
         # What nn.Module.compile sets. But that silently leaves torch's own modules, such as
         # nn.Sequential, uncompiled: torch traces nothing that starts in its own code.
         compiled: Any = torch.compile(
@@ -218,9 +220,21 @@ class _CompilationCounter:
             before, frames = self._made_so_far()
             out = compiled(*args, **kwargs)
             now, looked_at = self._made_so_far()
-            # torch uses graphs of an equal module again, without a look at the call.
-            if now > before or (not self._called and looked_at > frames):
-                self._tell(now - before, name)
+            if made := now - before:
+                self._made += made
+                self._log.info(
+                    "torch.compile created %s of %s, %d so far",
+                    *(counted(made, "graph"), name, self._made),
+                )
+            elif looked_at == frames:  # torch uses graphs of an equal module again
+                return out
+            elif not self._called:
+                self._log.warning(
+                    "torch.compile created no graph of %s, which runs uncompiled. Run with "
+                    "TORCH_LOGS=graph_breaks to see why, or remove compile from the plan.",
+                    name,
+                )
+            self._called = True
             return out
 
         return call
@@ -228,19 +242,6 @@ class _CompilationCounter:
     def _made_so_far(self) -> tuple[int, int]:
         """Graphs that torch created, and calls that it tried to compile."""
         return self._counters["stats"]["unique_graphs"], self._counters["frames"]["total"]
-
-    def _tell(self, made: int, name: str) -> None:
-        self._made += made
-        if made:
-            graphs = counted(made, "graph")
-            self._log.info("torch.compile created %s of %s, %d so far", graphs, name, self._made)
-        else:
-            self._log.warning(
-                "torch.compile created no graph of %s, which runs uncompiled. Run with "
-                "TORCH_LOGS=graph_breaks to see why, or remove compile from the plan.",
-                name,
-            )
-        self._called = True
 
 
 def _calls(module: nn.Module) -> Callable[..., Any]:
@@ -250,16 +251,5 @@ def _calls(module: nn.Module) -> Callable[..., Any]:
     return call
 
 
-def _needs_own_frame(module: nn.Module) -> bool:
-    """Whether torch only traces a module's forward from a frame outside torch."""
-    return str(getattr(type(module).forward, "__module__", "")).startswith("torch.nn.")
-
-
 def _wrapped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)
-
-
-def _wrap_forward(module: nn.Module) -> None:
-    """Start a module's forward in a frame that torch traces, one for all modules."""
-    if "forward" not in vars(module):
-        module.forward = types.MethodType(_wrapped_forward, module)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from fxtrain import ops
-from fxtrain.backends.core.optimizer_state import local_part, own_tensor_of_ranks
+from fxtrain.backends.core.optimizer_state import own_tensor_of_ranks
 from fxtrain.backends.core.placeholders import fsdp_parameters
-from fxtrain.ops.whole_tensors import full_values
+from fxtrain.ops.whole_tensors import full_values, local_values
 from fxtrain.state import AccumulationWindow, DistContext, StateReader, Wrapped
 
 # In the order of the numbers in a checkpoint; early ones end before `updates`.
@@ -41,7 +41,7 @@ def window_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Tensor], 
                 partial = any(
                     placement.is_partial() for placement in getattr(grad, "placements", ())
                 )
-                own[f"partial.{name}" if partial else f"{kind}.{name}"] = local_part(grad)
+                own[f"partial.{name}" if partial else f"{kind}.{name}"] = local_values(grad)
     tensors = _means(model, losses) if window.micro or model.status.added_grads else {}
     facts = {"layout": _layout(model), "losses": losses.world_size, "replicas": _replicas(model)}
     return tensors, own, {"window": facts}

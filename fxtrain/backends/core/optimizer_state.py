@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from fxtrain.backends.core.optimizers import kind_of, local_optimizer, place_of_states
 from fxtrain.backends.core.packed_states import is_packed, pack, unpack
 from fxtrain.errors import CheckpointError
+from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import StateReader, Wrapped
 
 
@@ -106,11 +107,6 @@ def as_bytes(states: Mapping[str, Any], prefix: str) -> Tensor:
 
 def names_of(module: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's local part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_tensor_of_ranks(saved: StateReader, name: str) -> list[Tensor]:
@@ -247,7 +243,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 def _data_pointer(tensor: Tensor) -> int:
     """The address of its storage; 0 for tensors without one, such as on XLA devices."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_values(tensor)
     return local.untyped_storage().data_ptr() if local.data_ptr() else 0
 
 

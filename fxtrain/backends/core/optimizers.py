@@ -119,43 +119,33 @@ def _changed(
     return divide_muon(optimizer, replicas) if change is None else change(optimizer)
 
 
-class _KnownParameters:
-    """A hook before `optimizer.step()` that refuses parameters no strategy knows of."""
-
-    def __init__(self, module: nn.Module, groups: int) -> None:
-        self._module = type(module).__name__
-        self._parameters = list(module.parameters())
-        self._groups = groups
-
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        groups = optimizer.param_groups
-        if len(groups) == self._groups:
-            return
-        known = {id(parameter) for parameter in self._parameters}
-        later = [
-            parameter
-            for group in groups
-            for parameter in group["params"]
-            if id(parameter) not in known
-        ]
-        if later:
-            raise StepError(
-                f"{type(optimizer).__name__}.add_param_group: {len(later)} of its parameters (the "
-                f"first has the shape {list(later[0].shape)}) were not in the {self._module} when "
-                f"it was wrapped, so their gradients are not reduced over the ranks, which would "
-                f"train different models. Build the whole model before fx.wrap, with the parts to "
-                f"train later frozen by requires_grad_(False), or fx.unwrap it and wrap it again.",
-                code="FX505",
-            )
-        self._groups = len(groups)
-
-
 def refuse_later_parameters(
     optimizers: Iterable[torch.optim.Optimizer], module: nn.Module, ctx: DistContext
 ) -> None:
     """Have optimizers of several ranks refuse parameters that are not in the wrapped module."""
-    for optimizer in optimizers if ctx.world_size > 1 else ():
-        optimizer.register_step_pre_hook(_KnownParameters(module, len(optimizer.param_groups)))
+    if ctx.world_size == 1:
+        return
+    name, known = type(module).__name__, set(module.parameters())
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        groups = optimizer.param_groups
+        if len(groups) == checked.get(id(optimizer)):
+            return
+        later = [p for group in groups for p in group["params"] if p not in known]
+        if later:
+            raise StepError(
+                f"{type(optimizer).__name__}.add_param_group: {len(later)} of its parameters (the "
+                f"first has the shape {list(later[0].shape)}) were not in the {name} when it was "
+                f"wrapped, so their gradients are not reduced over the ranks, which would train "
+                f"different models. Build the whole model before fx.wrap, with the parts to train "
+                f"later frozen by requires_grad_(False), or fx.unwrap it and wrap it again.",
+                code="FX505",
+            )
+        checked[id(optimizer)] = len(groups)
+
+    checked = {id(optimizer): len(optimizer.param_groups) for optimizer in optimizers}
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(before_step)
 
 
 def _refuse_states(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fxtrain.backends.core.optimizer_state import local_part, names_of, optimizer_state
+from fxtrain.backends.core.optimizer_state import names_of, optimizer_state
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.errors import StepError
 from fxtrain.models import tensor_bytes
@@ -25,6 +25,7 @@ from fxtrain.ops.logs import log
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.transport.exchange import exchange_payloads, rank_loss_guard, settle
 from fxtrain.ops.transport.mismatches import by_rank, ranges
+from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import DistContext, Wrapped, round_of
 
 _CALL = ("verify_replicas", "")
@@ -87,8 +88,7 @@ def verify_replicas(model: Wrapped) -> None:
         return
     held = _held_tensors(model)
     digests = _digests(held)
-    parts = {part: _digest_of_part(found) for part, found in digests.items()}
-    differing = _differing_parts(ctx, parts)
+    differing = _differing_parts(ctx, digests)
     if not differing:
         return
     mine = {part: found for part, found in digests.items() if _key_of(part) in differing}
@@ -169,7 +169,7 @@ def _held_tensors(model: Wrapped) -> list[_Held]:
         if local_optimizer(optimizer) is optimizer:  # otherwise each state is on one rank only
             tensors |= optimizer_state(optimizer, f"optimizer.{index}", names)[0]
     return [
-        _Held(name, f"{where} {_shard(tensor)}", local_part(tensor.detach()))
+        _Held(name, f"{where} {_shard(tensor)}", local_values(tensor))
         for name, tensor in tensors.items()
     ]
 
@@ -201,14 +201,13 @@ def _key_of(part: str) -> bytes:
     return hashlib.blake2b(part.encode(), digest_size=_KEY).digest()
 
 
-def _digest_of_part(digests: Mapping[str, str]) -> bytes:
-    text = "\n".join(f"{name} {digests[name]}" for name in sorted(digests))
-    return hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
-
-
-def _differing_parts(ctx: DistContext, parts: Mapping[str, bytes]) -> set[bytes]:
+def _differing_parts(ctx: DistContext, digests: _Digests) -> set[bytes]:
     """The keys of the parts whose digests differ on some ranks; equal on every rank."""
-    sent = b"".join(_key_of(part) + found for part, found in parts.items()) or bytes(1)
+    sent = b""
+    for part, found in digests.items():
+        text = "\n".join(f"{name} {found[name]}" for name in sorted(found))
+        sent += _key_of(part) + hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
+    sent = sent or bytes(1)
     rows = exchange_payloads(ctx, _CALL, torch.frombuffer(bytearray(sent), dtype=torch.uint8))
     seen: dict[bytes, bytes] = {}
     differing: set[bytes] = set()

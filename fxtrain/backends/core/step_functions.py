@@ -40,18 +40,14 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     Without gradients, no engine of torch's waits for other ranks, so that one rank may evaluate
     while the others do something else.
     """
-    run = model.engine
-    precision = model.plan.precision
-    device = model.ctx.device.type
+    precision, device = model.plan.precision, model.ctx.device.type
+    region: AbstractContextManager[Any] = nullcontext()
     if precision.compute != "fp32":
-        with autocast(model):
-            out = run(*args, **kwargs)
-    elif torch.is_autocast_enabled(device):
-        # Inside the autocast region of another model.
-        with torch.autocast(device, enabled=False):
-            out = run(*args, **kwargs)
-    else:
-        out = run(*args, **kwargs)
+        region = autocast(model)
+    elif torch.is_autocast_enabled(device):  # by the region of another model
+        region = torch.autocast(device, enabled=False)
+    with region:
+        out = model.engine(*args, **kwargs)
     if model.plan.accumulate > 1:
         refuse_backward_of_others(out, model)
     return _tree.map_leaves(to_float, out) if precision.output == "fp32" else out

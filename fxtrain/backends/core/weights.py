@@ -1,6 +1,5 @@
 """The full tensors of a model on torch's own machinery, and the dtypes of trained parameters."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,8 @@ from fxtrain._display import counted
 from fxtrain.ops.logs import log
 from fxtrain.ops.whole_tensors import weights_of
 from fxtrain.precision.plain_tensors import quantized_layers
-from fxtrain.state import DistContext, Plan, TensorIndex, Weight, Wrapped
+from fxtrain.state import DistContext, Plan, Weight, Wrapped
 
-_Gather = Callable[[], Tensor]
-_Read = Callable[[TensorIndex | None], Tensor]
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -44,7 +41,7 @@ def from_first_rank(weight: Weight, copies: DistContext) -> Weight:
     """The same tensors, with the values of the first of some ranks on all of them."""
     if copies.world_size == 1 or not isinstance(weight.like, Tensor):
         return weight
-    return attrs.evolve(weight, gather=functools.partial(_broadcast, weight.gather, copies))
+    return attrs.evolve(weight, gather=lambda: ops.broadcast(weight.gather(), copies))
 
 
 def in_loaded_dtypes(weights: dict[str, Weight], model: Wrapped) -> dict[str, Weight]:
@@ -63,20 +60,12 @@ def in_user_dtypes(weights: dict[str, Weight], model: Wrapped) -> dict[str, Weig
         name: attrs.evolve(
             weight,
             dtype=model.dtypes[name],
-            gather=functools.partial(_cast, weight.gather, model.dtypes[name]),
+            gather=lambda weight=weight, dtype=model.dtypes[name]: weight.gather().to(dtype),
         )
         if model.dtypes.get(name, weight.dtype) != weight.dtype
         else weight
         for name, weight in weights.items()
     }
-
-
-def _broadcast(gather: _Gather, copies: DistContext) -> Tensor:
-    return ops.broadcast(gather(), copies)
-
-
-def _cast(gather: _Gather, dtype: torch.dtype) -> Tensor:
-    return gather().to(dtype)
 
 
 def raise_to_fp32(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], None]:

@@ -2,8 +2,6 @@
 
 import fnmatch
 import pkgutil
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -74,7 +72,7 @@ def _dtype_problems(module: nn.Module, config: FSDP, ignored: set[str]) -> list[
 
 def _function_problems(module: nn.Module, path: str) -> list[str]:
     try:
-        function = _function(path)
+        function = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         return [
             f"FSDP(wrap_by={path!r}): {error}. Name a function that every rank can import, as "
@@ -91,12 +89,8 @@ def _function_problems(module: nn.Module, path: str) -> list[str]:
     return []
 
 
-def _function(path: str) -> Callable[[str, nn.Module], Any]:
-    return pkgutil.resolve_name(path)
-
-
 def _by_function(module: nn.Module, path: str) -> list[nn.Module]:
-    chooses = _function(path)
+    chooses = pkgutil.resolve_name(path)
     named = [(name, part) for name, part in module.named_modules() if part is not module]
     return [part for name, part in named if chooses(name, part) and _runs(part)][::-1]
 
@@ -164,7 +158,8 @@ def _tied_together(module: nn.Module, chosen: list[nn.Module]) -> list[list[nn.M
             for part in holders:
                 group.pop(id(part), None)
             continue
-        merged = _distinct(tied for part in holders for tied in group.get(id(part), ()))
+        tied = {id(each): each for part in holders for each in group.get(id(part), ())}
+        merged = list(tied.values())
         for part in merged:
             group[id(part)] = merged
     lists = {id(parts): parts for parts in group.values()}
@@ -193,7 +188,3 @@ def _nested(parts: list[nn.Module]) -> bool:
     return any(
         a is not b and any(a is inside for inside in b.modules()) for a in parts for b in parts
     )
-
-
-def _distinct(parts: Iterable[nn.Module]) -> list[nn.Module]:
-    return list({id(part): part for part in parts}.values())
