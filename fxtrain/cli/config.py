@@ -6,13 +6,13 @@ import shutil
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 import attrs
 import click
 
 from fxtrain._reading import read_text, write_file
-from fxtrain._record import members, shown
+from fxtrain._record import shown
 from fxtrain.cli.output import Exit, as_json, print_json, print_table, say, warn
 from fxtrain.diagnosis.setups import launch_file_problems
 from fxtrain.errors import PlanError
@@ -27,7 +27,6 @@ from fxtrain.launchers.config import (
     render,
     resolve,
 )
-from fxtrain.launchers.flags import field_docs
 from fxtrain.state import Plan
 from fxtrain.state.files import format_of, read_data
 from fxtrain.state.parsing import put
@@ -267,7 +266,7 @@ class Question:
 
     Attributes:
         path: The value in the launch file that it sets.
-        text: The question itself: what the field is.
+        text: The question itself.
         kind: choice: one of several; yes: yes or no; whole: a whole number of at least 0; number: a
             number; text: a text; words: texts separated by commas.
         choices: Values with their meanings.
@@ -283,39 +282,13 @@ class Question:
     when: Callable[[Answers], bool] = lambda answers: True
 
 
-# Options of launchers, and fields of strategies, that are asked.
-_OPTIONS = {
-    "mpi": ("hostfile",),
-    "deepspeed": ("hostfile", "include"),
-    "slurm": ("partition", "account", "time", "gpus_per_node", "requeue"),
-    "tpu-pod": ("name", "zone"),
-    "ray": ("job_server", "gpus_per_rank"),
-    "kubernetes": ("manifest", "image", "namespace", "gpus"),
-    "sagemaker": ("role", "instance_type", "spot"),
-}
-_STRATEGY_FIELDS = {
-    "fsdp": ("mode", "wrap", "offload"),
-    "deepspeed": ("stage", "config", "offload_optimizer"),
-}
-
-
-def _about(path: str, record: type, **more: Any) -> Question:
-    """The question about a field of a record, from its description, type and default."""
-    name = path.rpartition(".")[2]
-    field = attrs.fields_dict(record)[name]
-    kind: Any = members(field.type)[0]
-    kinds = {bool: "yes", int: "whole", float: "number"}
-    word: Any = kinds.get(kind, {Literal: "choice", tuple: "words"}.get(get_origin(kind), "text"))
-    choices = tuple((choice, "") for choice in get_args(kind)) if word == "choice" else ()
-    settings = {"kind": word, "choices": choices, "default": field.default, **more}
-    return Question(path, field_docs(record)[name], **settings)
-
-
 def questions(machine: Machine) -> list[Question]:
     """All questions, for this machine."""
+    return [*_launch_questions(machine), *_launcher_questions(), *_plan_questions(machine)]
+
+
+def _launch_questions(machine: Machine) -> list[Question]:
     launchers = known_launchers()
-    every = (*BUILT_IN, *installed_configs())
-    configs = {str(attrs.fields_dict(each)["kind"].default): each for each in every}
 
     def is_native(answers: Answers) -> bool:
         return answers["launch.launcher"] == "native"
@@ -327,49 +300,116 @@ def questions(machine: Machine) -> list[Question]:
         some = answers.get("launch.ranks", machine.count) < machine.count
         return is_native(answers) and not answers.get("launch.cpu") and some
 
+    ranks = (
+        f"How many ranks on each machine? (this one has {machine.count} accelerators and "
+        f"{machine.cores} cores)"
+    )
+    return [
+        Question("launch.launcher", "Which launcher starts the ranks?", "choice",
+                 choices=tuple((name, row.help) for name, row in launchers.items()),
+                 default="slurm" if machine.slurm else "tpu-pod" if machine.tpu else "native"),
+        Question("launch.nodes", "On how many machines?", "whole", default=1,
+                 when=lambda answers: answers["launch.launcher"] not in ("tpu", "tpu-pod")),
+        Question("launch.main_address", "Host name or address of the first machine?",
+                 when=has_several_nodes),
+        Question("launch.main_port", "A free port on it?", "whole", default=29_500,
+                 when=has_several_nodes),
+        Question("launch.rendezvous", "How do the machines find each other?", "choice",
+                 choices=(("static", "each is started with its own --node-rank"),
+                          ("c10d", "in any order, and again after one has failed")),
+                 default="static", when=has_several_nodes),
+        Question("launch.ranks", ranks, "whole", default=max(1, machine.count),
+                 when=lambda answers: answers["launch.launcher"] != "tpu"),
+        Question("launch.cpu", "Compute on the CPU only?", "yes", default=False,
+                 when=lambda answers: machine.count > 0 and is_native(answers)),
+        Question("launch.gpus", "Which accelerators? (comma-separated numbers; empty: all)",
+                 "words", when=uses_some_gpus),
+        Question("launch.restarts", "How often may the ranks restart after a failure?", "whole",
+                 default=0,
+                 when=lambda answers: "restarts" in launchers[answers["launch.launcher"]].uses),
+    ]  # fmt: skip
+
+
+def _launcher_questions() -> list[Question]:
+    def option(
+        launcher: str, name: str, text: str, kind: Any = "text", default: Any = "", **more: Any
+    ) -> Question:
+        def when(answers: Answers) -> bool:
+            return answers["launch.launcher"] == launcher
+
+        path = f"launch.options.{name}"
+        return Question(path, text, kind, default=default, when=when, **more)
+
+    objects = (("jobset", ""), ("pytorchjob", "of Kubeflow's training operator"))
+    return [
+        option("mpi", "hostfile", "File with the names of the machines?"),
+        option("deepspeed", "hostfile", "File with lines such as worker-0 slots=8? (empty: here)"),
+        option("deepspeed", "include", "Which of them, such as worker-0@worker-1:0? (empty: all)"),
+        option("slurm", "partition", "Which partition?"),
+        option("slurm", "account", "Which account is charged?"),
+        option("slurm", "time", "Time limit? (such as 1-12:00:00)"),
+        option("slurm", "gpus_per_node", "How many GPUs on each node?"),
+        option("slurm", "requeue", "Requeue after preemption or the time limit?", "yes",
+               default=True),
+        option("tpu-pod", "name", "Name of the TPU VM?"),
+        option("tpu-pod", "zone", "Its zone? (empty: gcloud's own)"),
+        option("ray", "job_server", "Job server, such as http://head:8265? (empty: none)"),
+        option("ray", "gpus_per_rank", "How many GPUs for each rank?", "whole", default=0),
+        option("kubernetes", "manifest", "Which kind of object?", "choice", "jobset",
+               choices=objects),
+        option("kubernetes", "image", "Which container image? (with fxtrain and the program)"),
+        option("kubernetes", "namespace", "Which namespace?"),
+        option("kubernetes", "gpus", "How many accelerators for each pod?", "whole", default=0),
+        option("sagemaker", "role", "Name of the IAM role?"),
+        option("sagemaker", "instance_type", "Type of machine? (such as ml.p4d.24xlarge)"),
+        option("sagemaker", "spot", "Use spot instances, which may be interrupted?", "yes",
+               default=False),
+    ]  # fmt: skip
+
+
+def _plan_questions(machine: Machine) -> list[Question]:
+    configs = (*BUILT_IN, *installed_configs())
+    kinds = tuple(
+        (kind, (config.__doc__ or "").strip().partition("\n")[0])
+        for config in configs
+        if (kind := str(attrs.fields_dict(config)["kind"].default)) != "single"  # for one rank
+    )
+
     def has_several_ranks(answers: Answers) -> bool:
         return answers.get("launch.ranks", 2) * answers.get("launch.nodes", 1) > 1
 
-    def answered(path: str, value: str) -> Callable[[Answers], bool]:
-        return lambda answers: answers.get(path) == value
+    def uses_fsdp(answers: Answers) -> bool:
+        return answers.get("plan.strategy.kind") == "fsdp"
+
+    def uses_deepspeed(answers: Answers) -> bool:
+        return answers.get("plan.strategy.kind") == "deepspeed"
 
     return [
-        _about("launch.launcher", LaunchSpec, kind="choice",
-               choices=tuple((name, row.help) for name, row in launchers.items()),
-               default="slurm" if machine.slurm else "tpu-pod" if machine.tpu else "native"),
-        _about("launch.nodes", LaunchSpec,
-               when=lambda answers: answers["launch.launcher"] not in ("tpu", "tpu-pod")),
-        _about("launch.main_address", LaunchSpec, when=has_several_nodes),
-        _about("launch.main_port", LaunchSpec, default=29_500, when=has_several_nodes),
-        _about("launch.rendezvous", LaunchSpec, default="static", when=has_several_nodes),
-        _about("launch.ranks", LaunchSpec, default=max(1, machine.count),
-               when=lambda answers: answers["launch.launcher"] != "tpu"),
-        _about("launch.cpu", LaunchSpec,
-               when=lambda answers: machine.count > 0 and is_native(answers)),
-        _about("launch.gpus", LaunchSpec, when=uses_some_gpus),
-        _about("launch.restarts", LaunchSpec,
-               when=lambda answers: "restarts" in launchers[answers["launch.launcher"]].uses),
-        *(
-            _about(f"launch.options.{name}", launchers[launcher].options or LaunchSpec,
-                   when=answered("launch.launcher", launcher))
-            for launcher, names in _OPTIONS.items()
-            for name in names
-        ),
-        Question("plan.strategy.kind", field_docs(Plan)["strategy"], "choice",
-                 choices=tuple((kind, (each.__doc__ or "").strip().partition("\n")[0])
-                               for kind, each in configs.items() if kind != "single"),
-                 default="ddp", when=has_several_ranks),
-        *(
-            _about(f"plan.strategy.{name}", configs[kind],
-                   when=answered("plan.strategy.kind", kind))
-            for kind, names in _STRATEGY_FIELDS.items()
-            for name in names
-        ),
-        _about("plan.precision", Plan, kind="choice", default="bf16" if machine.bf16 else "fp32",
-               choices=tuple((name, "") for name in ("fp32", "bf16", "fp16"))),
-        _about("plan.accumulate", Plan),
-        _about("plan.clip_norm", Plan),
-        _about("plan.compile", Plan, kind="yes", choices=(), default=False),
+        Question("plan.strategy.kind", "How is the model distributed over the ranks?", "choice",
+                 choices=kinds, default="ddp", when=has_several_ranks),
+        Question("plan.strategy.mode", "What is sharded?", "choice",
+                 choices=(("full", "parameters, gradients and optimizer states (ZeRO-3)"),
+                          ("grads_and_optimizer", "gradients and optimizer states (ZeRO-2)"),
+                          ("none", "nothing, as DDP")),
+                 default="full", when=uses_fsdp),
+        Question("plan.strategy.wrap", "Class names of the blocks? (empty: chosen by the model)",
+                 "words", default=[], when=uses_fsdp),
+        Question("plan.strategy.offload", "Keep parameters and optimizer states in host memory?",
+                 "yes", default=False, when=uses_fsdp),
+        Question("plan.strategy.stage", "Which ZeRO stage, 0 to 3? (empty: 2, or the file's)",
+                 "whole", when=uses_deepspeed),
+        Question("plan.strategy.config", "A DeepSpeed JSON file? (empty: none)",
+                 when=uses_deepspeed),
+        Question("plan.strategy.offload_optimizer",
+                 "Offload optimizer states to cpu or nvme? (empty: no)", when=uses_deepspeed),
+        Question("plan.precision", "In which precision?", "choice",
+                 choices=(("fp32", "as the model is"),
+                          ("bf16", "half the memory, for newer devices"),
+                          ("fp16", "with a loss scale, for older devices")),
+                 default="bf16" if machine.bf16 else "fp32"),
+        Question("plan.accumulate", "Micro-batches per optimizer update?", "whole", default=1),
+        Question("plan.clip_norm", "Maximum gradient norm? (empty: no clipping)", "number"),
+        Question("plan.compile", "Compile the model with torch.compile?", "yes", default=False),
     ]  # fmt: skip
 
 

@@ -1,9 +1,11 @@
 """`fxtrain launch`: runs a program on ranks of this machine, of others, or of a cluster."""
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
@@ -25,17 +27,22 @@ from fxtrain.launchers import (
     run,
     show,
 )
-from fxtrain.launchers.config import from_flags, resolve
 from fxtrain.launchers.flags import PLAN_FLAGS
 from fxtrain.launchers.machine import default_ranks
 from fxtrain.launchers.program import check_mesh
 
+if TYPE_CHECKING:
+    from fxtrain.launchers.config import LaunchConfig
+
+# Default places of a launch file; parsing one takes time, looking for one does not.
+_FILES = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
 # Launcher options with flags of their own, for users of mpirun and DeepSpeed.
 _SHORT = {
     "hostfile": ("FILE", "machines and their slots; same as -o hostfile=FILE"),
     "include": ("HOSTS", "with deepspeed: only these, worker-0@worker-1:0,2"),
     "exclude": ("HOSTS", "with deepspeed: all but these"),
 }
+_VARIABLES = ("FXTRAIN_CONFIG", "FXTRAIN_LAUNCH__", "FXTRAIN_PLAN__")
 
 
 def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
@@ -49,20 +56,11 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
         PlanError: the launch file is invalid.
     """
     flags = _given_fields(options)
-    plan = [
-        f"{flag.field}={options[_name(flag)] if flag.metavar else 'true'}"
-        for flag in PLAN_FLAGS
-        if options[_name(flag)]
-    ]
-    launch = {f"launch.{name}": value for name, value in flags.items()}
-    config = resolve(
-        file=options["config"],
-        env=os.environ,
-        flags={**launch, **from_flags((*plan, *options["words"]))},
-    )
-    spec, said = config.launch, config.values["launch"]
+    config = _config(options, flags) if _is_configured(options) else None
+    said = flags if config is None else config.values["launch"]
     if "target" not in said:
         raise click.UsageError("Missing program. Name a script, or a module after -m.")
+    spec = LaunchSpec(**flags) if config is None else config.launch
     short = {name: options[name] for name in _SHORT if options[name]}
     if given := {**short, **dict(map(_pair, options["option"]))}:
         spec = attrs.evolve(spec, options={**_plain(spec.options), **given})
@@ -70,7 +68,7 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
         check_target(spec)
     if "ranks" not in said:
         spec = attrs.evolve(spec, ranks=default_ranks(spec))
-    if not config.values["plan"]:
+    if config is None or not config.values["plan"]:
         return spec
     check_mesh(spec, config.plan)
     # For fx.detect, fx.wrap and fx.shard in the script.
@@ -130,6 +128,34 @@ def _variable(word: str) -> str:
     return f"{word}={os.environ[word]}"
 
 
+def _is_configured(options: Mapping[str, Any]) -> bool:
+    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    files = (*map(Path, _FILES), Path(home, "fxtrain", "launch.toml"))
+    return bool(
+        options["config"]
+        or options["words"]
+        or any(options[_name(flag)] for flag in PLAN_FLAGS)
+        or any(name.startswith(_VARIABLES) for name in os.environ)
+        or any(path.is_file() for path in files)
+    )
+
+
+def _config(options: Mapping[str, Any], flags: Mapping[str, Any]) -> "LaunchConfig":
+    """The values that a file, a variable or a flag sets."""
+    config = importlib.import_module("fxtrain.launchers.config")
+    launch = {f"launch.{name}": value for name, value in flags.items()}
+    plan = [
+        f"{flag.field}={options[_name(flag)] if flag.metavar else 'true'}"
+        for flag in PLAN_FLAGS
+        if options[_name(flag)]
+    ]
+    return config.resolve(
+        file=options["config"],
+        env=os.environ,
+        flags={**launch, **config.from_flags((*plan, *options["words"]))},
+    )
+
+
 def _pair(word: str) -> tuple[str, str]:
     name, equals, value = word.partition("=")
     if not equals:
@@ -156,14 +182,13 @@ def _option(flag: Flag) -> click.Option:
     number = {int: int, float: float, int | None: int}.get(kinds.get(flag.field, str))
     if not flag.metavar:
         return click.Option([*names, _name(flag)], is_flag=True, help=flag.help)
+    choices = list(LAUNCHERS) if flag.field == "launcher" else []
     return click.Option(
         [*names, _name(flag)],
         type=number or str,
         multiple=flag.many == "again",
         metavar=flag.metavar,
-        help=f"How to start the ranks: {', '.join(LAUNCHERS)}."
-        if flag.field == "launcher"
-        else flag.help,
+        help=flag.help + (f": {', '.join(choices)}" if choices else ""),
     )
 
 

@@ -1,7 +1,7 @@
 """Launch files: reading, checking and writing them, and their values after variables and flags."""
 
-import json
 import os
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,6 @@ from fxtrain._optional import optional
 from fxtrain._other_names import hint
 from fxtrain._record import few, shown
 from fxtrain.errors import LaunchError, PlanError
-from fxtrain.launchers.flags import field_docs
 from fxtrain.launchers.spec import LaunchSpec
 from fxtrain.launchers.table import with_options
 from fxtrain.state import Plan, structure, unstructure
@@ -24,7 +23,7 @@ from fxtrain.state.parsing import Format, from_environment, leaves, merge, near,
 NO_TARGET = "train.py"
 # In the current folder; these come before the user's own file.
 HERE = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
-_COMMAND_LINE = ("target", "args", "module")  # of a spec: not explained in a file
+_TEMPLATE = Path(__file__).with_name("launch_template.toml")
 _TABLES: Mapping[str, type] = {"launch": LaunchSpec, "plan": Plan}
 
 
@@ -237,35 +236,28 @@ def render(
         [launch]
         ranks = 2
     """
+    if brief or form != "toml":
+        text = text_of({name: table for name, table in values.items() if table}, form)
+    else:
+        text = _TEMPLATE.read_text(encoding="utf-8")
+        for table, fields in values.items():
+            for name, value in fields.items():
+                text = _with_value(text, table, name, value)
     head = () if brief or form == "json" else notes
     lines = [textwrap.fill(note, 96, initial_indent="# ", subsequent_indent="# ") for note in head]
-    if brief or form != "toml":
-        lines.append(text_of({name: table for name, table in values.items() if table}, form))
-    else:
-        lines += [_explained(name, cls, values.get(name, {})) for name, cls in _TABLES.items()]
-    return "\n".join(lines).strip("\n") + "\n"
+    return "\n".join([*lines, text.strip("\n")]) + "\n"
 
 
-def _explained(table: str, cls: type, values: Mapping[str, Any]) -> str:
-    """A table in TOML with all fields, each after its description; those not set in comments."""
+def _with_value(text: str, table: str, name: str, value: Any) -> str:
+    """The template with a value in the place of a field's default, or at the top of its table."""
+    if value is None:  # which TOML does not have
+        return text
     tomlkit: Any = optional("tomlkit", extra="files", needed_by="a launch file in TOML")
-    docs = {name: text for name, text in field_docs(cls).items() if name not in _COMMAND_LINE}
-    lines = {
-        name: f"{tomlkit.key(name).as_string()} = {_inline(tomlkit, value).as_string()}"
-        for name, value in values.items()
-        if value is not None  # which TOML does not have
-    }
-    defaults = unstructure(cls(target=NO_TARGET) if cls is LaunchSpec else cls())
-    parts = [f"[{table}]", *(line for name, line in lines.items() if name not in docs)]
-    for name, text in docs.items():
-        default = defaults[name]
-        parts.append(textwrap.fill(text, 98, initial_indent="# ", subsequent_indent="# "))
-        if isinstance(default, Mapping):  # the field that says most of it comes first
-            key, default = next(iter(default.items()))
-            name = f"{name}.{key}"
-        offer = "(not set)" if default is None else json.dumps(default)
-        parts.append(lines.get(name.partition(".")[0]) or f"# {name} = {offer}")
-    return "\n".join([*parts, ""])
+    line = f"{tomlkit.key(name).as_string()} = {_inline(tomlkit, value).as_string()}"
+    filled, count = re.subn(
+        rf"^# {re.escape(name)}(\.\w+)? = .*$", lambda _: line, text, count=1, flags=re.MULTILINE
+    )
+    return filled if count else text.replace(f"[{table}]\n", f"[{table}]\n{line}\n", 1)
 
 
 def _inline(tomlkit: Any, value: Any) -> Any:

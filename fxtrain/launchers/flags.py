@@ -1,30 +1,14 @@
-"""The fields of a spec as flags of `fxtrain launch`, in both directions; what each field means."""
+"""The fields of a spec as flags of `fxtrain launch`, in both directions."""
 
-import inspect
-import re
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import attrs
 
-from fxtrain._record import members
 from fxtrain.launchers.spec import LaunchSpec
 
-_ON_COMMAND_LINE = ("target", "args", "options")  # without a flag
-# Flags that are not the name of their field.
-_NAMES = {
-    "rendezvous_options": "--rendezvous-option",
-    "bind": "--numa-binding",
-    "executable": "--no-python",
-    "module": "-m",
-}
-_AGAIN = ("rendezvous_options", "env")  # flags that are repeated
 
-
-def field_docs(cls: type) -> dict[str, str]:
-    """What the docstring of a record says about each field, by name."""
-    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-    pairs = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in pairs}
+def _flag_of(row: Any) -> str:
+    return f"--{row.field.rpartition('.')[2].replace('_', '-')}"
 
 
 @attrs.frozen
@@ -34,52 +18,64 @@ class Flag:
     Attributes:
         field: The field of `LaunchSpec` that it sets, or the path of a field of the plan.
         metavar: Name of its value; empty for a switch.
-        help: A description.
-        flag: The flag on the command line.
+        help: A one-line description.
+        flag: The flag on the command line; by default the field's name, with hyphens.
         many: "" for one value, "," for several separated by commas, "again" for a repeated flag.
     """
 
     field: str
     metavar: str
     help: str
-    flag: str
-    many: str = ""
+    flag: str = attrs.field(default=attrs.Factory(_flag_of, takes_self=True), kw_only=True)
+    many: str = attrs.field(default="", kw_only=True)
 
 
-def _flag(field: "attrs.Attribute[Any]", text: str) -> Flag:
-    name = field.name
-    kinds = members(field.type)
-    choices = [get_args(kind) for kind in kinds if get_origin(kind) is Literal]
-    many = "again" if name in _AGAIN else "," if get_origin(kinds[0]) is tuple else ""
-    if choices:
-        metavar = "|".join(choices[0])
-    elif name in _AGAIN:
-        metavar = "NAME[=VALUE]" if name == "env" else "KEY=VALUE"
-    else:
-        words = {bool: "", int: "N", float: "SECONDS", str: "TEXT"}
-        metavar = words.get(kinds[0], "K,...")
-    flag = _NAMES.get(name) or f"--{name.removesuffix('_s').replace('_', '-')}"
-    return Flag(name, metavar, text, flag, many)
-
-
-_DOCS = field_docs(LaunchSpec)
-FLAGS: tuple[Flag, ...] = tuple(
-    _flag(field, _DOCS.get(field.name, ""))
-    for field in attrs.fields(LaunchSpec)
-    if field.name not in _ON_COMMAND_LINE
-)
-PLAN_FLAGS: tuple[Flag, ...] = tuple(
-    Flag(f"plan.{name}", metavar, text, flag or f"--{name.replace('_', '-')}")
-    for name, metavar, text, flag in (
-        ("mesh", "AXIS=N,...", "Ranks per axis, such as shard=4,tensor=2.", ""),
-        ("strategy.kind", "KIND", "Such as ddp or fsdp.", "--strategy"),
-        ("precision", "NAME", "fp32, bf16, fp16, fp8.", ""),
-        ("accumulate", "N", "Micro-batches per optimizer update.", ""),
-        ("clip_norm", "X", "Maximum total gradient norm.", ""),
-        ("batch", "HOW", "Whether batch sizes are per_rank or global.", ""),
-        ("compile", "", "Compile the model.", ""),
-    )
-)
+FLAGS: tuple[Flag, ...] = (
+    Flag("launcher", "NAME", "how to start the ranks"),
+    Flag("ranks", "N", "processes per node; by default one per accelerator, or one without any"),
+    Flag("nodes", "M", "number of machines"),
+    Flag("min_nodes", "M", "minimum number of machines; the run then grows and shrinks"),
+    Flag("node_rank", "K", "number of this machine, from 0"),
+    Flag("main_address", "HOST", "address of node 0, the same on every node"),
+    Flag("main_port", "PORT", "its TCP port; 29500 with several nodes"),
+    Flag("local_address", "HOST", "address by which other nodes reach this one"),
+    Flag("rendezvous", "KIND",
+         "static: numbered nodes; c10d: they join in any order, and again after a failure"),
+    Flag("rendezvous_options", "KEY=VALUE",
+         "an option of torch's rendezvous", flag="--rendezvous-option", many="again"),
+    Flag("connect_timeout_s", "SECONDS",
+         "maximum wait for the other nodes", flag="--connect-timeout"),
+    Flag("run_id", "NAME", "name shared by the nodes of a run"),
+    Flag("restarts", "N", "maximum restarts of all ranks after one has failed"),
+    Flag("spares", "N", "processes kept ready for each rank, for restarts"),
+    Flag("monitor_interval_s", "SECONDS",
+         "interval between checks of the ranks", flag="--monitor-interval"),
+    Flag("shutdown_s", "SECONDS", "time for ranks to exit after a signal", flag="--shutdown"),
+    Flag("role", "NAME", "name of the ranks in their log"),
+    Flag("log_dir", "FOLDER", "folder for the ranks' output"),
+    Flag("redirect", "STREAMS", "out, err or both: write to files only"),
+    Flag("tee", "STREAMS",
+         "out, err or both: write to files and here, with the rank before each line"),
+    Flag("show_ranks", "K,...", "show the output of these ranks of each node only", many=","),
+    Flag("cpu", "", "hide the accelerators"),
+    Flag("gpus", "K,...", "use these GPUs only", many=","),
+    Flag("bind", "MODE",
+         "cores for each rank: node, socket, exclusive or core-complex", flag="--numa-binding"),
+    Flag("threads", "N", "OMP_NUM_THREADS of each rank; by default an equal share of the cores"),
+    Flag("env", "NAME[=VALUE]",
+         "a variable for the ranks; NAME alone takes the value from here", many="again"),
+    Flag("executable", "", "the program is not a Python script", flag="--no-python"),
+    Flag("module", "", "the program is a module, not a script", flag="-m"),
+)  # fmt: skip
+PLAN_FLAGS: tuple[Flag, ...] = (
+    Flag("plan.mesh", "AXIS=N,...", "ranks per axis, such as shard=4,tensor=2"),
+    Flag("plan.strategy.kind", "KIND", "such as ddp or fsdp", flag="--strategy"),
+    Flag("plan.precision", "NAME", "fp32, bf16, fp16, fp8"),
+    Flag("plan.accumulate", "N", "micro-batches per optimizer update"),
+    Flag("plan.clip_norm", "X", "maximum total gradient norm"),
+    Flag("plan.batch", "HOW", "whether batch sizes are per_rank or global"),
+    Flag("plan.compile", "", "compile the model"),
+)  # fmt: skip
 
 
 def flag_words(spec: LaunchSpec) -> tuple[str, ...]:
@@ -94,9 +90,14 @@ def flag_words(spec: LaunchSpec) -> tuple[str, ...]:
     words: list[str] = []
     for flag in FLAGS:
         value = getattr(spec, flag.field)
-        if value == defaults[flag.field]:
-            continue
-        values = value if flag.many == "again" else [value]
-        texts = (",".join(map(str, each)) if flag.many == "," else each for each in values)
-        words += [f"{flag.flag}={text}" for text in texts] if flag.metavar else [flag.flag]
+        if value != defaults[flag.field]:
+            words += _words(flag, value)
     return (*words, "--", spec.target, *spec.args)
+
+
+def _words(flag: Flag, value: Any) -> list[str]:
+    if not flag.metavar:
+        return [flag.flag]
+    if flag.many == "again":
+        return [f"{flag.flag}={entry}" for entry in value]
+    return [f"{flag.flag}={','.join(map(str, value)) if flag.many else value}"]

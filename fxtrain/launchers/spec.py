@@ -89,12 +89,12 @@ class LaunchSpec:
     Attributes:
         target: Path of a Python script, the dotted name of a module, or an executable.
         args: What the program finds after its name in `sys.argv`.
-        ranks: Processes on each node; `fxtrain launch` starts one per accelerator if none is given.
+        ranks: Processes on each node.
         module: `target` is a module, as after `python -m`.
-        executable: Whether the program is started without Python: `target` is an executable.
+        executable: `target` is a program to start without Python.
         launcher: How to start the ranks: a name in `fxtrain.launchers.LAUNCHERS`.
-        options: The launcher's own options, as a table by name, or a record of the launcher's
-            type.
+        options: The launcher's own options: a record of the launcher's type, a mapping that is
+            converted to one, or None.
         nodes: Number of machines; the maximum, if `min_nodes` is given.
         min_nodes: Minimum number of machines; a native launch then grows and shrinks.
         node_rank: Number of this machine, from 0, in a static rendezvous.
@@ -123,8 +123,7 @@ class LaunchSpec:
         bind: Cores for each rank: those of its GPU's NUMA node or socket, a share of them, or
             those of one last-level cache; without GPUs, "node" or a share of all ("exclusive").
         threads: OMP_NUM_THREADS of each rank; by default an equal share of the cores.
-        env: NAME=VALUE of variables for the ranks, never shown in a message or `repr`; as a flag,
-            NAME alone takes the value from here.
+        env: NAME=VALUE of variables for the ranks; never shown in a message or `repr`.
 
     Example:
         >>> from fxtrain.launchers import LaunchSpec

@@ -132,7 +132,7 @@ def test_lines_make_a_file(tmp_path, monkeypatch, capsys):
     assert read_launch_file("fxtrain.toml").values == {
         "launch": {"ranks": 3}, "plan": {"precision": "bf16", "accumulate": 2, "clip_norm": 1.0},
     }  # fmt: skip
-    assert "Processes on each node" in capsys.readouterr().out
+    assert "How many ranks on each machine?" in capsys.readouterr().out
     assert main(["config"]) == Exit.WRONG
     assert "already exists" in capsys.readouterr().err
 
