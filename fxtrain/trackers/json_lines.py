@@ -116,7 +116,7 @@ def _content(lines: Lines, entry: Entry) -> dict[str, Any]:
             values = {name: x if math.isfinite(x) else str(x) for name, x in entry.value.items()}
             return {"values": values}
         case "image":
-            images = lines.start.place(None, "images")
+            images = lines.start.place("images")
             images.mkdir(parents=True, exist_ok=True)
             path = images / f"{quote(entry.name, safe='')[:_LONGEST_NAME]}-{entry.step}.png"
             write_file(path, _png(entry.value))

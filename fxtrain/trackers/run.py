@@ -36,7 +36,8 @@ class Run:
     Every rank makes the same calls. On ranks that do not track they do nothing, without any
     exchange between ranks. They do not wait for the device: background threads read the values, in
     the order in which they were logged. If a tracker raises there, the logger `fxtrain.trackers`
-    warns once; training and the other trackers continue.
+    warns once; training and the other trackers continue. A call on a closed run, or with a `step`
+    that is neither a position nor a number, is a PlanError.
 
     Attributes:
         id: The same on every rank, and after the run is resumed.
@@ -68,7 +69,7 @@ class Run:
                 none was, the calls are counted.
 
         Raises:
-            PlanError: the run is closed, `values` is not a mapping, or `step` is invalid.
+            PlanError: `values` is not a mapping.
 
         Example:
             >>> import fxtrain as fx, tempfile, torch
@@ -76,21 +77,16 @@ class Run:
             ...     with fx.track(tempfile.mkdtemp(), ctx) as run:
             ...         run.log({"loss": torch.tensor(0.5)}, fx.Position(updates=1))
         """
-        place = self._place("log", step)
         if not isinstance(values, Mapping):
             raise PlanError(
                 f"run.log takes a mapping of names to numbers, found {shown(values)}. For "
                 f'example: run.log({{"loss": report.loss}}, report.position).'
             )
-        self._put("log", "", place, lambda: self._checked(numbers_of(values), place["step"]))
+        self._put("log", "", step, lambda at: self._checked(numbers_of(values), at))
 
     def text(self, name: str, text: str, step: Position | int | None = None) -> None:
-        """Log text.
-
-        Raises:
-            PlanError: the run is closed, or `step` is neither a position nor a number.
-        """
-        self._put("text", name, self._place("text", step), lambda: lambda: str(text))
+        """Log text."""
+        self._put("text", name, step, lambda _: lambda: str(text))
 
     def image(self, name: str, image: object, step: Position | int | None = None) -> None:
         """Log an image.
@@ -98,11 +94,8 @@ class Run:
         Args:
             image: Tensor or array of shape (channels, height, width) or (height, width), floats
                 from 0 to 1 or uint8. It is copied.
-
-        Raises:
-            PlanError: the run is closed, or `step` is neither a position nor a number.
         """
-        self._put("image", name, self._place("image", step), lambda: image_of(image))
+        self._put("image", name, step, lambda _: image_of(image))
 
     def table(
         self, name: str, columns: Mapping[str, object], step: Position | int | None = None
@@ -111,25 +104,18 @@ class Run:
 
         Args:
             columns: By name, sequences or tensors of equal length. They are copied.
-
-        Raises:
-            PlanError: the run is closed, or `step` is neither a position nor a number.
         """
-        self._put("table", name, self._place("table", step), lambda: table_of(columns))
+        self._put("table", name, step, lambda _: table_of(columns))
 
     def artifact(self, name: str, path: StrPath, step: Position | int | None = None) -> None:
-        """Log a file or folder, which must exist until the run is closed or flushed.
-
-        Raises:
-            PlanError: the run is closed, or `step` is neither a position nor a number.
-        """
+        """Log a file or folder, which must exist until the run is closed or flushed."""
 
         def read() -> Path:
             if not Path(path).exists():
                 raise FileNotFoundError(f"{Path(path)} does not exist")
             return Path(path).resolve()
 
-        self._put("artifact", name, self._place("artifact", step), lambda: read)
+        self._put("artifact", name, step, lambda _: read)
 
     def native(self, config: object) -> Any:
         """The library's own object, for features that the methods here do not cover.
@@ -242,17 +228,14 @@ class Run:
         return place
 
     def _put(
-        self,
-        kind: str,
-        name: Any,
-        place: Mapping[str, Any],
-        capture: Callable[[], Callable[[], Any]],
+        self, kind: str, name: Any, step: Any, capture: Callable[[int], Callable[[], Any]]
     ) -> None:
         """Hand a value as it is now to the trackers of this rank; its problems are reported."""
+        place = self._place(kind, step)
         if not self._here():
             return
         with reported(kind, self._warn):
-            read = capture()
+            read = capture(place["step"])
             logged = Logged(
                 kind, lambda: Entry(kind=kind, name=str(name), value=read(), **place), self._warn
             )

@@ -119,9 +119,9 @@ class Start:
         """Whether the tracker has opened this run before."""
         return bool(self.identity)
 
-    def place(self, folder: str | None, name: str) -> Path:
-        """A folder for this rank: that of a config, or one in the run's folder."""
-        path = self.folder / name if folder is None else Path(folder)
+    def place(self, name: str) -> Path:
+        """A folder for this rank in the run's folder."""
+        path = self.folder / name
         return path / f"rank{self.rank}" if self.rank else path
 
 

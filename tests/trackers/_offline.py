@@ -21,7 +21,7 @@ from tests.trackers._readers import READERS
 
 CONFIGS = {
     "tensorboard": fx.TensorBoard(),
-    "wandb": fx.WandB(project="p", mode="offline", tags=("a",)),
+    "wandb": fx.WandB(project="p", mode="offline", init={"tags": ["a"]}),
     "trackio": fx.trackers.Trackio(project="p"),
     "comet": fx.trackers.Comet(project="p", online=False),
     "aim": fx.trackers.Aim(experiment="p"),

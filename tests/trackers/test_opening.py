@@ -191,7 +191,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(ctx, tmp_path, monkey
 
 
 def test_configs_are_values_that_files_hold():
-    config = fx.WandB(project="p", tags=("a", "b"), mode="offline")
+    config = fx.WandB(project="p", mode="offline")
     assert fx.state.loads(fx.state.dumps(config), fx.WandB) == config and hash(config)
     with pytest.raises(fx.PlanError, match="online"):
         fx.WandB(project="p", mode="ofline")

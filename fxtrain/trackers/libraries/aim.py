@@ -15,20 +15,18 @@ class Aim:
 
     Attributes:
         experiment: Name of the experiment; by default the library's own.
-        repo: Folder or address of the repository; by default `aim` in the run's folder.
-        init: Arguments of `aim.Run`, beside fxtrain's or in place of them.
+        init: Arguments of `aim.Run`, beside fxtrain's or in place of them. By default, the
+            repository (`repo`) is `aim` in the run's folder.
     """
 
     kind: Literal["aim"] = attrs.field(default="aim", init=False)
     experiment: str | None = maybe_named()
-    repo: str | None = maybe_named()
     init: Mapping[str, object] = arguments()
 
 
 def _open(config: Aim, start: Start) -> Any:
-    repo = str(start.folder / "aim") if config.repo is None else config.repo
     own = {
-        "repo": repo,
+        "repo": str(start.folder / "aim"),
         "experiment": config.experiment,
         "system_tracking_interval": None,
         "capture_terminal_logs": False,

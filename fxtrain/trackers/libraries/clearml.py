@@ -16,7 +16,6 @@ class ClearML:
 
     Attributes:
         project: Name of the project; by default the library's own.
-        tags: Words by which to find the task.
         online: Send metrics; otherwise they are kept in a zip file for
             `Task.import_offline_session`.
         init: Arguments of `clearml.Task.init`, beside fxtrain's or in place of them.
@@ -24,7 +23,6 @@ class ClearML:
 
     kind: Literal["clearml"] = attrs.field(default="clearml", init=False)
     project: str | None = maybe_named()
-    tags: tuple[str, ...] = ()
     online: bool = True
     init: Mapping[str, object] = arguments()
 
@@ -42,7 +40,6 @@ def _open(config: ClearML, start: Start) -> Any:
     own = {
         "project_name": config.project,
         "task_name": start.name,
-        "tags": list(config.tags) or None,
         "reuse_last_task_id": False,
         "continue_last_task": start.identity if continued else False,
         "auto_connect_arg_parser": False,

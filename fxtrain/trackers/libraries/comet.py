@@ -17,8 +17,8 @@ class Comet:
     Attributes:
         project: Name of the project; by default the library's own.
         workspace: None for the account's own.
-        online: Send metrics; otherwise they are kept in a zip file for `comet upload`.
-        folder: Folder of that file; by default `comet` in the run's folder.
+        online: Send metrics; otherwise they are kept in a zip file for `comet upload`, by default
+            in `comet` in the run's folder.
         init: Arguments of `comet_ml.ExperimentConfig`, beside fxtrain's or in place of them.
     """
 
@@ -26,7 +26,6 @@ class Comet:
     project: str | None = maybe_named()
     workspace: str | None = maybe_named()
     online: bool = True
-    folder: str | None = maybe_named()
     init: Mapping[str, object] = arguments()
 
 
@@ -40,7 +39,7 @@ _BY_ITSELF = (
 
 def _open(config: Comet, start: Start) -> Any:
     comet = library(Comet, "comet_ml")
-    folder = start.place(config.folder, "comet")
+    folder = start.place("comet")
     if not config.online:
         folder = _free(folder, f"{start.id}.zip")
     own = {

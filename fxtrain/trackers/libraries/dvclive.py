@@ -1,13 +1,13 @@
 """DVCLive."""
 
 from collections.abc import Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import attrs
 
 from fxtrain._record import record
-from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named, picture
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, picture
 
 
 @record
@@ -17,24 +17,23 @@ class DVCLive:
     DVCLive itself runs `dvc init` in a git repository that DVC does not know yet.
 
     Attributes:
-        folder: Their folder; by default `dvclive` in the run's folder.
-        init: Arguments of `dvclive.Live`, beside fxtrain's or in place of them.
+        init: Arguments of `dvclive.Live`, beside fxtrain's or in place of them. By default, the
+            folder (`dir`) is `dvclive` in the run's.
     """
 
     kind: Literal["dvclive"] = attrs.field(default="dvclive", init=False)
-    folder: str | None = maybe_named()
     init: Mapping[str, object] = arguments()
 
 
 def _open(config: DVCLive, start: Start) -> Any:
     live = library(DVCLive, "dvclive").Live
-    folder = start.place(config.folder, "dvclive")
-    if start.resumed:
-        for path in sorted((folder / "plots" / "metrics").rglob("*.tsv")):
-            _cut(path, start.position.updates)
     # By default it would write a git commit, a dvc.yaml and a report.
-    own = {"report": None, "save_dvc_exp": False, "dvcyaml": None}
-    return live(**{"dir": str(folder), "resume": start.resumed, **own, **config.init})
+    own = {"report": None, "save_dvc_exp": False, "dvcyaml": None, "resume": start.resumed}
+    init = {"dir": str(start.place("dvclive")), **own, **config.init}
+    if start.resumed:
+        for path in sorted((Path(init["dir"]) / "plots" / "metrics").rglob("*.tsv")):
+            _cut(path, start.position.updates)
+    return live(**init)
 
 
 def _cut(path: Any, updates: int) -> None:

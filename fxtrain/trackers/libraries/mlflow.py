@@ -19,15 +19,12 @@ class MLflow:
     Attributes:
         experiment: Name of the experiment; by default "Default", as in MLflow.
         uri: Tracking server; by default a SQLite file `mlflow.db` in the run's folder.
-        artifacts: Where a new experiment stores files; by default `mlflow` in the run's folder
-            for the SQLite file, otherwise as the server chooses.
         init: Arguments of `MlflowClient.create_run`, beside fxtrain's or in place of them.
     """
 
     kind: Literal["mlflow"] = attrs.field(default="mlflow", init=False)
     experiment: str | None = maybe_named()
     uri: str | None = maybe_named()
-    artifacts: str | None = maybe_named()
     init: Mapping[str, object] = arguments()
 
 
@@ -50,20 +47,15 @@ class Client:
 
 def _open(config: MLflow, start: Start) -> Client:
     folder = start.folder.resolve()
-    local = config.uri is None
-    uri = f"sqlite:///{folder / 'mlflow.db'}" if config.uri is None else config.uri
-    artifacts = (folder / "mlflow").as_uri() if local else None
+    uri = config.uri or f"sqlite:///{folder / 'mlflow.db'}"
+    artifacts = None if config.uri else (folder / "mlflow").as_uri()
     client = library(MLflow, "mlflow").MlflowClient(tracking_uri=uri)
     if start.resumed:
         client.update_run(start.identity, status="RUNNING")
         return Client(client=client, run=start.identity)
     name = config.experiment or "Default"
     known = client.get_experiment_by_name(name)
-    experiment = (
-        client.create_experiment(name, config.artifacts or artifacts)
-        if known is None
-        else known.experiment_id
-    )
+    experiment = known.experiment_id if known else client.create_experiment(name, artifacts)
     init = {"run_name": start.name, **config.init}
     tags = {"fxtrain.run": start.run, **init.pop("tags", {})}
     run = client.create_run(experiment, **init, tags=tags)

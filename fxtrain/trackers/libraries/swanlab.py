@@ -15,27 +15,23 @@ class SwanLab:
 
     Attributes:
         project: Name of the project; by default the library's own.
-        workspace: None for the account's own.
         mode: cloud sends metrics, local shows them on this machine, offline keeps them for
             `swanlab sync`, disabled drops them.
-        folder: By default `swanlab` in the run's folder.
-        init: Arguments of `swanlab.init`, beside fxtrain's or in place of them.
+        init: Arguments of `swanlab.init`, beside fxtrain's or in place of them. By default, the
+            folder (`log_dir`) is `swanlab` in the run's.
     """
 
     kind: Literal["swanlab"] = attrs.field(default="swanlab", init=False)
     project: str | None = maybe_named()
-    workspace: str | None = maybe_named()
     mode: Literal["cloud", "local", "offline", "disabled"] = "cloud"
-    folder: str | None = maybe_named()
     init: Mapping[str, object] = arguments()
 
 
 def _open(config: SwanLab, start: Start) -> Any:
-    folder = start.place(config.folder, "swanlab")
+    folder = start.place("swanlab")
     folder.mkdir(parents=True, exist_ok=True)
     own = {
         "project": config.project,
-        "workspace": config.workspace,
         "name": start.name,
         "group": start.run if start.everyone else None,
         "id": start.id,

@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import attrs
 
-from fxtrain._record import above, record
-from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named
+from fxtrain._record import record
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library
 
 
 @record
@@ -14,14 +14,10 @@ class TensorBoard:
     """Event files, written by the package `tensorboard`.
 
     Attributes:
-        folder: Its folder; by default `tensorboard` in the run's folder.
-        flush_s: Maximum seconds until a metric is in the file.
         init: Arguments of torch's `SummaryWriter`, beside fxtrain's or in place of them.
     """
 
     kind: Literal["tensorboard"] = attrs.field(default="tensorboard", init=False)
-    folder: str | None = maybe_named()
-    flush_s: float = attrs.field(default=10.0, validator=above(0))
     init: Mapping[str, object] = arguments()
 
 
@@ -29,11 +25,7 @@ def _open(config: TensorBoard, start: Start) -> Any:
     library(TensorBoard, "tensorboard")
     # TensorBoard hides the events of earlier files from that step on.
     purge = start.position.updates + 1 if start.resumed else None
-    own = {
-        "log_dir": str(start.place(config.folder, "tensorboard")),
-        "flush_secs": config.flush_s,
-        "purge_step": purge,
-    }
+    own = {"log_dir": str(start.place("tensorboard")), "flush_secs": 10, "purge_step": purge}
     return library(TensorBoard, "torch.utils.tensorboard").SummaryWriter(**{**own, **config.init})
 
 

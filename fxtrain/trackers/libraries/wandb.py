@@ -16,18 +16,12 @@ class WandB:
 
     Attributes:
         project: Name of the project; by default the library's own.
-        entity: User or team; None for the account's own.
-        group: Groups runs in the interface; if several ranks track, the run by default.
-        tags: Words by which to find the run.
         mode: Whether metrics are sent, kept for `wandb sync`, or dropped.
         init: Arguments of `wandb.init`, beside fxtrain's or in place of them.
     """
 
     kind: Literal["wandb"] = attrs.field(default="wandb", init=False)
     project: str | None = maybe_named()
-    entity: str | None = maybe_named()
-    group: str | None = maybe_named()
-    tags: tuple[str, ...] = ()
     mode: Literal["online", "offline", "disabled"] = "online"
     init: Mapping[str, object] = arguments()
 
@@ -35,9 +29,7 @@ class WandB:
 def _open(config: WandB, start: Start) -> Any:
     own = {
         "project": config.project,
-        "entity": config.entity,
-        "group": config.group or (start.run if start.everyone else None),
-        "tags": list(config.tags),
+        "group": start.run if start.everyone else None,
         "name": start.name,
         "id": start.id,
         "dir": str(start.folder),
