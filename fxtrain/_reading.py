@@ -1,11 +1,11 @@
 """Paths that a user passes: validating them, reading files up to a size, writing files whole."""
 
 import errno
-import io
 import os
 import secrets
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 StrPath = str | os.PathLike[str]
@@ -13,7 +13,6 @@ StrPath = str | os.PathLike[str]
 LONGEST_LINE = 16 << 20  # bytes of a line of a tracked run; a longer one is damaged
 
 _MAX_TEXT_BYTES = 16 << 20  # bytes of a settings file
-_READ_BYTES = 1 << 20  # bytes
 _KINDS = (
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -71,23 +70,18 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """The bytes of a regular file; memory is allocated as they arrive.
+    """The bytes of a regular file.
 
     Raises:
         OSError: see `open_file`; or the file is larger than `max_bytes` bytes.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        parts: list[bytes] = []
-        held = 0
-        # Some system files report size 0, so the size alone is not enough.
-        while size <= max_bytes and (part := file.read(min(_READ_BYTES, max_bytes - held + 1))):
-            parts.append(part)
-            held += len(part)
-            size = max(size, held)
+        data = file.read() if size <= max_bytes else b""
+    size = max(size, len(data))  # some system files report size 0
     if size > max_bytes:
         raise OSError(errno.EFBIG, f"It has {size} bytes; the limit is {max_bytes}", str(path))
-    return b"".join(parts)
+    return data
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int = _MAX_TEXT_BYTES) -> str:
@@ -96,9 +90,9 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = _MAX_TEXT_BYTES) ->
     Raises:
         OSError: see `read_file`; or it is not UTF-8.
     """
-    data = io.BytesIO(read_file(path, max_bytes))
+    data = read_file(path, max_bytes)
     try:
-        return io.TextIOWrapper(data, encoding="utf-8").read()
+        return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise OSError(errno.EILSEQ, f"It is not UTF-8 text ({error})", str(path)) from None
 
@@ -120,23 +114,21 @@ def write_file(path: StrPath, data: bytes | str) -> None:
     Raises:
         OSError: it cannot be written, with its name.
     """
-    raw = data.encode() if isinstance(data, str) else data
-    folder, name = os.path.split(os.path.realpath(path))
-    is_special = os.path.exists(path) and not os.path.isfile(path)  # such as /dev/stdout
-    draft = path if is_special else os.path.join(folder, f".fxtrain-draft-{secrets.token_hex(4)}")
+    raw, target = data.encode() if isinstance(data, str) else data, Path(path).resolve()
+    is_special = target.exists() and not target.is_file()  # such as /dev/stdout
+    draft = target.with_name(f".fxtrain-draft-{secrets.token_hex(4)}")
     try:
+        if is_special:
+            target.write_bytes(raw)
+            return
         try:
-            with open(draft, "wb") as file:
+            with draft.open("wb") as file:
                 file.write(raw)
-                if not is_special:
-                    file.flush()
-                    os.fsync(file.fileno())
-            if not is_special:
-                os.replace(draft, os.path.join(folder, name))
-        except BaseException:
-            if not is_special and os.path.exists(draft):
-                os.unlink(draft)
-            raise
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 

@@ -4,7 +4,7 @@ import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import attrs
@@ -25,6 +25,7 @@ from fxtrain.errors import ContextError, FxError, PlanError, StepError
 from fxtrain.ops.connecting import launched_plan
 from fxtrain.ops.splitting import chunk_of
 from fxtrain.profiling.fake_tensors import FakeValuesMode, is_library
+from fxtrain.profiling.tables import show_mesh
 from fxtrain.profiling.watching import (
     Collective,
     LoopRecorder,
@@ -266,8 +267,7 @@ _TORCHAO = ("torchao.optim.subclass_4bit", "torchao.optim.subclass_8bit")
 _TABLES = ("get_qmap_signed", "get_qmap_unsigned")
 
 
-@contextmanager
-def load_in_process(watch: LoopRecorder) -> Iterator[None]:
+def load_in_process(watch: LoopRecorder) -> AbstractContextManager[None]:
     """Make data loaders load in this process, while recorded.
 
     Fake tensors cannot be sent between processes.
@@ -286,12 +286,10 @@ def load_in_process(watch: LoopRecorder) -> Iterator[None]:
         finally:
             loader.num_workers, loader.timeout = settings
 
-    with _replaced(DataLoader, "_get_iterator", read_here):
-        yield
+    return _replaced(DataLoader, "_get_iterator", read_here)
 
 
-@contextmanager
-def swappable(fakes: FakeValuesMode) -> Iterator[None]:
+def swappable(fakes: FakeValuesMode) -> AbstractContextManager[None]:
     """Allow `module.to(...)` to swap parameters.
 
     torch raises if a weak reference to one exists, and its fake mode keeps some.
@@ -302,24 +300,20 @@ def swappable(fakes: FakeValuesMode) -> Iterator[None]:
         fakes.forget_origins()
         usual(tensor, other)
 
-    with _replaced(torch.utils, "swap_tensors", swap):
-        yield
+    return _replaced(torch.utils, "swap_tensors", swap)
 
 
-@contextmanager
-def lazy_chunks() -> Iterator[None]:
+def lazy_chunks() -> AbstractContextManager[None]:
     """Make FSDP2 create only the chunks of a parameter that it uses.
 
     It creates one for each rank, and uses this rank's and the first.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    with _replaced(_fsdp_param, "_chunk_with_empty", _Chunks):
-        yield
+    return _replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
 
 
-@contextmanager
-def formattable() -> Iterator[None]:
+def formattable() -> AbstractContextManager[None]:
     """Make `f"{loss:.3f}"` read a value, as for any zero-dimensional tensor."""
     usual = torch.Tensor.__format__
 
@@ -328,8 +322,7 @@ def formattable() -> Iterator[None]:
             return format(tensor.item(), spec)
         return usual(tensor, spec)
 
-    with _replaced(torch.Tensor, "__format__", write):
-        yield
+    return _replaced(torch.Tensor, "__format__", write)
 
 
 class _Chunks:
@@ -402,13 +395,21 @@ def find_problems(
     peeks: Mapping[tuple[str, str], int],
 ) -> DryRun:
     """Return the run with its problems, fatal ones first."""
-    problems = [
-        *([] if ended is None else [_ending(ended)]),
-        *_memory(run),
-        *_mesh(run, requested),
-        *_steps(run, ended),
-        *_values(peeks),
-    ]
+    problems = [*([] if ended is None else [_ending(ended)]), *_of_figures(run, requested)]
+    if run.updates <= 1 and ended is None:
+        text = (
+            "Only one update ran, so the figures are those of a first step and may include setup. "
+            "Run at least three updates."
+        )
+        problems.append(Problem(kind="steps", text=text))
+    for (where, substitute), count in peeks.items():
+        text = (
+            f"This line reads the value of a tensor ({count} times). A dry run has no values and "
+            f"returned {substitute}. If the program branches on it, the figures are for that "
+            f"branch. On a real device, the read also waits for all preceding work."
+        )
+        if where:
+            problems.append(Problem(kind="value", text=text, where=where))
     ordered = sorted(problems, key=lambda problem: not problem.fatal)
     return attrs.evolve(run, problems=tuple(ordered))
 
@@ -422,12 +423,14 @@ def _ending(error: BaseException) -> Problem:
     if operator is None and isinstance(error, UnsupportedOperatorException):
         operator = error.args[0] if error.args else None
     what = "This line" if operator is None else f"The operator {operator}"
+    kind = "value"
     if isinstance(error, DynamicOutputShapeException):
         text = (
             f"{what} returns a shape that depends on values, which a dry run does not have. Use "
             f"a fixed shape, for example by multiplying with a mask, or skip it in a dry run."
         )
     elif isinstance(error, UnsupportedOperatorException):
+        kind = "unsupported"
         text = (
             f"{what} has no fake implementation. Register one with "
             f"torch.library.register_fake, or skip it in a dry run."
@@ -437,30 +440,7 @@ def _ending(error: BaseException) -> Problem:
             f"{what} reads values, which a dry run does not have ({str(error).splitlines()[0]}). "
             f"Skip it in a dry run, for example if ctx.comm.simulated."
         )
-    kind = "unsupported" if isinstance(error, UnsupportedOperatorException) else "value"
     return Problem(kind=kind, text=text, where=where, fatal=True)
-
-
-def _memory(run: DryRun) -> list[Problem]:
-    size = run.device_memory
-    if size is None:
-        return []
-    if run.peak > size:
-        largest = max(PARTS, key=lambda part: getattr(run.memory, part))
-        text = (
-            f"A step needs {show_bytes(run.peak)}, but the device has {show_bytes(size)}. The "
-            f"largest part is {largest}, {show_bytes(getattr(run.memory, largest))}. "
-            f"{_ADVICE[largest]}"
-        )
-        return [Problem(kind="memory", text=text, fatal=True)]
-    if run.setup_peak > size:
-        text = (
-            f"A step fits, but setup and the first step need {show_bytes(run.setup_peak)}, and "
-            f"the device has {show_bytes(size)}. Build the model on the CPU or the meta device, "
-            f"and move only this rank's shard to the device."
-        )
-        return [Problem(kind="memory", text=text)]
-    return []
 
 
 _ADVICE = {
@@ -474,43 +454,30 @@ _ADVICE = {
 }
 
 
-def _mesh(run: DryRun, requested: Mesh | None) -> list[Problem]:
-    if requested is None or resolve_mesh(requested, run.world) == run.mesh:
-        return []
-    text = (
-        f"The program itself chose {_sizes(run.mesh)}, so {_sizes(requested)} was not used. Call "
-        f"fx.detect() without mesh=."
-    )
-    return [Problem(kind="mesh", text=text)]
-
-
-def _sizes(mesh: Mesh) -> str:
-    shown = ", ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size != 1)
-    return f"Mesh({shown})"
-
-
-def _steps(run: DryRun, ended: BaseException | None) -> list[Problem]:
-    if run.updates > 1 or ended is not None:
-        return []
-    text = (
-        "Only one update ran, so the figures are those of a first step and may include setup. Run "
-        "at least three updates."
-    )
-    return [Problem(kind="steps", text=text)]
-
-
-def _values(peeks: Mapping[tuple[str, str], int]) -> list[Problem]:
-    return [
-        Problem(
-            kind="value",
-            text=f"This line reads the value of a tensor ({count} times). A dry run has no values "
-            f"and returned {substitute}. If the program branches on it, the figures are for that "
-            f"branch. On a real device, the read also waits for all preceding work.",
-            where=where,
+def _of_figures(run: DryRun, requested: Mesh | None) -> Iterator[Problem]:
+    """Problems of memory and of the mesh."""
+    size = run.device_memory
+    if size is not None and run.peak > size:
+        largest = max(PARTS, key=lambda part: getattr(run.memory, part))
+        text = (
+            f"A step needs {show_bytes(run.peak)}, but the device has {show_bytes(size)}. The "
+            f"largest part is {largest}, {show_bytes(getattr(run.memory, largest))}. "
+            f"{_ADVICE[largest]}"
         )
-        for (where, substitute), count in peeks.items()
-        if where
-    ]
+        yield Problem(kind="memory", text=text, fatal=True)
+    elif size is not None and run.setup_peak > size:
+        text = (
+            f"A step fits, but setup and the first step need {show_bytes(run.setup_peak)}, and "
+            f"the device has {show_bytes(size)}. Build the model on the CPU or the meta device, "
+            f"and move only this rank's shard to the device."
+        )
+        yield Problem(kind="memory", text=text)
+    if requested is not None and resolve_mesh(requested, run.world) != run.mesh:
+        text = (
+            f"The program itself chose Mesh({show_mesh(run.mesh)}), so "
+            f"Mesh({show_mesh(requested)}) was not used. Call fx.detect() without mesh=."
+        )
+        yield Problem(kind="mesh", text=text)
 
 
 def _place(error: BaseException) -> str:

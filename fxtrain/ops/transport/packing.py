@@ -175,7 +175,7 @@ def as_tensor(leaf: Any) -> tuple[Tensor, Back] | None:
         return None
     numpy: Any = sys.modules["numpy"]
     native = numpy.dtype(f"{leaf.dtype.kind}{leaf.dtype.itemsize}")
-    back = _scalar if isinstance(leaf, numpy.generic) else _array
+    back = _scalar if isinstance(leaf, numpy.generic) else Tensor.numpy
     flags = leaf.flags
     # torch refuses negative strides, even with one entry, and warns about read-only arrays.
     ordered = flags.c_contiguous and min(leaf.strides, default=0) >= 0
@@ -190,9 +190,9 @@ def number_as_tensor(leaf: Any) -> tuple[Tensor, Back] | None:
     kind = type(leaf)
     if kind is float or (kind is int and leaf in _INT64):
         dtype = torch.float64 if kind is float else torch.int64
-        return torch.tensor(leaf, dtype=dtype, device="cpu"), _number
+        return torch.tensor(leaf, dtype=dtype, device="cpu"), Tensor.item
     if kind is complex:
-        return torch.tensor(leaf, dtype=torch.complex128, device="cpu"), _number
+        return torch.tensor(leaf, dtype=torch.complex128, device="cpu"), Tensor.item
     return None
 
 
@@ -215,13 +215,5 @@ def _is_numeric(leaf: Any) -> bool:
     return kind in _KINDS and not wide and not hasattr(leaf, "mask")
 
 
-def _array(tensor: Tensor) -> Any:
-    return tensor.numpy()
-
-
 def _scalar(tensor: Tensor) -> Any:
     return tensor.numpy()[()]
-
-
-def _number(tensor: Tensor) -> Any:
-    return tensor.item()

@@ -44,13 +44,10 @@ class _Pickler(pickle.Pickler):
         home = str(getattr(obj, "__module__", None))  # of a class, a function or its class
         # Another rank may lack the device.
         plain = obj.is_cpu if kind is Tensor and obj is not Tensor else kind in _SAFE_TYPES
-        if not plain and not home.startswith(_OWN_PREFIX) and not _is_rebuilder(obj):
+        rebuilds = isinstance(obj, FunctionType) and obj in _SAFE_REBUILDERS
+        if not plain and not rebuilds and not home.startswith(_OWN_PREFIX):
             self.unsure = True
         return NotImplemented
-
-
-def _is_rebuilder(obj: Any) -> bool:
-    return isinstance(obj, FunctionType) and obj in _SAFE_REBUILDERS
 
 
 def dump(value: Any, ctx: DistContext) -> Tensor:
