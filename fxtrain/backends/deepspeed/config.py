@@ -5,10 +5,9 @@ such files know from other libraries.
 """
 
 import copy
-import json
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import attrs
 from torch import nn
@@ -26,17 +25,25 @@ _MICRO, _, _TOTAL = WINDOW_ENTRIES
 # Prefixes of entries in which "auto" is one of DeepSpeed's own values.
 _DEEPSPEED_AUTO = ("data_types.keep_in_fp32_modules", f"{ZERO}.zenflow.", "expert_parallel.")
 _OFFLOADED = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
-
-
-@attrs.frozen
-class PlanEntry:
-    """The plan's value for one entry; None leaves it open. Messages show `told` in its place."""
-
-    path: str
-    value: Any
-    by: str
-    write: bool = True
-    told: Any = None
+# Fields of `DeepSpeed` by the entries of the ZeRO section that they set.
+_ZERO_FIELDS = {
+    "stage": "stage",
+    "zero_hpz_partition_size": "partial_ranks",
+    "zero_quantized_weights": "quantized_weights",
+    "zero_quantized_gradients": "quantized_gradients",
+    "stage3_gather_16bit_weights_on_model_save": "gather_16bit_weights",
+    "reduce_bucket_size": "reduce_bucket",
+    "allgather_bucket_size": "allgather_bucket",
+    "stage3_prefetch_bucket_size": "prefetch_bucket",
+    "stage3_param_persistence_threshold": "persistence_threshold",
+    "overlap_comm": "overlap",
+}
+# What "auto" makes of the hidden size.
+_WIDTHS: dict[str, Callable[[int], int]] = {
+    _BUCKET: lambda hidden: hidden * hidden,
+    _PREFETCH: lambda hidden: int(0.9 * hidden * hidden),
+    _THRESHOLD: lambda hidden: 10 * hidden,
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -108,17 +115,73 @@ def deepspeed_config(
     return config
 
 
+class _Entry(NamedTuple):
+    """What a plan says about one entry; None leaves it open."""
+
+    path: str
+    value: Any
+    told: str  # by whom, in a message
+    write: bool = True  # also where the file does not have the entry
+
+
+def _entries(plan: Plan, file: Mapping[str, Any]) -> Iterator[_Entry]:
+    """Every entry that a plan may set, except the batch sizes."""
+    config, precision = plan.strategy, plan.precision
+
+    def of(path: str, field: str) -> _Entry:
+        value = getattr(config, field)
+        return _Entry(path, value, f"{field} has {value!r}")
+
+    told = f"Plan.accumulate has {plan.accumulate}"
+    yield _Entry("gradient_accumulation_steps", plan.accumulate, told)
+    norm = plan.clip_norm or 0.0
+    yield _Entry(
+        "gradient_clipping", norm, f"Plan.clip_norm has {norm}", plan.clip_norm is not None
+    )
+    compute = "fp32" if autocasts(file) else precision.compute
+    for name in ("bf16", "fp16"):
+        used = compute == name
+        told = f"Plan.precision has {precision.compute!r}"
+        yield _Entry(f"{name}.enabled", used, told, used)
+    if compute == "fp16" and precision.scale != LossScale():
+        for name, value in _scale_entries(precision.scale).items():
+            yield _Entry(f"fp16.{name}", value, f"Plan.precision.scale has {value}")
+    for name, field in _ZERO_FIELDS.items():
+        yield of(f"{ZERO}.{name}", field)
+    leaves = list(config.leaf_modules) or None
+    yield _Entry(f"{ZERO}.leaf_module.classes", leaves, f"leaf_modules has {leaves}")
+    for field, name in _OFFLOADED.items():
+        yield of(f"{ZERO}.{name}.device", field)
+        used = getattr(config, field) or device(section(file, ZERO), name)
+        for setting, where in (("nvme_path", ("nvme",)), ("pin_memory", ("cpu", "nvme"))):
+            entry = of(f"{ZERO}.{name}.{setting}", setting)
+            yield entry if used in where else entry._replace(value=None)
+    yield of("tensor_parallel.autotp_size", "tensor_parallel")
+    yield of("sequence_parallel_size", "sequence_parallel")
+
+
+def _scale_entries(scale: LossScale) -> dict[str, int]:
+    return {
+        "loss_scale": 0,
+        "initial_scale_power": power_of_two(scale.initial),
+        "loss_scale_window": scale.interval,
+    }
+
+
 def hidden_size(module: Any) -> int | None:
     """The hidden size of a model, from its `config` as Hugging Face models keep it."""
     config = getattr(module, "config", None)
     for part in (config, _member(config, "text_config")):
-        size = _member(part, "hidden_size")
+        size, sizes = _member(part, "hidden_size"), _member(part, "hidden_sizes")
         if type(size) is int:
             return size
-        sizes = _member(part, "hidden_sizes")
         if isinstance(sizes, list | tuple) and sizes:
             return max(sizes)
     return None
+
+
+def _member(part: Any, name: str) -> Any:
+    return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
 
 
 def resolve(plan: Plan, base: Mapping[str, Any], facts: Inputs) -> dict[str, Any]:
@@ -135,24 +198,22 @@ def resolve(plan: Plan, base: Mapping[str, Any], facts: Inputs) -> dict[str, Any
     Raises:
         PlanError: the plan and the file differ, or an `"auto"` has no value; one line each.
     """
-    config: dict[str, Any] = json.loads(json.dumps(dict(base)))
+    config: dict[str, Any] = copy.deepcopy(dict(base))
     plan = fill_from_config(plan, base, facts.ranks)
     if "bfloat16" in config:  # the former name
         config.setdefault("bf16", config.pop("bfloat16"))
-    conflicts: list[str] = []
-    for entry in all_plan_entries(plan, config):
-        conflicts += _merge_entry(config, entry)
+    conflicts = [line for entry in _entries(plan, base) for line in _merge(config, entry)]
     conflicts += _merge_sizes(config, plan, facts)
-    conflicts += _autocast_conflicts(config, plan)
+    if autocasts(config) and (dtype := autocast_dtype(config)) != plan.precision.compute:
+        conflicts.append(
+            f"torch_autocast.dtype: Plan.precision has {plan.precision.compute!r}, "
+            f"the config has {dtype!r}"
+        )
     if conflicts:
+        lines = "\n".join(f"  {line}" for line in conflicts)
         raise PlanError(
-            "\n".join(
-                [
-                    "The plan and its DeepSpeed config differ:",
-                    *(f"  {line}" for line in conflicts),
-                    'Set the same value in both, or write "auto" in the config.',
-                ]
-            )
+            f"The plan and its DeepSpeed config differ:\n{lines}\n"
+            f'Set the same value in both, or write "auto" in the config.'
         )
     _fill_widths(config, facts)
     _fill_values(config, facts.values)
@@ -160,21 +221,19 @@ def resolve(plan: Plan, base: Mapping[str, Any], facts: Inputs) -> dict[str, Any
     return _with_defaults(config, plan)
 
 
-def _merge_entry(config: dict[str, Any], entry: PlanEntry) -> list[str]:
+def _merge(config: dict[str, Any], entry: _Entry) -> list[str]:
     """Write the plan's value unless the file has one; return the line of a conflict."""
-    written = get(config, entry.path)
-    if entry.value is None:
-        if written == AUTO and entry.path not in (_BUCKET, _PREFETCH, _THRESHOLD):
+    written, value = get(config, entry.path), entry.value
+    if value is None:
+        if written == AUTO and entry.path not in _WIDTHS:
             drop(config, entry.path)
-        return []
-    if written is None or written == AUTO:
-        if entry.write or written == AUTO:
-            put(config, entry.path, entry.value)
-        return []
-    if _same(written, entry.value):
-        return []
-    value = entry.value if entry.told is None else entry.told
-    return [f"{entry.path}: {entry.by} has {value!r}, the config has {written!r}"]
+    elif written == AUTO or (written is None and entry.write):
+        put(config, entry.path, value)
+    elif written is not None and (
+        written != value or (type(written) is bool) is not (type(value) is bool)
+    ):
+        return [f"{entry.path}: {entry.told}, the config has {written!r}"]
+    return []
 
 
 def _merge_sizes(config: dict[str, Any], plan: Plan, facts: Inputs) -> list[str]:
@@ -213,39 +272,21 @@ def _count(config: Mapping[str, Any], path: str) -> int | None:
     return value
 
 
-def _autocast_conflicts(config: Mapping[str, Any], plan: Plan) -> list[str]:
-    if not autocasts(config):
-        return []
-    dtype = autocast_dtype(config)
-    if dtype == plan.precision.compute:
-        return []
-    return [
-        f"torch_autocast.dtype: Plan.precision has {plan.precision.compute!r}, "
-        f"the config has {dtype!r}"
-    ]
-
-
 def _fill_widths(config: dict[str, Any], facts: Inputs) -> None:
     """Bucket sizes from the hidden size, as users of `"auto"` expect."""
-    widths = {_BUCKET: 1.0, _PREFETCH: 0.9, _THRESHOLD: 0.0}
-    open_entries = [path for path in widths if get(config, path) == AUTO]
-    if not open_entries:
-        return
-    hidden = facts.hidden
-    if facts.partial:
-        for path in open_entries:
-            drop(config, path)
-        return
-    if hidden is None:
+    left = [path for path in _WIDTHS if get(config, path) == AUTO]
+    if left and facts.hidden is None and not facts.partial:
         raise PlanError(
-            f'The DeepSpeed config leaves {", ".join(open_entries)} at "auto", which depends on '
+            f'The DeepSpeed config leaves {", ".join(left)} at "auto", which depends on '
             f"the hidden size, and the model has no config.hidden_size (nor hidden_sizes, nor "
             f"text_config). Set reduce_bucket_size, stage3_prefetch_bucket_size and "
             f"stage3_param_persistence_threshold to numbers."
         )
-    for path in open_entries:
-        square = int(widths[path] * hidden * hidden)
-        put(config, path, 10 * hidden if path == _THRESHOLD else square)
+    for path in left:
+        if facts.hidden is None or facts.partial:
+            drop(config, path)
+        else:
+            put(config, path, _WIDTHS[path](facts.hidden))
 
 
 def _fill_values(config: dict[str, Any], values: FromConfig) -> None:
@@ -290,14 +331,7 @@ def _with_defaults(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     half = section(config, "fp16")
     if half.get("enabled"):
-        scale = plan.precision.scale
-        usual = {
-            "loss_scale": 0,
-            "initial_scale_power": power_of_two(scale.initial),
-            "loss_scale_window": scale.interval,
-            "hysteresis": 1,
-        }
-        config["fp16"] = {**usual, **half}
+        config["fp16"] = {**_scale_entries(plan.precision.scale), "hysteresis": 1, **half}
     return config
 
 
@@ -311,16 +345,6 @@ def _counts_itself(config: Mapping[str, Any]) -> bool:
     )
 
 
-def _same(value: Any, wanted: Any) -> bool:
-    if isinstance(value, bool) or isinstance(wanted, bool):
-        return value is wanted
-    return value == wanted
-
-
-def _member(part: Any, name: str) -> Any:
-    return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
-
-
 def config_problems(config: Mapping[str, Any], ranks: int) -> tuple[str, ...]:
     """Problems of a resolved config: incompatible entries."""
     zero = section(config, ZERO)
@@ -328,125 +352,43 @@ def config_problems(config: Mapping[str, Any], ranks: int) -> tuple[str, ...]:
     optimizer, parameters = device(zero, "offload_optimizer"), device(zero, "offload_param")
     copies = zero.get("zero_hpz_partition_size")
     copies = copies if isinstance(copies, int) else 1  # DeepSpeed refuses other types
-    checks = {
-        f"offload_optimizer={optimizer!r} needs stage 1, 2 or 3, but this is stage {stage}, "
-        f"which does not shard optimizer states.": optimizer != "none" and stage == 0,
-        f"offload_optimizer='nvme' needs stage 3, but this is stage {stage}. Use "
-        f"offload_optimizer='cpu', or stage=3.": optimizer == "nvme" and stage in (1, 2),
-        f"offload_parameters={parameters!r} needs stage 3, but this is stage {stage}, which "
-        f"does not shard parameters. Use stage=3.": parameters != "none" and stage != 3,
-        "Offloading to nvme needs nvme_path, a folder on a local drive.": _needs_nvme_path(zero),
-        f"partial_ranks={copies} needs stage 3, but this is stage {stage}.": copies > 1
-        and stage != 3,
-        f"partial_ranks={copies} must divide the {ranks} data ranks.": copies > 1
-        and ranks % copies != 0,
-        "gradient_allreduce_op='sum' in the file sums gradients, but a step needs their "
-        "mean over the ranks. Remove it.": config.get("gradient_allreduce_op") == "sum",
-    }
-    checks |= _by_stage(config, zero, stage)
-    leaves = section(zero, "leaf_module").get("classes")
-    checks[f"leaf_modules needs stage 3, but this is stage {stage}."] = bool(leaves) and stage != 3
-    return tuple(f"DeepSpeed: {problem}" for problem, applies in checks.items() if applies)
-
-
-def _by_stage(config: Mapping[str, Any], zero: Mapping[str, Any], stage: Any) -> dict[str, bool]:
     sequences = config.get("sequence_parallel_size") or 1
-    problems = {
-        f"sequence_parallel={sequences} needs stage 0, 1 or 2: at stage 3 DeepSpeed scales "
-        f"gradients by the ranks of a sequence in only one of its two "
-        f"reductions.": sequences != 1 and stage == 3
+    only_at_3 = {
+        f"offload_parameters={parameters!r}": parameters != "none",
+        "offload_optimizer='nvme'": optimizer == "nvme",
+        f"partial_ranks={copies}": copies > 1,
+        "quantized_weights=True": zero.get("zero_quantized_weights") is True,
+        "quantized_gradients=True": zero.get("zero_quantized_gradients") is True,
+        "leaf_modules": bool(section(zero, "leaf_module").get("classes")),
     }
-    for field in ("quantized_weights", "quantized_gradients"):
-        problem = f"{field}=True needs stage 3, but this is stage {stage}."
-        problems[problem] = zero.get(f"zero_{field}") is True and stage != 3
-    return problems
-
-
-def _needs_nvme_path(zero: Mapping[str, Any]) -> bool:
-    return any(
+    problems = [
+        f"{field} needs stage 3, but this is stage {stage}."
+        for field, used in only_at_3.items()
+        if used and stage != 3
+    ]
+    if optimizer == "cpu" and stage == 0:
+        problems.append(
+            "offload_optimizer='cpu' needs stage 1, 2 or 3, but this is stage 0, which does not "
+            "shard optimizer states."
+        )
+    if any(
         device(zero, name) == "nvme" and not section(zero, name).get("nvme_path")
-        for name in ("offload_optimizer", "offload_param")
-    )
-
-
-def all_plan_entries(plan: Plan, base: Mapping[str, Any]) -> list[PlanEntry]:
-    """Every entry that a plan may set, except the batch sizes."""
-    config: DeepSpeed = plan.strategy
-    return [
-        PlanEntry("gradient_accumulation_steps", plan.accumulate, "Plan.accumulate"),
-        PlanEntry(
-            "gradient_clipping",
-            plan.clip_norm or 0.0,
-            "Plan.clip_norm",
-            write=plan.clip_norm is not None,
-        ),
-        *_precision_entries(plan, base),
-        *_zero_entries(config),
-        *_offload_entries(config, section(base, ZERO)),
-        PlanEntry("tensor_parallel.autotp_size", config.tensor_parallel, "tensor_parallel"),
-        PlanEntry("sequence_parallel_size", config.sequence_parallel, "sequence_parallel"),
-    ]
-
-
-def _precision_entries(plan: Plan, base: Mapping[str, Any]) -> list[PlanEntry]:
-    compute = "fp32" if autocasts(base) else plan.precision.compute
-    entries = [
-        PlanEntry(
-            f"{name}.enabled",
-            compute == name,
-            "Plan.precision",
-            write=compute == name,
-            told=plan.precision.compute,
+        for name in _OFFLOADED.values()
+    ):
+        problems.append("Offloading to nvme needs nvme_path, a folder on a local drive.")
+    if copies > 1 and ranks % copies:
+        problems.append(f"partial_ranks={copies} must divide the {ranks} data ranks.")
+    if config.get("gradient_allreduce_op") == "sum":
+        problems.append(
+            "gradient_allreduce_op='sum' in the file sums gradients, but a step needs their mean "
+            "over the ranks. Remove it."
         )
-        for name in ("bf16", "fp16")
-    ]
-    scale = plan.precision.scale
-    if compute == "fp16" and scale != LossScale():
-        by = "Plan.precision.scale"
-        entries += [
-            PlanEntry("fp16.loss_scale", 0, by),
-            PlanEntry("fp16.initial_scale_power", power_of_two(scale.initial), by),
-            PlanEntry("fp16.loss_scale_window", scale.interval, by),
-        ]
-    return entries
-
-
-def _zero_entries(config: DeepSpeed) -> list[PlanEntry]:
-    names = {
-        "stage": "stage",
-        "partial_ranks": "zero_hpz_partition_size",
-        "quantized_weights": "zero_quantized_weights",
-        "quantized_gradients": "zero_quantized_gradients",
-        "gather_16bit_weights": "stage3_gather_16bit_weights_on_model_save",
-        "reduce_bucket": "reduce_bucket_size",
-        "allgather_bucket": "allgather_bucket_size",
-        "prefetch_bucket": "stage3_prefetch_bucket_size",
-        "persistence_threshold": "stage3_param_persistence_threshold",
-        "overlap": "overlap_comm",
-    }
-    entries = [
-        PlanEntry(f"{ZERO}.{entry}", getattr(config, field), field)
-        for field, entry in names.items()
-    ]
-    leaves = list(config.leaf_modules) or None
-    return [*entries, PlanEntry(f"{ZERO}.leaf_module.classes", leaves, "leaf_modules")]
-
-
-def _offload_entries(config: DeepSpeed, zero: Mapping[str, Any]) -> list[PlanEntry]:
-    entries: list[PlanEntry] = []
-    for field, name in _OFFLOADED.items():
-        chosen = getattr(config, field)
-        path = f"{ZERO}.{name}"
-        entries.append(PlanEntry(f"{path}.device", chosen, field))
-        used = chosen or device(zero, name)
-        entries.append(
-            PlanEntry(
-                f"{path}.nvme_path", config.nvme_path if used == "nvme" else None, "nvme_path"
-            )
+    if sequences != 1 and stage == 3:
+        problems.append(
+            f"sequence_parallel={sequences} needs stage 0, 1 or 2: at stage 3 DeepSpeed scales "
+            f"gradients by the ranks of a sequence in only one of its two reductions."
         )
-        pinned = None if used in ("none", AUTO) else config.pin_memory
-        entries.append(PlanEntry(f"{path}.pin_memory", pinned, "pin_memory"))
-    return entries
+    return tuple(f"DeepSpeed: {problem}" for problem in problems)
 
 
 def power_of_two(scale: float) -> int:
@@ -503,9 +445,7 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
     """Set the value at a path in place, with the tables on the way."""
     *tables, name = path.split(".")
     for table in tables:
-        entries = config.setdefault(table, {})
-        if entries is None:
-            entries = config[table] = {}
+        entries = config[table] = {} if config.get(table) is None else config[table]
         if not isinstance(entries, dict):
             raise PlanError(
                 f"The DeepSpeed config has {table}={entries!r}, but {path} needs a table there."

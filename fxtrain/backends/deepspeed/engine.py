@@ -2,12 +2,10 @@
 
 import copy
 import functools
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,11 +14,9 @@ from torch import distributed as dist
 from torch import nn
 
 from fxtrain._optional import optional
-from fxtrain.backends.deepspeed.config import ZERO, device, section
 from fxtrain.errors import MissingPackageError, PlanError
 from fxtrain.ops.connecting import ensure_group, export_local_rank
 from fxtrain.ops.opening import open_by_members
-from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import DistContext, Plan
 
 _MIN_VERSION = (0, 19)
@@ -70,45 +66,6 @@ def device_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
             "need a CUDA device, but this context is on cpu. Remove these fields."
         )
     return tuple(problems)
-
-
-def check_folders(config: Mapping[str, Any], ctx: DistContext) -> None:
-    """Check that every rank can write to where it offloads.
-
-    Raises:
-        PlanError: some rank cannot write, or lacks the I/O operator; on every rank.
-    """
-    zero = section(config, ZERO)
-    paths = sorted(
-        {
-            str(section(zero, name)["nvme_path"])
-            for name in ("offload_optimizer", "offload_param")
-            if device(zero, name) == "nvme"
-        }
-    )
-    if not paths:
-        return
-    mine = "; ".join(filter(None, (*map(_unwritable, paths), _without_aio())))
-    if problem := problem_of_ranks("wrap", mine, ctx):
-        raise PlanError(f"DeepSpeed cannot offload to nvme: {problem}")
-
-
-def _unwritable(path: str) -> str:
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return ""
-    except OSError as error:
-        return f"nvme_path {path!r} is not writable ({error.strerror})"
-
-
-def _without_aio() -> str:
-    builder = load().accelerator.get_accelerator().create_op_builder("AsyncIOBuilder")
-    with _ignore_import_warnings():
-        compatible = builder is not None and builder.is_compatible(verbose=False)
-    if compatible:
-        return ""
-    return "the asynchronous I/O operator needs libaio (apt-get install libaio-dev)"
 
 
 def connect(library: ModuleType, ctx: DistContext) -> None:

@@ -6,7 +6,7 @@ another stage, or without DeepSpeed.
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -26,17 +26,6 @@ from fxtrain.state import FlatShard, ModelState, StateReader, TensorIndex, Weigh
 _PREFIX = "optimizer.0"
 
 
-@attrs.frozen(eq=False)
-class _TrainedParameter:
-    """One trained parameter, and where its optimizer keeps it."""
-
-    name: str
-    parameter: nn.Parameter
-    group: int
-    master: Tensor
-    full_shape: bool  # the master is this parameter's, not a rank's part of many
-
-
 def engine_state(model: Wrapped) -> ModelState:
     """This rank's part of full-precision parameters and optimizer states, and buffers.
 
@@ -49,10 +38,10 @@ def engine_state(model: Wrapped) -> ModelState:
     if model.engine is model.module:
         return state_of(model)
     _check_savable(model)
-    parameters = model.module.parameters()
+    masters = {each.parameter: each for each in _trained(model)}
     local = {
-        id(parameter): value
-        for parameter, value in zip(parameters, local_values(model), strict=True)
+        id(parameter): _local(parameter, masters.get(parameter))
+        for parameter in model.module.parameters()
     }
     tensors: dict[str, Tensor | FlatShard] = {}
     extra: dict[str, Any] = {}
@@ -94,25 +83,12 @@ def load_engine_state(model: Wrapped, saved: StateReader) -> None:
             "The checkpoint was saved inside an accumulation window, whose gradients "
             "DeepSpeed cannot restore. Save after an update, where report.applied is true."
         )
-    _load_module(model, saved)
+    trained = list(_trained(model))
+    _load_module(model, saved, {each.parameter: each for each in trained})
     if model.optimizers:
-        _load_optimizer(model, saved)
+        _load_optimizer(model, saved, trained)
     model.window.sums.zero_()
     model.window.updates = windows[0].updates if windows else saved.updates
-
-
-def fill_full(model: Wrapped) -> Callable[[Tensor, Tensor], None]:
-    """A function that sets a parameter of a model, and its full-precision master, to a value.
-
-    Effects:
-        All ranks call the function at once, each time with the same full value.
-    """
-    masters = {id(each.parameter): each for each in _trained(model)} if model.optimizers else {}
-
-    def fill(parameter: Tensor, value: Tensor) -> None:
-        _set_whole(parameter, value.to(model.ctx.device), masters.get(id(parameter)))
-
-    return fill
 
 
 def _check_savable(model: Wrapped) -> None:
@@ -133,31 +109,45 @@ def _check_savable(model: Wrapped) -> None:
         )
 
 
-def _trained(model: Wrapped) -> Iterator[_TrainedParameter]:
-    """Every trained parameter with its master, by the lists in which each stage keeps them."""
+@attrs.frozen(eq=False)
+class _Trained:
+    """A trained parameter, and where its optimizer keeps it."""
+
+    name: str
+    parameter: Any
+    group: int
+    master: Tensor
+    full_shape: bool  # the master is this parameter's, not a rank's part of many
+
+
+_Masters = Mapping[Tensor, _Trained]  # by parameter
+
+
+def _trained(model: Wrapped) -> Iterator[_Trained]:
+    """Every trained parameter, by the lists in which each stage keeps them."""
+    if not model.optimizers:
+        return
     optimizer = model.engine.optimizer
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    lists: Sequence[Sequence[Tensor]]
+    masters: Sequence[Sequence[Tensor]]
+    full_shape = True
     if optimizer is model.engine.basic_optimizer:
-        for index, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                yield _TrainedParameter(
-                    names[id(parameter)], parameter, index, parameter, full_shape=True
-                )
+        lists = masters = [group["params"] for group in optimizer.param_groups]
     elif hasattr(optimizer, "fp32_groups"):
-        pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-        for index, (weights, masters) in enumerate(pairs):
-            for weight, master in zip(weights, masters, strict=True):
-                yield _TrainedParameter(names[id(weight)], weight, index, master, full_shape=True)
+        lists, masters = optimizer.fp16_groups, optimizer.fp32_groups
     else:
         lists, flats = _flats(optimizer)
-        groups = getattr(optimizer, "sub_group_to_group_id", None)
-        for index, (weights, flat) in enumerate(zip(lists, flats, strict=True)):
-            group = index if groups is None else groups[index]
-            for weight in weights:
-                yield _TrainedParameter(names[id(weight)], weight, group, flat, full_shape=False)
+        full_shape = False
+        masters = [[flat] * len(some) for some, flat in zip(lists, flats, strict=True)]
+    groups = getattr(optimizer, "sub_group_to_group_id", range(len(lists)))
+    for index, (parameters, own) in enumerate(zip(lists, masters, strict=True)):
+        for parameter, master in zip(parameters, own, strict=True):
+            name = names[id(parameter)]
+            yield _Trained(name, parameter, groups[index], master, full_shape)
 
 
-def _flats(optimizer: Any) -> tuple[list[list[nn.Parameter]], list[Tensor]]:
+def _flats(optimizer: Any) -> tuple[list[list[Tensor]], list[Tensor]]:
     """Lists of parameters, and this rank's part of each list as one flat master."""
     for lists, flats in (
         ("bit16_groups", "single_partition_of_fp32_groups"),
@@ -179,34 +169,25 @@ def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor | FlatShard], dic
     tensors: dict[str, Tensor | FlatShard] = {}
     states: dict[str, Any] = {}
     members: list[list[str]] = [[] for _ in optimizer.param_groups]
-    for trained in _trained(model):
-        members[trained.group].append(trained.name)
-        state = optimizer.state.get(trained.master)
+    for each in _trained(model):
+        members[each.group].append(each.name)
+        state = optimizer.state.get(each.master)
         if not state:
             continue
-        plain: dict[str, Any] = {}
+        plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
         for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"{_PREFIX}.{trained.name}.{key}"] = _state_of(trained, key, value)
-            else:
-                plain[key] = value
-        states[trained.name] = {"keys": list(state), "plain": plain}
+            if key in plain:
+                continue
+            if not each.full_shape:
+                # A step count is one tensor for all parameters of a list.
+                value = _part(each.parameter, key) if _is_sharded(each, value) else value.clone()
+            tensors[_place(each, key)] = value
+        states[each.name] = {"keys": list(state), "plain": plain}
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": names}
         for group, names in zip(optimizer.param_groups, members, strict=True)
     ]
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "state": states}
-
-
-def _state_of(trained: _TrainedParameter, key: str, value: Tensor) -> Tensor | FlatShard:
-    if trained.full_shape:
-        return value
-    # A step count is one tensor for all parameters of a list.
-    return (
-        local_state(trained.parameter, key)
-        if _is_partitioned(trained, value)
-        else value.detach().clone()
-    )
 
 
 def _link_states(engine_optimizer: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -220,13 +201,16 @@ def _link_states(engine_optimizer: Any, optimizer: torch.optim.Optimizer) -> Non
         link()
 
 
-def _is_partitioned(trained: _TrainedParameter, value: Tensor) -> bool:
+def _is_sharded(trained: _Trained, value: Tensor) -> bool:
     """Whether a state is as long as the flat master; a step count is not."""
-    return value.dim() > 0 and value.numel() == trained.master.numel()
+    return not trained.full_shape and value.dim() > 0 and value.numel() == trained.master.numel()
 
 
-def _load_module(model: Wrapped, saved: StateReader) -> None:
-    masters = {id(each.parameter): each for each in _trained(model)} if model.optimizers else {}
+def _place(trained: _Trained, key: str) -> str:
+    return f"{_PREFIX}.{trained.name}.{key}"
+
+
+def _load_module(model: Wrapped, saved: StateReader, masters: _Masters) -> None:
     here = model.module.state_dict(keep_vars=True)
     names = {name[7:] for name in saved.shapes if name.startswith("module.")}
     wanted = {name for name, value in here.items() if isinstance(value, Tensor)}
@@ -241,20 +225,23 @@ def _load_module(model: Wrapped, saved: StateReader) -> None:
             code="FX603",
         )
     for name in sorted(wanted):
-        shape, dtype = saved.shapes[f"module.{name}"]
-        value = torch.empty(shape, dtype=dtype, device="cpu")
-        saved.fill(f"module.{name}", value)
-        drifted = (
-            saved.own(f"module.{name}", saved.rank) if saved.ranks == saved.loading_ranks else None
-        )
-        value = value if drifted is None else drifted
-        _set_whole(here[name], value.to(model.ctx.device), masters.get(id(here[name])))
-    extra = saved.values["module"]
-    load_extra(model.module, extra)
+        value = _read(f"module.{name}", saved)
+        if saved.ranks == saved.loading_ranks:
+            drifted = saved.own(f"module.{name}", saved.rank)
+            value = value if drifted is None else drifted
+        _set_whole(here[name], value.to(model.ctx.device), masters.get(here[name]))
+    load_extra(model.module, saved.values["module"])
+
+
+def _read(name: str, saved: StateReader) -> Tensor:
+    shape, dtype = saved.shapes[name]
+    value = torch.empty(shape, dtype=dtype, device="cpu")
+    saved.fill(name, value)
+    return value
 
 
 @torch.no_grad()
-def _set_whole(tensor: Tensor, value: Tensor, trained: _TrainedParameter | None) -> None:
+def _set_whole(tensor: Tensor, value: Tensor, trained: _Trained | None) -> None:
     """Write a value into the weight and into its full-precision master."""
     if hasattr(tensor, "ds_id"):
         with load().zero.GatheredParameters([tensor], modifier_rank=0):
@@ -267,17 +254,17 @@ def _set_whole(tensor: Tensor, value: Tensor, trained: _TrainedParameter | None)
         trained.master.data.copy_(value)
     else:
         flat = value.float().flatten()
-        fill_local(trained.parameter, None, flat.dtype, lambda part: _copy_from(flat, part))
+        _fill_part(
+            trained.parameter,
+            None,
+            flat.dtype,
+            lambda part: part.values.copy_(flat[part.start : part.start + len(part.values)]),
+        )
 
 
-def _copy_from(flat: Tensor, part: FlatShard) -> None:
-    part.values.copy_(flat[part.start : part.start + len(part.values)])
-
-
-def _load_optimizer(model: Wrapped, saved: StateReader) -> None:
+def _load_optimizer(model: Wrapped, saved: StateReader, trained: list[_Trained]) -> None:
     (optimizer,) = model.optimizers
     stored, kind = saved.values["optimizers"], type(optimizer).__name__
-    trained = list(_trained(model))
     members: list[set[str]] = [set() for _ in optimizer.param_groups]
     for each in trained:
         members[each.group].add(each.name)
@@ -301,7 +288,7 @@ def _load_optimizer(model: Wrapped, saved: StateReader) -> None:
 
 def _make_states(
     optimizer: torch.optim.Optimizer,
-    trained: list[_TrainedParameter],
+    trained: list[_Trained],
     states: Mapping[str, Any],
     saved: StateReader,
 ) -> None:
@@ -320,24 +307,15 @@ def _make_states(
             if key in state["plain"]:
                 new_state.setdefault(key, state["plain"][key])
             elif key == "step" or not saved.shapes[_place(each, key)][0]:
-                new_state[key] = _latest(new_state.get(key), _read(each, key, saved), each, key)
+                new_state[key] = _latest(
+                    new_state.get(key), _read(_place(each, key), saved), each, key
+                )
             elif key not in new_state:
                 new_state[key] = _empty_state(each, key, saved)
     optimizer.state.update({master: state for master, state in new_states.items() if state})
 
 
-def _place(trained: _TrainedParameter, key: str) -> str:
-    return f"{_PREFIX}.{trained.name}.{key}"
-
-
-def _read(trained: _TrainedParameter, key: str, saved: StateReader) -> Tensor:
-    shape, dtype = saved.shapes[_place(trained, key)]
-    value = torch.empty(shape, dtype=dtype, device="cpu")
-    saved.fill(_place(trained, key), value)
-    return value
-
-
-def _latest(known: Tensor | None, value: Tensor, trained: _TrainedParameter, key: str) -> Tensor:
+def _latest(known: Tensor | None, value: Tensor, trained: _Trained, key: str) -> Tensor:
     """A count that the parameters of one list share."""
     if known is None or trained.full_shape or torch.equal(known, value):
         return value
@@ -350,12 +328,12 @@ def _latest(known: Tensor | None, value: Tensor, trained: _TrainedParameter, key
     return torch.maximum(known, value)
 
 
-def _empty_state(trained: _TrainedParameter, key: str, saved: StateReader) -> Tensor:
+def _empty_state(trained: _Trained, key: str, saved: StateReader) -> Tensor:
     """Zeros for a state: as large as the master, for all parameters in it."""
     shape, dtype = saved.shapes[_place(trained, key)]
     if trained.full_shape:
         return torch.zeros(shape, dtype=dtype, device=trained.master.device)
-    wanted = tuple(getattr(trained.parameter, "ds_shape", trained.parameter.shape))
+    wanted = _shape_of(trained.parameter)
     if shape != wanted:
         raise CheckpointError(
             f"The optimizer's {key!r} of {trained.name} was saved with shape {shape}, but ZeRO "
@@ -366,19 +344,17 @@ def _empty_state(trained: _TrainedParameter, key: str, saved: StateReader) -> Te
 
 
 @torch.no_grad()
-def _fill_states(
-    optimizer: torch.optim.Optimizer, trained: _TrainedParameter, saved: StateReader
-) -> None:
+def _fill_states(optimizer: torch.optim.Optimizer, trained: _Trained, saved: StateReader) -> None:
     """Read the states of one parameter: this rank's shard of them, if they are sharded."""
     for key, value in optimizer.state.get(trained.master, {}).items():
         name = _place(trained, key)
         if not isinstance(value, Tensor) or name not in saved.shapes:
             continue
         if trained.full_shape:
-            value.copy_(_read(trained, key, saved))
-        elif _is_partitioned(trained, value):
+            value.copy_(_read(name, saved))
+        elif _is_sharded(trained, value):
             dtype = saved.shapes[name][1]
-            fill_local(trained.parameter, key, dtype, functools.partial(saved.fill, name))
+            _fill_part(trained.parameter, key, dtype, functools.partial(saved.fill, name))
 
 
 def _scale_state(optimizer: Any) -> dict[str, Any] | None:
@@ -410,18 +386,24 @@ def engine_weights(model: Wrapped) -> dict[str, Weight]:
         )
     if model.engine is model.module:
         return torch_weights(model)
-    masters = plain_masters(model.engine.optimizer)
-    fill = fill_full(model)
+    masters = {each.parameter: each for each in _trained(model)}
+
+    def gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        return _full(parameter, masters.get(parameter)).to(dtype)
+
+    def fill(parameter: Tensor, read: Callable[[TensorIndex | None], Tensor]) -> None:
+        _set_whole(parameter, read(None).to(model.ctx.device), masters.get(parameter))
+
     weights = weights_of(model.module)
     for name, weight in weights.items():
         if isinstance(weight.like, nn.Parameter):
             dtype = model.dtypes.get(name, weight.dtype)
             weights[name] = attrs.evolve(
                 weight,
-                shape=tuple(getattr(weight.like, "ds_shape", weight.shape)),
+                shape=_shape_of(weight.like),
                 dtype=dtype,
-                gather=functools.partial(_gathered, weight.like, masters, dtype),
-                fill=functools.partial(_fill, weight.like, fill),
+                gather=functools.partial(gather, weight.like, dtype),
+                fill=functools.partial(fill, weight.like),
                 together=True,
             )
         else:
@@ -429,48 +411,68 @@ def engine_weights(model: Wrapped) -> dict[str, Weight]:
     return in_user_dtypes(weights, model)
 
 
-def _gathered(
-    parameter: nn.Parameter, masters: dict[nn.Parameter, Tensor], dtype: torch.dtype
-) -> Tensor:
-    return full_value(parameter, masters).to(dtype)
-
-
-def _fill(
-    parameter: nn.Parameter,
-    fill: Callable[[Tensor, Tensor], None],
-    read: Callable[[TensorIndex | None], Tensor],
-) -> None:
-    fill(parameter, read(None))
+def _shape_of(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @torch.no_grad()
-def local_values(model: Wrapped) -> list[Tensor | FlatShard]:
-    """This rank's part of every parameter, in the order of the module, in full precision.
+def _local(parameter: Any, trained: _Trained | None) -> Tensor | FlatShard:
+    """This rank's part of a parameter in full precision; gathers what can only be gathered."""
+    if trained is not None:
+        return trained.master.detach() if trained.full_shape else _part(parameter)
+    if not hasattr(parameter, "ds_id"):
+        return parameter.detach()
+    here = parameter.ds_tensor
+    if here.final_location is not None or hasattr(here, "ds_quant_scale"):
+        return _full(parameter, None)
+    return _shard_at_3(parameter, here)
 
-    Effects:
-        Gathers frozen parameters that are on nvme or quantized; every rank must take part.
-    """
-    masters = plain_masters(model.engine.optimizer)
-    return [_local_master(parameter, masters) for parameter in model.module.parameters()]
+
+@torch.no_grad()
+def _full(parameter: Any, trained: _Trained | None) -> Tensor:
+    """A copy of the full value of a parameter, from its master; gathers what is sharded."""
+    if trained is not None and trained.full_shape:
+        return trained.master.detach().clone()
+    if trained is not None:
+        return load().utils.safe_get_full_fp32_param(parameter).detach().clone()
+    if not hasattr(parameter, "ds_id"):
+        return parameter.detach().clone()
+    with load().zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
 
 
-def local_state(parameter: nn.Parameter, key: str) -> FlatShard:
-    """This rank's part of an optimizer's state of a sharded parameter."""
+def _part(parameter: Any, key: str | None = None) -> FlatShard:
+    """This rank's part of a sharded parameter's master, or of a state of it."""
     if hasattr(parameter, "ds_id"):
-        mine = load().utils.safe_get_local_optimizer_state(parameter, key)
-        return _part(parameter, mine)
-    return _fragment(parameter, key)
+        utils = load().utils
+        if key is None:
+            return _shard_at_3(parameter, utils.safe_get_local_fp32_param(parameter).float())
+        return _shard_at_3(parameter, utils.safe_get_local_optimizer_state(parameter, key))
+    mapping, shape = parameter._hp_mapping, tuple(parameter.shape)
+    if mapping is None:  # a rank may have no part of a parameter
+        return FlatShard(shape=shape, start=0, values=torch.empty(0, device="cpu"))
+    values = mapping.get_hp_fragment(key)
+    values = values.float() if key is None else values
+    return FlatShard(shape=shape, start=mapping.lp_fragment_address.start, values=values.cpu())
+
+
+def _shard_at_3(parameter: Any, values: Tensor) -> FlatShard:
+    """At stage 3, ranks have parts of one length, of which the last may be padded."""
+    rank = load().comm.get_rank(group=parameter.ds_process_group)
+    start = min(rank * values.numel(), parameter.ds_numel)
+    mine = values.flatten()[: parameter.ds_numel - start]
+    return FlatShard(shape=tuple(parameter.ds_shape), start=start, values=mine.cpu())
 
 
 @torch.no_grad()
-def fill_local(
+def _fill_part(
     parameter: Any, key: str | None, dtype: torch.dtype, fill: Callable[[FlatShard], object]
 ) -> None:
     """Let `fill` set this rank's part of a sharded parameter's master, or of a state of it."""
     if hasattr(parameter, "ds_id"):
         utils = load().utils
         values = torch.zeros(parameter.partition_numel(), dtype=dtype, device="cpu")
-        fill(_part(parameter, values))
+        fill(_shard_at_3(parameter, values))
         if key is None:
             utils.safe_set_local_fp32_param(parameter, values)
         else:
@@ -481,78 +483,3 @@ def fill_local(
         start = mapping.lp_fragment_address.start
         fill(FlatShard(shape=tuple(parameter.shape), start=start, values=values))
         fragment.data.copy_(values)
-
-
-def _local_master(parameter: Any, masters: dict[nn.Parameter, Tensor]) -> Tensor | FlatShard:
-    if not hasattr(parameter, "ds_id"):
-        if _is_trained(parameter):
-            return _fragment(parameter)
-        master = masters.get(parameter)
-        return (parameter if master is None else master).detach()
-    if _is_trained(parameter):
-        return _part(parameter, load().utils.safe_get_local_fp32_param(parameter).float())
-    here = parameter.ds_tensor
-    if here.final_location is not None or hasattr(here, "ds_quant_scale"):
-        return full_value(parameter, masters)
-    return _part(parameter, here)
-
-
-def _is_trained(parameter: nn.Parameter) -> bool:
-    spread = hasattr(parameter, "ds_id")
-    return parameter.requires_grad and hasattr(
-        parameter, "_z3_optimizer" if spread else "_hp_mapping"
-    )
-
-
-def _part(parameter: Any, values: Tensor) -> FlatShard:
-    """At stage 3: ranks have parts of one length, of which the last may be padded."""
-    rank = load().comm.get_rank(group=parameter.ds_process_group)
-    start = min(rank * values.numel(), parameter.ds_numel)
-    mine = values.flatten()[: parameter.ds_numel - start]
-    return FlatShard(shape=tuple(parameter.ds_shape), start=start, values=mine.cpu())
-
-
-def _fragment(parameter: Any, key: str | None = None) -> FlatShard:
-    """At stages 1 and 2, where a rank may have no part of a parameter."""
-    mapping, shape = parameter._hp_mapping, tuple(parameter.shape)
-    if mapping is None:
-        return FlatShard(shape=shape, start=0, values=torch.empty(0, device="cpu"))
-    values = mapping.get_hp_fragment(key)
-    values = values.float() if key is None else values
-    return FlatShard(shape=shape, start=mapping.lp_fragment_address.start, values=values.cpu())
-
-
-def plain_masters(optimizer: Any) -> dict[nn.Parameter, Tensor]:
-    """Parameter to master at stage 0 in half precision."""
-    if not hasattr(optimizer, "fp32_groups"):
-        return {}
-    pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-    return {
-        weight: master
-        for weights, masters in pairs
-        for weight, master in zip(weights, masters, strict=True)
-    }
-
-
-@torch.no_grad()
-def full_value(parameter: Any, masters: dict[nn.Parameter, Tensor]) -> Tensor:
-    """A copy of the full value of a parameter, from its full-precision master.
-
-    Args:
-        masters: From `plain_masters`.
-
-    Effects:
-        Gathers what is sharded; every rank must take part.
-    """
-    library = load()
-    if parameter in masters:
-        return masters[parameter].detach().clone()
-    spread = hasattr(parameter, "ds_id")
-    if _is_trained(parameter):
-        value = library.utils.safe_get_full_fp32_param(parameter)
-        if value is not None:
-            return value.detach().clone()
-    if not spread:
-        return parameter.detach().clone()
-    with library.zero.GatheredParameters([parameter]):
-        return parameter.detach().clone()

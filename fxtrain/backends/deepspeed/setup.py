@@ -110,7 +110,6 @@ def wrap_engine(
     library = engines.load()
     data = ctx.axis("data")
     config = _resolved_config(module, plan, data.world_size, optimizer, scheduler)
-    engines.check_folders(config, ctx)
     model = Wrapped(
         module=module,
         engine=module,
@@ -255,13 +254,11 @@ def is_from_config(factory: Any) -> bool:
 def auto_values(optimizer: Any, scheduler: Any) -> FromConfig:
     """The values for "auto": the scheduler's take precedence over the optimizer's."""
     values: dict[str, Any] = {}
+    usual = attrs.asdict(FromConfig())
     for factory in (optimizer, scheduler):
         if isinstance(factory, FromConfig):
-            values |= {
-                field.name: getattr(factory, field.name)
-                for field in attrs.fields(FromConfig)
-                if getattr(factory, field.name) != field.default
-            }
+            given = attrs.asdict(factory)
+            values |= {name: value for name, value in given.items() if value != usual[name]}
     return FromConfig(**values)
 
 
@@ -329,21 +326,18 @@ def compiled_on_cpu(
     """
     if device(section(config, ZERO), "offload_optimizer") == "none":
         return optimizer
-    if plan.cpu_optimizer == "torch" or type(optimizer).__module__.startswith("deepspeed"):
-        return optimizer
-    reason = _why_not(optimizer) or _without_compiler(ctx)
-    if reason:
-        _use_torch_adam(reason, type(optimizer).__name__, plan)
+    kind = type(optimizer)
+    if kind.__module__.startswith("deepspeed") or not _compiles(
+        kind.__name__, _why_not(optimizer), plan, ctx
+    ):
         return optimizer
     groups = [
         {name: value for name, value in group.items() if name not in _TORCH_ONLY}
         for group in optimizer.param_groups
     ]
-    if isinstance(optimizer, torch.optim.Adagrad):
+    if kind is torch.optim.Adagrad:
         return load().ops.adagrad.DeepSpeedCPUAdagrad(groups)
-    return load().ops.adam.DeepSpeedCPUAdam(
-        groups, adamw_mode=isinstance(optimizer, torch.optim.AdamW)
-    )
+    return load().ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=kind is torch.optim.AdamW)
 
 
 def prepare_section(config: dict[str, Any], plan: DeepSpeed, ctx: DistContext) -> None:
@@ -356,16 +350,32 @@ def prepare_section(config: dict[str, Any], plan: DeepSpeed, ctx: DistContext) -
     offloaded = device(section(config, ZERO), "offload_optimizer") != "none"
     if not offloaded or not isinstance(optimizer, dict):
         return
-    if str(optimizer.get("type")).lower() not in ("adam", "adamw"):
+    kind, params = str(optimizer.get("type")), optimizer.setdefault("params", {})
+    if kind.lower() not in ("adam", "adamw") or params.get("torch_adam"):
         return
-    params = optimizer.setdefault("params", {})
-    if params.get("torch_adam"):
-        return
-    reason = "" if plan.cpu_optimizer == "torch" else _without_compiler(ctx)
-    if reason:
-        _use_torch_adam(reason, str(optimizer["type"]), plan)
-    if reason or plan.cpu_optimizer == "torch":
+    if not _compiles(kind, "", plan, ctx):
         params["torch_adam"] = True
+
+
+def _compiles(name: str, problem: str, plan: DeepSpeed, ctx: DistContext) -> bool:
+    """Whether DeepSpeed's compiled optimizer can be used; warns if it was wanted and cannot."""
+    if plan.cpu_optimizer == "torch":
+        return False
+    reason = problem or _without_compiler(ctx)
+    if not reason:
+        return True
+    if plan.cpu_optimizer == "deepspeed":
+        raise PlanError(
+            f"DeepSpeed(cpu_optimizer='deepspeed'): {reason}. Use cpu_optimizer='torch' to "
+            f"compute updates with torch's {name}, which is slower."
+        )
+    warnings.warn(
+        f"DeepSpeed: {reason}. Updates of the offloaded optimizer are computed by torch's "
+        f"{name} on the CPU, several times slower than by the compiled one; the rest of the "
+        f"step is not affected. Set cpu_optimizer='torch' to silence this warning.",
+        stacklevel=2,
+    )
+    return False
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str:
@@ -385,34 +395,18 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
 
 def _without_compiler(ctx: DistContext) -> str:
     """Why the operator cannot be compiled on some rank, for every rank; empty if it can."""
-    missing = problem_of_ranks("wrap", ", ".join(_missing_tools()), ctx)
+    from torch.utils import cpp_extension
+
+    compiler = cpp_extension.get_cxx_compiler()
+    tools = {
+        f"no {compiler}": shutil.which(compiler) is not None,
+        "no ninja": cpp_extension.is_ninja_available(),
+    }
+    mine = ", ".join(problem for problem, available in tools.items() if not available)
+    missing = problem_of_ranks("wrap", mine, ctx)
     if not missing:
         return ""
     return (
         f"the compiled optimizer needs a C++ compiler and ninja on every rank "
         f"({'; '.join(missing.splitlines())}; for example: apt-get install g++, pip install ninja)"
-    )
-
-
-def _missing_tools() -> tuple[str, ...]:
-    from torch.utils import cpp_extension
-
-    compiler = cpp_extension.get_cxx_compiler()
-    missing = [f"no {compiler}"] if shutil.which(compiler) is None else []
-    if not cpp_extension.is_ninja_available():
-        missing.append("no ninja")
-    return tuple(missing)
-
-
-def _use_torch_adam(reason: str, name: str, plan: DeepSpeed) -> None:
-    if plan.cpu_optimizer == "deepspeed":
-        raise PlanError(
-            f"DeepSpeed(cpu_optimizer='deepspeed'): {reason}. Use cpu_optimizer='torch' to "
-            f"compute updates with torch's {name}, which is slower."
-        )
-    warnings.warn(
-        f"DeepSpeed: {reason}. Updates of the offloaded optimizer are computed by torch's "
-        f"{name} on the CPU, several times slower than by the compiled one; the rest of the "
-        f"step is not affected. Set cpu_optimizer='torch' to silence this warning.",
-        stacklevel=2,
     )

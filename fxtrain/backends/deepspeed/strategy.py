@@ -47,7 +47,13 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             f"backoff={scale.backoff}). Use 2.0 and 0.5."
         )
     config = plan.strategy
-    problems += _leaf_problems(config, module)
+    classes = {type(part).__name__ for part in module.modules()}
+    unknown = [name for name in config.leaf_modules if name.split(".")[-1] not in classes]
+    if unknown:  # DeepSpeed only logs it
+        problems.append(
+            f"DeepSpeed(leaf_modules=...) names {', '.join(unknown)}, but no submodule of "
+            f"{type(module).__name__} has this class. It has {', '.join(sorted(classes)[:10])}."
+        )
     for axis, size in (("tensor", config.tensor_parallel), ("context", config.sequence_parallel)):
         if ctx.mesh.sizes[axis] != (size or 1):
             field = "tensor_parallel" if axis == "tensor" else "sequence_parallel"
@@ -67,17 +73,6 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             "DeepSpeed's pipelines need its own modules. Use Mesh(pipeline=1), or PP()."
         )
     return tuple(problems)
-
-
-def _leaf_problems(config: DeepSpeed, module: nn.Module) -> list[str]:
-    known = {type(part).__name__ for part in module.modules()}
-    unknown = [name for name in config.leaf_modules if name.split(".")[-1] not in known]
-    if not unknown:
-        return []
-    return [
-        f"DeepSpeed(leaf_modules=...) names {', '.join(unknown)}, but no submodule of "
-        f"{type(module).__name__} has this class. It has {', '.join(sorted(known)[:10])}."
-    ]
 
 
 def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
