@@ -37,6 +37,8 @@ _OFTEN = (
     "transformers.models.llama.modeling_llama",
 )
 
+# Groups of tests that take longest.
+_HALVES = ("first half of tests/cluster on ranks", "second half of tests/cluster on ranks")
 
 _LIBRARY = Path(__file__).with_name("fxtrain")
 
@@ -76,17 +78,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What pytest-xdist keeps together, so that each of two processes starts every pool once.
+    """What pytest-xdist keeps together, so that each of three processes starts every pool once.
 
-    These are the tests of tests/cluster on real ranks, all other tests on real ranks, and files.
-    What takes longest comes first, so that no process is left alone with it.
+    These are two halves of the tests of tests/cluster on real ranks, all other tests on real
+    ranks, and files. What takes longest comes first, so that no process is left alone with it.
     """
     if not hasattr(config, "workerinput"):
         return
     groups = {item: _group(item) for item in items}
     for item in items:
         item.add_marker(pytest.mark.xdist_group(groups[item]))
-    first = ("tests/cluster on ranks", "others on ranks")
+    first = (*_HALVES, "others on ranks")
     items.sort(
         key=lambda item: (*(groups[item] != n for n in first), "launched" not in groups[item])
     )
@@ -96,6 +98,14 @@ def pytest_collection_finish() -> None:
     """Leaves what was collected out of later searches for garbage."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Leaves what is alive after a file's tests out of later searches, by the hundred in tests."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -109,7 +119,9 @@ def _group(item: pytest.Item) -> str:
     path = item.location[0]
     if "clusters" not in getattr(item, "fixturenames", ()):
         return path
-    return "tests/cluster on ranks" if path.startswith("tests/cluster") else "others on ranks"
+    if not path.startswith("tests/cluster"):
+        return "others on ranks"
+    return _HALVES[path >= "tests/cluster/test_laws"]
 
 
 def _patience() -> float:

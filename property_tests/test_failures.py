@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from fxtrain.profiling import Failures, failures, simulate_run
 
-# Simulating the 100,000 failures after which a run is given up takes half a second.
-MOST = 2_000
+# Simulating the 100,000 failures after which a run is given up takes seconds.
+MOST = 300
 
 SETUPS = st.builds(
     Failures,

@@ -68,7 +68,7 @@ def test_a_slow_rank_is_named(clusters, where):
     assert all(slow == [] for slow, *_ in found[1:])  # rank 0 names them, for all
     assert "device='cpu'" in found[0][2][0]
     times = [seconds for _, seconds, _ in found]
-    assert times[2] > SLOW_S > _FACTOR * max(times[0], times[1], times[3])
+    assert times[2] > max(SLOW_S, _FACTOR * max(times[0], times[1], times[3]))
 
 
 def test_a_slow_rank_is_named_under_fsdp(pair):
@@ -100,7 +100,7 @@ def _wait_for(ctx, late):
 
 def test_time_in_collectives_is_not_computing(pair):
     times = pair.run(_wait_for, 1)
-    assert times[1] > SLOW_S > _FACTOR * times[0]
+    assert times[1] > max(SLOW_S, _FACTOR * times[0])
 
 
 def test_a_slow_rank_is_in_the_log_and_in_the_report(pair, tmp_path):

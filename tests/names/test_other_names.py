@@ -62,11 +62,10 @@ def _own_flag(name):
     return flag in {*flags, "--help"} or any(known.startswith(f"{flag}-") for known in flags)
 
 
-@pytest.mark.parametrize("name", sorted(SETTINGS))
-def test_a_name_is_answered_wherever_it_is_typed(name):
-    row = SETTINGS[name]
-    answer = row.none or f"Use {row.use}."
-    if name not in attrs.fields_dict(fx.Plan):
+def test_a_name_is_answered_wherever_it_is_typed():
+    for name in sorted(SETTINGS.keys() - attrs.fields_dict(fx.Plan).keys()):
+        row = SETTINGS[name]
+        answer = row.none or f"Use {row.use}."
         with pytest.raises(TypeError) as caught:
             fx.Plan(**{name: 1})
         assert str(caught.value) == f"{_unexpected(fx.Plan, name)} {answer}"
@@ -80,28 +79,27 @@ FLAGS = {row.name for row in ROWS if row.kind == "flag"}
 FLAGS |= {flag.replace("-", "_") for flag in snapshot("accelerate")["flag"]}
 
 
-@pytest.mark.parametrize("name", sorted(name for name in FLAGS if not _own_flag(name)))
-def test_a_flag_is_answered_on_the_command_line(name, capsys):
-    flag = f"--{name.replace('_', '-')}"
-    assert main(["launch", flag, "1", "train.py"]) == 2
-    said = capsys.readouterr().err.replace("\n", " ")
-    row = setting(name)
-    answer = row.none or f"Use {row.use}"
-    assert f"No such option '{flag}'. {answer}" in said
-    assert hint(f"--{name}", at="command") == hint(flag, at="command")
+def test_a_flag_is_answered_on_the_command_line(capsys):
+    for name in sorted(name for name in FLAGS if not _own_flag(name)):
+        flag = f"--{name.replace('_', '-')}"
+        assert main(["launch", flag, "1", "train.py"]) == 2
+        said = capsys.readouterr().err.replace("\n", " ")
+        row = setting(name)
+        answer = row.none or f"Use {row.use}"
+        assert f"No such option '{flag}'. {answer}" in said
+        assert hint(f"--{name}", at="command") == hint(flag, at="command")
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_a_value_is_answered(name):
-    field, _, value = name.partition(".")
-    said = VALUES[name]
-    assert eval(f"fx.Plan({field}={said})", {"fx": fx})
-    with pytest.raises(fx.PlanError, match="Use ") as caught:
-        fx.Plan(**{field: value})
-    assert caught.value.message.endswith(f"Use {field}={said}.")
-    with pytest.raises(fx.PlanError) as caught:
-        structure({field: value}, fx.Plan)
-    assert f"Use {field}={said}." in str(caught.value)
+def test_a_value_is_answered():
+    for name, said in VALUES.items():
+        field, _, value = name.partition(".")
+        assert eval(f"fx.Plan({field}={said})", {"fx": fx})
+        with pytest.raises(fx.PlanError, match="Use ") as caught:
+            fx.Plan(**{field: value})
+        assert caught.value.message.endswith(f"Use {field}={said}.")
+        with pytest.raises(fx.PlanError) as caught:
+            structure({field: value}, fx.Plan)
+        assert f"Use {field}={said}." in str(caught.value)
 
 
 def test_a_record_prefers_its_own_field():
@@ -159,10 +157,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(CALLS))
-def test_a_function_of_another_library_is_answered(name):
-    answer = CALLS[name].none or f"Use {CALLS[name].use}."
-    if not hasattr(fx, name):
+def test_a_function_of_another_library_is_answered():
+    for name in sorted(name for name in CALLS if not hasattr(fx, name)):
+        answer = CALLS[name].none or f"Use {CALLS[name].use}."
         with pytest.raises(AttributeError) as caught:
             getattr(fx, name)
         assert str(caught.value).endswith(f"no attribute {name!r}. {answer}")
@@ -203,16 +200,16 @@ def _callable(name):
     return getattr(fx, name, None) or getattr(fx.ops, name)
 
 
-@pytest.mark.parametrize("row", OWNED, ids=lambda row: row.name)
-def test_an_argument_of_another_library_is_answered_with_the_one_here(row):
-    call, _, name = row.name.partition(".")
-    function = getattr(_callable(call), call, _callable(call))  # a package may be the function
-    parameters = inspect.signature(function).parameters
-    assert name not in parameters
-    if inspect.isclass(function):
-        with pytest.raises(TypeError) as caught:
-            function(**{name: 1})
-        answer = row.none or f"Use {call}({row.use})."
-        assert str(caught.value) == f"{_unexpected(function, name)} {answer}"
-    if row.use:
-        assert row.use.partition("=")[0] in parameters
+def test_an_argument_of_another_library_is_answered_with_the_one_here():
+    for row in OWNED:
+        call, _, name = row.name.partition(".")
+        function = getattr(_callable(call), call, _callable(call))  # a package may be the function
+        parameters = inspect.signature(function).parameters
+        assert name not in parameters, row
+        if inspect.isclass(function):
+            with pytest.raises(TypeError) as caught:
+                function(**{name: 1})
+            answer = row.none or f"Use {call}({row.use})."
+            assert str(caught.value) == f"{_unexpected(function, name)} {answer}"
+        if row.use:
+            assert row.use.partition("=")[0] in parameters, row
