@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from fxtrain.backends.core.fragments import Exchange, means_of, pack_means, send
-from fxtrain.backends.core.local_sgd import buffers_of, check_parameters, only_this_rank
+from fxtrain.backends.core.local_sgd import (
+    buffers_of,
+    check_parameters,
+    counters_of,
+    only_this_rank,
+    set_counters,
+)
 from fxtrain.backends.core.rounds import (
     MIN_WEIGHT,
     apply_means,
@@ -205,8 +211,8 @@ class Rounds:
         facts = torch.tensor(
             [progress.history, self.rows, *flags], dtype=torch.float64, device="cpu"
         ).to(self.now.weight)
-        counters = self._counters(first=members.index == 0)
-        if not members.sum([facts, counters]):
+        counters = counters_of(self.model, first=members.index == 0)
+        if not members.sum([sent for sent in (facts, counters) if len(sent)]):
             return 0.0, counters
         history, rows, *complete = facts.tolist()
         if history != progress.history * members.live:
@@ -252,10 +258,7 @@ class Rounds:
                 means = means_of(exchange, averaged_parts(self.now, key))
                 apply_means(self.now, self.local, key, means)
         if len(self.now.fragments) - 1 in self._begun(position):
-            buffers = buffers_of(self.model, floating=False)
-            sizes = [buffer.numel() for buffer in buffers]
-            parts = counters[: sum(sizes)].split(sizes)
-            copy_all(buffers, [p.view(b.shape) for p, b in zip(parts, buffers, strict=True)])
+            set_counters(self.model, counters)
         self.rows = 0.0
         return bool(due), digest
 
@@ -265,12 +268,3 @@ class Rounds:
         return sorted(
             key for key, exchange in under_way if everything or exchange.due <= position.updates
         )
-
-    def _counters(self, *, first: bool) -> Tensor:
-        """Whole-number buffers of the first replica, to be added to zeros of the others."""
-        counters = buffers_of(self.model, floating=False)
-        device = self.now.copies.device
-        if not counters:
-            return torch.zeros(1, dtype=torch.int64, device=device)
-        flat = torch.cat([buffer.reshape(-1).to(device, torch.int64) for buffer in counters])
-        return flat if first else torch.zeros_like(flat)

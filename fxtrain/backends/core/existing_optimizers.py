@@ -5,7 +5,7 @@ factory. An optimizer that is there already is pointed to the parameters as the 
 them, by their names: it stays the same object, and so do the schedulers that were built on it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fxtrain import _tree
 from fxtrain.backends.core.host_optimizer import refuse_existing
-from fxtrain.backends.core.optimizers import refuse_closures
+from fxtrain.backends.core.optimizers import flattened, refuse_closures
 from fxtrain.errors import PlanError
 from fxtrain.ops.whole_tensors import plain_name
 
@@ -68,11 +68,8 @@ def as_factories(optimizer: Any, scheduler: Any, module: nn.Module) -> tuple[Any
 
 def _all(objects: Any, kind: type) -> list[Any]:
     """The ready-made objects in an argument of `wrap`; none if it is a factory."""
-    if isinstance(objects, kind):
-        return [objects]
-    entries = list(objects.values()) if isinstance(objects, Mapping) else objects
-    is_list = isinstance(entries, list | tuple) and bool(entries)
-    return list(entries) if is_list and all(isinstance(entry, kind) for entry in entries) else []
+    entries = flattened(objects)
+    return entries if all(isinstance(entry, kind) for entry in entries) else []
 
 
 def _names_of(module: nn.Module) -> dict[int, list[str]]:
@@ -188,17 +185,16 @@ def _check_replaceable(
         field
         for field, value in vars(optimizer).items()
         if field not in ("param_groups", "state")
-        and any(isinstance(leaf, Tensor) and leaf in moved for leaf in _leaves(value))
+        and any(
+            isinstance(leaf, Tensor) and leaf in moved
+            for leaf in (value if isinstance(value, set) else _tree.flatten(value)[0])
+        )
     ]
     if fields:
         raise PlanError(
             f"wrap(optimizer=...): this plan replaces parameters, and {name} keeps some in its "
             f"field {fields[0]}, outside of its groups. Pass a factory: {_FACTORY}"
         )
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    return iter(_tree.flatten(value)[0]) if not isinstance(value, set) else iter(value)
 
 
 def _like(parameter: nn.Parameter, value: Any, dtype: torch.dtype) -> Any:

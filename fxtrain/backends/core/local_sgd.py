@@ -407,15 +407,27 @@ def _finish(model: Wrapped, now: Round, local: LocalSGD | DiLoCo, fragment: int)
 
 def _take_counters(model: Wrapped, now: Round) -> None:
     """Whole-number buffers become those of the first replica, by one sum with zeros."""
-    counters = buffers_of(model, floating=False)
-    if not counters:
+    flat = counters_of(model, first=now.copies.rank == 0)
+    if not len(flat):
         return
-    flat = torch.cat([each.reshape(-1).to(now.weight.device, torch.int64) for each in counters])
-    if now.copies.rank:
-        flat.zero_()
     with rank_loss_guard(now.copies, ("average", f"{flat.numel()} numbers of {flat.dtype}")):
         dist.all_reduce(flat, group=now.copies.comm.group)
-    for counter, part in zip(counters, flat.split([c.numel() for c in counters]), strict=True):
+    set_counters(model, flat)
+
+
+def counters_of(model: Wrapped, *, first: bool) -> Tensor:
+    """Whole-number buffers of the first replica, to be added to zeros of the others; 1-D."""
+    counters = [buffer.reshape(-1) for buffer in buffers_of(model, floating=False)]
+    empty = torch.empty(0, dtype=torch.int64, device=model.ctx.device)
+    flat = torch.cat([empty, *(counter.to(empty) for counter in counters)])
+    return flat if first else torch.zeros_like(flat)
+
+
+def set_counters(model: Wrapped, flat: Tensor) -> None:
+    """Replace whole-number buffers by a sum of `counters_of`."""
+    counters = buffers_of(model, floating=False)
+    parts = flat.split([counter.numel() for counter in counters])
+    for counter, part in zip(counters, parts, strict=True):
         counter.copy_(part.view(counter.shape))
 
 

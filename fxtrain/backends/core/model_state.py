@@ -11,12 +11,11 @@ from fxtrain.backends.core.local_sgd import weighted_mean
 from fxtrain.backends.core.open_windows import load_window, window_state
 from fxtrain.backends.core.optimizer_state import (
     as_bytes,
-    flatten_schedulers,
     load_optimizers,
     names_of,
     optimizer_state,
 )
-from fxtrain.backends.core.optimizers import local_optimizer
+from fxtrain.backends.core.optimizers import flattened, local_optimizer
 from fxtrain.backends.core.weights import HALF
 from fxtrain.errors import CheckpointError
 from fxtrain.models import tensor_bytes
@@ -50,7 +49,7 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
     values: dict[str, Any] = {
         "module": extra,
         "optimizers": optimizers,
-        "schedulers": [scheduler.state_dict() for scheduler in flatten_schedulers(model.scheduler)],
+        "schedulers": [scheduler.state_dict() for scheduler in flattened(model.scheduler or ())],
         "scaler": None if model.scaler is None else model.scaler.state_dict(),
         # torch's DDP sends buffers before a forward if the one before it ended a window.
         "sends_buffers": getattr(model.engine, _SENDS_BUFFERS, None),
@@ -136,13 +135,10 @@ def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
         names = {name for name, parameter in named if not parameter.requires_grad}
         names |= quantized_tensors(model.module).keys()
         base = [name for name in tensors if name.removeprefix("module.") in names]
-        values["base"] = {name: _digest(tensors.pop(name)) for name in base}
+        values["base"] = {
+            name: tensor_bytes.digest(full_values(tensors.pop(name))) for name in base
+        }
     return values
-
-
-def _digest(tensor: Any) -> str:
-    """The digest of a full tensor, which all ranks gather if it is sharded."""
-    return tensor_bytes.digest(full_values(tensor))
 
 
 def _check_base(tensors: dict[str, Tensor], base: Mapping[str, str]) -> None:
@@ -150,7 +146,7 @@ def _check_base(tensors: dict[str, Tensor], base: Mapping[str, str]) -> None:
     problems = [
         f"  {name[7:]}"
         for name, digest in base.items()
-        if name not in tensors or _digest(tensors.pop(name)) != digest
+        if name not in tensors or tensor_bytes.digest(full_values(tensors.pop(name))) != digest
     ]
     if problems:
         more = [f"  and {len(problems) - 10} more"] if len(problems) > 10 else []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxtrain.backends.core.optimizers import kind_of, local_optimizer, place_of_states
+from fxtrain.backends.core.optimizers import flattened, kind_of, local_optimizer, place_of_states
 from fxtrain.backends.core.packed_states import is_packed, pack, unpack
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.whole_tensors import local_values
@@ -82,7 +82,7 @@ def load_optimizers(model: Wrapped, saved: StateReader, kept: Iterable[Tensor]) 
 
 def load_schedulers(model: Wrapped, saved: StateReader) -> None:
     """Restore a model's schedulers."""
-    schedulers, states = flatten_schedulers(model.scheduler), saved.values["schedulers"]
+    schedulers, states = flattened(model.scheduler or ()), saved.values["schedulers"]
     if len(schedulers) != len(states):
         raise CheckpointError(
             f"The model has {len(schedulers)} schedulers, and the checkpoint {len(states)}. Wrap "
@@ -113,15 +113,6 @@ def own_tensor_of_ranks(saved: StateReader, name: str) -> list[Tensor]:
     """Each rank's own copy of a tensor, where ranks differ."""
     tensors = [saved.own(name, rank) for rank in range(saved.ranks)]
     return [tensor for tensor in tensors if tensor is not None]
-
-
-def flatten_schedulers(schedulers: Any) -> list[Any]:
-    """The schedulers in what the factory returned, in order."""
-    if schedulers is None:
-        return []
-    if isinstance(schedulers, Mapping):
-        return list(schedulers.values())
-    return list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers]
 
 
 def _load_optimizer(

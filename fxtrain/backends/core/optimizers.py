@@ -237,14 +237,15 @@ def refuse_closures(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             )
 
 
-def _checked_list(objects: Any, kind: type, what: str, example: str) -> tuple[Any, ...]:
-    entries: Sequence[Any]
+def flattened(objects: Any) -> list[Any]:
+    """The optimizers or schedulers in what a factory returned, in order."""
     if isinstance(objects, Mapping):
-        entries = list(objects.values())
-    elif isinstance(objects, list | tuple):
-        entries = objects
-    else:
-        entries = [objects]
+        return list(objects.values())
+    return list(objects) if isinstance(objects, list | tuple) else [objects]
+
+
+def _checked_list(objects: Any, kind: type, what: str, example: str) -> tuple[Any, ...]:
+    entries = flattened(objects)
     wrong = [type(entry).__name__ for entry in entries if not isinstance(entry, kind)]
     if wrong or not entries:
         raise PlanError(

@@ -92,9 +92,7 @@ def no_sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # n
 
 def backward(loss: Tensor, model: Wrapped) -> None:
     """Run backward, of the scaled loss under fp16."""
-    if model.scaler is not None:
-        loss = scaled(loss, model)
-    loss.backward()
+    scaled(loss, model).backward()
 
 
 def scaled(loss: Tensor, model: Wrapped) -> Tensor:

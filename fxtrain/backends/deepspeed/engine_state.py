@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fxtrain.backends.core.model_state import load_extra, load_state, state_of
 from fxtrain.backends.core.open_windows import counts_state, saved_windows
-from fxtrain.backends.core.optimizer_state import flatten_schedulers, load_schedulers
+from fxtrain.backends.core.optimizer_state import load_schedulers
+from fxtrain.backends.core.optimizers import flattened
 from fxtrain.backends.core.weights import from_first_rank, in_user_dtypes, torch_weights
 from fxtrain.backends.deepspeed.config import ZERO, device, section
 from fxtrain.backends.deepspeed.engine import load
@@ -55,7 +56,7 @@ def engine_state(model: Wrapped) -> ModelState:
         tensors.update(states)
         values["optimizers"] = [facts]
         values["schedulers"] = [
-            scheduler.state_dict() for scheduler in flatten_schedulers(model.scheduler)
+            scheduler.state_dict() for scheduler in flattened(model.scheduler or ())
         ]
         values["scaler"] = _scale_state(model.engine.optimizer)
     buffers = {f"module.{name}" for name, _ in model.module.named_buffers()}
