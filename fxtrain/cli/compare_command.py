@@ -9,29 +9,33 @@ from typing import Any
 import attrs
 import click
 
-from fxtrain.cli.output import as_json, check_picture, print_renderable, save_picture
+from fxtrain.cli.output import (
+    NOT_NEGATIVE,
+    as_json,
+    check_picture,
+    option,
+    print_renderable,
+    save_picture,
+)
 from fxtrain.errors import PlanError
 from fxtrain.models.weight_list import import_function
 from fxtrain.state import TE, Plan, Precision, read_plan
 from fxtrain.state.precision import FORMATS, quantize_of, recipe_of
 
+_PLAN = (
+    "a plan to compare: a file, a dtype such as bf16, a recipe of float8 such as rowwise or mxfp8, "
+    "or a format of weights: bnb8, bnb4, torchao"
+)
+
 
 @click.command("compare-precision")
 @click.argument("case", metavar="MODULE:FUNCTION")
-@click.option(
-    "--plan", "plans", multiple=True, required=True, metavar="FILE|NAME",
-    help="a plan to compare: a file, a dtype such as bf16, a recipe of float8 such as rowwise or "
-    "mxfp8, or a format of weights: bnb8, bnb4, torchao",
-)  # fmt: skip
-@click.option("--emulate", is_flag=True, help="emulate recipes of float8 that are named, slowly")
-@click.option("--reference", metavar="FILE", help="the plan to compare with; fp32 by default")
-@click.option(
-    "--updates", type=click.IntRange(min=0), default=0, metavar="N", help="also train N updates"
-)
-@click.option(
-    "--layers", type=click.IntRange(min=0), default=5, metavar="N", help="layers to show; 5"
-)
-@click.option("--picture", metavar="FILE", help="draw errors and losses: .svg, .png, .pdf")
+@option("--plan plans", _PLAN, metavar="FILE|NAME", multiple=True, required=True)
+@option("--emulate", "emulate recipes of float8 that are named, slowly", is_flag=True)
+@option("--reference", "the plan to compare with; fp32 by default", metavar="FILE")
+@option("--updates", "also train N updates", NOT_NEGATIVE, "N", default=0)
+@option("--layers", "layers to show", NOT_NEGATIVE, "N", default=5)
+@option("--picture", "draw errors and losses: .svg, .png, .pdf", metavar="FILE")
 @as_json
 def COMPARE(
     case: str,

@@ -10,7 +10,17 @@ import click
 
 from fxtrain import big
 from fxtrain._display import read_bytes
-from fxtrain.cli.output import as_json, print_json, print_renderable, print_table, say, warn
+from fxtrain.cli.output import (
+    COUNT,
+    NOT_NEGATIVE,
+    as_json,
+    option,
+    print_json,
+    print_renderable,
+    print_table,
+    say,
+    warn,
+)
 from fxtrain.errors import PlanError
 from fxtrain.models.memory_estimates import (
     BYTES,
@@ -27,6 +37,7 @@ from fxtrain.state import Placement, Plan, Quantize, read_plan, unstructure, wri
 from fxtrain.state.precision import quantize_of
 
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
+_DTYPES, _SHARDED = click.Choice(list(BYTES)), click.Choice(SHARDING)
 _WORDS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -38,30 +49,14 @@ _WORDS = {
 
 @click.command("estimate-memory")
 @click.argument("model")
-@click.option(
-    "--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", help="adamw by default"
-)
-@click.option(
-    "--precision",
-    type=click.Choice(list(BYTES)),
-    multiple=True,
-    help="dtype of autocast, or of the weights in inference; bf16 by default, several for a table",
-)
-@click.option("--plan", metavar="FILE", help="a plan: its precision and its quantised weights")
-@click.option(
-    "--sharding",
-    type=click.Choice(SHARDING),
-    default="none",
-    help="what is sharded over ranks, including all before it: ZeRO 1, 2, 3; FSDP: `parameters`",
-)
-@click.option("--ranks", "-n", type=click.IntRange(min=1), default=1, help="ranks to shard over")
-@click.option(
-    "--batch", type=click.IntRange(min=1), default=1, help="concurrent sequences in inference"
-)
-@click.option(
-    "--tokens", type=click.IntRange(min=1), default=4096, help="their length; 4096 by default"
-)
-@click.option("--download", is_flag=True, help="fetch the headers of MODEL from Hugging Face")
+@option("--optimizer", "the optimizer", click.Choice(list(OPTIMIZERS)), default="adamw")
+@option("--precision", "dtype of autocast and inference; bf16, or several", _DTYPES, multiple=True)
+@option("--plan", "a plan: its precision and its quantised weights", metavar="FILE")
+@option("--sharding", "what is sharded, with all before it", _SHARDED, default="none")
+@option("--ranks -n", "ranks to shard over", COUNT, default=1)
+@option("--batch", "concurrent sequences in inference", COUNT, default=1)
+@option("--tokens", "their length", COUNT, default=4096)
+@option("--download", "fetch the headers of MODEL from Hugging Face", is_flag=True)
 @as_json
 def ESTIMATE(
     model: str,
@@ -201,33 +196,18 @@ def _size(count: float) -> str:
 
 @click.command("place")
 @click.argument("model")
-@click.option(
-    "--memory",
-    multiple=True,
-    metavar="DEVICE=SIZE",
-    help="what the model may take, as cuda:0=10GiB, cpu=50% or disk=0; measured if not given",
-)
-@click.option("--policy", type=click.Choice(_POLICIES), default="auto", help="auto by default")
-@click.option(
-    "--device",
-    "devices",
-    multiple=True,
-    metavar="NAME=DEVICE",
-    help="place a module or tensor there, in place of --policy; the longest name counts",
-)
-@click.option("--no-split", multiple=True, metavar="CLASS", help="modules that stay whole")
-@click.option("--dtype", metavar="DTYPE", help="hold parameters in this dtype, as bfloat16")
-@click.option(
-    "--quantize",
-    metavar="FORMAT|FILE",
-    help="measure layers as bnb8, bnb4 or torchao quantises them, or as a plan in FILE does",
-)
-@click.option("--prefetch", type=click.IntRange(min=0), help="units to read ahead; 1 by default")
-@click.option("--offload-buffers", is_flag=True, help="stream buffers with parameters")
-@click.option("--activations", default="0", metavar="SIZE", help="room for activations, as 2GiB")
-@click.option("--batch", type=click.IntRange(min=1), default=1, help="sequences in the cache")
-@click.option("--tokens", type=click.IntRange(min=0), default=0, help="their length")
-@click.option("--output", "-o", metavar="FILE", help="write the placement: .json, .toml or .yaml")
+@option("--memory", "limit, as cpu=50% or disk=0; else measured", str, "DEVICE=SIZE", multiple=True)
+@option("--policy", "how to fill devices", click.Choice(_POLICIES), default="auto")
+@option("--device devices", "where a part is, before --policy", str, "NAME=DEVICE", multiple=True)
+@option("--no-split", "modules that stay whole", metavar="CLASS", multiple=True)
+@option("--dtype", "hold parameters in this dtype, as bfloat16", metavar="DTYPE")
+@option("--quantize", "measure layers as bnb8, bnb4, torchao or a plan has them", str, "NAME|FILE")
+@option("--prefetch", "units to read ahead; 1 by default", NOT_NEGATIVE)
+@option("--offload-buffers", "stream buffers with parameters", is_flag=True)
+@option("--activations", "room for activations, as 2GiB", metavar="SIZE", default="0")
+@option("--batch", "sequences in the cache", COUNT, default=1)
+@option("--tokens", "their length", NOT_NEGATIVE, default=0)
+@option("--output -o", "write the placement: .json, .toml or .yaml", metavar="FILE")
 @as_json
 def PLACE(model: str, json_: bool, output: str | None, **chosen: Any) -> None:  # noqa: FBT001
     """Place a model that does not fit a device: what is held where, and what streams.

@@ -20,6 +20,9 @@ from fxtrain.errors import PlanError, escape_unprintable
 
 F = TypeVar("F", bound=Callable[..., Any])
 PICTURES = (".svg", ".png", ".pdf")
+COUNT = click.IntRange(min=1)
+NOT_NEGATIVE = click.IntRange(min=0)
+POSITIVE = click.FloatRange(min=0, min_open=True)
 # Width of a table in a file or a pipe, which have none.
 _PAGE = 120
 
@@ -29,6 +32,17 @@ def as_json(command: F) -> F:
     return click.option("--json", "json_", is_flag=True, help="print JSON on standard output")(
         command
     )
+
+
+def option(
+    flags: str, help: str, kind: Any = None, metavar: str | None = None, **more: Any
+) -> Callable[[F], F]:
+    """An option of a command: flags between spaces, its help, the type and name of its value.
+
+    A default is part of the help.
+    """
+    more.setdefault("show_default", bool(more.get("default")))
+    return click.option(*flags.split(), help=help, type=kind, metavar=metavar, **more)
 
 
 def print_json(data: Any) -> None:

@@ -15,11 +15,20 @@ import click
 
 from fxtrain._display import read_bytes
 from fxtrain._reading import read_text, write_file
-from fxtrain.cli.output import Exit, as_json, check_picture, print_json, save_picture
+from fxtrain.cli.output import (
+    POSITIVE,
+    Exit,
+    as_json,
+    check_picture,
+    option,
+    print_json,
+    save_picture,
+)
 from fxtrain.errors import LaunchError, PlanError
 from fxtrain.launchers import LaunchSpec, check_target, plan_variable
 from fxtrain.launchers.spec import name_values
 
+_AT_LEAST_0 = click.FloatRange(min=0)
 _STDERR = 2  # for the program's output; the results go to standard output
 
 
@@ -98,56 +107,23 @@ def _print(shown: Any) -> None:
     # Everything after the program is passed to it.
     context_settings={"allow_interspersed_args": False},
 )
-@click.option("--world", "-n", type=int, required=True, metavar="N", help="world size to simulate")
-@click.option("--rank", type=int, default=0, metavar="R", help="rank to run as; 0 by default")
-@click.option("--mesh", metavar="AXES", help="ranks per axis, such as shard=8,tensor=2")
-@click.option("--device-memory", metavar="SIZE", help="memory of one device, such as 80GB or 24GiB")
-@click.option("--against", multiple=True, metavar="FILE", help="compare with an earlier run")
-@click.option("--save", metavar="FILE", help="write the result as JSON")
-@click.option("--picture", metavar="FILE", help="draw the memory of a step: .svg, .png, .pdf")
-@click.option(
-    "--rank-mtbf-h",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="HOURS",
-    help="mean time between failures of one rank: shows goodput",
-)
-@click.option(
-    "--checkpoint-rate",
-    metavar="SIZE",
-    help="bytes per second that all ranks together write, such as 20GB",
-)
-@click.option(
-    "--restart-s",
-    type=click.FloatRange(min=0),
-    default=120.0,
-    show_default=True,
-    help="seconds from a failure to the next update",
-)
-@click.option(
-    "--repair-h",
-    type=click.FloatRange(min=0),
-    default=24.0,
-    show_default=True,
-    help="hours until a failed rank is a spare",
-)
-@click.option(
-    "--spares",
-    default="0",
-    show_default=True,
-    metavar="N,...",
-    help="numbers of ranks that stand by, to compare",
-)
-@click.option(
-    "--days",
-    type=click.FloatRange(min=0, min_open=True),
-    default=30.0,
-    show_default=True,
-    help="training without failures",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="of the simulated failures")
-@click.option("--goodput-picture", metavar="FILE", help="draw goodput over intervals")
-@click.option("--config", "-c", default="", metavar="FILE", help="launch file with the plan")
-@click.option("-m", "module", is_flag=True, help="the program is a module, not a script")
+@option("--world -n", "world size to simulate", int, "N", required=True)
+@option("--rank", "rank to run as", int, "R", default=0, show_default=True)
+@option("--mesh", "ranks per axis, such as shard=8,tensor=2", metavar="AXES")
+@option("--device-memory", "memory of one device, such as 80GB or 24GiB", metavar="SIZE")
+@option("--against", "compare with an earlier run", metavar="FILE", multiple=True)
+@option("--save", "write the result as JSON", metavar="FILE")
+@option("--picture", "draw the memory of a step: .svg, .png, .pdf", metavar="FILE")
+@option("--rank-mtbf-h", "mean time between failures of one rank: shows goodput", POSITIVE, "HOURS")
+@option("--checkpoint-rate", "bytes per second that all ranks write, as 20GB", metavar="SIZE")
+@option("--restart-s", "seconds from a failure to the next update", _AT_LEAST_0, default=120.0)
+@option("--repair-h", "hours until a failed rank is a spare", _AT_LEAST_0, default=24.0)
+@option("--spares", "ranks that stand by, to compare", metavar="N,...", default="0")
+@option("--days", "training without failures", POSITIVE, default=30.0)
+@option("--seed", "of the simulated failures", int, default=0, show_default=True)
+@option("--goodput-picture", "draw goodput over intervals", metavar="FILE")
+@option("--config -c", "launch file with the plan", metavar="FILE", default="")
+@option("-m module", "the program is a module, not a script", is_flag=True)
 @click.argument(
     "program",
     nargs=-1,

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import click
 
-from fxtrain.cli.output import Exit, as_json, print_json, print_table
+from fxtrain.cli.output import COUNT, Exit, as_json, option, print_json, print_table
 from fxtrain.errors import CheckpointError, LaunchError
 from fxtrain.launchers import LaunchSpec, check_target, describe, run
 
@@ -19,8 +19,8 @@ _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 @click.command("verify-resume", context_settings=_SETTINGS)
-@click.option("--ranks", "-n", default=1, show_default=True, help="ranks of this machine")
-@click.option("--cpu", is_flag=True, help="run on the CPU")
+@option("--ranks -n", "ranks of this machine", int, default=1)
+@option("--cpu", "run on the CPU", is_flag=True)
 @as_json
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def VERIFY_RESUME(ranks: int, cpu: bool, json_: bool, program: tuple[str, ...]) -> int:  # noqa: FBT001
@@ -39,18 +39,12 @@ def VERIFY_RESUME(ranks: int, cpu: bool, json_: bool, program: tuple[str, ...]) 
 
 
 @click.command("replay", context_settings=_SETTINGS)
-@click.option("--checkpoint", required=True, help="folder of the run's checkpoints")
-@click.option("--update", required=True, type=click.IntRange(1), help="the update to repeat")
-@click.option("--ranks", "-n", default=1, show_default=True, help="ranks of this machine")
-@click.option("--cpu", is_flag=True, help="run on the CPU")
-@click.option("--debug", is_flag=True, help="stop in pdb before each micro-batch (one rank)")
-@click.option(
-    "--times",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="repeat so often, and compare all updates since the checkpoint",
-)
+@option("--checkpoint", "folder of the run's checkpoints", required=True)
+@option("--update", "the update to repeat", COUNT, required=True)
+@option("--ranks -n", "ranks of this machine", int, default=1)
+@option("--cpu", "run on the CPU", is_flag=True)
+@option("--debug", "stop in pdb before each micro-batch (one rank)", is_flag=True)
+@option("--times", "repeat so often, and compare updates since the checkpoint", COUNT, default=1)
 @as_json
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def REPLAY(

@@ -20,6 +20,7 @@ from fxtrain.cli.output import (
     PICTURES,
     Exit,
     as_json,
+    option,
     print_json,
     print_renderable,
     save_picture,
@@ -42,19 +43,10 @@ _MOST_ROWS = 500
 
 @click.command("report")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-@click.option("--output", metavar="FILE", help="file to write; report.html by default")
-@click.option(
-    "--curve", metavar="NAME", help="one metric, as SVG, PNG or PDF by the suffix of FILE"
-)
-@click.option(
-    "--over",
-    type=click.Choice(["updates", "rows", "time"]),
-    default="updates",
-    show_default=True,
-    help="horizontal axis of --curve",
-)
-@click.option("--file", default="metrics.jsonl", show_default=True,
-              help="file in the folder of a run, as in JsonLines(file=)")  # fmt: skip
+@option("--output", "file to write; report.html by default", metavar="FILE")
+@option("--curve", "one metric, as SVG, PNG or PDF by the suffix of FILE", metavar="NAME")
+@option("--over", "axis of --curve", click.Choice(["updates", "rows", "time"]), default="updates")
+@option("--file", "file in the folder of a run, as in JsonLines(file=)", default="metrics.jsonl")
 def REPORT(
     runs: tuple[str, ...], output: str | None, curve: str | None, over: Any, file: str
 ) -> None:
@@ -83,15 +75,8 @@ def _as_file(name: str) -> str:
 
 @click.command("watch")
 @click.argument("run", metavar="RUN")
-@click.option(
-    "--every-s",
-    type=click.FloatRange(min=0.1),
-    default=1.0,
-    show_default=True,
-    help="seconds between two looks at the run",
-)
-@click.option("--file", default="metrics.jsonl", show_default=True,
-              help="file in the folder of the run, as in JsonLines(file=)")  # fmt: skip
+@option("--every-s", "seconds between two looks at the run", click.FloatRange(min=0.1), default=1.0)
+@option("--file", "file in the folder of the run, as in JsonLines(file=)", default="metrics.jsonl")
 def WATCH(run: str, every_s: float, file: str) -> None:
     """Show the values of a run as they are logged, until Ctrl-C.
 

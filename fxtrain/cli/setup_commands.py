@@ -16,7 +16,7 @@ import click
 
 from fxtrain._display import counted
 from fxtrain._reading import read_text
-from fxtrain.cli.output import Exit, as_json, print_json, print_table, warn
+from fxtrain.cli.output import Exit, as_json, option, print_json, print_table, warn
 from fxtrain.diagnosis import collect, fact_problems, facts_here
 from fxtrain.errors import LaunchError
 from fxtrain.launchers import (
@@ -59,12 +59,7 @@ def ENV(file: str, json_: bool) -> None:  # noqa: FBT001
 @click.option("--config", "-c", "file", default="", help="the launch file")
 @click.option("--ranks", "-n", type=click.IntRange(min=1), help="ranks on each machine")
 @click.option("--set", "words", multiple=True, metavar="PATH=VALUE", help="such as launch.nodes=2")
-@click.option(
-    "--mib",
-    type=click.FloatRange(min=0.01),
-    default=4.0,
-    help="size of the tensors for measuring bandwidth, in MiB; 4 by default",
-)
+@option("--mib", "size of tensors for bandwidth, in MiB", click.FloatRange(min=0.01), default=4.0)
 @as_json
 def TEST(
     file: str,
@@ -154,11 +149,7 @@ def _print(told: dict[str, Any]) -> None:
 @click.option("--name", default="", help="name of the TPU VM")
 @click.option("--zone", default="", help="its zone")
 @click.option("--command", "commands", multiple=True, help="a shell command for each host")
-@click.option(
-    "--command-file",
-    type=click.Path(exists=True, dir_okay=False),
-    help="a file with one command per line",
-)
+@option("--command-file", "a file with one command per line", click.Path(exists=True))
 @click.option("--install", default="", metavar="PACKAGE", help="install it first, with pip")
 @click.option("--dry", is_flag=True, help="print gcloud's command line and exit")
 @as_json

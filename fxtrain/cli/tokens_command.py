@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 
 from fxtrain._display import counted
-from fxtrain.cli.output import as_json, print_json, print_table, say, warn
+from fxtrain.cli.output import COUNT, as_json, option, print_json, print_table, say, warn
 from fxtrain.data.token_summary import decoded, find_source, summarize
 from fxtrain.data.tokenizing import Progress, Tokenizing, tokenize_parts
 
@@ -22,21 +22,15 @@ _TYPES = click.Choice(["uint16", "int32", "uint32", "int64"])
 
 @click.command("tokens")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
-@click.option("--to", metavar="PATH", help="write PATH.bin, and PATH.idx for Megatron")
-@click.option("--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder of transformers")
-@click.option("--format", type=click.Choice(["megatron", "nanogpt"]), default="megatron",
-              show_default=True, help="what to write")  # fmt: skip
-@click.option("--column", metavar="NAME", help="field of JSON lines or column of Parquet with the "
-              "text, by default text; with --show, column with the tokens")  # fmt: skip
-@click.option("--end", metavar="TOKEN", help="token after each document, such as '<|endoftext|>'; "
-              "with --show, its number")  # fmt: skip
-@click.option("--dtype", type=_TYPES, help="type of a token; by default the smallest for the "
-              "vocabulary, with --show that of the file, or uint16")  # fmt: skip
-@click.option("--workers", type=click.IntRange(min=1), default=os.cpu_count() or 1,
-              show_default="all cores", help="processes")  # fmt: skip
-@click.option("--show", is_flag=True, help="show what files of tokens hold")
-@click.option("--length", type=click.IntRange(min=1), metavar="N",
-              help="with --show: padding and cut documents in rows of N tokens")  # fmt: skip
+@option("--to", "write PATH.bin, and PATH.idx for Megatron", metavar="PATH")
+@option("--tokenizer", "a tokenizer.json, or a folder of transformers", metavar="PATH")
+@option("--format", "what to write", click.Choice(["megatron", "nanogpt"]), default="megatron")
+@option("--column", "field or column with the text (text), or the tokens (--show)", str, "NAME")
+@option("--end", "token after each document, as '<|endoftext|>'; its number (--show)", str, "TOKEN")
+@option("--dtype", "type of a token; by default the smallest, or that of the file (--show)", _TYPES)
+@option("--workers", "processes", COUNT, default=os.cpu_count() or 1, show_default="all cores")
+@option("--show", "show what files of tokens hold", is_flag=True)
+@option("--length", "with --show: padding and cut documents in rows of N tokens", COUNT, "N")
 @as_json
 def TOKENS(
     inputs: tuple[str, ...],

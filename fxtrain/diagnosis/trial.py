@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,107 +23,73 @@ _REPEAT = {"latency": 30, "bandwidth": 5}
 _UPDATES = 20
 
 
-@attrs.frozen(kw_only=True)
-class Collective:
-    """A collective, with its expected result.
-
-    Attributes:
-        name: Name of the function in `fx.ops`.
-        call: (tensor of this rank, context) → result.
-        right: (result, world size, context) → whether it is right, where rank r's tensor is
-            filled with r + 1.
-        sized: Whether it carries a tensor, so that it has a bandwidth.
-    """
-
-    name: str
-    call: Callable[[torch.Tensor, DistContext], Any]
-    right: Callable[[Any, int, DistContext], bool]
-    sized: bool = True
-
-
 def _pieces(x: torch.Tensor, ctx: DistContext) -> list[torch.Tensor] | None:
     return [x + rank for rank in range(ctx.world_size)] if ctx.is_main else None
 
 
-COLLECTIVES = (
-    Collective(
-        name="reduce",
-        call=lambda x, ctx: ops.reduce(x, ctx, "sum"),
-        right=lambda result, n, _: bool((result == n * (n + 1) // 2).all()),
+# Of this rank's tensor, which is filled with the rank + 1, and the context.
+Call = Callable[[torch.Tensor, DistContext], Any]
+# Whether a result is right, of so many ranks.
+Right = Callable[[Any, int, DistContext], bool]
+# By the name of the function in `fx.ops`; those with a tensor have a bandwidth.
+WITH_TENSORS: dict[str, tuple[Call, Right]] = {
+    "reduce": (
+        lambda x, ctx: ops.reduce(x, ctx, "sum"),
+        lambda result, n, _: bool((result == n * (n + 1) // 2).all()),
     ),
-    Collective(
-        name="gather",
-        call=lambda x, ctx: ops.gather(x, ctx),
-        right=lambda result, n, _: result.unique().tolist() == list(range(1, n + 1)),
+    "gather": (ops.gather, lambda result, n, _: result.unique().tolist() == [*range(1, n + 1)]),
+    "broadcast": (ops.broadcast, lambda result, *_: bool((result == 1).all())),
+    "scatter": (
+        lambda x, ctx: ops.scatter(_pieces(x, ctx), ctx),
+        lambda result, _, ctx: bool((result == 1 + ctx.rank).all()),
     ),
-    Collective(
-        name="broadcast",
-        call=lambda x, ctx: ops.broadcast(x, ctx),
-        right=lambda result, *_: bool((result == 1).all()),
+}
+WITH_OBJECTS: dict[str, tuple[Call, Right]] = {
+    "gather_objects": (
+        lambda _, ctx: ops.gather_objects(ctx.rank, ctx),
+        lambda result, n, _: result == [*range(n)],
     ),
-    Collective(
-        name="scatter",
-        call=lambda x, ctx: ops.scatter(_pieces(x, ctx), ctx),
-        right=lambda result, _, ctx: bool((result == 1 + ctx.rank).all()),
+    "broadcast_object": (
+        lambda _, ctx: ops.broadcast_object(ctx.rank, ctx),
+        lambda result, *_: result == 0,
     ),
-    Collective(
-        name="gather_objects",
-        call=lambda _, ctx: ops.gather_objects({"rank": ctx.rank}, ctx),
-        right=lambda result, n, _: result == [{"rank": rank} for rank in range(n)],
-        sized=False,
-    ),
-    Collective(
-        name="broadcast_object",
-        call=lambda _, ctx: ops.broadcast_object({"rank": ctx.rank}, ctx),
-        right=lambda result, *_: result == {"rank": 0},
-        sized=False,
-    ),
-    Collective(
-        name="any_rank",
-        call=lambda _, ctx: ops.any_rank(ctx.is_last, ctx),
-        right=lambda result, *_: result is True,
-        sized=False,
-    ),
-    Collective(
-        name="barrier",
-        call=lambda _, ctx: ops.barrier(ctx),
-        right=lambda result, *_: result is None,
-        sized=False,
-    ),
-)
+    "any_rank": (lambda _, ctx: ops.any_rank(ctx.is_last, ctx), lambda result, *_: result is True),
+    "barrier": (lambda _, ctx: ops.barrier(ctx), lambda result, *_: result is None),
+}
 
 
-def measure(collective: Collective, ctx: DistContext, *, mib: float) -> dict[str, Any]:
+def measure(name: str, ctx: DistContext, *, mib: float) -> dict[str, Any]:
     """Whether a collective is right, the latency of a small call, and the bandwidth of a large one.
 
     Returns:
         Plain data, for the slowest rank; `gib_per_s` is the size of one rank's tensor divided by
         the time of the call, and None without a tensor.
     """
-    small = torch.full((_SMALL,), float(ctx.rank + 1), device=ctx.device)
-    right = collective.right(collective.call(small, ctx), ctx.world_size, ctx)
-    latency = _time(collective, small, ctx, "latency")
+    call, right = (WITH_TENSORS | WITH_OBJECTS)[name]
     size = max(_SMALL, int(mib * 2**20 / 4))
-    large = (
-        torch.full((size,), float(ctx.rank + 1), device=ctx.device) if collective.sized else small
-    )
-    each = _time(collective, large, ctx, "bandwidth") if collective.sized else 0.0
-    ranks = ops.gather_objects((latency, each, right), ctx)
-    slowest = max(each for _, each, _ in ranks)
+
+    def tensor(size: int) -> torch.Tensor:
+        return torch.full((size,), float(ctx.rank + 1), device=ctx.device)
+
+    is_right = right(call(tensor(_SMALL), ctx), ctx.world_size, ctx)
+    latency = _time(call, tensor(_SMALL), ctx, "latency")
+    large = _time(call, tensor(size), ctx, "bandwidth") if name in WITH_TENSORS else 0.0
+    ranks = ops.gather_objects((latency, large, is_right), ctx)
+    latencies, larges, rights = zip(*ranks, strict=True)
     return {
-        "name": collective.name,
-        "right": all(right for _, _, right in ranks),
-        "latency_us": 1e6 * max(latency for latency, _, _ in ranks),
-        "gib_per_s": size * 4 / 2**30 / slowest if collective.sized else None,
+        "name": name,
+        "right": all(rights),
+        "latency_us": 1e6 * max(latencies),
+        "gib_per_s": size * 4 / 2**30 / max(larges) if name in WITH_TENSORS else None,
     }
 
 
-def _time(collective: Collective, tensor: torch.Tensor, ctx: DistContext, kind: str) -> float:
-    collective.call(tensor, ctx)  # the first call of a kind opens connections
+def _time(call: Call, tensor: torch.Tensor, ctx: DistContext, kind: str) -> float:
+    call(tensor, ctx)  # the first call of a kind opens connections
     _synchronize(ctx)
     started = time.perf_counter()
     for _ in range(_REPEAT[kind]):
-        collective.call(tensor, ctx)
+        call(tensor, ctx)
     _synchronize(ctx)
     return (time.perf_counter() - started) / _REPEAT[kind]
 
@@ -175,7 +140,7 @@ def trial(ctx: DistContext, plan: Plan, *, mib: float) -> dict[str, Any]:
     times = ops.gather_objects(time.time(), ctx)
     hosts = [fact["host"] for fact in facts]
     problems = [*fact_problems(facts, nodes=ctx.num_nodes), *clock_problems(times, hosts)]
-    rows = [measure(collective, ctx, mib=mib) for collective in COLLECTIVES]
+    rows = [measure(name, ctx, mib=mib) for name in (*WITH_TENSORS, *WITH_OBJECTS)]
     problems += [f"{row['name']} returned a wrong result." for row in rows if not row["right"]]
     try:
         training = train(ctx, plan)
