@@ -6,6 +6,7 @@ content is JSON.
 """
 
 import json
+import math
 import os
 import pickle
 import platform
@@ -28,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from fxtrain._secret import SECRET
 from fxtrain.launchers.orphans import end_strays
@@ -182,52 +184,24 @@ class _CleaningRendezvous:
         return getattr(self._handler, name)
 
 
-class _StaticRendezvous(RendezvousHandler):
-    """Numbered nodes, or a single node, which meet once."""
+class _StaticRendezvous(StaticTCPRendezvous):
+    """Numbered nodes, or a single node, which meet once in the given store."""
 
     def __init__(self, store: Any, params: RendezvousParameters, place: tuple[str, int]) -> None:
-        self._store = PrefixStore(params.run_id, store)
-        self._run_id = params.run_id
-        self._node = (int(params.config["rank"]), params.max_nodes)
         self._wait_s = float(params.config["connect_timeout_s"])
-        self._place = place
+        node = int(params.config["rank"])
+        super().__init__(*place, node, params.max_nodes, params.run_id, math.ceil(self._wait_s))
+        self._shared = PrefixStore(params.run_id, store)
         self._hint = params.config["hint"]
         self._met = params.max_nodes == 1
 
-    def get_backend(self) -> str:
-        """See base class."""
-        return BACKEND
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The ranks use this store too."""
-        return True
-
     def next_rendezvous(self) -> RendezvousInfo:
-        """See base class."""
+        """See base class; the ranks use the same store."""
         if not self._met:
-            meet(self._store, *self._node, self._wait_s, self._hint)
+            meet(self._shared, self.rank, self.world_size, self._wait_s, self._hint)
             self._met = True
-        return RendezvousInfo(self._store, *self._node, RendezvousStoreInfo(*self._place))
-
-    def is_closed(self) -> bool:
-        """See base class."""
-        return False
-
-    def set_closed(self) -> None:
-        """See base class."""
-
-    def num_nodes_waiting(self) -> int:
-        """See base class."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """See base class."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """See base class."""
-        return True
+        place = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(self._shared, self.rank, self.world_size, place)
 
 
 def meet(store: Any, node: int, count: int, wait_s: float, hint: str = "") -> None:
