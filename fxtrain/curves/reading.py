@@ -319,7 +319,7 @@ def file_of(folder: Any, file: str) -> Path:
     except OSError as error:
         raise PlanError(f"report: {error}.") from error
     if not Path(folder).is_dir():
-        raise PlanError(f"report({str(folder)!r}): there is no such folder. Pass that of a run.")
+        raise PlanError(f"{folder}: there is no such folder. Pass that of a run.")
     names = sorted(path.name for path in Path(folder).iterdir())
     inner = [name for name in names if (Path(folder) / name / file).is_file()]
     advice = (

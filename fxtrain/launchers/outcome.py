@@ -12,6 +12,11 @@ from typing import Any
 import attrs
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+# Between the errors of a traceback.
+_CHAINED = re.compile(r"(?<=:\n\n)(?=Traceback \(most recent call last\):$)", re.MULTILINE)
+_FILES_OF_OTHERS = re.compile(
+    rf"""^  File "(?!{re.escape(_PACKAGE)}|[^"]*[\\/]site-packages[\\/]torch[\\/])""", re.MULTILINE
+)
 _LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|remote process|store.*closed"
     r"|[\\/]gloo[\\/]",
@@ -159,16 +164,22 @@ def _launcher_failed(result: LaunchResult) -> str:
 
 
 def _frames(failure: Failure) -> str:
-    """The traceback without the message, and without fxtrain's frames below the user's call."""
+    """The traceback without the message, and without fxtrain's frames below the user's call.
+
+    An error from which fxtrain raised its own is shown where it has a frame of another file than
+    fxtrain's and torch's.
+    """
     text = failure.traceback.rstrip()
     if text.endswith(failure.error):
         text = text[: text.rfind("\n", 0, len(text) - len(failure.error)) + 1]
     if not is_own(failure):
         return text.rstrip()
-    start, *frames = re.split(r"^(?=  File )", text, flags=re.MULTILINE)
+    *causes, last = _CHAINED.split(text)
+    start, *frames = re.split(r"^(?=  File )", last, flags=re.MULTILINE)
     while len(frames) > 1 and frames[-1].startswith(f'  File "{_PACKAGE}'):
         frames.pop()
-    return "".join((start, *frames)).rstrip()
+    shown = [cause for cause in causes if _FILES_OF_OTHERS.search(cause)]
+    return "".join((*shown, start, *frames)).rstrip()
 
 
 def is_own(failure: Failure) -> bool:

@@ -482,9 +482,13 @@ def _warn_of_lengths(model: Wrapped, batch: Batch, steps: int) -> None:
     if updates is None or batch.position.updates != model.window.updates:
         return
     ranks, steps_of_run = model.ctx.axis("data").world_size, updates * steps
-    for scheduler in model.schedulers:
-        name = type(scheduler).__name__
-        length = getattr(scheduler, _LENGTHS.get(name, ""), None)
+    names = [type(scheduler).__name__ for scheduler in model.schedulers]
+    lengths = [
+        getattr(scheduler, _LENGTHS.get(name, ""), None)
+        for scheduler, name in zip(model.schedulers, names, strict=True)
+    ]
+    # Schedulers of several optimizers are often alike.
+    for name, length in dict.fromkeys(zip(names, lengths, strict=True)):
         if (
             type(length) is not int
             or abs(length - steps_of_run) <= steps + _TOLERANCE * steps_of_run

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from fxtrain import ops
-from fxtrain._display import read_bytes, show_bytes
+from fxtrain._display import counted, read_bytes, show_bytes
 from fxtrain.errors import ContextError, FxError, PlanError, StepError
 from fxtrain.ops.connecting import launched_plan
 from fxtrain.ops.splitting import chunk_of
@@ -404,9 +404,9 @@ def find_problems(
         problems.append(Problem(kind="steps", text=text))
     for (where, substitute), count in peeks.items():
         text = (
-            f"This line reads the value of a tensor ({count} times). A dry run has no values and "
-            f"returned {substitute}. If the program branches on it, the figures are for that "
-            f"branch. On a real device, the read also waits for all preceding work."
+            f"This line reads the value of a tensor ({counted(count, 'time')}). A dry run has "
+            f"no values and returned {substitute}. If the program branches on it, the figures "
+            f"are for that branch. On a real device, the read also waits for all preceding work."
         )
         if where:
             problems.append(Problem(kind="value", text=text, where=where))

@@ -64,8 +64,10 @@ def _logged(ctx, folder, schedule, name, length, how):
     kinds = {
         "CosineAnnealingLR": lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, length),
         "LambdaLR": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0),
+        "two alike": lambda opts: [kinds["CosineAnnealingLR"](opt) for opt in opts],
     }
-    model = fx.wrap(small_net(), ctx, plan, optimizer=SGD, scheduler=kinds[name])
+    optimizer = (lambda params: [SGD([p]) for p in params]) if name == "two alike" else SGD
+    model = fx.wrap(small_net(), ctx, plan, optimizer=optimizer, scheduler=kinds[name])
     loader = fx.shard(DataLoader(small_data(), batch_size=4), ctx, plan)
     fns = fx.StepFns(model=model, loss=square_loss)
     records = []
@@ -96,6 +98,7 @@ def _logged(ctx, folder, schedule, name, length, how):
         ("update", "CosineAnnealingLR", 64, "fit", "makes 32 under.*steps it 2 times"),
         ("update", "CosineAnnealingLR", 64, "updates", "T_max=32.*steps it 2 times"),
         ("update", "CosineAnnealingLR", 20, "epochs", "length of 20 steps.*T_max=32"),
+        ("update", "two alike", 20, "epochs", "length of 20 steps.*T_max=32"),
         ("update", "CosineAnnealingLR", 33, "epochs", None),
         ("ranks", "CosineAnnealingLR", 64, "epochs", None),
         ("update", "LambdaLR", 64, "epochs", None),

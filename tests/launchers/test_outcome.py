@@ -42,6 +42,31 @@ def test_the_message_is_shown_first_and_once():
     assert text.splitlines()[-1] == '    raise ValueError("of my own\\nin two lines")'
 
 
+def _trained_twice():
+    with fx.detect(env={}, device="cpu") as ctx:
+        net = torch.nn.Linear(2, 1)
+        model = fx.wrap(net, ctx, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        loss = model(torch.ones(1, 2)).square().mean()
+        for _ in range(2):
+            fx.update(ctx, fx.batch(torch.ones(1, 2), ctx), model, loss)
+
+
+def _refused_for_a_cause():
+    try:
+        _own()
+    except ValueError as error:
+        raise fx.errors.DataError("refused") from error
+
+
+def test_a_cause_is_shown_if_a_frame_of_it_is_not_of_fxtrain_or_torch():
+    text = describe(LaunchResult(ranks=2, failures=(_failure(_trained_twice),)))
+    assert ", in _trained_twice\n" in text and text.count("Traceback (most recent") == 1
+    assert "autograd" not in text and "direct cause" not in text
+    text = describe(LaunchResult(ranks=2, failures=(_failure(_refused_for_a_cause),)))
+    assert ", in _own\n" in text and "direct cause" in text
+    assert text.count("Traceback (most recent") == 2
+
+
 def test_frames_of_the_library_are_left_out_of_its_errors(tmp_path):
     failure = _failure(_refused)
     assert "fxtrain/checkpoint" in failure.traceback
