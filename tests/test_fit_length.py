@@ -55,7 +55,7 @@ LENGTHS = {
     "updates": ({"updates": 6}, 6, "updates > 6"),
     "updates and more epochs": ({"updates": 6, "epochs": 9}, 6, "updates > 6"),
     "updates and fewer epochs": ({"updates": 6, "epochs": 1}, 4, "epochs > 1"),
-    "rows": ({"rows": 11}, 6, "rows > 11"),
+    "rows": ({"rows": 11}, 6, "rows > 12"),
     "rows and updates": ({"rows": 11, "updates": 3}, 3, "updates > 3"),
     "epochs": ({"epochs": 3}, 12, "epochs > 3"),
     "nothing": ({"updates": 0}, 0, "updates > 0"),
@@ -78,6 +78,17 @@ def test_a_run_ends_at_what_comes_first_and_then_changes_nothing(ctx, tmp_path, 
         assert _fit(ctx, folder, **how) == ([], weights)
     assert f"ended at update {end}. Continue with {more}." in caplog.text
     assert _files(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("limit", "more"),
+    [({"updates": 2}, "updates > 6"), ({"rows": 3}, "rows > 12"), ({"epochs": 1}, "epochs > 1")],
+)
+def test_a_smaller_limit_is_told_what_the_run_has(ctx, tmp_path, caplog, limit, more):
+    _fit(ctx, tmp_path / "run", updates=6)
+    with caplog.at_level("INFO"):
+        assert _fit(ctx, tmp_path / "run", **limit)[0] == []
+    assert f"Continue with {more}." in caplog.text
 
 
 def test_tokens_are_those_of_all_updates_also_before_a_restart(ctx, tmp_path):

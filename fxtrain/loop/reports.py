@@ -238,16 +238,16 @@ class Rules:
         )
 
     def reached(self, loader: Sharded, tokens: float) -> dict[str, int]:
-        """The limits because of which nothing is left to train from the position of a loader."""
+        """What a run has of the limits because of which nothing is left to train; else empty."""
         position = loader.position
-        counts = (position.updates, position.samples, tokens)
+        counts = (position.updates, position.samples, int(tokens))
         reached: dict[str, int] = {}
         for name, count in zip(("updates", "rows", "tokens"), counts, strict=True):
             limit = getattr(self, name)
             if limit is not None and count >= limit:
-                reached[name] = limit
+                reached[name] = count
         if self.epochs is not None and next(loader.epochs(self.epochs), None) is None:
-            reached["epochs"] = self.epochs
+            reached["epochs"] = position.epoch + position.is_last
         return reached
 
     def total_updates(self, loader: Sharded) -> int | None:
