@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -275,8 +275,6 @@ def _class_name(module: Any) -> str:
 
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: "float32"}
-# The end of a name in a pattern of transformers.
-_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
 def transformers_config(module: Any) -> dict[str, Any] | None:
@@ -350,13 +348,6 @@ def _problem(module: nn.Module) -> str | None:
     if len(formats) > 1:
         named = " and ".join(formats)
         return f"from_pretrained reads one format, and this model has layers in {named}"
-    skipped = [*_unquantized(module), *(getattr(module, "_keep_in_fp32_modules", None) or ())]
-    for name, _, _ in layers:
-        if (key := _matching(skipped, name)) is not None:
-            return (
-                f"{name} is quantised, and from_pretrained does not read it, since it takes the "
-                f"name for that of {key}, which is not"
-            )
     return None
 
 
@@ -369,11 +360,3 @@ def _unquantized(module: nn.Module) -> list[str]:
         if name not in quantized
         and (isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D")
     ]
-
-
-def _matching(patterns: Iterable[str], name: str) -> str | None:
-    """The first pattern for which transformers skips a module of some name."""
-    return next(
-        (key for key in patterns if re.match(f"(?:{key}){_BOUNDARY}", name) or name.endswith(key)),
-        None,
-    )

@@ -69,7 +69,6 @@ def prepare_layers(
         )
     weights: dict[str, str] = {}
     if opened.layers:
-        _check_format(opened.layers, record)
         undo.callback(put_stored_layers(source, opened, module, record))
     elif record is not None:
         names = planned_layers(module, record, device, trains=False).names
@@ -123,19 +122,6 @@ def _check_quantized(opened: Source, record: Quantize | None, module: nn.Module)
             f"load_model: {name} is quantised as {library.format(part)} in the model, and {what} "
             f"in the source. Load into the unquantised model, with quantize=... to quantise it."
         )
-
-
-def _check_format(layers: Mapping[str, StoredLayer], record: Quantize | None) -> None:
-    if record is None:
-        return
-    wanted = library_of(record)
-    for name, stored in layers.items():
-        if stored.library is not wanted:
-            raise CheckpointError(
-                f"load_model(quantize=fx.{type(record).__name__}(...)): {name} is quantised "
-                f"already in the source, by {stored.library.name} in another format. Leave "
-                f"quantize out, or load the unquantised model."
-            )
 
 
 def put_stored_layers(

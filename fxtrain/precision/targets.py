@@ -15,13 +15,6 @@ from fxtrain.state import Quantize, Recipe, Torchao
 _MAX_SHOWN = 5
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAMED = "named in the plan"
-# What helps against a reason to skip layers, by a part of its text.
-_ADVICE = (
-    (_NAMED, "name less in skip"),
-    ("the output head", "head=True for the output head"),
-    ("the model itself", "pass a module that contains the layer"),
-    ("min_features", "a smaller min_features"),
-)
 # torch computes these in one kernel from their plain weights, without a call of the layers inside.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -241,10 +234,8 @@ def nothing_left(
         f"{name or 'the only one'} ({why})" for name, why in list(skipped.items())[:_MAX_SHOWN]
     ]
     more = f" and {len(skipped) - _MAX_SHOWN} more" if len(skipped) > _MAX_SHOWN else ""
-    advice = [text for mark, text in _ADVICE if any(mark in why for why in skipped.values())]
     return (
-        f"{call} skips every linear layer of {kind}: {', '.join(shown)}{more}.{told} "
-        f"Try: {', '.join([*advice, last])}."
+        f"{call} skips every linear layer of {kind}: {', '.join(shown)}{more}.{told} Try: {last}."
     )
 
 
@@ -265,10 +256,8 @@ def _check_groups(linears: Mapping[str, Any], record: Torchao) -> None:
     wrong = [name for name, width in widths.items() if width % group]
     if not wrong:
         return
-    fits = [size for size in (32, 64, 128, 256) if all(widths[name] % size == 0 for name in wrong)]
-    advice = f"Use group={fits[-1]}, or" if fits else "Use skip=..., or"
     raise PlanError(
         f"Torchao(weights={record.weights!r}, group={group}): {wrong[0]} has {widths[wrong[0]]} "
-        f"input features, which {group} does not divide ({len(wrong)} such layers). {advice} "
-        f"weights='int8'."
+        f"input features, which {group} does not divide ({len(wrong)} such layers). Use "
+        f"another group, skip=..., or weights='int8'."
     )
