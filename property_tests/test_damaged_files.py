@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.cli import main
-from fxtrain.launchers import LaunchSpec, prepare
 from fxtrain.launchers.config import read_launch_file, render
 from fxtrain.state.parsing import parse_yaml
 from tests._damage import damaged, misshapen, only
@@ -35,7 +34,6 @@ DEEPSPEED = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.99]}},
 }  # fmt: skip
-HOSTS = "a slots=2\nb slots=2  # the other\n"
 
 
 def _main(*argv):
@@ -93,21 +91,6 @@ def test_a_damaged_config_of_deepspeed_is_read_or_refused(folder, how, data):
     path = _write(folder / "deepspeed.json", raw)
     plan = fx.Plan(strategy=fx.DeepSpeed(config=str(path)), precision="bf16", clip_norm=1.0)
     only(fx.PlanError, fx.interop.deepspeed_config, plan)
-
-
-@pytest.mark.parametrize("slots", ["9" * 12, "9" * 5000])
-def test_a_machine_has_not_so_many_slots(folder, slots):
-    path = _write(folder / "hosts", f"a slots={slots}\n")
-    spec = LaunchSpec(target=__file__, launcher="deepspeed", options={"hostfile": str(path)})
-    assert not only(fx.errors.LaunchError, prepare, spec)
-
-
-@given(data=st.data())
-def test_a_damaged_hostfile_is_read_or_refused(folder, data):
-    path = _write(folder / "hosts", data.draw(damaged(HOSTS.encode())))
-    options = {"hostfile": str(path)}
-    spec = LaunchSpec(target=__file__, launcher="deepspeed", options=options)
-    only(fx.errors.LaunchError, prepare, spec)
 
 
 @given(data=st.data())

@@ -16,7 +16,6 @@ from fxtrain._reading import open_file, read_file, read_text
 from fxtrain.cli import main
 from fxtrain.errors import escape_unprintable
 from fxtrain.interop import read_dcp
-from fxtrain.launchers import LaunchSpec, prepare
 from fxtrain.models.weight_list import read_weights
 
 NOT_FILES = {
@@ -95,13 +94,6 @@ CALLS = {
     "load_model, pickle": (".pt", fx.CheckpointError, lambda p: fx.load_model(p, nn.Linear(2, 2))),
     "load_model, index": (".json", fx.CheckpointError, lambda p: fx.load_model(p, nn.Linear(2, 2))),
     "estimate": (".json", fx.PlanError, lambda path: read_weights(str(path))),
-    "hostfile": (
-        "",
-        fx.errors.LaunchError,
-        lambda path: prepare(
-            LaunchSpec(target=__file__, launcher="deepspeed", options={"hostfile": str(path)})
-        ),
-    ),
 }
 
 
@@ -167,9 +159,9 @@ def test_commands_show_control_characters_of_files(tmp_path, capsys):
     assert all(one.isprintable() or one == "\n" for one in told.out + told.err)
 
 
-def test_a_launch_shows_arguments_that_a_shell_reads(tmp_path, capsys):
-    assert main(["launch", "--dry", "--ranks", "1", "--cpu", __file__, "\x1b[31m'\\"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith(r"$'\u001b[31m\'\\'")
+def test_a_launch_shows_control_characters_of_arguments(capsys):
+    assert main(["launch", "--dry", "--ranks", "1", "--cpu", __file__, "\x1b[31m"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(r"'\x1b[31m'")
 
 
 # Numbers that are believed too early
