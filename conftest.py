@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -94,10 +94,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
 
 
-def pytest_collection_finish() -> None:
-    """Leaves what was collected out of later searches for garbage."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leaves what was collected out of later searches for garbage.
+
+    A process of pytest-xdist starts Python's fork server here, since loading takes it longer than
+    a test may take on a busy machine.
+    """
     gc.freeze()
     gc.enable()
+    on_ranks = any("clusters" in getattr(item, "fixturenames", ()) for item in session.items)
+    if on_ranks and "PYTEST_XDIST_WORKER" in os.environ:
+        from fxtrain.testing.cluster import starter
+
+        # What ranks print is captured, as it would be in a test.
+        capture: Any = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()
+        first = starter(*_OFTEN).Process(target=int)
+        first.start()
+        first.join()
+        capture.suspend_global_capture()
 
 
 @pytest.hookimpl(trylast=True)
@@ -140,9 +155,7 @@ def clusters() -> Iterator[dict[int, Cluster]]:
     from fxtrain.testing import Cluster
 
     patience = _patience()
-    times = {"timeout_s": 5.0 * patience, "call_s": 40.0 * patience}
-    preload = _OFTEN if "PYTEST_XDIST_WORKER" in os.environ else ()
-    pools = {n: Cluster(n, **times, preload=preload) for n in (1, 2, 4)}
+    pools = {n: Cluster(n, timeout_s=5.0 * patience, call_s=40.0 * patience) for n in (1, 2, 4)}
     yield pools
     for pool in pools.values():
         pool.close()
