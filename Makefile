@@ -15,6 +15,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRACKERS := .venv-trackers
 
+# Where files of tests are: in memory where 4 GB of it are free, since saving waits for a disk.
+MEMORY := $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 4000000 2>/dev/null && echo /dev/shm)
+test test-slow: export TMPDIR := $(or $(TMPDIR),$(MEMORY),/tmp)
+
 .PHONY: demo docs docs-look docs-serve examples gpu-bundle test test-deepspeed test-gpu test-megatron test-newest test-nodes test-recipes test-shadow test-slow test-trackers test-xla lint bench clean
 
 demo: $(VENV)/.test
