@@ -18,7 +18,6 @@ import fxtrain as fx
 from fxtrain.cli import main
 from fxtrain.curves import RunReader, page_of, read_curves
 from fxtrain.interop import import_checkpoint
-from fxtrain.launchers import LaunchSpec, prepare
 from fxtrain.launchers.config import read_launch_file
 from fxtrain.models.weight_list import read_weights
 from fxtrain.profiling import summary
@@ -28,11 +27,6 @@ from tests._damage import damaged, misshapen, only
 
 NASTY = "\x1b[2J\x1b]0;t\x07\u202e"
 DEEP = 200_000
-
-
-def _hosts(path):
-    options = {"hostfile": str(path)}
-    prepare(LaunchSpec(target=__file__, launcher="deepspeed", options=options))
 
 
 def _deepspeed(path):
@@ -73,7 +67,6 @@ READERS = {
     "launch file, checked": ("a.toml", _command("config", "check")),
     "config of Accelerate": ("a.yaml", _command("config", "convert")),
     "config of DeepSpeed": ("a.json", _deepspeed),
-    "hostfile": ("hosts", _hosts),
     "times": ("summary.json", lambda path: summary(path.parent)),
     "metrics": ("metrics.jsonl", lambda path: read_curves([path.parent])),
     "run": ("run.json", lambda path: read_run(path.parent)),

@@ -8,6 +8,7 @@ import attrs
 
 from fxtrain._addresses import Route, find_route, loopback_route
 from fxtrain._optional import installed_rows
+from fxtrain._reading import open_file
 from fxtrain._record import closest
 from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.deepspeed import DEEPSPEED
@@ -135,6 +136,7 @@ def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
     """
     row, spec = find_launcher(spec), with_options(spec)
     if machine is None:
+        _check_hostfile(getattr(spec.options, "hostfile", ""))
         machine = look(
             os.environ,
             mpi=spec.options.program if "mpi" in row.needs else "",
@@ -142,6 +144,17 @@ def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
             route=_route(spec, far="route" in row.needs),
         )
     return row.invocation(spec, machine)
+
+
+def _check_hostfile(path: str) -> None:
+    """Refuse a hostfile that cannot be read, without which DeepSpeed's runner would start here."""
+    try:
+        if path:
+            open_file(path).close()
+    except OSError as error:
+        raise LaunchError(
+            f"Cannot read the hostfile: {error}. It is a file with lines such as: worker-0 slots=8"
+        ) from error
 
 
 def _route(spec: LaunchSpec, *, far: bool) -> Route | None:
