@@ -275,17 +275,30 @@ class Invocation:
 def show(invocation: Invocation) -> str:
     """The invocation as a person reads it and a shell runs it; files come first.
 
-    Control characters are escaped; `as_json` has them as they are.
-
     Example:
         >>> from fxtrain.launchers import Invocation, show
         >>> show(Invocation(argv=("python", "train.py", "a b"), env={"OMP_NUM_THREADS": "2"}))
         "OMP_NUM_THREADS=2 python train.py 'a b'"
     """
     written = [f"# {path}\n{text.rstrip()}\n" for path, text in invocation.files.items()]
-    variables = [f"{name}={shlex.quote(value)}" for name, value in invocation.env.items()]
-    line = " ".join([*variables, shlex.join(invocation.argv)])
-    return escape_unprintable("\n".join([*written, line]))
+    variables = [f"{name}={_quoted(value)}" for name, value in invocation.env.items()]
+    return "\n".join([*written, " ".join([*variables, *map(_quoted, invocation.argv)])])
+
+
+def _quoted(word: str) -> str:
+    """A word for the shell; control characters are escaped as in bash and zsh."""
+    if escape_unprintable(word) == word:
+        return shlex.quote(word)
+    plain = word.replace("\\", r"\\").replace("'", r"\'")
+    letters = (
+        letter if escape_unprintable(letter) == letter else _code(letter) for letter in plain
+    )
+    return f"$'{''.join(letters)}'"
+
+
+def _code(letter: str) -> str:
+    number = ord(letter)
+    return f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
 
 
 def as_json(invocation: Invocation) -> str:
