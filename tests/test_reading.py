@@ -159,9 +159,9 @@ def test_commands_show_control_characters_of_files(tmp_path, capsys):
     assert all(one.isprintable() or one == "\n" for one in told.out + told.err)
 
 
-def test_a_launch_shows_control_characters_of_arguments(capsys):
-    assert main(["launch", "--dry", "--ranks", "1", "--cpu", __file__, "\x1b[31m"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith(r"'\x1b[31m'")
+def test_a_launch_shows_arguments_that_a_shell_reads(tmp_path, capsys):
+    assert main(["launch", "--dry", "--ranks", "1", "--cpu", __file__, "\x1b[31m'\\"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(r"$'\u001b[31m\'\\'")
 
 
 # Numbers that are believed too early
