@@ -111,7 +111,9 @@ def _machine(env: Mapping[str, str]) -> dict[str, Any]:
 
 def _memory() -> str:
     sizes = dict(re.findall(r"(\w+):\s+(\d+) kB", _text("/proc/meminfo")))
-    free, total = (int(sizes.get(name, 0)) / 2**20 for name in ("MemAvailable", "MemTotal"))
+    if not sizes:
+        return "unknown"
+    free, total = (int(sizes[name]) / 2**20 for name in ("MemAvailable", "MemTotal"))
     return f"{free:.1f} GiB available of {total:.1f} GiB"
 
 
