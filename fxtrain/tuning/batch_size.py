@@ -124,15 +124,15 @@ def predict_batch_size(
 
     Example:
         >>> import fxtrain as fx, torch
-        >>> rows = torch.ones(8000, 100)
+        >>> rows = torch.ones(8000, 1000)
         >>> def train(ctx, size, plan):
-        ...     net = torch.nn.Linear(100, 1)
+        ...     net = torch.nn.Linear(1000, 1)
         ...     model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
         ...     loader = torch.utils.data.DataLoader(rows, batch_size=size)
         ...     fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
         ...     for batch in fx.shard(loader, ctx, plan):
         ...         fx.step(ctx, batch, fns)
-        >>> size, plan = fx.tuning.predict_batch_size(train, 64, world=8, device_memory="100kB")
+        >>> size, plan = fx.tuning.predict_batch_size(train, 64, world=8, device_memory="200kB")
         >>> size, plan.accumulate
         (16, 4)
     """

@@ -62,12 +62,12 @@ def _export_spread(ctx, mesh_shape, folder, limit, sharded, seed=0):
         mine.append(path.name)
         return real_write(path, *args)
 
-    real, whole_tensors._full_tensor = whole_tensors._full_tensor, watch
+    real, whole_tensors.full_values = whole_tensors.full_values, watch
     real_write, exporting._write_file = exporting._write_file, written
     try:
         files = export(parts, folder, limit, ctx=ctx, sharded=sharded)
     finally:
-        whole_tensors._full_tensor, exporting._write_file = real, real_write
+        whole_tensors.full_values, exporting._write_file = real, real_write
     return [file.name for file in files], most[0], whole, mine
 
 

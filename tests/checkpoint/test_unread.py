@@ -210,10 +210,11 @@ class Refused(Exception):
 
 @pytest.mark.parametrize("error", [Refused("403"), PermissionError(13, "no"), TimeoutError("slow")])
 @pytest.mark.parametrize("method", ["info", "ls", "cat_file"])
-def test_a_store_that_fails_is_not_an_empty_one(ctx, method, error, tmp_path, monkeypatch):
+def test_a_store_that_fails_is_not_an_empty_one(ctx, method, error, monkeypatch):
     import fsspec
 
-    url = f"memory://{tmp_path.name}"
+    name = f"{method}-{type(error).__name__}"  # all tests of a process share this file system
+    url = f"memory://{name}"
     _save(ctx, url, 1, 2)
     system = fsspec.filesystem("memory")
 
@@ -229,5 +230,5 @@ def test_a_store_that_fails_is_not_an_empty_one(ctx, method, error, tmp_path, mo
             _save(ctx, url, 3, keep_last=1)
     assert fx.checkpoint.verify(url).path == f"{url}/update-0000000002"
     _save(ctx, url, 3, keep_last=1)
-    names = [one.rpartition("/")[2] for one in system.ls(f"/{tmp_path.name}", detail=False)]
+    names = [one.rpartition("/")[2] for one in system.ls(f"/{name}", detail=False)]
     assert names == ["update-0000000003"]

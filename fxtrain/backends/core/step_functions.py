@@ -41,12 +41,13 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     while the others do something else.
     """
     precision, device = model.plan.precision, model.ctx.device.type
-    region: AbstractContextManager[Any] = nullcontext()
     if precision.compute != "fp32":
-        region = autocast(model)
+        with autocast(model):
+            out = model.engine(*args, **kwargs)
     elif torch.is_autocast_enabled(device):  # by the region of another model
-        region = torch.autocast(device, enabled=False)
-    with region:
+        with torch.autocast(device, enabled=False):
+            out = model.engine(*args, **kwargs)
+    else:  # a region that does nothing would take three calls in every step
         out = model.engine(*args, **kwargs)
     if model.plan.accumulate > 1:
         refuse_backward_of_others(out, model)
@@ -92,7 +93,9 @@ def no_sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # n
 
 def backward(loss: Tensor, model: Wrapped) -> None:
     """Run backward, of the scaled loss under fp16."""
-    scaled(loss, model).backward()
+    if model.scaler is not None:
+        loss = scaled(loss, model)
+    loss.backward()
 
 
 def scaled(loss: Tensor, model: Wrapped) -> Tensor:
