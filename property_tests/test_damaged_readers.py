@@ -86,7 +86,7 @@ def _link(path, target="/dev/zero"):
 
 def _socket(path):
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
+        listening.bind(os.path.relpath(path))  # whose whole path may be too long
 
 
 def _sparse(path):
