@@ -108,10 +108,10 @@ def test_a_trial_that_answers_no_does_not_fit():
 
 
 def _predicted(memory, train=None, **how):
-    rows = torch.ones(4000, 100)
+    rows = torch.ones(4000, 1000)
 
     def default(ctx, size, plan):
-        net = torch.nn.Linear(100, 1)
+        net = torch.nn.Linear(1000, 1)
         model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
         fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
         for batch in fx.shard(DataLoader(rows, batch_size=size), ctx, plan):
@@ -122,9 +122,9 @@ def _predicted(memory, train=None, **how):
 
 @pytest.mark.slow
 def test_dry_runs_predict_what_fits():
-    sizes = [_predicted(memory)[0] for memory in ("50kB", "60kB", "1GB")]
+    sizes = [_predicted(memory)[0] for memory in ("100kB", "200kB", "1GB")]
     assert sizes == [8, 16, 64]
-    size, plan = _predicted("60kB", plan=fx.Plan(accumulate=2))
+    size, plan = _predicted("200kB", plan=fx.Plan(accumulate=2))
     assert size * plan.accumulate == 128 and size < 64
 
 
