@@ -17,7 +17,8 @@ def main(folder: Path) -> None:
     process, call = pickle.loads((folder / "call").read_bytes())
     spawn.prepare(process)
     multiprocessing.current_process().name = f"rank {os.environ['RANK']}"
-    from fxtrain.launchers.function.pickling import UNPICKLABLE, pack  # sys.path is right now
+    from fxtrain._reading import write_file  # sys.path is right now
+    from fxtrain.launchers.function.pickling import UNPICKLABLE, pack
 
     fn, args = pickle.loads(call)
     try:
@@ -30,9 +31,7 @@ def main(folder: Path) -> None:
         data = pack(value, interactive=True)
     except UNPICKLABLE as error:
         raise TypeError(f"the return value cannot be sent back: {error}") from error
-    result = folder / os.environ["LOCAL_RANK"]
-    result.with_suffix(".new").write_bytes(data)
-    result.with_suffix(".new").rename(result)
+    write_file(folder / os.environ["LOCAL_RANK"], data)
 
 
 if __name__ == "__main__":
