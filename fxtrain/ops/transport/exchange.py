@@ -20,7 +20,6 @@ import attrs
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fxtrain.errors import CollectiveError
 from fxtrain.ops.transport.mismatches import (
@@ -55,7 +54,7 @@ class Exchange:
         digest: Of the call.
         payload: This rank's, uint8, 1-D, on the CPU.
         site: Where the call is made; None to find it when it is needed.
-        packets: Every rank's packet, uint8, (ranks, bytes).
+        packets: Every rank's packet, one after the other.
         works: The all-gather of packets, and that of payloads if one does not fit in a packet.
         rows: Every rank's payload, uint8, (ranks, the longest).
     """
@@ -64,7 +63,7 @@ class Exchange:
     digest: bytes
     payload: Tensor
     site: CallSite | None
-    packets: Tensor
+    packets: bytearray
     works: list[dist.Work] = attrs.field(factory=list)
     rows: Tensor | None = None
 
@@ -144,7 +143,8 @@ def exchange_rows(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor
         return payload.repeat(ctx.world_size, 1), sizes
     if exchange.rows is not None:
         return exchange.rows, sizes
-    return exchange.packets[:, HEADER : HEADER + max(sizes)], sizes
+    packets = torch.frombuffer(exchange.packets, dtype=torch.uint8).view(ctx.world_size, -1)
+    return packets[:, HEADER : HEADER + max(sizes)], sizes
 
 
 def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
@@ -249,14 +249,15 @@ def _start(
     pace = ctx.comm.state.slots.get(Pace)
     micros = 0 if pace is None else pace.micros
     header = digest + size.to_bytes(8, "little") + micros.to_bytes(8, "little")
-    with _disable_current_modes():  # its values are read, also in a dry run
-        packet = torch.frombuffer(bytearray(header).ljust(HEADER + room), dtype=torch.uint8)
-        packets = packet.repeat(ctx.world_size, 1)
+    mine = bytearray(header).ljust(HEADER + room)
+    packets = mine * ctx.world_size
+    packet = torch.frombuffer(mine, dtype=torch.uint8)
     if 0 < size <= room:
         packet[HEADER : HEADER + size] = payload
     exchange = state.in_flight = Exchange(call, digest, payload, site, packets)
     with rank_loss_guard(ctx, call, site):
-        exchange.works.append(_all_gather(ctx, packets, packet))
+        arrived = torch.frombuffer(packets, dtype=torch.uint8)
+        exchange.works.append(_all_gather(ctx, arrived, packet))
     return exchange
 
 
@@ -275,7 +276,8 @@ def _complete(ctx: DistContext, exchange: Exchange) -> list[int]:
         _TORCH._profiler._RecordFunctionFast("fxtrain::exchange"),
     ):
         exchange.works[0].wait(_remaining(until))
-        headers = _headers(exchange.packets)
+        packets, length = exchange.packets, len(exchange.packets) // ctx.world_size
+        headers = [packets[at : at + HEADER] for at in range(0, len(packets), length)]
         sizes = [int.from_bytes(header[16:24], "little") for header in headers]
         differ = ctx.comm.checks and any([header[:16] != exchange.digest for header in headers])
         if not differ and max(sizes) > capacity(len(sizes)):
@@ -296,11 +298,6 @@ def _complete(ctx: DistContext, exchange: Exchange) -> list[int]:
         cut = text.encode()[: capacity(len(sizes)) - 1].decode(errors="ignore")
         raise mismatch_error(ctx, exchange_texts(ctx, _DESCRIBE, cut))
     return sizes
-
-
-def _headers(packets: Tensor) -> list[bytes]:
-    with _disable_current_modes():
-        return [bytes(header) for header in packets[:, :HEADER].tolist()]
 
 
 def _remaining(until: float) -> timedelta:
