@@ -234,8 +234,7 @@ class PP:
 
     Attributes:
         schedule: Order of the forward and backward passes of micro-batches: gpipe, 1f1b, with
-            one stage per rank; looped_bfs, interleaved_1f1b, interleaved_zero_bubble, with several
-            in a loop over the ranks; zbv_zero_bubble and dualpipe_v, with two, there and back.
+            one stage per rank; looped_bfs, interleaved_1f1b, with several in a loop over the ranks.
         microbatches: Micro-batches into which each rank's batch is split; None is one per stage.
         split: Names of the modules with which the second and later stages begin, in the order
             in which they run. Empty splits at the model's blocks, into stages with similar
@@ -250,15 +249,7 @@ class PP:
     """
 
     kind: Literal["pp"] = attrs.field(default="pp", init=False)
-    schedule: Literal[
-        "gpipe",
-        "1f1b",
-        "looped_bfs",
-        "interleaved_1f1b",
-        "interleaved_zero_bubble",
-        "zbv_zero_bubble",
-        "dualpipe_v",
-    ] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"] = "1f1b"
     microbatches: int | None = attrs.field(default=None, validator=at_least(1))
     split: tuple[str, ...] = ()
     stages_per_rank: int | None = attrs.field(default=None, validator=at_least(1))

@@ -72,7 +72,7 @@ def _in_stages(ctx, trained, schedule, split):
 
 @PIPELINES
 @pytest.mark.parametrize(
-    ("schedule", "split"), [("1f1b", ("3",)), ("interleaved_zero_bubble", ("3", "4", "6"))]
+    ("schedule", "split"), [("1f1b", ("3",)), ("interleaved_1f1b", ("3", "4", "6"))]
 )
 def test_a_weight_that_stages_share_is_frozen_for_a_while(pair, clusters, schedule, split):
     (truth,) = clusters[1].run(_in_stages, (False, True, False), schedule, split)

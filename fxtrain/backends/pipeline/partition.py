@@ -1,58 +1,38 @@
 """Which stage of a pipeline owns which parameters. Pure: changes nothing, needs no ranks."""
 
-import difflib
 import fnmatch
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import attrs
 import torch
 from torch import nn
 
+from fxtrain.backends.core.module_changes import unknown_patterns
 from fxtrain.models.block_names import block_names
 from fxtrain.state import PP, Plan
 
 
-@attrs.frozen
-class ScheduleKind:
+class ScheduleKind(NamedTuple):
     """One of torch's schedules.
 
     Attributes:
         name: Name of torch's class.
-        stages: Minimum and maximum stages per rank; None for any.
+        several: Whether a rank runs two or more stages, in a loop over the ranks, or one.
         parts: Required micro-batches: any, one per stage, or rounds of equally many.
-        v_shaped: Whether stages are placed over the ranks and back, instead of in a loop.
-        splits: Whether it runs the backward of inputs and of weights separately.
     """
 
     name: str
-    stages: tuple[int, int | None] = (2, None)
+    several: bool = False
     parts: str = "any"
-    v_shaped: bool = False
-    splits: bool = False
 
 
-_V_SCHEDULES: Mapping[str, Any] = {"stages": (2, 2), "v_shaped": True, "splits": True}
 SCHEDULES: Mapping[str, ScheduleKind] = {
-    "gpipe": ScheduleKind("ScheduleGPipe", (1, 1)),
-    "1f1b": ScheduleKind("Schedule1F1B", (1, 1), "stages"),
-    "looped_bfs": ScheduleKind("ScheduleLoopedBFS"),
-    "interleaved_1f1b": ScheduleKind("ScheduleInterleaved1F1B", parts="rounds"),
-    "interleaved_zero_bubble": ScheduleKind(
-        "ScheduleInterleavedZeroBubble", parts="rounds", splits=True
-    ),
-    "zbv_zero_bubble": ScheduleKind("ScheduleZBVZeroBubble", **_V_SCHEDULES),
-    "dualpipe_v": ScheduleKind("ScheduleDualPipeV", parts="stages", **_V_SCHEDULES),
-}
-
-
-# Schedules for any number of micro-batches that place stages as another one does.
-_ANY: Mapping[str, str] = {
-    "1f1b": "gpipe",
-    "interleaved_1f1b": "looped_bfs",
-    "interleaved_zero_bubble": "looped_bfs",
-    "dualpipe_v": "zbv_zero_bubble",
+    "gpipe": ScheduleKind("ScheduleGPipe"),
+    "1f1b": ScheduleKind("Schedule1F1B", parts="stages"),
+    "looped_bfs": ScheduleKind("ScheduleLoopedBFS", several=True),
+    "interleaved_1f1b": ScheduleKind("ScheduleInterleaved1F1B", several=True, parts="rounds"),
 }
 
 
@@ -86,12 +66,9 @@ def partition_of(module: nn.Module, config: PP, ranks: int) -> Partition:
     """The partition over some ranks of a module that has no problems."""
     count = ranks * _per_rank(config)
     starts = config.split or _balanced_starts(module, count)
-    order = list(range(ranks))
-    if SCHEDULES[config.schedule].v_shaped:
-        order += order[::-1]
     return Partition(
         starts=starts,
-        ranks=tuple(order[stage % len(order)] for stage in range(count)),
+        ranks=tuple(stage % ranks for stage in range(count)),
         parts=config.microbatches or count,
         stages=_stages(module, config, starts),
     )
@@ -114,8 +91,10 @@ def parts_for(plan: Plan, partition: Partition, sizes: Sequence[int]) -> int:
 
 def fitting_kind(config: PP, ranks: int, parts: int) -> ScheduleKind:
     """The plan's schedule, or a simpler one if it does not support so few micro-batches."""
-    asked = attrs.evolve(config, microbatches=parts)
-    return SCHEDULES[_ANY[config.schedule] if _part_problems(asked, ranks) else config.schedule]
+    kind = SCHEDULES[config.schedule]
+    if _unfit(config, ranks, parts):
+        return SCHEDULES["looped_bfs" if kind.several else "gpipe"]
+    return kind
 
 
 def pipeline_problems(module: nn.Module, plan: Plan, ranks: int) -> list[str]:
@@ -128,22 +107,20 @@ def pipeline_problems(module: nn.Module, plan: Plan, ranks: int) -> list[str]:
             f"tensors with stages that expect floating-point ones. Install torch 2.13, or use "
             f"FSDP()."
         )
-    problems += _part_problems(config, ranks)
-    problems += _split_problems(module, config)
+    parts = config.microbatches or ranks * _per_rank(config)
+    if needed := _unfit(config, ranks, parts):
+        problems.append(
+            f"PP(schedule={config.schedule!r}, microbatches={parts}): this schedule needs {needed}."
+        )
+    modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    problems += unknown_patterns(config.split, modules, field="PP(split=...)", what="module")
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    for pattern in config.shared:
-        if not fnmatch.filter(names, pattern):
-            close = difflib.get_close_matches(pattern, names, n=3) or names[:5]
-            problems.append(
-                f"PP(shared=...): no parameter matches {pattern!r}. "
-                f"Did you mean {', '.join(close)}?"
-            )
+    problems += unknown_patterns(config.shared, names, field="PP(shared=...)")
     if not config.split:
         problems += _too_few_blocks(module, ranks * _per_rank(config))
     if problems:
         return problems
-    partition = partition_of(module, config, ranks)
-    return _inside_problems(module, plan, partition.starts) + _idle_problems(module, partition)
+    return _inside_problems(module, plan, partition_of(module, config, ranks).starts)
 
 
 def schedules_fit() -> bool:
@@ -155,73 +132,34 @@ def schedules_fit() -> bool:
 
 
 def _per_rank(config: PP) -> int:
-    return config.stages_per_rank or SCHEDULES[config.schedule].stages[0]
+    return config.stages_per_rank or 1 + SCHEDULES[config.schedule].several
 
 
 def _count_problems(config: PP, ranks: int) -> list[str]:
-    fewest, most = SCHEDULES[config.schedule].stages
-    each = _per_rank(config)
-    if each < fewest or (most is not None and each > most):
-        words = f"exactly {fewest}" if most == fewest else f"at least {fewest}"
+    each, several = _per_rank(config), SCHEDULES[config.schedule].several
+    if (each > 1) is not several:
         return [
             f"PP(schedule={config.schedule!r}, stages_per_rank={each}): this schedule needs "
-            f"{words} per rank. Omit stages_per_rank, or choose another schedule."
+            f"{'at least two' if several else 'one'} per rank."
         ]
-    stages = len(config.split) + 1
-    if config.split and stages != ranks * each:
+    if config.split and len(config.split) + 1 != ranks * each:
         return [
-            f"PP(split=...) names {len(config.split)} modules, which makes {stages} stages, but "
-            f"{ranks} pipeline ranks with {each} each run {ranks * each}. Name "
-            f"{ranks * each - 1}, or none to split automatically."
+            f"PP(split=...) names {len(config.split)} modules, but {ranks} pipeline ranks with "
+            f"{each} each run {ranks * each} stages. Name {ranks * each - 1}, or none to split "
+            f"automatically."
         ]
     return []
 
 
-def _part_problems(config: PP, ranks: int) -> list[str]:
+def _unfit(config: PP, ranks: int, parts: int) -> str:
+    """The number of micro-batches that the schedule needs; empty if so many are right."""
     needs, count = SCHEDULES[config.schedule].parts, ranks * _per_rank(config)
-    parts = config.microbatches or count
-    told = f"PP(schedule={config.schedule!r}, microbatches={parts})"
     if needs == "stages" and parts < count:
-        return [
-            f"{told}: this schedule needs at least one micro-batch per stage, and there are "
-            f"{count}. Use microbatches={count} or more, or another schedule such as 'gpipe'."
-        ]
+        return f"at least one micro-batch per stage, and there are {count}"
     rounds = max(1, parts // ranks)
     if needs == "rounds" and parts % rounds:
-        return [
-            f"{told}: this schedule runs micro-batches in {rounds} rounds, so their number must be "
-            f"a multiple of that. Use a multiple of the {ranks} pipeline ranks, such as "
-            f"{rounds * ranks}."
-        ]
-    return []
-
-
-def _split_problems(module: nn.Module, config: PP) -> list[str]:
-    parts = dict(module.named_modules(remove_duplicate=False))
-    known = [name for name in parts if name]
-    problems: list[str] = []
-    for name in config.split:
-        if name not in parts or not name:
-            close = difflib.get_close_matches(name, known, n=3) or known[:5]
-            problems.append(
-                f"PP(split=...): {type(module).__name__} has no module {name!r}. "
-                f"Did you mean {', '.join(close)}?"
-            )
-        elif isinstance(parts[name], nn.ModuleList | nn.ModuleDict):
-            problems.append(
-                f"PP(split=...): {name} is a {type(parts[name]).__name__}, which is never called. "
-                f"Name a module in it, such as {name}.{next(iter(parts[name]._modules), 0)}."
-            )
-    if problems:
-        return problems
-    places = [known.index(name) for name in config.split]
-    nested = [a for a in config.split for b in config.split if a.startswith(f"{b}.")]
-    if places != sorted(set(places)) or nested:
-        problems.append(
-            f"PP(split={config.split}): stages are consecutive, so name modules in the order of "
-            f"their definition, each once and none inside another."
-        )
-    return problems
+        return f"a multiple of its {rounds} rounds, such as {rounds * ranks}"
+    return ""
 
 
 def _too_few_blocks(module: nn.Module, count: int) -> list[str]:
@@ -246,25 +184,6 @@ def _inside_problems(module: nn.Module, plan: Plan, starts: tuple[str, ...]) -> 
         for name, part in module.named_modules()
         if start.startswith(f"{name}.") and type(part).__name__ in whole
     ]
-
-
-def _idle_problems(module: nn.Module, partition: Partition) -> list[str]:
-    """Ranks that would have no parameter, or none to train while others do."""
-    named = list(module.named_parameters(remove_duplicate=False))
-    if not any(parameter.requires_grad for _, parameter in named):
-        return []
-    busy = {rank for name, p in named if p.requires_grad for rank in partition.holders(name)}
-    idle = sorted(set(partition.ranks) - busy)
-    return [
-        f"PP: the stage that begins with {_beginning(partition, rank)}, on pipeline rank {rank}, "
-        f"has no parameter to train. Split elsewhere with PP(split=(...))."
-        for rank in idle
-    ]
-
-
-def _beginning(partition: Partition, rank: int) -> str:
-    stage = partition.on(rank)[0]
-    return partition.starts[stage - 1] if stage else "the model's first module"
 
 
 def _blocks(module: nn.Module) -> list[str]:

@@ -1,7 +1,5 @@
 """Stages of the model on the ranks of the pipeline axis, by torch.distributed.pipelining."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -14,12 +12,11 @@ from fxtrain.backends.core.optimizers import disable_foreach
 from fxtrain.backends.fsdp.strategy import sharding_problems, undone_together
 from fxtrain.backends.handle import make_handle, wrap_without_engine
 from fxtrain.backends.pipeline.execute import forward, run
-from fxtrain.backends.pipeline.partition import SCHEDULES, pipeline_problems
+from fxtrain.backends.pipeline.partition import pipeline_problems
 from fxtrain.backends.pipeline.stage_gradients import clip_norm
 from fxtrain.backends.pipeline.weights import load_state, pipeline_weights, state_of
 from fxtrain.backends.single import SINGLE
 from fxtrain.backends.tensor import region
-from fxtrain.errors import PlanError
 from fxtrain.state import PP, DistContext, Plan, Strategy, Wrapped, unsupported
 
 
@@ -73,13 +70,6 @@ def _stage_problems(ctx: DistContext, config: PP, module: nn.Module) -> list[str
     held = config.stages
     assert held is not None
     problems: list[str] = []
-    apart = SCHEDULES[config.schedule].splits and ctx.axis("data").world_size > 1
-    if apart and held.mode == "full":
-        problems.append(
-            f"PP(schedule={config.schedule!r}) runs the backward of weights separately, and torch "
-            f"looks for the weights of a stage before it gathers those freed after forward. Use "
-            f"stages=FSDP(mode='grads_and_optimizer', ...), or 'interleaved_1f1b'."
-        )
     if held.tensor is not None and held.tensor.sequence:
         problems += [
             f"PP splits before {start}, inside {name}, but TP(sequence=True) splits sequences "
@@ -92,17 +82,11 @@ def _stage_problems(ctx: DistContext, config: PP, module: nn.Module) -> list[str
 
 
 def _plan_problems(plan: Plan) -> list[str]:
-    config: PP = plan.strategy
     problems: list[str] = []
     if plan.compile is not None and not plan.compile.blocks:
         problems.append(
             "PP aborts the forward of the whole model in the middle, which torch.compile cannot "
             "trace. Compile blocks: fx.Compile(blocks=('Block',))."
-        )
-    elif plan.compile is not None and SCHEDULES[config.schedule].splits:
-        problems.append(
-            f"PP(schedule={config.schedule!r}) runs the backward of inputs and weights separately, "
-            f"which compiled blocks do not support. Use '1f1b', or remove compile."
         )
     return problems
 
@@ -125,10 +109,9 @@ def _wrap(
     copies = data.comm.group if plan.strategy.stages is None and data.world_size > 1 else None
 
     def make() -> Wrapped:
-        with _empty_lists_explained():
-            return make_handle(
-                strategy, module, ctx, plan, optimizer, scheduler, undo=undo, replicas=copies
-            )
+        return make_handle(
+            strategy, module, ctx, plan, optimizer, scheduler, undo=undo, replicas=copies
+        )
 
     model = undone_together(make, undo, ctx)
     for each in model.optimizers:
@@ -136,31 +119,10 @@ def _wrap(
     return attrs.evolve(model, engine=engine)
 
 
-@contextmanager
-def _empty_lists_explained() -> Iterator[None]:
-    """Around a factory: what to write where a stage has no parameter for one of its optimizers."""
-    try:
-        yield
-    except ValueError as error:
-        if "empty parameter list" not in str(error):
-            raise
-        raise PlanError(
-            "wrap(optimizer=...): the stages of this rank have none of the parameters of one of "
-            "the optimizers, and torch refuses an empty list. Pass them as a group, which may be "
-            'empty: torch.optim.AdamW([{"params": others}], lr=3e-4).'
-        ) from error
-
-
 def _backward(loss: Tensor, model: Wrapped) -> None:
     if model.engine is not model.module:
         unsupported("a separate backward; train with fx.step", by="PP")()
     step_functions.backward(loss, model)
-
-
-def _generate(model: Wrapped, method: Any, args: Any, kwargs: Any) -> Any:
-    from fxtrain.backends.pipeline.generation import generate
-
-    return generate(model, method, args, kwargs)
 
 
 PIPELINE_STRATEGY: Strategy = attrs.evolve(
@@ -174,7 +136,6 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     check=_check,
     wrap=_wrap,
     forward=forward,
-    generate=_generate,
     backward=_backward,
     run=run,
     clip_norm=clip_norm,
