@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fxtrain.errors import FxError as FxError
     from fxtrain.errors import PlanError as PlanError
     from fxtrain.launchers import given_plan as given_plan
-    from fxtrain.launchers.function.launching import launch as launch
+    from fxtrain.launchers.function import launch as launch
     from fxtrain.loop import EMA as EMA
     from fxtrain.loop import EarlyStopping as EarlyStopping
     from fxtrain.loop import Mean as Mean
@@ -109,7 +109,7 @@ _HOMES = {
     "fxtrain.checkpoint": "latest restore save",
     "fxtrain.data": "Sharded batch shard tokens",
     "fxtrain.launchers": "given_plan",
-    "fxtrain.launchers.function.launching": "launch",
+    "fxtrain.launchers.function": "launch",
     "fxtrain.loop": "EMA EarlyStopping Mean StepFns ema evaluate fit release step update",
     "fxtrain.models": "export load_model",
     "fxtrain.ops": "close detect",

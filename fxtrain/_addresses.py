@@ -187,6 +187,24 @@ def is_loopback(address: str) -> bool:
         return name == "localhost"
 
 
+def is_local(address: str) -> bool:
+    """Whether an address is one of this machine's."""
+    try:
+        addresses = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, place) for family, _, _, _, place in addresses)
+
+
+def _can_bind(family: int, place: tuple[object, ...]) -> bool:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind(place)
+        except OSError:
+            return False
+    return True
+
+
 def free_port() -> int:
     """A TCP port on loopback that is not in use."""
     with socket.socket() as probe:

@@ -25,7 +25,7 @@ from fxtrain.launchers import (
     prepare,
     show,
 )
-from fxtrain.launchers.machine import cores_of_ranks, read_cores, write_cores
+from fxtrain.launchers.machine import cores_of_ranks
 
 HERE = Machine(python="/opt/my python/bin/python", cores=range(6), port=4711, folder="/my run")
 
@@ -206,11 +206,6 @@ def test_every_field_has_a_flag():
     fields = {field.name for field in attrs.fields(LaunchSpec)} - without
     assert fields == {flag.field for flag in FLAGS}
     assert len({flag.flag for flag in FLAGS}) == len(FLAGS)
-
-
-@given(st.sets(st.integers(0, 300)).map(sorted).map(tuple))
-def test_cores_in_the_kernels_form_read_back(cores):
-    assert read_cores(write_cores(cores)) == cores
 
 
 @given(ranks=st.integers(1, 20), sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4))

@@ -4,7 +4,7 @@ from fxtrain.launchers.built_in.deepspeed import DeepSpeedOptions
 from fxtrain.launchers.built_in.kubernetes import KubernetesOptions
 from fxtrain.launchers.built_in.mpi import MpiOptions
 from fxtrain.launchers.built_in.ray import RayOptions
-from fxtrain.launchers.built_in.sagemaker.launcher import SageMakerOptions
+from fxtrain.launchers.built_in.sagemaker import SageMakerOptions
 from fxtrain.launchers.built_in.slurm import SlurmOptions
 from fxtrain.launchers.built_in.tpu import TpuPodOptions
 from fxtrain.launchers.flags import FLAGS, Flag, flag_words
@@ -19,8 +19,14 @@ from fxtrain.launchers.spec import (
     options_from,
     show,
 )
-from fxtrain.launchers.table import LAUNCHERS, find_launcher, known_launchers, prepare, run
-from fxtrain.launchers.target import check_target
+from fxtrain.launchers.table import (
+    LAUNCHERS,
+    check_target,
+    find_launcher,
+    known_launchers,
+    prepare,
+    run,
+)
 
 __all__ = [
     "DeepSpeedOptions",

@@ -1,6 +1,6 @@
 """The program of a launched process: runs the user's script and records its error.
 
-Run as a file, `python child.py script|module|program [--cores=0-1/2-3] [--errors=FOLDER] --
+Run as a file, `python child.py script|module|program [--cores=0,1/2,3] [--errors=FOLDER] --
 TARGET ARGS...`, and with the standard library only, so that nothing is imported or changed before
 the user's script starts. An error is not printed here but written for the launcher, which shows the
 first one: eight ranks that fail together would otherwise interleave eight tracebacks.
@@ -126,14 +126,10 @@ def end_with_parent() -> None:
 
 
 def _pin_to_cores(shares: list[str]) -> None:
-    """Run on this rank's cores, given in the kernel's short form."""
-    bounds = [
-        [int(end) for end in part.split("-")]
-        for part in shares[int(os.environ.get("LOCAL_RANK", "0"))].split(",")
-    ]
-    cores = {core for bound in bounds for core in range(bound[0], bound[-1] + 1)}
+    """Run on this rank's cores."""
+    share = shares[int(os.environ.get("LOCAL_RANK", "0"))]
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
+        os.sched_setaffinity(0, map(int, share.split(",")))
 
 
 def _replace(target: str, args: list[str]) -> None:
@@ -237,7 +233,7 @@ def _rank() -> int:
 
 def _skip_own_frames(tb: TracebackType | None) -> TracebackType | None:
     """Start the traceback in the user's script, where it starts without a launcher."""
-    worker = os.path.join(os.path.dirname(__file__), "function", "worker.py")
+    worker = os.path.join(os.path.dirname(__file__), "function_worker.py")
     own = {__file__, worker, runpy.__file__, "<frozen runpy>"}
     while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename in own:
         tb = tb.tb_next

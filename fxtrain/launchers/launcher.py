@@ -1,12 +1,31 @@
-"""The launcher record: the functions by which one launcher starts ranks."""
+"""The launcher record, and how the command line of one is run, with signals forwarded to it."""
 
-from collections.abc import Callable
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import attrs
 
+from fxtrain.errors import LaunchError
+from fxtrain.launchers.child import end_with_parent
 from fxtrain.launchers.machine import Machine
-from fxtrain.launchers.outcome import LaunchResult
-from fxtrain.launchers.process import run_program
+from fxtrain.launchers.outcome import (
+    LaunchResult,
+    by_cause,
+    count_memory_kills,
+    read_reports,
+    tell_memory_kills,
+    to_failures,
+)
 from fxtrain.launchers.spec import Invocation, LaunchSpec
 
 # Fields of a spec that every launcher supports, ...
@@ -20,6 +39,50 @@ PER_NODE = (
     "connect_timeout_s", "monitor_interval_s", "shutdown_s", "role", "log_dir", "redirect", "tee",
     "show_ranks", "bind", "restarts",
 )  # fmt: skip
+# In a command line, a placeholder for the folder for errors of ranks, known only when it runs.
+ERRORS = "%ERRORS%"
+_POLL_INTERVAL_S = 0.2
+# Time for other ranks to report their errors after one has failed.
+_GRACE_S = 5.0
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# Signals by which a scheduler or a person notifies a program; they end nothing here.
+FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def run_program(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
+    """Write the files of an invocation, run its command line and wait for its end.
+
+    Signals are forwarded to the program, which passes them to its ranks.
+
+    Effects:
+        Writes files; starts a process. Call it in the main thread, where signals arrive.
+
+    Raises:
+        LaunchError: the program is not installed.
+    """
+    program = shutil.which(invocation.argv[0])
+    if program is None:
+        raise LaunchError(
+            f"The launcher {spec.launcher} runs {invocation.argv[0]!r}, which is not installed "
+            f"here or not on the PATH. Use --dry to show what it would do.",
+            code="FX702",
+        )
+    write_files(invocation)
+    kills = count_memory_kills()
+    with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
+        errors = _errors_in(spec.log_dir) if spec.log_dir else folder
+        argv = [word.replace(ERRORS, errors) for word in invocation.argv]
+        code, stopped = _wait(argv, {**os.environ, **invocation.env}, Path(errors))
+        # Ranks on other machines see this folder only where log_dir is shared.
+        reports = read_reports(sorted(Path(errors).glob("*.json")))
+    return LaunchResult(
+        ranks=spec.world_size,
+        failures=by_cause(to_failures({}, reports)) if code else (),
+        signal=stopped,
+        left=code,
+        launcher=invocation.argv[0],
+        memory=tell_memory_kills(kills),
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -49,3 +112,111 @@ class Launcher:
     uses: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
     here: bool = True
     needs: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
+
+
+def write_files(invocation: Invocation) -> None:
+    """Write the files of an invocation, for this user only: they may hold variables of the ranks.
+
+    A file that exists, and that others could read, becomes this user's only as well.
+    """
+    for name, text in invocation.files.items():
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(number, "w", encoding="utf-8") as file:
+            os.chmod(path, 0o600)
+            file.write(text)
+
+
+def _errors_in(folder: str) -> str:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return os.path.abspath(tempfile.mkdtemp(prefix="errors-", dir=folder))
+
+
+def _wait(argv: list[str], env: dict[str, str], errors: Path) -> tuple[int, int | None]:
+    """The exit code of a program, and the signal with which this process was ended.
+
+    If a rank has written an error and the program continues, the program is ended: MPICH's does
+    not end the other ranks.
+    """
+    told: list[int] = []
+    sys.stdout.flush()
+    process = subprocess.Popen(
+        argv,
+        env=env,
+        # Ctrl-C in a terminal is sent to every process there, so it need not be forwarded.
+        start_new_session=True,
+        preexec_fn=end_with_parent if sys.platform == "linux" else None,
+    )
+
+    def give(number: int) -> None:
+        told.append(number)
+        process.send_signal(number)
+
+    with forward_signals((*FORWARDED_SIGNALS, *_ENDING), give):
+        code = _ended(process, errors)
+    ended = [number for number in told if number in _ENDING]
+    return code, ended[0] if ended and code else None
+
+
+def _ended(process: "subprocess.Popen[bytes]", errors: Path) -> int:
+    failed_at: float | None = None
+    while True:
+        try:
+            return process.wait(_POLL_INTERVAL_S)
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+        if failed_at is None and any(errors.glob("*.json")):
+            failed_at = now
+        if failed_at is not None and now - failed_at > _GRACE_S:
+            process.terminate()
+            failed_at = now
+
+
+@contextmanager
+def forward_signals(numbers: tuple[int, ...], give: Callable[[int], None]) -> Iterator[None]:
+    """Forward signals while the block runs.
+
+    Args:
+        numbers: The signals.
+        give: Called with the number of each signal received, in the main thread.
+
+    Effects:
+        Replaces the handlers of these signals. Restores them afterwards, and those of signals that
+        end a launch, which torch's launcher replaces. Outside of the main thread, where signals do
+        not arrive, does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        give(number)
+
+    before = {number: signal.getsignal(number) for number in (*numbers, *_ENDING)}
+    for number in numbers:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None is a handler that was not set by Python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _children() -> list[int]:
+    """Processes that this one has started and that still run, where Linux shows them."""
+    paths = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for path in paths for pid in path.read_text().split()]
+
+
+def signal_children(number: int) -> None:
+    """Send a signal to every child.
+
+    A child that has just exited needs no signal.
+    """
+    for pid in _children():
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue

@@ -128,19 +128,14 @@ def cores_of_ranks(mode: str, ranks: int, machine: Machine) -> tuple[tuple[int, 
     return tuple(tuple(cores[a:b]) for a, b in itertools.pairwise(bounds))
 
 
-def write_cores(cores: tuple[int, ...]) -> str:
-    """Numbers of cores in the kernel's short form."""
-    runs: list[list[int]] = []
-    for core in cores:
-        if runs and core == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], core]
-        else:
-            runs.append([core])
-    return ",".join("-".join(map(str, run)) for run in runs)
-
-
 def read_cores(text: str) -> tuple[int, ...]:
-    """Numbers of cores from the kernel's short form."""
+    """Numbers of cores from the kernel's short form.
+
+    Example:
+        >>> from fxtrain.launchers.machine import read_cores
+        >>> read_cores("0-2,8")
+        (0, 1, 2, 8)
+    """
     bounds = [[int(end) for end in part.split("-")] for part in text.split(",") if part.strip()]
     return tuple(core for bound in bounds for core in range(bound[0], bound[-1] + 1))
 

@@ -40,7 +40,7 @@ def rank_command(
         spec: What to launch.
         python: The interpreter.
         errors: Folder for the errors of ranks whose launcher does not name a file.
-        cores: Cores of each local rank, between slashes.
+        cores: Cores of each local rank between slashes, such as 0,1/2,3.
     """
     how = "module" if spec.module else "program" if spec.executable else "script"
     given = [f"--errors={errors}"] if errors else []

@@ -1,12 +1,16 @@
 """From a spec's launcher to the functions that start it."""
 
+import importlib.util
 import os
+import shutil
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import attrs
 
-from fxtrain._addresses import Route, find_route, loopback_route
+from fxtrain._addresses import Route, find_route, is_local, loopback_route
 from fxtrain._optional import installed_rows
 from fxtrain._reading import open_file
 from fxtrain._record import closest
@@ -14,17 +18,15 @@ from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.deepspeed import DEEPSPEED
 from fxtrain.launchers.built_in.kubernetes import KUBERNETES
 from fxtrain.launchers.built_in.mpi import MPI
-from fxtrain.launchers.built_in.native.launcher import NATIVE
-from fxtrain.launchers.built_in.native.network import is_local
+from fxtrain.launchers.built_in.native.elastic import NATIVE
 from fxtrain.launchers.built_in.ray import RAY
-from fxtrain.launchers.built_in.sagemaker.launcher import SAGEMAKER
+from fxtrain.launchers.built_in.sagemaker import SAGEMAKER
 from fxtrain.launchers.built_in.slurm import SLURM
 from fxtrain.launchers.built_in.tpu import TPU, TPU_POD
 from fxtrain.launchers.launcher import COMMON, Launcher
 from fxtrain.launchers.machine import Machine, look
 from fxtrain.launchers.outcome import LaunchResult
 from fxtrain.launchers.spec import Invocation, LaunchSpec, options_from
-from fxtrain.launchers.target import check_target
 
 _BUILT_IN = (NATIVE, MPI, SLURM, DEEPSPEED, TPU, TPU_POD, RAY, KUBERNETES, SAGEMAKER)
 LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({row.name: row for row in _BUILT_IN})
@@ -82,8 +84,7 @@ def find_launcher(spec: LaunchSpec) -> Launcher:
             own = _OTHER.get(spec.launcher.lower())
             near = f" Use launcher={own!r}." if own else closest(spec.launcher, known)
             raise LaunchError(
-                f"No launcher {spec.launcher!r}.{near} Available: {', '.join(known)}. "
-                f"Choose one of them, or install the package that provides it."
+                f"No launcher {spec.launcher!r}.{near} Available: {', '.join(known)}."
             )
         row = known[spec.launcher]
     idle = [
@@ -136,7 +137,8 @@ def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
     """
     row, spec = find_launcher(spec), with_options(spec)
     if machine is None:
-        _check_hostfile(getattr(spec.options, "hostfile", ""))
+        if hostfile := getattr(spec.options, "hostfile", ""):
+            _check_hostfile(hostfile)
         machine = look(
             os.environ,
             mpi=spec.options.program if "mpi" in row.needs else "",
@@ -149,12 +151,9 @@ def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
 def _check_hostfile(path: str) -> None:
     """Refuse a hostfile that cannot be read, without which DeepSpeed's runner would start here."""
     try:
-        if path:
-            open_file(path).close()
+        open_file(path).close()
     except OSError as error:
-        raise LaunchError(
-            f"Cannot read the hostfile: {error}. It is a file with lines such as: worker-0 slots=8"
-        ) from error
+        raise LaunchError(f"Cannot read the hostfile: {error}.") from error
 
 
 def _route(spec: LaunchSpec, *, far: bool) -> Route | None:
@@ -163,16 +162,6 @@ def _route(spec: LaunchSpec, *, far: bool) -> Route | None:
     if not far or not spec.main_address:
         return None
     return find_route(spec.main_address, spec.port, local=spec.local_address)
-
-
-def _check_local(spec: LaunchSpec) -> None:
-    """Refuse an address of another machine, at which this one would wait in vain."""
-    if spec.local_address and not is_local(spec.local_address.strip("[]")):
-        raise LaunchError(
-            f"LaunchSpec(local_address={spec.local_address!r}): this machine has no such "
-            f"address. Set an address of this machine by which the other nodes reach it, or omit "
-            f"it to use the address of the route to the main address."
-        )
 
 
 def run(spec: LaunchSpec) -> LaunchResult:
@@ -192,5 +181,58 @@ def run(spec: LaunchSpec) -> LaunchResult:
     row = find_launcher(spec)
     if row.here:
         check_target(spec)
-        _check_local(spec)
+        if spec.local_address and not is_local(spec.local_address.strip("[]")):
+            raise LaunchError(
+                f"LaunchSpec(local_address={spec.local_address!r}): this machine has no such "
+                f"address. Set one by which the other nodes reach it, or omit it."
+            )
     return row.run(spec, prepare(spec))
+
+
+def check_target(spec: LaunchSpec) -> None:
+    """Check that the script or module of a spec exists.
+
+    Effects:
+        Reads the file system; parent packages of a dotted module are imported.
+
+    Raises:
+        LaunchError: it does not exist; the message has a similar name.
+    """
+    check = _executable_problem if spec.executable else _script_problem
+    if problem := (_module_problem if spec.module else check)(spec.target):
+        raise LaunchError(problem, code="FX702")
+
+
+def _script_problem(target: str) -> str:
+    path = Path(target)
+    if path.is_file() or (path / "__main__.py").is_file():
+        return ""
+    if path.is_dir():
+        return f"{path} is a folder without a __main__.py. Name a script in it."
+    near = closest(path.name, [script.name for script in path.parent.glob("*.py")])
+    return f"{path}: no such script. The current folder is {Path.cwd()}.{near}"
+
+
+def _executable_problem(target: str) -> str:
+    if shutil.which(target) is not None:
+        return ""
+    return (
+        f"{target}: no such program, neither as a path nor on the PATH, or it is not executable. "
+        f"Launch a Python script without --no-python."
+    )
+
+
+def _module_problem(name: str) -> str:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does, and as the ranks will
+    if name.endswith(".py") or "/" in name:
+        return f"-m {name}: this is a path, not a module. Omit -m, or write it with dots."
+    try:
+        if importlib.util.find_spec(name) is not None:
+            return ""
+    except ValueError:  # the module is loaded, and has no spec
+        return ""
+    except (Exception, SystemExit) as error:  # any error of code outside fxtrain
+        return f"-m {name}: importing its parent package failed: {type(error).__name__}: {error}"
+    return f"-m {name}: no such module on the path that starts in {here}."

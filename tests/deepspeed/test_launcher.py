@@ -22,21 +22,14 @@ kind = "deepspeed"
 def test_deepspeeds_runner_knows_the_options():
     from deepspeed.launcher import runner
 
-    options = DeepSpeedOptions(
-        hostfile="hosts", include="a:1", force_multi=True, ssh_port=22, runner_args=("-x", "y z")
-    )
+    options = DeepSpeedOptions(hostfile="hosts", include="a:1", runner_args=("-x", "y z"))
     spec = LaunchSpec(
         target="train.py", args=("--lr", "1"), main_address="a", module=True, options=options
     )
     args = runner.parse_args(deepspeed(spec, Machine()).argv[3:])
-    assert (args.hostfile, args.include, args.master_addr, args.ssh_port) == (
-        "hosts",
-        "a:1",
-        "a",
-        22,
-    )
+    assert (args.hostfile, args.include, args.master_addr) == ("hosts", "a:1", "a")
     assert (args.launcher_args, args.user_script) == ("-x 'y z'", "train.py")
-    assert args.force_multi and args.module and args.no_ssh_check and args.no_local_rank
+    assert args.module and args.no_ssh_check and args.no_local_rank
     assert args.user_args == ["--lr", "1"]
 
 

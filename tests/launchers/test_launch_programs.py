@@ -11,7 +11,7 @@ from fxtrain.launchers import (
     SlurmOptions,
     prepare,
 )
-from fxtrain.launchers.process import write_files
+from fxtrain.launchers.launcher import write_files
 from tests.launchers._specs import HERE, VALUE, spec_of
 
 

@@ -68,7 +68,7 @@ CASES = [
     Case(
         name="cores",
         spec=spec_of(cpu=True, ranks=4, bind="exclusive"),
-        words="--no-python python script --cores=0-1/2-3/4-5/6-7 -- train.py",
+        words="--no-python python script --cores=0,1/2,3/4,5/6,7 -- train.py",
         env={
             "OMP_NUM_THREADS": "2",
             "CUDA_VISIBLE_DEVICES": "",
@@ -78,9 +78,9 @@ CASES = [
     ),
     Case(
         name="openmpi",
-        spec=spec_of("mpi", ranks=2, options=MpiOptions(kind="openmpi", interface="eth0")),
+        spec=spec_of("mpi", ranks=2, options=MpiOptions(kind="openmpi", extra=["-v"])),
         words="mpirun -np 2 --oversubscribe --map-by ppr:2:node --bind-to none "
-        "btl_tcp_if_include eth0 -x OMP_NUM_THREADS -x MASTER_ADDR -x MASTER_PORT python",
+        "-x OMP_NUM_THREADS -x MASTER_ADDR -x MASTER_PORT -v python",
         env={"OMP_NUM_THREADS": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711"},
     ),
     Case(
@@ -130,10 +130,10 @@ CASES = [
         name="machines of a hostfile",
         spec=spec_of(
             "deepspeed", ranks=2, nodes=2, executable=True, cpu=True, main_port=1234,
-            options=DeepSpeedOptions(hostfile="hosts", ssh_port=2222, python="/env/python"),
+            options=DeepSpeedOptions(hostfile="hosts"),
         ),
-        words="/env/python -m deepspeed.launcher.runner --hostfile=hosts --num_nodes=2 "
-        "--num_gpus=2 --launcher=pdsh --ssh_port=2222 --master_port=1234 --no_local_rank "
+        words="python -m deepspeed.launcher.runner --hostfile=hosts --num_nodes=2 "
+        "--num_gpus=2 --launcher=pdsh --master_port=1234 --no_local_rank "
         "--no_python train.py",
         env={"DS_ENV_FILE": "fxtrain-launch/deepspeed.env"},
     ),

@@ -81,11 +81,11 @@ MISTAKES = [
     Mistake(fields={"launcher": "sagemaker"}, says="role and instance_type and image_uri"),
     Mistake(
         fields={"launcher": "sagemaker", "options": SAGEMAKER, "args": ["--fast"]},
-        says="--fast has no value",
+        says="each once. Change '--fast'",
     ),
     Mistake(
         fields={"launcher": "sagemaker", "options": SAGEMAKER, "args": ["in.json"]},
-        says="--name value only, found 'in.json'",
+        says="--name value only, each once. Change 'in.json'",
     ),
 ]
 

@@ -15,7 +15,7 @@ from fxtrain._addresses import (
 )
 from fxtrain.errors import ContextError
 from fxtrain.launchers import LaunchSpec, Machine
-from fxtrain.launchers.built_in.native.launcher import native
+from fxtrain.launchers.built_in.native.elastic import native
 
 FAR = Route(address="10.0.0.2", interface="eth3")
 NODE = LaunchSpec(target="t.py", nodes=2, node_rank=1, main_address="10.0.0.1")

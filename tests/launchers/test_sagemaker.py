@@ -1,15 +1,14 @@
 """What version 3 of SageMaker's SDK is called with, and version 2."""
 
-import json
+import importlib.machinery
+import runpy
 import sys
 import types
 
 import attrs
 import pytest
 
-import fxtrain as fx
 from fxtrain.launchers import prepare
-from fxtrain.launchers.built_in.sagemaker import submit
 from tests.launchers._specs import HERE, SAGEMAKER, spec_of
 
 # What sagemaker 3.27.0 takes, by class or function: fields of its models, and parameters. Without a
@@ -80,34 +79,36 @@ def recorded(monkeypatch):
     names = "SourceCode Compute InputData StoppingCondition OutputDataConfig CheckpointConfig"
     modules = {
         "sagemaker": {},
-        "sagemaker.train": {"ModelTrainer": found.callable("ModelTrainer", trainer)},
-        "sagemaker.train.configs": {
-            name: found.callable(name) for name in (*names.split(), "RetryStrategy")
+        "sagemaker.train": {
+            "ModelTrainer": found.callable("ModelTrainer", trainer),
+            "configs": types.SimpleNamespace(
+                **{name: found.callable(name) for name in (*names.split(), "RetryStrategy")}
+            ),
         },
         "sagemaker.train.distributed": {"Torchrun": found.callable("Torchrun")},
-        "sagemaker.core.image_uris": {"retrieve": found.callable("retrieve", "an image")},
+        "sagemaker.core": {
+            "image_uris": types.SimpleNamespace(retrieve=found.callable("retrieve", "an image"))
+        },
         "sagemaker.core.helper.session_helper": {"Session": lambda: session},
     }
     for name, values in modules.items():
         module = types.ModuleType(name)
-        module.__spec__ = types.SimpleNamespace(name=name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
     return found
 
 
-def _submit(tmp_path, monkeypatch, **fields):
+def _submit(tmp_path, **fields):
     (text,) = prepare(spec_of("sagemaker", **fields), HERE).files.values()
-    file = tmp_path / "job.json"
+    file = tmp_path / "job.py"
     file.write_text(text)
-    monkeypatch.setattr(sys, "argv", ["submit", str(file)])
-    submit.main()
+    runpy.run_path(str(file))
 
 
-def test_version_3_gets_a_trainer(recorded, tmp_path, monkeypatch):
+def test_a_job_is_a_trainer(recorded, tmp_path):
     _submit(
-        *(tmp_path, monkeypatch),
-        nodes=2, ranks=8, restarts=3, args=["--lr", "0.1"], env=["A=1"], options=BY_NAME,
+        tmp_path, nodes=2, ranks=8, restarts=3, args=["--lr", "0.1"], env=["A=1"], options=BY_NAME,
     )  # fmt: skip
     calls = dict(recorded.calls)
     trainer = calls["ModelTrainer"]
@@ -129,8 +130,8 @@ def test_version_3_gets_a_trainer(recorded, tmp_path, monkeypatch):
     assert recorded.calls[-1] == ("train", {"input_data_config": [channel], "wait": False})
 
 
-def test_version_3_finds_the_image_of_a_version(recorded, tmp_path, monkeypatch):
-    _submit(tmp_path, monkeypatch, options=SAGEMAKER)
+def test_the_image_of_a_version_is_found(recorded, tmp_path):
+    _submit(tmp_path, options=SAGEMAKER)
     calls = dict(recorded.calls)
     assert calls["ModelTrainer"]["training_image"] == "an image"
     assert calls["retrieve"] == {
@@ -147,26 +148,64 @@ def test_version_3_finds_the_image_of_a_version(recorded, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("machine", "local"), [("ml.p4d.24xlarge", "local_gpu"), ("ml.m5", "local")]
 )
-def test_a_container_on_this_machine(recorded, tmp_path, monkeypatch, machine, local):
+def test_a_container_on_this_machine(recorded, tmp_path, machine, local):
     options = attrs.evolve(BY_NAME, local=True, instance_type=machine)
-    _submit(tmp_path, monkeypatch, options=options)
+    _submit(tmp_path, options=options)
     calls = dict(recorded.calls)
     assert calls["ModelTrainer"]["training_mode"] == "LOCAL_CONTAINER"
     assert calls["Compute"]["instance_type"] == local
-    (text,) = prepare(spec_of("sagemaker", options=options), HERE).files.values()
-    assert json.loads(text)["estimator"]["instance_type"] == local
 
 
-def test_version_2_gets_an_estimator(tmp_path, monkeypatch):
+@pytest.fixture
+def recorded_2(monkeypatch):
+    """Version 2, as far as it is used."""
     calls = []
     estimator = types.SimpleNamespace(fit=lambda **given: calls.append(given))
-    pytorch = types.ModuleType("sagemaker.pytorch")
+    package, pytorch = types.ModuleType("sagemaker"), types.ModuleType("sagemaker.pytorch")
+    package.__path__ = []
+    package.__spec__ = importlib.machinery.ModuleSpec("sagemaker", None)
     pytorch.PyTorch = lambda **given: calls.append(given) or estimator
-    monkeypatch.setitem(sys.modules, "sagemaker", types.ModuleType("sagemaker"))
+    monkeypatch.setitem(sys.modules, "sagemaker", package)
     monkeypatch.setitem(sys.modules, "sagemaker.pytorch", pytorch)
-    monkeypatch.setattr(submit, "find_spec", lambda name: None)
-    _submit(tmp_path, monkeypatch, restarts=2, options=BY_NAME)
-    assert calls[0]["max_retry_attempts"] == 2 and calls[0]["checkpoint_s3_uri"] == "s3://b/c"
-    assert calls[1] == {"inputs": {"train": "s3://b/d"}, "wait": False}
-    with pytest.raises(fx.errors.LaunchError, match="one rank per accelerator"):
-        _submit(tmp_path, monkeypatch, ranks=8, options=BY_NAME)
+    return calls
+
+
+def test_version_2_gets_an_estimator(recorded_2, tmp_path):
+    args = ["--lr", "0.1", "--name=a b"]
+    _submit(tmp_path, nodes=2, args=args, env=["A=1"], options=SAGEMAKER)
+    arguments = {
+        "entry_point": "train.py",
+        "source_dir": ".",
+        "role": "me",
+        "instance_type": "ml.p4d.24xlarge",
+        "instance_count": 2,
+        "framework_version": "2.5",
+        "py_version": "py311",
+        "max_run": 60,
+        "max_wait": 60,
+        "use_spot_instances": True,
+        "distribution": {"torch_distributed": {"enabled": True}},
+        "hyperparameters": {"lr": "0.1", "name": "a b"},
+        "environment": {"A": "1"},
+    }
+    assert recorded_2 == [arguments, {"inputs": {"train": "s3://b/d"}, "wait": False}]
+
+
+def test_settings_of_version_2(recorded_2, tmp_path):
+    _submit(tmp_path, restarts=2, options=attrs.evolve(BY_NAME, local=True))
+    arguments = recorded_2[0]
+    assert arguments["max_retry_attempts"] == 2 and arguments["checkpoint_s3_uri"] == "s3://b/c"
+    assert arguments["instance_type"] == "local_gpu" and arguments["image_uri"] == "i"
+    with pytest.raises(SystemExit, match="one rank per accelerator"):
+        _submit(tmp_path, ranks=8, options=BY_NAME)
+
+
+def test_version_2_knows_these_arguments(recorded_2, tmp_path):
+    _submit(tmp_path, restarts=2, options=attrs.evolve(BY_NAME, framework_version="2.5"))
+    used = set(recorded_2[0])
+    sys.modules.pop("sagemaker"), sys.modules.pop("sagemaker.pytorch")
+    estimator = pytest.importorskip("sagemaker.estimator", reason="sagemaker is not installed")
+    kinds = (estimator.Framework, estimator.EstimatorBase)
+    known = {name for kind in kinds for name in kind.__init__.__code__.co_varnames}
+    own = {"framework_version", "py_version", "distribution"}  # of sagemaker.pytorch.PyTorch
+    assert used - own <= known

@@ -107,13 +107,11 @@ def test_node_0_on_a_machine_without_the_main_address_is_told(lab):
     words = ("--node-rank=0", "--nodes=2", "--main-address=n0", SCRIPTS / "meet.py")
     program = lab.nodes[1].start(*LAUNCH, *words)
     assert program.finish(20) == 2
-    assert (
-        "Node 0 of 2 serves the main address n0:29500, which is none of this machine and does not "
-        "lead to it (the connection failed: connection refused). Start node 0 on the machine that"
-    ) in program.text
+    told = "The main address n0 is none of this machine: start node 0 on the machine that has it"
+    assert told in program.text
     function = lab.nodes[1].start(SCRIPTS / "function.py", 0, "n0")
     assert function.finish(40) == 1
-    assert "Node 0 of 2 serves the main address n0:29500, which is none of" in function.text
+    assert told in function.text
 
 
 @pytest.mark.slow

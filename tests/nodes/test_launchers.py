@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.nodes, pytest.mark.timeout(200)]
 SLOW = pytest.mark.slow
 MEET = SCRIPTS / "meet.py"
 LAUNCH = ("-m", "fxtrain.cli", "launch", "--cpu")
+MPI_NETWORK = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include")
 
 
 @pytest.fixture
@@ -39,9 +40,9 @@ def test_open_mpi_starts_ranks_on_both_machines(lab, shells):
     _met(
         lab.nodes[0].start(
             *(*LAUNCH, "--launcher=mpi", "--nodes=2", "--ranks=1", "--main-address=n0"),
-            *(word for option in (*options, "interface=eth0") for word in ("-o", option)),
+            *(word for option in options for word in ("-o", option)),
             *("--env", "PYTHONPATH", MEET),
-            env=shells,
+            env={**shells, **dict.fromkeys(MPI_NETWORK, "eth0")},
         )
     )
 

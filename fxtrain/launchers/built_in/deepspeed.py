@@ -5,14 +5,11 @@ import json
 import shlex
 from typing import Literal
 
-import attrs
-
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.launcher import RENDEZVOUS_FIELDS, Launcher
+from fxtrain.launchers.launcher import ERRORS, RENDEZVOUS_FIELDS, Launcher
 from fxtrain.launchers.machine import Machine
-from fxtrain.launchers.process import ERRORS
 from fxtrain.launchers.program import rank_command, remote_environment, shared_environment
-from fxtrain.launchers.spec import Invocation, LaunchSpec, count, launch_record
+from fxtrain.launchers.spec import Invocation, LaunchSpec, launch_record
 
 _PORT = 29_500  # DeepSpeed's default as well
 # The file from which DeepSpeed's runner reads variables for the ranks.
@@ -29,9 +26,6 @@ class DeepSpeedOptions:
         exclude: All but these.
         runner: How to start ranks on several machines.
         runner_args: Further arguments for it, one each.
-        force_multi: Use the runner even for a single machine, which may be a remote one.
-        ssh_port: Port of ssh.
-        python: The interpreter of the runner, and with pdsh of the ranks; by default this one.
     """
 
     hostfile: str = ""
@@ -39,9 +33,6 @@ class DeepSpeedOptions:
     exclude: str = ""
     runner: Literal["pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm"] = "pdsh"
     runner_args: tuple[str, ...] = ()
-    force_multi: bool = False
-    ssh_port: int | None = attrs.field(default=None, validator=count(1))
-    python: str = ""
 
 
 def deepspeed(spec: LaunchSpec, machine: Machine) -> Invocation:
@@ -106,19 +97,17 @@ def _by_runner(spec: LaunchSpec, machine: Machine) -> Invocation:
         "num_gpus": spec.ranks if spec.ranks > 1 else "",
         "launcher": options.runner,
         "launcher_args": shlex.join(options.runner_args),
-        "ssh_port": options.ssh_port or "",
         "master_addr": spec.main_address,
         "master_port": port,
     }
     flags = {
         "no_local_rank": True,
         "no_ssh_check": bool(spec.main_address),
-        "force_multi": options.force_multi,
         "module": spec.module,
         "no_python": spec.executable,
     }
     argv = (
-        *(options.python or machine.python, "-m", "deepspeed.launcher.runner"),
+        *(machine.python, "-m", "deepspeed.launcher.runner"),
         *(f"--{name}={value}" for name, value in arguments.items() if value != ""),
         *(f"--{name}" for name, said in flags.items() if said),
         *(spec.target, *spec.args),

@@ -1,9 +1,9 @@
-"""Kubernetes: a JobSet or a PyTorchJob whose pods each run one native launcher."""
+"""Kubernetes: a JobSet whose pods each run one native launcher."""
 
 import json
 import re
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 
@@ -20,7 +20,8 @@ _label = each(
 _secret = each(
     re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?").fullmatch, expected="the name of a Secret"
 )
-_NODES = "node"  # name of the one group of pods in a JobSet
+_NODES = "node"  # name of the one group of pods
+_PORT = "29500"  # of the first pod, through which the ranks connect
 
 
 @launch_record
@@ -28,7 +29,6 @@ class KubernetesOptions:
     """The pods of a run.
 
     Attributes:
-        manifest: Kind of object: JobSet, or PyTorchJob of Kubeflow's training operator.
         image: The container image, which contains fxtrain and the program.
         name: Name of the object; by default the program's.
         namespace: Its namespace.
@@ -44,10 +44,8 @@ class KubernetesOptions:
         secrets: Names of Secrets whose keys become variables of the ranks, one each; values of
             `--env` are readable in the manifest and in the cluster.
         service_account: Account of the pods.
-        port: Port through which the ranks connect.
     """
 
-    manifest: Literal["jobset", "pytorchjob"] = "jobset"
     image: str = ""
     name: str = attrs.field(default="", validator=_label)
     namespace: str = attrs.field(default="", validator=_label)
@@ -66,7 +64,6 @@ class KubernetesOptions:
     )
     secrets: tuple[str, ...] = attrs.field(default=(), validator=_secret)
     service_account: str = ""
-    port: int = attrs.field(default=29_500, validator=count(1))
 
 
 def kubernetes(spec: LaunchSpec, machine: Machine) -> Invocation:
@@ -83,74 +80,43 @@ def kubernetes(spec: LaunchSpec, machine: Machine) -> Invocation:
             "On Kubernetes, the program runs in a container. Set the option image to the name of "
             "an image that contains it and fxtrain."
         )
-    name = options.name or _name(spec)
-    kinds = {"jobset": _jobset, "pytorchjob": _pytorch_job}
-    meta = {"name": name, **({"namespace": options.namespace} if options.namespace else {})}
-    manifest = kinds[options.manifest](spec, name) | {"metadata": meta}
-    file = f"fxtrain-launch/{name}.json"
-    text = json.dumps(manifest, indent=2) + "\n"
-    return Invocation(argv=("kubectl", "apply", "-f", file), files={file: text})
-
-
-def _name(spec: LaunchSpec) -> str:
-    stem = re.sub(r"[^a-z0-9]+", "-", PurePath(spec.target).stem.lower()).strip("-")[:40]
-    return stem.strip("-") or "train"
-
-
-def _jobset(spec: LaunchSpec, name: str) -> dict[str, Any]:
-    """Pods are numbered, and the first is found by the name that JobSet gives it."""
-    address = f"{name}-{_NODES}-0-0.{name}"
+    stem = re.sub(r"[^a-z0-9]+", "-", PurePath(spec.target).stem.lower())[:40].strip("-")
+    name = options.name or stem or "train"
     job = {
         "parallelism": spec.nodes,
         "completions": spec.nodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "template": _pod(spec, "$(JOB_COMPLETION_INDEX)", address, str(spec.options.port)),
+        "template": {"spec": _pod(spec, name)},
     }
-    return {
+    manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
+        "metadata": _set({"name": name, "namespace": options.namespace}),
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": name},
             "failurePolicy": {"maxRestarts": spec.restarts},
             "replicatedJobs": [{"name": _NODES, "replicas": 1, "template": {"spec": job}}],
         },
     }
+    file = f"fxtrain-launch/{name}.json"
+    text = json.dumps(manifest, indent=2) + "\n"
+    return Invocation(argv=("kubectl", "apply", "-f", file), files={file: text})
 
 
-def _pytorch_job(spec: LaunchSpec, name: str) -> dict[str, Any]:
-    """The operator gives each pod the number of its node and the address of the first."""
-    pod = _pod(spec, "$(RANK)", "$(MASTER_ADDR)", "$(MASTER_PORT)")
-
-    def replicas(count: int) -> dict[str, Any]:
-        return {"replicas": count, "restartPolicy": "Never", "template": pod}
-
-    specs = {"Master": replicas(1)}
-    if spec.nodes > 1:
-        specs["Worker"] = replicas(spec.nodes - 1)
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "spec": {
-            "runPolicy": {"cleanPodPolicy": "None", "backoffLimit": spec.restarts},
-            "pytorchReplicaSpecs": specs,
-        },
-    }
-
-
-def _pod(spec: LaunchSpec, node_rank: str, address: str, port: str) -> dict[str, Any]:
+def _pod(spec: LaunchSpec, name: str) -> dict[str, Any]:
     options = spec.options
     volumes, mounts = _volumes(options)
-    sizes = {"cpu": options.cpu, "memory": options.memory}
-    sizes |= {options.gpu_resource: str(options.gpus)} if options.gpus else {}
+    gpus = str(options.gpus) if options.gpus else ""
+    sizes = {"cpu": options.cpu, "memory": options.memory, options.gpu_resource: gpus}
     container = {
-        "name": "pytorch",  # the name that Kubeflow's operator looks for
+        "name": "train",
         "image": options.image,
-        "command": [options.python, "-m", "fxtrain.cli", "launch"],
-        "args": _arguments(spec, node_rank, address, port),
+        "command": [options.python, "-m", "fxtrain", "launch"],
+        "args": _arguments(spec, name),
         "env": [{"name": k, "value": _literal(v)} for k, v in name_values(spec.env).items()],
-        "envFrom": [{"secretRef": {"name": name}} for name in options.secrets],
-        "resources": {"limits": {name: size for name, size in sizes.items() if size}},
+        "envFrom": [{"secretRef": {"name": secret}} for secret in options.secrets],
+        "resources": {"limits": _set(sizes)},
         "workingDir": options.folder,
         "volumeMounts": mounts,
     }
@@ -158,20 +124,27 @@ def _pod(spec: LaunchSpec, node_rank: str, address: str, port: str) -> dict[str,
         "restartPolicy": "Never",
         "serviceAccountName": options.service_account,
         "nodeSelector": name_values(options.node_selector),
-        "containers": [{key: value for key, value in container.items() if value}],
+        "containers": [_set(container)],
         "volumes": volumes,
     }
-    return {"spec": {key: value for key, value in pod.items() if value}}
+    return _set(pod)
 
 
-def _arguments(spec: LaunchSpec, node_rank: str, address: str, port: str) -> list[str]:
-    """Arguments of the native launcher: those of the spec, and the pod's rank."""
+def _arguments(spec: LaunchSpec, name: str) -> list[str]:
+    """Arguments of the native launcher: those of the spec, and the pod's number.
+
+    The first pod is found by the name that JobSet gives it.
+    """
     inside = attrs.evolve(spec, launcher="native", options=None, env=(), restarts=0)
     words = [_literal(word) for word in flag_words(inside)]
     if spec.nodes == 1:
         return words
-    place = [f"--node-rank={node_rank}", f"--main-address={address}", f"--main-port={port}"]
-    return [*place, *words]
+    node, address = "$(JOB_COMPLETION_INDEX)", f"{name}-{_NODES}-0-0.{name}"
+    return [f"--node-rank={node}", f"--main-address={address}", f"--main-port={_PORT}", *words]
+
+
+def _set(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value}
 
 
 def _literal(text: str) -> str:
@@ -195,7 +168,7 @@ def _volumes(options: KubernetesOptions) -> tuple[list[Any], list[Any]]:
 
 KUBERNETES = Launcher(
     name="kubernetes",
-    help="Kubernetes pods, as a JobSet or a PyTorchJob",
+    help="Kubernetes pods, as a JobSet",
     invocation=kubernetes,
     options=KubernetesOptions,
     uses=PER_NODE,

@@ -6,9 +6,8 @@ import attrs
 
 from fxtrain._secret import SECRET
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.launcher import RENDEZVOUS_FIELDS, Launcher
+from fxtrain.launchers.launcher import ERRORS, RENDEZVOUS_FIELDS, Launcher
 from fxtrain.launchers.machine import Machine
-from fxtrain.launchers.process import ERRORS
 from fxtrain.launchers.program import rank_command, shared_environment, threads_of
 from fxtrain.launchers.spec import Invocation, LaunchSpec, count, launch_record
 
@@ -31,7 +30,6 @@ class MpiOptions:
         kind: Which MPI it is; by default as `mpirun --version` says.
         program: The program that starts ranks.
         hostfile: File with the names of the machines.
-        interface: Network interface for MPI's own traffic, such as eth0.
         ccl_workers: Communication threads of oneCCL in each rank.
         ccl_transport: Transport of oneCCL.
         extra: Further arguments for the program, one each.
@@ -40,7 +38,6 @@ class MpiOptions:
     kind: Literal["openmpi", "mpich", "intel"] | None = None
     program: str = "mpirun"
     hostfile: str = ""
-    interface: str = ""
     ccl_workers: int | None = attrs.field(default=None, validator=count(1))
     ccl_transport: Literal["mpi", "ofi"] | None = None
     extra: tuple[str, ...] = ()
@@ -64,22 +61,15 @@ def mpi(spec: LaunchSpec, machine: Machine) -> Invocation:
             f"{spec.nodes} nodes under MPI need the option hostfile with their names, and "
             f"main_address with the name of the first, to which the ranks connect."
         )
-    env = (
-        shared_environment(spec, machine)
-        | _rendezvous_variables(spec, machine)
-        | _ccl(options, kind)
-    )
+    env = shared_environment(spec, machine) | {
+        "MASTER_ADDR": spec.main_address or "127.0.0.1",
+        "MASTER_PORT": str(spec.port or machine.port),
+        **_ccl(options, kind),
+    }
     words = _open_mpi(spec, machine, env) if kind == "openmpi" else _hydra(spec, machine, kind)
     folder = ERRORS if spec.nodes == 1 or spec.log_dir else ""
     ranks = rank_command(spec, machine.python, errors=folder)
     return Invocation(argv=[options.program, *words, *options.extra, *ranks], env=env)
-
-
-def _rendezvous_variables(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
-    return {
-        "MASTER_ADDR": spec.main_address or "127.0.0.1",
-        "MASTER_PORT": str(spec.port or machine.port),
-    }
 
 
 def _ccl(options: MpiOptions, kind: str) -> dict[str, str]:
@@ -97,7 +87,6 @@ def _open_mpi(spec: LaunchSpec, machine: Machine, env: dict[str, str]) -> list[s
     """Pass variables by name, since Open MPI 4 splits NAME=VALUE at a semicolon."""
     options = spec.options
     hosts = ["--hostfile", options.hostfile] if options.hostfile else ["--oversubscribe"]
-    interface = options.interface
     secret = [SECRET] if SECRET in machine.chosen else []
     share = f":PE={threads_of(spec, machine) or 1}" if spec.bind == "exclusive" else ""
     return [
@@ -107,8 +96,6 @@ def _open_mpi(spec: LaunchSpec, machine: Machine, env: dict[str, str]) -> list[s
         *("--bind-to", _BINDINGS[spec.bind]),
         "--quiet",  # hides its message on a failed rank; ours has the traceback
         *(["--allow-run-as-root"] if machine.root else []),
-        *(["--mca", "btl_tcp_if_include", interface] if interface else []),
-        *(["--mca", "oob_tcp_if_include", interface] if interface else []),
         *(word for name in (*env, *secret) for word in ("-x", name)),
     ]
 
@@ -126,7 +113,6 @@ def _hydra(spec: LaunchSpec, machine: Machine, kind: str) -> list[str]:
         *("-np", str(spec.world_size)),
         *("-ppn", str(spec.ranks)),
         *(["-f", options.hostfile] if options.hostfile else []),
-        *(["-iface", options.interface] if options.interface else []),
         *pin,
     ]
 

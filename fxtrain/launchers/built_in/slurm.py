@@ -9,9 +9,8 @@ import attrs
 
 from fxtrain._secret import SECRET
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.launcher import RENDEZVOUS_FIELDS, Launcher
+from fxtrain.launchers.launcher import ERRORS, RENDEZVOUS_FIELDS, Launcher
 from fxtrain.launchers.machine import Machine
-from fxtrain.launchers.process import ERRORS
 from fxtrain.launchers.program import (
     rank_command,
     remote_environment,

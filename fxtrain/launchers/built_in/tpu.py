@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import attrs
 
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.launcher import Launcher
+from fxtrain.launchers.launcher import ERRORS, Launcher
 from fxtrain.launchers.machine import Machine
-from fxtrain.launchers.process import ERRORS
 from fxtrain.launchers.program import (
     plain_command,
     rank_command,

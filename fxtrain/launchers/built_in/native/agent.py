@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
 )
 
-from fxtrain.launchers.built_in.native.network import FAREWELL, FAREWELL_S
+from fxtrain.launchers.built_in.native.elastic import FAREWELL, FAREWELL_S
 from fxtrain.launchers.built_in.native.node_ends import NodeEnd, NodeEnds
 from fxtrain.launchers.built_in.native.rendezvous import BACKEND, open_handler, say
 from fxtrain.launchers.outcome import LaunchResult, distance, one_line

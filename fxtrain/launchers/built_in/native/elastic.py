@@ -1,4 +1,4 @@
-"""Runs torch's elastic launcher in this process, which starts the ranks."""
+"""torch's elastic launcher: its command line for a spec, and running it in this process."""
 
 import errno
 import importlib
@@ -15,18 +15,19 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from fxtrain._addresses import listen
+import attrs
+
+from fxtrain._addresses import is_local, listen
 from fxtrain._secret import SECRET, derive_key, fresh_secret, key_proof
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.built_in.native.network import (
-    FAREWELL,
-    FAREWELL_S,
-    is_local,
-    reach,
-    serve,
-    serve_nodes,
-)
 from fxtrain.launchers.built_in.native.spares import spares_kept
+from fxtrain.launchers.launcher import (
+    FORWARDED_SIGNALS,
+    Launcher,
+    forward_signals,
+    signal_children,
+)
+from fxtrain.launchers.machine import Machine, cores_of_ranks
 from fxtrain.launchers.orphans import MARK, end_strays, kept, mark_within
 from fxtrain.launchers.outcome import (
     LaunchResult,
@@ -37,9 +38,104 @@ from fxtrain.launchers.outcome import (
     tell_memory_kills,
     to_failures,
 )
-from fxtrain.launchers.process import FORWARDED_SIGNALS, forward_signals, signal_children
-from fxtrain.launchers.program import QUIET
+from fxtrain.launchers.program import QUIET, rank_command, shared_environment
 from fxtrain.launchers.spec import Invocation, LaunchSpec
+
+FAREWELL = "fxtrain farewell"  # the thread in which a launcher tells other nodes of its end
+FAREWELL_S = 3.0  # for other nodes to ask the store why a rank has failed
+_ONE_TRY_S = 5.0
+_PAUSE_S = 0.5
+_ON_CPU = ("node", "exclusive")
+_STREAMS = {"none": "0", "out": "1", "err": "2", "both": "3"}
+
+
+def native(spec: LaunchSpec, machine: Machine) -> Invocation:
+    """The command line of torchrun, which runs in this process so that torch is imported once.
+
+    Raises:
+        LaunchError: several nodes without a main address, or a binding that needs GPUs.
+    """
+    if spec.nodes > 1 and not spec.main_address:
+        raise LaunchError(
+            f"{spec.nodes} nodes need an address to connect to. Set main_address to the host name "
+            f"or address of node 0, the same on every node."
+        )
+    nodes = str(spec.nodes) if spec.min_nodes is None else f"{spec.min_nodes}:{spec.nodes}"
+    program, *arguments = rank_command(spec, machine.python, cores=_cores(spec, machine))
+    argv = [
+        machine.python,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={spec.ranks}",
+        *_rendezvous(spec, machine),
+        f"--max-restarts={spec.restarts}",
+        f"--monitor-interval={spec.monitor_interval_s:g}",
+        f"--shutdown-timeout={spec.shutdown_s}",
+        *_output(spec),
+        *([f"--numa-binding={spec.bind}"] if spec.bind != "none" and not spec.cpu else []),
+        "--no-python",
+        program,
+        # The elastic launcher replaces ${local_rank} in arguments; a user's $ must stay a $.
+        *(word.replace("$", "$$") for word in arguments),
+    ]
+    return Invocation(argv=argv, env=shared_environment(spec, machine) | _store(spec))
+
+
+def _store(spec: LaunchSpec) -> dict[str, str]:
+    """Which process serves the store of the ranks, if nodes may be replaced.
+
+    In torch 2.13, a launcher that serves it publishes its address only once, so that a node that
+    joins a later round waits for it in vain. Rank 0 publishes it in every round.
+    """
+    if spec.meets == "c10d" and spec.nodes > 1:
+        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return {}
+
+
+def _rendezvous(spec: LaunchSpec, machine: Machine) -> list[str]:
+    """The address to which nodes connect.
+
+    On one machine, the launcher serves the store on loopback, at a port that the system chooses
+    unless one was requested, so that several launches do not collide.
+    """
+    alone = spec.nodes == 1
+    host = "127.0.0.1" if alone else spec.main_address
+    local = spec.local_address or ("127.0.0.1" if alone else machine.route.address)
+    wait = f"{spec.connect_timeout_s:.0f}"
+    settings = [f"timeout={wait}", *spec.rendezvous_options]
+    if spec.meets == "c10d":
+        settings = [f"join_timeout={wait}", *spec.rendezvous_options]
+    return [
+        f"--rdzv-backend={spec.meets}",
+        f"--rdzv-endpoint={host}:{spec.port}",
+        f"--rdzv-id={spec.run_id or 'fxtrain'}",
+        f"--rdzv-conf={','.join(settings)}",
+        *([f"--node-rank={spec.node_rank}"] if spec.meets == "static" else []),
+        *([f"--local-addr={local}"] if local else []),
+    ]
+
+
+def _output(spec: LaunchSpec) -> list[str]:
+    words = [f"--role={spec.role}"] if spec.role != "default" else []
+    words += [f"--log-dir={spec.log_dir}"] if spec.log_dir else []
+    words += [f"--redirects={_STREAMS[spec.redirect]}"] if spec.redirect != "none" else []
+    words += [f"--tee={_STREAMS[spec.tee]}"] if spec.tee != "none" else []
+    shown = ",".join(map(str, spec.show_ranks))
+    return words + ([f"--local-ranks-filter={shown}"] if shown else [])
+
+
+def _cores(spec: LaunchSpec, machine: Machine) -> str:
+    """Cores to which ranks on the CPU bind themselves; torch binds ranks with GPUs."""
+    if spec.bind == "none" or not spec.cpu:
+        return ""
+    if spec.bind not in _ON_CPU:
+        raise LaunchError(
+            f"LaunchSpec(bind={spec.bind!r}, cpu=True): torch finds sockets and caches by the "
+            f"nearest GPU. For ranks on the CPU, choose one of {', '.join(_ON_CPU)}."
+        )
+    shares = cores_of_ranks(spec.bind, spec.ranks, machine)
+    return "/".join(",".join(map(str, share)) for share in shares)
 
 
 def run_elastic(
@@ -174,25 +270,72 @@ def _end_leftovers(spec: LaunchSpec) -> Iterator[None]:
 
 def _open_rendezvous(spec: LaunchSpec) -> socket.socket | None:
     """Listen at the main address, or check that it is reachable, before torch waits for it."""
-    if spec.nodes == 1:
-        return serve("127.0.0.1", spec.port)
-    host = spec.main_address.strip("[]")
+    host = "127.0.0.1" if spec.nodes == 1 else spec.main_address.strip("[]")
     who = f"Node {spec.node_rank} of {spec.nodes}"
-    if spec.meets == "static" and spec.node_rank == 0:
-        return serve_nodes(host, spec.port, who=who)
-    if spec.meets == "c10d" and is_local(host):
+    joins = spec.meets == "c10d" and spec.nodes > 1  # whichever launcher comes first serves
+    if is_local(host) if joins else spec.node_rank == 0:
         try:
-            return listen(host, spec.port)
+            door = listen(host, spec.port)
+            if hint := _main_hint(spec):  # unless it is forwarded to this machine
+                reach(host, spec.port, who=who, timeout_s=_PAUSE_S, hint=hint)
+            return door
         except OSError as error:
-            # Another launcher of this machine already serves it.
-            if error.errno != errno.EADDRINUSE:
+            in_use = error.errno == errno.EADDRINUSE
+            if not (joins and in_use):
+                why = "is in use by another program" if in_use else f"fails: {error.strerror}"
                 raise LaunchError(
-                    f"Cannot listen on port {spec.port}: {error.strerror}. Choose another "
-                    f"main_port.",
+                    f"Port {spec.port} of this machine {why}. Choose another main_port, the same "
+                    f"on every node.",
                     code="FX701",
                 ) from error
     reach(host, spec.port, who=who, timeout_s=spec.connect_timeout_s)
     return None
+
+
+def reach(address: str, port: int, *, who: str, timeout_s: float, hint: str = "") -> None:
+    """Wait until a process listens at the main address.
+
+    The node that listens may start later than this one.
+
+    Args:
+        address: Host name or address.
+        port: TCP port.
+        who: This node, for the message.
+        timeout_s: Maximum wait.
+        hint: What may be wrong, for the message.
+
+    Effects:
+        Opens connections, and closes the first successful one.
+
+    Raises:
+        LaunchError: none listens; the message has the number of attempts and the time.
+    """
+    start, tries, last = time.monotonic(), 0, ""
+    while True:
+        left = timeout_s - (time.monotonic() - start)
+        tries += 1
+        try:
+            with socket.create_connection((address, port), max(0.1, min(left, _ONE_TRY_S))):
+                return
+        except OSError as error:
+            last = _why(address, error)
+        if time.monotonic() - start + _PAUSE_S >= timeout_s:
+            raise LaunchError(
+                f"{who} could not reach the main address {address}:{port} (attempts: {tries}, over "
+                f"{time.monotonic() - start:.0f} s; last error: {last}). Check that node 0 was "
+                f"started with the same main address and port, and that no firewall blocks it, or "
+                f"allow more time with connect_timeout_s.{hint}",
+                code="FX701",
+            )
+        time.sleep(_PAUSE_S)
+
+
+def _why(address: str, error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"the name {address} could not be resolved ({error.strerror})"
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return "the connection failed: " + (error.strerror or str(error)).lower()
 
 
 def _use_store_rendezvous(config: Any, spec: LaunchSpec, door: socket.socket | None) -> None:
@@ -243,25 +386,18 @@ def check_devices(spec: LaunchSpec) -> None:
 
 
 def _config(api: Any, argv: Sequence[str], folder: str) -> tuple[Any, Any, list[Any]]:
-    """Parse torch's command line, without options that an older torch does not know."""
+    """Parse torch's command line, without an option that torch 2.9 does not know."""
     parser = api.get_args_parser()
-    known = set(parser._option_string_actions)
     program = argv.index("--no-python")
-    options = [
-        word
-        for word in argv[:program]
-        if word.split("=")[0] in known or word.split("=")[0] not in _NEWER
-    ]
+    options = [*argv[:program]]
+    if "--shutdown-timeout" not in parser._option_string_actions:
+        options = [word for word in options if not word.startswith("--shutdown-timeout=")]
     if not any(word.startswith("--log-dir=") for word in options):
         options.append(f"--log-dir={folder}")
     try:
         return api.config_from_args(parser.parse_args([*options, *argv[program:]]))
     except (TypeError, ValueError) as error:
         raise LaunchError(f"torch's elastic launcher refused its settings: {error}") from error
-
-
-# Options that torch 2.9 may lack, and that do not change what was requested.
-_NEWER = ("--shutdown-timeout",)
 
 
 def _quiet() -> None:
@@ -297,3 +433,13 @@ def _rendezvous_error(spec: LaunchSpec, error: BaseException, waited_s: float) -
         f"nodes joined: {said[0] if said else type(error).__name__} Check that every node was "
         f"started with the same main address, port, number of nodes and run_id."
     )
+
+
+NATIVE = Launcher(
+    name="native",
+    help="torch's elastic launcher, on one machine or on several that run the same command",
+    invocation=native,
+    run=run_elastic,
+    uses=[field.name for field in attrs.fields(LaunchSpec)],
+    needs=["route"],
+)

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain.launchers.built_in.native.network import FAREWELL_S
+from fxtrain.launchers.built_in.native.elastic import FAREWELL_S
 from fxtrain.launchers.built_in.native.rendezvous import say
 from fxtrain.ops.closing import answered
 from fxtrain.state.parsing import parse_json

@@ -1,5 +1,8 @@
 """`launch`: a function on several ranks, from a script or a notebook cell."""
 
+import contextlib
+import importlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -8,22 +11,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from multiprocessing import spawn
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
-from fxtrain._record import shown
+from fxtrain._optional import optional
 from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.native.elastic import run_elastic
-from fxtrain.launchers.function.pickling import UNPICKLABLE, is_interactive, pack
 from fxtrain.launchers.outcome import describe
-from fxtrain.launchers.spec import LONGEST_S, LaunchSpec
+from fxtrain.launchers.spec import LaunchSpec
 from fxtrain.launchers.table import prepare
 
-_WORKER = Path(__file__).with_name("worker.py")
+_WORKER = Path(__file__).with_name("function_worker.py")
 _SHUTDOWN_S = 3
 _IMPORTS = "rank that imports the script"  # name of a process while it does
+# What pickle raises for a lambda, a local function or class, a lock, a generator.
+UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 T = TypeVar("T")
 
@@ -81,7 +85,7 @@ def launch(
         >>> fx.launch(divmod, (7, 2), ranks=1)
         [(3, 1)]
     """
-    _check(fn, args, timeout_s)
+    _check(fn)
     with tempfile.TemporaryDirectory(prefix="fxtrain-function-") as folder, _unchanged_process():
         # The record checks numbers and addresses.
         spec = LaunchSpec(
@@ -116,7 +120,7 @@ def launch(
     raise LaunchError(describe(ending))
 
 
-def _check(fn: Any, args: Any, timeout_s: Any) -> None:
+def _check(fn: Any) -> None:
     if multiprocessing.current_process().name == _IMPORTS:
         raise LaunchError(
             'A script must call fx.launch under `if __name__ == "__main__":`, since every rank '
@@ -127,16 +131,6 @@ def _check(fn: Any, args: Any, timeout_s: Any) -> None:
             f"launch takes a function and its arguments, found a {type(fn).__name__}. "
             f"For example: fx.launch(train, (0.1,), ranks=2), not fx.launch(train(0.1), ranks=2)."
         )
-    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
-        raise LaunchError(
-            f"launch(args={args!r}): args must be a tuple. For one argument: args=({args!r},)."
-        )
-    number = type(timeout_s) in (int, float)
-    if timeout_s is not None and not (number and 0 < timeout_s <= LONGEST_S):
-        raise LaunchError(
-            f"launch(timeout_s={shown(timeout_s)}): a timeout is a number of seconds > 0, at most "
-            f"{LONGEST_S}. Use None for no limit."
-        )
     core = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
     if core is not None and core._xla_runtime_is_initialized():
         raise LaunchError(
@@ -146,7 +140,7 @@ def _check(fn: Any, args: Any, timeout_s: Any) -> None:
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """What `worker.py` needs: how a new process becomes like this one, and the call."""
+    """What `function_worker.py` needs: how a new process becomes like this one, and the call."""
     interactive = is_interactive()
     try:
         call = pack((fn, args), interactive=interactive)
@@ -168,7 +162,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     return pickle.dumps((process, call))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _unchanged_process() -> Iterator[None]:
     """Restore the variables of this process, which a launcher passes on to its ranks."""
     before = dict(os.environ)
@@ -183,3 +177,45 @@ def _result(path: Path) -> Any:
     if not path.exists():
         raise LaunchError(f"Rank {path.name} of this node exited before the function returned.")
     return pickle.loads(path.read_bytes())
+
+
+def is_interactive(main: ModuleType | None = None) -> bool:
+    """Whether the main module is a notebook, a prompt or standard input, not a file.
+
+    Another process cannot import its definitions.
+    """
+    module = sys.modules["__main__"] if main is None else main
+    file = getattr(module, "__file__", None)
+    named = getattr(module, "__spec__", None) is not None
+    return not named and (file is None or not Path(file).exists())
+
+
+def pack(value: Any, *, interactive: bool) -> bytes:
+    """Turn a value into bytes that pickle reads.
+
+    Args:
+        value: Any value, including functions.
+        interactive: Whether definitions of the main module must be sent by value.
+
+    Raises:
+        MissingPackageError: this needs cloudpickle, which is not installed.
+    """
+    with contextlib.suppress(*UNPICKLABLE):
+        data = pickle.dumps(value)
+        if not (interactive and b"__main__" in data):
+            return data
+    return _by_value(value, optional("cloudpickle", extra="notebook", needed_by="fx.launch"))
+
+
+def _by_value(value: Any, cloudpickle: ModuleType) -> bytes:
+    class Pickler(cloudpickle.Pickler):
+        # cloudpickle sends only plain modules by name. It takes `ops` beside `torch` in a function
+        # for torch.ops, which has another type; modules of other types are sent by name too.
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:
+                return importlib.import_module, (obj.__name__,)
+            return super().reducer_override(obj)
+
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()

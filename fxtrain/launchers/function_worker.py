@@ -1,7 +1,7 @@
 """The program of a rank of `fx.launch`: becomes like the calling process, and calls the function.
 
-`python worker.py FOLDER`, with the file `call` that `launch` has written there. The result goes to
-a file beside it.
+`python function_worker.py FOLDER`, with the file `call` that `launch` has written there. The result
+goes to a file beside it.
 """
 
 import multiprocessing
@@ -18,7 +18,7 @@ def main(folder: Path) -> None:
     spawn.prepare(process)
     multiprocessing.current_process().name = f"rank {os.environ['RANK']}"
     from fxtrain._reading import write_file  # sys.path is right now
-    from fxtrain.launchers.function.pickling import UNPICKLABLE, pack
+    from fxtrain.launchers.function import UNPICKLABLE, pack
 
     fn, args = pickle.loads(call)
     try:

@@ -1,3 +1,0 @@
-"""SageMaker."""
-
-__all__: list[str] = []

@@ -1,3 +1,0 @@
-"""fx.launch: a function on several ranks."""
-
-__all__: list[str] = []
