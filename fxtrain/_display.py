@@ -1,10 +1,9 @@
-"""How records and sizes print: one line by default, more in rich terminals and notebooks."""
+"""How records and sizes print."""
 
-import html
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from fxtrain.errors import PlanError
 
@@ -28,34 +27,6 @@ def counted(number: int, noun: str) -> str:
     """
     ending = "es" if noun.endswith(("ch", "ss", "x")) else "s"
     return f"{number:,} {noun}{'' if number == 1 else ending}"
-
-
-class Displayed:
-    """A class with a one-line `repr`, and details for rich and for notebooks."""
-
-    __slots__ = ()
-
-    if TYPE_CHECKING:
-
-        def _details(self) -> Iterable[tuple[str, object]]:
-            """The (name, value) pairs that are shown; a value may be described as a string."""
-            ...
-
-    def __rich_repr__(self) -> Iterator[tuple[str, object]]:
-        for name, value in self._details():
-            yield name, _Words(value) if isinstance(value, str) else value
-
-    def _repr_html_(self) -> str:
-        return html_table(type(self).__name__, self._details())
-
-
-class _Words(str):
-    """A string that is shown without quotes."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def describe(value: object, depth: int = 0) -> str:
@@ -91,20 +62,6 @@ def number(value: object) -> str:
     if getattr(value, "shape", None) == () and type(value).__module__ in ("torch", "numpy"):
         value = _read(value)
     return f"{value:.4g}" if isinstance(value, float) else describe(value)
-
-
-def html_table(title: str, rows: Iterable[tuple[str, object]]) -> str:
-    """A small table for a notebook: names and values, escaped."""
-    lines = [
-        f"<tr><th style='text-align: left'>{html.escape(name)}</th>"
-        f"<td style='text-align: left'>{html.escape(_cell(value))}</td></tr>"
-        for name, value in rows
-    ]
-    return f"<table><caption>{html.escape(title)}</caption>{''.join(lines)}</table>"
-
-
-def _cell(value: object) -> str:
-    return value if isinstance(value, str) else repr(value)
 
 
 def _read(scalar: Any) -> object:

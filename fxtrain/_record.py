@@ -4,7 +4,7 @@ import functools
 import math
 import reprlib
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import (
     Any,
     Literal,
@@ -17,7 +17,6 @@ from typing import (
 
 import attrs
 
-from fxtrain._display import html_table
 from fxtrain._other_names import closest, field_hint, value_hint
 from fxtrain.errors import FxError, PlanError
 
@@ -50,12 +49,23 @@ def record(cls: type[T], *, error: type[FxError] = PlanError) -> type[T]:
     owner = cls.__dict__.get("OWNER", cls.__name__)
 
     def checked(_: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:
-        return [_with_check(owner, field, error) for field in fields]
+        return [
+            field.evolve(
+                converter=field.converter or canonical(field.type),
+                validator=Check(
+                    owner=owner,
+                    kind=field.type,
+                    wanted=field.metadata.get("choose") or type_words(field.type),
+                    also=field.validator,
+                    error=error,
+                ),
+            )
+            for field in fields
+        ]
 
     frozen: Any = attrs.frozen(kw_only=True, field_transformer=checked, repr=False)(cls)
-    for name, function in _DISPLAY.items():
-        if name not in cls.__dict__:
-            setattr(frozen, name, function)
+    if "__repr__" not in cls.__dict__:
+        frozen.__repr__ = _repr
     frozen.__init__ = _with_hints(frozen)
     return frozen
 
@@ -79,60 +89,38 @@ def _with_hints(cls: Any) -> Callable[..., None]:
 
 
 def _repr(self: Any) -> str:
-    changed = [f"{name}={text}" for name, text, default in _shown_fields(self) if not default]
-    return f"{type(self).__name__}({', '.join(changed)})"
-
-
-def _rich_repr(self: Any) -> Iterator[tuple[str, Any]]:
-    changed = {name for name, _, default in _shown_fields(self) if not default}
+    """The fields that are not at their defaults."""
+    shown_fields: list[str] = []
     for field in attrs.fields(type(self)):
-        if field.alias in changed:
-            yield field.alias, getattr(self, field.name)
-
-
-def _html(self: Any) -> str:
-    rows = [(name, text) for name, text, default in _shown_fields(self) if not default]
-    return html_table(type(self).__name__, rows)
-
-
-_DISPLAY = {"__repr__": _repr, "__rich_repr__": _rich_repr, "_repr_html_": _html}
-
-
-def _shown_fields(self: Any) -> Iterator[tuple[str, str, bool]]:
-    """Name and value of each field, and whether the value is the default."""
-    for field in attrs.fields(type(self)):
-        if not (field.repr and field.init):
-            continue
         value: Any = getattr(self, field.name)
         default: Any = field.default
-        if hasattr(default, "takes_self"):
+        if hasattr(default, "takes_self"):  # an attrs.Factory
             default = default.factory(self) if default.takes_self else default.factory()
-        if callable(field.repr):
-            text = str(field.repr(value))
-        elif type(value) is tuple and len(value) > _MAX_ENTRIES:
+        if not (field.repr and field.init) or (type(value) is type(default) and value == default):
+            continue
+        if type(value) is tuple and len(value) > _MAX_ENTRIES:
             text = f"({', '.join(map(repr, value[:3]))}, ... {len(value) - 3} more)"
         else:
-            text = repr(value)
-        yield field.alias, text, type(value) is type(default) and value == default
+            text = field.repr(value) if callable(field.repr) else repr(value)
+        shown_fields.append(f"{field.alias}={text}")
+    return f"{type(self).__name__}({', '.join(shown_fields)})"
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class Check:
     """The validator of one field of a record; needs no instance, so it also checks files.
 
     Attributes:
         owner: Name of the record.
-        fits: Whether a value is of the right type.
+        kind: The field's annotation.
         wanted: Description of valid values.
-        choices: The valid strings, if only some are.
         also: The field's own validator, if any.
         error: The error that an invalid value raises.
     """
 
     owner: str
-    fits: Callable[[Any], bool]
+    kind: Any
     wanted: str
-    choices: tuple[str, ...] = ()
     also: _Validator | None = None
     error: type[FxError] = PlanError
 
@@ -144,53 +132,46 @@ class Check:
 
     def problem(self, attribute: "attrs.Attribute[Any]", value: Any) -> str | None:
         """What to choose instead of this value; None if it is valid."""
-        if not self.fits(value):
-            hint = value_hint(attribute.name, value) or closest(value, self.choices)
+        if not _fits(self.kind, value):
+            literals = [member for member in members(self.kind) if get_origin(member) is Literal]
+            choices = [str(choice) for member in literals for choice in get_args(member)]
+            hint = value_hint(attribute.name, value) or closest(value, choices)
             return f"choose {self.wanted}.{hint}"
         if self.also is not None and value is not None:
             try:
                 self.also(None, attribute, value)
-            except (ValueError, TypeError) as error:
-                return str(error.args[0]) if error.args else type(error).__name__
+            except ValueError as error:
+                return str(error)
         return None
 
 
 def at_least(low: float, most: float = math.inf) -> _Validator:
     """A validator for numbers in a closed range."""
     words = f"of at least {low}" if most == math.inf else f"from {low} to {most}"
-    return between(low, math.nextafter(most, math.inf), open_low=False, words=words)
+    return _number(lambda value: low <= value <= most, words)
 
 
 def above(low: float) -> _Validator:
     """A validator for numbers above this one."""
-    return between(low, math.inf, words=f"above {low}")
+    return _number(lambda value: value > low, f"above {low}")
 
 
-def between(
-    low: float, high: float, *, open_low: bool = True, words: str | None = None
-) -> _Validator:
+def between(low: float, high: float) -> _Validator:
     """A validator for numbers in an open range."""
-    wanted = words or f"above {low} and below {high}"
+    return _number(lambda value: low < value < high, f"above {low} and below {high}")
 
+
+def at_least_and_below(low: float, high: float) -> _Validator:
+    """A validator for numbers in a half-open range."""
+    return _number(lambda value: low <= value < high, f"of at least {low} and below {high}")
+
+
+def _number(is_valid: Callable[[float], bool], words: str) -> _Validator:
     def validate(instance: Any, attribute: "attrs.Attribute[Any]", value: Any) -> None:
-        if value < low or (open_low and value == low) or value >= high:
-            raise ValueError(f"choose a number {wanted}.")
+        if not is_valid(value):
+            raise ValueError(f"choose a number {words}.")
 
     return validate
-
-
-def check_of(
-    kind: Any,
-    owner: str,
-    also: _Validator | None = None,
-    words: str = "",
-    error: type[FxError] = PlanError,
-) -> Check:
-    """The check of a type annotation."""
-    literals = [member for member in members(kind) if get_origin(member) is Literal]
-    choices = [name for member in literals for name in get_args(member) if isinstance(name, str)]
-    fits = functools.partial(_fits, kind)
-    return Check(owner, fits, words or _type_names(kind), tuple(choices), also, error)
 
 
 def members(kind: Any) -> tuple[Any, ...]:
@@ -206,7 +187,7 @@ def canonical(kind: Any) -> Callable[[Any], Any] | None:
     kinds = members(kind)
     is_float = float in kinds and int not in kinds
     needed = is_float or any(get_origin(member) is tuple for member in kinds)
-    return (lambda value: _canonical_value(kind, value)) if needed else None
+    return functools.partial(_canonical_value, kind) if needed else None
 
 
 def _canonical_value(kind: Any, value: Any) -> Any:
@@ -230,7 +211,7 @@ def _items(kinds: tuple[Any, ...], length: int) -> tuple[Any, ...]:
 
 def shown(value: object) -> str:
     """A value for a message, truncated: values in a file may be large, or contain themselves."""
-    text = _Short().repr(value)
+    text = _SHORT.repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
@@ -258,39 +239,28 @@ class _Short(reprlib.Repr):
         return str(x) if x in _INT64 else f"<a number of {x.bit_length()} bits, more than 64>"
 
 
-def _with_check(
-    owner: str, field: "attrs.Attribute[Any]", error: type[FxError]
-) -> "attrs.Attribute[Any]":
-    converter = field.converter or canonical(field.type)
-    words = field.metadata.get("choose", "")
-    check = check_of(field.type, owner, field.validator, words, error)
-    return field.evolve(converter=converter, validator=check)
+_SHORT = _Short()
 
 
 def _fits(kind: Any, value: Any) -> bool:
     """Whether a value is exactly of an annotated type, finite, and of 64 bits if it is an int."""
-    if kind is int:
-        return type(value) is int and value in _INT64
-    if kind is float:
-        return type(value) is float and math.isfinite(value)
-    if kind is str:
-        return type(value) is str and (value.isascii() or _is_text(value))
-    if kind in (bool, type(None)):
-        return type(value) is kind
     if kind is None or kind is Any or getattr(kind, "_is_protocol", False):
         return True
-    kinds = members(kind)
+    kinds, origin = members(kind), get_origin(kind)
     if len(kinds) > 1:
-        if type(value) in kinds:
-            return _fits(type(value), value)
         return any(_fits(member, value) for member in kinds)
-    origin = get_origin(kind)
     if origin is Literal:
         return any(type(value) is type(member) and value == member for member in get_args(kind))
     if origin is tuple:
         items = _items(get_args(kind), len(value)) if type(value) is tuple else None
         return items is not None and len(items) == len(value) and all(map(_fits, items, value))
-    return isinstance(value, origin or kind)
+    if kind is int:
+        return type(value) is int and value in _INT64
+    if kind is float:
+        return type(value) is float and math.isfinite(value)
+    if kind is str:
+        return type(value) is str and _is_text(value)
+    return type(value) is kind if kind in _WORDS else isinstance(value, origin or kind)
 
 
 def _is_text(value: str) -> bool:
@@ -316,7 +286,7 @@ def _type_name(kind: Any) -> str:
         choices = [repr(choice) for choice in get_args(kind)]
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
     if get_origin(kind) is tuple:
-        words = [_type_names(item) for item in get_args(kind) if item is not ...]
+        words = [type_words(item) for item in get_args(kind) if item is not ...]
         return f"a list or tuple, {'each ' if ... in get_args(kind) else ''}{', '.join(words)}"
     if kind in _WORDS:
         return _WORDS[kind]
@@ -325,5 +295,6 @@ def _type_name(kind: Any) -> str:
     return f"an fx.{name}(...)" if own else f"a {name}"
 
 
-def _type_names(kind: Any) -> str:
+def type_words(kind: Any) -> str:
+    """A description of the values of an annotation."""
     return " or ".join(map(_type_name, members(kind)))

@@ -123,19 +123,10 @@ NODES = st.recursive(
 )
 
 
-def _plain(data, depth=0):
-    assert depth < 200
-    if isinstance(data, dict):
-        return all(_plain(one, depth + 1) for pair in data.items() for one in pair)
-    if isinstance(data, list):
-        return all(_plain(one, depth + 1) for one in data)
-    return data is None or type(data) in (bool, int, float, str)
-
-
 @given(text=NODES)
-def test_any_yaml_is_plain_data_or_an_error_on_one_line(text):
+def test_any_yaml_is_what_pyyaml_reads_or_an_error_on_one_line(text):
     try:
-        assert _plain(parse_yaml(text))
+        assert repr(parse_yaml(text)) == repr(yaml.safe_load(text))
     except ValueError as error:
         assert "\n" not in str(error) and len(str(error)) < 1_000
 
@@ -152,19 +143,3 @@ def test_what_pyyaml_writes_is_read_as_it_was(data):
     text = yaml.safe_dump(data, allow_unicode=True)
     assume(yaml.safe_load(text) == data)  # PyYAML itself folds U+0085 into a space
     assert parse_yaml(text) == data
-
-
-@given(width=st.integers(2, 9), depth=st.integers(5, 40), merged=st.booleans())
-def test_aliases_never_make_much_of_a_short_text(width, depth, merged):
-    lines = ["a0: &a0 {k: [lol, lol]}"]
-    for level in range(1, depth):
-        inner = ", ".join([f"*a{level - 1}"] * width)
-        value = f"{{<<: [{inner}], k{level}: [{inner}]}}" if merged else f"{{k: [{inner}]}}"
-        lines.append(f"a{level}: &a{level} {value}")
-    text = "\n".join(lines)
-    try:
-        data = parse_yaml(text)
-    except ValueError as error:
-        assert "aliases" in str(error)
-    else:
-        assert width**depth < 10_000_000 and len(json.dumps(data)) < 5_000_000

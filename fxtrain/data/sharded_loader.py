@@ -9,7 +9,7 @@ import attrs
 from torch import Tensor
 
 from fxtrain import _tree, ops
-from fxtrain._display import Displayed, counted
+from fxtrain._display import counted
 from fxtrain.data.iterable import PlainStream
 from fxtrain.data.rank_slices import Batching, Cursor, to_epoch
 from fxtrain.data.sources import Source
@@ -82,7 +82,7 @@ class Reached:
 
 
 @attrs.frozen(kw_only=True, eq=False, repr=False)
-class Sharded(Displayed, Generic[Data_co]):
+class Sharded(Generic[Data_co]):
     """A loader that yields this rank's part of every global batch; see `shard`.
 
     A handle: its settings stay, and iterating it changes where it stands (`position`, `batch`).
@@ -104,19 +104,15 @@ class Sharded(Displayed, Generic[Data_co]):
     _alone: bool = attrs.field(default=False, alias="alone")  # its ranks are in no group
 
     def __repr__(self) -> str:
-        return f"Sharded({', '.join(text for _, text in self._details())})"
-
-    def _details(self) -> tuple[tuple[str, str], ...]:
         try:
             batches = f"{counted(len(self), 'batch')} left"
         except DataError:
             batches = "unknown length"
         size = "" if self.batch_size is None else f" of {counted(self.batch_size, 'row')} per rank"
+        ctx, where = self.ctx, position_words(self.position)
         return (
-            ("dataset", type(self.dataset).__name__),
-            ("batches", f"{batches}{size}"),
-            ("position", position_words(self.position)),
-            ("ranks", f"rank {self.ctx.rank} of {self.ctx.world_size} on {self.ctx.device}"),
+            f"Sharded({type(self.dataset).__name__}, {batches}{size}, {where}, "
+            f"rank {ctx.rank} of {ctx.world_size} on {ctx.device})"
         )
 
     @property

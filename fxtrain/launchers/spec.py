@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, dataclass_transform, get_origin
 import attrs
 
 from fxtrain._other_names import hint
-from fxtrain._record import at_least, check_of, closest, members, record, shown
+from fxtrain._record import at_least, closest, members, record, shown, type_words
 from fxtrain.errors import LaunchError, escape_unprintable
 
 T = TypeVar("T")
@@ -254,7 +254,7 @@ def _read(text: str, annotation: Any, *, said: str) -> Any:
     try:
         return _SAID[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError, OverflowError):
-        raise LaunchError(f"{said}: choose {check_of(kind, '').wanted}.") from None
+        raise LaunchError(f"{said}: choose {type_words(kind)}.") from None
 
 
 @attrs.frozen(kw_only=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, overload
 import attrs
 from typing_extensions import TypeVar
 
-from fxtrain._display import Displayed, describe, number
+from fxtrain._display import describe, number
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position, position_words
 
@@ -32,7 +32,7 @@ class _Indexed(Protocol[_Key, _Value]):
 
 
 @attrs.frozen(kw_only=True, eq=False, repr=False)
-class Batch(Displayed, Generic[Data_co]):
+class Batch(Generic[Data_co]):
     """This rank's part of one global batch; unpacks and indexes like its data.
 
     A batch whose data is a mapping is a mapping itself: `model(**batch)`.
@@ -64,18 +64,11 @@ class Batch(Displayed, Generic[Data_co]):
     parts: int = attrs.field(default=1, metadata=_STATIC)
 
     def __repr__(self) -> str:
-        data, rows, device, where = (text for _, text in self._details())
-        return f"Batch({data}, {rows} on {device}, {where})"
-
-    def _details(self) -> tuple[tuple[str, str], ...]:
         real, padding = sum(self.rows), sum(self.sizes) - sum(self.rows)
         ranks = f" of {len(self.sizes)} ranks" if len(self.sizes) > 1 else ""
-        return (
-            ("data", describe(self.data)),
-            ("rows", f"{real} rows{ranks}{f' and {padding} of padding' if padding else ''}"),
-            ("device", str(self.valid.device)),
-            ("position", position_words(self.position)),
-        )
+        rows = f"{real} rows{ranks}{f' and {padding} of padding' if padding else ''}"
+        where = position_words(self.position)
+        return f"Batch({describe(self.data)}, {rows} on {self.valid.device}, {where})"
 
     @overload
     def __getitem__(self: Batch[tuple[V, *tuple[Any, ...]]], key: Literal[0]) -> V: ...
@@ -132,8 +125,8 @@ class Batch(Displayed, Generic[Data_co]):
         return attrs.evolve(self, data=data, valid=valid)
 
 
-@attrs.frozen(repr=False)
-class Weighted(Displayed):
+@attrs.frozen
+class Weighted:
     """A loss that is exact over ranks and micro-batches of different weights.
 
     The gradient of an update is that of `sum(total) / sum(weight)` over every rank and
@@ -144,18 +137,12 @@ class Weighted(Displayed):
         weight: Number or scalar tensor: how many items (tokens, rows, pixels) it sums.
     """
 
-    total: torch.Tensor = attrs.field(eq=False)
-    weight: torch.Tensor | float = attrs.field(eq=False)
-
-    def __repr__(self) -> str:
-        return f"Weighted(total={number(self.total)}, weight={number(self.weight)})"
-
-    def _details(self) -> tuple[tuple[str, str], ...]:
-        return (("total", number(self.total)), ("weight", number(self.weight)))
+    total: torch.Tensor = attrs.field(eq=False, repr=number)
+    weight: torch.Tensor | float = attrs.field(eq=False, repr=number)
 
 
 @attrs.frozen(kw_only=True, eq=False, repr=False)
-class Report(Displayed):
+class Report:
     """The result of one step. Tensors stay on the device; reading one there synchronizes.
 
     Attributes:
@@ -185,17 +172,12 @@ class Report(Displayed):
     metrics: Any = None
 
     def __repr__(self) -> str:
-        return f"Report({', '.join(f'{name} {text}' for name, text in self._details())})"
-
-    def _details(self) -> tuple[tuple[str, str], ...]:
+        parts = [f"loss {number(self.loss)}", f"weight {number(self.weight)}"]
+        if self.grad_norm is not None:
+            parts.append(f"grad_norm {number(self.grad_norm)}")
         update = "applied" if self.applied else "skipped" if self.skipped else "not due"
-        optional = {"aux": self.aux, "metrics": self.metrics}
-        norm = () if self.grad_norm is None else (("grad_norm", number(self.grad_norm)),)
-        return (
-            ("loss", number(self.loss)),
-            ("weight", number(self.weight)),
-            *norm,
-            ("update", update),
-            ("at", position_words(self.position)),
-            *((name, describe(value)) for name, value in optional.items() if value is not None),
-        )
+        parts += [f"update {update}", f"at {position_words(self.position)}"]
+        for name, value in (("aux", self.aux), ("metrics", self.metrics)):
+            if value is not None:
+                parts.append(f"{name} {describe(value)}")
+        return f"Report({', '.join(parts)})"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
-from fxtrain._display import Displayed
 from fxtrain.errors import ContextError, MeshError
 from fxtrain.state.mesh import Mesh
 from fxtrain.state.plan import Plan
@@ -149,7 +148,7 @@ def _cpu() -> torch.device:
 
 
 @attrs.frozen(kw_only=True, repr=False)
-class DistContext(Displayed):
+class DistContext:
     """This rank in the run, detected once and passed to every function.
 
     Attributes:
@@ -191,18 +190,6 @@ class DistContext(Displayed):
         parts += [f"node {self.node_rank} of {self.num_nodes}"] if self.num_nodes > 1 else []
         parts += ["closed"] if self.comm.state.closed else []
         return f"DistContext({', '.join(parts)})"
-
-    def _details(self) -> tuple[tuple[str, str], ...]:
-        return (
-            ("rank", f"{self.rank} of {self.world_size}"),
-            ("local_rank", f"{self.local_rank} of {self.local_world_size}"),
-            ("node", f"{self.node_rank} of {self.num_nodes}"),
-            ("device", str(self.device)),
-            ("mesh", repr(self.mesh)),
-            ("launcher", self.launcher),
-            ("given_plan", "none" if self.given_plan is None else repr(self.given_plan)),
-            ("closed", "yes" if self.comm.state.closed else "no"),
-        )
 
     @property
     def is_main(self) -> bool:

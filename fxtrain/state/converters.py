@@ -11,8 +11,9 @@ import cattrs
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
 from fxtrain._other_names import hint, value_hint
-from fxtrain._record import Check, canonical, check_of, closest, few, members, shown
+from fxtrain._record import Check, canonical, closest, few, members, shown, type_words
 from fxtrain.errors import FxError, PlanError
+from fxtrain.state.parsing import near
 from fxtrain.state.registry import BUILT_IN, installed_configs, kind_of
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ def unstructure(record: object) -> dict[str, Any]:
     """A record as dicts, lists, strings, numbers and None; other values are unchanged.
 
     Raises:
-        PlanError: it is not a record, or contains itself.
+        PlanError: it is not a record.
 
     Example:
         >>> import fxtrain as fx
@@ -34,11 +35,7 @@ def unstructure(record: object) -> dict[str, Any]:
     """
     if isinstance(record, type) or not attrs.has(type(record)):
         raise PlanError(f"unstructure takes a record, such as an fx.Plan; found {shown(record)}.")
-    try:
-        return converter_for().unstructure(record)
-    except RecursionError:
-        name = type(record).__name__
-        raise PlanError(f"This {name} is nested too deeply, or contains itself.") from None
+    return converter_for().unstructure(record)
 
 
 def structure(data: object, cls: type[T], configs: tuple[type, ...] | None = None) -> T:
@@ -63,8 +60,6 @@ def structure(data: object, cls: type[T], configs: tuple[type, ...] | None = Non
         fxtrain.errors.PlanError: plan.even: found 'padd'; choose one of ... Did you mean 'pad'?
         plan.seed: found '7'; choose a whole number. [FX200]
     """
-    if not (isinstance(cls, type) and attrs.has(cls)):
-        raise PlanError(f"structure creates records, such as fx.Plan; found {shown(cls)}.")
     converter = converter_for(installed_configs() if configs is None else configs)
     try:
         return converter.structure(data, cls)  # pyright: ignore[reportReturnType]
@@ -148,12 +143,10 @@ def _without_added(record: Any, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _record_hook(cls: type, converter: cattrs.Converter, known: Mapping[str, type]) -> _Hook:
-    try:
-        fields = [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
-    except NameError as error:
-        raise PlanError(f"{cls.__name__} has a field of an unsupported type: {error}") from None
-    hooks = {field.name: _field_hook(field, converter, known) for field in fields}
-    overrides: dict[str, Any] = {name: override(struct_hook=hook) for name, hook in hooks.items()}
+    fields = [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
+    overrides: dict[str, Any] = {
+        field.name: override(struct_hook=_field_hook(field, converter, known)) for field in fields
+    }
     build = make_dict_structure_fn(cls, converter, **overrides)
     tag, names = kind_of(cls), ", ".join(field.alias for field in fields)
 
@@ -178,9 +171,7 @@ def _unknown_key(key: Any, cls: type) -> str:
     known = [field.alias for field in attrs.fields(cls) if field.init]
     if other := hint(key, at="file"):
         return f"unknown key {shown(key)}.{other}"
-    near = closest(key, known).strip()
-    question = f" (d{near[1:]})" if near else ""
-    return f"unknown key {shown(key)}{question}; {cls.__name__} has {', '.join(known)}."
+    return f"unknown key {shown(key)}{near(key, known)}; {cls.__name__} has {', '.join(known)}."
 
 
 def _lines(problems: list[str]) -> Iterator[str]:
@@ -198,7 +189,7 @@ def _field_hook(
     kind: Any = field.type
     check, convert = field.validator, field.converter
     if not isinstance(check, Check):  # a config that does not validate itself
-        check, convert = check_of(kind, ""), canonical(kind)
+        check, convert = Check(owner="", kind=kind, wanted=type_words(kind)), canonical(kind)
     inner = [member for member in members(kind) if attrs.has(member)]
     rows = next((member for member in members(kind) if _holds_records(member)), None)
     several: Any = Mapping if get_origin(rows) is Mapping else (list, tuple)
@@ -211,25 +202,11 @@ def _field_hook(
         if rows is not None and isinstance(data, several):
             return converter.structure(data, rows)
         value = data if convert is None else convert(data)  # type: ignore[operator]
-        problem = check.problem(field, value)
-        if problem is not None:
-            table = _table_words(inner, problem)
-            words = shown(data) if field.repr else "a value"
-            raise ValueError(f"found {words}; {problem}{table}")
+        if problem := check.problem(field, value):
+            raise ValueError(f"found {shown(data) if field.repr else 'a value'}; {problem}")
         return value
 
     return build
-
-
-def _table_words(inner: list[Any], problem: str) -> str:
-    """What a file has in place of a record; nothing where a short form was named."""
-    if not inner or ('="' in problem and "=fx." not in problem):
-        return ""
-    if len(inner) > 1:
-        kinds = ", ".join(repr(str(kind_of(record))) for record in inner)
-        return f" In a file, use a table with a `kind`: one of {kinds}."
-    fields = ", ".join(field.alias for field in attrs.fields(inner[0]) if field.init)
-    return f" In a file, use a table of {fields}."
 
 
 def _holds_records(kind: Any) -> bool:
@@ -296,25 +273,22 @@ def _of_one_kind(left: Any, right: Any) -> bool:
 
 
 def _changes(path: str, left: Any, right: Any) -> Iterator[Change]:
-    both_rows = isinstance(left, tuple) and isinstance(right, tuple)
-    if _of_one_kind(left, right) or (both_rows and _keyed(left) and _keyed(right)):
-        before, after = (_keyed(value) if both_rows else _fields(value) for value in (left, right))
+    if _of_one_kind(left, right) or (_rows_of_records(left) and _rows_of_records(right)):
+        before, after = _parts(left), _parts(right)
         for key in {**before, **after}:
             yield from _changes((path + key).lstrip("."), before.get(key), after.get(key))
     elif type(left) is not type(right) or left != right:
         yield Change(path, left, right)
 
 
-def _fields(record: Any) -> dict[str, Any]:
-    fields = (field for field in attrs.fields(type(record)) if field.eq)
-    return {f".{field.name}": getattr(record, field.name) for field in fields}
+def _rows_of_records(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(attrs.has(type(row)) for row in value)
 
 
-def _keyed(rows: tuple[Any, ...]) -> dict[str, Any]:
-    """Records by name, or by number where they have no names of their own; empty for others."""
-    if not all(attrs.has(type(row)) for row in rows):
-        return {}
-    names = [getattr(row, "name", None) for row in rows]
-    named = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
-    keys = names if named else range(len(rows))
-    return {f"[{key}]": row for key, row in zip(keys, rows, strict=True)}
+def _parts(value: Any) -> dict[str, Any]:
+    """The fields of a record; the records of a tuple by name, or else by number."""
+    if not isinstance(value, tuple):
+        return {f".{f.name}": getattr(value, f.name) for f in attrs.fields(type(value)) if f.eq}
+    names = [getattr(row, "name", number) for number, row in enumerate(value)]
+    names = names if len(set(names)) == len(names) else range(len(names))
+    return {f"[{name}]": row for name, row in zip(names, value, strict=True)}

@@ -3,9 +3,8 @@
 from typing import Literal
 
 import attrs
-from attrs import validators
 
-from fxtrain._record import record
+from fxtrain._record import at_least, record
 from fxtrain.state.mesh import Mesh
 from fxtrain.state.plan import Plan
 
@@ -108,8 +107,8 @@ class DryRun:
     """
 
     name: str
-    world: int = attrs.field(validator=validators.ge(1))
-    rank: int = attrs.field(default=0, validator=validators.ge(0))
+    world: int = attrs.field(validator=at_least(1))
+    rank: int = attrs.field(default=0, validator=at_least(0))
     mesh: Mesh = Mesh()
     plan: Plan | None = None
     updates: int = 0

@@ -48,10 +48,8 @@ def text_of(data: Mapping[str, Any], format: Format) -> str:
         return json.dumps(data, indent=2) + "\n"
     if format == "toml":
         return optional("tomlkit", extra="files", needed_by=needed_by).dumps(_without_none(data))
-    if format == "yaml":
-        yaml = optional("yaml", extra="files", needed_by=needed_by)
-        return yaml.safe_dump(data, sort_keys=False)
-    raise PlanError(f"format={format!r}: choose one of json, toml, yaml.", code="FX201")
+    yaml = optional("yaml", extra="files", needed_by=needed_by)
+    return yaml.safe_dump(data, sort_keys=False)
 
 
 def loads(text: str, cls: type[T] = Plan, format: Format = "json") -> T:

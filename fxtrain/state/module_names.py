@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
 import attrs
 from typing_extensions import TypeVar
 
-from fxtrain._display import Displayed
 from fxtrain._other_names import call_hint
 from fxtrain.errors import FxError, StepError
 
@@ -30,7 +29,7 @@ class CopyError(FxError, TypeError):
     code = "FX003"
 
 
-class ModuleNames(Displayed, Generic[M_co]):
+class ModuleNames(Generic[M_co]):
     """Methods and properties of a wrapped model that are those of its module."""
 
     __slots__ = ()
@@ -58,21 +57,6 @@ class ModuleNames(Displayed, Generic[M_co]):
         where = f"rank {self.ctx.rank} of {self.ctx.world_size} on {self.ctx.device}"
         closed = [f"closed by fx.{self.status.closed}"] if self.status.closed else []
         return f"Wrapped({', '.join([*parts, where, *closed])})"
-
-    def _details(self) -> tuple[tuple[str, str], ...]:
-        trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-        every = sum(p.numel() for p in self.module.parameters())
-        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        return (
-            ("module", type(self.module).__name__),
-            ("parameters", f"{every:,} on this rank, {trained:,} of them require grad"),
-            ("strategy", self.strategy.name),
-            ("precision", self.plan.precision.compute),
-            ("optimizer", optimizers or "none"),
-            ("context", repr(self.ctx)),
-            ("plan", repr(self.plan)),
-            ("closed", self.status.closed or "no"),
-        )
 
     def train(self) -> Self:
         """Put the module into training mode and return this handle."""

@@ -14,9 +14,6 @@ from fxtrain.state.mesh import read_mesh
 Format = Literal["json", "toml", "yaml"]
 _MAX_REASON_LENGTH = 500  # characters of a parser's message
 _MAX_YAML = 1 << 20  # characters: pyyaml takes seconds for that many
-_MAX_ALIASED = 100_000  # values that aliases may add to a file
-_YAML = "tag:yaml.org,2002:"
-_PLAIN = ("null", "bool", "int", "float", "str", "seq", "map", "merge")
 # Fields with a short form, and the key for which it stands in their table.
 _SHORT_FORMS = {"strategy": "kind", "quantize": "kind", "precision": "compute"}
 
@@ -37,13 +34,10 @@ def parse_text(text: str, format: Format) -> Any:
         raise PlanError(f"format={format!r}: choose one of {', '.join(_FORMATS)}.", code="FX201")
     try:
         return _FORMATS[format](text)
-    except RecursionError:
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise PlanError(
-            f"Invalid {format.upper()}: it is nested too deeply.", code="FX201"
-        ) from None
-    except ValueError as error:
-        raise PlanError(
-            f"Invalid {format.upper()}: {str(error)[:_MAX_REASON_LENGTH]}", code="FX201"
+            f"Invalid {format.upper()}: {reason[:_MAX_REASON_LENGTH]}", code="FX201"
         ) from None
 
 
@@ -99,13 +93,10 @@ def _no_number(word: str) -> NoReturn:
 
 
 def parse_yaml(text: str) -> Any:
-    """Plain data from YAML, as pyyaml's `safe_load` reads it.
-
-    Each key appears once in its table, there are no values but true, false, null, numbers, text,
-    lists and tables, and aliases do not make a short text a large value.
+    """Data from YAML, as pyyaml's `safe_load` reads it; aliases are refused.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is no YAML, it is large, or it has an alias.
         RecursionError: it is nested too deeply.
         MissingPackageError: pyyaml is not installed (the extra `files`).
     """
@@ -113,50 +104,17 @@ def parse_yaml(text: str) -> Any:
     if len(text) > _MAX_YAML:
         raise ValueError(f"it has {len(text)} characters; YAML is limited to {_MAX_YAML}.")
     try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        values = _count_values(node, {})
-        if values > _MAX_ALIASED + len(text):
-            raise ValueError(f"its aliases expand to {shown(values)} values.")
-        data = loader.construct_document(node)
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError(
+                    f"line {event.start_mark.line + 1}: aliases (*{event.anchor}) are not "
+                    f"supported. Write the value out."
+                )
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except (LookupError, AttributeError, TypeError, OverflowError) as error:  # of !!bool x, say
         raise ValueError(f"a value does not fit its tag: {error}") from None
-    json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is not text
-    return data
-
-
-def _count_values(node: Any, counted: dict[int, int]) -> int:
-    """The values in a node, with each alias as often as it appears."""
-    if id(node) in counted:
-        if not counted[id(node)]:
-            raise ValueError(f"{_place(node)}: a value contains itself through an alias.")
-        return counted[id(node)]
-    counted[id(node)] = 0
-    tag = node.tag.removeprefix(_YAML)
-    if tag not in _PLAIN:
-        raise ValueError(
-            f"{_place(node)}: the tag {shown(tag)} is not supported. A file contains true, false, "
-            f"null, numbers, text, lists and tables. Put text in quotes."
-        )
-    children = node.value if node.id == "sequence" else ()
-    if node.id == "mapping":
-        keys = set[str]()
-        for key, _ in node.value:
-            if key.id != "scalar" or key.value in keys:
-                problem = "appears twice in one table" if key.id == "scalar" else "is no text"
-                raise ValueError(f"{_place(key)}: the key {shown(key.value)} {problem}.")
-            keys.add(key.value)
-        children = [child for pair in node.value for child in pair]
-    counted[id(node)] = total = 1 + sum(_count_values(child, counted) for child in children)
-    return total
-
-
-def _place(node: Any) -> str:
-    return f"line {node.start_mark.line + 1}, column {node.start_mark.column + 1}"
 
 
 _FORMATS: dict[str, Callable[[str], Any]] = {

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 
 import attrs
 
-from fxtrain._record import above, at_least, between, record
+from fxtrain._record import above, at_least, at_least_and_below, record
 from fxtrain.errors import PlanError
 from fxtrain.state.position import Position
 
@@ -349,9 +349,7 @@ class DiLoCo:
     every: int = attrs.field(validator=at_least(1))
     warmup: int = attrs.field(default=0, validator=at_least(0))
     outer_lr: float = attrs.field(default=0.7, validator=above(0))
-    outer_momentum: float = attrs.field(
-        default=0.9, validator=between(0, 1, open_low=False, words="of at least 0 and below 1")
-    )
+    outer_momentum: float = attrs.field(default=0.9, validator=at_least_and_below(0, 1))
     nesterov: bool = True
     fragments: int = attrs.field(default=1, validator=at_least(1))
     delay: int = attrs.field(default=0, validator=at_least(0))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxtrain import ops
-from fxtrain._record import at_least, between, record, shown
+from fxtrain._record import at_least, at_least_and_below, record, shown
 from fxtrain.errors import PlanError
 from fxtrain.loop.releasing import empty_cache
 from fxtrain.ops.plan_agreement import plan_for
@@ -249,7 +249,7 @@ class NoiseScale:
         5.714
     """
 
-    decay: float = attrs.field(default=0.95, validator=between(0, 1, open_low=False))
+    decay: float = attrs.field(default=0.95, validator=at_least_and_below(0, 1))
     noise: float = 0.0
     signal: float = 0.0
     updates: int = attrs.field(default=0, validator=at_least(0))

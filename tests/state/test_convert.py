@@ -2,7 +2,7 @@
 
 import json
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 import pytest
@@ -78,10 +78,7 @@ WRONG = {
         {"recompute": ["\ud800"]},
         "choose the class names of modules, such as ['Block'].",
     ),
-    "number as table": (
-        {"data": 4},
-        "choose an fx.Data(...). In a file, use a table of source, to",
-    ),
+    "number as table": ({"data": 4}, "plan.data: found 4; choose an fx.Data(...)."),
     "number as text": ({"accumulate": "4"}, "choose a whole number."),
     "YAML's 1e-3": ({"clip_norm": "1e-3"}, "or None."),
     "yes": ({"flush": "yes"}, "choose true or false."),
@@ -95,7 +92,7 @@ WRONG = {
         {"strategy": {"kind": "deepspeed", "stage": 4}},
         "plan.strategy.stage: found 4; choose a number from 0 to 3.",
     ),
-    "several tables": ({"local": 8}, "use a table with a `kind`: one of 'local_sgd', 'diloco'."),
+    "several tables": ({"local": 8}, "choose an fx.LocalSGD(...) or an fx.DiLoCo(...) or None."),
     "a short form exists": ({"precision": "bf16-mixed"}, 'Use precision="bf16".'),
     "compile as text": ({"compile": "true"}, "choose true, an fx.Compile(...) or None."),
     "many bits": ({"seed": 10**6000}, "found <a number of 19932 bits, more than 64>; choose a"),
@@ -267,19 +264,6 @@ def test_a_field_of_a_type_that_files_do_not_know_is_a_plan_error():
 def test_only_records_become_data(value):
     with pytest.raises(fx.PlanError, match=r"such as an fx\.Plan; found"):
         unstructure(value)
-    with pytest.raises(fx.PlanError, match="structure creates records"):
-        structure({}, int)
-
-
-def test_a_record_that_holds_itself_is_no_data():
-    @attrs.define
-    class Loop:
-        inner: Any = None
-
-    loop = Loop()
-    loop.inner = [{"loop": loop}]
-    with pytest.raises(fx.PlanError, match="Loop is nested too deeply, or contains itself"):
-        unstructure(loop)
 
 
 def test_the_data_of_a_record_is_plain():

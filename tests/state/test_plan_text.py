@@ -18,15 +18,22 @@ TEXTS = [
         "seed = 2001-01-01",
         "plan.seed: found datetime.date(2001, 1, 1); choose a whole number.",
     ),
-    ("yaml", "seed: 1\nseed: 2", "the key 'seed' appears twice in one table."),
-    ("yaml", "seed: 2001-01-01", "line 1, column 7: the tag 'timestamp' is not supported"),
+    (
+        "yaml",
+        "seed: 2001-01-01",
+        "plan.seed: found datetime.date(2001, 1, 1); choose a whole number.",
+    ),
     ("yaml", "seed: !!int x", "Invalid YAML: "),
     ("yaml", "seed: !!float ''", "Invalid YAML: "),
-    ("yaml", "seed: !!timestamp x", "the tag 'timestamp' is not supported"),
+    ("yaml", "seed: !!timestamp x", "Invalid YAML: a value does not fit its tag"),
     ("yaml", "flush: !!bool x", "Invalid YAML: a value does not fit its tag: 'x'"),
-    ("yaml", "seed: !!python/object:os.system x", "the tag 'python/object:os.system' is not"),
-    ("yaml", "compile: &a {blocks: *a}", "line 1, column 10: a value contains itself"),
-    ("yaml", "[" * 3000, "Invalid YAML: it is nested too deeply"),
+    (
+        "yaml",
+        "seed: !!python/object:os.system x",
+        "Invalid YAML: could not determine a constructor",
+    ),
+    ("yaml", "compile: &a {blocks: *a}", "Invalid YAML: line 1: aliases (*a) are not supported."),
+    ("yaml", "[" * 3000 + "]" * 3000, "Invalid YAML: it is nested too deeply"),
     ("ini", "", "format='ini': choose one of json, toml, yaml."),
 ]
 
