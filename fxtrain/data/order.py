@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fxtrain.data.user_code import BorrowedGenerators, safe_length
+from fxtrain.data.user_code import BorrowedGenerators
 from fxtrain.errors import DataError
 
 _SAMPLER_CHUNK = 512  # units requested from a custom sampler at a time
@@ -79,13 +79,9 @@ def find_order(sampler: Any, seed: int, epoch: int) -> EpochOrder | None:
 
 
 def length_of(sampler: Any) -> int | None:
-    """How many units a sampler yields; None if it has no length.
-
-    Raises:
-        DataError: its length is invalid.
-    """
+    """How many units a sampler yields; None if it has no length."""
     try:
-        return safe_length(sampler)
+        return len(sampler)
     except TypeError:
         return None
 
@@ -163,11 +159,11 @@ def _sampler_chain(sampler: Any) -> Iterator[Any]:
 
 
 def _sequential(sampler: SequentialSampler, seed: int, epoch: int) -> EpochOrder:
-    return EpochOrder(safe_length(sampler), Tensor.tolist, shuffled=False)
+    return EpochOrder(len(sampler), Tensor.tolist, shuffled=False)
 
 
 def _random(sampler: RandomSampler, seed: int, epoch: int) -> EpochOrder:
-    n, count = safe_length(sampler.data_source), sampler.num_samples
+    n, count = len(sampler.data_source), sampler.num_samples
     keys = round_keys(seed, epoch)
     if sampler.replacement:
         return EpochOrder(count, lambda places: uniform_below(places, n, keys).tolist())

@@ -16,7 +16,6 @@ from fxtrain.errors import DataError
 from fxtrain.state import Plan, Position
 
 _FIRST_BLOCK, _BLOCK = 1 << 10, 1 << 14  # indices computed at a time
-_CURSOR_BLOCK = 32  # steps made at a time
 
 
 @attrs.frozen(kw_only=True)
@@ -266,13 +265,3 @@ def positioned(batches: Iterable[GlobalBatch], position: Position, plan: Plan) -
         batch, following = following, next(ahead, None)
         position = advance(position, batch, plan, is_last=following is None)
         yield batch, Cursor(position, batch.state)
-
-
-def in_blocks(steps: Iterator[Step], *, ahead: bool) -> Iterator[list[Step]]:
-    """The same steps, made several at a time if they may be made ahead of their use.
-
-    Between batches, the data and the training step displace this code from the caches, which makes
-    it several times slower.
-    """
-    size = _CURSOR_BLOCK if ahead else 1
-    return iter(lambda: list(itertools.islice(steps, size)), [])

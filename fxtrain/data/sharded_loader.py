@@ -222,7 +222,7 @@ class Sharded(Generic[Data_co]):
     def _total_updates(self, n: int) -> int | None:
         try:
             return self.total_updates(n)
-        except DataError:  # it has no length, or iterating raises the same on every rank
+        except DataError:  # it has no length
             return None
 
     def _epochs(self, n: int) -> Iterator["Sharded[Data_co]"]:
@@ -367,10 +367,7 @@ class Sharded(Generic[Data_co]):
 
     def __len__(self) -> int:
         """Batches left in this epoch, the same on every rank."""
-        try:
-            left = self._left()
-        except DataError as error:  # iterating raises it on every rank
-            raise _NoLengthError(str(error)) from error
+        left = self._left()
         if left is None:
             raise _NoLengthError(
                 "len: this loader has no length, because its dataset or sampler has none or "
@@ -440,15 +437,12 @@ class Sharded(Generic[Data_co]):
     def _agree(self) -> None:
         """Check, before the first batch, that all ranks are about to read the same."""
         if self.plan.data.source == "shard" and self.ctx.world_size > 1 and not self._alone:
-            problem = None
-            try:
-                rows: Any = self._source.length()
-            except DataError as error:  # raised below, together with the other ranks
-                rows, problem = f"unknown ({error})", error
-            asked = {"rows": rows, "batching": self._batching, "position": self.position}
+            asked = {
+                "rows": self._source.length(),
+                "batching": self._batching,
+                "position": self.position,
+            }
             check_same_plan("iterating", self.ctx, self.plan, asked)
-            if problem is not None:
-                raise problem
 
 
 def continued(

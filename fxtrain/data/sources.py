@@ -31,10 +31,8 @@ from fxtrain.data.rank_slices import (
     advance,
     batches_of_order,
     batches_of_stream,
-    in_blocks,
     positioned,
 )
-from fxtrain.data.user_code import reading
 from fxtrain.data.user_loader import FedSampler, LoaderSpec, rebuild
 from fxtrain.errors import DataError
 from fxtrain.ops.objects import Opaque
@@ -100,11 +98,6 @@ class RowBatches:
         """Whether a position is not enough to continue from."""
         return isinstance(self.reading.sampler, BlendOrder)
 
-    @property
-    def is_computed(self) -> bool:
-        """Whether the latest order comes from arithmetic: reading it ahead has no effect."""
-        return isinstance(self._latest, EpochOrder)
-
     def shuffled(self) -> bool:
         """Whether another epoch has another order, as far as is known so far."""
         return self._latest is not None and self._latest.shuffled
@@ -131,20 +124,13 @@ def row_source(
         made: deque[Step] = deque()
 
         def indices() -> Iterator[Any]:
-            steps = positioned(global_batches, cursor.position, plan)
-            # A custom sampler is read no further ahead than necessary.
-            for block in in_blocks(steps, ahead=batches.is_computed):
-                for step in block:
-                    made.append(step)
-                    yield ask(step[0], epoch) if asks else step[0].keys[0]
+            for step in positioned(global_batches, cursor.position, plan):
+                made.append(step)
+                yield ask(step[0], epoch) if asks else step[0].keys[0]
 
         feed.give(indices())
         _seed_workers(over, plan, epoch, ranks)
-
-        def asked() -> str:
-            return f"the rows {_short_keys(made[0][0].keys)}" if made else "its rows"
-
-        for data in reading(loader, over, asked):
+        for data in over:
             yield made.popleft(), data if asks else (data,)
 
     return Source(
@@ -178,7 +164,7 @@ def stream_source(
         )
         _seed_workers(over, plan, epoch, ranks)
         try:
-            for told in reading(loader, over):
+            for told in over:
                 if told is None:
                     return
                 batch, is_last, data, state = told
@@ -222,12 +208,6 @@ def _seed_workers(over: DataLoader[Any], plan: Plan, epoch: int, ranks: Sequence
     """The seed that torch gives its workers."""
     assert isinstance(over.generator, torch.Generator)
     over.generator.manual_seed(hash_key(plan.seed, epoch, "workers", *ranks[:1]))
-
-
-def _short_keys(keys: Sequence[Any]) -> str:
-    """Keys of a global batch, shortened for a message."""
-    text = ", ".join([str(key) for key in keys])
-    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def function_source(

@@ -1,6 +1,5 @@
 """Text to files of tokens: in several processes, resumable and atomic."""
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -11,9 +10,11 @@ import secrets
 import shutil
 import signal
 import struct
+import threading
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from fxtrain._optional import optional
 from fxtrain._reading import StrPath, write_file
 from fxtrain.data.text_documents import Piece, parts_of, texts_of
 from fxtrain.data.token_maps import CODES, HEAD, MAGIC
-from fxtrain.errors import DataError, FxError
+from fxtrain.errors import DataError
 from fxtrain.state.token_files import MegatronTokens, NanoGPTTokens
 
 Format = Literal["megatron", "nanogpt"]
@@ -214,7 +215,6 @@ class Encoder:
         vocabulary: Token → number.
         size: One more than the largest number.
         digest: Of the tokenizer.
-        words_digest: Of its vocabulary.
     """
 
     def __init__(self, path: str) -> None:
@@ -248,7 +248,6 @@ class Encoder:
         self.vocabulary: dict[str, int] = whole.get_vocab()
         self.size = max(self.vocabulary.values()) + 1
         words = json.dumps(sorted(self.vocabulary.items()))
-        self.words_digest = hashlib.sha256(words.encode()).hexdigest()
         self.digest = hashlib.sha256(f"{words}{settings}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -257,11 +256,6 @@ class Encoder:
             return self._slow.encode(text, add_special_tokens=False, split_special_tokens=True)
         # As a batch of one, which does not compute where each token was in the text.
         return self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-    def decode(self, tokens: list[int]) -> str:
-        """The text of tokens, with special ones."""
-        whole = self._slow if self._fast is None else self._fast
-        return whole.decode(tokens, skip_special_tokens=False)
 
 
 # One for all parts of a process.
@@ -301,7 +295,6 @@ def _description(
         "format": job.format,
         "dtype": _dtype(job, encoder),
         "tokenizer": encoder.digest,
-        "vocabulary": encoder.words_digest,
         "vocabulary_size": encoder.size,
         "end": None if job.end is None else encoder.vocabulary[job.end],
         "field": job.field,
@@ -341,68 +334,34 @@ def _run(
         for number in missing:
             yield number, _tokenize_part(job, parts[number][1], files[number])
         return
-    waiting, busy = iter(missing), dict[Any, int]()
-    context = multiprocessing.get_context("spawn")
-    processes = {}
-    try:
-        for number in itertools.islice(waiting, count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(job, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            processes[ours] = process
-            busy[ours] = number
-            _send(ours, (parts[number][1], files[number]))
-        while busy:
-            ready: Any = wait(list(busy))
-            for ours in ready:
-                number = busy.pop(ours)
-                result = _receive(ours, processes[ours], parts[number][1])
-                if (after := next(waiting, None)) is not None:
-                    busy[ours] = after
-                    _send(ours, (parts[after][1], files[after]))
-                yield number, result
-    finally:
-        for ours, process in processes.items():
-            ours.close()
-            process.terminate()
-            process.join()
-
-
-def _send(ours: Any, part: tuple[list[Piece], Path]) -> None:
-    with contextlib.suppress(ConnectionError):  # `_receive` says that the process has ended
-        ours.send(part)
-
-
-def _receive(ours: Any, process: Any, pieces: list[Piece]) -> tuple[int, ...]:
-    try:
-        result = ours.recv()
-    except (EOFError, ConnectionError):  # the latter if the process had not read its last part
-        process.join()
-        names = ", ".join(piece.path for piece in pieces[:3])
-        raise DataError(
-            f"tokens: a process ended with exit code {process.exitcode} while it tokenized "
-            f"{names}. -9 often means that memory ran out: use fewer workers. The same command "
-            f"continues."
-        ) from None
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
-def _work(job: Tokenizing, theirs: Connection) -> None:
-    """Tokenize parts as they come, until the process that sends them ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which ends this process itself
-    while True:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, mp_context=spawn, initializer=_end_with_parent) as pool:
+        running = {
+            pool.submit(_tokenize_part, job, parts[number][1], files[number]): number
+            for number in missing
+        }
         try:
-            pieces, file = theirs.recv()
-        except EOFError:
-            return
-        try:
-            result: Any = _tokenize_part(job, pieces, file)
-        except (FxError, OSError) as error:
-            result = error
-        theirs.send(result)
+            for future in as_completed(running):
+                yield running[future], future.result()
+        except BrokenProcessPool:
+            raise DataError(
+                "tokens: a process ended while it tokenized, which often means that memory ran "
+                "out: use fewer workers. The same command continues."
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it ends, even if that is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which ends the parent
+    parent: Any = multiprocessing.parent_process()
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _tokenize_part(job: Tokenizing, pieces: list[Piece], to: Path) -> tuple[int, int, int]:
