@@ -1,14 +1,18 @@
-"""How records and sizes print."""
+"""How records and sizes print: one line by default, more in rich terminals and notebooks."""
 
+import html
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import attrs
 
 from fxtrain.errors import PlanError
 
 _MAX_ENTRIES = 6
 _MAX_DEPTH = 3
+_MAX_TUPLE = 12  # of a field
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
     "KI": 2**10,
     "MI": 2**20,
@@ -29,6 +33,63 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
+class Displayed:
+    """An attrs class that shows the fields that are not at their defaults, without tensors.
+
+    It does so in its `repr`, unless it has one of its own, and below that in rich terminals and in
+    notebooks.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={text}" for name, text in _changed_fields(self))
+        return f"{type(self).__name__}({fields})"
+
+    def __rich_repr__(self) -> Iterator[tuple[str, object]]:
+        if type(self).__repr__ is not Displayed.__repr__:
+            yield "", _Words(repr(self))
+        for name, text in _changed_fields(self):
+            yield name, _Words(text)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th style='text-align: left'>{html.escape(name)}</th>"
+            f"<td style='text-align: left'>{html.escape(text)}</td></tr>"
+            for name, text in _changed_fields(self)
+        )
+        return f"<table><caption>{html.escape(repr(self))}</caption>{rows}</table>"
+
+
+class _Words(str):
+    """A string that is shown without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _changed_fields(record: Any) -> Iterator[tuple[str, str]]:
+    """Name and text of the fields that are not at their defaults."""
+    for field in attrs.fields(type(record)):
+        value: Any = getattr(record, field.name)
+        default: Any = field.default
+        if hasattr(default, "takes_self"):  # an attrs.Factory
+            default = default.factory(record) if default.takes_self else default.factory()
+        if not (field.repr and field.init) or (type(value) is type(default) and value == default):
+            continue
+        if callable(field.repr):
+            text = str(field.repr(value))
+        elif type(value) is tuple and len(value) > _MAX_TUPLE:
+            text = f"({', '.join(map(repr, value[:3]))}, ... {len(value) - 3} more)"
+        elif attrs.has(type(value)) or isinstance(value, str | tuple):
+            text = repr(value)
+        else:
+            text = describe(value)
+        yield field.alias, text
+
+
 def describe(value: object, depth: int = 0) -> str:
     """A value in a few words: dtypes and shapes in place of the contents of tensors.
 
@@ -45,6 +106,8 @@ def describe(value: object, depth: int = 0) -> str:
         return _container(value, depth)
     if value is None or isinstance(value, bool | int | float | str):
         return reprlib.repr(value)
+    if type(value).__module__ == "torch":  # a device or a dtype
+        return str(value)
     return getattr(type(value), "__name__", "object")
 
 

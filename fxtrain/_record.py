@@ -17,6 +17,7 @@ from typing import (
 
 import attrs
 
+from fxtrain._display import Displayed
 from fxtrain._other_names import closest, field_hint, value_hint
 from fxtrain.errors import FxError, PlanError
 
@@ -24,7 +25,6 @@ T = TypeVar("T")
 _Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 _INT64 = range(-(1 << 63), 1 << 63)
 _MAX_SHOWN = 200  # characters of a value
-_MAX_ENTRIES = 12  # of a tuple in a repr
 _MAX_LINES = 20  # lines of a message: an unrelated file may have any number of problems
 _MAX_LINE_LENGTH = 1000  # characters
 _EXACT_FLOATS = range(-(1 << 53), (1 << 53) + 1)  # integers that a float represents exactly
@@ -64,8 +64,9 @@ def record(cls: type[T], *, error: type[FxError] = PlanError) -> type[T]:
         ]
 
     frozen: Any = attrs.frozen(kw_only=True, field_transformer=checked, repr=False)(cls)
-    if "__repr__" not in cls.__dict__:
-        frozen.__repr__ = _repr
+    for name in ("__repr__", "__rich_repr__", "_repr_html_"):
+        if name not in cls.__dict__:
+            setattr(frozen, name, getattr(Displayed, name))
     frozen.__init__ = _with_hints(frozen)
     return frozen
 
@@ -86,24 +87,6 @@ def _with_hints(cls: Any) -> Callable[..., None]:
         init(self, *args, **values)
 
     return checked
-
-
-def _repr(self: Any) -> str:
-    """The fields that are not at their defaults."""
-    shown_fields: list[str] = []
-    for field in attrs.fields(type(self)):
-        value: Any = getattr(self, field.name)
-        default: Any = field.default
-        if hasattr(default, "takes_self"):  # an attrs.Factory
-            default = default.factory(self) if default.takes_self else default.factory()
-        if not (field.repr and field.init) or (type(value) is type(default) and value == default):
-            continue
-        if type(value) is tuple and len(value) > _MAX_ENTRIES:
-            text = f"({', '.join(map(repr, value[:3]))}, ... {len(value) - 3} more)"
-        else:
-            text = field.repr(value) if callable(field.repr) else repr(value)
-        shown_fields.append(f"{field.alias}={text}")
-    return f"{type(self).__name__}({', '.join(shown_fields)})"
 
 
 @attrs.frozen(kw_only=True)

@@ -1,10 +1,13 @@
 """What records print: one line with what matters, and never the contents of tensors."""
 
+import io
+
 import attrs
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
@@ -23,6 +26,10 @@ RECORDS = sorted(
 )
 # Records of one rank's machinery, that users neither get nor print.
 INTERNAL = {"AccumulationWindow", "Comm", "CommState", "ModelStatus", "Strategy"}
+
+
+def _widths(text: str) -> int:
+    return max(map(len, text.splitlines()))
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +78,16 @@ def test_one_line_says_what_matters(shown):
 
 
 @pytest.mark.parametrize("name", ["ctx", "model", "loader", "batch", "report", "weighted", "mean"])
-def test_every_repr_is_short(shown, name):
+def test_every_form_is_short(shown, name):
     one = shown[name]
-    assert "\n" not in repr(one) and "tensor(" not in repr(one) and len(repr(one)) < 250
+    assert "\n" not in repr(one) and len(repr(one)) < 250
+    out = io.StringIO()
+    Console(width=100, file=out).print(one)
+    text = out.getvalue()
+    assert "tensor(" not in text and _widths(text) <= 100 and len(text) < 900
+    if hasattr(one, "_repr_html_"):
+        html = one._repr_html_()
+        assert html.startswith("<table>") and "tensor(" not in html and len(html) < 3000
 
 
 def test_padding_and_an_unknown_length_are_said(shown):
@@ -96,6 +110,7 @@ def test_a_plan_prints_what_differs_from_the_default():
     assert repr(curve) == (
         "RateCurve(rates=(1.0, 2.0, 3.0, ... 97 more), losses=(0.5, 0.5, 0.5, ... 97 more))"
     )
+    assert "<td style='text-align: left'>4</td>" in plan._repr_html_()
 
 
 @given(
@@ -110,12 +125,13 @@ def test_a_plan_prints_what_differs_from_the_default():
 def test_the_line_of_a_plan_builds_it_again(plan):
     names = {name: getattr(fx, name) for name in ("Plan", "FSDP", "Single", "Precision")}
     assert eval(repr(plan), names) == plan
+    assert "<&" not in plan._repr_html_()
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_no_record_prints_the_contents_of_tensors(record):
     code = record.__repr__.__code__
-    written = "attrs generated" not in code.co_filename and code.co_name != "_repr"
+    written = "attrs generated" not in code.co_filename and "_display" not in code.co_filename
     if written or record.__name__ in INTERNAL:
         return
     holds = [

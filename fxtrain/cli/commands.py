@@ -41,7 +41,7 @@ COMMANDS = tuple(
         ),
         ("import", "checkpoint_commands:IMPORT", "convert a checkpoint of another library"),
         ("replay", "resume_command:REPLAY", "run one update of a run again"),
-        ("tokens", "tokens_command:TOKENS", "tokenize text for training"),
+        ("tokens", "tokens_command:TOKENS", "tokenize text, or show files of tokens"),
         ("explain", "explain_command:EXPLAIN", "explain the code at the end of an error"),
         ("stacks", "stacks_commands:STACKS", "ask the ranks of a run where they stand"),
         (

@@ -1,4 +1,4 @@
-"""`fxtrain tokens`: text to files of tokens."""
+"""`fxtrain tokens`: text to files of tokens, and what such files hold."""
 
 import os
 import time
@@ -11,48 +11,62 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 
 from fxtrain._display import counted
-from fxtrain.cli.output import COUNT, as_json, option, print_json, say, warn
+from fxtrain.cli.output import COUNT, as_json, option, print_json, print_table, say, warn
+from fxtrain.data.token_summary import decoded, find_source, summarize
 from fxtrain.data.tokenizing import Progress, Tokenizing, tokenize_parts
 
 _LINE_EVERY_S = 10.0
+_BAR = 40  # characters of the longest bar of a histogram
 _TYPES = click.Choice(["uint16", "int32", "uint32", "int64"])
 
 
 @click.command("tokens")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
-@option("--to", "write PATH.bin, and PATH.idx for Megatron", metavar="PATH", required=True)
-@option(
-    "--tokenizer", "a tokenizer.json, or a folder of transformers", metavar="PATH", required=True
-)
+@option("--to", "write PATH.bin, and PATH.idx for Megatron", metavar="PATH")
+@option("--tokenizer", "a tokenizer.json, or a folder of transformers", metavar="PATH")
 @option("--format", "what to write", click.Choice(["megatron", "nanogpt"]), default="megatron")
-@option("--column", "field or column with the text", str, "NAME", default="text")
-@option("--end", "token after each document, as '<|endoftext|>'", str, "TOKEN")
-@option("--dtype", "type of a token; by default the smallest", _TYPES)
+@option("--column", "field or column with the text (text), or the tokens (--show)", str, "NAME")
+@option("--end", "token after each document, as '<|endoftext|>'; its number (--show)", str, "TOKEN")
+@option("--dtype", "type of a token; by default the smallest, or that of the file (--show)", _TYPES)
 @option("--workers", "processes", COUNT, default=os.cpu_count() or 1, show_default="all cores")
+@option("--show", "show what files of tokens hold", is_flag=True)
+@option("--length", "with --show: padding and cut documents in rows of N tokens", COUNT, "N")
 @as_json
 def TOKENS(
     inputs: tuple[str, ...],
-    to: str,
-    tokenizer: str,
+    to: str | None,
+    tokenizer: str | None,
     format: Any,
-    column: str,
+    column: str | None,
     end: str | None,
     dtype: Any,
     workers: int,
+    show: bool,  # noqa: FBT001
+    length: int | None,
     json_: bool,  # noqa: FBT001
 ) -> None:
-    """Tokenize text for fx.tokens.
+    """Tokenize text for fx.tokens, or show what files of tokens hold.
 
     INPUT is a file or a quoted pattern. JSON lines (.jsonl, .json, also with .gz) have a document
     per line, .parquet files one per row; every other file is one document. The output appears when
     it is complete. After a kill, the same command continues.
+
+    With --show, INPUT is a source of fx.tokens: the path of Megatron's files, a .bin, .ds, .npy,
+    .parquet or .arrow file, or a folder of them or of MDS shards.
     """
+    if show:
+        _show(inputs, column, end, dtype, length, tokenizer, json_=json_)
+        return
+    if to is None or tokenizer is None:
+        raise click.UsageError("Pass --to and --tokenizer, or --show to look at a file.")
+    if length is not None:
+        raise click.UsageError("--length needs --show: rows are cut when they are read.")
     job = Tokenizing(
         inputs=inputs,
         output=to,
         tokenizer=tokenizer,
         format=format,
-        field=column,
+        field=column or "text",
         end=end,
         dtype=dtype,
         workers=workers,
@@ -94,3 +108,41 @@ def _shown(parts: Iterator[Progress]) -> Iterator[Progress]:
             shown_s = time.monotonic()
             warn(f"{part.done / part.total:.1%}: {_counts(part)}")
         yield part
+
+
+def _show(
+    inputs: tuple[str, ...],
+    column: str | None,
+    end: str | None,
+    dtype: Any,
+    length: int | None,
+    tokenizer: str | None,
+    *,
+    json_: bool,
+) -> None:
+    if end is not None and not end.isdecimal():
+        raise click.BadParameter(f"with --show, {end!r} is no number.", param_hint="'--end'")
+    summaries: list[dict[str, Any]] = []
+    for path in inputs:
+        source = find_source(path, column, dtype, None if end is None else int(end))
+        summary = {"path": path, "format": type(source).__name__, **summarize(source, length)}
+        if tokenizer is not None:
+            summary["sample"] = decoded(tokenizer, path, summary["sample"])
+        summaries.append(summary)
+    if json_:
+        print_json(summaries)
+        return
+    for summary in summaries:
+        lengths = summary.pop("lengths")
+        rows = [(name.replace("_", " "), _text(value)) for name, value in summary.items()]
+        print_table(("", ""), rows)
+        most = max(lengths.values())
+        bars = [(name, f"{n:,}", "#" * -(-_BAR * n // most)) for name, n in lengths.items()]
+        say("")
+        print_table((">Tokens", ">Documents", ""), bars)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3%}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

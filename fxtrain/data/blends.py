@@ -1,6 +1,8 @@
 """The order of a blend: which source gives each row, and which of its rows that is."""
 
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -9,10 +11,11 @@ import torch
 from fxtrain.data.order import permutation_in_blocks
 from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, global_batch
 from fxtrain.errors import DataError
-from fxtrain.state.token_files import Blend, weight_at
+from fxtrain.state.token_files import Blend, constant_from, weight_at
 
 _ROW = 1 << 40  # one row, in the integers in which shares are counted
 _BLOCK = 1 << 10  # rows of a source whose numbers are computed at a time
+_NEVER = 1 << 62
 
 
 class BlendOrder:
@@ -32,6 +35,9 @@ class BlendOrder:
         self.blend, self.rows, self.shuffled = blend, tuple(rows), shuffle
         self._block = block
         self._names = [part.name for part in blend.parts]
+        self._constant = constant_from(blend)
+        known = functools.lru_cache(maxsize=256)(self._shares_at)
+        self._shares = lambda update: known(min(update, self._constant))
 
     def __iter__(self) -> Iterator[int]:
         raise DataError("A blend is read by the loader that fx.tokens returns. Iterate that one.")
@@ -52,9 +58,6 @@ class BlendOrder:
     ) -> Iterator[GlobalBatch]:
         """Global batches from a cursor on, with the state after each.
 
-        Each row is given by the source that is furthest behind its share, so that none is ever
-        more than a few rows behind, or one row ahead.
-
         Raises:
             DataError: the cursor is inside an epoch and has no state, or the state is of other
                 rows; or a source ended under `ends="error"`.
@@ -63,16 +66,17 @@ class BlendOrder:
         order = f"of seed {seed}" if self.shuffled else "of the files"
         cursors, ahead = self._restored(cursor, order)
         update, left = position.updates, max(1, accumulate - position.micro)
+        turns = _turns(
+            self._shares, ahead, update, self._constant, accumulate * stride, left * stride
+        )
         places = [
             _Places(sum(self.rows[:s]), rows, self._block) for s, rows in enumerate(self.rows)
         ]
         first, over = position.index, False
         while not over:
             units: list[int] = []
-            shares = self._shares(update)
             while len(units) < stride:
-                due = [rest + share for rest, share in zip(ahead, shares, strict=True)]
-                source = due.index(max(due))
+                source = next(turns)
                 name = self._names[source]
                 lap, row = divmod(cursors[name][0], self.rows[source])
                 if lap and self.blend.ends != "repeat":
@@ -82,10 +86,11 @@ class BlendOrder:
                 key = (seed, lap, name) if self.shuffled else None
                 units.append(places[source].number(row, key))
                 cursors[name][0] += 1
-                ahead = due
                 ahead[source] -= _ROW
             if not units or (len(units) < stride and batching.even == "drop"):
                 return
+            shares = self._shares(update)
+            ahead = [due + share * len(units) for due, share in zip(ahead, shares, strict=True)]
             # Padding repeats rows of the same batch: those of the start need another state.
             batch = global_batch(batching, first, units, units, ranks)
             yield batch._replace(state=self._state(cursors, ahead, order))
@@ -102,7 +107,7 @@ class BlendOrder:
             )
         return True
 
-    def _shares(self, update: int) -> list[int]:
+    def _shares_at(self, update: int) -> list[int]:
         """Shares of the sources in each row of an update; their sum is `_ROW`."""
         weights = [Fraction(weight_at(part.weight, update)) for part in self.blend.parts]
         total = sum(weights)
@@ -177,3 +182,82 @@ class _Places:
             places = torch.arange(low, min(low + _BLOCK, self._rows), device="cpu")
             self._block, self._numbers = block, (self._find(places) + self._start).tolist()
         return self._numbers[inside]
+
+
+class _Due:
+    """Rows due to a source since a cursor: linear within an update.
+
+    Args:
+        share: Of an update; constant from update `constant` on.
+        due: At the cursor.
+        update: Of the first row.
+        rows: Of an update.
+        left: Rows left of the first one.
+    """
+
+    def __init__(
+        self,
+        share: Callable[[int], int],
+        due: int,
+        update: int,
+        *,
+        constant: int,
+        rows: int,
+        left: int,
+    ) -> None:
+        self._share, self._due, self._update = share, due, update
+        self._constant, self._rows = constant, rows
+        self._row, self._end = 0, left
+
+    def reach(self, level: int) -> int:
+        """The first row, from 1, with which this much is due; levels never fall."""
+        while True:
+            share, constant = self._share(self._update), self._update >= self._constant
+            if share and (constant or self._due + share * (self._end - self._row) >= level):
+                return self._row + max(0, -((self._due - level) // share))
+            if constant:
+                return _NEVER
+            self._due += share * (self._end - self._row)
+            self._row, self._end, self._update = self._end, self._end + self._rows, self._update + 1
+
+
+def _turns(
+    shares: Callable[[int], list[int]],
+    ahead: Sequence[int],
+    update: int,
+    constant: int,
+    rows: int,
+    left: int,
+) -> Iterator[int]:
+    """The source of each next row.
+
+    Of the sources to which a part of a row is due, the one that would be behind by a row first
+    (R. Tijdeman, "The chairman assignment problem", 1980). With k sources, the rows read of each
+    and the rows due to it differ by at most 1 - 1 / (2k - 2).
+    """
+    if len(ahead) == 1:
+        yield from itertools.repeat(0)
+    scale = 2 * len(ahead) - 2  # makes the bounds whole numbers
+    row = _ROW * scale
+    released, late = _ROW, row - _ROW
+
+    def due(source: int) -> _Due:
+        return _Due(
+            lambda at: shares(at)[source] * scale,
+            ahead[source] * scale,
+            update,
+            constant=constant,
+            rows=rows,
+            left=left,
+        )
+
+    lines, read = [due(source) for source in range(len(ahead))], [0] * len(ahead)
+    # Of each source, the rows from which and until which it may give its next one.
+    turns = [(line.reach(released), line.reach(late)) for line in lines]
+    for number in itertools.count(1):
+        may = [source for source, (begin, _) in enumerate(turns) if begin <= number]
+        source = min(may, key=lambda source: turns[source][1])
+        yield source
+        read[source] += row
+        line, level = lines[source], read[source]
+        turns[source] = line.reach(level + released), line.reach(level + late)

@@ -9,7 +9,7 @@ import attrs
 from torch import Tensor
 
 from fxtrain import _tree, ops
-from fxtrain._display import counted
+from fxtrain._display import Displayed, counted
 from fxtrain.data.iterable import PlainStream
 from fxtrain.data.rank_slices import Batching, Cursor, to_epoch
 from fxtrain.data.sources import Source
@@ -82,7 +82,7 @@ class Reached:
 
 
 @attrs.frozen(kw_only=True, eq=False, repr=False)
-class Sharded(Generic[Data_co]):
+class Sharded(Displayed, Generic[Data_co]):
     """A loader that yields this rank's part of every global batch; see `shard`.
 
     A handle: its settings stay, and iterating it changes where it stands (`position`, `batch`).
@@ -94,13 +94,15 @@ class Sharded(Generic[Data_co]):
 
     ctx: DistContext
     plan: Plan
-    _source: Source = attrs.field(alias="source")
+    _source: Source = attrs.field(alias="source", repr=False)
     _batching: Batching = attrs.field(alias="batching")
-    _loader: Any = attrs.field(alias="loader")
-    _split: Callable[[Any], Any] | None = attrs.field(default=None, alias="cut")
-    _trail: Iteration = attrs.field(factory=lambda: Iteration(Cursor(Position())), alias="trail")
+    _loader: Any = attrs.field(alias="loader", repr=False)
+    _split: Callable[[Any], Any] | None = attrs.field(default=None, alias="cut", repr=False)
+    _trail: Iteration = attrs.field(
+        factory=lambda: Iteration(Cursor(Position())), alias="trail", repr=False
+    )
     _run_updates: int | None = attrs.field(default=None, alias="run_updates")
-    _reached: "Reached" = attrs.field(factory=lambda: Reached(), alias="reached")
+    _reached: "Reached" = attrs.field(factory=lambda: Reached(), alias="reached", repr=False)
     _alone: bool = attrs.field(default=False, alias="alone")  # its ranks are in no group
 
     def __repr__(self) -> str:

@@ -33,6 +33,7 @@ from fxtrain.data.rank_slices import (
     batches_of_stream,
     positioned,
 )
+from fxtrain.data.user_code import reading
 from fxtrain.data.user_loader import FedSampler, LoaderSpec, rebuild
 from fxtrain.errors import DataError
 from fxtrain.ops.objects import Opaque
@@ -130,7 +131,7 @@ def row_source(
 
         feed.give(indices())
         _seed_workers(over, plan, epoch, ranks)
-        for data in over:
+        for data in reading(loader, over):
             yield made.popleft(), data if asks else (data,)
 
     return Source(
@@ -164,7 +165,7 @@ def stream_source(
         )
         _seed_workers(over, plan, epoch, ranks)
         try:
-            for told in over:
+            for told in reading(loader, over):
                 if told is None:
                     return
                 batch, is_last, data, state = told

@@ -215,6 +215,7 @@ class Encoder:
         vocabulary: Token → number.
         size: One more than the largest number.
         digest: Of the tokenizer.
+        words_digest: Of its vocabulary.
     """
 
     def __init__(self, path: str) -> None:
@@ -248,6 +249,7 @@ class Encoder:
         self.vocabulary: dict[str, int] = whole.get_vocab()
         self.size = max(self.vocabulary.values()) + 1
         words = json.dumps(sorted(self.vocabulary.items()))
+        self.words_digest = hashlib.sha256(words.encode()).hexdigest()
         self.digest = hashlib.sha256(f"{words}{settings}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -256,6 +258,11 @@ class Encoder:
             return self._slow.encode(text, add_special_tokens=False, split_special_tokens=True)
         # As a batch of one, which does not compute where each token was in the text.
         return self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens, with special ones."""
+        whole = self._slow if self._fast is None else self._fast
+        return whole.decode(tokens, skip_special_tokens=False)
 
 
 # One for all parts of a process.
@@ -295,6 +302,7 @@ def _description(
         "format": job.format,
         "dtype": _dtype(job, encoder),
         "tokenizer": encoder.digest,
+        "vocabulary": encoder.words_digest,
         "vocabulary_size": encoder.size,
         "end": None if job.end is None else encoder.vocabulary[job.end],
         "field": job.field,

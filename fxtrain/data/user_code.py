@@ -1,14 +1,20 @@
-"""Random generators of the user's code that a loader runs."""
+"""What a loader runs of the user's code: its random generators, and its errors."""
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain._words import canonical_text
+from fxtrain.errors import DataError
+
+# How torch's messages begin for an error inside a worker, and for a worker that ended.
+_CAUGHT = "Caught "
+_ENDED = "DataLoader worker"
 
 
 def seed_all(key: int) -> None:
@@ -85,3 +91,52 @@ def _restore(states: tuple[Any, ...]) -> None:
     random.setstate(states[1])
     if states[2] is not None:
         sys.modules["numpy"].random.set_state(states[2])
+
+
+class _MissingRowError(DataError, IndexError):
+    """A row that does not exist; still an IndexError, as the dataset raised."""
+
+
+def reading(loader: DataLoader[Any], over: Iterable[Any]) -> Iterator[Any]:
+    """Yield what a loader reads.
+
+    Args:
+        loader: The user's.
+        over: The same loader over other indices, which does the reading.
+
+    Raises:
+        DataError: a worker process ended, or the dataset has fewer rows than its length. Any
+            other error of the dataset is raised unchanged.
+    """
+    try:
+        yield from over
+    except IndexError as error:
+        if isinstance(loader.dataset, IterableDataset):
+            raise
+        dataset: Any = loader.dataset
+        reason = str(error).strip().rpartition("\n")[2]
+        raise _MissingRowError(
+            f"iterating: {type(dataset).__name__} raised IndexError: {reason}. len(dataset) is "
+            f"{len(dataset)}. If it has fewer rows, return their number from __len__; if a sampler "
+            f"chose the row, make it choose from those."
+        ) from error
+    except (OSError, EOFError, RuntimeError) as error:
+        if not loader.num_workers or not _worker_ended(error):
+            raise
+        raise DataError(
+            f"iterating: a worker process of this DataLoader (num_workers={loader.num_workers}) "
+            f"ended while reading. The system kills workers when memory runs out, and a crash in "
+            f"native code ends them: use fewer workers or smaller batches, or num_workers=0 to see "
+            f"the crash in this process.",
+            code="FX402",
+        ) from error
+
+
+def _worker_ended(error: Exception) -> bool:
+    """Whether torch lost a worker; an error that a dataset raised there reads differently."""
+    text = str(error)
+    if text.startswith(_CAUGHT):
+        return False
+    if isinstance(error, FileNotFoundError):  # a worker's socket has no name in this process
+        return error.filename is None
+    return isinstance(error, ConnectionError | EOFError) or text.startswith(_ENDED)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, overload
 import attrs
 from typing_extensions import TypeVar
 
-from fxtrain._display import describe, number
+from fxtrain._display import Displayed, describe, number
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position, position_words
 
@@ -32,7 +32,7 @@ class _Indexed(Protocol[_Key, _Value]):
 
 
 @attrs.frozen(kw_only=True, eq=False, repr=False)
-class Batch(Generic[Data_co]):
+class Batch(Displayed, Generic[Data_co]):
     """This rank's part of one global batch; unpacks and indexes like its data.
 
     A batch whose data is a mapping is a mapping itself: `model(**batch)`.
@@ -125,8 +125,8 @@ class Batch(Generic[Data_co]):
         return attrs.evolve(self, data=data, valid=valid)
 
 
-@attrs.frozen
-class Weighted:
+@attrs.frozen(repr=False)
+class Weighted(Displayed):
     """A loss that is exact over ranks and micro-batches of different weights.
 
     The gradient of an update is that of `sum(total) / sum(weight)` over every rank and
@@ -142,7 +142,7 @@ class Weighted:
 
 
 @attrs.frozen(kw_only=True, eq=False, repr=False)
-class Report:
+class Report(Displayed):
     """The result of one step. Tensors stay on the device; reading one there synchronizes.
 
     Attributes:

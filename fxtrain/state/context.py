@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
+from fxtrain._display import Displayed
 from fxtrain.errors import ContextError, MeshError
 from fxtrain.state.mesh import Mesh
 from fxtrain.state.plan import Plan
@@ -148,7 +149,7 @@ def _cpu() -> torch.device:
 
 
 @attrs.frozen(kw_only=True, repr=False)
-class DistContext:
+class DistContext(Displayed):
     """This rank in the run, detected once and passed to every function.
 
     Attributes:
@@ -175,7 +176,7 @@ class DistContext:
     node_rank: int = 0
     num_nodes: int = 1
     device: torch.device = attrs.field(factory=_cpu)
-    comm: Comm = attrs.field(factory=Comm)
+    comm: Comm = attrs.field(factory=Comm, repr=False)
     mesh: Mesh = attrs.field(factory=lambda: Mesh(replicate=1))
     launcher: str = "none"
     devices: int = 1

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
 import attrs
 from typing_extensions import TypeVar
 
+from fxtrain._display import Displayed
 from fxtrain._other_names import call_hint
 from fxtrain.errors import FxError, StepError
 
@@ -29,7 +30,7 @@ class CopyError(FxError, TypeError):
     code = "FX003"
 
 
-class ModuleNames(Generic[M_co]):
+class ModuleNames(Displayed, Generic[M_co]):
     """Methods and properties of a wrapped model that are those of its module."""
 
     __slots__ = ()

@@ -154,11 +154,13 @@ class Wrapped(ModuleNames[M_co]):
     """
 
     module: M_co
-    engine: Any
+    engine: Any = attrs.field(repr=False)
     optimizer: Any = None
     scheduler: Any = None
-    optimizers: tuple[torch.optim.Optimizer, ...] = ()
-    schedulers: tuple[torch.optim.lr_scheduler.LRScheduler, ...] = ()
+    optimizers: tuple[torch.optim.Optimizer, ...] = attrs.field(default=(), repr=False)
+    schedulers: tuple[torch.optim.lr_scheduler.LRScheduler, ...] = attrs.field(
+        default=(), repr=False
+    )
     scaler: torch.amp.GradScaler | None = None
     ctx: DistContext
     plan: Plan

@@ -274,5 +274,10 @@ def weight_at(weight: Weight, update: int) -> float:
     return points[-1][1]
 
 
+def constant_from(blend: Blend) -> int:
+    """The update from which the weights of a blend do not change."""
+    return max(_points(part.weight)[-1][0] for part in blend.parts)
+
+
 def _points(weight: Weight) -> tuple[tuple[int, float], ...]:
     return weight if isinstance(weight, tuple) else ((0, weight),)

@@ -1,0 +1,84 @@
+"""What goes wrong while a loader reads is a DataError that says what to do."""
+
+import gc
+import os
+import signal
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import fxtrain as fx
+from fxtrain.errors import DataError
+from fxtrain.state import DistContext
+
+
+@pytest.fixture(autouse=True)
+def ended_workers(monkeypatch):
+    """Ends the workers of loaders that failed here, for which torch waits 5 s in whatever test
+    happens to collect garbage.
+    """
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    yield
+    gc.collect()
+
+
+class Claims(Dataset):
+    """A dataset of ten rows that says another length."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if index >= 10:
+            raise IndexError(f"row {index} of 10")
+        return torch.tensor([float(index)])
+
+
+class Dies(Dataset):
+    """Its worker is killed while it reads a later row."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(4)
+
+
+class Missing(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise FileNotFoundError(2, "no such file", f"row-{index}")
+
+
+def _read(dataset, **settings):
+    return list(fx.shard(DataLoader(dataset, batch_size=4, **settings), DistContext()))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_of_fewer_rows_than_it_says(workers):
+    with pytest.raises(DataError, match=r"Claims raised IndexError: .*row 10 of 10") as e:
+        _read(Claims(16), num_workers=workers)
+    assert "len(dataset) is 16" in str(e.value) and "__len__" in str(e.value)
+    assert isinstance(e.value, IndexError)
+
+
+# torch's handler of SIGCHLD may raise a second time, inside its own iterator's __del__.
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+def test_a_worker_that_is_killed():
+    with pytest.raises(DataError, match=r"a worker process of this DataLoader \(num_workers=1"):
+        _read(Dies(), num_workers=1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_dataset_raises_otherwise_stays_its_own(workers):
+    with pytest.raises(FileNotFoundError) as caught:
+        _read(Missing(), num_workers=workers)
+    assert not isinstance(caught.value, fx.FxError)
