@@ -23,6 +23,7 @@ from fxtrain.models.weight_list import read_weights
 from fxtrain.profiling import summary
 from fxtrain.state import read_record
 from fxtrain.trackers import read_run
+from fxtrain.trackers.run_folder import claim
 from tests._damage import damaged, misshapen, only
 
 NASTY = "\x1b[2J\x1b]0;t\x07\u202e"
@@ -212,9 +213,8 @@ def test_damaged_lines_of_a_run_are_shown_or_refused(folder, data):
 
 @given(data=st.data())
 def test_a_damaged_identity_of_a_run_is_read_or_refused(folder, data):
-    Path(folder, "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in LINES))
     Path(folder, "run.json").write_bytes(data.draw(_changed(IDENTITY)))
-    only(fx.PlanError, read_run, folder)
+    only(fx.PlanError, claim, folder, "folder")
 
 
 PLACEMENT = fx.state.Placement(

@@ -38,7 +38,7 @@ _PLACES = {
         "WeightedLoss.aux fit.extra map.fn Cluster.outcomes.return"
     ),
     _JSON: (
-        "Run.state.return RunLog.entries RunLog.starts Start.params Start.settings "
+        "Run.state.return RunLog.entries RunLog.starts Start.params "
         "deepspeed_config.return unstructure.return"
     ),
     _STATE: (

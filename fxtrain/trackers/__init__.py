@@ -21,7 +21,6 @@ from fxtrain.trackers.run import Run
 from fxtrain.trackers.table import TRACKERS, trackers
 from fxtrain.trackers.terminal import Terminal
 from fxtrain.trackers.tracker import Entry, Start, Target, Tracker
-from fxtrain.trackers.writer import Patience
 
 __all__ = [
     "Aim",
@@ -31,7 +30,6 @@ __all__ = [
     "Entry",
     "JsonLines",
     "MLflow",
-    "Patience",
     "Run",
     "RunLog",
     "Start",

@@ -19,8 +19,8 @@ from fxtrain._reading import StrPath, lines_of, open_file, write_file
 from fxtrain._record import record
 from fxtrain.errors import PlanError
 from fxtrain.state import Position
-from fxtrain.trackers.run_folder import folder_of, read_identity, replace_file
-from fxtrain.trackers.tracker import Entry, Start, Tracker, is_name
+from fxtrain.trackers.run_folder import folder_of, replace_file
+from fxtrain.trackers.tracker import Entry, Start, Tracker
 
 
 @record
@@ -28,11 +28,11 @@ class JsonLines:
     """A file of JSON lines in the run's folder; needs no package.
 
     Attributes:
-        file: Its name. On ranks other than 0, the number of the rank is inserted before the suffix.
+        file: Its name.
     """
 
     kind: Literal["json_lines"] = attrs.field(default="json_lines", init=False)
-    file: str = attrs.field(default="metrics.jsonl", validator=is_name)
+    file: str = attrs.field(default="metrics.jsonl")
 
 
 # How every line begins, so that a long file can be truncated without parsing it.
@@ -51,19 +51,8 @@ class Lines:
     start: Start
 
 
-def file_name(name: str, rank: int) -> str:
-    """The name of a rank's file.
-
-    Example:
-        >>> file_name("metrics.jsonl", 0), file_name("metrics.jsonl", 3)
-        ('metrics.jsonl', 'metrics-rank3.jsonl')
-    """
-    path = Path(name)
-    return f"{path.stem}-rank{rank}{path.suffix}" if rank else name
-
-
 def _open(config: JsonLines, start: Start) -> Lines:
-    path = start.folder / file_name(config.file, start.rank)
+    path = start.folder / config.file
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         _cut(path, start.position)
@@ -108,15 +97,14 @@ def _content(lines: Lines, entry: Entry) -> dict[str, Any]:
     """What a line has beside its place."""
     match entry.kind:
         case "params":
-            start = lines.start
-            about = {"id": start.run, "name": start.name, "rank": start.rank}
+            about = {"id": lines.start.group or lines.start.id, "name": lines.start.name}
             return {"start": {**about, "params": entry.value}}
         case "log":
             # JSON has no non-finite numbers.
             values = {name: x if math.isfinite(x) else str(x) for name, x in entry.value.items()}
             return {"values": values}
         case "image":
-            images = lines.start.place("images")
+            images = lines.start.folder / "images"
             images.mkdir(parents=True, exist_ok=True)
             path = images / f"{quote(entry.name, safe='')[:_LONGEST_NAME]}-{entry.step}.png"
             write_file(path, _png(entry.value))
@@ -161,7 +149,7 @@ JSON_LINES = Tracker(
 
 @attrs.frozen(kw_only=True, eq=False)
 class RunLog:
-    """The entries of one rank of a run.
+    """The entries of a run.
 
     Attributes:
         id: Id of the run.
@@ -190,15 +178,15 @@ class RunLog:
         ]
 
 
-def read_run(path: StrPath, *, file: str = "metrics.jsonl", rank: int = 0) -> RunLog:
+def read_run(path: StrPath, *, file: str = "metrics.jsonl") -> RunLog:
     """Read the run in a folder.
 
     Args:
         file: File name in the tracker's config.
-        rank: The rank to read; other than 0 only if all ranks tracked.
 
     Raises:
-        PlanError: the folder has no run, or not this file.
+        PlanError: the folder has no run, or not this file. If all ranks tracked, those of rank 3
+            are in the folder `rank3`.
 
     Example:
         >>> import fxtrain as fx, tempfile
@@ -211,21 +199,20 @@ def read_run(path: StrPath, *, file: str = "metrics.jsonl", rank: int = 0) -> Ru
         ([(1, nan)], 0.1)
     """
     folder = folder_of(path)
-    place = folder / file_name(file, rank)
     try:
-        identity = read_identity(folder)
-        with open_file(place) as lines:
+        with open_file(folder / file) as lines:
             entries = [_read(line) for line in lines_of(lines)]
     except OSError as error:
         raise PlanError(f"read_run({str(path)!r}): {error}.") from error
-    if identity is None:
-        raise PlanError(
-            f"read_run({str(path)!r}): this folder has no run.json, so there is no run in it."
-        )
     valid = [entry for entry in entries if entry is not None]
+    starts = tuple(
+        {**entry, **entry["start"]} for entry in valid if isinstance(entry.get("start"), dict)
+    )
+    if not starts:
+        raise PlanError(f"read_run({str(path)!r}): no line of this file starts a run.")
     return RunLog(
-        id=identity.id,
-        starts=tuple({**entry, **entry["start"]} for entry in valid if "start" in entry),
+        id=str(starts[-1].get("id", "")),
+        starts=starts,
         entries=tuple(entry for entry in valid if "start" not in entry),
         damaged=len(entries) - len(valid),
     )

@@ -8,8 +8,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -24,13 +23,12 @@ from fxtrain.errors import FxError, PlanError
 from fxtrain.ops.same_errors import gather_or_raise
 from fxtrain.state import DistContext, Plan, Position, fingerprint, unstructure
 from fxtrain.state.context import check_connected
-from fxtrain.trackers.entries import Logged
 from fxtrain.trackers.json_lines import JsonLines
 from fxtrain.trackers.run import Run
 from fxtrain.trackers.run_folder import Identity, claim, folder_of, lock_folder, write_identity
-from fxtrain.trackers.table import find, targets
+from fxtrain.trackers.table import targets
 from fxtrain.trackers.tracker import Entry, Start, Target, Tracker
-from fxtrain.trackers.writer import Patience, Warn, Writer
+from fxtrain.trackers.writer import Opened, Writer
 
 _LOG = logging.getLogger("fxtrain.trackers")
 _LONGEST = 1000  # characters of one value
@@ -47,7 +45,7 @@ def track(
     resume: Mapping[str, object] | Literal["folder"] | None = None,
     position: Position | None = None,
     ranks: Literal["main", "all"] = "main",
-    patience: Patience = Patience(),  # noqa: B008 - a frozen value
+    patience_s: float = 120.0,
 ) -> Run:
     """Log a run to one tracker or several.
 
@@ -65,15 +63,17 @@ def track(
             a new run.
         position: Where the run resumes; required with `resume`. Entries logged after it are
             removed where the tracker supports that, since they will be logged again.
-        ranks: Which ranks track: rank 0, or all, each with its own run in one group.
-        patience: How long training waits for a tracker that does not answer.
+        ranks: Which ranks track: rank 0, or all, each with its own run in one group. Rank 3 then
+            writes into the folder `rank3` in `path`.
+        patience_s: Seconds that a call of the run waits, at most, for a tracker that does not
+            respond. It is then dropped: the run continues with the others.
 
     Returns:
         A handle on every rank; use it in a `with` block, or close it.
 
     Effects:
-        Locks the folder until the run is closed, writes into it, and starts a thread for each
-        tracker on ranks that track. Two exchanges of packets; none at one rank. Random generators
+        Locks the folder until the run is closed, writes into it, and starts a thread, on ranks
+        that track. Two exchanges of packets; none at one rank. Random generators
         are not affected. A dry run writes nothing.
 
     Raises:
@@ -103,7 +103,7 @@ def track(
         resume=resume,
         position=position,
         ranks=ranks,
-        patience=patience,
+        patience_s=patience_s,
     )
 
 
@@ -113,18 +113,16 @@ def own(path: Any, ctx: DistContext) -> Lock | None:
     Raises:
         PlanError: a run is open there, or the folder cannot be written; on every rank.
     """
-    lock, problem = None, None
-    try:
-        lock = lock_folder(folder_of(path), ctx)
-    except FxError as error:
-        problem = error
-    try:
+    with contextlib.ExitStack() as undo:
+        lock, problem = None, None
+        try:
+            lock = lock_folder(folder_of(path), ctx)
+            undo.callback(lock.release if lock else lambda: None)
+        except FxError as error:
+            problem = error
         gather_or_raise(None, problem, ctx)
-    except BaseException:
-        if lock is not None:
-            lock.release()
-        raise
-    return lock
+        undo.pop_all()
+        return lock
 
 
 def open_run(
@@ -133,17 +131,18 @@ def open_run(
     to: Any,
     *,
     lock: Lock | None = None,
-    patience: Patience = Patience(),  # noqa: B008 - a frozen value
     resume: Any = None,
+    ranks: Literal["main", "all"] = "main",
+    patience_s: float = 120.0,
     **request: Any,
 ) -> Run:
     """`track`, with the lock that `own` returned; closing the run releases it."""
-    trackers: dict[str, tuple[Tracker, Any]] = {}
+    trackers: list[tuple[Tracker, Any]] = []
     start, identity, problem = None, None, None
     with contextlib.ExitStack() as undo:
         try:
-            start = _start(path, ctx, resume=resume, **request)
-            trackers = _by_key(to)
+            start = _start(path, ctx, resume=resume, ranks=ranks, **request)
+            trackers = [*targets(to)]
             if not ctx.comm.simulated:
                 lock = lock or lock_folder(start.folder, ctx)
                 identity = claim(start.folder, resume) if ctx.is_main else None
@@ -155,32 +154,29 @@ def open_run(
             undo.callback(lock.release)
         identity = gather_or_raise(identity, problem, ctx)[0] or Identity(id="0" * 32)
         assert start is not None  # otherwise there was a problem
-        writers: dict[str, Writer] = {}
-        try:
-            if not ctx.comm.simulated and (ctx.is_main or start.everyone):
-                for key, writer in _opened(trackers, start, identity, patience):
-                    writers[key] = writer
-                    undo.callback(writer.close, time.monotonic() + patience.close_s, failed=True)
-        except FxError as error:
-            problem = error
-        ids = {
-            **identity.of_rank(ctx.rank),
-            **{k: writer.identity for k, writer in writers.items()},
-        }
-        kinds = [
-            tracker.name if c is None else type(c).__name__ for tracker, c in trackers.values()
-        ]
-        of_ranks = gather_or_raise((ids, kinds), problem, ctx)
-        identities = [ids for ids, _ in of_ranks[: None if start.everyone else 1]]
+        start = attrs.evolve(start, id=identity.id)
+        writer, ids = None, {}
+        if trackers and not ctx.comm.simulated and (ctx.is_main or ranks == "all"):
+            writer = Writer(patience_s=patience_s)
+            undo.callback(writer.close, failed=True)
+            mine = start if ranks == "main" else _of_rank(start, ctx.rank, identity.id)
+            try:
+                ids = _open_all(writer, trackers, mine, identity.of_rank(ctx.rank), ctx)
+            except FxError as error:
+                problem = error
+        of_ranks = gather_or_raise(ids, problem, ctx)
+        identity = attrs.evolve(
+            identity, identities=tuple(of_ranks if ranks == "all" else of_ranks[:1])
+        )
         if ctx.is_main and not ctx.comm.simulated:
-            _record(start.folder, attrs.evolve(identity, identities=tuple(identities)))
+            try:
+                write_identity(start.folder, identity)
+            except OSError as error:
+                _LOG.warning("%s. Training continues; it is needed to resume the run.", error)
         run = Run(
-            id=identity.id,
+            identity=identity,
             path=str(start.folder),
-            identities=identities,
-            kinds=of_ranks[0][1],  # "all" may be fewer on another machine
-            writers=tuple(writers.values()),
-            patience=patience,
+            writer=writer,
             calls=start.position.updates,
             lock=lock,
         )
@@ -199,7 +195,7 @@ def _start(
     settings: Any = None,
     name: str | None = None,
     position: Any = None,
-    ranks: Any = "main",
+    ranks: Any,
 ) -> Start:
     """What the trackers of a run have in common.
 
@@ -214,38 +210,13 @@ def _start(
             f"track(position={shown(position)}): pass the position where the run resumes, such as "
             f"restored.position; fx.Position() is the start."
         )
-    if not isinstance(resume, Mapping | None) and resume != "folder":
-        raise PlanError(
-            f"track(resume={shown(resume)}): pass the value of run.state(), such as "
-            f"restored.extra['run'], or 'folder', or omit it."
-        )
-    name = name or folder.resolve().name or "run"
     return Start(
         id="",
-        run="",
-        name=f"{name}-rank{ctx.rank}" if ctx.rank else name,
+        name=name or folder.resolve().name or "run",
         folder=folder,
-        rank=ctx.rank,
-        everyone=ranks == "all",
         position=position or Position(),
         params={**flat(settings or {}), **flat(_tables(ctx, plan))},
-        ctx=ctx,
-        plan=plan,
-        settings=settings or {},
-        time=time.time(),
     )
-
-
-def _by_key(to: Any) -> dict[str, tuple[Tracker, Any]]:
-    """Trackers with their configs by their keys in an identity: kinds, counted if they repeat."""
-    trackers: dict[str, tuple[Tracker, Any]] = {}
-    counts: Counter[str] = Counter()
-    for target in targets(to):
-        tracker, config = (target, None) if isinstance(target, Tracker) else (find(target), target)
-        kind = str(getattr(config, "kind", tracker.name))
-        counts[kind] += 1
-        trackers[kind if counts[kind] == 1 else f"{kind}-{counts[kind]}"] = (tracker, config)
-    return trackers
 
 
 def _tables(ctx: DistContext, plan: Plan | None) -> dict[str, Any]:
@@ -266,55 +237,68 @@ def _tables(ctx: DistContext, plan: Plan | None) -> dict[str, Any]:
     return {"plan": {**unstructure(plan), "fingerprint": fingerprint(plan)}, "context": context}
 
 
-def _opened(
-    trackers: Mapping[str, tuple[Tracker, Any]],
+def _of_rank(start: Start, rank: int, run: str) -> Start:
+    """The run of one of the ranks that all track."""
+    if not rank:
+        return attrs.evolve(start, group=run)
+    return attrs.evolve(
+        start,
+        id=hashlib.blake2b(f"{run}/{rank}".encode(), digest_size=16).hexdigest(),
+        name=f"{start.name}-rank{rank}",
+        folder=start.folder / f"rank{rank}",
+        rank=rank,
+        group=run,
+    )
+
+
+def _open_all(
+    writer: Writer,
+    trackers: Sequence[tuple[Tracker, Any]],
     start: Start,
-    identity: Identity,
-    patience: Patience,
-) -> Iterator[tuple[str, Writer]]:
+    known: Mapping[str, str],
+    ctx: DistContext,
+) -> dict[str, str]:
     """Open every tracker that can be opened.
+
+    Args:
+        known: The libraries' ids of the run, from when it was opened before.
+
+    Returns:
+        Their ids of the run, by kind.
 
     Raises:
         FxError: a tracker refuses the run, such as for a missing package.
     """
-    of_rank = hashlib.blake2b(f"{identity.id}/{start.rank}".encode(), digest_size=16).hexdigest()
-    start = attrs.evolve(start, run=identity.id, id=of_rank if start.rank else identity.id)
-    at, ids = start.position, identity.of_rank(start.rank)
+    ids = {**known}
     params = Entry(
-        kind="params", value=start.params, step=at.updates, rows=at.samples, time=start.time
+        kind="params",
+        value=start.params,
+        step=start.position.updates,
+        rows=start.position.samples,
+        time=time.time(),
     )
-    for key, (tracker, config) in trackers.items():
-        known = attrs.evolve(start, identity=ids.get(key, ""))
+    counts: Counter[str] = Counter()
+    for tracker, config in trackers:
+        kind = str(getattr(config, "kind", tracker.name))
+        counts[kind] += 1
+        key = kind if counts[kind] == 1 else f"{kind}-{counts[kind]}"
+        mine = attrs.evolve(start, identity=ids.get(key, ""))
         try:
-            with ops.fork_rng(start.ctx):
-                native = tracker.open(config, known)
-                name = str(tracker.identity(native))
+            start.folder.mkdir(parents=True, exist_ok=True)
+            with ops.fork_rng(ctx):
+                native = tracker.open(config, mine)
+                ids[key] = str(tracker.identity(native))
         except FxError:
             raise
         except Exception as error:  # any error of the library: training continues
-            _LOG.warning(
-                "%s could not be opened: %s: %s. Training continues without it, and the other "
-                "trackers are not affected.",
-                *(tracker.name, type(error).__name__, error),
+            writer.warn(
+                f"open {key}",
+                f"{tracker.name} could not be opened: {type(error).__name__}: {error}. Training "
+                f"continues without it, and the other trackers are not affected.",
             )
             continue
-        writer = Writer(
-            tracker=tracker, native=native, identity=name, start=known, patience=patience
-        )
-        if "params" in tracker.kinds:
-            writer.put(Logged("params", lambda: params, Warn()))
-        yield key, writer
-
-
-def _record(folder: Path, identity: Identity) -> None:
-    try:
-        write_identity(folder, identity)
-    except OSError as error:
-        _LOG.warning(
-            "%s: cannot record which run this folder belongs to: %s. Training "
-            "continues; free disk space before the run is resumed.",
-            *(folder, error),
-        )
+        writer.add(Opened(tracker=tracker, native=native, start=mine), params)
+    return ids
 
 
 def flat(values: Any, path: str = "") -> dict[str, Any]:

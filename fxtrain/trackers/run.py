@@ -3,8 +3,7 @@
 import atexit
 import math
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,18 +14,10 @@ from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.errors import PlanError
-from fxtrain.state import Position
-from fxtrain.trackers.entries import (
-    Logged,
-    Numbers,
-    image_of,
-    numbers_of,
-    place_of,
-    reported,
-    table_of,
-)
-from fxtrain.trackers.tracker import Entry, Tracker
-from fxtrain.trackers.writer import Patience, Warn, Writer
+from fxtrain.state import Position, unstructure
+from fxtrain.trackers.entries import image_of, numbers_of, place_of, table_of
+from fxtrain.trackers.run_folder import Identity
+from fxtrain.trackers.writer import Writer
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -34,29 +25,29 @@ class Run:
     """A run logged by trackers; created by `fx.track`, and usable as a context manager.
 
     Every rank makes the same calls. On ranks that do not track they do nothing, without any
-    exchange between ranks. They do not wait for the device: background threads read the values, in
-    the order in which they were logged. If a tracker raises there, the logger `fxtrain.trackers`
+    exchange between ranks. They do not wait for the device: a background thread reads the values,
+    in the order in which they were logged. If a tracker raises there, the logger `fxtrain.trackers`
     warns once; training and the other trackers continue. A call on a closed run, or with a `step`
     that is neither a position nor a number, is a PlanError.
 
     Attributes:
-        id: The same on every rank, and after the run is resumed.
         path: The folder of the run.
     """
 
-    id: str
     path: str
-    _identities: Sequence[Mapping[str, str]] = attrs.field(alias="identities", repr=False)
-    _kinds: Sequence[str] = attrs.field(alias="kinds", repr=False)
-    _writers: Sequence[Writer] = attrs.field(default=(), alias="writers", repr=False)
-    _patience: Patience = attrs.field(default=Patience(), alias="patience", repr=False)
-    _warn: Warn = attrs.field(factory=Warn, init=False, repr=False)
+    _identity: Identity = attrs.field(alias="identity", repr=False)
+    _writer: Writer | None = attrs.field(default=None, alias="writer", repr=False)
     _process: int = attrs.field(factory=os.getpid, init=False, repr=False)
     _lock: Lock | None = attrs.field(default=None, alias="lock", repr=False)
     # Calls of `log` without a step while none was passed, counted from where the run began.
     _calls: int = attrs.field(default=0, alias="calls", repr=False)
     _step: Position | int | None = attrs.field(default=None, init=False, repr=False)  # the last one
     _is_closed: bool = attrs.field(default=False, init=False, repr=False)
+
+    @property
+    def id(self) -> str:
+        """The same on every rank, and after the run is resumed."""
+        return self._identity.id
 
     def log(self, values: Mapping[str, object], step: Position | int | None = None) -> None:
         """Log numbers by name.
@@ -82,11 +73,11 @@ class Run:
                 f"run.log takes a mapping of names to numbers, found {shown(values)}. For "
                 f'example: run.log({{"loss": report.loss}}, report.position).'
             )
-        self._put("log", "", step, lambda at: self._checked(numbers_of(values), at))
+        self._put("log", "", step, lambda at, warn: _checked(values, at, warn))
 
     def text(self, name: str, text: str, step: Position | int | None = None) -> None:
         """Log text."""
-        self._put("text", name, step, lambda _: lambda: str(text))
+        self._put("text", name, step, lambda *_: lambda: str(text))
 
     def image(self, name: str, image: object, step: Position | int | None = None) -> None:
         """Log an image.
@@ -95,7 +86,7 @@ class Run:
             image: Tensor or array of shape (channels, height, width) or (height, width), floats
                 from 0 to 1 or uint8. It is copied.
         """
-        self._put("image", name, step, lambda _: image_of(image))
+        self._put("image", name, step, lambda *_: image_of(image))
 
     def table(
         self, name: str, columns: Mapping[str, object], step: Position | int | None = None
@@ -105,17 +96,12 @@ class Run:
         Args:
             columns: By name, sequences or tensors of equal length. They are copied.
         """
-        self._put("table", name, step, lambda _: table_of(columns))
+        self._put("table", name, step, lambda *_: table_of(columns))
 
     def artifact(self, name: str, path: StrPath, step: Position | int | None = None) -> None:
         """Log a file or folder, which must exist until the run is closed or flushed."""
 
-        def read() -> Path:
-            if not Path(path).exists():
-                raise FileNotFoundError(f"{Path(path)} does not exist")
-            return Path(path).resolve()
-
-        self._put("artifact", name, step, lambda _: read)
+        self._put("artifact", name, step, lambda *_: lambda: Path(path).resolve(strict=True))
 
     def native(self, config: object) -> Any:
         """The library's own object, for features that the methods here do not cover.
@@ -125,30 +111,22 @@ class Run:
                 `fx.track`.
 
         Returns:
-            For example a `wandb.Run`; None on ranks that do not track, and for a tracker that
-            could not be opened. Background threads use it too.
-
-        Raises:
-            PlanError: this run has no such tracker.
+            For example a `wandb.Run`; None on ranks other than 0, and if this run has no such
+            tracker, or could not open it. The background thread uses it too.
         """
         kind = config if isinstance(config, type) else type(config)
-        for writer in self._writers:
-            if writer.tracker is config or writer.tracker.config is kind:
-                return writer.native
-        name = config.name if isinstance(config, Tracker) else kind.__name__
-        if name not in self._kinds:
-            known = ", ".join(self._kinds) or "no tracker"
-            raise PlanError(f"run.native({name}): this run has {known}.")
+        for opened in self._writer.opened if self._writer else ():
+            if opened.tracker is config or opened.tracker.config is kind:
+                return opened.native
         return None
 
     def flush(self) -> bool:
         """Wait until everything logged so far is written; False if a tracker takes too long.
 
         Effects:
-            Waits for the device and for the trackers of this rank, at most 30 s.
+            Waits for the device and for the trackers of this rank, each at most `patience_s`.
         """
-        until = time.monotonic() + self._patience.flush_s
-        return not self._here() or all([writer.flush(until) for writer in self._writers])
+        return self._here is None or self._here.flush()
 
     def state(self) -> dict[str, Any]:
         """The value that continues this run: save it in a checkpoint, and pass it as `resume`.
@@ -174,7 +152,7 @@ class Run:
         """
         if not self._is_closed:
             self.flush()
-        return {"id": self.id, "identities": [dict(ids) for ids in self._identities]}
+        return unstructure(self._identity)
 
     def close(self, *, failed: bool = False) -> None:
         """Write everything and close the trackers; a second call does nothing.
@@ -183,20 +161,16 @@ class Run:
             failed: Whether the run failed, which is passed to the trackers.
 
         Effects:
-            Waits for the trackers of this rank, at most 120 s.
+            The same as `flush`.
         """
         if self._is_closed:
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        if os.getpid() == self._process:
-            until = time.monotonic() + self._patience.close_s
-            for writer in self._writers:
-                writer.end(failed=failed)
-            for writer in self._writers:
-                writer.close(until, failed=failed)
-            if self._lock is not None:
-                self._lock.release()
+        if self._here is not None:
+            self._here.close(failed=failed)
+        if os.getpid() == self._process and self._lock is not None:
+            self._lock.release()
 
     def __enter__(self) -> "Run":
         return self
@@ -209,9 +183,10 @@ class Run:
     ) -> None:
         self.close(failed=error is not None)
 
-    def _here(self) -> bool:
-        """Whether this process writes; a forked process has no threads."""
-        return bool(self._writers) and os.getpid() == self._process
+    @property
+    def _here(self) -> Writer | None:
+        """What writes in this process; a forked process has no threads."""
+        return self._writer if os.getpid() == self._process else None
 
     def _place(self, call: str, step: Any) -> dict[str, Any]:
         if self._is_closed:
@@ -227,33 +202,32 @@ class Run:
         self._step = step
         return place
 
-    def _put(
-        self, kind: str, name: Any, step: Any, capture: Callable[[int], Callable[[], Any]]
-    ) -> None:
+    def _put(self, kind: str, name: Any, step: Any, capture: Callable[..., Any]) -> None:
         """Hand a value as it is now to the trackers of this rank; its problems are reported."""
-        place = self._place(kind, step)
-        if not self._here():
-            return
-        with reported(kind, self._warn):
-            read = capture(place["step"])
-            logged = Logged(
-                kind, lambda: Entry(kind=kind, name=str(name), value=read(), **place), self._warn
-            )
-            for writer in self._writers:
-                writer.put(logged)
+        place, writer = self._place(kind, step), self._here
+        if writer is not None:
+            writer.log(kind, str(name), place, lambda: capture(place["step"], writer.warn))
 
-    def _checked(self, read: Numbers, step: int) -> Callable[[], dict[str, float]]:
-        def checked() -> dict[str, float]:
-            values, problems = read()
-            for name, problem in problems.items():
-                self._warn(
-                    f"value {name}",
-                    f"run.log at step {step}: the metric {shown(name)} is not a number: "
-                    f"{problem}. It is skipped, and the other metrics are logged.",
-                )
-            for name, value in values.items():
-                if not math.isfinite(value):
-                    self._warn(f"finite {name}", f"The metric {name} is {value} at step {step}.")
-            return values
 
-        return checked
+def _checked(
+    values: Mapping[str, object], step: int, warn: Callable[[str, str], None]
+) -> Callable[[], dict[str, float]]:
+    """Capture metrics; the returned function warns once of each that is not a finite number."""
+
+    def problem(name: str, what: object) -> None:
+        warn(
+            f"value {name}",
+            f"run.log at step {step}: the metric {shown(name)} is not a number: {what}. It is "
+            f"skipped, and the other metrics are logged.",
+        )
+
+    read = numbers_of(values, problem)
+
+    def checked() -> dict[str, float]:
+        numbers = read()
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                warn(f"finite {name}", f"The metric {name} is {value} at step {step}.")
+        return numbers
+
+    return checked

@@ -1,41 +1,44 @@
 """The folder of a run: its lock, and the file that records which run it belongs to."""
 
-import json
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 
-from fxtrain._reading import path_problem, read_text
-from fxtrain._record import shown
+from fxtrain._reading import path_problem
+from fxtrain._record import record
 from fxtrain.checkpoint.folder_lock import Lock, acquire
 from fxtrain.checkpoint.storage import open_storage
 from fxtrain.errors import FxError, PlanError
-from fxtrain.state import DistContext
-from fxtrain.state.parsing import parse_json
+from fxtrain.state import DistContext, dumps, read_record, structure
 
 _FILE = "run.json"
-_FORMAT = 1
 _ID = re.compile("[0-9a-f]{32}")
 _HOW = "resume=run.state() from the checkpoint, and position=restored.position"
 
 
-@attrs.frozen(kw_only=True)
+def _is_id(_: Any, __: Any, value: str) -> None:
+    if not _ID.fullmatch(value):
+        raise ValueError("pass the value of run.state().")
+
+
+@record
 class Identity:
     """The identity of a run.
 
     Attributes:
         id: Id of the run.
-        identities: For each rank that tracks, its trackers' ids of the run, by tracker.
+        identities: For each rank that tracks, its trackers' own ids of the run, by their kinds.
+        format: The version of the file.
     """
 
-    id: str
+    id: str = attrs.field(validator=_is_id)
     identities: tuple[Mapping[str, str], ...] = ()
+    format: Literal[1] = 1
 
     def of_rank(self, rank: int) -> Mapping[str, str]:
         """The ids of the trackers of one rank, if it tracks."""
@@ -76,69 +79,47 @@ def lock_folder(folder: Path, ctx: DistContext) -> Lock | None:
     except FxError as error:
         raise PlanError(f"track({str(folder)!r}): {error}") from error
     except OSError as error:
-        raise PlanError(f"track({str(folder)!r}): {_no_folder(error)}") from error
+        reason = "a file has this name" if isinstance(error, FileExistsError) else error
+        raise PlanError(
+            f"track({str(folder)!r}): the folder of the run cannot be used: {reason}. Choose "
+            f"another folder."
+        ) from error
 
 
 def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) -> Identity:
     """Decide which run this is.
 
     Raises:
-        PlanError: the folder belongs to another run, or cannot be read.
+        PlanError: the folder belongs to another run, or its file is damaged.
     """
-    requested = None if resume is None or resume == "folder" else _identity(resume, "resume")
-    try:
-        known = read_identity(folder)
-    except OSError as error:
-        raise PlanError(f"track({str(folder)!r}): {_no_folder(error)}") from error
-    if known is None:
+    requested = None if resume is None or resume == "folder" else structure(resume, Identity)
+    if not (folder / _FILE).exists():
         return requested or Identity(id=secrets.token_hex(16))
+    known = read_record(folder / _FILE, Identity)
     if resume is None:
         raise PlanError(
             f"track({str(folder)!r}): a new run was requested, but this folder belongs to the run "
             f"{known.id}. Choose another folder; or continue that run with {_HOW}; or restart it "
             f"with resume='folder' and position=fx.Position()."
         )
-    if requested is None:
-        return known
-    if requested.id != known.id:
+    if requested is not None and requested.id != known.id:
         raise PlanError(
             f"track({str(folder)!r}): resume is the run {requested.id}, but this folder belongs to "
             f"the run {known.id}. Choose the folder of that run, or an empty one."
         )
-    # For trackers that the checkpoint does not have, the ids of the folder.
-    ranks = range(max(len(known.identities), len(requested.identities)))
-    ids = ({**known.of_rank(rank), **requested.of_rank(rank)} for rank in ranks)
-    return Identity(id=known.id, identities=tuple(ids))
-
-
-def read_identity(folder: Path) -> Identity | None:
-    """The run of a folder, if any.
-
-    Raises:
-        PlanError: its file was not written by this library, or by a newer version.
-        OSError: it cannot be read.
-    """
-    path = folder / _FILE
-    try:
-        data = parse_json(read_text(path))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise PlanError(f"{path} is not a valid run file: {str(error)[:200]}") from None
-    return _identity(data, str(path))
+    return known  # which also has the ids of trackers that were added after the checkpoint
 
 
 def write_identity(folder: Path, identity: Identity) -> None:
     """Record which run a folder belongs to.
 
     Effects:
-        Writes a file atomically.
+        Writes a file completely or not at all.
 
     Raises:
         OSError: it cannot be written.
     """
-    data = {"format": _FORMAT, "id": identity.id, "identities": list(identity.identities)}
-    replace_file(folder / _FILE, [json.dumps(data, indent=2).encode(), b"\n"])
+    replace_file(folder / _FILE, [dumps(identity).encode()])
 
 
 def replace_file(path: Path, lines: Iterable[bytes]) -> None:
@@ -155,28 +136,6 @@ def replace_file(path: Path, lines: Iterable[bytes]) -> None:
             file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, draft)
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _identity(data: Any, where: str) -> Identity:
-    match data:
-        case {"id": str(id), "identities": [*rows]} if (
-            data.get("format", _FORMAT) == _FORMAT
-            and _ID.fullmatch(id)
-            and all(isinstance(row, Mapping) for row in rows)
-        ):
-            return Identity(id=id, identities=tuple(map(dict, rows)))
-        case _:
-            raise PlanError(
-                f"track: {where} is {shown(data)}, which is not a run of this version (format "
-                f"{_FORMAT}). Pass the value of run.state(), or choose another folder."
-            )
-
-
-def _no_folder(error: OSError) -> str:
-    reason = "a file has this name" if isinstance(error, FileExistsError) else error
-    return f"the folder of the run cannot be used: {reason}. Choose another folder."

@@ -1,6 +1,6 @@
 """From the config of a tracker to its functions."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
@@ -68,41 +68,39 @@ def _config_of(row: Tracker) -> type:
     return row.config
 
 
-def targets(to: Any) -> Iterator[Any]:
-    """Configs and trackers in place of kinds, and of "all"."""
-    several = isinstance(to, Iterable) and not isinstance(to, str | Mapping)
-    for target in to if several else (to,):
+def targets(to: Any) -> Iterator[tuple[Tracker, Any]]:
+    """Trackers with their configs, from what `fx.track` takes.
+
+    Raises:
+        PlanError: no tracker is registered for one; the message has the most similar name.
+    """
+    for target in (to,) if isinstance(to, str) or not isinstance(to, Iterable) else to:
         if target == "all":
-            yield from (row.config() for row in TRACKERS if row.config and _is_installed(row))
-        elif isinstance(target, str):
-            kinds = {kind_of(config): config for config in trackers()}
-            yield kinds[target]() if target in kinds else target
+            yield from ((row, row.config()) for row in TRACKERS if row.config and _is_there(row))
+        elif isinstance(target, Tracker):
+            yield target, None
         else:
-            yield target
+            yield _found(target)
 
 
-def _is_installed(row: Tracker) -> bool:
+def _is_there(row: Tracker) -> bool:
     spec = find_spec(row.package) if row.package else None
     # A folder without modules, such as the one that wandb writes, has no origin.
     return not row.package or (spec is not None and spec.origin is not None)
 
 
-def find(config: Any) -> Tracker:
-    """The tracker that a config selects.
-
-    Raises:
-        PlanError: there is none; the message has the most similar name.
-    """
-    table = {row.config: row for row in TRACKERS}
-    row = table.get(type(config)) or trackers().get(type(config))
-    if row is not None:
-        return row
-    names = {kind.__name__.lower(): kind.__name__ for kind in trackers()}
-    word = config if isinstance(config, str) else getattr(config, "__name__", type(config).__name__)
-    near = get_close_matches(word.lower(), names, n=1)
+def _found(target: Any) -> tuple[Tracker, Any]:
+    own = {row.config: row for row in TRACKERS if row.config is not None}
+    table = own if type(target) in own else trackers()  # packages are asked only if needed
+    kinds = {str(kind_of(config)): config for config in table}
+    config = kinds[target]() if isinstance(target, str) and target in kinds else target
+    if type(config) in table:
+        return table[type(config)], config
+    word = target if isinstance(target, str) else getattr(target, "__name__", "")
+    near = get_close_matches(word.lower(), kinds, n=1)
     raise PlanError(
-        f"track: no tracker is registered for {shown(config)}. Choose configs of "
-        f"{', '.join(sorted(names.values()))}, such as fx.TensorBoard(), their kinds, such as "
-        f'"tensorboard", "all", or pass a fxtrain.trackers.Tracker.'
-        + "".join(f" Did you mean fx.{names[name]}(...)?" for name in near)
+        f"track: no tracker is registered for {shown(target)}. Choose configs such as "
+        f'fx.TensorBoard(), kinds such as "tensorboard", "all", or a fxtrain.trackers.Tracker; the '
+        f"kinds are {', '.join(sorted(kinds))}."
+        + "".join(f" Did you mean fx.{kinds[kind].__name__}(...)?" for kind in near)
     )

@@ -43,7 +43,7 @@ class Lines:
 
 
 def _open(config: Terminal, start: Start) -> Lines:
-    return Lines(config=config, prefix=f"[{start.rank}] " if start.everyone else "")
+    return Lines(config=config, prefix=f"[{start.rank}] " if start.group else "")
 
 
 def _say(lines: Lines, line: str) -> None:

@@ -8,21 +8,10 @@ import attrs
 from torch import Tensor
 
 from fxtrain._optional import optional
-from fxtrain.state import Config, DistContext, Plan, Position
+from fxtrain.state import Config, Position
 from fxtrain.state.registry import kind_of
 
 KINDS = ("params", "log", "text", "image", "table", "artifact")
-
-
-def is_name(_: Any, __: Any, value: str) -> None:
-    """Validate a field of a config that is a name."""
-    if not value.strip() or not value.isprintable():
-        raise ValueError("choose a name of printable characters.")
-
-
-def maybe_named() -> Any:
-    """A field of a config that is a name, or None."""
-    return attrs.field(default=None, validator=is_name)
 
 
 def arguments() -> Any:
@@ -85,44 +74,29 @@ class Start:
     Attributes:
         id: Id of the run, the same after it is resumed: 32 letters and digits, unique for each
             rank that tracks.
-        run: The run's id on every rank.
         name: Display name.
-        folder: Folder of the run, on this machine.
+        folder: Folder of the run, on this machine; of ranks other than 0, a folder in it.
         rank: The rank that tracks.
-        everyone: Whether all ranks track, not only rank 0.
+        group: The id of the run of rank 0 if all ranks track; otherwise None.
         identity: The tracker's own `identity` from when the run was opened before; empty for a new
             run.
         position: Where the run resumes; everything logged after it will be logged again.
         params: Hyperparameters by name: the plan, the context, the settings.
-        ctx: The context.
-        plan: The plan, if given.
-        settings: The user's further hyperparameters.
-        time: When it was opened.
     """
 
     id: str
-    run: str
     name: str
     folder: Path
     rank: int = 0
-    everyone: bool = False
+    group: str | None = None
     identity: str = ""
     position: Position = attrs.field(factory=Position)
     params: Mapping[str, Any]
-    ctx: DistContext
-    plan: Plan | None = None
-    settings: Mapping[str, Any]
-    time: float
 
     @property
     def resumed(self) -> bool:
         """Whether the tracker has opened this run before."""
         return bool(self.identity)
-
-    def place(self, name: str) -> Path:
-        """A folder for this rank in the run's folder."""
-        path = self.folder / name
-        return path / f"rank{self.rank}" if self.rank else path
 
 
 @attrs.frozen(kw_only=True)

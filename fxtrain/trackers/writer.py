@@ -1,229 +1,261 @@
-"""A background thread per tracker, so that neither training nor other trackers wait for it."""
+"""The background thread that writes what a run logs, so that training never waits for a tracker."""
 
+import contextlib
 import logging
 import queue
 import threading
-import time
-from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import attrs
 
 from fxtrain._record import shown
-from fxtrain.trackers.entries import Logged
-from fxtrain.trackers.tracker import Start, Tracker
+from fxtrain.trackers.tracker import Entry, Start, Tracker
 
 _LOG = logging.getLogger("fxtrain.trackers")
+_MOST_ENTRIES = 10_000  # that wait to be written
 # Between two looks at a queue that is being filled. `put` wakes a thread that waits for an entry,
 # which takes the training thread longer than all else that it does for a tracker.
 _PAUSE_S = 0.1
 
 
-@attrs.frozen
-class Warn:
-    """Warnings, each logged once."""
+@attrs.define(kw_only=True, eq=False)
+class Opened:
+    """A tracker of a run.
 
+    Attributes:
+        tracker: Its functions.
+        native: The result of its `open`.
+        start: What it was opened with.
+        last_steps: The last steps that a resumed run has there already, by name.
+        lost: Number of entries that it could not write.
+        is_dropped: Whether it held up the others, so that it is not called again.
+    """
+
+    tracker: Tracker
+    native: Any
+    start: Start
+    last_steps: Mapping[str, int] = attrs.field(factory=dict)
+    lost: int = 0
+    is_dropped: bool = False
+
+    def recall(self, native: Any) -> None:
+        """Find out which entries the library has already, if it cannot remove them."""
+        self.last_steps = self.tracker.last_steps(native, self.start)
+
+    def accepted(self, entry: Entry, warn: Callable[[str, str], None]) -> Entry | None:
+        """An entry without names that the library refuses, and without what it has already."""
+        names = [*entry.value] if entry.kind == "log" else [entry.name]
+        kept = [name for name in names if self._accepts(name, entry.step, warn)]
+        if len(kept) == len(names):
+            return entry
+        return attrs.evolve(entry, value={x: entry.value[x] for x in kept}) if kept else None
+
+    def _accepts(self, name: str, step: int, warn: Callable[[str, str], None]) -> bool:
+        called = self.tracker.name
+        if step <= self.last_steps.get(name, -1):
+            warn(
+                f"repeated {called}",
+                f"{called} cannot remove the entries after the position where the run resumed. It "
+                f"keeps those that it has, and they are not written to it again.",
+            )
+            return False
+        why = self.tracker.refuses(name)
+        if why:
+            warn(
+                f"name {called} {name}",
+                f"{called} does not accept the name {shown(name)}: {why}. Its values are skipped "
+                f"there; the other trackers log them. Use another name.",
+            )
+        return not why
+
+
+# A call of a function of a tracker: what it is for, the function, and its arguments after `native`.
+_Call = tuple[Opened, str, Callable[..., object], tuple[Any, ...]]
+
+
+@attrs.define(kw_only=True, eq=False)
+class Writer:
+    """The trackers of a run, and the thread that calls them one after the other.
+
+    A tracker that is in one call when training has waited for `patience_s` is dropped: another
+    thread continues with the others.
+
+    Attributes:
+        patience_s: How long a call of the run waits for a tracker, in seconds.
+        opened: The trackers.
+    """
+
+    patience_s: float
+    opened: list[Opened] = attrs.field(factory=list)
+    _queue: "queue.Queue[Iterable[_Call] | None]" = attrs.field(init=False)
+    _calls: Iterator[_Call] = attrs.field(init=False)
+    _calling: Opened | None = attrs.field(default=None, init=False)
+    _lock: Any = attrs.field(factory=threading.Lock, init=False)
+    _awaited: threading.Event = attrs.field(factory=threading.Event, init=False)
     _told: set[str] = attrs.field(factory=set, init=False)
 
-    def __call__(self, key: str, text: str) -> None:
+    def __attrs_post_init__(self) -> None:
+        self._queue = queue.Queue(_MOST_ENTRIES)
+        self._calls = chain.from_iterable(iter(self._next, None))
+        self._start_thread()
+
+    def warn(self, key: str, text: str) -> None:
         """Warn, unless a warning with this key was logged before."""
         if key not in self._told:
             self._told.add(key)
             _LOG.warning("%s", text)
 
+    def add(self, opened: Opened, params: Entry) -> None:
+        """Add a tracker, and write the hyperparameters to it."""
+        self.opened.append(opened)
+        if opened.start.resumed:
+            self._put([(opened, "last_steps", opened.recall, ())])
+        if "params" in opened.tracker.kinds:
+            self._put([(opened, "params", opened.tracker.write, (params,))])
 
-@attrs.frozen(kw_only=True)
-class Patience:
-    """How long training waits for a tracker.
-
-    Attributes:
-        entries: Maximum entries waiting to be written.
-        full_s: Seconds that training waits for a tracker with this many entries, once.
-        flush_s: Seconds that `state` and `flush` wait until everything is written.
-        close_s: Seconds that the end of a run waits for it.
-    """
-
-    entries: int = 10_000
-    full_s: float = 10.0
-    flush_s: float = 30.0
-    close_s: float = 120.0
-
-
-@attrs.define(kw_only=True, eq=False)
-class Writer:
-    """One opened tracker and the thread that calls it.
-
-    Attributes:
-        tracker: Its functions.
-        native: The result of its `open`.
-        identity: The library's id of the run.
-        start: What it was opened with.
-        patience: How long others wait for it.
-    """
-
-    tracker: Tracker
-    native: Any
-    identity: str
-    start: Start
-    patience: Patience = Patience()
-    _queue: "queue.Queue[Any]" = attrs.field(init=False)
-    _awaited: threading.Event = attrs.field(factory=threading.Event, init=False)
-    _is_stuck: bool = attrs.field(default=False, init=False)  # nobody waits for it again
-    _ends: bool = attrs.field(default=False, init=False)
-    _ended: threading.Event = attrs.field(factory=threading.Event, init=False)
-    _warn: Warn = attrs.field(factory=Warn, init=False)
-    _lost: "Counter[str]" = attrs.field(factory=Counter, init=False)
-    _last_steps: dict[str, int] = attrs.field(factory=dict, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._queue = queue.Queue(self.patience.entries)
-        # A daemon: a tracker that hangs must not keep the process from exiting.
-        name = f"fxtrain {self.tracker.name}"
-        threading.Thread(target=self._work, name=name, daemon=True).start()
-
-    def put(self, entry: Logged | threading.Event | bool) -> bool:  # noqa: FBT001
-        """Queue an entry, an event to set then, or the end and whether the run failed.
-
-        Returns:
-            Whether there was room for it.
-        """
-        try:
-            self._queue.put(entry, block=not self._is_stuck, timeout=self.patience.full_s)
-            return True
-        except queue.Full:
-            self._is_stuck = True
-        self._warn(
-            "stuck",
-            f"{self.tracker.name} wrote none of {self.patience.entries} waiting entries "
-            f"in {self.patience.full_s:g} s. Training continues; entries beyond these are "
-            f"lost to this tracker. Check whether its disk or server responds.",
-        )
-        if isinstance(entry, Logged):
-            self._lost[entry.kind] += 1
-        return False
-
-    def flush(self, until: float) -> bool:
-        """Wait until everything so far is written; False if that took too long.
+    def log(
+        self,
+        kind: str,
+        name: str,
+        place: Mapping[str, Any],
+        capture: Callable[[], Callable[[], Any]],
+    ) -> None:
+        """Log an entry.
 
         Args:
-            until: Time of `time.monotonic` at which to give up.
+            kind: That of the entry.
+            name: That of the entry.
+            place: Its other fields.
+            capture: () → a function that the thread calls for the value, once.
         """
+        with self._reported(kind):
+            self._put(self._entry(kind, name, place, capture()))
+
+    def flush(self) -> bool:
+        """Wait until everything so far is written; False if a tracker was dropped meanwhile."""
         done = threading.Event()
-        if self._is_stuck or not self.put(done):
-            return False
+        self._put(self._flush(done))
+        return self._wait(done)
+
+    def close(self, *, failed: bool) -> None:
+        """Write everything so far, close the trackers, and report lost entries."""
+        done = threading.Event()
+        self._put(self._close(done, failed=failed))
+        self._put(None)
+        self._wait(done)
+        for opened in self.opened:
+            if opened.tracker.closed_by_caller:
+                self._call((opened, "close", opened.tracker.close, (failed,)))
+            if opened.lost:
+                name = opened.tracker.name
+                self.warn(f"lost {name}", f"{name} lost {opened.lost} entries of this run.")
+
+    def _put(self, calls: Iterable[_Call] | None) -> None:
+        while True:
+            with contextlib.suppress(queue.Full):
+                return self._queue.put(calls, timeout=self.patience_s)
+            self._drop()
+
+    def _next(self) -> Iterable[_Call] | None:
+        if self._queue.empty():
+            self._awaited.wait(_PAUSE_S)
+            self._awaited.clear()
+        return self._queue.get()
+
+    def _wait(self, done: threading.Event) -> bool:
+        dropped = False
         self._awaited.set()
-        if done.wait(max(0.0, until - time.monotonic())):
-            return True
-        self._is_stuck = True
-        self._warn(
-            "flush",
-            f"{self.tracker.name} did not write everything within "
-            f"{self.patience.flush_s:g} s: {self._behind()} Training does not wait for it again.",
+        while not done.wait(self.patience_s):
+            if not self._drop():  # the thread waits for the device
+                return False
+            dropped = True
+        return not dropped
+
+    def _drop(self) -> bool:
+        """Continue without the tracker that is being called, in another thread."""
+        with self._lock:
+            stuck, self._calling = self._calling, None
+            if stuck is None:
+                return False
+            stuck.is_dropped = True
+        _LOG.warning(
+            "%s does not respond: training has waited %g s for it. It is not called again, and is "
+            "not closed; the other trackers continue. Check its disk or server.",
+            *(stuck.tracker.name, self.patience_s),
         )
-        return False
+        self._start_thread()
+        return True
 
-    def end(self, *, failed: bool) -> None:
-        """Request the end: queued entries are written, then the tracker is closed."""
-        if not self._ends:
-            self._ends = True
-            self.put(failed)
-            self._awaited.set()
-
-    def close(self, until: float, *, failed: bool) -> None:
-        """Wait for the end until a time of `time.monotonic`, and report lost entries."""
-        self.end(failed=failed)
-        if not self._ended.wait(max(0.0, until - time.monotonic())):
-            self._warn("close", f"{self.tracker.name} was not closed: {self._behind()}")
-        elif self.tracker.closed_by_caller:
-            self._call("close", self.tracker.close, self.native, failed)
-        if lost := sum(self._lost.values()):
-            what = ", ".join(f"{count} of {kind}" for kind, count in sorted(self._lost.items()))
-            self._warn("lost", f"{self.tracker.name} lost {lost} entries of this run: {what}.")
+    def _start_thread(self) -> None:
+        # A daemon: a tracker that hangs must not keep the process from exiting.
+        threading.Thread(target=self._work, name="fxtrain trackers", daemon=True).start()
 
     def _work(self) -> None:
-        """Write entries in order until the end."""
-        if self.start.resumed:
-            self._recall()
-        while True:
-            entry = self._queue.get()
-            if isinstance(entry, Logged):
-                self._write(entry)
-            elif isinstance(entry, threading.Event):
-                self._call("flush", self.tracker.flush, self.native)
-                entry.set()
-            else:
-                if not self.tracker.closed_by_caller:
-                    self._call("close", self.tracker.close, self.native, entry)
-                self._ended.set()
-                return
-            if self._queue.empty():
-                self._awaited.wait(_PAUSE_S)
-                self._awaited.clear()
+        for call in self._calls:
+            if not self._call(call):
+                return  # the thread that replaced this one continues
 
-    def _recall(self) -> None:
-        """Find out which entries the library has already, if it cannot remove them."""
+    def _call(self, call: _Call) -> bool:
+        """Call a function of a tracker; False if the tracker was dropped during the call."""
+        opened, what, function, arguments = call
+        if opened.is_dropped:
+            return True
+        problem = None
+        self._calling = opened
         try:
-            self._last_steps.update(self.tracker.last_steps(self.native, self.start))
+            function(opened.native, *arguments)
         except BaseException as error:  # any error of a library: training continues
-            self._warn(
-                "last_steps",
-                f"{self.tracker.name} cannot tell which entries it has of this run: "
-                f"{type(error).__name__}: {error}. Those after the position where the run resumed "
-                f"may appear twice there.",
+            problem = error
+        with self._lock:
+            self._calling = None if self._calling is opened else self._calling
+            if opened.is_dropped:
+                return False
+        if problem is not None:
+            opened.lost += isinstance(arguments[0] if arguments else None, Entry)
+            name, text = opened.tracker.name, f"{type(problem).__name__}: {problem}"
+            self.warn(
+                f"failed {name} {what}",
+                f"{name} failed in {what}: {text.rstrip(': .')[:500]}. Training and the other "
+                f"trackers continue; further failures of this kind are only counted.",
+            )
+        return True
+
+    @contextlib.contextmanager
+    def _reported(self, kind: str) -> Iterator[None]:
+        """Report any error of a value of the user that a block reads."""
+        try:
+            yield
+        except Exception as error:
+            self.warn(
+                f"{kind} {error}",
+                f"run.{kind}: {type(error).__name__}: {error}. No tracker received this entry; "
+                f"training continues.",
             )
 
-    def _behind(self) -> str:
-        return (
-            f"about {self._queue.qsize()} entries are waiting. Check whether its disk or "
-            f"server responds."
-        )
-
-    def _write(self, logged: Logged) -> None:
-        kind = logged.kind
-        if kind not in self.tracker.kinds:
-            text = f"{self.tracker.name} does not support run.{kind}. The other trackers log these "
-            self._warn(f"kind {kind}", f"{text}entries.")
-            return
-        entry = logged.entry()
+    def _entry(
+        self, kind: str, name: str, place: Mapping[str, Any], read: Callable[[], Any]
+    ) -> Iterator[_Call]:
+        entry = None
+        with self._reported(kind):
+            entry = Entry(kind=kind, name=name, value=read(), **place)
         if entry is None:
             return
-        if kind == "log":
-            values = {name: x for name, x in entry.value.items() if self._accepts(name, entry.step)}
-            entry = attrs.evolve(entry, value=values)
-            if not values:
-                return
-        elif kind != "params" and not self._accepts(entry.name, entry.step):
-            return
-        if not self._call(kind, self.tracker.write, self.native, entry):
-            self._lost[kind] += 1
+        for opened in self.opened:
+            if kind not in opened.tracker.kinds:
+                called = opened.tracker.name
+                text = f"{called} does not support run.{kind}. The other trackers log it."
+                self.warn(f"kind {called} {kind}", text)
+            elif (accepted := opened.accepted(entry, self.warn)) is not None:
+                yield opened, kind, opened.tracker.write, (accepted,)
 
-    def _accepts(self, name: str, step: int) -> bool:
-        if step <= self._last_steps.get(name, -1):
-            self._warn(
-                "repeated",
-                f"{self.tracker.name} cannot remove the entries after the position where the run "
-                f"resumed, so it keeps those that it has, up to step "
-                f"{max(self._last_steps.values())}. They are not written to it again.",
-            )
-            return False
-        why = self.tracker.refuses(name)
-        if why:
-            self._warn(
-                f"name {name}",
-                f"{self.tracker.name} does not accept the name {shown(name)}: {why}. Its values "
-                f"are skipped there; the other trackers log them. Use another name.",
-            )
-        return not why
+    def _flush(self, done: threading.Event) -> Iterator[_Call]:
+        yield from ((each, "flush", each.tracker.flush, ()) for each in self.opened)
+        done.set()
 
-    def _call(self, what: str, function: Any, *arguments: Any) -> bool:
-        try:
-            function(*arguments)
-            return True
-        except BaseException as error:  # any error of a library: training continues
-            text = f"{type(error).__name__}: {error}".rstrip(": .")
-            self._warn(
-                f"failed {what}",
-                f"{self.tracker.name} failed in {what}: {text[:500]}. Training continues, and the "
-                f"other trackers have the entry; further failures of this kind are counted.",
-            )
-            return False
+    def _close(self, done: threading.Event, *, failed: bool) -> Iterator[_Call]:
+        for opened in self.opened:
+            if not opened.tracker.closed_by_caller:
+                yield opened, "close", opened.tracker.close, (failed,)
+        done.set()

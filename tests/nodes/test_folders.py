@@ -64,8 +64,8 @@ def test_a_report_of_a_folder_of_each_machine_has_what_its_ranks_logged(lab):
     _both(lab, SCRIPTS / "save.py", "all", "track all")
     assert reported(first, "all")[0] == 0
     code, text = reported(second, "all")
-    assert code == 2 and "this folder has no metrics.jsonl; found metrics-rank1.jsonl" in text
-    assert reported(second, "all", "--file", "metrics-rank1.jsonl")[0] == 0
+    assert code == 2 and "this folder has no metrics.jsonl; found rank1" in text
+    assert reported(second, "all/rank1")[0] == 0
     assert '"loss"' in (second.disk / "report.html").read_text()
 
 

@@ -15,4 +15,4 @@ def own_tracker(**functions):
         "write": lambda kept, entry: kept.append((entry.step, dict(entry.value))),
         **functions,
     }
-    return kept, Tracker(name="Mine", **given)
+    return kept, Tracker(**{"name": "Mine", **given})

@@ -42,7 +42,10 @@ def _install(monkeypatch, row):
         def load(self):
             return row
 
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Entry()])
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points",
+        lambda group: [Entry()] if group == "fxtrain.trackers" else [],
+    )
 
 
 @pytest.mark.parametrize("tracker", TRACKERS, ids=lambda tracker: tracker.name)
@@ -105,8 +108,7 @@ def test_all_are_the_trackers_whose_packages_are_installed(ctx, tmp_path, monkey
     with fx.track("run", ctx, "all") as run:
         assert run.native(fx.JsonLines) == run.native(fx.trackers.Aim) == []
         for config in (fx.WandB, fx.trackers.Comet):
-            with pytest.raises(fx.PlanError, match="this run has JsonLines, Aim"):
-                run.native(config)
+            assert run.native(config) is None
 
 
 @pytest.mark.parametrize(
@@ -127,9 +129,6 @@ def test_arguments_of_the_library_reach_it(ctx, tmp_path, monkeypatch, config, n
     with fx.track(tmp_path / "run", ctx, [config]):
         pass
     passed = getattr(library, call).call_args.kwargs
-    if "settings" in config.init:
-        assert passed["settings"] == {"silent": True, "console": "off", "x": 1}
-        passed["settings"] = config.init["settings"]
     assert config.init.items() <= passed.items()
     if name == "trackio":
         assert passed["project"] == tmp_path.name
@@ -195,8 +194,6 @@ def test_configs_are_values_that_files_hold():
     assert fx.state.loads(fx.state.dumps(config), fx.WandB) == config and hash(config)
     with pytest.raises(fx.PlanError, match="online"):
         fx.WandB(project="p", mode="ofline")
-    with pytest.raises(fx.PlanError, match="printable"):
-        fx.WandB(project=" ")
     own = fx.WandB(init={"notes": "n", "settings": {"api_key": "secret"}})
     assert fx.state.loads(fx.state.dumps(own), fx.WandB) == own and hash(own) == hash(fx.WandB())
     assert "secret" not in repr(own)
@@ -212,9 +209,9 @@ def test_configs_are_values_that_files_hold():
         ({"ranks": "some"}, "'main' or 'all'"),
         ({"position": 3}, "where the run resumes"),
         ({"resume": "folder"}, "where the run resumes"),
-        ({"resume": "yes", "position": fx.Position()}, "run.state"),
-        ({"resume": {"id": "x"}, "position": fx.Position()}, "not a run"),
-        ({"resume": {"id": "0" * 32, "identities": 3}, "position": fx.Position()}, "not a run"),
+        ({"resume": "yes", "position": fx.Position()}, "found 'yes'"),
+        ({"resume": {"id": "x"}, "position": fx.Position()}, "value of run.state()"),
+        ({"resume": {"id": "0" * 32, "identities": 3}, "position": fx.Position()}, "identities"),
     ],
 )
 def test_arguments_that_make_no_sense_are_named(ctx, tmp_path, given, words):

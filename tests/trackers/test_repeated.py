@@ -49,7 +49,7 @@ def test_a_tracker_that_knows_its_last_steps_has_every_step_once(ctx, tmp_path, 
     assert [step for step, name, _ in kept if name == "even"] == [2, 4, 6]
     assert [step for step, name, _ in kept if name == "note"] == [3]
     (line,) = told()
-    assert "Mine cannot remove the entries after the position" in line and "up to step 5" in line
+    assert "Mine cannot remove the entries after the position" in line
 
 
 def test_what_the_last_step_lacked_is_written(ctx, tmp_path):
@@ -70,7 +70,7 @@ def test_a_tracker_that_cannot_tell_is_named_and_gets_everything(ctx, tmp_path, 
     kept = _continued(ctx, tmp_path, last_steps=fail)
     assert [step for step, name, _ in kept if name == "loss"] == [1, 2, 3, 4, 5, 3, 4, 5, 6, 7]
     (line,) = told()
-    assert "Mine cannot tell which entries it has of this run: OSError: no route" in line
+    assert "Mine failed in last_steps: OSError: no route" in line
 
 
 def test_clearml_continues_a_task_at_its_own_steps(ctx, tmp_path, monkeypatch):

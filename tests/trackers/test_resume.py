@@ -156,8 +156,8 @@ def test_the_folders_own_run_restarts(ctx, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "not a valid run file"), ('{"format": 2}', "format 1"), ("[]", "format 1"),
-     ('{"format": 1, "id": "x", "identities": []}', "not a run")],
+    [("{", "run.json"), ('{"format": 2}', "found 2; choose 1"), ("[]", "choose a table of id"),
+     ('{"format": 1, "id": "x", "identities": []}', "found 'x'")],
 )  # fmt: skip
 def test_a_damaged_identity_is_named(ctx, tmp_path, text, words):
     (tmp_path / "run.json").write_text(text)

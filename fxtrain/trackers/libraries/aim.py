@@ -6,7 +6,7 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._record import record
-from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named, picture
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, picture
 
 
 @record
@@ -20,7 +20,7 @@ class Aim:
     """
 
     kind: Literal["aim"] = attrs.field(default="aim", init=False)
-    experiment: str | None = maybe_named()
+    experiment: str | None = None
     init: Mapping[str, object] = arguments()
 
 

@@ -7,7 +7,7 @@ import attrs
 
 from fxtrain._record import record
 from fxtrain.errors import PlanError
-from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, array, library, maybe_named
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, array, library
 
 
 @record
@@ -22,7 +22,7 @@ class ClearML:
     """
 
     kind: Literal["clearml"] = attrs.field(default="clearml", init=False)
-    project: str | None = maybe_named()
+    project: str | None = None
     online: bool = True
     init: Mapping[str, object] = arguments()
 

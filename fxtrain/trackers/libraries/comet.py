@@ -7,7 +7,7 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._record import record
-from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, maybe_named, picture
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, library, picture
 
 
 @record
@@ -23,8 +23,8 @@ class Comet:
     """
 
     kind: Literal["comet"] = attrs.field(default="comet", init=False)
-    project: str | None = maybe_named()
-    workspace: str | None = maybe_named()
+    project: str | None = None
+    workspace: str | None = None
     online: bool = True
     init: Mapping[str, object] = arguments()
 
@@ -39,7 +39,7 @@ _BY_ITSELF = (
 
 def _open(config: Comet, start: Start) -> Any:
     comet = library(Comet, "comet_ml")
-    folder = start.place("comet")
+    folder = start.folder / "comet"
     if not config.online:
         folder = _free(folder, f"{start.id}.zip")
     own = {

@@ -29,7 +29,7 @@ def _open(config: DVCLive, start: Start) -> Any:
     live = library(DVCLive, "dvclive").Live
     # By default it would write a git commit, a dvc.yaml and a report.
     own = {"report": None, "save_dvc_exp": False, "dvcyaml": None, "resume": start.resumed}
-    init = {"dir": str(start.place("dvclive")), **own, **config.init}
+    init = {"dir": str(start.folder / "dvclive"), **own, **config.init}
     if start.resumed:
         for path in sorted((Path(init["dir"]) / "plots" / "metrics").rglob("*.tsv")):
             _cut(path, start.position.updates)

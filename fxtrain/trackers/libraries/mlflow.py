@@ -9,7 +9,7 @@ from urllib.parse import quote
 import attrs
 
 from fxtrain._record import record
-from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, array, library, maybe_named
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, array, library
 
 
 @record
@@ -23,8 +23,8 @@ class MLflow:
     """
 
     kind: Literal["mlflow"] = attrs.field(default="mlflow", init=False)
-    experiment: str | None = maybe_named()
-    uri: str | None = maybe_named()
+    experiment: str | None = None
+    uri: str | None = None
     init: Mapping[str, object] = arguments()
 
 
@@ -56,9 +56,8 @@ def _open(config: MLflow, start: Start) -> Client:
     name = config.experiment or "Default"
     known = client.get_experiment_by_name(name)
     experiment = known.experiment_id if known else client.create_experiment(name, artifacts)
-    init = {"run_name": start.name, **config.init}
-    tags = {"fxtrain.run": start.run, **init.pop("tags", {})}
-    run = client.create_run(experiment, **init, tags=tags)
+    own = {"run_name": start.name, "tags": {"fxtrain.run": start.group or start.id}}
+    run = client.create_run(experiment, **{**own, **config.init})
     return Client(client=client, run=run.info.run_id)
 
 

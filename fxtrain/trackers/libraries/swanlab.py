@@ -6,7 +6,7 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._record import record
-from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, array, library, maybe_named
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, array, library
 
 
 @record
@@ -22,18 +22,18 @@ class SwanLab:
     """
 
     kind: Literal["swanlab"] = attrs.field(default="swanlab", init=False)
-    project: str | None = maybe_named()
+    project: str | None = None
     mode: Literal["cloud", "local", "offline", "disabled"] = "cloud"
     init: Mapping[str, object] = arguments()
 
 
 def _open(config: SwanLab, start: Start) -> Any:
-    folder = start.place("swanlab")
+    folder = start.folder / "swanlab"
     folder.mkdir(parents=True, exist_ok=True)
     own = {
         "project": config.project,
         "name": start.name,
-        "group": start.run if start.everyone else None,
+        "group": start.group,
         "id": start.id,
         "resume": "allow" if config.mode == "cloud" else None,
         "mode": "online" if config.mode == "cloud" else config.mode,

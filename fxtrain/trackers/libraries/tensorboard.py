@@ -25,7 +25,7 @@ def _open(config: TensorBoard, start: Start) -> Any:
     library(TensorBoard, "tensorboard")
     # TensorBoard hides the events of earlier files from that step on.
     purge = start.position.updates + 1 if start.resumed else None
-    own = {"log_dir": str(start.place("tensorboard")), "flush_secs": 10, "purge_step": purge}
+    own = {"log_dir": str(start.folder / "tensorboard"), "flush_secs": 10, "purge_step": purge}
     return library(TensorBoard, "torch.utils.tensorboard").SummaryWriter(**{**own, **config.init})
 
 

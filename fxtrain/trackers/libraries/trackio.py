@@ -6,7 +6,7 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._record import record
-from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, array, library, maybe_named
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, array, library
 
 
 @record
@@ -20,8 +20,8 @@ class Trackio:
     """
 
     kind: Literal["trackio"] = attrs.field(default="trackio", init=False)
-    project: str | None = maybe_named()
-    space: str | None = maybe_named()
+    project: str | None = None
+    space: str | None = None
     init: Mapping[str, object] = arguments()
 
 
@@ -30,7 +30,7 @@ def _open(config: Trackio, start: Start) -> Any:
     own = {
         "project": config.project or start.folder.resolve().parent.name or "fxtrain",
         "name": start.identity or f"{start.name}-{start.id[:8]}",
-        "group": start.run if start.everyone else None,
+        "group": start.group,
         "space_id": config.space,
         "config": {name: value for name, value in start.params.items() if not name.startswith("_")},
         "resume": "allow",

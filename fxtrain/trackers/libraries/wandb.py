@@ -7,7 +7,7 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._record import record
-from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, array, library, maybe_named
+from fxtrain.trackers.tracker import Entry, Start, Tracker, arguments, array, library
 
 
 @record
@@ -21,7 +21,7 @@ class WandB:
     """
 
     kind: Literal["wandb"] = attrs.field(default="wandb", init=False)
-    project: str | None = maybe_named()
+    project: str | None = None
     mode: Literal["online", "offline", "disabled"] = "online"
     init: Mapping[str, object] = arguments()
 
@@ -29,8 +29,8 @@ class WandB:
 def _open(config: WandB, start: Start) -> Any:
     own = {
         "project": config.project,
-        "group": start.run if start.everyone else None,
         "name": start.name,
+        "group": start.group,
         "id": start.id,
         "dir": str(start.folder),
         "mode": config.mode,
@@ -38,12 +38,9 @@ def _open(config: WandB, start: Start) -> Any:
         "resume": "allow" if config.mode == "online" else None,
         # Independent of other runs in this process.
         "reinit": "create_new",
+        "settings": {"silent": True, "console": "off"},
     }
-    init = {**own, **config.init}
-    settings = init.pop("settings", {})
-    if isinstance(settings, Mapping):  # or a `wandb.Settings`
-        settings = {"silent": True, "console": "off", **settings}
-    return library(WandB, "wandb").init(**init, settings=settings)
+    return library(WandB, "wandb").init(**{**own, **config.init})
 
 
 def _write(native: Any, entry: Entry) -> None:
