@@ -5,15 +5,12 @@ middle look alike, and objects without their own `repr` show an address.
 """
 
 import ctypes
-import dataclasses
-import enum
+import functools
 import hashlib
 import sys
 import types
-from collections.abc import Iterable
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -22,17 +19,16 @@ _EXACT = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range}
     | {torch.dtype, torch.device, torch.Size}
 )
-_CONTAINERS = frozenset({tuple, list, dict, set, frozenset})
-_GLOBAL = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_GLOBAL = (type, types.FunctionType, types.BuiltinFunctionType)
 _MAX_LENGTH = 10_000  # bits of an integer in decimal; more is slow, or refused by Python
 
 
 def canonical_text(value: Any) -> str:
     """Describe a value by text that only equal values share.
 
-    Tensors and arrays are described by dtype, shape and a digest of their bytes, records and
-    containers by their parts (dicts and sets in any order), functions and classes by their names,
-    every other object by its pickled state. Plain values look as in `repr`.
+    Tensors and arrays are described by dtype, shape and a digest of their bytes, containers by
+    their parts (dicts and sets in any order), functions and classes by their names, every other
+    object by its pickled state. Plain values look as in `repr`.
 
     Effects:
         Waits for tensors on a device and copies them.
@@ -48,93 +44,58 @@ def canonical_text(value: Any) -> str:
 
 def _canonical(value: Any, depth: int) -> str:
     kind = type(value)
+    inside = functools.partial(_canonical, depth=depth + 1)
     if kind in _EXACT:
         large = kind is int and value.bit_length() > _MAX_LENGTH
         return hex(value) if large else repr(value)
     if depth > _MAX_DEPTH:
         return f"{kind.__qualname__}(...)"
-    if kind in _CONTAINERS:
-        return _container(value, depth)
+    if kind is dict:
+        pairs = sorted(f"{inside(key)}: {inside(item)}" for key, item in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if kind in (list, tuple):
+        comma = "," * (kind is tuple and len(value) == 1)
+        text = f"{', '.join(map(inside, value))}{comma}"
+        return f"[{text}]" if kind is list else f"({text})"
+    if kind in (set, frozenset):
+        return f"{kind.__name__}({', '.join(sorted(map(inside, value)))})"
     if isinstance(value, Tensor):
         return _tensor(value)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
-        return _array(value, depth)
+        has_objects = value.dtype.hasobject
+        data = inside(value.tolist()).encode() if has_objects else value.tobytes()
+        return f"{kind.__qualname__} {value.dtype}{list(value.shape)}{_digest(data)}"
     if isinstance(value, _GLOBAL):
-        return _name(value)
-    if isinstance(value, enum.Enum):
-        return f"{kind.__qualname__}.{value.name}"
-    if attrs.has(kind) or dataclasses.is_dataclass(value):
-        fields: Any = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(value)
-        parts = [f"{f.name}={_canonical(getattr(value, f.name), depth + 1)}" for f in fields]
-        return f"{kind.__qualname__}({', '.join(parts)})"
+        name = f"{value.__module__}.{value.__qualname__}"
+        return repr(value) if "<" in name else name  # a closure, which differs from call to call
     return _object(value, depth)
 
 
-def _container(value: Any, depth: int) -> str:
-    kind = type(value)
-    if kind is dict:
-        return f"{{{_pairs(value.items(), depth)}}}"
-    inside = [_canonical(item, depth + 1) for item in value]
-    if kind is list:
-        return f"[{', '.join(inside)}]"
-    if kind is tuple:
-        return f"({', '.join(inside)}{',' * (len(inside) == 1)})"
-    return f"{kind.__name__}({', '.join(sorted(inside))})"
-
-
-def _pairs(items: Iterable[tuple[Any, Any]], depth: int) -> str:
-    pairs = [(_canonical(key, depth + 1), _canonical(item, depth + 1)) for key, item in items]
-    return ", ".join(f"{key}: {item}" for key, item in sorted(pairs))
-
-
 def _tensor(value: Tensor) -> str:
-    dtype = str(value.dtype).removeprefix("torch.")
     plain = value.detach().cpu()
     if plain.layout is not torch.strided:
         plain = plain.to_dense()
-    if plain.is_quantized:
-        plain = plain.int_repr()
     plain = plain.resolve_conj().resolve_neg().contiguous()
     # Read as plain memory, since torch cannot view every tensor as bytes.
     data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
-    return f"{dtype}{list(value.shape)}{_mark(data)}"
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{_digest(data)}"
 
 
-def _array(value: Any, depth: int) -> str:
-    """A NumPy array or scalar; an object array by its objects."""
-    inside = value.tobytes()
-    if value.dtype.hasobject:
-        inside = _canonical(value.tolist(), depth + 1).encode(errors="surrogatepass")
-    mask = getattr(value, "mask", None)  # a masked array
-    hidden = "" if mask is None else f" hiding {_canonical(mask, depth + 1)}"
-    shape = list(value.shape)
-    return f"{type(value).__qualname__} {value.dtype}{shape}{_mark(inside)}{hidden}"
-
-
-def _mark(data: bytes) -> str:
+def _digest(data: bytes) -> str:
     return f"#{hashlib.blake2b(data, digest_size=16).hexdigest()}"
 
 
-def _name(value: Any) -> str:
-    if isinstance(value, types.ModuleType):
-        return value.__name__
-    name = f"{value.__module__}.{value.__qualname__}"
-    return repr(value) if "<" in name else name  # a closure, which differs from call to call
-
-
 def _object(value: Any, depth: int) -> str:
-    kind = type(value)
+    name = type(value).__qualname__
     try:
         taken: Any = value.__reduce_ex__(4)
     except Exception:  # any error of the object's own code
         return repr(value)  # of objects that cannot be sent or compared
-    if isinstance(taken, str):  # the name of a constant, such as a dtype
-        return f"{kind.__qualname__} {taken}"
-    parts = list(taken)
-    # Entries that follow are those of a list, and pairs those of a dict.
-    follow = [*parts[3:5], None, None][:2]
-    said = [_canonical(part, depth + 1) for part in parts[1:3]]
-    said += [f"[{', '.join(_canonical(x, depth + 1) for x in follow[0])}]"] if follow[0] else []
-    said += [f"{{{_pairs(follow[1], depth)}}}"] if follow[1] else []
-    return f"{kind.__qualname__}({'; '.join(said)})"
+    if isinstance(taken, str):  # the name of a constant
+        return f"{name} {taken}"
+    _, *parts = taken
+    # Arguments and state; then entries of a list and pairs of a dict, in any order.
+    parts += [None] * (4 - len(parts))
+    state = [parts[0], parts[1], list(parts[2] or ()), dict(parts[3] or ())]
+    return f"{name}({_canonical(state, depth + 1)})"

@@ -13,39 +13,28 @@ from fxtrain.data.user_code import BorrowedGenerators, seed_all
 from fxtrain.errors import DataError
 
 
-class RowRequest(NamedTuple):
-    """One global batch of a map-style dataset.
-
-    Attributes:
-        epoch: Its epoch.
-        keys: For each served rank: indices.
-        seeds: For each served rank: the seed of the generators; empty to leave them alone.
-    """
-
-    epoch: int
-    keys: tuple[Any, ...]
-    seeds: tuple[int, ...]
-
-
 class RowFetch(Dataset[list[Any]]):
     """A map-style dataset whose items are global batches.
 
-    Random numbers drawn while loading depend only on (seed, epoch, index), and not on which
-    worker loads, on what it loaded before, or on how often the run was restarted.
+    An item is asked for by its epoch, the indices of each served rank, and the seed of the
+    generators of each, or none to leave them alone. Random numbers drawn while loading depend only
+    on (seed, epoch, index), and not on which worker loads, on what it loaded before, or on how
+    often the run was restarted.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, collates: bool) -> None:
         self.dataset, self.collate, self.collates = dataset, collate, collates
         self.epoch = -1
 
-    def __getitem__(self, ask: RowRequest) -> list[Any]:
-        if ask.epoch != self.epoch:
-            self.epoch = ask.epoch
-            call_set_epoch(self.dataset, ask.epoch)
+    def __getitem__(self, ask: tuple[int, tuple[Any, ...], tuple[int, ...]]) -> list[Any]:
+        epoch, keys, seeds = ask
+        if epoch != self.epoch:
+            self.epoch = epoch
+            call_set_epoch(self.dataset, epoch)
         rows: list[Any] = []
-        for place, key in enumerate(ask.keys):
-            if ask.seeds:
-                seed_all(ask.seeds[place])
+        for place, key in enumerate(keys):
+            if seeds:
+                seed_all(seeds[place])
             rows.append(self._load(key))
         return rows
 
@@ -75,25 +64,11 @@ class StreamRequest(NamedTuple):
     state: Any = None
 
 
-class StreamReply(NamedTuple):
-    """The answer to a `StreamRequest`.
-
-    Attributes:
-        batch: The global batch, without keys.
-        is_last: Whether no other batch follows.
-        data: Collated rows of each served rank.
-        state: Of the stream just after the batch, where it keeps one.
-    """
-
-    batch: GlobalBatch
-    is_last: bool
-    data: list[Any]
-    state: Any
-
-
-class StreamFetch(Dataset["StreamReply | None"]):
+class StreamFetch(Dataset["tuple[GlobalBatch, bool, list[Any], Any] | None"]):
     """An iterable dataset whose items are global batches, requested by number.
 
+    An item is a batch without keys, whether it is the last, the collated rows of each served rank,
+    and the state of the stream just after the batch, where it keeps one; None past the end.
     Row i of the stream belongs to global batch i // stride, whichever worker serves it: each
     worker reads the whole stream and keeps the rows that its ranks need.
 
@@ -120,7 +95,7 @@ class StreamFetch(Dataset["StreamReply | None"]):
         """The user's."""
         return self.memory.dataset
 
-    def __getitem__(self, ask: StreamRequest) -> StreamReply | None:
+    def __getitem__(self, ask: StreamRequest) -> tuple[GlobalBatch, bool, list[Any], Any] | None:
         reader = self.reader
         if reader is None or reader.opened != ask[:3] or reader.step > ask.step:
             reader = self.reader = self._open(ask)
@@ -147,7 +122,7 @@ class StreamFetch(Dataset["StreamReply | None"]):
                 batch._replace(rows=rows, sizes=sizes),
                 [data[rank] for rank in self.ranks],
             )
-        return StreamReply(batch._replace(keys=()), reader.is_last, data, reader.state)
+        return batch._replace(keys=()), reader.is_last, data, reader.state
 
     def _count(self, batch: Any) -> int:
         """The rows of a batch that is ready."""

@@ -14,7 +14,6 @@ from fxtrain import _tree, ops
 from fxtrain.data.blends import BlendOrder
 from fxtrain.data.fetch import (
     RowFetch,
-    RowRequest,
     StartWorker,
     StreamFetch,
     StreamRequest,
@@ -113,9 +112,9 @@ def row_source(
     asks = loader.num_workers > 0 or len(ranks) != 1
     over = _over_rows(loader, batches.reading, feed, asks=asks)
 
-    def ask(batch: GlobalBatch, epoch: int) -> RowRequest:
+    def ask(batch: GlobalBatch, epoch: int) -> Any:
         seeds = [fetch_key(batching, batches.seed, epoch, batch.first, rank) for rank in ranks]
-        return RowRequest(epoch, batch.keys, tuple(seeds) if reseeds else ())
+        return epoch, batch.keys, tuple(seeds) if reseeds else ()
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         epoch = cursor.position.epoch

@@ -36,6 +36,7 @@ from fxtrain.trackers import JsonLines, Run, Target
 from fxtrain.trackers.opening import open_run, own
 
 M = TypeVar("M", bound=nn.Module)
+_PASSED_ON = ("ctx", "fns", "loader")  # arguments of `fit` that are no rules
 
 
 def fit(
@@ -142,36 +143,16 @@ def fit(
         ...     report.position.updates, report.position.epoch
         (5, 2)
     """
+    given: dict[str, Any] = {
+        name: value for name, value in locals().items() if name not in _PASSED_ON
+    }
     if not isinstance(loader, Sharded):
         raise PlanError(
             f"fit: loader is a {type(loader).__name__}; pass a loader from fx.shard(loader, ctx, "
             f"plan)."
         )
-    rules = Rules(
-        path=path,
-        epochs=epochs,
-        updates=updates,
-        rows=rows,
-        tokens=tokens,
-        resume=resume,
-        save_every=save_every,
-        save_minutes=save_minutes,
-        save_epochs=save_epochs,
-        keep_last=keep_last,
-        keep_best=keep_best,
-        metric=metric,
-        best=best,
-        evaluate=evaluate,
-        evaluate_every=evaluate_every,
-        to=tuple(to) if isinstance(to, Sequence) and not isinstance(to, str) else (to,),
-        settings=settings,
-        log_every=log_every,
-        show=show,
-        extra={} if extra is None else extra,
-        checkpoints=path if checkpoints is None else checkpoints,
-        signals=(signals,) if isinstance(signals, str) else tuple(signals),
-        check_every=check_every,
-    )
+    given["checkpoints"] = path if checkpoints is None else checkpoints
+    rules = Rules(**given)
     return Reports(ctx, _train(ctx, fns, loader, rules), path)
 
 

@@ -12,7 +12,7 @@ import inspect
 import sys
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
 from types import TracebackType
@@ -31,6 +31,7 @@ from fxtrain.data import Sharded
 from fxtrain.errors import DataError, PlanError
 from fxtrain.ops.logs import log
 from fxtrain.state import Batch, DistContext, Position, Report
+from fxtrain.state.precision import names_of
 from fxtrain.trackers import Entry, Start, Tracker
 
 _SHOWN = ("loss", "rows_per_s", "tokens_per_s", "memory_gib")
@@ -182,6 +183,10 @@ def _one(name: str, value: float) -> str:
     return f"{value:.4g} {_UNITS[name]}" if name in _UNITS else f"{name} {value:.4g}"
 
 
+def _targets(to: Any) -> tuple[Any, ...]:
+    return tuple(to) if isinstance(to, Sequence) and not isinstance(to, str) else (to,)
+
+
 @record
 class Rules:
     """The settings of a run; those that `fit` describes have the same meaning here."""
@@ -203,13 +208,13 @@ class Rules:
     best: Literal["min", "max"]
     evaluate: Any
     evaluate_every: int | None = attrs.field(validator=at_least(1))
-    to: Any
+    to: Any = attrs.field(converter=_targets)
     settings: Any
     log_every: int = attrs.field(validator=at_least(1))
     show: bool
-    extra: Any
+    extra: Any = attrs.field(converter=lambda extra: {} if extra is None else extra)
     checkpoints: Any
-    signals: tuple[str, ...]
+    signals: tuple[str, ...] = attrs.field(converter=names_of)
     check_every: int = attrs.field(validator=at_least(1))
 
     def __attrs_post_init__(self) -> None:

@@ -133,12 +133,6 @@ class StepFns(Generic[M]):
         model: The wrapped model that the step trains.
         loss: (model, batch) → a mean loss over the rows of the batch, or
             `Weighted(total, weight)`; either may come in a pair with aux metrics.
-
-    Example:
-        >>> import fxtrain as fx, torch
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
-        >>> fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch[0]).mean())
     """
 
     model: Wrapped[M] = attrs.field(validator=_check_model)

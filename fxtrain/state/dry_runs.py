@@ -98,12 +98,6 @@ class DryRun:
         step: Traffic of one step: everything from one update to the next.
         timeline: Memory during one step, at its peaks, in order.
         problems: The problems found.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> run = fx.state.DryRun(name="train.py", world=2, device_memory=10, setup_peak=12)
-        >>> run.fits, fx.state.loads(fx.state.dumps(run), fx.state.DryRun) == run
-        (True, True)
     """
 
     name: str

@@ -198,6 +198,17 @@ def _has_full_weights(model: ModuleNames[Any], *, same_dtype: bool = False) -> b
     )
 
 
+_CLOSED = {
+    "unwrap": "this model was unwrapped, which closed its handle. To continue training, wrap the "
+    "module again. To get full weights during training, use fx.weights(model) or "
+    "`with fx.gathered(model) as net:` instead of fx.unwrap.",
+    "release": "fx.release has freed this model and its optimizers. Build the module again, and "
+    "wrap it.",
+    "gathered": "this model is inside fx.gathered, which puts full weights into its module until "
+    "the block ends. Inside the block use the module that it yields; call this afterwards.",
+}
+
+
 def check_open(model: ModuleNames[nn.Module], call: str, kind: type[FxError] = StepError) -> None:
     """Refuse a handle whose module was unwrapped or released, or is inside `fx.gathered`.
 
@@ -217,20 +228,5 @@ def check_open(model: ModuleNames[nn.Module], call: str, kind: type[FxError] = S
             f"{call} takes a wrapped model, found {type(model).__name__}. Use "
             f"model = fx.wrap(net, ctx, plan, optimizer=...)."
         )
-    if model.status.closed == "unwrap":
-        raise kind(
-            f"{call}: this model was unwrapped, which closed its handle. To continue training, "
-            f"wrap the module again. To get full weights during training, use fx.weights(model) or "
-            f"`with fx.gathered(model) as net:` instead of fx.unwrap."
-        )
-    if model.status.closed == "release":
-        raise kind(
-            f"{call}: fx.release has freed this model and its optimizers. Build the module again, "
-            f"and wrap it."
-        )
-    if model.status.closed:
-        raise kind(
-            f"{call}: this model is inside fx.gathered, which puts full weights into its module "
-            f"until the block ends. Inside the block use the module that it yields; call this "
-            f"afterwards."
-        )
+    if closed := model.status.closed:
+        raise kind(f"{call}: {_CLOSED[closed]}")

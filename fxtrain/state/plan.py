@@ -64,12 +64,6 @@ class Profile:
             records shapes too.
         modules: Record the hierarchy of modules, for TorchScript.
         ranks: The ranks that are profiled; None for all.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> plan = fx.Plan(profile=fx.Profile(skip_first=10, active=5))
-        >>> fx.state.loads(fx.state.dumps(plan), fx.Plan).profile.active
-        5
     """
 
     folder: str = attrs.field(default="profile", validator=_is_folder)

@@ -104,12 +104,6 @@ class XLA:
             default the model's own list, or the elements of its ModuleLists.
         downcast: Store the model in bf16, rather than computing in bf16 over fp32 parameters.
         warn_recompiles: Warn if a step is compiled again after the first ones.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> plan = fx.Plan(strategy=fx.XLA(), precision="bf16")
-        >>> plan.strategy.downcast
-        False
     """
 
     kind: Literal["xla"] = attrs.field(default="xla", init=False)

@@ -18,11 +18,6 @@ class MegatronTokens:
 
     Attributes:
         path: The path that both files share, without `.bin` and `.idx`.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> fx.data.MegatronTokens(path="wiki_text_document").path
-        'wiki_text_document'
     """
 
     path: str
@@ -37,11 +32,6 @@ class NanoGPTTokens:
         dtype: Type of a token in the file.
         end: The token that ends a document and belongs to it; without it, documents cannot be
             kept apart.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> fx.data.NanoGPTTokens(path="train.bin", end=50256).dtype
-        'uint16'
     """
 
     path: str
@@ -56,11 +46,6 @@ class DatatroveTokens:
     Attributes:
         path: A `.ds` file, or a folder of them, read in the order of their names.
         dtype: Type of a token; compared with `.ds.metadata` where that exists.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> fx.data.DatatroveTokens(path="tokenized").dtype
-        'uint16'
     """
 
     path: str
@@ -76,11 +61,6 @@ class MDSTokens:
         column: The column: arrays of integers (`ndarray`, `ndarray:uint16`, ...) or `bytes`. Each
             sample is a document.
         dtype: Type of a token in a column of `bytes`.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> fx.data.MDSTokens(path="shards", column="input_ids").column
-        'input_ids'
     """
 
     path: str
@@ -98,11 +78,6 @@ class ColumnTokens:
         path: A `.parquet` or `.arrow` file, or a folder of either, read in the order of their
             names.
         column: The column; each list is a document.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> fx.data.ColumnTokens(path="train.parquet").column
-        'input_ids'
     """
 
     path: str
@@ -116,11 +91,6 @@ class NumPyTokens:
     Attributes:
         path: A file, or a folder of them, read in the order of their names. An array of one
             dimension is a document; of two, each of its rows is.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> fx.data.NumPyTokens(path="tokens").path
-        'tokens'
     """
 
     path: str
@@ -143,11 +113,6 @@ class BestFit:
         window_rows: Rows of a window. A larger one cuts fewer documents and takes longer to plan.
         shuffle_windows: Windows whose rows are mixed in a shuffled epoch, and which are planned at
             the same time.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> fx.data.BestFit().window_rows
-        4096
     """
 
     window_rows: int = attrs.field(default=4096, validator=at_least(1))
@@ -166,11 +131,6 @@ class MegatronOrder:
         split: Weights of the parts of the sequences for training, validation and test, as
             `--split`.
         part: Which of them to read.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> fx.data.MegatronOrder(samples=300_000, split=(969, 30, 1)).part
-        'train'
     """
 
     samples: int | None = attrs.field(default=None, validator=at_least(1))
@@ -194,12 +154,6 @@ class BlendPart:
         source: Where its tokens are.
         weight: Its share of the rows, relative to the weights of the other parts. Or a schedule,
             points of (update, weight): linear between them, constant before and after.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> source = fx.data.MegatronTokens(path="code_text_document")
-        >>> fx.data.BlendPart(name="code", source=source, weight=((0, 0.1), (1000, 0.5))).name
-        'code'
     """
 
     name: str

@@ -35,14 +35,6 @@ class ModelStatus:
         replica: The replica that makes the next update independently of the others (`Plan.local`);
             None if all ranks make it together.
         without_rows: Whether that replica has no row in the window that closes.
-
-    Example:
-        >>> import fxtrain as fx, torch
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
-        ...     with fx.gathered(model):
-        ...         model.status.closed
-        'gathered'
     """
 
     closed: Literal["", "gathered", "unwrap", "release"] = ""
@@ -74,15 +66,6 @@ class AccumulationWindow:
         updates: Updates of the model, from the beginning of its training.
         closes: Whether the micro-batch that runs now ends the window.
         epoch: The epoch in which the window opened; None once a warning has told of it.
-
-    Example:
-        >>> import torch
-        >>> from fxtrain.state import AccumulationWindow
-        >>> window = AccumulationWindow(sums=torch.zeros(4))
-        >>> window.weight.add_(8)
-        tensor(8.)
-        >>> window.sums
-        tensor([0., 8., 0., 0.])
     """
 
     sums: torch.Tensor
