@@ -29,7 +29,8 @@ _INNER = "what one strategy, or torch, keeps for itself"
 
 _PLACES = {
     _FORWARD: (
-        "Case.forward Case.loss StepFns.loss Strategy.forward Strategy.generate evaluate.return"
+        "Case.forward Case.loss StepFns.loss Strategy.forward Strategy.generate "
+        "Wrapped.generate.return evaluate.return"
     ),
     _TREE: (
         "Case.batches RankLogger.process.msg RankLogger.process.return RankLogger.process.kwargs "
@@ -51,7 +52,8 @@ _PLACES = {
     _NATIVE: (
         "Case.optimizer Entry.value Run.native.return Sharded.dataset.return Tracker.close "
         "Tracker.flush Tracker.identity Tracker.last_steps Tracker.open Tracker.write "
-        "Wrapped.engine Wrapped.optimizer Wrapped.scheduler plot.return"
+        "Wrapped.config.return Wrapped.engine Wrapped.optimizer Wrapped.scheduler "
+        "Wrapped.state_dict.return plot.return"
     ),
     _UNTYPED: "shard.return",
     _RECORD: "Plan.strategy from_config.values",

@@ -16,7 +16,7 @@ from fxtrain.errors import CollectiveError, FxError, PlanError
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import DistContext, Weight, Wrapped
-from fxtrain.state.module_names import check_open
+from fxtrain.state.wrapped import check_open
 
 N = TypeVar("N", bound=nn.Module)
 _Ranks = Literal["all", "main"]

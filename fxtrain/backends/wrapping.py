@@ -35,7 +35,7 @@ from fxtrain.precision.quantizing import gradient_problem
 from fxtrain.state import DeepSpeed, DistContext, FromConfig, Plan, Strategy, Wrapped
 from fxtrain.state.context import check_connected
 from fxtrain.state.mesh import resolve_mesh
-from fxtrain.state.module_names import check_open
+from fxtrain.state.wrapped import check_open
 
 N = TypeVar("N", bound=nn.Module)
 O = TypeVar("O", bound=Optimizers | FromConfig)  # noqa: E741

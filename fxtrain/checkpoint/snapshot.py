@@ -16,7 +16,7 @@ from fxtrain.errors import CheckpointError
 from fxtrain.ops.devices import device_random_state, set_device_random_state
 from fxtrain.ops.whole_tensors import identity
 from fxtrain.state import DistContext, FlatShard, Plan, Position, Wrapped, fingerprint, unstructure
-from fxtrain.state.module_names import check_open
+from fxtrain.state.wrapped import check_open
 
 MODEL = "model"  # the name of a single model
 _PYTHON, _GAUSS = "random.python", "random.python.gauss"

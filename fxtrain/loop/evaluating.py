@@ -19,7 +19,7 @@ from fxtrain.loop.stepping import check_loss_function
 from fxtrain.ops.devices import as_scalar
 from fxtrain.state import PP, Batch, DistContext, Report, Weighted, Wrapped
 from fxtrain.state.context import check_connected
-from fxtrain.state.module_names import check_open
+from fxtrain.state.wrapped import check_open
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")

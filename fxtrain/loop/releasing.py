@@ -13,7 +13,7 @@ from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.errors import PlanError
 from fxtrain.meters import Memory, memory
 from fxtrain.state import DistContext, Wrapped
-from fxtrain.state.module_names import check_open
+from fxtrain.state.wrapped import check_open
 
 
 @attrs.frozen(kw_only=True)

@@ -32,7 +32,7 @@ from fxtrain.state import (
     round_of,
 )
 from fxtrain.state.context import check_connected
-from fxtrain.state.module_names import check_open
+from fxtrain.state.wrapped import check_open
 
 M = TypeVar("M", bound=nn.Module, default=Any)
 Loss = Tensor | Weighted

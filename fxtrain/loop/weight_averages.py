@@ -12,7 +12,7 @@ from fxtrain._record import shown
 from fxtrain.errors import PlanError
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import Report, Wrapped, round_of
-from fxtrain.state.module_names import check_open
+from fxtrain.state.wrapped import check_open
 
 _HALF = (torch.bfloat16, torch.float16)
 

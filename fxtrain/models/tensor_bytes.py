@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.whole_tensors import is_sharded, weight_of, weights_of
 from fxtrain.state import DistContext, Weight, Wrapped
-from fxtrain.state.module_names import check_open
+from fxtrain.state.wrapped import check_open
 
 # The safetensors dtypes that torch supports.
 DTYPE_NAMES: Mapping[str, torch.dtype] = {

@@ -17,7 +17,7 @@ from fxtrain.errors import StepError
 from fxtrain.ops.collectives import reduce
 from fxtrain.ops.devices import as_scalar
 from fxtrain.state import Position, UpdateResult, UpdateSpec, Wrapped, round_of
-from fxtrain.state.module_names import check_open
+from fxtrain.state.wrapped import check_open
 
 # Of the formats that a plan names.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -29,7 +29,6 @@ from fxtrain.state.strategy import (
     UpdateResult,
     UpdateSpec,
     WeightedLoss,
-    Wrapped,
     round_of,
     unsupported,
 )
@@ -60,6 +59,7 @@ from fxtrain.state.window import (
     TensorIndex,
     Weight,
 )
+from fxtrain.state.wrapped import Wrapped
 
 __all__ = [
     "AccumulationWindow",

@@ -12,11 +12,10 @@ from fxtrain._display import describe, number
 from fxtrain.errors import PlanError
 from fxtrain.state.batch import Batch
 from fxtrain.state.context import DistContext
-from fxtrain.state.module_names import M_co, ModuleNames, check_open
-from fxtrain.state.placement import Placement
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position
-from fxtrain.state.window import AccumulationWindow, ModelState, ModelStatus, StateReader, Weight
+from fxtrain.state.window import ModelState, StateReader, Weight
+from fxtrain.state.wrapped import Wrapped
 
 if TYPE_CHECKING:
     import torch
@@ -119,68 +118,6 @@ class WeightedLoss:
     aux: Any = attrs.field(default=None, repr=describe)
     provisional: bool = False
     explicit: bool = False
-
-
-@attrs.frozen(kw_only=True, eq=False, repr=False)
-class Wrapped(ModuleNames[M_co]):
-    """A model prepared for a context and a plan; call it like the model.
-
-    It has the names of `nn.Module` that are right under its strategy; any other name is an
-    AttributeError that says what to use.
-
-    Attributes:
-        module: The user's module.
-        engine: What runs forward: the module itself, or the strategy's wrapper around it.
-        optimizer: What the optimizer factory returned, or None.
-        scheduler: What the scheduler factory returned, or None.
-        optimizers: Every optimizer, in order.
-        schedulers: Every scheduler, in order.
-        scaler: The fp16 loss scaler, or None.
-        ctx: The context it was wrapped for.
-        plan: The plan it was wrapped under.
-        strategy: The functions that carry the plan out.
-        window: Sums over the micro-batches of the open accumulation window.
-        undo: Reverts what wrapping did to the module; a strategy gives what reverts values, and
-            `fx.wrap` adds classes, hooks and attributes.
-        hide_changes: () → function: removes from the module what wrapping added, until the
-            returned function is called, which restores everything. Values are not changed.
-        dtypes: By name, the original dtypes of parameters and buffers.
-        placement: Under `Offload`, where each unit of the model is held; None otherwise.
-        strategy_state: What only this strategy keeps, as a record of its own type: a `Round`
-            under `Plan.local`, the config of DeepSpeed's engine, XLA's count of compilations;
-            None if there is nothing.
-        status: The mutable part of the handle, shared by its copies with other fields
-            (`attrs.evolve`), which have the same module.
-    """
-
-    module: M_co
-    engine: Any = attrs.field(repr=False)
-    optimizer: Any = None
-    scheduler: Any = None
-    optimizers: tuple[torch.optim.Optimizer, ...] = attrs.field(default=(), repr=False)
-    schedulers: tuple[torch.optim.lr_scheduler.LRScheduler, ...] = attrs.field(
-        default=(), repr=False
-    )
-    scaler: torch.amp.GradScaler | None = None
-    ctx: DistContext
-    plan: Plan
-    strategy: Strategy = attrs.field(repr=False)
-    window: AccumulationWindow = attrs.field(repr=False)
-    undo: Callable[[], None] = attrs.field(repr=False)
-    strategy_state: Any = attrs.field(default=None, repr=False)
-    hide_changes: Callable[[], Callable[[], None]] = attrs.field(
-        default=lambda: _nothing, repr=False
-    )
-    dtypes: Mapping[str, torch.dtype] = attrs.field(factory=dict, repr=False)
-    placement: Placement | None = attrs.field(default=None, repr=False)
-    status: ModelStatus = attrs.field(factory=ModelStatus, repr=False)
-
-    # As torch has it for `nn.Module`, whose type says nothing of `forward`: a protocol with its
-    # parameters is no `nn.Module`, and the strategy may change the outputs.
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.status.closed:
-            check_open(self, "calling the model")
-        return self.strategy.forward(self, args, kwargs)
 
 
 @attrs.frozen(kw_only=True)
@@ -289,10 +226,6 @@ def round_of(model: Wrapped) -> Round | None:
     """
     state = model.strategy_state
     return state if isinstance(state, Round) else None
-
-
-def _nothing() -> None:
-    """Revert nothing."""
 
 
 def unsupported(what: str, *, by: str) -> Callable[..., NoReturn]:

@@ -1,9 +1,9 @@
-"""The names of `torch.nn.Module` that a wrapped model has under every strategy."""
+"""A wrapped model: the handle that steps take, with the names of `nn.Module` that are right."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
 
 import attrs
@@ -12,14 +12,17 @@ from typing_extensions import TypeVar
 from fxtrain._display import Displayed
 from fxtrain._other_names import call_hint
 from fxtrain.errors import FxError, StepError
+from fxtrain.state.window import ModelStatus
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from fxtrain.state.context import DistContext
+    from fxtrain.state.placement import Placement
     from fxtrain.state.plan import Plan
-    from fxtrain.state.window import ModelStatus
+    from fxtrain.state.strategy import Strategy
+    from fxtrain.state.window import AccumulationWindow
 
 M_co = TypeVar("M_co", bound="nn.Module", default="nn.Module", covariant=True)
 
@@ -30,27 +33,66 @@ class CopyError(FxError, TypeError):
     code = "FX003"
 
 
-class ModuleNames(Displayed, Generic[M_co]):
-    """Methods and properties of a wrapped model that are those of its module."""
+@attrs.frozen(kw_only=True, eq=False, repr=False)
+class Wrapped(Displayed, Generic[M_co]):
+    """A model prepared for a context and a plan; call it like the model.
 
-    __slots__ = ()
+    It has the names of `nn.Module` that are right under its strategy; any other name is an
+    AttributeError that says what to use.
 
-    if TYPE_CHECKING:
+    Attributes:
+        module: The user's module.
+        engine: What runs forward: the module itself, or the strategy's wrapper around it.
+        optimizer: What the optimizer factory returned, or None.
+        scheduler: What the scheduler factory returned, or None.
+        optimizers: Every optimizer, in order.
+        schedulers: Every scheduler, in order.
+        scaler: The fp16 loss scaler, or None.
+        ctx: The context it was wrapped for.
+        plan: The plan it was wrapped under.
+        strategy: The functions that carry the plan out.
+        window: Sums over the micro-batches of the open accumulation window.
+        undo: Reverts what wrapping did to the module; a strategy gives what reverts values, and
+            `fx.wrap` adds classes, hooks and attributes.
+        hide_changes: () → function: removes from the module what wrapping added, until the
+            returned function is called, which restores everything. Values are not changed.
+        dtypes: By name, the original dtypes of parameters and buffers.
+        placement: Under `Offload`, where each unit of the model is held; None otherwise.
+        strategy_state: What only this strategy keeps, as a record of its own type: a `Round`
+            under `Plan.local`, the config of DeepSpeed's engine, XLA's count of compilations;
+            None if there is nothing.
+        status: The mutable part of the handle, shared by its copies with other fields
+            (`attrs.evolve`), which have the same module.
+    """
 
-        @property
-        def module(self) -> M_co: ...
-        @property
-        def engine(self) -> Any: ...
-        @property
-        def ctx(self) -> DistContext: ...
-        @property
-        def plan(self) -> Plan: ...
-        @property
-        def strategy(self) -> Any: ...
-        @property
-        def status(self) -> ModelStatus: ...
-        @property
-        def optimizers(self) -> tuple[Any, ...]: ...
+    module: M_co
+    engine: Any = attrs.field(repr=False)
+    optimizer: Any = None
+    scheduler: Any = None
+    optimizers: tuple[torch.optim.Optimizer, ...] = attrs.field(default=(), repr=False)
+    schedulers: tuple[torch.optim.lr_scheduler.LRScheduler, ...] = attrs.field(
+        default=(), repr=False
+    )
+    scaler: torch.amp.GradScaler | None = None
+    ctx: DistContext
+    plan: Plan
+    strategy: Strategy = attrs.field(repr=False)
+    window: AccumulationWindow = attrs.field(repr=False)
+    undo: Callable[[], None] = attrs.field(repr=False)
+    strategy_state: Any = attrs.field(default=None, repr=False)
+    hide_changes: Callable[[], Callable[[], None]] = attrs.field(
+        default=lambda: lambda: None, repr=False
+    )
+    dtypes: Mapping[str, torch.dtype] = attrs.field(factory=dict, repr=False)
+    placement: Placement | None = attrs.field(default=None, repr=False)
+    status: ModelStatus = attrs.field(factory=ModelStatus, repr=False)
+
+    # As torch has it for `nn.Module`, whose type says nothing of `forward`: a protocol with its
+    # parameters is no `nn.Module`, and the strategy may change the outputs.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.status.closed:
+            check_open(self, "calling the model")
+        return self.strategy.forward(self, args, kwargs)
 
     def __repr__(self) -> str:
         parts = [type(self.module).__name__, self.strategy.name, self.plan.precision.compute]
@@ -139,12 +181,13 @@ class ModuleNames(Displayed, Generic[M_co]):
         if together and not _generates_together(self, method):
             raise AttributeError("generate")
         handle: Any = self
+        strategy: Any = self.strategy
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             if together:
-                return self.strategy.generate(handle, method, args, kwargs)
+                return strategy.generate(handle, method, args, kwargs)
             inner = attrs.evolve(handle, module=method, engine=method)
-            return self.strategy.forward(inner, args, kwargs)
+            return strategy.forward(inner, args, kwargs)
 
         return generate
 
@@ -173,18 +216,18 @@ class ModuleNames(Displayed, Generic[M_co]):
             raise AttributeError(f"A wrapped model has no attribute {name!r}.{use}")
 
 
-def _runs_alone(model: ModuleNames[Any]) -> bool:
+def _runs_alone(model: Wrapped[Any]) -> bool:
     """Whether this rank can run the module without the other ranks."""
     return model.ctx.mesh.context == 1 and _has_full_weights(model)
 
 
-def _generates_together(model: ModuleNames[Any], generate: Callable[..., Any]) -> bool:
+def _generates_together(model: Wrapped[Any], generate: Callable[..., Any]) -> bool:
     """Whether all ranks together can run a module's `generate`, at lengths that differ."""
     takes_part = "synced_gpus" in inspect.signature(generate).parameters
     return takes_part and model.strategy.generate is not None and model.ctx.mesh.context == 1
 
 
-def _has_full_weights(model: ModuleNames[Any], *, same_dtype: bool = False) -> bool:
+def _has_full_weights(model: Wrapped[Any], *, same_dtype: bool = False) -> bool:
     """Whether this rank's module has the whole of each tensor, and in the same dtype if asked."""
     sizes = model.ctx.mesh.sizes
     if sizes["tensor"] > 1 or sizes["pipeline"] > 1:
@@ -209,7 +252,7 @@ _CLOSED = {
 }
 
 
-def check_open(model: ModuleNames[nn.Module], call: str, kind: type[FxError] = StepError) -> None:
+def check_open(model: Wrapped, call: str, kind: type[FxError] = StepError) -> None:
     """Refuse a handle whose module was unwrapped or released, or is inside `fx.gathered`.
 
     Any other value is refused too.
@@ -223,7 +266,7 @@ def check_open(model: ModuleNames[nn.Module], call: str, kind: type[FxError] = S
         ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
         ...     check_open(model, "step")
     """
-    if not isinstance(model, ModuleNames):
+    if not isinstance(model, Wrapped):
         raise kind(
             f"{call} takes a wrapped model, found {type(model).__name__}. Use "
             f"model = fx.wrap(net, ctx, plan, optimizer=...)."
