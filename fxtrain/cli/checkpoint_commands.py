@@ -24,6 +24,8 @@ def VERIFY(path: str, json_: bool) -> int:  # noqa: FBT001
     except (UnreadableError, NewerFormatError):
         raise  # its bytes could not be checked
     except CheckpointError as error:
+        if error.code == "FX601":  # there is no checkpoint to check
+            raise
         if json_:
             print_json({"path": path, "whole": False, "problem": str(error)})
         else:

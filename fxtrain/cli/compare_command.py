@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import click
 
+from fxtrain._other_names import closest
 from fxtrain.cli.output import (
     NOT_NEGATIVE,
     as_json,
@@ -20,7 +21,12 @@ from fxtrain.cli.output import (
 from fxtrain.errors import PlanError
 from fxtrain.models.weight_list import import_function
 from fxtrain.state import TE, Plan, Precision, read_plan
-from fxtrain.state.precision import FORMATS, quantize_of, recipe_of
+from fxtrain.state.precision import FORMATS, recipe_of
+
+RECIPES = (
+    "float8", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mx", "mxfp8", "mxfp4", "nvfp4", "te",
+)  # fmt: skip
+WEIGHTS = ("bnb8", "bnb4", "torchao")
 
 _PLAN = (
     "a plan to compare: a file, a dtype such as bf16, a recipe of float8 such as rowwise or mxfp8, "
@@ -54,7 +60,7 @@ def COMPARE(
     entry or the cosine where the case says what outputs are, bytes of the weights, and losses.
     """
     check_picture(picture)
-    named = {word: _plan_of(word, emulate=emulate) for word in plans}
+    named = {word: plan_of(word, emulate=emulate) for word in plans}
     base = Plan() if reference is None else read_plan(reference)
     quality = importlib.import_module("fxtrain.quality")
     function = import_function(case, returns="an fx.quality.Case")
@@ -74,18 +80,26 @@ def COMPARE(
         print_renderable(quality.table(comparison, layers=layers))
 
 
-def _plan_of(word: str, *, emulate: bool) -> Plan:
-    """The plan in a file, or what the short name of a dtype, a recipe or a format stands for."""
-    if Path(word).exists():
-        return read_plan(word)
+def plan_of(word: str, *, emulate: bool = False) -> Plan:
+    """The plan in a file, or what the short name of a dtype, a recipe or a format stands for.
+
+    Raises:
+        PlanError: it is neither, or the plan is invalid.
+    """
     if word in FORMATS:
         plan = Plan(precision=word)  # type: ignore[arg-type]
-    elif not isinstance(quantize_of(word), str):  # type: ignore[arg-type]
+    elif word in WEIGHTS:
         plan = Plan(quantize=word)  # type: ignore[arg-type]
-    elif not isinstance(recipe := recipe_of(word), str):
-        plan = Plan(precision=Precision(compute="fp8", recipe=recipe))
-    else:
+    elif word in RECIPES:
+        plan = Plan(precision=Precision(compute="fp8", recipe=recipe_of(word)))
+    elif Path(word).suffix:
         return read_plan(word)
+    else:
+        names = (*FORMATS, *RECIPES, *WEIGHTS)
+        raise PlanError(
+            f"--plan {word}: neither a name nor a file.{closest(word, names)} Names are "
+            f"{', '.join(names)}; a file with a plan ends in .toml, .yaml or .json."
+        )
     recipe = plan.precision.recipe
     if not emulate or recipe is None:
         return plan

@@ -57,8 +57,9 @@ def main() -> dict[str, object]:
     try:
         return _become(how, target)
     except SystemExit as leaving:
-        if folder is not None and leaving.code not in (None, 0):
-            _write_code(folder, leaving.code)
+        if leaving.code not in (None, 0):
+            # mpirun may not pass it on, and torch's launcher may see another rank end first.
+            _report(folder, "", code=leaving.code if isinstance(leaving.code, int) else 1)
         raise
 
 
@@ -156,14 +157,21 @@ def _record(
     error: BaseException,
     tb: TracebackType | None,
 ) -> None:
-    if issubclass(kind, KeyboardInterrupt):
-        return  # the launcher was asked to stop, and reports that
+    name = kind.__qualname__
+    if issubclass(kind, KeyboardInterrupt):  # of this rank, or of the launcher, which says so
+        _report(folder, name, code=-signal.SIGINT, kind=name)
+        return
     shown = _skip_own_frames(tb)
-    path = _path(folder) or os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
+    written = _report(
+        folder,
+        f"{name}: {error}" if str(error) else name,
+        code=1,  # Python's exit code
+        kind=name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}",
+        py_callstack="".join(traceback.format_exception(kind, error, shown)),
+    )
+    if not written:
         sys.__excepthook__(kind, error, shown)
         return
-    _write(path, _report(kind, error, shown))
     timer = threading.Timer(_PATIENCE_S, sys.__excepthook__, (kind, error, shown))
     timer.daemon = True
     timer.start()
@@ -185,44 +193,25 @@ def _end_at_once() -> None:
     os._exit(1)  # Python's own exit code for an uncaught error
 
 
-def _write_code(folder: str, code: object) -> None:
-    """Report an exit code, which mpirun may not pass on."""
-    path = _path(folder)
-    number = code if isinstance(code, int) else 1
-    if path is not None:
-        extra = {"code": number, "time_ns": time.time_ns(), "rank": _rank()}
-        _write(path, {"message": "", "extraInfo": extra})
+def _report(folder: str | None, message: str, *, code: int, **more: str) -> bool:
+    """Write how this rank ends, where a launcher reads that; whether there is such a place.
 
-
-def _path(folder: str | None) -> str | None:
-    if folder is None or not os.path.isdir(folder):
-        return None
-    return os.path.join(folder, f"{_rank()}.json")
-
-
-def _write(path: str, report: dict[str, object]) -> None:
-    # The format of torch's elastic launcher plus a few fields. Written atomically, since the
-    # launcher may end this process at any moment.
+    The format is that of torch's elastic launcher plus a few fields.
+    """
+    if folder is not None and os.path.isdir(folder):
+        path = os.path.join(folder, f"{_rank()}.json")
+    elif "TORCHELASTIC_ERROR_FILE" in os.environ:
+        path = os.environ["TORCHELASTIC_ERROR_FILE"]
+    else:
+        return False
+    now_ns = time.time_ns()
+    times = {"timestamp": str(now_ns // 10**9), "time_ns": now_ns}
+    extra = {**times, "rank": _rank(), "code": code, **more}
+    # Atomically, since the launcher may end this process at any moment.
     with open(f"{path}.new", "w") as file:
-        json.dump({"message": report}, file)
+        json.dump({"message": {"message": message, "extraInfo": extra}}, file)
     os.replace(f"{path}.new", path)
-
-
-def _report(
-    kind: type[BaseException], error: BaseException, tb: TracebackType | None
-) -> dict[str, object]:
-    name = kind.__qualname__
-    return {
-        "message": f"{name}: {error}" if str(error) else name,
-        "extraInfo": {
-            "py_callstack": "".join(traceback.format_exception(kind, error, tb)),
-            "timestamp": str(int(time.time())),
-            "time_ns": time.time_ns(),
-            "rank": _rank(),
-            "code": 1,  # Python's exit code
-            "kind": name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}",
-        },
-    }
+    return True
 
 
 def _rank() -> int:

@@ -245,11 +245,15 @@ def read_reports(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
 
 
 def to_failures(codes: dict[int, int], reports: dict[int, dict[str, Any]]) -> list[Failure]:
-    """What the launcher observed and what ranks wrote, combined."""
+    """What the launcher observed and what ranks wrote, combined.
+
+    A rank that has written its end may still be closing, and is ended by the launcher meanwhile.
+    """
+    ended = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
     return [
         Failure(
             rank=rank,
-            code=codes.get(rank, report.get("code")),
+            code=ended.get(rank, report.get("code", codes.get(rank))),
             kind=report.get("kind", ""),
             error=report.get("error", ""),
             traceback=report.get("py_callstack", ""),

@@ -117,7 +117,9 @@ def test_the_commands(tmp_path, capsys):
     file.write_bytes(raw)
     assert main(["verify", str(tmp_path / "runs")]) == 1
     assert "was changed in rank-00000.safetensors" in capsys.readouterr().err
-    assert main(["verify", str(tmp_path / "nowhere")]) == 1
+    (tmp_path / "empty").mkdir()
+    for name in ("nowhere", "empty"):
+        assert main(["verify", str(tmp_path / name)]) == 2
 
 
 def _merge(ctx, folder, out):

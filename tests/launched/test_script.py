@@ -61,6 +61,20 @@ def test_first_failing_rank_is_shown():
     assert ended.err.count("Traceback") == 1
 
 
+@pytest.mark.parametrize(
+    ("how", "codes", "says"),
+    [
+        ("exit", {3}, "exited with code 3."),
+        ("interrupt", {1, 130}, "failed: KeyboardInterrupt"),  # 1 of a fork
+    ],
+)
+def test_a_rank_that_leaves_is_shown_before_those_that_wait_for_it(how, codes, says):
+    ended = _launch_fork(RANKS, "leave_meanwhile", how)
+    head, *rest = ended.err.splitlines()
+    assert ended.code in codes and head == f"fxtrain launch: Rank 1 of 2 {says}"
+    assert any(line.startswith("Rank 0 of 2 failed: CollectiveError") for line in rest), rest
+
+
 def test_one_traceback_when_all_fail():
     ended = _launch_fork(RANKS, "all_fail")
     assert ended.code == 1

@@ -11,6 +11,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
+from fxtrain.cli.compare_command import RECIPES, WEIGHTS, plan_of
 from fxtrain.quality.comparing import innermost
 from tests.precision._records import RECORDS, frozen_mlp, marked, mlp
 
@@ -186,8 +187,17 @@ def test_the_command_knows_names_of_formats_and_recipes(capsys):
     assert main([*words, "--plan", "rowwise"]) == Exit.WRONG
     assert "Float8(emulate=True)" in capsys.readouterr().err
     assert main([*words, "--plan", "te", "--emulate"]) == Exit.WRONG
-    assert main([*words, "--plan", "rowise"]) == Exit.WRONG
-    assert "rowise" in capsys.readouterr().err
+
+
+def test_the_command_names_what_a_plan_may_be(capsys):
+    words = ["compare-precision", "tests.quality.test_compare:example"]
+    assert main([*words, "--plan", "bf17"]) == Exit.WRONG
+    told = capsys.readouterr().err
+    assert "--plan bf17: neither a name nor a file. Did you mean 'bf16'? Names are fp32, " in told
+    assert main([*words, "--plan", "nowhere.yaml"]) == Exit.WRONG
+    assert "nowhere.yaml cannot be read" in capsys.readouterr().err
+    assert all(plan_of(name).precision.recipe is not None for name in RECIPES)
+    assert all(plan_of(name).quantize is not None for name in WEIGHTS)
 
 
 def test_the_table_shows_the_largest_errors(ctx):

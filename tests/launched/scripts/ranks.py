@@ -185,6 +185,18 @@ def fail():
         fx.ops.barrier(ctx)
 
 
+def leave_meanwhile(how):
+    """Rank 1 leaves, and rank 0 waits for it in a barrier."""
+    import fxtrain as fx
+
+    with fx.detect(timeout_s=30) as ctx:
+        if ctx.rank == 1 and how == "exit":
+            sys.exit(3)
+        if ctx.rank == 1:
+            raise KeyboardInterrupt
+        fx.ops.barrier(ctx)
+
+
 def all_fail():
     raise KeyError("everywhere")
 
