@@ -73,10 +73,14 @@ def find_route(towards: str, port: int, *, local: str = "") -> Route:
     if is_loopback(towards):
         return loopback_route()
     if local:
-        address = _first_address(local)
-        return Route(address=local, interface=interface_of(address)) if _leads(address) else Route()
+        try:
+            address = str(socket.getaddrinfo(local.strip("[]"), None)[0][4][0])
+        except OSError:
+            return Route()
+        here = Route(address=local, interface=interface_of(address))
+        return Route() if is_loopback(address) else here
     address = _towards(towards, port)
-    if address and not _leads(address):
+    if is_loopback(address):
         address = _own_address(towards)
         if not address:
             return loopback_route()
@@ -115,23 +119,11 @@ def _towards(host: str, port: int) -> str:
         return ""
 
 
-def _first_address(name: str) -> str:
-    try:
-        return str(socket.getaddrinfo(name.strip("[]"), None)[0][4][0])
-    except OSError:
-        return ""
-
-
 def loopback_route() -> Route:
     """The route between ranks of one machine, unreachable for other machines."""
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     name = next((name for name in _LOOPBACKS if name in names), "")
     return Route(address="127.0.0.1", interface=name)
-
-
-def _leads(address: str) -> bool:
-    """Whether other machines reach this one by an address."""
-    return bool(address) and not is_loopback(address)
 
 
 def interface_of(address: str) -> str:
@@ -193,22 +185,16 @@ def is_local(address: str) -> bool:
         addresses = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    return any(_can_bind(family, place) for family, _, _, _, place in addresses)
-
-
-def _can_bind(family: int, place: tuple[object, ...]) -> bool:
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
+    for family, kind, _, _, place in addresses:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
             probe.bind(place)
-        except OSError:
-            return False
-    return True
+            return True
+    return False
 
 
 def free_port() -> int:
     """A TCP port on loopback that is not in use."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
 
 
@@ -235,13 +221,15 @@ def listen(address: str, port: int) -> socket.socket:
     """
     for family, place in _candidate_addresses(address, port):
         try:
-            return _bound_socket(family, place)
+            return socket.create_server(place, family=family, backlog=_BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-    if socket.has_dualstack_ipv6():
-        return _bound_socket(socket.AF_INET6, ("::", port))
-    return _bound_socket(socket.AF_INET, ("", port))
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), backlog=_BACKLOG)
+    return socket.create_server(
+        ("::", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+    )
 
 
 def _candidate_addresses(
@@ -257,17 +245,3 @@ def _candidate_addresses(
     if not is_loopback(name) and any(is_loopback(str(place[0])) for _, place in places):
         return []
     return sorted(places, key=lambda pair: pair[0] != socket.AF_INET)
-
-
-def _bound_socket(family: int, place: tuple[object, ...]) -> socket.socket:
-    door = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6 and place[0] == "::":
-            door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        door.bind(place)
-        door.listen(_BACKLOG)
-    except BaseException:
-        door.close()
-        raise
-    return door

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.cli.config import Machine, interview
+from fxtrain.cli.config import WHOLE, YES, Machine, interview
 from fxtrain.interop.accelerate_config import _SECTIONS, _TYPES, convert_accelerate
 from fxtrain.interop.accelerate_rules import RULES
 from fxtrain.launchers.config import LaunchConfig, launch_config, render
@@ -145,11 +145,12 @@ def test_any_answers_lead_to_a_file_in_order(machine, data):
     def ask(question, read):
         asked.append(question.path)
         plain = {
-            "choice": st.sampled_from([name for name, _ in question.choices] or [""]),
-            "yes": st.sampled_from(["yes", "no"]),
-            "whole": st.integers(1, 3).map(str),
-            "number": st.sampled_from(["", "1", "2.5"]),
+            YES: st.sampled_from(["yes", "no"]),
+            WHOLE: st.integers(1, 3).map(str),
+            click.FLOAT: st.sampled_from(["", "1", "2.5"]),
         }.get(question.kind, st.just(""))
+        if question.choices:
+            plain = st.sampled_from([*question.choices])
         while True:
             try:
                 return read(data.draw(st.one_of(st.just(""), plain)))

@@ -44,7 +44,7 @@ LINES = [
         spec=LaunchSpec(target="train.py", restarts=3, args=("--", "a", "--")),
     ),
     Line(
-        words="--launcher deepspeed --hostfile hosts --include a@b:0 -o runner=slurm train.py",
+        words="--launcher deepspeed -o hostfile=hosts -o include=a@b:0 -o runner=slurm train.py",
         spec=LaunchSpec(
             target="train.py",
             launcher="deepspeed",

@@ -3,10 +3,11 @@
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import attrs
 import click
@@ -36,13 +37,6 @@ _NOTED = 80  # characters of a value
 _path = click.Path(dir_okay=False)
 _file = click.option("--config", "-c", "file", default="", type=_path, help="the launch file")
 _force = click.option("--force", is_flag=True, help="replace an existing file")
-_TYPES: Mapping[str, click.ParamType] = {
-    "yes": click.BOOL,
-    "whole": click.IntRange(0, 10**9),
-    "number": click.FLOAT,
-    "text": click.STRING,
-}
-Answers = Mapping[str, Any]
 Tables = dict[str, dict[str, Any]]  # `launch` and `plan` of a launch file
 
 
@@ -185,11 +179,8 @@ def _write_new(
 
 
 def _write(path: str, text: str) -> None:
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, text)
-    except OSError as error:
-        raise PlanError(f"{path} cannot be written: {error}.") from error
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, text)
 
 
 def _accelerates_own(env: Mapping[str, str]) -> str:
@@ -260,157 +251,180 @@ def _head(machine: Machine) -> list[str]:
     ]
 
 
-@attrs.frozen
-class Question:
+class Question(NamedTuple):
     """One question.
 
     Attributes:
         path: The value in the launch file that it sets.
         text: The question itself.
-        kind: choice: one of several; yes: yes or no; whole: a whole number of at least 0; number: a
-            number; text: a text; words: texts separated by commas.
-        choices: Values with their meanings.
         default: The value for an empty answer; None leaves it unset.
-        when: Whether it is asked after these answers.
+        kind: Type of the answer.
+        choices: Values with their meanings, in place of a type.
     """
 
     path: str
     text: str
-    kind: Literal["choice", "yes", "whole", "number", "text", "words"] = "text"
-    choices: tuple[tuple[str, str], ...] = ()
     default: Any = None
-    when: Callable[[Answers], bool] = lambda answers: True
+    kind: click.ParamType = click.STRING
+    choices: Mapping[str, str] = MappingProxyType({})
 
 
-def questions(machine: Machine) -> list[Question]:
-    """All questions, for this machine."""
-    return [*_launch_questions(machine), *_launcher_questions(), *_plan_questions(machine)]
+# Asks a question until the function accepts what was typed, and returns the function's result.
+AskFunction = Callable[[Question, Callable[[str], Any]], Any]
 
 
-def _launch_questions(machine: Machine) -> list[Question]:
+class _Words(click.ParamType):
+    """Texts separated by commas."""
+
+    name = "words"
+
+    def convert(self, value: str, param: Any, ctx: Any) -> list[str]:
+        return [word.strip() for word in value.split(",") if word.strip()]
+
+
+WHOLE, YES, WORDS = click.IntRange(0, 10**9), click.BOOL, _Words()
+# By launcher: its options, as fields of a question.
+_OPTIONS: Mapping[str, Sequence[tuple[Any, ...]]] = {
+    "mpi": [("hostfile", "File with the names of the machines?")],
+    "deepspeed": [
+        ("hostfile", "File with lines such as worker-0 slots=8? (empty: here)"),
+        ("include", "Which of them, such as worker-0@worker-1:0? (empty: all)"),
+    ],
+    "slurm": [
+        ("partition", "Which partition?"),
+        ("account", "Which account is charged?"),
+        ("time", "Time limit? (such as 1-12:00:00)"),
+        ("gpus_per_node", "How many GPUs on each node?"),
+        ("requeue", "Requeue after preemption or the time limit?", True, YES),
+    ],
+    "tpu-pod": [("name", "Name of the TPU VM?"), ("zone", "Its zone? (empty: gcloud's own)")],
+    "ray": [
+        ("job_server", "Job server, such as http://head:8265? (empty: none)"),
+        ("gpus_per_rank", "How many GPUs for each rank?", 0, WHOLE),
+    ],
+    "kubernetes": [
+        ("image", "Which container image? (with fxtrain and the program)"),
+        ("namespace", "Which namespace?"),
+        ("gpus", "How many accelerators for each pod?", 0, WHOLE),
+    ],
+    "sagemaker": [
+        ("role", "Name of the IAM role?"),
+        ("instance_type", "Type of machine? (such as ml.p4d.24xlarge)"),
+        ("spot", "Use spot instances, which may be interrupted?", False, YES),
+    ],
+}
+
+
+def interview(machine: Machine, ask: AskFunction) -> Tables:
+    """Ask every question that the earlier answers leave open.
+
+    Args:
+        machine: Defaults and some questions depend on it.
+        ask: Takes a question and a function that reads an answer, and raises click.UsageError if
+            the answer is invalid.
+
+    Returns:
+        The values for a launch file.
+    """
+    answers: dict[str, Any] = {}
+
+    def answer(path: str, *fields: Any, **more: Any) -> Any:
+        question = Question(path, *fields, **more)
+
+        def read(text: str) -> Any:
+            value = read_answer(question, text)
+            try:
+                launch_config(values_of({**answers, path: value}))
+            except PlanError as error:
+                raise click.UsageError(error.message.partition(": ")[2]) from None
+            return value
+
+        answers[path] = ask(question, read)
+        return answers[path]
+
+    ranks = _ask_launch(machine, answer)
+    _ask_plan(machine, answer, ranks)
+    return values_of(answers)
+
+
+def _ask_launch(machine: Machine, answer: Callable[..., Any]) -> int:
+    """Ask about the launch; the number of all ranks, or 2 where the machines decide it."""
     launchers = known_launchers()
-
-    def is_native(answers: Answers) -> bool:
-        return answers["launch.launcher"] == "native"
-
-    def has_several_nodes(answers: Answers) -> bool:
-        return is_native(answers) and answers["launch.nodes"] > 1
-
-    def uses_some_gpus(answers: Answers) -> bool:
-        some = answers.get("launch.ranks", machine.count) < machine.count
-        return is_native(answers) and not answers.get("launch.cpu") and some
-
-    ranks = (
-        f"How many ranks on each machine? (this one has {machine.count} accelerators and "
-        f"{machine.cores} cores)"
-    )
-    return [
-        Question("launch.launcher", "Which launcher starts the ranks?", "choice",
-                 choices=tuple((name, row.help) for name, row in launchers.items()),
-                 default="slurm" if machine.slurm else "tpu-pod" if machine.tpu else "native"),
-        Question("launch.nodes", "On how many machines?", "whole", default=1,
-                 when=lambda answers: answers["launch.launcher"] not in ("tpu", "tpu-pod")),
-        Question("launch.main_address", "Host name or address of the first machine?",
-                 when=has_several_nodes),
-        Question("launch.main_port", "A free port on it?", "whole", default=29_500,
-                 when=has_several_nodes),
-        Question("launch.rendezvous", "How do the machines find each other?", "choice",
-                 choices=(("static", "each is started with its own --node-rank"),
-                          ("c10d", "in any order, and again after one has failed")),
-                 default="static", when=has_several_nodes),
-        Question("launch.ranks", ranks, "whole", default=max(1, machine.count),
-                 when=lambda answers: answers["launch.launcher"] != "tpu"),
-        Question("launch.cpu", "Compute on the CPU only?", "yes", default=False,
-                 when=lambda answers: machine.count > 0 and is_native(answers)),
-        Question("launch.gpus", "Which accelerators? (comma-separated numbers; empty: all)",
-                 "words", when=uses_some_gpus),
-        Question("launch.restarts", "How often may the ranks restart after a failure?", "whole",
-                 default=0,
-                 when=lambda answers: "restarts" in launchers[answers["launch.launcher"]].uses),
-    ]  # fmt: skip
+    name = answer(
+        "launch.launcher", "Which launcher starts the ranks?",
+        "slurm" if machine.slurm else "tpu-pod" if machine.tpu else "native",
+        choices={name: row.help for name, row in launchers.items()},
+    )  # fmt: skip
+    native, nodes = name == "native", 1
+    if name not in ("tpu", "tpu-pod"):
+        nodes = answer("launch.nodes", "On how many machines?", 1, WHOLE)
+    if native and nodes > 1:
+        answer("launch.main_address", "Host name or address of the first machine?")
+        answer("launch.main_port", "A free port on it?", 29_500, WHOLE)
+        kinds = {
+            "static": "each is started with its own --node-rank",
+            "c10d": "in any order, and again after one has failed",
+        }
+        text = "How do the machines find each other?"
+        answer("launch.rendezvous", text, "static", choices=kinds)
+    ranks = 2
+    if name != "tpu":
+        text = (
+            f"How many ranks on each machine? (this one has {machine.count} accelerators and "
+            f"{machine.cores} cores)"
+        )
+        ranks = answer("launch.ranks", text, max(1, machine.count), WHOLE)
+    cpu = native and machine.count and answer("launch.cpu", "Compute on the CPU only?", kind=YES)
+    if native and not cpu and ranks < machine.count:
+        text = "Which accelerators? (comma-separated numbers; empty: all)"
+        answer("launch.gpus", text, kind=WORDS)
+    if "restarts" in launchers[name].uses:
+        answer("launch.restarts", "How often may the ranks restart after a failure?", 0, WHOLE)
+    for option, *fields in _OPTIONS.get(name, ()):
+        answer(f"launch.options.{option}", *fields)
+    return ranks * nodes
 
 
-def _launcher_questions() -> list[Question]:
-    def option(
-        launcher: str, name: str, text: str, kind: Any = "text", default: Any = "", **more: Any
-    ) -> Question:
-        def when(answers: Answers) -> bool:
-            return answers["launch.launcher"] == launcher
-
-        path = f"launch.options.{name}"
-        return Question(path, text, kind, default=default, when=when, **more)
-
-    objects = (("jobset", ""), ("pytorchjob", "of Kubeflow's training operator"))
-    return [
-        option("mpi", "hostfile", "File with the names of the machines?"),
-        option("deepspeed", "hostfile", "File with lines such as worker-0 slots=8? (empty: here)"),
-        option("deepspeed", "include", "Which of them, such as worker-0@worker-1:0? (empty: all)"),
-        option("slurm", "partition", "Which partition?"),
-        option("slurm", "account", "Which account is charged?"),
-        option("slurm", "time", "Time limit? (such as 1-12:00:00)"),
-        option("slurm", "gpus_per_node", "How many GPUs on each node?"),
-        option("slurm", "requeue", "Requeue after preemption or the time limit?", "yes",
-               default=True),
-        option("tpu-pod", "name", "Name of the TPU VM?"),
-        option("tpu-pod", "zone", "Its zone? (empty: gcloud's own)"),
-        option("ray", "job_server", "Job server, such as http://head:8265? (empty: none)"),
-        option("ray", "gpus_per_rank", "How many GPUs for each rank?", "whole", default=0),
-        option("kubernetes", "manifest", "Which kind of object?", "choice", "jobset",
-               choices=objects),
-        option("kubernetes", "image", "Which container image? (with fxtrain and the program)"),
-        option("kubernetes", "namespace", "Which namespace?"),
-        option("kubernetes", "gpus", "How many accelerators for each pod?", "whole", default=0),
-        option("sagemaker", "role", "Name of the IAM role?"),
-        option("sagemaker", "instance_type", "Type of machine? (such as ml.p4d.24xlarge)"),
-        option("sagemaker", "spot", "Use spot instances, which may be interrupted?", "yes",
-               default=False),
-    ]  # fmt: skip
-
-
-def _plan_questions(machine: Machine) -> list[Question]:
-    configs = (*BUILT_IN, *installed_configs())
-    kinds = tuple(
-        (kind, (config.__doc__ or "").strip().partition("\n")[0])
-        for config in configs
-        if (kind := str(attrs.fields_dict(config)["kind"].default)) != "single"  # for one rank
-    )
-
-    def has_several_ranks(answers: Answers) -> bool:
-        return answers.get("launch.ranks", 2) * answers.get("launch.nodes", 1) > 1
-
-    def uses_fsdp(answers: Answers) -> bool:
-        return answers.get("plan.strategy.kind") == "fsdp"
-
-    def uses_deepspeed(answers: Answers) -> bool:
-        return answers.get("plan.strategy.kind") == "deepspeed"
-
-    return [
-        Question("plan.strategy.kind", "How is the model distributed over the ranks?", "choice",
-                 choices=kinds, default="ddp", when=has_several_ranks),
-        Question("plan.strategy.mode", "What is sharded?", "choice",
-                 choices=(("full", "parameters, gradients and optimizer states (ZeRO-3)"),
-                          ("grads_and_optimizer", "gradients and optimizer states (ZeRO-2)"),
-                          ("none", "nothing, as DDP")),
-                 default="full", when=uses_fsdp),
-        Question("plan.strategy.wrap", "Class names of the blocks? (empty: chosen by the model)",
-                 "words", default=[], when=uses_fsdp),
-        Question("plan.strategy.offload", "Keep parameters and optimizer states in host memory?",
-                 "yes", default=False, when=uses_fsdp),
-        Question("plan.strategy.stage", "Which ZeRO stage, 0 to 3? (empty: 2, or the file's)",
-                 "whole", when=uses_deepspeed),
-        Question("plan.strategy.config", "A DeepSpeed JSON file? (empty: none)",
-                 when=uses_deepspeed),
-        Question("plan.strategy.offload_optimizer",
-                 "Offload optimizer states to cpu or nvme? (empty: no)", when=uses_deepspeed),
-        Question("plan.precision", "In which precision?", "choice",
-                 choices=(("fp32", "as the model is"),
-                          ("bf16", "half the memory, for newer devices"),
-                          ("fp16", "with a loss scale, for older devices")),
-                 default="bf16" if machine.bf16 else "fp32"),
-        Question("plan.accumulate", "Micro-batches per optimizer update?", "whole", default=1),
-        Question("plan.clip_norm", "Maximum gradient norm? (empty: no clipping)", "number"),
-        Question("plan.compile", "Compile the model with torch.compile?", "yes", default=False),
-    ]  # fmt: skip
+def _ask_plan(machine: Machine, answer: Callable[..., Any], ranks: int) -> None:
+    kind = "ddp"
+    if ranks > 1:
+        configs = {
+            str(attrs.fields_dict(config)["kind"].default): config
+            for config in (*BUILT_IN, *installed_configs())
+        }
+        del configs["single"]  # for one rank
+        about = {name: (row.__doc__ or "").strip() for name, row in configs.items()}
+        kind = answer(
+            "plan.strategy.kind", "How is the model distributed over the ranks?", kind,
+            choices={name: text.partition("\n")[0] for name, text in about.items()},
+        )  # fmt: skip
+    if kind == "fsdp":
+        modes = {
+            "full": "parameters, gradients and optimizer states (ZeRO-3)",
+            "grads_and_optimizer": "gradients and optimizer states (ZeRO-2)",
+            "none": "nothing, as DDP",
+        }
+        answer("plan.strategy.mode", "What is sharded?", "full", choices=modes)
+        text = "Class names of the blocks? (empty: chosen by the model)"
+        answer("plan.strategy.wrap", text, [], WORDS)
+        text = "Keep parameters and optimizer states in host memory?"
+        answer("plan.strategy.offload", text, kind=YES)
+    if kind == "deepspeed":
+        text = "Which ZeRO stage, 0 to 3? (empty: 2, or the file's)"
+        answer("plan.strategy.stage", text, kind=WHOLE)
+        answer("plan.strategy.config", "A DeepSpeed JSON file? (empty: none)")
+        text = "Offload optimizer states to cpu or nvme? (empty: no)"
+        answer("plan.strategy.offload_optimizer", text)
+    precisions = {
+        "fp32": "as the model is",
+        "bf16": "half the memory, for newer devices",
+        "fp16": "with a loss scale, for older devices",
+    }
+    best = "bf16" if machine.bf16 else "fp32"
+    answer("plan.precision", "In which precision?", best, choices=precisions)
+    answer("plan.accumulate", "Micro-batches per optimizer update?", 1, WHOLE)
+    answer("plan.clip_norm", "Maximum gradient norm? (empty: no clipping)", None, click.FLOAT)
+    answer("plan.compile", "Compile the model with torch.compile?", kind=YES)
 
 
 def read_answer(question: Question, text: str) -> Any:
@@ -422,14 +436,11 @@ def read_answer(question: Question, text: str) -> Any:
     text = text.strip()
     if not text:
         return question.default
-    if question.kind == "words":
-        return [word.strip() for word in text.split(",") if word.strip()]
-    names = [name for name, _ in question.choices]
-    kind = click.Choice(names) if question.kind == "choice" else _TYPES[question.kind]
+    kind = click.Choice([*question.choices]) if question.choices else question.kind
     return kind.convert(text, None, None)
 
 
-def values_of(answers: Answers) -> Tables:
+def values_of(answers: Mapping[str, Any]) -> Tables:
     """What the answers put into a launch file: everything but defaults, and the ranks."""
     fields = [("launch", attrs.fields(LaunchSpec)), ("plan", attrs.fields(Plan))]
     defaults = {f"{part}.{field.name}": field.default for part, each in fields for field in each}
@@ -445,47 +456,15 @@ def values_of(answers: Answers) -> Tables:
     return values
 
 
-# Asks a question until the function accepts what was typed, and returns the function's result.
-AskFunction = Callable[[Question, Callable[[str], Any]], Any]
-
-
-def interview(machine: Machine, ask: AskFunction) -> Tables:
-    """Ask every question that applies after the earlier answers.
-
-    Args:
-        machine: Defaults and some questions depend on it.
-        ask: Takes a question and a function that reads an answer, and raises click.UsageError if
-            the answer is invalid.
-
-    Returns:
-        The values for a launch file.
-    """
-    answers: dict[str, Any] = {}
-    for question in questions(machine):
-        if not question.when(answers):
-            continue
-
-        def read(text: str, question: Question = question) -> Any:
-            value = read_answer(question, text)
-            try:
-                launch_config(values_of({**answers, question.path: value}))
-            except PlanError as error:
-                raise click.UsageError(error.message.partition(": ")[2]) from None
-            return value
-
-        answers[question.path] = ask(question, read)
-    return values_of(answers)
-
-
 def prompt(question: Question, read: Callable[[str], Any]) -> Any:
     """Ask on the terminal, or read the lines of a pipe."""
     click.echo(question.text)
-    for name, meaning in question.choices:
-        click.echo(f"  {name}{': ' * bool(meaning)}{meaning}")
+    for name, meaning in question.choices.items():
+        click.echo(f"  {name}: {meaning}")
     default = question.default
-    if question.kind == "yes":
+    if question.kind is YES:
         default = "yes" if default else "no"
-    shown_default = "" if default is None or default == [] else f" [{default}]"
+    shown_default = "" if default in (None, "", []) else f" [{default}]"
     return click.prompt(
         shown_default, default="", show_default=False, prompt_suffix="> ", value_proc=read
     )

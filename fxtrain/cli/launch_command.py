@@ -36,12 +36,6 @@ if TYPE_CHECKING:
 
 # Default places of a launch file; parsing one takes time, looking for one does not.
 _FILES = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
-# Launcher options with flags of their own, for users of mpirun and DeepSpeed.
-_SHORT = {
-    "hostfile": ("FILE", "machines and their slots; same as -o hostfile=FILE"),
-    "include": ("HOSTS", "with deepspeed: only these, worker-0@worker-1:0,2"),
-    "exclude": ("HOSTS", "with deepspeed: all but these"),
-}
 _VARIABLES = ("FXTRAIN_CONFIG", "FXTRAIN_LAUNCH__", "FXTRAIN_PLAN__")
 
 
@@ -61,9 +55,9 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
     if "target" not in said:
         raise click.UsageError("Missing program. Name a script, or a module after -m.")
     spec = LaunchSpec(**flags) if config is None else config.launch
-    short = {name: options[name] for name in _SHORT if options[name]}
-    if given := {**short, **dict(map(_pair, options["option"]))}:
-        spec = attrs.evolve(spec, options={**_plain(spec.options), **given})
+    if given := dict(map(_pair, options["option"])):
+        before = spec.options if isinstance(spec.options, Mapping) else {}
+        spec = attrs.evolve(spec, options={**before, **given})
     if find_launcher(spec).here:
         check_target(spec)
     if "ranks" not in said:
@@ -163,10 +157,6 @@ def _pair(word: str) -> tuple[str, str]:
     return name, value
 
 
-def _plain(options: Any) -> Mapping[str, Any]:
-    return options if isinstance(options, Mapping) else {}
-
-
 def _files(ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
     return [CompletionItem(start, type="file")]
 
@@ -210,10 +200,6 @@ LAUNCH = click.Command(
         click.Option(
             ["-o", "--option", "option"], multiple=True, metavar="NAME=VALUE",
             help="an option of this launcher only",
-        ),
-        *(
-            click.Option([f"--{name}"], default="", metavar=metavar, help=words)
-            for name, (metavar, words) in _SHORT.items()
         ),
         click.Option(["--dry"], is_flag=True, help="print what would be started, and exit"),
         click.Option(["--json", "json_"], is_flag=True, help="with --dry: as JSON"),

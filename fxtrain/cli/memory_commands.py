@@ -26,14 +26,13 @@ from fxtrain.models.memory_estimates import (
     BYTES,
     OPTIMIZERS,
     SHARDING,
-    Training,
     estimate,
     inference,
     plan_weights,
     training,
 )
 from fxtrain.models.weight_list import Weights, read_hub, read_weights
-from fxtrain.state import Placement, Plan, Quantize, read_plan, unstructure, write_record
+from fxtrain.state import Placement, Quantize, read_plan, unstructure, write_record
 from fxtrain.state.precision import quantize_of
 
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -84,10 +83,13 @@ def ESTIMATE(
                 f"estimate-memory: --plan and {other} were passed. --plan sets the dtypes, and "
                 f"builds the model from code that is here. Omit {other}."
             )
-        reports = [_planned_report(model, read_plan(plan), **chosen)]
+        planned = read_plan(plan)
+        weights = plan_weights(model, planned)
+        reports = [_report(weights, planned.precision.compute, stored=True, **chosen)]
     else:
         weights = read_hub(model) if away else read_weights(model)
-        reports = [_report(weights, precision=dtype, **chosen) for dtype in precision or ("bf16",)]
+        dtypes = precision or ("bf16",)
+        reports = [_report(weights, dtype, stored=False, **chosen) for dtype in dtypes]
     if json_:
         print_json(reports if len(reports) > 1 else reports[0])
     elif len(reports) > 1:
@@ -97,30 +99,13 @@ def ESTIMATE(
 
 
 def _report(
-    weights: Weights, *, precision: str, batch: int, tokens: int, **chosen: Any
+    weights: Weights, dtype: str, *, stored: bool, batch: int, tokens: int, **chosen: Any
 ) -> dict[str, Any]:
-    compute: Any = precision if precision in ("fp32", "bf16", "fp16") else "bf16"
-    weight_bytes, cache = inference(weights, precision=precision, batch=batch, tokens=tokens)
+    """With `stored`, weights in inference are as stored: autocast copies them for each call."""
+    compute: Any = dtype if dtype in ("fp32", "bf16", "fp16") else "bf16"
+    held = compute if stored else dtype
+    converted, cache = inference(weights, precision=held, batch=batch, tokens=tokens)
     trained = training(weights, precision=compute, **chosen)
-    return _numbers(weights, compute, precision, trained, weight_bytes, cache)
-
-
-def _planned_report(
-    model: str, plan: Plan, *, batch: int, tokens: int, **chosen: Any
-) -> dict[str, Any]:
-    """Weights in inference are as stored: autocast makes its copies for each call."""
-    weights = plan_weights(model, plan)
-    word = plan.precision.compute
-    compute = "bf16" if word == "fp8" else word
-    _, cache = inference(weights, precision=compute, batch=batch, tokens=tokens)
-    trained = training(weights, precision=compute, **chosen)
-    return _numbers(weights, word, "as stored", trained, estimate(weights).nbytes, cache)
-
-
-def _numbers(
-    weights: Weights, compute: str, held_as: str, trained: Training, weight_bytes: float,
-    cache: float | None,
-) -> dict[str, Any]:  # fmt: skip
     about = estimate(weights)
     return {
         "source": weights.source,
@@ -132,16 +117,16 @@ def _numbers(
             "parameters": about.largest_numel,
             "bytes": about.largest_nbytes,
         },
-        "compute": compute,
+        "compute": dtype if stored else compute,
         "training_bytes": {
             **{name: round(size) for name, size in attrs.asdict(trained).items()},
             "total": round(trained.total),
         },
         "inference_bytes": {
-            "weights": round(weight_bytes),
+            "weights": round(about.nbytes if stored else converted),
             "cache": None if cache is None else round(cache),
         },
-        "inference_precision": held_as,
+        "inference_precision": "as stored" if stored else dtype,
     }
 
 
@@ -204,7 +189,7 @@ def _size(count: float) -> str:
 @option("--quantize", "measure layers as bnb8, bnb4, torchao or a plan has them", str, "NAME|FILE")
 @option("--prefetch", "units to read ahead; 1 by default", NOT_NEGATIVE)
 @option("--offload-buffers", "stream buffers with parameters", is_flag=True)
-@option("--activations", "room for activations, as 2GiB", metavar="SIZE", default="0")
+@option("--activations", "room for activations, as 2GiB", metavar="SIZE")
 @option("--batch", "sequences in the cache", COUNT, default=1)
 @option("--tokens", "their length", NOT_NEGATIVE, default=0)
 @option("--output -o", "write the placement: .json, .toml or .yaml", metavar="FILE")
@@ -230,7 +215,7 @@ def PLACE(model: str, json_: bool, output: str | None, **chosen: Any) -> None:  
     placement = big.place(
         sizes, budget, policy=devices or chosen["policy"], prefetch=chosen["prefetch"],
         offload_buffers=chosen["offload_buffers"],
-        activations=_activation_bytes(chosen["activations"]),
+        activations=read_bytes(chosen["activations"], "--activations") or 0,
         batch=chosen["batch"], tokens=chosen["tokens"],
     )  # fmt: skip
     speeds = _speeds(model, placement)
@@ -238,7 +223,14 @@ def PLACE(model: str, json_: bool, output: str | None, **chosen: Any) -> None:  
         write_record(placement, output)
         warn(f"Wrote {output}.")
     if json_:
-        print_json(_placement_report(placement, speeds))
+        print_json(
+            {
+                "placement": unstructure(placement),
+                "bytes": {device: placement.bytes_on(device) for device in placement.devices},
+                "forward": attrs.asdict(big.estimate(placement, speeds)),
+                "speeds": attrs.asdict(speeds),
+            }
+        )
     else:
         print_renderable(big.table(placement, budget=budget, speeds=speeds))
 
@@ -273,10 +265,6 @@ def _pairs(option: str, words: Sequence[str], example: str) -> dict[str, str]:
     return pairs
 
 
-def _activation_bytes(text: str) -> int:
-    return 0 if text == "0" else read_bytes(text, "--activations") or 0
-
-
 def _speeds(model: str, placement: Placement) -> big.Speeds:
     """The speeds of a usual machine, but for that of the disk with the model's files."""
     speeds = big.Speeds()
@@ -287,12 +275,3 @@ def _speeds(model: str, placement: Placement) -> big.Speeds:
         return speeds
     disk = big.read_speed(stored)
     return speeds if disk is None else attrs.evolve(speeds, disk=disk)
-
-
-def _placement_report(placement: Placement, speeds: big.Speeds) -> dict[str, Any]:
-    return {
-        "placement": unstructure(placement),
-        "bytes": {device: placement.bytes_on(device) for device in placement.devices},
-        "forward": attrs.asdict(big.estimate(placement, speeds)),
-        "speeds": attrs.asdict(speeds),
-    }

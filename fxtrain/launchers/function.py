@@ -17,10 +17,11 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from fxtrain._optional import optional
+from fxtrain._record import shown
 from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.native.elastic import run_elastic
 from fxtrain.launchers.outcome import describe
-from fxtrain.launchers.spec import LaunchSpec
+from fxtrain.launchers.spec import LONGEST_S, LaunchSpec
 from fxtrain.launchers.table import prepare
 
 _WORKER = Path(__file__).with_name("function_worker.py")
@@ -85,7 +86,7 @@ def launch(
         >>> fx.launch(divmod, (7, 2), ranks=1)
         [(3, 1)]
     """
-    _check(fn)
+    _check(fn, timeout_s)
     with tempfile.TemporaryDirectory(prefix="fxtrain-function-") as folder, _unchanged_process():
         # The record checks numbers and addresses.
         spec = LaunchSpec(
@@ -120,7 +121,7 @@ def launch(
     raise LaunchError(describe(ending))
 
 
-def _check(fn: Any) -> None:
+def _check(fn: Any, timeout_s: Any) -> None:
     if multiprocessing.current_process().name == _IMPORTS:
         raise LaunchError(
             'A script must call fx.launch under `if __name__ == "__main__":`, since every rank '
@@ -130,6 +131,12 @@ def _check(fn: Any) -> None:
         raise LaunchError(
             f"launch takes a function and its arguments, found a {type(fn).__name__}. "
             f"For example: fx.launch(train, (0.1,), ranks=2), not fx.launch(train(0.1), ranks=2)."
+        )
+    number = type(timeout_s) in (int, float)
+    if timeout_s is not None and not (number and 0 < timeout_s <= LONGEST_S):
+        raise LaunchError(
+            f"launch(timeout_s={shown(timeout_s)}): a timeout is a number of seconds > 0, at most "
+            f"{LONGEST_S}. Use None for no limit."
         )
     core = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
     if core is not None and core._xla_runtime_is_initialized():

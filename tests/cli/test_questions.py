@@ -9,7 +9,7 @@ import click
 import pytest
 
 from fxtrain.cli import Exit, main
-from fxtrain.cli.config import Machine, Question, interview, questions, read_answer
+from fxtrain.cli.config import WHOLE, WORDS, YES, Machine, Question, interview, read_answer
 from fxtrain.launchers.config import read_launch_file
 
 PLAIN = Machine(cores=8)
@@ -17,19 +17,21 @@ GPUS = Machine(cores=64, kind="cuda", count=8, bf16=True)
 
 
 def _asked(machine, **said):
-    """Paths in the order in which they are asked; answers by the last part of the path."""
-    paths = []
+    """Questions by path, in the order in which they are asked; answers by its last part."""
+    asked = {}
 
     def ask(question, read):
-        paths.append(question.path)
+        assert question.path not in asked
+        asked[question.path] = question
         return read(said.get(question.path.rpartition(".")[2], ""))
 
-    return paths, interview(machine, ask)
+    values = interview(machine, ask)
+    return asked, values
 
 
 def test_one_machine_has_few_questions():
     paths, values = _asked(PLAIN)
-    assert paths == [
+    assert [*paths] == [
         "launch.launcher", "launch.nodes", "launch.ranks", "launch.restarts", "plan.precision",
         "plan.accumulate", "plan.clip_norm", "plan.compile",
     ]  # fmt: skip
@@ -40,8 +42,9 @@ def test_defaults_come_from_the_machine():
     paths, values = _asked(GPUS)
     assert values == {"launch": {"ranks": 8}, "plan": {"precision": "bf16"}}
     assert {"launch.cpu", "plan.strategy.kind"} <= set(paths) and "launch.gpus" not in paths
-    assert questions(Machine(slurm=True))[0].default == "slurm"
-    assert questions(Machine(tpu=True))[0].default == "tpu-pod"
+    for machine, launcher in ((Machine(slurm=True), "slurm"), (Machine(tpu=True), "tpu-pod")):
+        asked, _ = _asked(machine)
+        assert asked["launch.launcher"].default == launcher
 
 
 def test_several_machines_have_to_meet():
@@ -84,9 +87,8 @@ class Mine:
 def test_strategies_of_installed_packages_are_choices(monkeypatch):
     monkeypatch.setattr("fxtrain.cli.config.installed_configs", lambda: (Mine,))
     monkeypatch.setattr("fxtrain.state.converters.installed_configs", lambda: (Mine,))
-    asked = next(each for each in questions(GPUS) if each.path == "plan.strategy.kind")
-    assert ("mine", "A strategy of another package.") in asked.choices
-    _, values = _asked(GPUS, kind="mine")
+    asked, values = _asked(GPUS, kind="mine")
+    assert asked["plan.strategy.kind"].choices["mine"] == "A strategy of another package."
     assert values["plan"]["strategy"] == {"kind": "mine"}
 
 
@@ -99,24 +101,22 @@ def test_clipping_and_compiling():
 
 @pytest.mark.parametrize(
     ("kind", "said", "value"),
-    [("choice", "a", "a"), ("yes", "Y", True), ("whole", " 7 ", 7),
-     ("number", "1e3", 1000), ("number", "0.5", 0.5), ("words", "a, b,", ["a", "b"]),
-     ("text", " x ", "x"), ("text", "", None)],
+    [(YES, "Y", True), (WHOLE, " 7 ", 7), (click.FLOAT, "1e3", 1000), (click.FLOAT, "0.5", 0.5),
+     (WORDS, "a, b,", ["a", "b"]), (click.STRING, " x ", "x"), (click.STRING, "", None)],
 )  # fmt: skip
 def test_an_answer_is_read(kind, said, value):
-    question = Question(path="p", text="?", kind=kind, choices=(("a", ""), ("b", "")))
-    assert read_answer(question, said) == value
+    assert read_answer(Question("p", "?", kind=kind), said) == value
+    assert read_answer(Question("p", "?", choices={"a": "", "b": ""}), "a") == "a"
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("choice", "3"), ("choice", "0"), ("yes", "maybe"), ("whole", "-1"), ("whole", "9" * 20),
-     ("number", "x")],
-)  # fmt: skip
+    [(None, "3"), (YES, "maybe"), (WHOLE, "-1"), (WHOLE, "9" * 20), (click.FLOAT, "x")],
+)
 def test_what_is_no_answer_is_told(kind, said):
-    question = Question(path="p", text="?", kind=kind, choices=(("a", ""), ("b", "")))
+    choices = {} if kind else {"a": "", "b": ""}
     with pytest.raises(click.BadParameter, match="not"):
-        read_answer(question, said)
+        read_answer(Question("p", "?", kind=kind, choices=choices), said)
 
 
 def _typed(monkeypatch, tmp_path, *lines):

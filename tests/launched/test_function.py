@@ -104,6 +104,7 @@ def test_time_limit_names_the_ranks_and_ends_them():
         ({"fn": _meet, "ranks": 0}, "ranks=0): choose a whole number of at least 1"),
         ({"fn": _meet, "ranks": True}, "ranks=True): choose a whole number of at least 1"),
         ({"fn": _meet, "ranks": 2.0}, "ranks=2.0): choose a whole number of at least 1"),
+        ({"fn": _meet, "timeout_s": 0}, "a timeout is a number of seconds > 0"),
         ({"fn": len, "args": (threading.Lock(),)}, "cannot pickle '_thread.lock' object"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
