@@ -292,30 +292,19 @@ def _tensor_of(
             spans[part.file].append((part.offset, size))
         parts.append(part)
         boxes.append((start, shape))
-    if boxes != [((0,) * len(full), full)] and not is_partition(full, boxes):
+    if boxes != [((0,) * len(full), full)] and not covers(full, boxes):
         raise ValueError(f"the parts of {name} overlap or do not cover {list(full)}")
     return StoredTensor(**fields | {"shape": full, "parts": tuple(parts)})
 
 
-def is_partition(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether boxes, each inside a shape, cover every element once.
+def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether boxes lie inside a shape and have as many elements as it has.
 
-    They do if they are disjoint and have as many elements as the shape.
+    Writers never write an element twice, so that such boxes cover all of them.
     """
-    if len(boxes) == 1:
-        return math.prod(boxes[0][1]) == math.prod(shape)
-    boxes = [box for box in boxes if math.prod(box[1])]
-    if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
-        return False
-    # Compared are boxes that share an index of the dimension with most starts: few, since a tensor
-    # is split along it.
-    dim = max(range(len(shape)), key=lambda dim: len({start[dim] for start, _ in boxes}))
-    nearby: list[Box] = []
-    for start, size in sorted(boxes, key=lambda box: box[0][dim]):
-        nearby = [(a, n) for a, n in nearby if a[dim] + n[dim] > start[dim]]
-        for other, length in nearby:
-            sides = zip(start, size, other, length, strict=True)
-            if all(a < b + m and b < a + n for a, n, b, m in sides):
-                return False
-        nearby.append((start, size))
-    return True
+    inside = all(
+        0 <= at <= at + length <= size
+        for start, part in boxes
+        for at, length, size in zip(start, part, shape, strict=True)
+    )
+    return inside and sum(math.prod(part) for _, part in boxes) == math.prod(shape)

@@ -13,16 +13,28 @@ from fxtrain._display import describe
 from fxtrain._optional import optional
 from fxtrain._reading import StrPath
 from fxtrain.errors import CheckpointError
-from fxtrain.interop.dcp_checkpoints import read_dcp, tree_of
+from fxtrain.interop.dcp_checkpoints import (
+    expected_layout,
+    in_order,
+    lists_of,
+    read_dcp,
+    tree_of,
+)
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.tensor_sources import inside, open_source
 
 # The first of several has no number in its name. A folder in place of a file is sharded.
-_MODELS = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)")
-_SHARDED = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
-_STATES = re.compile(r"(optimizer|scheduler|dl_state_dict)(?:_(\d+))?\.bin")
-_RANDOM = re.compile(r"random_states_(\d+)\.pkl")
-_CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
+_KINDS = {
+    "model": re.compile(
+        r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)|pytorch_model_fsdp_(\d+)"
+    ),
+    "optimizer": re.compile(r"optimizer(?:_(\d+))?(?:\.bin)?"),
+    "scheduler": re.compile(r"scheduler(?:_(\d+))?\.bin"),
+    "loader": re.compile(r"dl_state_dict(?:_(\d+))?\.bin"),
+    "scaler": re.compile(r"scaler()\.pt"),
+    "random states": re.compile(r"random_states_(\d+)\.pkl"),
+    "custom checkpoint": re.compile(r"custom_checkpoint_(\d+)\.pkl"),
+}
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -74,122 +86,79 @@ def read_accelerate(folder: StrPath) -> AcceleratorState:
         fxtrain.errors.CheckpointError: runs/nowhere contains no model of Accelerate...
     """
     root = Path(folder)
-    names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
-    models: dict[int, Mapping[str, Tensor]] = {}
-    states: dict[str, dict[int, Any]] = {"optimizer": {}, "scheduler": {}, "dl_state_dict": {}}
-    for name in names:
-        if match := _MODELS.fullmatch(name):
-            _put(models, int(match[1] or 0), _model(inside(root, name)), root, "model")
-        elif (match := _SHARDED.fullmatch(name)) and (root / name).is_dir():
-            into = models if match[1] == "pytorch_model_fsdp" else states["optimizer"]
-            _put(into, int(match[2]), _sharded(root / name, match[1]), root, match[1])
-        elif match := _STATES.fullmatch(name):
-            state = _state(root, name)
-            _put(states[match[1]], int(match[2] or 0), state, root, match[1])
-    if not models:
+    with expected_layout(root, "Accelerate"):
+        return _read(root)
+
+
+def _read(root: Path) -> AcceleratorState:
+    numbered: dict[str, dict[int, Any]] = {kind: {} for kind in _KINDS}
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        for kind, pattern in _KINDS.items():
+            if match := pattern.fullmatch(path.name):
+                if (number := int(match[match.lastindex or 1] or 0)) in numbered[kind]:
+                    raise CheckpointError(
+                        f"{root} contains {kind} {number} twice. Remove the outdated one of the "
+                        f"two."
+                    )
+                numbered[kind][number] = _contents(root, path, kind)
+    if not numbered["model"]:
         raise CheckpointError(
             f"{root} contains no model of Accelerate: no model.safetensors, pytorch_model.bin or "
-            f"pytorch_model_fsdp_0, but {', '.join(names[:10]) or 'nothing else'}. Pass the "
-            f"folder that was passed to save_state.",
+            f"pytorch_model_fsdp_0. Pass the folder that was passed to save_state.",
             code="FX601",
         )
-    random = {
-        rank: _mapping(state, root / f"random_states_{rank}.pkl")
-        for rank, state in _numbered(root, names, _RANDOM).items()
-    }
-    steps = [state["step"] for state in random.values() if "step" in state]
+    models, optimizers, schedulers, custom = (
+        tuple(in_order(numbered[kind], root, kind))
+        for kind in ("model", "optimizer", "scheduler", "custom checkpoint")
+    )
+    random = {rank: dict(state) for rank, state in numbered["random states"].items()}
+    steps = [state.pop("step", None) for state in random.values()]
     return AcceleratorState(
-        models=_in_order(models, root, "model"),
-        optimizers=_in_order(states["optimizer"], root, "optimizer"),
-        schedulers=_in_order(states["scheduler"], root, "scheduler"),
-        loaders=states["dl_state_dict"],
-        scaler=_state(root, "scaler.pt") if "scaler.pt" in names else None,
-        random={
-            rank: {name: value for name, value in state.items() if name != "step"}
-            for rank, state in random.items()
-        },
-        step=steps[0] if steps else None,
-        custom=_in_order(_numbered(root, names, _CUSTOM), root, "custom checkpoint"),
+        models=models,
+        optimizers=optimizers,
+        schedulers=schedulers,
+        loaders=numbered["loader"],
+        scaler=numbered["scaler"].get(0),
+        random=random,
+        step=next((step for step in steps if step is not None), None),
+        custom=custom,
     )
 
 
-def _state(root: Path, name: str) -> Mapping[str, Any]:
-    return _mapping(load_weights_only(inside(root, name), str(root / name)), root / name)
+def _contents(root: Path, path: Path, kind: str) -> Any:
+    if path.is_dir():  # of the FSDP plugin, which writes with torch.distributed.checkpoint
+        state = read_dcp(path)
+        if kind == "model":
+            return {name.removeprefix("model."): t for name, t in state.tensors.items()}
+        tree = tree_of(state, lambda name: (name,))
+        return lists_of(tree.get("optimizer", tree))
+    if kind == "model":
+        with open_source(inside(root, path.name)) as source:
+            return {name: source.read(name, None) for name in source.entries} | {
+                other: source.read(stored, None) for other, stored in source.others.items()
+            }
+    with torch.serialization.safe_globals(_numpy_types() if path.suffix == ".pkl" else []):
+        contents = _tensors(load_weights_only(inside(root, path.name), str(path)))
+    if kind != "custom checkpoint" and not isinstance(contents, Mapping):
+        raise CheckpointError(f"{path} contains a {type(contents).__name__}, not a state dict.")
+    return contents
 
 
-def _mapping(state: Any, path: Path) -> Mapping[str, Any]:
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"{path} contains a {type(state).__name__}, not a state dict.")
-    return state
-
-
-def _model(path: Path) -> dict[str, Tensor]:
-    with open_source(path) as source:
-        return {name: source.read(name, None) for name in source.entries} | {
-            other: source.read(stored, None) for other, stored in source.others.items()
-        }
-
-
-def _sharded(folder: Path, kind: str) -> Mapping[str, Any]:
-    """A model or optimizer that the FSDP plugin wrote with torch.distributed.checkpoint."""
-    state = read_dcp(folder)
-    if kind == "pytorch_model_fsdp":
-        return {name.removeprefix("model."): tensor for name, tensor in state.tensors.items()}
-    tree = tree_of(folder, state, lambda name: (name,))
-    return _mapping(_lists(tree.get("optimizer", tree)), folder)
-
-
-def _lists(tree: Any) -> Any:
-    """Turn mappings from 0, 1, … back into lists."""
-    if not isinstance(tree, dict):
-        return tree
-    if tree and all(type(key) is int for key in tree) and sorted(tree) == list(range(len(tree))):
-        return [_lists(tree[index]) for index in range(len(tree))]
-    return {key: _lists(value) for key, value in tree.items()}
-
-
-def _numbered(root: Path, names: list[str], pattern: re.Pattern[str]) -> dict[int, Any]:
-    """Load pickles that contain NumPy arrays, by file number; arrays become tensors."""
-    files = {int(match[1]): name for name in names if (match := pattern.fullmatch(name))}
-    if not files:
-        return {}
+def _numpy_types() -> list[Any]:
+    """The types in a pickled NumPy array: only numbers, no code."""
     numpy = optional("numpy", extra="test", needed_by="reading Accelerate's random states")
     codecs = optional("_codecs", extra="test", needed_by="reading Accelerate's random states")
-    # The types in a pickled NumPy array: only numbers, no code.
     core = getattr(numpy, "_core", None) or numpy.core
     plain = [core.multiarray._reconstruct, numpy.ndarray, numpy.dtype, codecs.encode]
-    plain += [type(numpy.dtype(kind)) for kind in ("u4", "u8", "i8", "f8")]
-    with torch.serialization.safe_globals(plain):
-        loaded = {
-            number: load_weights_only(inside(root, name), str(root / name))
-            for number, name in files.items()
-        }
-    return {number: _tensors(value, numpy.ndarray) for number, value in loaded.items()}
+    return plain + [type(numpy.dtype(kind)) for kind in ("u4", "u8", "i8", "f8")]
 
 
-def _tensors(tree: Any, array: type) -> Any:
-    if isinstance(tree, array):
-        if tree.dtype.kind not in "biuf" or not hasattr(torch, str(tree.dtype)):
-            raise CheckpointError(f"The random states contain a non-numeric array ({tree.dtype}).")
-        return torch.tensor(tree.tolist(), dtype=getattr(torch, str(tree.dtype)), device="cpu")  # type: ignore[attr-defined]
+def _tensors(tree: Any) -> Any:
+    """A tree with tensors in place of arrays."""
+    if type(tree).__module__ == "numpy":
+        return torch.tensor(tree.tolist(), dtype=getattr(torch, str(tree.dtype)), device="cpu")
     if isinstance(tree, dict):
-        return {key: _tensors(value, array) for key, value in tree.items()}
+        return {key: _tensors(value) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(_tensors(value, array) for value in tree)
+        return type(tree)(_tensors(value) for value in tree)
     return tree
-
-
-def _put(into: dict[int, Any], index: int, value: Any, root: Path, what: str) -> None:
-    if index in into:
-        raise CheckpointError(
-            f"{root} contains {what} {index} twice. Remove the outdated one of the two."
-        )
-    into[index] = value
-
-
-def _in_order(by_number: Mapping[int, Any], root: Path, what: str) -> tuple[Any, ...]:
-    if sorted(by_number) != list(range(len(by_number))):
-        raise CheckpointError(
-            f"{root} contains {what} {sorted(by_number)}, but not those in between. Copy all files."
-        )
-    return tuple(by_number[index] for index in sorted(by_number))

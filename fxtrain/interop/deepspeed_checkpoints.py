@@ -5,7 +5,6 @@ torch reads the rest with `weights_only=True`. DeepSpeed need not be installed.
 """
 
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from fxtrain._display import describe
 from fxtrain._reading import StrPath, read_text
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
+from fxtrain.interop.dcp_checkpoints import expected_layout, in_order, named_tensors
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.tensor_sources import inside
 
@@ -54,8 +54,6 @@ class DeepSpeedState:
     scheduler: Mapping[str, Any] | None = attrs.field(repr=describe)
 
 
-# What merging unexpected contents may raise.
-_MISSHAPEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 _NAMES = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -92,29 +90,18 @@ def read_deepspeed(folder: StrPath, *, optimizer: bool = True) -> DeepSpeedState
         Traceback (most recent call last):
         fxtrain.errors.CheckpointError: runs/nowhere is not a DeepSpeed checkpoint...
     """
-    root = _tagged(Path(folder))
-    models, optims = _load(root)
-    try:
+    with expected_layout(Path(folder), "DeepSpeed 0.19"):
+        models, optims = _load(_tagged(Path(folder)))
         return _assemble(models, optims, optimizer=optimizer)
-    except _MISSHAPEN as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"{root} does not have the layout of DeepSpeed 0.19 ({type(error).__name__}: "
-            f"{str(error)[:500]}). Run its zero_to_fp32.py, and load the result with "
-            f"fx.load_model."
-        ) from error
 
 
 def _tagged(root: Path) -> Path:
-    latest = root / "latest"
-    if latest.is_file():
-        try:
-            tag = read_text(inside(root, "latest"), _LONGEST_TAG).strip()
-        except OSError as error:
-            raise CheckpointError(f"{latest}: {error}.") from error
-        if not tag or "\0" in tag or Path(tag).name != tag or not os.path.isdir(root / tag):
-            raise CheckpointError(f"{latest} names {shown(tag)}, which is not a folder in {root}.")
+    if (root / "latest").is_file():
+        tag = read_text(inside(root, "latest"), _LONGEST_TAG).strip()
+        if not tag or Path(tag).name != tag or not (root / tag).is_dir():
+            raise CheckpointError(
+                f"{root}/latest names {shown(tag)}, which is not a folder in {root}."
+            )
         return root / tag
     if any(root.glob("*mp_rank_*_states.pt")):
         return root
@@ -130,7 +117,7 @@ def _load(root: Path) -> tuple[list[Any], list[Any]]:
 
     Below stage 3 there is one model file.
     """
-    files: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
+    files: dict[str, dict[int, Any]] = {"model": {}, "optim": {}}
     for path in sorted(root.iterdir()):
         name = _FILE.fullmatch(path.name)
         if _OTHERS.fullmatch(path.name) or (name and int(name[2])):
@@ -139,21 +126,9 @@ def _load(root: Path) -> tuple[list[Any], list[Any]]:
                 f"Restore it with DeepSpeed at the same world size."
             )
         if name:
-            files[name[3]][int(name[1] or 0)] = inside(root, path.name)
-    for kind, paths in files.items():
-        if sorted(paths) != list(range(len(paths))):
-            raise CheckpointError(
-                f"{root} contains {kind} states of the ranks {sorted(paths)}, but not of those in "
-                f"between. Copy all files."
-            )
-    models, optims = (
-        [
-            load_weights_only(paths[rank], str(paths[rank]), placeholders=_NAMES)
-            for rank in range(len(paths))
-        ]
-        for paths in files.values()
-    )
-    return models, optims
+            contents = load_weights_only(inside(root, path.name), str(path), placeholders=_NAMES)
+            files[name[3]][int(name[1] or 0)] = contents
+    return in_order(files["model"], root, "model"), in_order(files["optim"], root, "optim")
 
 
 def _assemble(models: list[Any], optims: list[Any], *, optimizer: bool) -> DeepSpeedState:
@@ -178,20 +153,16 @@ def _assemble(models: list[Any], optims: list[Any], *, optimizer: bool) -> DeepS
                 f"files: a file is missing, or left over from an earlier checkpoint."
             )
         shapes = [{n: tuple(s) for n, s in group.items()} for group in first["param_shapes"]]
-        merge = _stage_3 if stage == 3 else _stages_1_and_2
-        masters, state = merge(parts, shapes)
+        masters, state = (_stage_3 if stage == 3 else _stages_1_and_2)(parts, shapes)
         tensors = {n: t for n, t in first["module"].items() if stage < 3 or n in buffers}
         tensors = {**tensors, **_frozen(models, stage), **masters}
-    strange = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
-    if strange or not all(isinstance(name, str) for name in tensors):
-        raise TypeError(f"values that are not named tensors: {shown(strange or [*tensors])}")
-    tied = {str(name): str(stored) for name, stored in (first["shared_params"] or {}).items()}
+    tied = dict(first["shared_params"] or {})
     tensors = {name: t for name, t in tensors.items() if tied.get(name) not in tensors}
     return DeepSpeedState(
         stage=stage,
         ranks=ranks,
         updates=int(first["global_steps"]),
-        tensors=tensors,
+        tensors=named_tensors(tensors),
         tied={name: stored for name, stored in tied.items() if stored in tensors},
         optimizer=state if optimizer else None,
         scheduler=first["lr_scheduler"],
@@ -220,7 +191,7 @@ def _stages_1_and_2(parts: list[dict[str, Any]], shapes: _Shapes) -> _Merged:
         for part, flat in zip(parts, flats, strict=True):
             span = part["param_slice_mappings"][group].get(name)
             if span is not None:
-                yield flat.narrow(0, int(span.fields["start"]), int(span.fields["numel"]))
+                yield flat.narrow(0, span.fields["start"], span.fields["numel"])
 
     base = [part["base_optimizer_state"] for part in parts]
     masters = [part["single_partition_of_fp32_groups"] for part in parts]
@@ -229,19 +200,17 @@ def _stages_1_and_2(parts: list[dict[str, Any]], shapes: _Shapes) -> _Merged:
 
 def _stage_3(parts: list[dict[str, Any]], shapes: _Shapes) -> _Merged:
     """Merge parameters that are split into one equal part per rank, the last one padded."""
-
-    def chunks(group: int, name: str, flats: list[Tensor]) -> Iterator[Tensor]:
-        start = 0
-        for other, shape in shapes[group].items():
-            length = math.ceil(math.prod(shape) / len(parts))
-            if other == name:
-                yield from (flat.narrow(0, start, length) for flat in flats)
-            start += length
-
     if any(part.get("ds_zero_partition_groups") for part in parts):
         raise CheckpointError(
             "Experts in separate partitions cannot be merged. Restore them with DeepSpeed."
         )
+
+    def chunks(group: int, name: str, flats: list[Tensor]) -> list[Tensor]:
+        lengths = {n: math.ceil(math.prod(s) / len(parts)) for n, s in shapes[group].items()}
+        names = list(lengths)
+        start = sum(lengths[before] for before in names[: names.index(name)])
+        return [flat.narrow(0, start, lengths[name]) for flat in flats]
+
     base = [part["optimizer_state_dict"] for part in parts]
     masters = [part["fp32_flat_groups"] for part in parts]
     return _merge(base, masters, shapes, chunks)

@@ -1,4 +1,4 @@
-"""Read and write Megatron's checkpoints, without Megatron.
+"""Read Megatron's checkpoints, without Megatron.
 
 Its older format has one file of `torch.save` for each tensor- and pipeline-parallel rank, which
 contains objects of many classes. They are read as inert placeholders, and torch reads the tensors
@@ -7,11 +7,10 @@ with `weights_only=True`. The newer one, `torch_dist`, is a `torch.distributed.c
 
 import argparse
 import itertools
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import torch
@@ -21,37 +20,26 @@ from fxtrain._display import describe
 from fxtrain._reading import StrPath, read_text
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
-from fxtrain.interop.dcp_checkpoints import read_dcp
+from fxtrain.interop.dcp_checkpoints import expected_layout, named_tensors, read_dcp
 from fxtrain.interop.megatron_names import (
-    FAMILIES,
-    Family,
-    Row,
-    arguments_of,
     check_arguments,
     config_of,
     count,
-    cut,
     family_of,
-    from_transformers,
-    fused_name,
     heads_of,
     merge,
     pattern_of,
     to_transformers,
 )
-from fxtrain.models.folder import staging, sync_folder, write_text
 from fxtrain.models.pickles import Placeholder, load_weights_only
 from fxtrain.models.tensor_sources import inside
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _FILE = "model_optim_rng.pt"
 _COMMON = "common.pt"
-_RELEASE = "release"  # what Megatron calls weights without an optimizer
-_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _LONGEST = 100  # bytes of the file that names an iteration
 _MODEL = ("embedding.", "decoder.", "output_layer.")
-# What merging unexpected contents may raise.
-_MISSHAPEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -75,8 +63,7 @@ class MegatronState:
     args: Mapping[str, Any] = attrs.field(repr=describe)
 
 
-# Megatron's arguments, the iteration, and full tensors by pattern of their names and layer.
-_Stored = tuple[dict[str, Any], int, dict[tuple[str, int | None], Tensor]]
+_Whole = dict[tuple[str, int | None], Tensor]  # full tensors by pattern of their names and layer
 
 
 def is_megatron(folder: Path) -> bool:
@@ -85,17 +72,14 @@ def is_megatron(folder: Path) -> bool:
     return dist or (folder / _LATEST).is_file() or any(folder.glob(f"mp_rank_*/{_FILE}"))
 
 
-def read_megatron(
-    folder: StrPath, *, args: Mapping[str, Any] | None = None, vocab_size: int | None = None
-) -> MegatronState:
+def read_megatron(folder: StrPath, *, args: Mapping[str, Any] | None = None) -> MegatronState:
     """Read the weights of a checkpoint of Megatron, at any tensor- and pipeline-parallel sizes.
 
     Args:
         folder: The folder of `--save`, whose latest checkpoint is read, or one checkpoint in it,
             in the formats `torch` and `torch_dist`.
-        args: Arguments of Megatron that replace those in the files, where these lack some.
-        vocab_size: Rows of the vocabulary without padding; by default as the arguments say, or
-            with the padding.
+        args: Arguments of Megatron that replace those in the files, such as a `vocab_size`
+            without the padding, where these lack some.
 
     Effects:
         Reads the files of all ranks, and keeps the full weights in memory. Runs no code from the
@@ -111,29 +95,27 @@ def read_megatron(
         Traceback (most recent call last):
         fxtrain.errors.CheckpointError: runs/nowhere is not a checkpoint of Megatron...
     """
-    root = _checkpoint(Path(folder))
-    try:
-        return _named(_stored(root, args or {}), vocab_size)
-    except _MISSHAPEN as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"{root} does not have the layout of Megatron-core 0.16 ({type(error).__name__}: "
-            f"{str(error)[:500]}). It is damaged, or was written by another version.",
-            code="FX602",
-        ) from error
+    with expected_layout(Path(folder), "Megatron-core 0.16"):
+        root = _checkpoint(Path(folder))
+        if (root / "metadata.json").is_file():
+            common, whole = _stored_dist(root)
+            return _named(_arguments(common, args or {}), common.get("iteration"), whole)
+        paths = _rank_files(root)
+        files = {
+            place: load_weights_only(path, str(path), mmap=True, placeholders=None)
+            for place, path in paths.items()
+        }
+        arguments = _arguments(files[0, 0], args or {})
+        whole = _joined(root, arguments, files)
+        return _named(arguments, files[0, 0].get("iteration"), whole)
 
 
 def _checkpoint(folder: Path) -> Path:
     """The folder of one checkpoint."""
     if (folder / _LATEST).is_file():
-        try:
-            text = read_text(inside(folder, _LATEST), _LONGEST).strip()
-        except OSError as error:
-            raise CheckpointError(f"{folder / _LATEST}: {error}.") from error
-        name = f"iter_{int(text):07d}" if re.fullmatch(r"[0-9]{1,12}", text) else text
-        known = name == _RELEASE or name.startswith("iter_")
-        if not known or Path(name).name != name or not (folder / name).is_dir():
+        text = read_text(inside(folder, _LATEST), _LONGEST).strip()
+        name = f"iter_{int(text):07d}" if text.isdecimal() else text
+        if not name or Path(name).name != name or not (folder / name).is_dir():
             raise CheckpointError(
                 f"{folder / _LATEST} names {shown(text)}, of which there is no checkpoint in "
                 f"{folder}."
@@ -148,14 +130,12 @@ def _checkpoint(folder: Path) -> Path:
     )
 
 
-def _stored(root: Path, overrides: Mapping[str, Any]) -> _Stored:
-    return (_stored_dist if (root / "metadata.json").is_file() else _stored_ranks)(root, overrides)
-
-
-def _stored_dist(root: Path, overrides: Mapping[str, Any]) -> _Stored:
+def _stored_dist(root: Path) -> tuple[Mapping[str, Any], _Whole]:
+    """The common part of a checkpoint in `torch_dist`, and its tensors."""
     common = load_weights_only(inside(root, _COMMON), str(root / _COMMON), placeholders=None)
     whole: dict[str, Tensor] = {}
-    for name, tensor in read_dcp(root, only=_is_weight).tensors.items():
+    wanted = read_dcp(root, only=lambda n: n.startswith(_MODEL) and "_extra_state" not in n)
+    for name, tensor in wanted.tensors.items():
         start, stacked, rest = name.partition("decoder.layers.")
         if stacked and not rest[:1].isdigit():  # the same tensor of all layers
             whole |= {
@@ -166,23 +146,31 @@ def _stored_dist(root: Path, overrides: Mapping[str, Any]) -> _Stored:
     for name in [name for name in whole if name.endswith("weight_w")]:  # both halves apart
         halves = [whole.pop(name), whole.pop(name[:-1] + "v")]
         whole[name.removesuffix("_w")] = torch.cat(halves)
-    named = {pattern_of(name): tensor for name, tensor in whole.items()}
-    return _arguments(common, overrides), int(common.get("iteration", 0)), named
+    return common, {pattern_of(name): tensor for name, tensor in whole.items()}
 
 
-def _is_weight(name: str) -> bool:
-    return name.startswith(_MODEL) and "_extra_state" not in name
+def _rank_files(root: Path) -> dict[tuple[int, int], Path]:
+    """Files by tensor- and pipeline-parallel rank."""
+    files: dict[tuple[int, int], Path] = {}
+    for path in sorted(root.glob(f"mp_rank_*/{_FILE}")):
+        rank = _RANK.fullmatch(path.parent.name)
+        if rank is None:
+            raise CheckpointError(
+                f"{path.parent} is from expert parallelism, which cannot be merged. Convert it "
+                f"with Megatron's own tools."
+            )
+        files[int(rank[1]), int(rank[2] or 0)] = inside(root, f"{path.parent.name}/{_FILE}")
+    return files
 
 
-def _stored_ranks(root: Path, overrides: Mapping[str, Any]) -> _Stored:
-    paths = _rank_files(root)
-    files = {
-        place: load_weights_only(path, str(path), mmap=True, placeholders=None)
-        for place, path in paths.items()
-    }
-    args = _arguments(files[0, 0], overrides)
-    tensor = count({"tensor_model_parallel_size": 1, **args}, "tensor_model_parallel_size")
-    stages = count({"pipeline_model_parallel_size": 1, **args}, "pipeline_model_parallel_size")
+def _joined(
+    root: Path, args: Mapping[str, Any], files: Mapping[tuple[int, int], Mapping[str, Any]]
+) -> _Whole:
+    """Full tensors with the numbers of layers in the model."""
+    tensor, stages = (
+        count({name: 1, **args}, name)
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    )
     if absent := set(itertools.product(range(tensor), range(stages))) ^ set(files):
         ranks = ", ".join(f"{t}/{p}" for t, p in sorted(absent)[:5])
         raise CheckpointError(
@@ -190,57 +178,29 @@ def _stored_ranks(root: Path, overrides: Mapping[str, Any]) -> _Stored:
             f"parallel ranks, but the files of the ranks {ranks} are missing, or are from another "
             f"checkpoint. Copy all files."
         )
-    stages_of_ranks = [[_chunks(files[t, p]) for t in range(tensor)] for p in range(stages)]
-    whole = _joined(stages_of_ranks)
-    _untie(args, whole)
-    return args, int(files[0, 0].get("iteration") or 0), whole
-
-
-def _joined(stages: list[list[list[dict[str, Tensor]]]]) -> dict[tuple[str, int | None], Tensor]:
-    """Full tensors with the numbers of layers in the model.
-
-    Args:
-        stages: Of each pipeline-parallel and each tensor-parallel rank, its chunks of layers: one,
-            or several with virtual stages, which follow each other in turn.
-    """
-    names = {pattern_of(name)[0] for ranks in stages for chunk in ranks[0] for name in chunk}
+    # One table of layers for each rank, or several with virtual stages, which take turns.
+    chunks = {place: _chunks(contents) for place, contents in files.items()}
+    names = {pattern_of(n)[0] for tables in chunks.values() for table in tables for n in table}
     rows = {row.megatron: row for row in family_of(sorted(names)).rows}
-    whole: dict[tuple[str, int | None], Tensor] = {}
+    whole: _Whole = {}
     first = 0  # layer of the next chunk
-    for turn, ranks in itertools.product(range(len(stages[0][0])), stages):
-        parts = [chunks[turn] for chunks in ranks]
-        after = first
-        for name in parts[0]:
-            pattern, layer = pattern_of(name)
+    for turn, stage in itertools.product(range(len(chunks[0, 0])), range(stages)):
+        parts = [chunks[rank, stage][turn] for rank in range(tensor)]
+        places = {name: pattern_of(name) for name in parts[0]}
+        for name, (pattern, layer) in places.items():
             place = None if layer is None else first + layer
-            after = after if place is None else max(after, place + 1)
             whole[pattern, place] = merge(rows[pattern], [part[name] for part in parts])
-        first = after
+        first += 1 + max((n for _, n in places.values() if n is not None), default=-1)
+    if args.get("untie_embeddings_and_output_weights") is not True:
+        whole.pop(("output_layer.weight", None), None)  # the last stage's copy of the embedding
     return whole
-
-
-def _rank_files(root: Path) -> dict[tuple[int, int], Path]:
-    files: dict[tuple[int, int], Path] = {}
-    for path in sorted(root.glob(f"mp_rank_*/{_FILE}")):
-        rank = _RANK.fullmatch(path.parent.name)
-        if rank is None or rank[3]:
-            raise CheckpointError(
-                f"{path.parent} is from expert parallelism, which cannot be merged. Convert it "
-                f"with Megatron's own tools."
-            )
-        files[int(rank[1]), int(rank[2] or 0)] = inside(root, f"{path.parent.name}/{_FILE}")
-    if (0, 0) not in files:
-        raise CheckpointError(f"{root} has no file of rank 0, mp_rank_00/{_FILE}.", code="FX601")
-    return files
 
 
 def _arguments(contents: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Plain values among the arguments, with those that the caller gives."""
     arguments = contents.get("args")
     fields = arguments.fields if isinstance(arguments, Placeholder) else {}
-    if isinstance(
-        arguments, argparse.Namespace
-    ):  # Megatron, if imported, declares it safe for torch
+    if isinstance(arguments, argparse.Namespace):  # Megatron, if imported, lets torch load it
         fields = vars(arguments)
     plain = (bool, int, float, str, type(None))
     return {**{n: v for n, v in fields.items() if isinstance(v, plain)}, **overrides}
@@ -255,29 +215,14 @@ def _chunks(contents: Mapping[str, Any]) -> list[dict[str, Tensor]]:
             "The model is not one of Megatron-core, but of --use-legacy-models. Convert it with "
             "Megatron's tools/checkpoint/convert.py first."
         )
-    chunks = [
-        {n: t for n, t in table.items() if not n.endswith("_extra_state")} for table in tables
+    return [
+        named_tensors({n: t for n, t in table.items() if not n.endswith("_extra_state")})
+        for table in tables
     ]
-    for name, tensor in itertools.chain.from_iterable(chunk.items() for chunk in chunks):
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise TypeError(f"{shown(name)} is not a tensor")
-    return chunks
 
 
-def _untie(args: Mapping[str, Any], whole: dict[tuple[str, int | None], Tensor]) -> None:
-    """Remove the output layer of a tied model, of which the last stage has its own."""
-    output, embedding = ("output_layer.weight", None), ("embedding.word_embeddings.weight", None)
-    if args.get("untie_embeddings_and_output_weights") is True or output not in whole:
-        return
-    if not torch.equal(whole.pop(output), whole[embedding]):
-        raise CheckpointError(
-            "The last stage's copy of the tied embedding differs from that of the first stage. "
-            "Pass args={'untie_embeddings_and_output_weights': True} if the model has both."
-        )
-
-
-def _named(stored: _Stored, vocab_size: int | None) -> MegatronState:
-    args, iteration, left = stored
+def _named(args: dict[str, Any], iteration: Any, left: _Whole) -> MegatronState:
+    """A model as transformers names its tensors."""
     family = family_of(sorted({pattern for pattern, _ in left}))
     check_arguments(family, args)
     layers, heads = count(args, "num_layers"), heads_of(args)
@@ -286,192 +231,24 @@ def _named(stored: _Stored, vocab_size: int | None) -> MegatronState:
     if tied and args.get("untie_embeddings_and_output_weights") is True:
         raise LookupError("there is no output_layer.weight")
     padded = len(left["embedding.word_embeddings.weight", None])
-    vocab = vocab_size or args.get("vocab_size") or padded
+    vocab = args.get("vocab_size") or padded
     if type(vocab) is not int or not 0 < vocab <= padded:
         raise CheckpointError(f"vocab_size={vocab}: the model has {padded} rows of a vocabulary.")
     tensors: dict[str, Tensor] = {}
-    for row, layer in _places(family, layers, tied=tied):
-        parts = to_transformers(row, left.pop((row.megatron, layer)), heads, vocab)
-        named = zip(row.names, parts, strict=True)
-        tensors.update((name.format(layer), part) for name, part in named)
+    for row in family.rows:
+        if tied and row.megatron == "output_layer.weight":
+            continue
+        for layer in range(layers) if "{}" in row.megatron else (None,):
+            parts = to_transformers(row, left.pop((row.megatron, layer)), heads, vocab)
+            named = zip(row.names, parts, strict=True)
+            tensors.update((name.format(layer), part) for name, part in named)
     if left:
         raise LookupError(f"more than {layers} layers")
     return MegatronState(
         model_type=family.model_type,
-        iteration=iteration,
+        iteration=int(iteration or 0),
         tensors=tensors,
         tied={output: embedding} if tied else {},
         config=config_of(family, args, vocab=vocab, tied=tied),
         args=args,
     )
-
-
-def _places(family: Family, layers: int, *, tied: bool) -> list[tuple[Row, int | None]]:
-    """The tensors of a model: each row, with the number of its layer."""
-    return [
-        (row, layer)
-        for row in family.rows
-        if not (tied and row.megatron == "output_layer.weight")
-        for layer in (range(layers) if "{}" in row.megatron else (None,))
-    ]
-
-
-def write_megatron(
-    tensors: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    folder: StrPath,
-    *,
-    tensor: int = 1,
-    pipeline: int = 1,
-    implementation: Literal["transformer_engine", "local"] = "transformer_engine",
-    vocab_multiple: int = 128,
-    args: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write the weights of a model of transformers as a checkpoint that Megatron loads.
-
-    Args:
-        tensors: The weights of a Llama, Qwen2 or GPT-2, by name: `net.state_dict()`.
-        config: Its config: `net.config.to_dict()`.
-        folder: A folder for `--load`.
-        tensor: Tensor-parallel ranks.
-        pipeline: Pipeline-parallel ranks, which have equally many layers.
-        implementation: As `--transformer-impl`, on which the names of norms depend.
-        vocab_multiple: As `--make-vocab-size-divisible-by`: with `tensor` ranks, the vocabulary
-            is padded with zeros to a multiple of their product.
-        args: Further arguments that Megatron compares with its own, such as `tokenizer_type`.
-
-    Returns:
-        The folder of the checkpoint, `release`, as Megatron calls weights without an optimizer.
-
-    Effects:
-        Writes one file for each rank with `torch.save`, in Megatron's format `torch`. The file
-        that names the checkpoint is written last.
-
-    Raises:
-        CheckpointError: the model cannot be written or divided so, lacks a tensor, or the folder
-            has such a checkpoint already.
-
-    Example:
-        >>> from fxtrain.interop import write_megatron
-        >>> write_megatron({}, {"model_type": "bert"}, "runs/megatron")
-        Traceback (most recent call last):
-        fxtrain.errors.CheckpointError: write_megatron: model_type is 'bert'; only gpt2, llama, ...
-    """
-    family = FAMILIES.get(config.get("model_type", ""))
-    if family is None:
-        raise CheckpointError(
-            f"write_megatron: model_type is {shown(config.get('model_type'))}; only "
-            f"{', '.join(sorted(FAMILIES))} can be written."
-        )
-    arguments = arguments_of(family, config)
-    _check_division(arguments, tensor, pipeline)
-    whole, vocab = _whole(family, tensors, arguments, tensor * vocab_multiple, config)
-    embedding = whole["embedding.word_embeddings.weight", None]
-    untied = ("output_layer.weight", None) in whole
-    arguments |= {
-        "tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline,
-        "transformer_impl": implementation, "make_vocab_size_divisible_by": vocab_multiple,
-        "vocab_size": vocab, "padded_vocab_size": len(embedding),
-        "untie_embeddings_and_output_weights": untied, **(args or {}),
-    }  # fmt: skip
-    if not untied and pipeline > 1:
-        whole["output_layer.weight", None] = embedding
-    target = Path(folder).absolute()
-    with staging(target) as fresh:
-        if (target / _RELEASE).exists():
-            raise CheckpointError(f"{target / _RELEASE} exists. Write into another folder.")
-        for stage in range(pipeline):
-            models = _stage(family, whole, stage, (tensor, pipeline), arguments, implementation)
-            for rank, model in enumerate(models):
-                name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "")
-                (fresh / _RELEASE / name).mkdir(parents=True)
-                _save(fresh / _RELEASE / name / _FILE, arguments, model)
-        write_text(fresh / _LATEST, _RELEASE)
-        os.replace(fresh / _RELEASE, target / _RELEASE)
-        sync_folder(target)
-        os.replace(fresh / _LATEST, target / _LATEST)
-        sync_folder(target)
-    return target / _RELEASE
-
-
-def _check_division(args: Mapping[str, Any], tensor: int, pipeline: int) -> None:
-    divided = {"num_attention_heads": tensor, "num_query_groups": tensor}
-    divided |= {"ffn_hidden_size": tensor, "num_layers": pipeline}
-    for name, ranks in divided.items():
-        if type(ranks) is not int or ranks < 1 or count(args, name) % ranks:
-            raise CheckpointError(
-                f"write_megatron(tensor={tensor}, pipeline={pipeline}): {name} is {args[name]}, "
-                f"which {ranks} ranks do not divide. Choose a divisor."
-            )
-
-
-def _whole(
-    family: Family,
-    tensors: Mapping[str, Tensor],
-    args: Mapping[str, Any],
-    multiple: int,
-    config: Mapping[str, Any],
-) -> tuple[dict[tuple[str, int | None], Tensor], int]:
-    """Full tensors of Megatron, and the rows of the vocabulary without padding."""
-    left = {name: tensor.detach() for name, tensor in tensors.items()}
-    output, embedding = family.tied
-    tied = output not in left or bool(
-        config.get("tie_word_embeddings", family.model_type == "gpt2")
-    )
-    if tied:
-        left.pop(output, None)
-    places = _places(family, count(args, "num_layers"), tied=tied)
-    names = {name.format(layer) for row, layer in places for name in row.names}
-    if wrong := sorted(names ^ set(left)):
-        raise CheckpointError(
-            f"write_megatron: {family.model_type} with {args['num_layers']} layers has "
-            f"{'a tensor' if wrong[0] in names else 'no tensor'} {shown(wrong[0])}, unlike the "
-            f"tensors passed. Pass net.state_dict() and net.config.to_dict()."
-        )
-    vocab = len(left[embedding])
-    padded = -(-vocab // multiple) * multiple
-    heads = (args["num_attention_heads"], args["num_query_groups"])
-    try:
-        return {
-            (row.megatron, layer): from_transformers(
-                row, [left[name.format(layer)] for name in row.names], heads, padded
-            )
-            for row, layer in places
-        }, vocab
-    except _MISSHAPEN as error:
-        raise CheckpointError(
-            f"write_megatron: the shapes of the tensors are not those of the config ({error})."
-        ) from error
-
-
-def _stage(
-    family: Family,
-    whole: Mapping[tuple[str, int | None], Tensor],
-    stage: int,
-    sizes: tuple[int, int],
-    args: Mapping[str, Any],
-    implementation: str,
-) -> list[dict[str, Tensor]]:
-    """The tensors of each tensor-parallel rank of a stage, with the stage's own layer numbers."""
-    tensor, pipeline = sizes
-    here = args["num_layers"] // pipeline
-    rows = {row.megatron: row for row in family.rows}
-    models: list[dict[str, Tensor]] = [{} for _ in range(tensor)]
-    for (pattern, layer), full in whole.items():
-        last = pattern.startswith(("decoder.final_layernorm", "output_layer"))
-        home = (pipeline - 1 if last else 0) if layer is None else layer // here
-        if home != stage:
-            continue
-        name = pattern.format(None if layer is None else layer % here)
-        name = fused_name(name) if implementation == "transformer_engine" else name
-        for model, part in zip(models, cut(rows[pattern], full, tensor), strict=True):
-            model[name] = part.clone()  # a view would be stored with all that it is part of
-    return models
-
-
-def _save(path: Path, args: Mapping[str, Any], model: Mapping[str, Tensor]) -> None:
-    contents = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": 0}
-    with path.open("wb") as file:
-        torch.save({**contents, "model": dict(model)}, file)
-        file.flush()
-        os.fsync(file.fileno())

@@ -64,7 +64,7 @@ def test_a_dcp_folder_is_read_whole(tmp_path):
 def test_a_value_that_torch_refuses_is_named_or_left_out(tmp_path):
     state = {"w": torch.ones(2), "when": datetime.date(2020, 1, 1)}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(fx.CheckpointError, match=r"1 values.*\n  when: .*datetime\.date"):
+    with pytest.raises(fx.CheckpointError, match=r"1 values.*\n.*: when: .*datetime\.date"):
         read_dcp(tmp_path)
     found = read_dcp(tmp_path, strict=False)
     assert list(found.tensors) == ["w"] and list(found.refused) == ["when"]
@@ -116,7 +116,7 @@ def test_a_hostile_index_runs_nothing(tmp_path, what):
         "record": pickle.dumps(BytesStorageMetadata()),
     }[what]
     (tmp_path / ".metadata").write_bytes(raw)
-    with pytest.raises(fx.CheckpointError, match="not a valid checkpoint"):
+    with pytest.raises(fx.CheckpointError, match="does not have the layout"):
         read_dcp(tmp_path)
     assert not target.exists()
 
@@ -188,20 +188,19 @@ def test_the_index_of_these_tests_is_read(tmp_path):
         ({"file": "/etc/passwd"}, "outside the folder"),
         ({"file": "link"}, "outside the folder"),
         ({"file": "absent"}, "absent' does not exist"),
-        ({"offset": -1}, "no valid location"),
-        ({"offset": 10**9}, "past the end"),
-        ({"length": 10**12}, "past the end"),
-        ({"length": True}, "no valid location"),
-        ({"size": (-4,)}, "does not describe"),
+        ({"offset": -1}, "is not inside __0_0.distcp"),
+        ({"offset": 10**9}, "is not inside __0_0.distcp"),
+        ({"length": 10**12}, "is not inside __0_0.distcp"),
+        ({"length": "4"}, "does not have the layout"),
+        ({"size": (-4,)}, "do not fill"),
         ({"size": (10**12,)}, "do not fill"),
-        ({"size": (10**12,), "chunks": (((0,), (10**12,)),)}, "larger in the index"),
+        ({"size": (10**12,), "chunks": (((0,), (10**12,)),)}, "does not match the index"),
         ({"size": (3,), "chunks": (((0,), (3,)),)}, "does not match the index"),
         ({"dtype": torch.int32}, "does not match the index"),
         ({"chunks": (((1,), (4,)),)}, "do not fill"),
-        ({"size": (8,), "chunks": (((0,), (4,)), ((2,), (4,)))}, "do not fill"),
-        ({"size": (6,), "chunks": (((0,), (4,)), ((2,), (2,)))}, "do not fill"),
-        ({"held": ()}, "do not fill"),
-        ({"chunks": (((0,), (2, 2)),)}, "has no valid offsets"),
+        ({"size": (6,), "chunks": (((0,), (4,)), ((2,), (2,)))}, "does not match the index"),
+        ({"held": ()}, "does not have the layout"),
+        ({"chunks": (((0,), (2, 2)),)}, "does not match the index"),
         ({"transforms": ["zstd"]}, "only torch can undo"),
     ],
 )
