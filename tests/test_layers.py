@@ -160,7 +160,6 @@ MUTABLE = {
     "fxtrain.launchers.built_in.native.spares._Spares": "processes that wait to become ranks",
     "fxtrain.backends.wrapping._WrappedModules": "the handle of each module that was wrapped",
     "fxtrain.checkpoint.background.CheckpointState": "what the last save and restore left",
-    "fxtrain.checkpoint.background.Saving": "whether the error of a background save was reported",
     "fxtrain.checkpoint.folder_lock.Lock": "the thread that shows that its holder is alive",
     "fxtrain.checkpoint.saving._Job": "copies in place of the live tensors, or why there are none",
     "fxtrain.state.window.AccumulationWindow": "what a model counts",

@@ -1,22 +1,18 @@
 """Background saves: the state is copied to host memory, and written in a thread."""
 
-import atexit
 import logging
-import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Literal
 
 import attrs
-import torch
 from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._host_memory import pinned_buffer
 from fxtrain.checkpoint.write_plan import TensorChunk
 from fxtrain.errors import CheckpointError
+from fxtrain.ops.devices import synchronize
 from fxtrain.ops.transport.exchange import release_thread
 from fxtrain.state import DistContext
 
@@ -44,7 +40,7 @@ def _done() -> "Future[None]":
     return future
 
 
-@attrs.define(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True, eq=False)
 class Saving:
     """A save, finished or in progress.
 
@@ -54,7 +50,6 @@ class Saving:
 
     path: str
     _future: "Future[None]" = attrs.field(factory=_done, alias="future", repr=False)
-    _reported: bool = attrs.field(default=False, init=False, repr=False)
 
     def done(self) -> bool:
         """Whether the save has finished or failed."""
@@ -67,70 +62,18 @@ class Saving:
             CheckpointError: the save failed; on every rank, at each call.
             TimeoutError: the save is still in progress after `timeout_s`.
         """
-        try:
-            self._future.result(timeout_s)
-        except TimeoutError:
-            if self._future.done():  # raised by the save itself
-                self._reported = True
-                raise
-            raise TimeoutError(f"{self.path} is still being written after {timeout_s} s.") from None
-        except BaseException:
-            self._reported = True
-            atexit.unregister(self._at_exit)
-            raise
+        self._future.result(timeout_s)
         return self.path
 
-    def _at_exit(self) -> None:
-        """End the program as an uncaught exception does, if the error was never reported."""
-        error = self._future.exception()
-        if self._reported or error is None:
-            return
-        self._reported = True
-        error.add_note(
-            "This background save failed, and the program ended without checking its result. "
-            "Call result() on the handle from fx.save, or fx.close(ctx)."
-        )
-        _exit_with(error, self._at_exit)
 
-
-def _exit_with(error: BaseException, caller: Callable[[], object]) -> None:
-    """End the program as an uncaught exception does.
-
-    Once the script has ended, Python has no other way to change the exit code: it prints and
-    discards what functions of `atexit` raise. The remaining functions therefore run from here,
-    which closes process groups and trackers, and then the process exits.
-
-    Args:
-        error: What failed.
-        caller: The function of `atexit` that calls this one.
-    """
-    # If the script itself failed, a launcher keeps the first error that the hook received.
-    failed = getattr(sys, "last_value", None) is not None
-    try:
-        (sys.__excepthook__ if failed else sys.excepthook)(type(error), error, error.__traceback__)
-        atexit.unregister(caller)
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-    finally:
-        os._exit(1)
-
-
-def wait_for_earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving | None:
-    """Wait for a save in progress, or return it if the new save is to be skipped.
+def wait_for_earlier(ctx: DistContext) -> None:
+    """Wait for a save in progress.
 
     Raises:
-        CheckpointError: the earlier save failed.
+        CheckpointError: it failed.
     """
-    tasks = ctx.comm.state.background_tasks
-    if not tasks:
-        return None
-    earlier: Saving = tasks[-1]
-    if busy == "skip" and ops.any_rank(not earlier.done(), ctx):
-        return earlier
-    tasks.remove(earlier)
-    earlier.result()
-    return None
+    if tasks := ctx.comm.state.background_tasks:
+        tasks.pop().result()
 
 
 def has_background_group(ctx: DistContext) -> bool:
@@ -156,19 +99,17 @@ def start_background(
             raise CheckpointError(f"{path} was not saved: {error}", code="FX606") from error
     future: Future[None] = Future()
     group = state.background
-    saving = Saving(path=path, future=future)
 
     def work() -> None:
         try:
             run(group)
-        except BaseException as error:  # raised by the next `result`
+        except BaseException as error:  # raised by `result`, which a program may never call
+            _LOG.error("A background save failed: %s", error)
             future.set_exception(error)
-            # Registered last, so that it runs first. The interpreter joins this thread before
-            # it runs any function of `atexit`.
-            atexit.register(saving._at_exit)
         else:
             future.set_result(None)
 
+    saving = Saving(path=path, future=future)
     ctx.comm.state.background_tasks.append(saving)
     release_thread(group)  # the previous save's thread has ended
     # Not a daemon: the interpreter waits for it at exit.
@@ -188,8 +129,7 @@ def stage(ctx: DistContext, chunks: Sequence[TensorChunk]) -> list[TensorChunk]:
         copy.copy_(chunk.tensor, non_blocking=True)
         staged.append(attrs.evolve(chunk, tensor=copy))
         offset += chunk.tensor.nbytes
-    if _accelerated(ctx):
-        torch.accelerator.synchronize(ctx.device)
+    synchronize(ctx)
     return staged
 
 
@@ -197,17 +137,8 @@ def _buffer(ctx: DistContext, size: int) -> Tensor:
     state = ctx.comm.slot(CheckpointState)
     if state.buffer is None or state.buffer.numel() < size:
         state.buffer = None  # freed before the larger one is made
-        state.buffer, refused = pinned_buffer(size, ctx.device.type if _accelerated(ctx) else "cpu")
+        kind = "cpu" if ctx.device.type in ("meta", "xla") else ctx.device.type
+        state.buffer, refused = pinned_buffer(size, kind)
         if refused:
-            _LOG.warning(
-                "save(background=True): %d MiB of host memory could not be pinned (%s), so copying "
-                "the state takes longer. Raise the limit of locked memory (ulimit -l).",
-                size >> 20,
-                refused,
-            )
+            _LOG.warning("save(background=True) is slower, as memory is not pinned: %s", refused)
     return state.buffer
-
-
-def _accelerated(ctx: DistContext) -> bool:
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and accelerator.type == ctx.device.type

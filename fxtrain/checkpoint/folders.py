@@ -9,22 +9,13 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._reading import StrPath
-from fxtrain.checkpoint.folder_lock import Owner, is_running
-from fxtrain.checkpoint.manifest import (
-    HIGHEST,
-    Manifest,
-    NewerFormatError,
-    load_manifest,
-)
+from fxtrain.checkpoint.manifest import Manifest, NewerFormatError, load_manifest
 from fxtrain.checkpoint.reading import file_problems
 from fxtrain.checkpoint.storage import MANIFEST, Storage, UnreadableError, open_storage
 from fxtrain.errors import CheckpointError
 
 _NAME = re.compile(r"update-(\d{10,18})(?:\.(\d{1,9}))?")
 _LARGEST = 1 << 30
-# What folders of Accelerate, DeepSpeed and torch's DCP contain.
-_FOREIGN = {".metadata", "zero_to_fp32.py", "optimizer.bin"}
-_FOREIGN_STARTS = ("pytorch_model_fsdp_", "random_states_", "mp_rank_", "zero_pp_rank_")
 _LOG = logging.getLogger(__name__)
 
 
@@ -36,14 +27,12 @@ class CheckpointInfo:
         name: Name of its folder.
         order: Commit order: the newest has the highest number. None if its manifest is
             damaged.
-        saver: The process that committed it, if known.
         metric: The number that `keep_best` compares.
         problems: Why it is incomplete; empty if it is complete.
     """
 
     name: str
     order: int | None
-    saver: Owner | None = None
     metric: float | None = None
     problems: tuple[str, ...] = ()
 
@@ -79,30 +68,23 @@ def latest(path: StrPath) -> str | None:
         >>> fx.latest(tempfile.mkdtemp()) is None
         True
     """
-    newest = _newest(open_storage(path))
-    return None if newest is None else str(newest[0])
-
-
-def _newest(folder: Storage) -> tuple[Storage, Manifest] | None:
-    """The newest complete checkpoint of a folder, as `latest` says."""
-    checkpoints, manifest = _inspected(folder)
+    folder = open_storage(path)
+    checkpoints = list_checkpoints(folder)
     newest = _first_complete(folder, reversed(checkpoints))
-    if newest is not None and manifest is not None:
-        return open_storage(newest), manifest
-    if not checkpoints:
-        return None
-    lines = [f"  {info.name}: {'; '.join(info.problems)}" for info in checkpoints]
-    raise CheckpointError(
-        "\n".join(
-            [
-                f"No checkpoint in {folder} is complete:",
-                *lines,
-                "Copy the missing files from where they were written, or remove these "
-                "checkpoints to start the run from its beginning.",
-            ]
-        ),
-        code="FX602",
-    )
+    if newest is None and checkpoints:
+        lines = [f"  {info.name}: {'; '.join(info.problems)}" for info in checkpoints]
+        raise CheckpointError(
+            "\n".join(
+                [
+                    f"No checkpoint in {folder} is complete:",
+                    *lines,
+                    "Copy the missing files from where they were written, or remove these "
+                    "checkpoints to start the run from its beginning.",
+                ]
+            ),
+            code="FX602",
+        )
+    return newest
 
 
 def best(path: StrPath, mode: Literal["min", "max"] = "min") -> str | None:
@@ -157,7 +139,7 @@ def committed_before(path: StrPath, name: str) -> str | None:
     return _first_complete(folder, reversed(checkpoints[: names.index(name)]))
 
 
-def open_checkpoint(path: Any) -> tuple[Storage, Manifest]:
+def find_checkpoint(path: Any) -> Storage:
     """The checkpoint at a path, or the latest one if the path is the folder of a run.
 
     Raises:
@@ -166,30 +148,17 @@ def open_checkpoint(path: Any) -> tuple[Storage, Manifest]:
     storage = open_storage(path)
     try:
         if MANIFEST in storage.files():
-            return storage, read_manifest(storage)
-        newest = _newest(storage)
-    except NotADirectoryError as error:
-        raise CheckpointError(
-            f"{path} is a file, and a checkpoint is a folder that fx.save wrote. Model files are "
-            f"read by fx.load_model, checkpoints of other libraries by fxtrain import.",
-            code="FX601",
-        ) from error
+            return storage
+        newest = latest(path)
     except OSError as error:
         raise CheckpointError(f"No checkpoint at {path}: {error}", code="FX601") from error
     if newest is None:
-        raise CheckpointError(f"No complete checkpoint in {storage}.{_hint(storage)}", code="FX601")
-    return newest
-
-
-def _hint(folder: Storage) -> str:
-    """What to do with files of another library in a folder."""
-    names = (*folder.files(), *folder.folders())
-    if any(name in _FOREIGN or name.startswith(_FOREIGN_STARTS) for name in names):
-        return (
-            " It contains a checkpoint of Accelerate, DeepSpeed or torch: convert it with "
-            "fxtrain import SOURCE FOLDER, or load its weights with fx.load_model."
+        raise CheckpointError(
+            f"No complete checkpoint in {storage}. fxtrain import converts checkpoints of other "
+            f"libraries, and fx.load_model reads model files.",
+            code="FX601",
         )
-    return ""
+    return open_storage(newest)
 
 
 def _first_complete(folder: Storage, checkpoints: Iterable[CheckpointInfo]) -> str | None:
@@ -207,47 +176,22 @@ def list_checkpoints(folder: Storage) -> list[CheckpointInfo]:
     Raises:
         CheckpointError: one cannot be read, or has a newer format.
     """
-    return _inspected(folder)[0]
-
-
-def _inspected(folder: Storage) -> tuple[list[CheckpointInfo], Manifest | None]:
-    """The checkpoints of a folder, and the manifest of the newest complete one.
-
-    Other manifests are not kept: that of a large model takes hundreds of megabytes.
-    """
     checkpoints: list[CheckpointInfo] = []
-    newest: Manifest | None = None
     for name in checkpoint_names(folder):
-        inside, manifest = folder.join(name), None
+        inside = folder.join(name)
+        order, metric = None, None
         try:
             manifest = read_manifest(inside)
-            problems = tuple(file_problems(inside.files(), manifest))
+            order, metric = manifest.order, manifest.metric
+            problems = file_problems(inside.files(), manifest)
         except (UnreadableError, NewerFormatError):
             raise
         except (CheckpointError, OSError) as error:
-            problems = (str(error),)
-        if manifest is None:
-            checkpoints.append(CheckpointInfo(name=name, order=None, problems=problems))
-            continue
-        if not problems and (newest is None or manifest.order >= newest.order):
-            newest = manifest
+            problems = [str(error)]
         checkpoints.append(
-            CheckpointInfo(
-                name=name,
-                order=manifest.order,
-                saver=manifest.saver,
-                metric=manifest.metric,
-                problems=problems,
-            )
+            CheckpointInfo(name=name, order=order, metric=metric, problems=tuple(problems))
         )
-    checkpoints.sort(key=lambda info: math.inf if info.order is None else info.order)
-    return checkpoints, newest
-
-
-def next_order(checkpoints: Sequence[CheckpointInfo]) -> int:
-    """The order of a checkpoint that is newer than all of these."""
-    # A manifest from elsewhere may already have the highest order that is readable.
-    return min(1 + max((info.order or 0 for info in checkpoints), default=0), HIGHEST)
+    return sorted(checkpoints, key=lambda info: math.inf if info.order is None else info.order)
 
 
 def checkpoint_names(folder: Storage) -> list[str]:
@@ -272,31 +216,23 @@ def read_manifest(storage: Storage) -> Manifest:
         NewerFormatError: a newer fxtrain wrote it.
     """
     try:
-        raw = storage.read(MANIFEST, _LARGEST)
-    except FileNotFoundError as error:
+        return load_manifest(storage.read(MANIFEST, _LARGEST))
+    except OSError as error:
         raise CheckpointError(
-            f"{storage} is not a checkpoint: it has no {MANIFEST}. Pass a folder that fx.save "
-            f"writes to, or one of its update-… folders.",
+            f"{storage} is not a checkpoint: {MANIFEST} cannot be opened ({error}). Pass a folder "
+            f"that fx.save writes to, or one of its update-… folders.",
             code="FX601",
         ) from error
-    except OSError as error:
-        raise CheckpointError(f"{storage}/{MANIFEST} cannot be read: {error}.") from error
-    try:
-        return load_manifest(raw)
-    except NewerFormatError as error:
-        raise NewerFormatError(f"{storage}: {error}") from None
+    except UnreadableError:
+        raise
     except CheckpointError as error:
-        raise CheckpointError(f"{storage}: {error}") from error.__cause__
+        raise type(error)(f"{storage}: {error}") from None
 
 
 def _numbers(name: str) -> tuple[int, int]:
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), int(match[2] or 0)
-
-
-# Commits by other processes after which a process on another machine is considered ended.
-_SILENT_CHECKPOINTS = 3
 
 
 @attrs.frozen(kw_only=True)
@@ -337,57 +273,24 @@ def retention_rule(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> 
     return RetentionRule(last=last, every=every, best=best, mode=mode)
 
 
-def to_prune(checkpoints: Sequence[CheckpointInfo], keep: RetentionRule, saver: Owner) -> list[str]:
+def to_prune(checkpoints: Sequence[CheckpointInfo], keep: RetentionRule) -> list[str]:
     """Names of the checkpoints to remove, oldest first; never the newest.
 
     Args:
         checkpoints: All checkpoints of the folder; the last was just committed.
         keep: The rule.
-        saver: The process that saves. Checkpoints of other running processes are ignored.
     """
-    others = _running(checkpoints, saver)
-    # A damaged manifest does not name its saver, which may be one of the others.
-    pool = [
-        info
-        for info in checkpoints
-        if info.saver not in others and not (others and info.order is None)
-    ]
-    complete = [info for info in pool if not info.problems]
-    newest = {info.updates: info for info in complete}
+    complete = [info for info in checkpoints if not info.problems]
+    newest = {info.updates: info for info in complete}  # replaces earlier ones of the same update
     current = [info for info in complete if newest[info.updates] is info]
-    superseded = {info.name for info in complete} - {info.name for info in current}
     if keep == RetentionRule(mode=keep.mode):
-        gone = superseded
+        kept = {info.name for info in checkpoints if info.problems or info in current}
     else:
         kept = {info.name for info in current[-(keep.last or 1) :]}
-        if keep.every is not None:
-            kept |= {info.name for info in current if info.updates % keep.every == 0}
-        if keep.best is not None:
-            kept |= _best(current, keep)
-        gone = {info.name for info in pool} - kept
-    return [info.name for info in checkpoints[:-1] if info.name in gone]
-
-
-def _best(checkpoints: Sequence[CheckpointInfo], keep: RetentionRule) -> set[str]:
-    # Of equals, the newer.
-    ranked = sorted(
-        ((info.metric, info.name) for info in reversed(checkpoints) if info.metric is not None),
-        key=lambda pair: pair[0] if keep.mode == "min" else -pair[0],
-    )
-    return {name for _, name in ranked[: keep.best]}
-
-
-def _running(checkpoints: Sequence[CheckpointInfo], saver: Owner) -> set[Owner]:
-    """Other processes that have saved into the folder and may save again."""
-    last: dict[Owner, int] = {}
-    for info in checkpoints:
-        if info.saver is not None and info.saver != saver:
-            last[info.saver] = max(info.order or 0, last.get(info.saver, 0))
-    running: set[Owner] = set()
-    for owner, order in last.items():
-        runs = is_running(owner)
-        if runs is None:  # on another machine
-            runs = (checkpoints[-1].order or 0) - order < _SILENT_CHECKPOINTS
-        if runs:
-            running.add(owner)
-    return running
+        kept |= {info.name for info in current if keep.every and not info.updates % keep.every}
+        sign = 1 if keep.mode == "min" else -1
+        # Sorting is stable: of equals, the newer comes first.
+        rated = [info for info in reversed(current) if info.metric is not None]
+        rated.sort(key=lambda info: sign * (info.metric or 0))
+        kept |= {info.name for info in rated[: keep.best or 0]}
+    return [info.name for info in checkpoints[:-1] if info.name not in kept]

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fxtrain._reading import StrPath, path_problem
-from fxtrain.checkpoint.folders import open_checkpoint
+from fxtrain.checkpoint.folders import find_checkpoint, read_manifest
 from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import open_reader
 from fxtrain.checkpoint.storage import LocalStorage, Storage
@@ -116,7 +116,8 @@ def saved_weights(path: StrPath, *, model: str | None = None) -> WeightSource:
         >>> torch.equal(net.weight, other.weight)
         True
     """
-    storage, manifest = open_checkpoint(path)
+    storage = find_checkpoint(path)
+    manifest = read_manifest(storage)
     if model is None and len(manifest.models) == 1:
         model = next(iter(manifest.models))
     if model is None or model not in manifest.models:

@@ -1,6 +1,5 @@
 """Restore a checkpoint at any world size; each rank reads only what it needs."""
 
-import functools
 import logging
 import os
 from collections.abc import Mapping, MutableMapping
@@ -13,11 +12,9 @@ from torch import Tensor
 from fxtrain import ops
 from fxtrain._display import describe
 from fxtrain._reading import StrPath
-from fxtrain._record import shown
 from fxtrain.checkpoint.background import CheckpointState
-from fxtrain.checkpoint.folders import committed_before, latest, open_checkpoint, read_manifest
+from fxtrain.checkpoint.folders import committed_before, find_checkpoint, latest, read_manifest
 from fxtrain.checkpoint.json_values import decode
-from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.checkpoint.snapshot import by_name, set_random_state
 from fxtrain.checkpoint.storage import Storage, open_storage
@@ -25,23 +22,17 @@ from fxtrain.checkpoint.verification import verify
 from fxtrain.errors import CheckpointError, FxError
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.ops.same_errors import fail_together
-from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import (
     DistContext,
     Plan,
     Position,
     StateReader,
     Wrapped,
-    diff,
     structure,
-    unstructure,
 )
 from fxtrain.state.context import check_connected
 
 _LOG = logging.getLogger(__name__)
-# Where a model is, how it is computed there, and what is recorded: not how it trains.
-_PLACING = ("strategy", "mesh", "context", "compile", "profile", "frozen")
-_PLACING += ("recompute", "recompute_every", "recompute_keep")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -53,14 +44,12 @@ class Restored:
         position: Position of the run; resume with `loader.at(position)`.
         extra: The user's state.
         world_size: Number of ranks that saved.
-        fingerprints: Fingerprints of the saved plans, by model.
     """
 
     path: str
     position: Position
     extra: Any = attrs.field(repr=describe)
     world_size: int
-    fingerprints: Mapping[str, str]
     _plans: Mapping[str, Any] = attrs.field(alias="plans", repr=False)
 
     def plan(self, name: str = "model") -> Plan:
@@ -105,9 +94,7 @@ def restore(
 
     Effects:
         Changes the models in place. Each rank reads its part of the files. A few small
-        collectives. While the context is open, its saves never remove the checkpoint. Rank 0 logs
-        one line for a model whose plan trains otherwise than the saved one, such as another seed,
-        `accumulate` or precision.
+        collectives. While the context is open, its saves never remove the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint does not exist, is damaged, cannot be read, was written
@@ -129,22 +116,15 @@ def restore(
     earlier = state.restored_from
     try:
         with fail_together(ctx, "restore"):
-            chosen = _choose(path) if ctx.is_main else None
-            where = str(chosen[0]) if isinstance(chosen, tuple) else chosen
-            where = ops.broadcast_object(where, ctx)
-            if isinstance(where, CheckpointError):
-                raise where
-            storage = open_storage(where)
-            manifest = chosen[1] if isinstance(chosen, tuple) else read_manifest(storage)
+            found = str(find_checkpoint(path)) if ctx.is_main else None
+        storage = open_storage(ops.broadcast_object(found, ctx))
+        with fail_together(ctx, "restore"):
             state.restored_from = storage.key()  # no save removes it meanwhile
-            restored = _restore(storage, manifest, ctx, models, extra, random)
+            return _restore(storage, ctx, models, extra, random)
     except Exception as error:  # any error of the models or of the template
         state.restored_from = earlier
         known = isinstance(error, FxError | OSError) and str(error)
         raise CheckpointError(f"{path} was not restored. {known or repr(error)}") from error
-    for name, wrapped in models.items():
-        _log_changes(ctx, restored, name, wrapped)
-    return restored
 
 
 def restore_newest(
@@ -187,41 +167,14 @@ def _before_damaged(folder: StrPath, path: str, error: CheckpointError) -> str:
     raise error
 
 
-def _log_changes(ctx: DistContext, restored: Restored, name: str, model: Wrapped) -> None:
-    """Log on rank 0 what its plan changes for the training of a model."""
-    now, saved = unstructure(model.plan), restored._plans[name]
-    if not model.optimizers or saved == now:
-        return
-    saved = {**saved, **{field: now[field] for field in _PLACING}}
-    changes = [
-        f"{change.path} {shown(change.left)} → {shown(change.right)}"
-        for change in diff(structure(saved, Plan), model.plan)
-    ]
-    if changes:
-        ops.log(ctx).info(
-            "restore: the plan of %r differs from that of %s: %s.",
-            name,
-            restored.path,
-            "; ".join(changes),
-        )
-
-
-def _choose(path: Any) -> tuple[Storage, Manifest] | CheckpointError:
-    """The checkpoint to restore; an error is returned, so that it can be broadcast."""
-    try:
-        return open_checkpoint(path)
-    except Exception as error:  # any error must be reported to the other ranks
-        return CheckpointError(str(error) if isinstance(error, FxError) else error_text(error))
-
-
 def _restore(
     storage: Storage,
-    manifest: Manifest,
     ctx: DistContext,
     models: Mapping[str, Wrapped],
     extra: Any,
     random: bool,  # noqa: FBT001
 ) -> Restored:
+    manifest = read_manifest(storage)
     missing = [name for name in models if name not in manifest.models]
     if missing:
         raise CheckpointError(
@@ -232,10 +185,7 @@ def _restore(
     with open_reader(storage, manifest) as reader:
         for name, model in models.items():
             model.strategy.load_state(model, _state_reader(reader, name, ctx))
-        if extra is None:
-            user = decode(manifest.extra, reader.once)
-        else:
-            user = _load_into(extra, decode(manifest.extra, functools.partial(SavedTensor, reader)))
+        user = _load_into(extra, manifest.extra, reader)
         if random:
             seed = next(iter(models.values())).plan.seed + manifest.position.updates
             set_random_state(ctx, _own_tensors(reader, ""), len(manifest.own), seed)
@@ -244,7 +194,6 @@ def _restore(
         position=manifest.position,
         extra=user,
         world_size=len(manifest.own),
-        fingerprints={name: saved["fingerprint"] for name, saved in manifest.models.items()},
         plans={name: saved["plan"] for name, saved in manifest.models.items()},
     )
 
@@ -277,121 +226,82 @@ def _own_tensors(reader: Reader, prefix: str) -> Any:
     return read
 
 
-@attrs.frozen(eq=False)
-class SavedTensor:
-    """A tensor of a checkpoint that is read when it is known where to: whole, or this rank's part.
-
-    Attributes:
-        reader: Reads the checkpoint.
-        name: Name of the tensor.
-    """
-
-    reader: Reader
-    name: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the full tensor."""
-        return self.reader.entry(self.name).shape
-
-    def read(self) -> Tensor:
-        """The full tensor, on the CPU."""
-        return self.reader.once(self.name)
-
-    def numpy(self) -> Any:
-        """The full tensor as an array, for `decode`."""
-        return self.read().numpy()
-
-    @torch.no_grad()
-    def fill(self, tensor: Tensor) -> Tensor:
-        """Fill a tensor of this shape, plain or sharded, and return it detached."""
-        target, dtype = tensor.detach(), DTYPES[self.reader.entry(self.name).dtype]
-        if target.dtype == dtype:
-            self.reader.fill(self.name, target)
-            return target
-        saved = torch.empty_like(target, dtype=dtype)
-        self.reader.fill(self.name, saved)
-        return target.copy_(saved)
-
-
-def _load_into(template: Any, saved: Any, path: str = "extra") -> Any:
+def _load_into(template: Any, data: Any, reader: Reader, path: str = "extra") -> Any:
     """Convert a saved tree to the types of a template, filling tensors and objects in place.
 
     Args:
-        saved: Values, and a `SavedTensor` in the place of each tensor.
+        template: The tree; None, an empty dict or an empty list takes whatever was saved.
+        data: The saved tree, as `encode` wrote it.
 
     Raises:
         CheckpointError: their structures differ; the message names the path.
     """
     if isinstance(template, Tensor):
-        if not isinstance(saved, SavedTensor) or saved.shape != tuple(template.shape):
-            what = list(saved.shape) if isinstance(saved, SavedTensor) else type(saved).__name__
-            raise CheckpointError(
-                f"{path} is a tensor of shape {list(template.shape)} in the template, but was "
-                f"saved as {what}. Pass a template with the structure that was saved.",
-                code="FX603",
-            )
-        return saved.fill(template)
+        return _fill(template, data, reader, path)
+    inner, fields = _inner(data, reader), None
+    if isinstance(template, Mapping) and template:
+        fields = template
+    elif isinstance(template, list | tuple) and template:
+        fields = dict(enumerate(template))
+    if fields is None:
+        return _replaced(template, decode(data, reader.once))
+    if fields.keys() != inner.keys():
+        raise CheckpointError(
+            f"{path} has the keys {sorted(map(str, fields))} in the template, but was saved with "
+            f"{sorted(map(str, inner))}. Pass a template with the structure that was saved.",
+            code="FX603",
+        )
+    read = {
+        key: _load_into(value, inner[key], reader, f"{path}.{key}") for key, value in fields.items()
+    }
+    return _replaced(template, read if isinstance(template, Mapping) else list(read.values()))
+
+
+def _replaced(template: Any, value: Any) -> Any:
+    """A value as the template has it: in place, since the script may have a name for it."""
     if attrs.has(type(template)):
-        return structure(_read(saved), type(template))
+        return structure(value, type(template))
     if callable(getattr(template, "load_state_dict", None)):
-        template.load_state_dict(_read(saved))
+        template.load_state_dict(value)
         return template
-    if isinstance(template, Mapping):
-        return _load_mapping(template, saved, path)
-    if isinstance(template, list | tuple) and isinstance(saved, list | tuple):
-        return _load_sequence(template, saved, path)
-    return _read(saved)
-
-
-def _load_mapping(template: Mapping[Any, Any], saved: Any, path: str) -> Mapping[Any, Any]:
-    if isinstance(saved, Mapping) and not template:
-        read = _read(saved)
-    elif not isinstance(saved, Mapping) or template.keys() != saved.keys():
-        keys = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
-        raise CheckpointError(
-            f"{path} has the keys {sorted(map(str, template))} in the template, but was saved "
-            f"with {keys}. Pass a template with the keys that were saved.",
-            code="FX603",
-        )
-    else:
-        read = {
-            key: _load_into(inner, saved[key], f"{path}.{key}") for key, inner in template.items()
-        }
-    if isinstance(template, MutableMapping):  # the script may have a name for it
-        template.update(read)
+    if isinstance(template, MutableMapping):
+        template.update(value)
         return template
-    return read
-
-
-def _load_sequence(
-    template: list[Any] | tuple[Any, ...], saved: list[Any] | tuple[Any, ...], path: str
-) -> list[Any] | tuple[Any, ...]:
-    if isinstance(template, list) and not template:
-        items = _read(saved)
-    elif len(template) != len(saved):
-        raise CheckpointError(
-            f"{path} has {len(template)} items in the template, but was saved with "
-            f"{len(saved)}. Pass a template with the items that were saved.",
-            code="FX603",
-        )
-    else:
-        items = [
-            _load_into(inner, value, f"{path}.{i}")
-            for i, (inner, value) in enumerate(zip(template, saved, strict=True))
-        ]
     if isinstance(template, list):
-        template[:] = items
+        template[:] = value
         return template
-    return type(saved)(items)
+    return tuple(value) if isinstance(template, tuple) else value
 
 
-def _read(saved: Any) -> Any:
-    """A saved tree with its tensors."""
-    if isinstance(saved, SavedTensor):
-        return saved.read()
-    if isinstance(saved, dict):
-        return {_read(key): _read(value) for key, value in saved.items()}
-    if isinstance(saved, list | tuple | set):
-        return type(saved)(map(_read, saved))
-    return saved
+def _inner(data: Any, reader: Reader) -> dict[Any, Any]:
+    """The entries of a saved dict, list or tuple, as `encode` wrote them."""
+    match data:
+        case {"$": "dict", "items": items}:
+            return {decode(key, reader.once): value for key, value in items}
+        case list(items) | {"$": "tuple", "items": items}:
+            return dict(enumerate(items))
+        case dict() if "$" not in data:
+            return data
+        case _:
+            return {}
+
+
+@torch.no_grad()
+def _fill(template: Tensor, data: Any, reader: Reader, path: str) -> Tensor:
+    """Fill a tensor, plain or sharded, of which this rank reads its part; return it detached."""
+    name = data["name"] if isinstance(data, dict) and data.get("$") == "tensor" else None
+    entry = None if name is None else reader.entry(name)
+    if name is None or entry is None or entry.shape != tuple(template.shape):
+        raise CheckpointError(
+            f"{path} is a tensor of shape {list(template.shape)} in the template, but was saved as "
+            f"{str(data)[:80] if entry is None else list(entry.shape)}. Pass a template with the "
+            f"structure that was saved.",
+            code="FX603",
+        )
+    target, dtype = template.detach(), DTYPES[entry.dtype]
+    if target.dtype == dtype:
+        reader.fill(name, target)
+        return target
+    saved = torch.empty_like(target, dtype=dtype)
+    reader.fill(name, saved)
+    return target.copy_(saved)

@@ -1,5 +1,6 @@
 """Save checkpoints atomically: every rank learns whether the checkpoint was committed."""
 
+import logging
 import platform
 import secrets
 import time
@@ -21,13 +22,12 @@ from fxtrain.checkpoint.background import (
     start_background,
     wait_for_earlier,
 )
-from fxtrain.checkpoint.folder_lock import Lock, acquire, this_process
+from fxtrain.checkpoint.folder_lock import Lock, acquire
 from fxtrain.checkpoint.folders import (
     CheckpointInfo,
     RetentionRule,
     list_checkpoints,
     new_name,
-    next_order,
     retention_rule,
     to_prune,
 )
@@ -44,7 +44,7 @@ from fxtrain.checkpoint.write_plan import (
     writable_chunks,
     write_file,
 )
-from fxtrain.errors import CheckpointError, CollectiveError, FxError
+from fxtrain.errors import CheckpointError, CollectiveError
 from fxtrain.ops.same_errors import gather_with_errors
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext, Position, Wrapped
@@ -53,6 +53,7 @@ from fxtrain.state.context import check_connected
 # A network file system may show a file late that another machine has written.
 _VISIBLE_AFTER_S = 5.0
 _POLL_INTERVAL_S = 0.1
+_LOG = logging.getLogger(__name__)
 
 
 def save(
@@ -68,7 +69,6 @@ def save(
     keep_best: int | None = None,
     best: Literal["min", "max"] = "min",
     background: bool = False,
-    busy: Literal["wait", "skip"] = "wait",
 ) -> Saving:
     """Save models and everything that a run needs to resume bit for bit.
 
@@ -87,14 +87,13 @@ def save(
             objects with `state_dict()`, nested arbitrarily.
         metric: The number that `keep_best` compares.
         keep_last: Keep this many of the most recently committed checkpoints; all, if no rule
-            is given. No rule removes the new checkpoint, the one that this run was last
-            restored from, or those of another run that is still active.
+            is given. No rule removes the new checkpoint, or the one that this run was last
+            restored from.
         keep_every: Keep checkpoints whose number of updates is a multiple of this.
         keep_best: Keep this many with the best metric.
         best: Whether the best metric is the smallest or the largest.
-        background: Copy the state to host memory, return, and write it in a thread.
-        busy: What to do while an earlier save is in progress: wait for it, or skip this save
-            and return the earlier handle.
+        background: Copy the state to host memory, return, and write it in a thread. The next save
+            waits for it.
 
     Returns:
         A handle with the `path` of the checkpoint; `handle.result()` waits for the save.
@@ -109,8 +108,7 @@ def save(
         CheckpointError: a value cannot be saved, the ranks pass different arguments, a rank
             cannot write, another process is saving into the folder, or a checkpoint in it
             cannot be read; on every rank. Earlier checkpoints stay intact. Also the error of
-            an earlier background save whose `result()` was never called; if the program ends
-            first, it prints that error and exits with 1.
+            an earlier background save whose `result()` was never called.
 
     Example:
         >>> import fxtrain as fx, tempfile, torch
@@ -122,40 +120,23 @@ def save(
         'update-0000000007'
     """
     check_connected("save", ctx)
-    models, keep, at, where, problem = dict[str, Wrapped](), RetentionRule(), Position(), "", None
-    try:
-        keep = retention_rule(keep_last, keep_every, keep_best, best, metric)
-        models = by_name(model)
-        at = _position(position, models)
-        if busy not in ("wait", "skip"):
-            raise CheckpointError(f"save(busy={busy!r}): choose 'wait' or 'skip'.")
-        where = str(open_storage(path))
-    except FxError as error:
-        if ctx.world_size == 1:
-            raise
-        problem = error  # reported to the other ranks
     arguments = {
-        "path": where,
         "background": background,
-        "busy": busy,
         "keep_last": keep_last,
         "keep_every": keep_every,
         "keep_best": keep_best,
         "best": best,
-        "position": at,
+        "position": position,
     }
+
+    def capture() -> tuple[Snapshot, RetentionRule]:
+        keep = retention_rule(keep_last, keep_every, keep_best, best, metric)
+        models = by_name(model)
+        return snapshot(ctx, models, _position(position, models), extra, metric), keep
+
     with _as_checkpoint_error(str(path)):
-        in_progress = wait_for_earlier(ctx, busy)
-        if in_progress is not None:
-            return in_progress
-        job, open_group = _prepare(
-            ctx,
-            path,
-            lambda: snapshot(ctx, models, at, extra, metric),
-            keep,
-            arguments=arguments,
-            problem=problem,
-        )
+        wait_for_earlier(ctx)
+        job, open_group = _prepare(ctx, path, capture, arguments)
         if not background:
             job.run(ctx)
             return Saving(path=job.path)
@@ -165,6 +146,14 @@ def save(
         except BaseException:
             job.release()
             raise
+
+
+def save_alone(path: StrPath, captured: Snapshot) -> str:
+    """Write a state from a single process, and return the path of the checkpoint."""
+    ctx = DistContext()
+    job, _ = _prepare(ctx, path, lambda: (captured, RetentionRule()), {})
+    job.run(ctx)
+    return job.path
 
 
 def _position(position: Any, models: Mapping[str, Wrapped]) -> Position:
@@ -206,50 +195,48 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
 def _prepare(
     ctx: DistContext,
     path: StrPath,
-    capture: Callable[[], Snapshot],
-    keep: RetentionRule,
-    *,
+    capture: Callable[[], tuple[Snapshot, RetentionRule]],
     arguments: Mapping[str, object],
-    problem: Exception | None,
 ) -> tuple["_Job", bool]:
     """Agree on the state to save and its name; only rank 0 accesses the disk.
 
     Args:
-        capture: Takes the snapshot.
+        capture: Checks the arguments, and takes the snapshot.
         arguments: Those of this rank that must be equal on every rank.
-        problem: Why they are invalid.
 
     Returns:
         The save, and whether a rank needs a group for background saves.
     """
-    captured, lock, named = None, None, None
-    writable, offered = dict[str, TensorChunk](), dict[str, tuple[int, str | None]]()
+    problem, lock, mine, where = None, None, None, str(path)
     with ExitStack() as undo:
         try:
-            if problem is None:
-                captured = capture()
-                writable = writable_chunks(captured.tensors)
-                offered = offers_of(captured, writable)
-                if ctx.is_main:
-                    named, lock = _reserve(open_storage(path), captured.position.updates)
-                    undo.callback(lock.release)
+            folder = open_storage(path)
+            where = str(folder)
+            captured, keep = capture()
+            writable = writable_chunks(captured.tensors)
+            named = None
+            if ctx.is_main:
+                folder.make()
+                lock = acquire(folder)
+                undo.callback(lock.release)
+                _clean(folder)
+                named = new_name(folder, captured.position.updates), secrets.token_hex(4)
+            mine = offers_of(captured, writable), captured.aliases, named
         except Exception as error:  # raised below on every rank
             problem = error
-        has_group = has_background_group(ctx)
-        own_aliases = {} if captured is None else captured.aliases
-        mine = str(path), arguments, offered, own_aliases, named, has_group
-        rows, lines = gather_with_errors(mine, problem, ctx)
-        if lines:
+        facts = where, {"path": where, **arguments}, has_background_group(ctx), mine
+        rows, lines = gather_with_errors(facts, problem, ctx)
+        if mine is None or lines:
             head = f"Nothing was saved in {rows[0][0]}:"
             raise CheckpointError("\n".join([head, *lines]), code="FX606") from problem
-        _, every_arguments, offers, every_aliases, every_named, groups = zip(*rows, strict=True)
+        _, every_arguments, groups, every = zip(*rows, strict=True)
         check_arguments(every_arguments)
-        assert captured is not None and every_named[0] is not None
+        offers, every_aliases, every_named = zip(*every, strict=True)
         name, token = every_named[0]
         # Pipeline ranks have different tensors and therefore different aliases.
         aliases = {k: v for of_rank in every_aliases for k, v in of_rank.items()}
         job = _Job(
-            folder=open_storage(path),
+            folder=folder,
             name=name,
             token=token,
             snapshot=attrs.evolve(captured, aliases=aliases),
@@ -260,26 +247,6 @@ def _prepare(
         )
         undo.pop_all()  # the job releases the lock
     return job, not all(groups)
-
-
-def save_alone(path: StrPath, captured: Snapshot) -> str:
-    """Write a state from a single process, and return the path of the checkpoint."""
-    ctx = DistContext()
-    job, _ = _prepare(ctx, path, lambda: captured, RetentionRule(), arguments={}, problem=None)
-    job.run(ctx)
-    return job.path
-
-
-def _reserve(folder: Storage, updates: int) -> tuple[tuple[str, str], Lock]:
-    """Lock a folder, and choose the name and token of a new checkpoint in it."""
-    folder.make()
-    lock = acquire(folder)
-    try:
-        _clean(folder, [])
-        return (new_name(folder, updates), secrets.token_hex(4)), lock
-    except BaseException:
-        lock.release()
-        raise
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -314,50 +281,75 @@ class _Job:
 
     def run(self, ctx: DistContext) -> None:
         """Write this rank's file and commit with the other ranks."""
-        try:
-            self._run(ctx)
-        finally:
-            self.release()
-
-    def _run(self, ctx: DistContext) -> None:
-        draft = self.folder.begin(self.name, self.token)
         problem, mine = self.problem, ({}, {}, {})
         try:
-            mine = write_file(draft, ctx.rank, self.chunks)
-        except Exception as error:  # as above
-            problem = problem or error
-        with _as_checkpoint_error(self.path):
-            rows, lines = gather_with_errors((platform.node(), mine), problem, ctx)
-            committed = False
-            if not lines:
-                committed, lines = self._commit(ctx, rows)
-            if lines:
-                self._fail(ctx, lines, committed=committed)
+            try:
+                draft = self.folder.begin(self.name, self.token)
+                mine = write_file(draft, ctx.rank, self.chunks)
+            except Exception as error:  # as above
+                problem = problem or error
+            with _as_checkpoint_error(self.path):
+                rows, lines = gather_with_errors((platform.node(), mine), problem, ctx)
+                if self.lock is not None:
+                    lines = self._commit(ctx, self.lock, rows, lines)
+                lines = ops.broadcast_object(lines, ctx)
+        finally:
+            self.release()
+        if lines:
+            head = f"{self.path} was not saved. Earlier checkpoints are intact."
+            raise CheckpointError("\n".join([head, *lines]), code="FX606")
 
     def _commit(
-        self, ctx: DistContext, rows: Sequence[tuple[str, Written]]
-    ) -> tuple[bool, list[str]]:
-        """Commit on rank 0; returns on every rank whether it committed, and any problem.
+        self,
+        ctx: DistContext,
+        lock: Lock,
+        rows: Sequence[tuple[str, Written]],
+        lines: list[str],
+    ) -> list[str]:
+        """Commit on rank 0, and prune; or remove what was written. Returns any problems.
 
         Args:
             rows: The machine of each rank, and what it wrote.
+            lines: Why ranks could not write.
         """
-        committed, lines = False, list[str]()
-        if ctx.is_main:
-            try:
+        try:
+            if not lines:
                 checkpoints = list_checkpoints(self.folder)
-                written = [each for _, each in rows]
-                manifest = _manifest(ctx, self.snapshot, written, next_order(checkpoints))
+                order = 1 + max((info.order or 0 for info in checkpoints), default=0)
+                manifest = self._manifest(ctx, [written for _, written in rows], order)
                 self._check_shared(rows)
-                if self.lock is not None:
-                    self.lock.check()
+                lock.check()
                 self.folder.commit(self.name, self.token, dump_manifest(manifest))
-                committed = True
-                self._prune(checkpoints, manifest)
-                self.release()  # before another rank returns from `save`
-            except Exception as error:  # as above
-                lines.append(f"  rank 0: {error_text(error)}")
-        return ops.broadcast_object((committed, lines), ctx)
+                self._prune(
+                    [
+                        *checkpoints,
+                        CheckpointInfo(name=self.name, order=order, metric=manifest.metric),
+                    ]
+                )
+        except Exception as error:  # as above
+            lines = [f"  rank 0: {error_text(error)}"]
+        try:
+            if lines and lock.is_ours():  # else a draft may be another's
+                _clean(self.folder)
+        except (OSError, CheckpointError) as error:
+            lines.append(f"  rank 0: {error_text(error)}")
+        self.release()  # before another rank returns from `save`
+        return lines
+
+    def _manifest(self, ctx: DistContext, written: Sequence[Written], order: int) -> Manifest:
+        sizes = {"world_size": ctx.world_size, "mesh": ctx.mesh.sizes}
+        return Manifest(
+            versions={"fxtrain": __version__, "torch": torch.__version__},
+            topology={**sizes, "order": order},
+            position=self.snapshot.position,
+            metric=self.snapshot.metric,
+            models=self.snapshot.models,
+            extra=self.snapshot.extra,
+            tensors=merged([tensors for _, tensors, _ in written]),
+            aliases=self.snapshot.aliases,
+            own=tuple([own for _, _, own in written]),
+            files={name: file for files, _, _ in written for name, file in files.items()},
+        )
 
     def _check_shared(self, rows: Sequence[tuple[str, Written]]) -> None:
         """Check that rank 0 sees the files of all ranks, as they were written.
@@ -388,62 +380,22 @@ class _Job:
                 )
             time.sleep(_POLL_INTERVAL_S)
 
-    def _prune(self, checkpoints: Sequence[CheckpointInfo], manifest: Manifest) -> None:
-        new = CheckpointInfo(name=self.name, order=manifest.order, metric=manifest.metric)
-        # Damaged checkpoints, whose order is unknown, are never newer.
-        for name in to_prune([*checkpoints, new], self.keep, this_process()):
+    def _prune(self, checkpoints: Sequence[CheckpointInfo]) -> None:
+        """Remove what the rule does not keep; the last of these was just committed."""
+        for name in to_prune(checkpoints, self.keep):
             # Looked up each time, since the run may go back while this is written.
             if self.folder.join(name).key() != self.state.restored_from:
-                with suppress(FileNotFoundError):  # removed by hand meanwhile
-                    self.folder.remove(name)
-
-    def _fail(self, ctx: DistContext, lines: list[str], *, committed: bool) -> None:
-        if ctx.is_main:
-            try:
-                if self.lock is None or self.lock.is_ours():  # else a draft may be another's
-                    _clean(self.folder, lines)
-            except (OSError, CheckpointError) as error:
-                lines.append(f"  rank 0: {error_text(error)}")
-            self.release()
-        lines = ops.broadcast_object(lines, ctx)
-        if not ctx.is_main and not committed:
-            # Rank 0 has removed the draft, unless each machine has a folder of its own.
-            with suppress(OSError):
-                self.folder.remove(self.folder.begin(self.name, self.token).name)
-        head = (
-            f"{self.path} was saved and is intact, but the cleanup after it failed:"
-            if committed
-            else f"{self.path} was not saved. Earlier checkpoints are intact."
-        )
-        raise CheckpointError("\n".join([head, *lines]), code="FX606")
+                _remove(self.folder, name)
 
 
-def _clean(folder: Storage, lines: list[str]) -> None:
-    """Remove leftovers of interrupted saves; add a line for each that cannot be removed."""
+def _clean(folder: Storage) -> None:
+    """Remove leftovers of interrupted saves."""
     for name in folder.leftovers():
-        try:
-            folder.remove(name)
-        except OSError as error:
-            lines.append(f"  rank 0: cannot remove {name}, left by an interrupted save: {error}")
+        _remove(folder, name)
 
 
-def _manifest(
-    ctx: DistContext, captured: Snapshot, written: Sequence[Written], order: int
-) -> Manifest:
-    return Manifest(
-        versions={"fxtrain": __version__, "torch": torch.__version__},
-        topology={
-            "world_size": ctx.world_size,
-            "mesh": ctx.mesh.sizes,
-            "order": order,
-            "saver": attrs.asdict(this_process()),
-        },
-        position=captured.position,
-        metric=captured.metric,
-        models=captured.models,
-        extra=captured.extra,
-        tensors=merged([tensors for _, tensors, _ in written]),
-        aliases=captured.aliases,
-        own=tuple([own for _, _, own in written]),
-        files={name: file for files, _, _ in written for name, file in files.items()},
-    )
+def _remove(folder: Storage, name: str) -> None:
+    try:
+        folder.remove(name)
+    except Exception as error:  # any of a store's client; what was committed is intact
+        _LOG.warning("%s cannot be removed: %s", folder.join(name), error)

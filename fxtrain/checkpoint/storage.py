@@ -22,7 +22,6 @@ from fxtrain.errors import CheckpointError, FxError
 
 MANIFEST = "manifest.json"  # a folder with this file is a checkpoint
 _TEMPORARY = ".partial-"
-_FLUSH_BYTES = 32 << 20  # bytes after which writing to disk starts
 # Errors that mean "does not exist" or "is not a plain file" rather than "reading failed".
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG}
 
@@ -41,17 +40,17 @@ def reading(what: str) -> Iterator[None]:
     """Raise `UnreadableError` if reading fails; an absent file stays an `OSError`."""
     try:
         yield
-    except OSError as error:
-        if error.errno in _ABSENT or isinstance(error, FileNotFoundError):
+    except (FxError, MemoryError):
+        raise
+    except Exception as error:  # from the disk, or from boto, aiohttp or any other client
+        if isinstance(error, OSError) and (
+            error.errno in _ABSENT or isinstance(error, FileNotFoundError)
+        ):
             raise
-        raise _unreadable(what, error) from error
-
-
-def _unreadable(what: str, error: OSError) -> UnreadableError:
-    return UnreadableError(
-        f"{what} cannot be read: {error.strerror or error}. It may be intact: try again once it is "
-        f"readable."
-    )
+        raise UnreadableError(
+            f"{what} cannot be read: {getattr(error, 'strerror', None) or error}. It may be "
+            f"intact: try again once it is readable."
+        ) from error
 
 
 @attrs.frozen
@@ -66,11 +65,6 @@ class LocalStorage:
 
     def __str__(self) -> str:
         return self.path
-
-    @property
-    def name(self) -> str:
-        """Its name in the folder that contains it."""
-        return os.path.basename(self.path)
 
     def join(self, name: str) -> "LocalStorage":
         """A folder inside this one."""
@@ -150,10 +144,8 @@ class LocalStorage:
         def fill(offset: int, buffer: memoryview) -> None:
             done = 0
             while done < len(buffer):
-                try:
+                with reading(f"{self.path}/{name}"):
                     got = os.preadv(descriptor, [buffer[done:]], offset + done)
-                except OSError as error:
-                    raise _unreadable(f"{self.path}/{name}", error) from error
                 if not got:
                     raise CheckpointError(
                         f"{self.path}: {name} ends early, at {offset + done}.", code="FX602"
@@ -169,19 +161,7 @@ class LocalStorage:
     def create(self, name: str) -> Iterator[Write]:
         """Write a new file; its bytes are durable afterwards."""
         with open(os.path.join(self.path, name), "xb") as file:
-            begin = end = 0
-
-            def write(data: memoryview) -> None:
-                nonlocal begin, end
-                file.write(data)
-                end += len(data)
-                # On Linux, DONTNEED starts writing back dirty pages without waiting, so that the
-                # final `fsync` is short.
-                if end - begin >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
-                    begin = end
-
-            yield write
+            yield file.write
             file.flush()
             os.fsync(file.fileno())
 
@@ -222,12 +202,7 @@ class LocalStorage:
 
     def _descriptor(self, name: str) -> int:
         # A symlink could point outside the folder, and opening a pipe would block.
-        path = os.path.join(self.path, name)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise CheckpointError(f"{self.path}: {name} is not a plain file.")
-        return descriptor
+        return os.open(os.path.join(self.path, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _sync(path: str) -> None:
@@ -249,10 +224,6 @@ class RemoteStorage:
 
     def __str__(self) -> str:
         return self.url
-
-    @property
-    def name(self) -> str:
-        return self.url.rpartition("/")[2]
 
     def join(self, name: str) -> "RemoteStorage":
         return RemoteStorage(self.system, f"{self.path}/{name}", f"{self.url}/{name}")
@@ -279,7 +250,7 @@ class RemoteStorage:
     def _committed(self, name: str) -> bool:
         # Not `exists`, which reports every failure as absence.
         try:
-            with _reached(f"{self.url}/{name}"):
+            with reading(f"{self.url}/{name}"):
                 self.system.info(f"{self.path}/{name}/{MANIFEST}")
         except FileNotFoundError:
             return False
@@ -287,7 +258,7 @@ class RemoteStorage:
 
     def _inside(self) -> dict[str, Any]:
         try:
-            with _reached(self.url):
+            with reading(self.url):
                 self.system.invalidate_cache(self.path)
                 entries = self.system.ls(self.path, detail=True)
         except FileNotFoundError:
@@ -306,7 +277,7 @@ class RemoteStorage:
         self.system.rm(f"{self.path}/{name}", recursive=True)
 
     def read(self, name: str, most: int) -> bytes:
-        with _reached(f"{self.url}/{name}"):
+        with reading(f"{self.url}/{name}"):
             size = self.system.size(f"{self.path}/{name}")
             if size is None or size > most:
                 raise CheckpointError(f"{self.path}/{name} has {size} bytes; the limit is {most}.")
@@ -317,11 +288,8 @@ class RemoteStorage:
         path = f"{self.path}/{name}"
 
         def fill(offset: int, buffer: memoryview) -> None:
-            try:
-                with _reached(f"{self.url}/{name}"):
-                    data = self.system.cat_file(path, start=offset, end=offset + len(buffer))
-            except OSError as error:
-                raise CheckpointError(f"{self.url}: {name}: {error}.") from error
+            with reading(f"{self.url}/{name}"):
+                data = self.system.cat_file(path, start=offset, end=offset + len(buffer))
             if len(data) != len(buffer):
                 raise CheckpointError(
                     f"{self.url}: {name} ends early, at {offset + len(data)}.", code="FX602"
@@ -349,18 +317,6 @@ class RemoteStorage:
 
     def exclusive(self) -> nullcontext[None]:
         return nullcontext()
-
-
-@contextmanager
-def _reached(what: str) -> Iterator[None]:
-    """Turn any error of a store's client into a read error."""
-    with reading(what):
-        try:
-            yield
-        except (OSError, FxError, MemoryError):
-            raise
-        except Exception as error:  # from boto, aiohttp or any other client
-            raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 Storage = LocalStorage | RemoteStorage

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxtrain._reading import StrPath
-from fxtrain.checkpoint.folders import open_checkpoint, read_manifest
+from fxtrain.checkpoint.folders import find_checkpoint, read_manifest
 from fxtrain.checkpoint.manifest import (
     CHUNK,
     Manifest,
@@ -64,7 +64,8 @@ def verify(path: StrPath) -> Verified:
         ...     fx.checkpoint.verify(saving.path).world_size
         1
     """
-    storage, manifest = open_checkpoint(path)
+    storage = find_checkpoint(path)
+    manifest = read_manifest(storage)
     files = files_of(storage)
     problems = file_problems(files, manifest)
     extra = files.keys() - manifest.files.keys() - {MANIFEST}

@@ -75,7 +75,7 @@ def lock_folder(folder: Path, ctx: DistContext) -> Lock | None:
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return acquire(open_storage(folder), for_run=True)
+        return acquire(open_storage(folder), ".lock-run")
     except FxError as error:
         raise PlanError(f"track({str(folder)!r}): {error}") from error
     except OSError as error:

@@ -48,17 +48,3 @@ def test_another_word_is_an_error(tmp_path):
 
 def test_a_folder_without_checkpoints_has_none(tmp_path):
     assert fx.checkpoint.best(tmp_path) is None
-
-
-def test_restoring_the_folder_of_a_run_reads_each_manifest_once(tmp_path, monkeypatch):
-    paths = _save(tmp_path, [None, None, None])
-    reads, read = [], LocalStorage.read
-
-    def counted(storage, name, most):
-        reads.append(f"{storage}/{name}")
-        return read(storage, name, most)
-
-    monkeypatch.setattr(LocalStorage, "read", counted)
-    with fx.detect(env={}, device="cpu") as ctx:
-        assert fx.restore(tmp_path, ctx, fx.wrap(nn.Linear(1, 1), ctx)).path == paths[-1]
-    assert sorted(reads) == [f"{path}/{MANIFEST}" for path in paths]

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint.folder_lock import this_process
 from fxtrain.checkpoint.folders import CheckpointInfo, RetentionRule, to_prune
-from fxtrain.checkpoint.manifest import HIGHEST, MANIFEST, digest_of
+from fxtrain.checkpoint.manifest import MANIFEST, digest_of
 
 DATA = "rank-00000.safetensors"
 KEEP = st.one_of(st.none(), st.integers(1, 3))
@@ -205,7 +204,7 @@ def test_checkpoints_without_an_order_are_ordered_by_updates(run, tmp_path):
         run.save(update, None)
         path = tmp_path / f"update-{update:010d}" / MANIFEST
         body = json.loads(path.read_bytes())["manifest"]
-        del body["topology"]["order"], body["topology"]["saver"]  # as earlier versions wrote it
+        del body["topology"]["order"]  # as earlier versions wrote it
         raw = json.dumps(body).encode()
         path.write_bytes(b'{"digest":"' + digest_of(raw).encode() + b'","manifest":' + raw + b"}\n")
     assert fx.latest(tmp_path).endswith("update-0000000100")
@@ -214,7 +213,7 @@ def test_checkpoints_without_an_order_are_ordered_by_updates(run, tmp_path):
 
 def test_the_highest_order_leaves_a_folder_that_can_be_saved_into(run, tmp_path):
     run.save(1, None)
-    _rewrite(run.order[0], lambda body: body["topology"].update(order=HIGHEST))
+    _rewrite(run.order[0], lambda body: body["topology"].update(order=1 << 63))
     run.save(2, None)
 
 
@@ -237,7 +236,7 @@ def test_whatever_the_rule_the_new_one_and_as_many_as_asked_for_stay(orders, dam
         )
         for number, updates in enumerate(orders)
     ]
-    gone = to_prune(found, keep, this_process())
+    gone = to_prune(found, keep)
     assert found[-1].name not in gone and len(set(gone)) == len(gone)
     kept = {one.updates for one in found if one.name not in gone and not one.problems}
     whole = {one.updates for one in found if not one.problems}

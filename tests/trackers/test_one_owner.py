@@ -56,7 +56,7 @@ def test_a_second_run_in_a_folder_is_refused_and_changes_nothing(ctx, tmp_path, 
         held.log({"loss": 1.0}, fx.Position(updates=1))
         held.flush()
     before = _files(tmp_path)
-    with pytest.raises(fx.PlanError, match=r"is the folder of a run that is open in process"):
+    with pytest.raises(fx.PlanError, match=r"is in use by process"):
         SECOND[second](ctx, tmp_path)
     assert _files(tmp_path).keys() == before.keys()
     held.close()
@@ -78,7 +78,7 @@ def _twice(ctx, folder):
 
 def test_it_is_one_error_on_all_ranks(pair, tmp_path):
     errors = pair.run(_twice, str(tmp_path))
-    assert errors[0] == errors[1] and "open in process" in errors[0][1]
+    assert errors[0] == errors[1] and "in use by process" in errors[0][1]
     assert len(read_run(tmp_path).curve("loss")) == 1
 
 
@@ -122,7 +122,7 @@ def test_a_second_process_changes_nothing_and_a_killed_one_blocks_nobody(tmp_pat
 
 def _foreign_lock(folder, **change):
     """The lock of a run, as a process on another machine writes it."""
-    owner = {"host": "elsewhere", "machine": "another", "pid": 1, "started": "1", **change}
+    owner = {"host": "elsewhere", "machine": "another", "pid": 1, **change}
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"token": "ab", "owner": owner, "beat": "000000000000"})
     (folder / ".lock-run").write_text(text)
@@ -135,8 +135,11 @@ def test_the_lock_of_a_dead_machine_is_replaced(ctx, tmp_path, monkeypatch):
         assert json.loads((tmp_path / ".lock-run").read_text())["token"] != "ab"
 
 
-def test_the_lock_of_an_earlier_process_with_the_same_number_is_replaced(ctx, tmp_path):
-    _foreign_lock(tmp_path, machine=this_process().machine, pid=os.getpid(), started="0")
+def test_the_lock_of_an_earlier_process_with_the_same_number_is_replaced(
+    ctx, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(folder_lock, "STALE_S", 0.5)
+    _foreign_lock(tmp_path, **{**this_process(), "pid": os.getpid()})
     _track(ctx, tmp_path).close()
     assert not list(tmp_path.glob(".lock-*"))
 
