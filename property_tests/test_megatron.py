@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from torch.distributed import checkpoint as dcp
 
 import fxtrain as fx
-from fxtrain.interop import import_checkpoint, read_megatron
+from fxtrain.interop import import_checkpoint, read_megatron, write_megatron
 from fxtrain.interop.megatron_names import FAMILIES
 from tests._damage import damaged, damaged_save, misshapen, only, replaced
-from tests._megatron_files import write_megatron
 
 # torch says so of pickles that it did not write, and of saving without ranks.
 pytestmark = [
@@ -80,7 +79,7 @@ def test_any_split_is_read_back(folder, model, multiple, local):
         made,
         tensor=tensor,
         pipeline=pipeline,
-        fused=not local,
+        implementation="local" if local else "transformer_engine",
         vocab_multiple=multiple,
     )
     assert len(list((made / "release").iterdir())) == tensor * pipeline
@@ -164,7 +163,7 @@ def sharded(folder):
     """A folder in `torch_dist`, whose layers are stacked."""
     tensors, config = _small()
     one = folder / "one"
-    write_megatron(tensors, config, one, fused=False, vocab_multiple=2)
+    write_megatron(tensors, config, one, implementation="local", vocab_multiple=2)
     contents = torch.load(one / "release/mp_rank_00/model_optim_rng.pt", weights_only=False)
     stacked = {}
     for name, tensor in contents["model"].items():

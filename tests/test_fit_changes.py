@@ -61,6 +61,26 @@ def test_other_data_is_one_line_and_another_plan_is_one(ctx, tmp_path, caplog):
     with caplog.at_level("INFO"):
         _fit(ctx, tmp_path, updates=5, batch=1, accumulate=2, clip_norm=1.0)
     assert "continues on other data: batch 2 → 1." in caplog.text
+    assert caplog.text.count("accumulate") == 1  # `restore` has logged it
+
+
+def test_a_loop_by_hand_is_told_which_changes_train_otherwise(ctx, tmp_path, caplog):
+    def wrapped(optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **plan):
+        return fx.wrap(torch.nn.Linear(1, 1), ctx, fx.Plan(**plan), optimizer=optimizer)
+
+    fx.save(tmp_path, ctx, wrapped(seed=1, batch="global"))
+    with caplog.at_level("INFO"):
+        fx.restore(tmp_path, ctx, wrapped(seed=1, batch="global", strategy="fsdp", mesh="shard=1"))
+        fx.restore(tmp_path, ctx, wrapped(None, seed=2))  # it does not train
+    assert not caplog.messages
+    with caplog.at_level("INFO"):
+        fx.restore(tmp_path, ctx, {"model": wrapped(seed=2, accumulate=2, precision="bf16")})
+    (line,) = [message for message in caplog.messages if message.startswith("restore:")]
+    assert line.startswith("restore: the plan of 'model' differs from that of")
+    assert line.endswith(
+        ": precision.compute 'fp32' → 'bf16'; accumulate 1 → 2; batch 'global' → 'per_rank'; "
+        "seed 1 → 2."
+    )
 
 
 def test_the_windows_are_those_of_the_model(ctx, tmp_path):

@@ -47,7 +47,7 @@ _PLACES = {
         "AcceleratorState.random AcceleratorState.scaler AcceleratorState.schedulers "
         "DcpState.values DeepSpeedState.optimizer DeepSpeedState.scheduler EMA.state "
         "MegatronState.args MegatronState.config ModelState.values StateReader.values "
-        "read_megatron.args"
+        "read_megatron.args write_megatron.args write_megatron.config"
     ),
     _NATIVE: (
         "Case.optimizer Entry.value Run.native.return Sharded.dataset.return Tracker.close "

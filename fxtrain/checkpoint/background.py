@@ -1,9 +1,13 @@
 """Background saves: the state is copied to host memory, and written in a thread."""
 
+import atexit
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Literal
 
 import attrs
 from torch import Tensor
@@ -62,18 +66,54 @@ class Saving:
             CheckpointError: the save failed; on every rank, at each call.
             TimeoutError: the save is still in progress after `timeout_s`.
         """
-        self._future.result(timeout_s)
+        try:
+            self._future.result(timeout_s)
+        finally:
+            if self._future.done():  # its error was seen
+                atexit.unregister(self._at_exit)
         return self.path
 
+    def _at_exit(self) -> None:
+        """End the program as an uncaught exception does, since the error was never reported.
 
-def wait_for_earlier(ctx: DistContext) -> None:
-    """Wait for a save in progress.
+        Once the script has ended, Python has no other way to change the exit code: it prints and
+        discards what functions of `atexit` raise. The remaining functions therefore run from here,
+        which closes process groups and trackers, and then the process exits.
+        """
+        error = self._future.exception()
+        assert error is not None  # else this is not registered
+        error.add_note(
+            "This background save failed, and the program ended without checking its result. "
+            "Call result() on the handle from fx.save, or fx.close(ctx)."
+        )
+        # If the script itself failed, a launcher keeps the first error that the hook received.
+        failed = getattr(sys, "last_value", None) is not None
+        show = sys.__excepthook__ if failed else sys.excepthook
+        try:
+            show(type(error), error, error.__traceback__)
+            atexit.unregister(self._at_exit)
+            atexit._run_exitfuncs()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+        finally:
+            os._exit(1)
+
+
+def wait_for_earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving | None:
+    """Wait for a save in progress, or return it if the new save is to be skipped.
 
     Raises:
-        CheckpointError: it failed.
+        CheckpointError: the earlier save failed.
     """
-    if tasks := ctx.comm.state.background_tasks:
-        tasks.pop().result()
+    tasks = ctx.comm.state.background_tasks
+    if not tasks:
+        return None
+    earlier: Saving = tasks[-1]
+    if busy == "skip" and ops.any_rank(not earlier.done(), ctx):
+        return earlier
+    tasks.remove(earlier)
+    earlier.result()
+    return None
 
 
 def has_background_group(ctx: DistContext) -> bool:
@@ -99,17 +139,19 @@ def start_background(
             raise CheckpointError(f"{path} was not saved: {error}", code="FX606") from error
     future: Future[None] = Future()
     group = state.background
+    saving = Saving(path=path, future=future)
 
     def work() -> None:
         try:
             run(group)
-        except BaseException as error:  # raised by `result`, which a program may never call
-            _LOG.error("A background save failed: %s", error)
+        except BaseException as error:  # raised by the next `result`
             future.set_exception(error)
+            # Registered last, so that it runs first. The interpreter joins this thread before
+            # it runs any function of `atexit`.
+            atexit.register(saving._at_exit)
         else:
             future.set_result(None)
 
-    saving = Saving(path=path, future=future)
     ctx.comm.state.background_tasks.append(saving)
     release_thread(group)  # the previous save's thread has ended
     # Not a daemon: the interpreter waits for it at exit.

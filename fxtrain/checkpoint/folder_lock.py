@@ -37,6 +37,19 @@ def this_process() -> dict[str, Any]:
     return {"host": platform.node(), "machine": machine, "pid": os.getpid()}
 
 
+def is_running(machine: str, pid: int) -> bool | None:
+    """Whether a process, or another one with its number, runs; None if that cannot be seen here."""
+    if machine != this_process()["machine"]:
+        return None
+    try:
+        os.kill(pid, 0)  # signal 0 only checks for existence
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # it runs as another user
+    return True
+
+
 @attrs.define(kw_only=True, eq=False)
 class Lock:
     """A lock on a folder, held by this process until `release`; a thread sends heartbeats."""
@@ -145,13 +158,12 @@ def _read(folder: Storage, name: str) -> bytes | None:
 def _is_held(folder: Storage, name: str, raw: bytes) -> bool:
     """Whether the holder of a lock is alive; compares no clocks."""
     owner = _owner_of(raw)
-    if owner["machine"] == this_process()["machine"]:
-        try:
-            os.kill(owner["pid"], 0)  # signal 0 only checks for existence
-        except (ProcessLookupError, OverflowError):
-            return False
-        except PermissionError:
-            pass  # it runs as another user
+    if is_running(owner["machine"], owner["pid"]) is False:
+        return False
+    _LOG.warning(
+        "%s has a lock of process %s on %s: waiting up to %.0f s for a sign that it is alive.",
+        *(folder, owner["pid"], owner["host"], STALE_S),
+    )
     deadline = time.monotonic() + STALE_S
     while time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL_S)

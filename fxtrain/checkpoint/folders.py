@@ -9,6 +9,7 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._reading import StrPath
+from fxtrain.checkpoint.folder_lock import is_running
 from fxtrain.checkpoint.manifest import Manifest, NewerFormatError, load_manifest
 from fxtrain.checkpoint.reading import file_problems
 from fxtrain.checkpoint.storage import MANIFEST, Storage, UnreadableError, open_storage
@@ -27,12 +28,14 @@ class CheckpointInfo:
         name: Name of its folder.
         order: Commit order: the newest has the highest number. None if its manifest is
             damaged.
+        saver: The machine and the number of the process that committed it, if known.
         metric: The number that `keep_best` compares.
         problems: Why it is incomplete; empty if it is complete.
     """
 
     name: str
     order: int | None
+    saver: tuple[str, int] | None = None
     metric: float | None = None
     problems: tuple[str, ...] = ()
 
@@ -179,17 +182,19 @@ def list_checkpoints(folder: Storage) -> list[CheckpointInfo]:
     checkpoints: list[CheckpointInfo] = []
     for name in checkpoint_names(folder):
         inside = folder.join(name)
-        order, metric = None, None
+        order, saver, metric = None, None, None
         try:
             manifest = read_manifest(inside)
-            order, metric = manifest.order, manifest.metric
+            order, saver, metric = manifest.order, manifest.saver, manifest.metric
             problems = file_problems(inside.files(), manifest)
         except (UnreadableError, NewerFormatError):
             raise
         except (CheckpointError, OSError) as error:
             problems = [str(error)]
         checkpoints.append(
-            CheckpointInfo(name=name, order=order, metric=metric, problems=tuple(problems))
+            CheckpointInfo(
+                name=name, order=order, saver=saver, metric=metric, problems=tuple(problems)
+            )
         )
     return sorted(checkpoints, key=lambda info: math.inf if info.order is None else info.order)
 
@@ -273,18 +278,35 @@ def retention_rule(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> 
     return RetentionRule(last=last, every=every, best=best, mode=mode)
 
 
-def to_prune(checkpoints: Sequence[CheckpointInfo], keep: RetentionRule) -> list[str]:
+# Commits by other processes after which a process on another machine is considered ended.
+_SILENT_CHECKPOINTS = 3
+
+
+def to_prune(
+    checkpoints: Sequence[CheckpointInfo], keep: RetentionRule, saver: tuple[str, int]
+) -> list[str]:
     """Names of the checkpoints to remove, oldest first; never the newest.
 
     Args:
         checkpoints: All checkpoints of the folder; the last was just committed.
         keep: The rule.
+        saver: The process that saves. Checkpoints of other running processes are ignored.
     """
-    complete = [info for info in checkpoints if not info.problems]
+    last = {info.saver: info.order or 0 for info in checkpoints if info.saver not in (None, saver)}
+    newest_order = checkpoints[-1].order or 0
+    others: set[Any] = set()
+    for owner, order in last.items():
+        runs = owner is not None and is_running(*owner)
+        if runs or (runs is None and newest_order - order < _SILENT_CHECKPOINTS):
+            others.add(owner)
+    # A damaged manifest does not name its saver, which may be one of the others.
+    spared = {i.name for i in checkpoints if i.saver in others or (others and i.order is None)}
+    pool = [info for info in checkpoints if info.name not in spared]
+    complete = [info for info in pool if not info.problems]
     newest = {info.updates: info for info in complete}  # replaces earlier ones of the same update
     current = [info for info in complete if newest[info.updates] is info]
     if keep == RetentionRule(mode=keep.mode):
-        kept = {info.name for info in checkpoints if info.problems or info in current}
+        kept = {info.name for info in pool if info.problems or info in current}
     else:
         kept = {info.name for info in current[-(keep.last or 1) :]}
         kept |= {info.name for info in current if keep.every and not info.updates % keep.every}
@@ -293,4 +315,4 @@ def to_prune(checkpoints: Sequence[CheckpointInfo], keep: RetentionRule) -> list
         rated = [info for info in reversed(current) if info.metric is not None]
         rated.sort(key=lambda info: sign * (info.metric or 0))
         kept |= {info.name for info in rated[: keep.best or 0]}
-    return [info.name for info in checkpoints[:-1] if info.name not in kept]
+    return [info.name for info in checkpoints[:-1] if info.name not in kept | spared]

@@ -85,7 +85,7 @@ class Manifest:
     Attributes:
         versions: Versions of fxtrain and torch, for information.
         topology: `world_size` and `mesh` of the ranks that saved; `order`, higher than that of
-            every checkpoint in the folder at the time.
+            every checkpoint in the folder at the time; `saver`, the process of rank 0.
         position: Position of the run in its data.
         metric: The number that `keep_best` compares, or None.
         models: Per model, its `plan`, the plan's `fingerprint` and its `values`.
@@ -111,6 +111,12 @@ class Manifest:
     def order(self) -> int:
         """Commit order among the checkpoints of its folder; the newest has the highest."""
         return self.topology.get("order", 0)
+
+    @property
+    def saver(self) -> tuple[str, int] | None:
+        """The machine and the number of the process that committed it, if recorded."""
+        owner = self.topology.get("saver")
+        return None if owner is None else (str(owner["machine"]), int(owner["pid"]))
 
 
 digest_of = xxhash.xxh3_128_hexdigest  # the digest of some bytes
@@ -145,6 +151,7 @@ def load_manifest(raw: bytes) -> Manifest:
             raise ValueError(f"its format is {str(number)[:80]!r}")
         manifest = _converter().structure(data, Manifest)
         _check(manifest)
+        _check_tensors(manifest)
     except NewerFormatError:
         raise
     except Exception as error:  # whatever a missing field or one of another type raises
@@ -194,24 +201,39 @@ def _check(manifest: Manifest) -> None:
     if type(ranks) is not int or not ranks or ranks != len(manifest.own):
         raise ValueError(f"{str(ranks)[:80]} ranks, with states of {len(manifest.own)}")
     _exact(manifest.order, int)
+    _ = manifest.saver  # raises if it does not describe a process
     for name, file in manifest.files.items():
         if not _FILE_NAME.fullmatch(name) or not 8 <= file.header <= file.size:
             raise ValueError(f"{name[:200]!r} is not the name of a data file of {file.size} bytes")
-    for table in (manifest.tensors, *manifest.own):
-        for name, tensor in table.items():
-            _check_tensor(name, tensor, manifest.files)
     for name, target in manifest.aliases.items():
         if target not in manifest.tensors or name in manifest.tensors:
             raise ValueError(f"{name!r} is not a valid alias of the tensor {target!r}")
 
 
-def _check_tensor(name: str, tensor: StoredTensor, files: Mapping[str, DataFile]) -> None:
+def _check_tensors(manifest: Manifest) -> None:
+    """Check that parts lie in the files, apart from each other, and cover their tensors."""
+    used = {name: [(0, file.header)] for name, file in manifest.files.items()}
+    for table in (manifest.tensors, *manifest.own):
+        for name, tensor in table.items():
+            _check_tensor(name, tensor, used)
+    for name, spans in used.items():  # every byte belongs to the header or to one tensor
+        end = 0
+        for offset, size in (*sorted(spans), (manifest.files[name].size, 0)):
+            if offset != end:
+                raise ValueError(f"parts in {name} overlap or have a gap at byte {end}")
+            end += size
+
+
+def _check_tensor(
+    name: str, tensor: StoredTensor, used: Mapping[str, list[tuple[int, int]]]
+) -> None:
+    """Check a tensor; the offset and size of each part are added to those used in its file."""
     for part in tensor.parts:
-        file, size = files[part.file], math.prod(part.shape) * tensor.itemsize
-        if not file.header <= part.offset <= part.offset + size <= file.size:
-            raise ValueError(f"a part of {name} is not inside the file {part.file}")
+        size = math.prod(part.shape) * tensor.itemsize
         if len(part.digests) != -(-size // CHUNK):
             raise ValueError(f"a part of {name} needs a digest for each {CHUNK} of {size} bytes")
+        if size:
+            used[part.file].append((part.offset, size))
     boxes = [(part.start, part.shape) for part in tensor.parts]
     if len(tensor.shape) > _MAX_DIMS or not covers(tensor.shape, boxes):
         raise ValueError(f"the parts of {name} overlap or do not cover {list(tensor.shape)}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from fxtrain import ops
 from fxtrain._display import describe
 from fxtrain._reading import StrPath
+from fxtrain._record import shown
 from fxtrain.checkpoint.background import CheckpointState
 from fxtrain.checkpoint.folders import committed_before, find_checkpoint, latest, read_manifest
 from fxtrain.checkpoint.json_values import decode
@@ -28,11 +29,16 @@ from fxtrain.state import (
     Position,
     StateReader,
     Wrapped,
+    diff,
     structure,
+    unstructure,
 )
 from fxtrain.state.context import check_connected
 
 _LOG = logging.getLogger(__name__)
+# Where a model is, how it is computed there, and what is recorded: not how it trains.
+_PLACING = ("strategy", "mesh", "context", "compile", "profile", "frozen")
+_PLACING += ("recompute", "recompute_every", "recompute_keep")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -94,7 +100,9 @@ def restore(
 
     Effects:
         Changes the models in place. Each rank reads its part of the files. A few small
-        collectives. While the context is open, its saves never remove the checkpoint.
+        collectives. While the context is open, its saves never remove the checkpoint. Rank 0 logs
+        one line for a model whose plan trains otherwise than the saved one, such as another seed,
+        `accumulate` or precision.
 
     Raises:
         CheckpointError: the checkpoint does not exist, is damaged, cannot be read, was written
@@ -120,11 +128,14 @@ def restore(
         storage = open_storage(ops.broadcast_object(found, ctx))
         with fail_together(ctx, "restore"):
             state.restored_from = storage.key()  # no save removes it meanwhile
-            return _restore(storage, ctx, models, extra, random)
+            restored = _restore(storage, ctx, models, extra, random)
     except Exception as error:  # any error of the models or of the template
         state.restored_from = earlier
         known = isinstance(error, FxError | OSError) and str(error)
         raise CheckpointError(f"{path} was not restored. {known or repr(error)}") from error
+    for name, wrapped in models.items():
+        _log_changes(ctx, restored, name, wrapped)
+    return restored
 
 
 def restore_newest(
@@ -165,6 +176,25 @@ def _before_damaged(folder: StrPath, path: str, error: CheckpointError) -> str:
             _LOG.warning("%s is restored, since %s", earlier, problem)
             return earlier
     raise error
+
+
+def _log_changes(ctx: DistContext, restored: Restored, name: str, model: Wrapped) -> None:
+    """Log on rank 0 what its plan changes for the training of a model."""
+    now, saved = unstructure(model.plan), restored._plans[name]
+    if not model.optimizers or saved == now:
+        return
+    saved = {**saved, **{field: now[field] for field in _PLACING}}
+    changes = [
+        f"{change.path} {shown(change.left)} → {shown(change.right)}"
+        for change in diff(structure(saved, Plan), model.plan)
+    ]
+    if changes:
+        ops.log(ctx).info(
+            "restore: the plan of %r differs from that of %s: %s.",
+            name,
+            restored.path,
+            "; ".join(changes),
+        )
 
 
 def _restore(

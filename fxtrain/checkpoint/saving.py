@@ -22,7 +22,7 @@ from fxtrain.checkpoint.background import (
     start_background,
     wait_for_earlier,
 )
-from fxtrain.checkpoint.folder_lock import Lock, acquire
+from fxtrain.checkpoint.folder_lock import Lock, acquire, this_process
 from fxtrain.checkpoint.folders import (
     CheckpointInfo,
     RetentionRule,
@@ -69,6 +69,7 @@ def save(
     keep_best: int | None = None,
     best: Literal["min", "max"] = "min",
     background: bool = False,
+    busy: Literal["wait", "skip"] = "wait",
 ) -> Saving:
     """Save models and everything that a run needs to resume bit for bit.
 
@@ -87,13 +88,14 @@ def save(
             objects with `state_dict()`, nested arbitrarily.
         metric: The number that `keep_best` compares.
         keep_last: Keep this many of the most recently committed checkpoints; all, if no rule
-            is given. No rule removes the new checkpoint, or the one that this run was last
-            restored from.
+            is given. No rule removes the new checkpoint, the one that this run was last
+            restored from, or those of another run that is still active.
         keep_every: Keep checkpoints whose number of updates is a multiple of this.
         keep_best: Keep this many with the best metric.
         best: Whether the best metric is the smallest or the largest.
-        background: Copy the state to host memory, return, and write it in a thread. The next save
-            waits for it.
+        background: Copy the state to host memory, return, and write it in a thread.
+        busy: What to do while an earlier save is in progress: wait for it, or skip this save
+            and return the earlier handle.
 
     Returns:
         A handle with the `path` of the checkpoint; `handle.result()` waits for the save.
@@ -108,7 +110,8 @@ def save(
         CheckpointError: a value cannot be saved, the ranks pass different arguments, a rank
             cannot write, another process is saving into the folder, or a checkpoint in it
             cannot be read; on every rank. Earlier checkpoints stay intact. Also the error of
-            an earlier background save whose `result()` was never called.
+            an earlier background save whose `result()` was never called; if the program ends
+            first, it prints that error and exits with 1.
 
     Example:
         >>> import fxtrain as fx, tempfile, torch
@@ -122,6 +125,7 @@ def save(
     check_connected("save", ctx)
     arguments = {
         "background": background,
+        "busy": busy,
         "keep_last": keep_last,
         "keep_every": keep_every,
         "keep_best": keep_best,
@@ -131,11 +135,15 @@ def save(
 
     def capture() -> tuple[Snapshot, RetentionRule]:
         keep = retention_rule(keep_last, keep_every, keep_best, best, metric)
+        if busy not in ("wait", "skip"):
+            raise CheckpointError(f"save(busy={busy!r}): choose 'wait' or 'skip'.")
         models = by_name(model)
         return snapshot(ctx, models, _position(position, models), extra, metric), keep
 
     with _as_checkpoint_error(str(path)):
-        wait_for_earlier(ctx)
+        in_progress = wait_for_earlier(ctx, busy)
+        if in_progress is not None:
+            return in_progress
         job, open_group = _prepare(ctx, path, capture, arguments)
         if not background:
             job.run(ctx)
@@ -296,6 +304,10 @@ class _Job:
         finally:
             self.release()
         if lines:
+            # Each rank, as each machine may have a folder of its own.
+            for name in self.folder.leftovers():
+                if self.token in name:
+                    _remove(self.folder, name)
             head = f"{self.path} was not saved. Earlier checkpoints are intact."
             raise CheckpointError("\n".join([head, *lines]), code="FX606")
 
@@ -340,7 +352,7 @@ class _Job:
         sizes = {"world_size": ctx.world_size, "mesh": ctx.mesh.sizes}
         return Manifest(
             versions={"fxtrain": __version__, "torch": torch.__version__},
-            topology={**sizes, "order": order},
+            topology={**sizes, "order": order, "saver": this_process()},
             position=self.snapshot.position,
             metric=self.snapshot.metric,
             models=self.snapshot.models,
@@ -382,7 +394,8 @@ class _Job:
 
     def _prune(self, checkpoints: Sequence[CheckpointInfo]) -> None:
         """Remove what the rule does not keep; the last of these was just committed."""
-        for name in to_prune(checkpoints, self.keep):
+        process = this_process()
+        for name in to_prune(checkpoints, self.keep, (process["machine"], process["pid"])):
             # Looked up each time, since the run may go back while this is written.
             if self.folder.join(name).key() != self.state.restored_from:
                 _remove(self.folder, name)

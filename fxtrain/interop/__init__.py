@@ -6,7 +6,7 @@ from fxtrain.interop.accelerate_config import Converted, Note, convert_accelerat
 from fxtrain.interop.converting import import_checkpoint
 from fxtrain.interop.dcp_checkpoints import DcpState, read_dcp
 from fxtrain.interop.deepspeed_checkpoints import DeepSpeedState, read_deepspeed
-from fxtrain.interop.megatron_checkpoints import MegatronState, read_megatron
+from fxtrain.interop.megatron_checkpoints import MegatronState, read_megatron, write_megatron
 
 __all__ = [
     "AcceleratorState",
@@ -22,4 +22,5 @@ __all__ = [
     "read_dcp",
     "read_deepspeed",
     "read_megatron",
+    "write_megatron",
 ]

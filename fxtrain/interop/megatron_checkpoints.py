@@ -1,4 +1,4 @@
-"""Read Megatron's checkpoints, without Megatron.
+"""Read and write Megatron's checkpoints, without Megatron.
 
 Its older format has one file of `torch.save` for each tensor- and pipeline-parallel rank, which
 contains objects of many classes. They are read as inert placeholders, and torch reads the tensors
@@ -7,10 +7,11 @@ with `weights_only=True`. The newer one, `torch_dist`, is a `torch.distributed.c
 
 import argparse
 import itertools
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -22,20 +23,29 @@ from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
 from fxtrain.interop.dcp_checkpoints import expected_layout, named_tensors, read_dcp
 from fxtrain.interop.megatron_names import (
+    FAMILIES,
+    Family,
+    Row,
+    arguments_of,
     check_arguments,
     config_of,
     count,
+    cut,
     family_of,
+    from_transformers,
+    fused_name,
     heads_of,
     merge,
     pattern_of,
     to_transformers,
 )
+from fxtrain.models.folder import staging, sync_folder, write_text
 from fxtrain.models.pickles import Placeholder, load_weights_only
 from fxtrain.models.tensor_sources import inside
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _FILE = "model_optim_rng.pt"
+_RELEASE = "release"  # what Megatron calls weights without an optimizer
 _COMMON = "common.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _LONGEST = 100  # bytes of the file that names an iteration
@@ -235,13 +245,10 @@ def _named(args: dict[str, Any], iteration: Any, left: _Whole) -> MegatronState:
     if type(vocab) is not int or not 0 < vocab <= padded:
         raise CheckpointError(f"vocab_size={vocab}: the model has {padded} rows of a vocabulary.")
     tensors: dict[str, Tensor] = {}
-    for row in family.rows:
-        if tied and row.megatron == "output_layer.weight":
-            continue
-        for layer in range(layers) if "{}" in row.megatron else (None,):
-            parts = to_transformers(row, left.pop((row.megatron, layer)), heads, vocab)
-            named = zip(row.names, parts, strict=True)
-            tensors.update((name.format(layer), part) for name, part in named)
+    for row, layer in _places(family, layers, tied=tied):
+        parts = to_transformers(row, left.pop((row.megatron, layer)), heads, vocab)
+        named = zip(row.names, parts, strict=True)
+        tensors.update((name.format(layer), part) for name, part in named)
     if left:
         raise LookupError(f"more than {layers} layers")
     return MegatronState(
@@ -252,3 +259,152 @@ def _named(args: dict[str, Any], iteration: Any, left: _Whole) -> MegatronState:
         config=config_of(family, args, vocab=vocab, tied=tied),
         args=args,
     )
+
+
+def _places(family: Family, layers: int, *, tied: bool) -> list[tuple[Row, int | None]]:
+    """The tensors of a model: each row, with the number of its layer."""
+    return [
+        (row, layer)
+        for row in family.rows
+        if not (tied and row.megatron == "output_layer.weight")
+        for layer in (range(layers) if "{}" in row.megatron else (None,))
+    ]
+
+
+def write_megatron(
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    folder: StrPath,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    implementation: Literal["transformer_engine", "local"] = "transformer_engine",
+    vocab_multiple: int = 128,
+    args: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the weights of a model of transformers as a checkpoint that Megatron loads.
+
+    Args:
+        tensors: The weights of a Llama, Qwen2 or GPT-2, by name: `net.state_dict()`.
+        config: Its config: `net.config.to_dict()`.
+        folder: A folder for `--load`.
+        tensor: Tensor-parallel ranks.
+        pipeline: Pipeline-parallel ranks, which have equally many layers.
+        implementation: As `--transformer-impl`, on which the names of norms depend.
+        vocab_multiple: As `--make-vocab-size-divisible-by`: with `tensor` ranks, the vocabulary
+            is padded with zeros to a multiple of their product.
+        args: Further arguments that Megatron compares with its own, such as `tokenizer_type`.
+
+    Returns:
+        The folder of the checkpoint, `release`, as Megatron calls weights without an optimizer.
+
+    Effects:
+        Writes one file for each rank with `torch.save`, in Megatron's format `torch`. The file
+        that names the checkpoint is written last.
+
+    Raises:
+        CheckpointError: the model cannot be written or divided so, lacks a tensor, or the folder
+            has such a checkpoint already.
+
+    Example:
+        >>> from fxtrain.interop import write_megatron
+        >>> write_megatron({}, {"model_type": "bert"}, "runs/megatron")
+        Traceback (most recent call last):
+        fxtrain.errors.CheckpointError: write_megatron: model_type is 'bert'; only gpt2, llama, ...
+    """
+    family = FAMILIES.get(config.get("model_type", ""))
+    if family is None:
+        raise CheckpointError(
+            f"write_megatron: model_type is {shown(config.get('model_type'))}; only "
+            f"{', '.join(sorted(FAMILIES))} can be written."
+        )
+    arguments = arguments_of(family, config)
+    divided = {"num_attention_heads": tensor, "num_query_groups": tensor}
+    divided |= {"ffn_hidden_size": tensor, "num_layers": pipeline}
+    for name, ranks in divided.items():
+        if count(arguments, name) % ranks:
+            raise CheckpointError(
+                f"write_megatron(tensor={tensor}, pipeline={pipeline}): {name} is "
+                f"{arguments[name]}, which {ranks} ranks do not divide. Choose a divisor."
+            )
+    whole, vocab = _whole(family, tensors, arguments, tensor * vocab_multiple, config)
+    embedding = whole["embedding.word_embeddings.weight", None]
+    untied = ("output_layer.weight", None) in whole
+    arguments |= {
+        "tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline,
+        "transformer_impl": implementation, "make_vocab_size_divisible_by": vocab_multiple,
+        "vocab_size": vocab, "padded_vocab_size": len(embedding),
+        "untie_embeddings_and_output_weights": untied, **(args or {}),
+    }  # fmt: skip
+    if not untied and pipeline > 1:
+        whole["output_layer.weight", None] = embedding
+    models: dict[tuple[int, int], dict[str, Tensor]] = {}
+    here, rows = arguments["num_layers"] // pipeline, {row.megatron: row for row in family.rows}
+    for (pattern, layer), full in whole.items():
+        last = pattern.startswith(("decoder.final_layernorm", "output_layer"))
+        stage = (pipeline - 1 if last else 0) if layer is None else layer // here
+        name = pattern.format(None if layer is None else layer % here)
+        name = fused_name(name) if implementation == "transformer_engine" else name
+        for rank, part in enumerate(cut(rows[pattern], full, tensor)):
+            # A view would be stored with all that it is part of.
+            models.setdefault((rank, stage), {})[name] = part.clone()
+    target = Path(folder).absolute()
+    with staging(target) as fresh:
+        if (target / _RELEASE).exists():
+            raise CheckpointError(f"{target / _RELEASE} exists. Write into another folder.")
+        for (rank, stage), model in models.items():
+            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "")
+            (fresh / _RELEASE / name).mkdir(parents=True)
+            _save(fresh / _RELEASE / name / _FILE, arguments, model)
+        write_text(fresh / _LATEST, _RELEASE)
+        for name in (_RELEASE, _LATEST):
+            os.replace(fresh / name, target / name)
+            sync_folder(target)
+    return target / _RELEASE
+
+
+def _whole(
+    family: Family,
+    tensors: Mapping[str, Tensor],
+    args: Mapping[str, Any],
+    multiple: int,
+    config: Mapping[str, Any],
+) -> tuple[_Whole, int]:
+    """Full tensors of Megatron, and the rows of the vocabulary without padding."""
+    left = {name: tensor.detach() for name, tensor in tensors.items()}
+    output, embedding = family.tied
+    tied = output not in left or bool(
+        config.get("tie_word_embeddings", family.model_type == "gpt2")
+    )
+    if tied:
+        left.pop(output, None)
+    places = _places(family, args["num_layers"], tied=tied)
+    names = {name.format(layer) for row, layer in places for name in row.names}
+    if wrong := sorted(names ^ set(left)):
+        raise CheckpointError(
+            f"write_megatron: {family.model_type} with {args['num_layers']} layers has "
+            f"{'a tensor' if wrong[0] in names else 'no tensor'} {shown(wrong[0])}, unlike the "
+            f"tensors passed. Pass net.state_dict() and net.config.to_dict()."
+        )
+    vocab = len(left[embedding])
+    padded = -(-vocab // multiple) * multiple
+    heads = (args["num_attention_heads"], args["num_query_groups"])
+    try:
+        return {
+            (row.megatron, layer): from_transformers(
+                row, [left[name.format(layer)] for name in row.names], heads, padded
+            )
+            for row, layer in places
+        }, vocab
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"write_megatron: the shapes of the tensors are not those of the config ({error})."
+        ) from error
+
+
+def _save(path: Path, args: Mapping[str, Any], model: Mapping[str, Tensor]) -> None:
+    contents = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": 0}
+    with path.open("wb") as file:
+        torch.save({**contents, "model": dict(model)}, file)
+        file.flush()
+        os.fsync(file.fileno())

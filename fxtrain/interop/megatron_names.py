@@ -158,6 +158,13 @@ def pattern_of(name: str) -> tuple[str, int | None]:
     return _LAYER.sub("{}", name, count=1), None if match is None else int(match[0])
 
 
+def fused_name(name: str) -> str:
+    """A name as a model of Transformer Engine's fused layers has it."""
+    for fused, apart in _FUSED.items():
+        name = name.replace(apart, fused)
+    return name
+
+
 def family_of(names: Sequence[str]) -> Family:
     """The family whose table has all names.
 
@@ -224,6 +231,36 @@ def config_of(family: Family, args: Mapping[str, Any], *, vocab: int, tied: bool
     return config | {"rope_parameters": {"rope_type": "default", "rope_theta": float(base)}}
 
 
+def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's arguments for a model of transformers.
+
+    Raises:
+        CheckpointError: the model computes something that Megatron's does not.
+    """
+    args: dict[str, Any] = {name: config.get(field) for name, field in family.fields.items()}
+    heads, width = count(args, "num_attention_heads"), count(args, "hidden_size")
+    groups = args.get("num_query_groups") or heads
+    args["num_query_groups"] = groups
+    args["group_query_attention"] = groups != heads
+    args["kv_channels"] = args.get("kv_channels") or width // heads
+    args["ffn_hidden_size"] = args["ffn_hidden_size"] or 4 * width
+    if family.model_type == "gpt2":
+        activation = config.get("activation_function", "gelu_new")
+        if activation not in ("gelu_new", "gelu_pytorch_tanh", "gelu"):
+            raise CheckpointError(f"Megatron's GPT has no activation {shown(activation)}.")
+        args["bias_gelu_fusion"] = activation != "gelu"
+    else:
+        rope = config.get("rope_parameters") or {}
+        kind = rope.get("rope_type", "default")
+        if kind != "default" or config.get("hidden_act", "silu") != "silu":
+            raise CheckpointError(
+                f"The config has rope_type {shown(kind)} and hidden_act "
+                f"{shown(config.get('hidden_act'))}; only 'default' and 'silu' can be written."
+            )
+        args["rotary_base"] = rope.get("rope_theta", config.get("rope_theta", 10_000))
+    return {**args, **family.fixed, **_PLAIN, "add_position_embedding": True}
+
+
 def merge(row: Row, parts: Sequence[Tensor]) -> Tensor:
     """Join the parts that tensor-parallel ranks have.
 
@@ -240,6 +277,16 @@ def merge(row: Row, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), row.cut)
 
 
+def cut(row: Row, whole: Tensor, ranks: int) -> list[Tensor]:
+    """The part of each tensor-parallel rank."""
+    if row.cut is None:
+        return [whole] * ranks
+    if row.layout == "gated":
+        gate, up = (half.chunk(ranks) for half in whole.chunk(2))
+        return [torch.cat(pair) for pair in zip(gate, up, strict=True)]
+    return list(whole.chunk(ranks, row.cut))
+
+
 def to_transformers(row: Row, whole: Tensor, heads: tuple[int, int], vocab: int) -> list[Tensor]:
     """The tensors of `row.names`."""
     parts = [whole]
@@ -254,3 +301,20 @@ def to_transformers(row: Row, whole: Tensor, heads: tuple[int, int], vocab: int)
     if len(row.names) == 1:
         parts = [torch.cat(parts)]
     return [(part.t() if row.transposed else part).contiguous() for part in parts]
+
+
+def from_transformers(
+    row: Row, parts: Sequence[Tensor], heads: tuple[int, int], padded: int
+) -> Tensor:
+    """Megatron's tensor, from those of `row.names`."""
+    whole = torch.cat([part.t() if row.transposed else part for part in parts])
+    if row.layout == "vocab":
+        padding = whole.new_zeros(padded - len(whole), *whole.shape[1:])
+        return torch.cat([whole, padding])
+    if row.layout != "qkv":
+        return whole
+    queries, groups = heads
+    size = len(whole) // (queries + 2 * groups)
+    each = whole.split([queries * size, groups * size, groups * size])
+    stacked = [part.unflatten(0, (groups, -1, size)) for part in each]
+    return torch.cat(stacked, 1).flatten(0, 2)

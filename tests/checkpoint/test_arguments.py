@@ -32,6 +32,7 @@ def _saved_with(ctx, folder, by_rank):
         ({}, {"keep_last": 0}, ["rank 1: CheckpointError: save(keep_last=0)"]),
         ({"keep_last": 0}, {"keep_last": 0}, ["ranks 0-1: CheckpointError: save(keep_last=0)"]),
         ({"position": 3}, {}, ["rank 0: CheckpointError: save(position=...)"]),
+        ({}, {"busy": "maybe"}, ["rank 1: CheckpointError: save(busy='maybe')"]),
         ({}, {"path": "nul\0"}, ["rank 1: CheckpointError", "NUL character"]),
     ],
 )

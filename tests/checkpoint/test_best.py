@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint.storage import MANIFEST, LocalStorage
 
 METRICS = st.lists(st.none() | st.integers(-3, 3).map(float), min_size=1, max_size=6)
 

@@ -7,8 +7,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.cli import main
-from fxtrain.interop import read_megatron
-from tests._megatron_files import write_megatron
+from fxtrain.interop import read_megatron, write_megatron
 from tests.checkpoint._imports import Bomb
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
@@ -155,6 +154,27 @@ def test_a_missing_rank_is_named(tmp_path):
         read_megatron(tmp_path)
 
 
-def test_the_vocabulary_can_be_named(tmp_path):
-    made = _written(_net("llama"), tmp_path)
-    assert read_megatron(made, args={"vocab_size": 40}).config["vocab_size"] == 40
+@pytest.mark.parametrize(
+    ("changes", "sizes", "message"),
+    [
+        ({}, {"tensor": 3}, "num_attention_heads is 4, which 3 ranks"),
+        ({}, {"pipeline": 3}, "num_layers is 4, which 3 ranks"),
+        ({"hidden_act": "gelu"}, {}, "hidden_act 'gelu'"),
+        ({"num_hidden_layers": 3}, {}, "has no tensor .model.layers.3"),
+        ({"num_hidden_layers": 5}, {}, "has a tensor .model.layers.4"),
+        ({"num_key_value_heads": 4}, {}, "shapes of the tensors"),
+    ],
+)
+def test_models_that_cannot_be_written_are_refused(tmp_path, changes, sizes, message):
+    net = _net("llama")
+    with pytest.raises(fx.CheckpointError, match=message):
+        write_megatron(net.state_dict(), net.config.to_dict() | changes, tmp_path / "a", **sizes)
+    assert not (tmp_path / "a" / "release").exists()
+
+
+def test_an_earlier_checkpoint_is_kept(tmp_path):
+    net = _net("llama")
+    _written(net, tmp_path)
+    with pytest.raises(fx.CheckpointError, match="release exists"):
+        _written(net, tmp_path)
+    assert read_megatron(tmp_path / "release", args={"vocab_size": 40}).config["vocab_size"] == 40

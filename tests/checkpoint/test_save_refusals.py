@@ -72,6 +72,7 @@ def test_a_value_that_holds_itself(tmp_path):
         ({"keep_best": 1}, "pass metric="),
         ({"metric": float("nan"), "keep_best": 1}, "finite number"),
         ({"best": "most"}, "'min' or 'max'"),
+        ({"busy": "maybe"}, "'wait' or 'skip'"),
         ({"position": 3}, "takes a Position"),
     ],
 )

@@ -190,10 +190,12 @@ def test_the_command_line_names_a_newer_format(ctx, tmp_path, capsys):
     assert "Update fxtrain" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("order", ["1", 1.0, None])
-def test_an_order_that_is_none_is_damage(ctx, order, tmp_path):
+@pytest.mark.parametrize(
+    "topology", [{"order": "1"}, {"order": 1.0}, {"saver": {}}, {"saver": 3}], ids=repr
+)
+def test_an_order_or_saver_that_is_none_is_damage(ctx, topology, tmp_path):
     _save(ctx, tmp_path, 1, 2)
-    _rewrite(tmp_path / "update-0000000002", lambda body: body["topology"].update(order=order))
+    _rewrite(tmp_path / "update-0000000002", lambda body: body["topology"].update(topology))
     assert fx.latest(tmp_path) == str(tmp_path / "update-0000000001")
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import distributed as dist
 
 from fxtrain import ops
-from fxtrain.interop import read_megatron
-from tests._megatron_files import write_megatron
+from fxtrain.interop import read_megatron, write_megatron
 
 pytestmark = pytest.mark.megatron
 pytest.importorskip("megatron", reason="needs the package megatron-core")
@@ -106,7 +105,7 @@ def _both_ways(ctx, kind, tensor, pipeline, folder):
     if ctx.is_main:
         write_megatron(
             net.state_dict(), net.config.to_dict(), folder / "ours", tensor=tensor,
-            pipeline=pipeline, fused=False, vocab_multiple=32,
+            pipeline=pipeline, implementation="local", vocab_multiple=32,
         )  # fmt: skip
     ops.barrier(ctx)
     with _on_cpu(tensor, pipeline) as state:
