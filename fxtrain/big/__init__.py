@@ -1,15 +1,14 @@
 """Models that do not fit on a device: their sizes and their placement."""
 
 from fxtrain.big.budgets import Budget, budget
-from fxtrain.big.estimating import Estimate, Speeds, estimate, read_speed, table
+from fxtrain.big.estimating import Estimate, estimate, read_speed, table
 from fxtrain.big.measuring import Sizes, sizes
 from fxtrain.big.meta_models import empty
-from fxtrain.big.narrowing import Narrowed, narrow, widen
+from fxtrain.big.narrowing import narrow
 from fxtrain.big.placing import place
 from fxtrain.big.swapping import Turns, bring, end_turns, release, turns
 
 __all__ = [
-    "Budget", "Estimate", "Narrowed", "Sizes", "Speeds", "Turns", "bring", "budget", "empty",
+    "Budget", "Estimate", "Sizes", "Turns", "bring", "budget", "empty",
     "end_turns", "estimate", "narrow", "place", "read_speed", "release", "sizes", "table", "turns",
-    "widen",
 ]  # fmt: skip

@@ -13,26 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fxtrain._display import show_bytes
-from fxtrain._record import above, record
 from fxtrain.big.budgets import Budget
 from fxtrain.errors import escape_unprintable
 from fxtrain.state import Placement, Unit
 
+_DISK_SPEED, _BUS_SPEED = 2e9, 25e9  # bytes per second, of a usual machine
 _SAMPLE = 256 << 20  # bytes
 _CHUNK = 8 << 20
-
-
-@record
-class Speeds:
-    """Bytes per second at which units stream.
-
-    Attributes:
-        disk: Of files on disk.
-        bus: From the CPU's memory to an accelerator, or between accelerators.
-    """
-
-    disk: float = attrs.field(default=2e9, validator=above(0))
-    bus: float = attrs.field(default=25e9, validator=above(0))
 
 
 @attrs.frozen(kw_only=True)
@@ -43,42 +30,40 @@ class Estimate:
         disk_bytes: Read from disk.
         cpu_bytes: Read from the CPU's memory by an accelerator.
         least_s: Seconds that this takes at least, and so does a forward.
-        seconds: The same, doubled if units are not read ahead, since a device then waits for
-            each unit in turn.
     """
 
     disk_bytes: int
     cpu_bytes: int
     least_s: float
-    seconds: float
 
 
-def estimate(placement: Placement, speeds: Speeds | None = None) -> Estimate:
+def estimate(placement: Placement, disk_speed: float | None = None) -> Estimate:
     """The bytes that a placement streams in one forward, and the time that this takes.
 
     Args:
         placement: Where each unit is held.
-        speeds: Of disk and bus; those of a usual machine by default.
+        disk_speed: Bytes per second that `read_speed` measured; 2 GB/s by default. The bus is
+            assumed to have 25 GB/s.
 
     Example:
         >>> import fxtrain as fx
         >>> unit = fx.state.Unit(name="head", device="disk", bytes=4_000_000)
-        >>> placement = fx.state.Placement(units=(unit,), device="cpu")
-        >>> fx.big.estimate(placement, fx.big.Speeds(disk=1e9)).least_s
-        0.004
+        >>> fx.big.estimate(fx.state.Placement(units=(unit,), device="cpu")).least_s
+        0.002
     """
-    speeds = speeds or Speeds()
     streamed = {"cpu": 0, "disk": 0}
     for unit in placement.streamed:
         streamed[unit.device] += unit.bytes - unit.buffers
-    # Reading a file and copying to an accelerator overlap: the slower of the two counts.
-    least = streamed["disk"] / min(speeds.disk, speeds.bus) + streamed["cpu"] / speeds.bus
     return Estimate(
         disk_bytes=streamed["disk"],
         cpu_bytes=streamed["cpu"],
-        least_s=least,
-        seconds=least * (1 if placement.prefetch else 2),
+        least_s=seconds_of(streamed["cpu"], streamed["disk"], disk_speed),
     )
+
+
+def seconds_of(cpu_bytes: int, disk_bytes: int, disk_speed: float | None = None) -> float:
+    """Seconds in which units stream: reading a file and copying to an accelerator overlap."""
+    return disk_bytes / min(disk_speed or _DISK_SPEED, _BUS_SPEED) + cpu_bytes / _BUS_SPEED
 
 
 def read_speed(files: Iterable[str | os.PathLike[str]]) -> float | None:
@@ -110,7 +95,7 @@ def read_speed(files: Iterable[str | os.PathLike[str]]) -> float | None:
 
 
 def table(
-    placement: Placement, *, budget: Budget | None = None, speeds: Speeds | None = None
+    placement: Placement, *, budget: Budget | None = None, disk_speed: float | None = None
 ) -> RenderableType:
     """A placement to print with rich: where units are held, and what a forward reads.
 
@@ -119,7 +104,7 @@ def table(
     Args:
         placement: Where each unit is held.
         budget: Bytes that devices allow, to show beside those that are used.
-        speeds: Of disk and bus, to show the time that a forward takes at least.
+        disk_speed: As for `estimate`.
 
     Example:
         >>> import fxtrain as fx
@@ -134,7 +119,7 @@ def table(
         >>> [line.split() for line in shown.get().splitlines() if "layers" in line]
         [['layers.0', 'to', 'layers.2', '3', 'disk', '30.0', 'MB']]
     """
-    return Group(_units(placement), _devices(placement, budget), _reading(placement, speeds))
+    return Group(_units(placement), _devices(placement, budget), _reading(placement, disk_speed))
 
 
 def _units(placement: Placement) -> Table:
@@ -175,8 +160,8 @@ def _devices(placement: Placement, budget: Budget | None) -> Table:
     return grid
 
 
-def _reading(placement: Placement, speeds: Speeds | None) -> Text:
-    reading = estimate(placement, speeds)
+def _reading(placement: Placement, disk_speed: float | None) -> Text:
+    reading = estimate(placement, disk_speed)
     if not placement.streamed:
         return _plain("Nothing streams: every unit computes where it is held.")
     tiers = [
@@ -184,12 +169,10 @@ def _reading(placement: Placement, speeds: Speeds | None) -> Text:
         for name, size in (("disk", reading.disk_bytes), ("the CPU", reading.cpu_bytes))
         if size
     ]
-    text = f"A forward reads {' and '.join(tiers) or 'nothing'}"
-    if speeds is None:
-        return _plain(f"{text}.")
+    speeds = f"{(disk_speed or _DISK_SPEED) / 1e9:.2g} GB/s from disk"
     return _plain(
-        f"{text}: at least {reading.least_s:.3g} s per token at batch 1, at "
-        f"{speeds.disk / 1e9:.2g} GB/s from disk and {speeds.bus / 1e9:.3g} GB/s over the bus."
+        f"A forward reads {' and '.join(tiers) or 'nothing'}: at least {reading.least_s:.3g} s per "
+        f"token at batch 1, at {speeds} and {_BUS_SPEED / 1e9:.3g} GB/s over the bus."
     )
 
 

@@ -1,9 +1,10 @@
 """The sizes of a model's units, measured on a module, on code that builds one, or on files."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from fxtrain.errors import MissingPackageError, PlanError
 from fxtrain.models.block_names import names_among, own_names
-from fxtrain.models.memory_estimates import BYTES, layer_of
+from fxtrain.models.memory_estimates import layer_of
 from fxtrain.models.quantized_loading import put_stored_layers
 from fxtrain.models.safetensors_files import Entry
 from fxtrain.models.tensor_sources import Source, open_source
@@ -57,100 +58,12 @@ class Sizes:
         return sum(unit.bytes for unit in self.units)
 
 
-class _Tally:
-    """Counts the tensors of one unit after another.
-
-    It keeps no object for a tensor but its name: a model may have 170,000, and Python's garbage
-    collector looks at every object again and again.
-    """
-
-    def __init__(
-        self, rules: tuple[DtypeRule, ...], special: Mapping[str, float | str] | None
-    ) -> None:
-        self.rules = rules
-        self.widths = {rule.dtype: _itemsize(rule.dtype) for rule in rules}
-        packed = special or {}
-        self.packed = tuple(DtypeRule(match=match, dtype=match) for match in packed)
-        self.per_element = {match: _per_element(match, size) for match, size in packed.items()}
-        self.units: list[Unit] = []
-        self.tensors: dict[str, int] = {}
-        self.buffers: list[str] = []
-        self.first: dict[Any, str] = {}
-        self.tied: dict[str, list[str]] = {}
-        self.elements: dict[int, int] = {}
-        self.open("")
-
-    def open(self, name: str, kind: str = "") -> None:
-        """Begin a unit."""
-        self.name, self.kind = name, kind
-        self.bytes = self.in_buffers = self.reads = 0
-        self.inside: set[Any] = set()
-
-    def close(self) -> None:
-        """End the unit; a unit without tensors is dropped."""
-        if self.inside:
-            unit = Unit(
-                name=self.name, bytes=self.bytes, buffers=self.in_buffers, reads=self.reads,
-                kind=self.kind,
-            )  # fmt: skip
-            self.units.append(unit)
-
-    def add(
-        self, name: str, key: Any, dtype: torch.dtype, numel: int, nbytes: int, *, buffer: bool
-    ) -> None:
-        """Count a tensor under one of its names; tensors with equal keys are one."""
-        if buffer:
-            size = nbytes
-        else:
-            size = self._held(name, dtype, numel, nbytes)
-            if key not in self.inside:
-                self.reads += size
-        self.inside.add(key)
-        before = self.first.setdefault(key, name)
-        if before is not name:
-            self.tied.setdefault(before, [before]).append(name)
-            size = 0
-        self.tensors[name] = size
-        self.bytes += size
-        if buffer:
-            self.in_buffers += size
-            self.buffers.append(name)
-
-    def sizes(self, source: str, cache: KvCache | None) -> Sizes:
-        """The sizes of all units so far."""
-        return Sizes(
-            source=source,
-            units=tuple(self.units),
-            tensors=self.tensors,
-            buffers=frozenset(self.buffers),
-            tied=tuple(map(tuple, self.tied.values())),
-            dtypes=self.rules,
-            cache=cache,
-            itemsize=max(self.elements, key=lambda width: self.elements[width], default=4),
-        )
-
-    def _held(self, name: str, dtype: torch.dtype, numel: int, nbytes: int) -> int:
-        """Bytes of a parameter in the format that rules give it."""
-        width = dtype.itemsize
-        if (self.packed or self.rules) and dtype.is_floating_point:
-            match = dtype_of(self.packed, name)
-            if match is not None:
-                return round(numel * self.per_element[match])
-            word = dtype_of(self.rules, name)
-            if word is not None:
-                width = self.widths[word]
-                nbytes = numel * width
-        self.elements[width] = self.elements.get(width, 0) + numel
-        return nbytes
-
-
 def sizes(
     model: nn.Module | str | os.PathLike[str] | Callable[[], nn.Module],
     *,
     no_split: Iterable[str] | None = None,
     dtype: str | None = None,
     dtypes: Mapping[str, str] | Iterable[DtypeRule] = (),
-    special: Mapping[str, float | str] | None = None,
     quantize: Quantize | None = None,
 ) -> Sizes:
     """Measure the units of a model, without reading values.
@@ -168,8 +81,6 @@ def sizes(
             that a model of transformers keeps in fp32 stay so.
         dtypes: Exceptions by patterns of names, as `{"*norm*": "float32"}`; the first match
             counts.
-        special: Bytes per element by patterns of names, for parameters that will be quantised:
-            a number, or "int8", "int4" or "int2".
         quantize: Measure linear layers as this record quantises them: `fx.Bnb4()`. Those that
             are quantised already, in the module or in the files, are measured so in any case.
 
@@ -196,7 +107,6 @@ def sizes(
         in_fp32 = sorted(set[str]().union(*(own_names(parts, words) for words in _IN_FP32)))
         rules += tuple(DtypeRule(match=f"*{name}*", dtype="float32") for name in in_fp32)
         rules += (DtypeRule(match="*", dtype=dtype),)
-    tally = _Tally(rules, special)
     stored = {} if files is None else files.entries
     if module is None:
         if no_split or quantize is not None:
@@ -206,8 +116,7 @@ def sizes(
                 f"or pass the model's config or code. The layers of numbered sequences are not "
                 f"split."
             )
-        _count_files(stored, tally)
-        return tally.sizes(source, None)
+        return _sizes(_tensors_of_files(stored), source, rules, None)
     kinds = set(names_among(parts) if no_split is None else no_split)
     classes = {type(part).__name__ for part in parts}
     if no_split is not None and (unknown := sorted(kinds - classes)):
@@ -215,14 +124,83 @@ def sizes(
             f"sizes(no_split=...): the model has no module of the class {', '.join(unknown)}. It "
             f"has {', '.join(sorted(classes)[:20])}."
         )
+    config: Any = getattr(module, "config", None)
+    cache = cache_of(config.to_dict()) if hasattr(config, "to_dict") else None
     undo = None if quantize is None else quantize_on_meta(module, quantize)
     try:
-        _count_module(module, kinds, stored, tally)
+        return _sizes(_tensors_of(module, kinds, stored), source, rules, cache)
     finally:
         if undo is not None:
             undo()
-    config: Any = getattr(module, "config", None)
-    return tally.sizes(source, cache_of(config.to_dict()) if hasattr(config, "to_dict") else None)
+
+
+class _Tensor(NamedTuple):
+    """One name of a tensor; names with equal keys are one tensor, which is held once.
+
+    Attributes:
+        unit: Name of its unit.
+        kind: Class of the unit; empty for a tensor.
+        dtype: None where no rule changes it: of buffers and packed weights.
+    """
+
+    unit: str
+    kind: str
+    name: str
+    key: Any
+    dtype: torch.dtype | None
+    nbytes: int
+    buffer: bool
+
+
+def _sizes(
+    tensors: Iterable[_Tensor], source: str, rules: tuple[DtypeRule, ...], cache: KvCache | None
+) -> Sizes:
+    """Add up the tensors of each unit, in the dtypes that rules give them."""
+    widths = {rule.dtype: _itemsize(rule.dtype) for rule in rules}
+    units: dict[str, list[int]] = {}  # bytes, those of buffers, and those that it computes with
+    kinds: dict[str, str] = {}
+    nbytes: dict[str, int] = {}
+    first: dict[Any, str] = {}
+    tied: dict[str, list[str]] = {}
+    read: set[tuple[str, Any]] = set()
+    elements = Counter[int]()
+    buffers: list[str] = []
+    for tensor in tensors:
+        size = tensor.nbytes
+        if tensor.dtype is not None:
+            width = tensor.dtype.itemsize
+            count = size // width
+            rule = dtype_of(rules, tensor.name) if tensor.dtype.is_floating_point else None
+            if rule is not None:
+                width, size = widths[rule], count * widths[rule]
+            elements[width] += count
+        unit = units.setdefault(tensor.unit, [0, 0, 0])
+        kinds[tensor.unit] = tensor.kind
+        if not tensor.buffer and (tensor.unit, tensor.key) not in read:
+            unit[2] += size
+        read.add((tensor.unit, tensor.key))
+        before = first.setdefault(tensor.key, tensor.name)
+        if before is not tensor.name:
+            tied.setdefault(before, [before]).append(tensor.name)
+            size = 0
+        nbytes[tensor.name] = size
+        unit[0] += size
+        if tensor.buffer:
+            unit[1] += size
+            buffers.append(tensor.name)
+    return Sizes(
+        source=source,
+        units=tuple(
+            Unit(name=name, kind=kinds[name], bytes=total, buffers=held, reads=reads)
+            for name, (total, held, reads) in units.items()
+        ),
+        tensors=nbytes,
+        buffers=frozenset(buffers),
+        tied=tuple(map(tuple, tied.values())),
+        dtypes=rules,
+        cache=cache,
+        itemsize=max(elements, key=elements.__getitem__, default=4),
+    )
 
 
 def _open(model: Any) -> tuple[nn.Module | None, Source | None, str]:
@@ -269,16 +247,16 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             )
 
 
-def _count_module(
-    module: nn.Module, kinds: set[str], stored: Mapping[str, Entry], tally: _Tally
-) -> None:
+def _tensors_of(
+    module: nn.Module, kinds: set[str], stored: Mapping[str, Entry]
+) -> Iterator[_Tensor]:
     inside: str | None = None  # what the names of modules in the open unit start with
+    unit = kind = ""
     for name, part in _walk(module):
         if inside is None or not name.startswith(inside):
             # MultiheadAttention reads the weights of its child without calling it.
             whole = type(part).__name__ in kinds or isinstance(part, nn.MultiheadAttention)
-            tally.close()
-            tally.open(name, type(part).__name__)
+            unit, kind = name, type(part).__name__
             inside = (f"{name}." if name else "") if whole or not part._modules else None
         alone = inside is None  # a module beside whose children there are tensors
         for tensors, buffer in ((part._parameters, False), (part._buffers, True)):
@@ -286,21 +264,17 @@ def _count_module(
                 if tensor is None:
                     continue
                 path = f"{name}.{key}" if name else key
-                if alone:
-                    tally.close()
-                    tally.open(path)
-                dtype = tensor.dtype if path not in stored else stored[path].dtype
+                home = (path, "") if alone else (unit, kind)
                 plain, numel = type(tensor) in _PLAIN, tensor.numel()
                 if not plain and (packed := live_tensors(part)):
-                    for inner, value in packed.items():  # no rule changes their dtypes
-                        size = value.numel() * value.element_size()
-                        path = f"{name}.{inner}" if name else inner
-                        tally.add(path, id(value), torch.uint8, size, size, buffer=False)
+                    for inner, value in packed.items():
+                        own = f"{name}.{inner}" if name else inner
+                        yield _Tensor(*home, own, id(value), None, value.nbytes, buffer=False)
                     continue
+                dtype = tensor.dtype if path not in stored else stored[path].dtype
                 size = numel * dtype.itemsize if plain or path in stored else _nbytes(tensor)
                 identity = _identity(tensor, numel) if plain and numel else id(tensor)
-                tally.add(path, identity, dtype, numel, size, buffer=buffer)
-    tally.close()
+                yield _Tensor(*home, path, identity, None if buffer else dtype, size, buffer=buffer)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -319,17 +293,10 @@ def _identity(tensor: Tensor, numel: int) -> Any:
     return storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def _count_files(stored: Mapping[str, Entry], tally: _Tally) -> None:
+def _tensors_of_files(stored: Mapping[str, Entry]) -> Iterator[_Tensor]:
     """Units by names alone: the layers of numbered sequences, and modules outside of them."""
-    units: dict[str, list[Entry]] = {}
-    for entry in stored.values():
-        units.setdefault(layer_of(entry.name), []).append(entry)
-    for unit, entries in units.items():
-        tally.open(unit)
-        for entry in entries:
-            numel = entry.nbytes // entry.dtype.itemsize
-            tally.add(entry.name, entry.name, entry.dtype, numel, entry.nbytes, buffer=False)
-        tally.close()
+    for name, entry in stored.items():
+        yield _Tensor(layer_of(name), "", name, name, entry.dtype, entry.nbytes, buffer=False)
 
 
 def _itemsize(name: str) -> int:
@@ -339,13 +306,3 @@ def _itemsize(name: str) -> int:
             f"sizes: {name!r} is not a dtype. Choose one by torch's name, such as 'bfloat16'."
         )
     return dtype.itemsize
-
-
-def _per_element(match: str, size: float | str) -> float:
-    nbytes = BYTES.get(size) if isinstance(size, str) else size
-    if not isinstance(nbytes, int | float) or nbytes <= 0:
-        raise PlanError(
-            f"sizes(special={{{match!r}: {size!r}}}): choose a number of bytes per element, or "
-            f"one of {', '.join(map(repr, BYTES))}."
-        )
-    return nbytes

@@ -4,33 +4,11 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fxtrain.errors import PlanError
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Narrowed:
-    """A module whose parameters are held in a narrow dtype.
-
-    Attributes:
-        module: The module, changed in place; call it as before.
-        changed: Names of the parameters that are held in the narrow dtype.
-        kept: Names of the floating-point parameters that are not.
-        bytes_before: Bytes of all parameters before.
-        bytes_after: Bytes of all parameters now.
-        undo: Removes the hooks and gives parameters their dtypes back; see `widen`.
-    """
-
-    module: nn.Module
-    changed: tuple[str, ...]
-    kept: tuple[str, ...]
-    bytes_before: int
-    bytes_after: int
-    undo: Callable[[], None] = attrs.field(repr=False)
 
 
 def narrow(
@@ -40,7 +18,7 @@ def narrow(
     compute: str | torch.dtype = "bfloat16",
     keep: Iterable[str] = ("norm", "embed"),
     keep_kinds: Iterable[str] = (),
-) -> Narrowed:
+) -> Callable[[], None]:
     """Hold a module's parameters in one dtype, and compute in another.
 
     Before a submodule runs, its parameters are converted; afterwards the converted ones are
@@ -55,21 +33,25 @@ def narrow(
         keep: Regular expressions; parameters in whose names one is found keep their dtype.
         keep_kinds: Class names of submodules whose parameters keep their dtype.
 
+    Returns:
+        A function that removes the hooks and gives parameters their dtypes back, once. Values stay
+        rounded to the narrow dtype.
+
     Effects:
         Parameters that are held narrow lose precision, and do not require gradients any more.
         Tied parameters stay tied, and keep their dtype if one of their names does.
 
     Raises:
-        PlanError: a dtype, a pattern or a class name is invalid, or nothing is left to hold
-            narrow.
+        PlanError: a dtype, a pattern or a class name is invalid, or nothing is left to hold narrow.
 
     Example:
         >>> import fxtrain as fx, torch
         >>> net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
-        >>> narrowed = fx.big.narrow(net, storage="bfloat16", compute="float32")
+        >>> widen = fx.big.narrow(net, storage="bfloat16", compute="float32")
         >>> net[0].weight.dtype, net(torch.ones(1, 8)).dtype
         (torch.bfloat16, torch.float32)
-        >>> fx.big.widen(narrowed)[0].weight.dtype
+        >>> widen()
+        >>> net[0].weight.dtype
         torch.float32
     """
     small, wide = _dtype("storage", storage), _dtype("compute", compute)
@@ -78,20 +60,23 @@ def narrow(
             f"narrow: storage {small} takes as many bytes as compute {wide}. Swap them."
         )
     named = list(module.named_parameters(remove_duplicate=False))
-    kept = _kept(module, named, tuple(keep), set(keep_kinds))
-    floating = {id(parameter): parameter for _, parameter in named if parameter.is_floating_point()}
+    kept = _kept(module, tuple(keep), set(keep_kinds))
     chosen = {
-        key: parameter
-        for key, parameter in floating.items()
-        if key not in kept and parameter.dtype.itemsize > small.itemsize
+        id(parameter): parameter
+        for _, parameter in named
+        if parameter.is_floating_point()
+        and id(parameter) not in kept
+        and parameter.dtype.itemsize > small.itemsize
     }
     if not chosen:
         raise PlanError(
             f"narrow: no parameter of {type(module).__name__} is left to hold in {small}. Pass "
             f"other patterns in keep=..."
         )
-    count = _bytes(module)
-    restore = _hold(chosen.values(), small)
+    before = [(one, one.dtype, one.requires_grad) for one in chosen.values()]
+    for parameter, _, _ in before:
+        parameter.requires_grad = False
+        parameter.data = parameter.data.to(small)
     handles = [
         handle
         for part in module.modules()
@@ -99,39 +84,15 @@ def narrow(
         for handle in _hook(part, places, wide)
     ]
 
-    def undo() -> None:
+    def widen() -> None:
         for handle in handles:
             handle.remove()
-        restore()
+        while before:
+            parameter, dtype, trained = before.pop()
+            parameter.data = parameter.data.to(dtype)
+            parameter.requires_grad = trained
 
-    return Narrowed(
-        module=module,
-        changed=tuple(name for name, parameter in named if id(parameter) in chosen),
-        kept=tuple(
-            name
-            for name, parameter in named
-            if id(parameter) in floating and id(parameter) not in chosen
-        ),
-        bytes_before=count,
-        bytes_after=_bytes(module),
-        undo=undo,
-    )
-
-
-def widen(narrowed: Narrowed) -> nn.Module:
-    """Give the parameters of a narrowed module their dtypes back, and return the module.
-
-    Effects:
-        Removes the hooks. Values stay rounded to the narrow dtype.
-
-    Example:
-        >>> import fxtrain as fx, torch
-        >>> net = torch.nn.Linear(2, 2)
-        >>> fx.big.widen(fx.big.narrow(net)) is net
-        True
-    """
-    narrowed.undo()
-    return narrowed.module
+    return widen
 
 
 def _dtype(what: str, given: str | torch.dtype) -> torch.dtype:
@@ -143,42 +104,19 @@ def _dtype(what: str, given: str | torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _hold(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> Callable[[], None]:
-    """Convert parameters in place; returns a function that restores their dtypes, once."""
-    before = [(parameter, parameter.dtype, parameter.requires_grad) for parameter in parameters]
-    for parameter, _, _ in before:
-        parameter.requires_grad = False
-        parameter.data = parameter.data.to(dtype)
-
-    def restore() -> None:
-        while before:
-            parameter, own, trained = before.pop()
-            parameter.data = parameter.data.to(own)
-            parameter.requires_grad = trained
-
-    return restore
-
-
-def _kept(
-    module: nn.Module, named: list[tuple[str, nn.Parameter]], keep: tuple[str, ...], kinds: set[str]
-) -> set[int]:
+def _kept(module: nn.Module, keep: tuple[str, ...], kinds: set[str]) -> set[int]:
     """The parameters that keep their dtype, by identity."""
     try:
         patterns = [re.compile(pattern) for pattern in keep]
     except re.error as error:
         raise PlanError(f"narrow(keep=...): {error.pattern!r}: {error}.") from None
-    there = {type(part).__name__ for part in module.modules()}
-    if unknown := sorted(kinds - there):
-        raise PlanError(
-            f"narrow(keep_kinds=...): the model has no module of the class {', '.join(unknown)}. "
-            f"It has {', '.join(sorted(there)[:20])}."
-        )
-    kept = {
-        id(parameter) for name, parameter in named if any(part.search(name) for part in patterns)
-    }
-    for inner in module.modules():
-        if type(inner).__name__ in kinds:
-            kept.update(map(id, inner.parameters()))
+    if unknown := sorted(kinds - {type(part).__name__ for part in module.modules()}):
+        raise PlanError(f"narrow(keep_kinds=...): the model has no {', '.join(unknown)}.")
+    named = module.named_parameters(remove_duplicate=False)
+    kept = {id(one) for name, one in named if any(pattern.search(name) for pattern in patterns)}
+    for part in module.modules():
+        if type(part).__name__ in kinds:
+            kept.update(map(id, part.parameters()))
     return kept
 
 
@@ -213,7 +151,3 @@ def _hook(
         part.register_forward_pre_hook(widen_weights),
         part.register_forward_hook(drop, always_call=True),
     )
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())

@@ -3,14 +3,14 @@
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NoReturn
 
 import attrs
 
 from fxtrain._display import show_bytes
 from fxtrain._record import closest, few
 from fxtrain.big.budgets import Budget, device_name
-from fxtrain.big.estimating import Speeds
+from fxtrain.big.estimating import seconds_of
 from fxtrain.big.measuring import Sizes
 from fxtrain.errors import PlanError
 from fxtrain.models.memory_estimates import cache_bytes, layer_of
@@ -31,15 +31,12 @@ def place(
     activations: int = 0,
     batch: int = 1,
     tokens: int = 0,
-    speeds: Speeds | None = None,
 ) -> Placement:
     """Place every unit of a model: as much on the accelerators as fits, then CPU, then disk.
 
-    The result depends only on the arguments. More memory in a
-    budget never gives a placement that is slower by `estimate`. The units in front of the model are
-    resident, or the largest ones if more fits that way, because room is kept for the largest unit
-    that streams. Over several accelerators units keep their order, except that tied units are in
-    one place.
+    The result depends only on the arguments. Units keep the order of the model, except that tied
+    units are in one place: the first ones are resident. More memory in a budget never gives a
+    placement that takes longer.
 
     Args:
         sizes: What `fx.big.sizes` measured.
@@ -53,7 +50,6 @@ def place(
         activations: Bytes of every accelerator that stay free for activations.
         batch: Sequences for whose key-value cache to keep room.
         tokens: Their length; 0 keeps no room.
-        speeds: Of disk and bus; those of a usual machine by default.
 
     Raises:
         PlanError: the model does not fit, which says what needs how much and where; or a mapping
@@ -66,12 +62,6 @@ def place(
         >>> [unit.device for unit in placement.units], placement.room
         (['cpu', 'disk', 'disk', 'disk'], 512)
     """
-    for name, value in {
-        "prefetch": prefetch, "activations": activations, "batch": batch, "tokens": tokens
-    }.items():  # fmt: skip
-        least = 1 if name == "batch" else 0
-        if value is not None and (type(value) is not int or value < least):
-            raise PlanError(f"place({name}={value!r}): choose a whole number of at least {least}.")
     cache = _cache_of_units(sizes, batch * tokens)
     by_name = isinstance(policy, Mapping)
     units = [
@@ -81,8 +71,6 @@ def place(
             reads=unit.reads + (unit.buffers if offload_buffers else 0),
             working=cache.get(unit.name, 0),
         )
-        if offload_buffers or cache
-        else unit
         for unit in (_units_of_mapping(sizes, policy) if by_name else sizes.units)
     ]
     groups = _tied_groups(units, sizes.tied)
@@ -92,15 +80,19 @@ def place(
         main = next((name for name in devices.values() if name not in ("cpu", DISK)), "cpu")
         _check_tied(groups, devices)
     else:
-        limits = _limits(budget, policy, activations, cache.get("", 0))
-        main = limits.devices[0]
-        counts = (1, 0) if prefetch is None else (prefetch,)
-        orders = [order for count in counts for order in _orders(groups, policy, count)]
-        choices = [choice for order in orders if (choice := _choose(order, limits, policy, speeds))]
+        shared = cache.get("", 0)
+        rooms, cpu, disk = _limits(budget, policy, activations, shared)
+        main = next(iter(rooms))
+        tries = (1, 0) if prefetch is None else (prefetch,)
+        choices = [
+            (*fit, count)
+            for count in tries
+            if (fit := _fill(groups, rooms, cpu, disk, policy, count)) is not None
+        ]
         if not choices:
-            _refuse(sizes, groups, _orders(groups, policy, prefetch or 0), limits, policy)
-        _, prefetch, numbered = min(choices, key=lambda choice: choice[0])  # the first of equals
-        devices = {unit.name: numbered[n] for n, group in enumerate(groups) for unit in group}
+            _refuse(sizes, groups, rooms, cpu, disk, policy, activations + shared, tries[-1])
+        _, held, prefetch = min(choices, key=lambda choice: choice[0])  # the first of equals
+        devices = {unit.name: held[n] for n, group in enumerate(groups) for unit in group}
     streaming = [
         unit for unit in units if devices[unit.name] == DISK or devices[unit.name] == "cpu" != main
     ]
@@ -158,163 +150,101 @@ def _tied_groups(units: Sequence[Unit], tied: Iterable[tuple[str, ...]]) -> list
     return list({id(group): group for group in group_of.values()}.values())
 
 
-class _Limits(NamedTuple):
-    """The devices of a budget, and their room for units.
-
-    Attributes:
-        devices: The accelerators, or the CPU where there are none; units stream to the first.
-        sizes: Bytes of each for units.
-        reserved: Bytes of the first for something else.
-        cpu: Bytes beside accelerators; None holds nothing, and lets any unit pass through.
-        disk: Bytes; None is any number.
-    """
-
-    devices: list[str]
-    sizes: list[int]
-    reserved: int
-    cpu: int | None
-    disk: int | None
-
-
-def _limits(budget: Budget | None, policy: str, activations: int, shared: int) -> _Limits:
+def _limits(
+    budget: Budget | None, policy: str, activations: int, shared: int
+) -> tuple[dict[str, int], int | None, int | None]:
+    """Bytes for units on each device that computes, on the CPU beside these, and on disk."""
     if policy not in POLICIES:
         raise PlanError(
             f"place(policy={policy!r}): choose one of {', '.join(map(repr, POLICIES))}, or a "
             f"mapping from names to devices.{closest(policy, POLICIES)}"
         )
-    if budget is None:
+    if budget is None or not (budget.accelerators or budget.allowed("cpu")):
         raise PlanError(
-            f"place(policy={policy!r}): no budget. Pass fx.big.budget() to measure this machine, "
-            f"or fx.big.budget({{'cuda:0': '10GiB'}})."
+            f"place(policy={policy!r}): the budget allows nothing of any device. Pass "
+            f"fx.big.budget() to measure this machine, or fx.big.budget({{'cuda:0': '10GiB'}})."
         )
-    rooms = {room.device: room.bytes for room in budget.accelerators}
+    rooms = {room.device: room.bytes - activations for room in budget.accelerators}
     cpu = budget.allowed("cpu")
     if not rooms:
-        if not cpu:
-            raise PlanError(
-                "place: the budget allows nothing of any device, and nothing computes on disk. "
-                "Allow memory of an accelerator or of 'cpu'."
-            )
-        rooms, cpu = {"cpu": cpu}, None
-    sizes = [size - activations for size in rooms.values()]
-    sizes[0] -= shared
-    return _Limits(list(rooms), sizes, activations + shared, cpu, budget.allowed(DISK))
+        rooms, cpu = {"cpu": (cpu or 0) - activations}, None
+    rooms[next(iter(rooms))] -= shared
+    return rooms, cpu, budget.allowed(DISK)
 
 
-class _Order(NamedTuple):
-    """Groups in the order in which they become resident, with sums over those in front or behind.
+def _needs(
+    groups: list[_Group], prefetch: int
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """By how many groups in front are resident.
 
-    Attributes:
-        numbers: Of the groups, in this order.
-        total: Bytes of each group, with its room for a key-value cache.
-        prefetch: Units to read ahead.
-        still: How many in front stream nothing, so that they are resident anyway.
-        resident: By how many are resident: the bytes that those take.
-        streamed: Bytes of the groups in front, if they stream.
-        passing: Room in which the others stream.
-        beside: What the others take where they compute, beside that room.
+    Returns:
+        The bytes of those in front, with their room for a key-value cache; how many of these would
+        stream otherwise; the room in which the groups behind stream; and the whole room that those
+        take where they compute.
     """
-
-    numbers: list[int]
-    total: list[int]
-    prefetch: int
-    still: int
-    resident: list[int]
-    streamed: list[int]
-    passing: list[int]
-    beside: list[int]
-
-
-def _orders(groups: list[_Group], policy: str, prefetch: int) -> list[_Order]:
-    """The order of the model; and with the largest units first, which need most room to stream.
-
-    Neither depends on a budget. More memory only lets more of each be resident, so that it never
-    makes the faster one slower.
-    """
-    total = [sum(unit.bytes + unit.working for unit in group) for group in groups]
-    streamed = [sum(unit.bytes - unit.buffers for unit in group) for group in groups]
-    reads = [
-        max(unit.reads for unit in group) if size else 0
-        for group, size in zip(groups, streamed, strict=True)
+    total = _sums(sum(unit.bytes + unit.working for unit in group) for group in groups)
+    streamed = _sums(sum(unit.bytes - unit.buffers for unit in group) for group in groups)
+    reads = (
+        max(unit.reads for unit in group) if any(u.bytes > u.buffers for u in group) else 0
+        for group in reversed(groups)
+    )
+    passing = [(1 + prefetch) * most for most in itertools.accumulate(reads, max, initial=0)][::-1]
+    taken = [
+        room + (total[-1] - total[n]) - (streamed[-1] - streamed[n])
+        for n, room in enumerate(passing)
     ]
-    orders: list[_Order] = []
-    largest = max(reads, default=0)
-    for first in dict.fromkeys((0, largest)) if policy != "sequential" else (0,):
-        # Sorting is stable: within each part, groups keep the order of the model.
-        keys = [
-            (size > 0, not first or read < first)
-            for size, read in zip(streamed, reads, strict=True)
-        ]
-        numbers = sorted(range(len(groups)), key=keys.__getitem__)
-        behind = numbers[::-1]
-        most = [*itertools.accumulate((reads[number] for number in behind), max, initial=0)]
-        order = _Order(
-            numbers=numbers,
-            total=total,
-            prefetch=prefetch,
-            still=streamed.count(0),
-            resident=_sums(total[number] for number in numbers),
-            streamed=_sums(streamed[number] for number in numbers),
-            passing=[(1 + prefetch) * size for size in reversed(most)],
-            beside=_sums(total[number] - streamed[number] for number in behind)[::-1],
-        )
-        orders.append(order)
-    return orders
+    return total, streamed, passing, taken
 
 
 def _sums(values: Iterable[int]) -> list[int]:
     return list(itertools.accumulate(values, initial=0))
 
 
-def _choose(
-    order: _Order, limits: _Limits, policy: str, speeds: Speeds | None
-) -> tuple[float, int, list[str]] | None:
-    """The placement with most resident: the seconds that it takes, `prefetch`, each group's device.
+def _fill(
+    groups: list[_Group],
+    rooms: Mapping[str, int],
+    cpu: int | None,
+    disk: int | None,
+    policy: str,
+    prefetch: int,
+) -> tuple[float, list[str]] | None:
+    """Fill devices in the order of the model, with as many groups resident as possible.
 
-    With fewer resident, no byte would move to a faster place.
+    Args:
+        rooms: Bytes for units on each device that computes; units stream to the first.
+        cpu: Bytes beside accelerators; None holds nothing, and lets any unit pass through.
+        disk: Bytes; None is any number.
+
+    Returns:
+        The seconds that a forward takes and the device of each group; None if they do not fit.
     """
-    resident = _resident(order, limits, policy)
-    if resident is None:
-        return None
-    count, devices = resident
-    end, start = count, order.streamed[count]  # where the CPU ends and the disk begins
-    if limits.cpu is not None:
-        end = len(order.numbers)
-        if order.streamed[end] - start > limits.cpu:
-            staging = order.passing[count]
-            if staging > limits.cpu:
-                return None
-            end = max(bisect_right(order.streamed, start + limits.cpu - staging) - 1, count)
-    if limits.disk is not None and order.streamed[-1] - order.streamed[end] > limits.disk:
-        return None
-    for number in order.numbers[count:end]:
-        devices[number] = "cpu"
-    speeds = speeds or Speeds()
-    in_memory = order.streamed[end] - order.streamed[count]
-    on_disk = order.streamed[-1] - order.streamed[end]
-    seconds = in_memory / speeds.bus + on_disk / min(speeds.disk, speeds.bus)
-    return seconds * (1 if order.prefetch else 2), order.prefetch, devices
-
-
-def _resident(order: _Order, limits: _Limits, policy: str) -> tuple[int, list[str]] | None:
-    """How many groups are resident, and the devices of all, with the others on disk; None if the
-    first device has too little room for the others to stream.
-    """
-    total = sum(max(size, 0) for size in limits.sizes)
-    for count in range(len(order.numbers), order.still - 1, -1):
-        room = order.passing[count] + order.beside[count]
-        if room > limits.sizes[0] or order.resident[count] + room > total:
+    total, streamed, passing, taken = _needs(groups, prefetch)
+    first, *others = rooms.values()
+    for count in range(len(groups), -1, -1):
+        left = [first - taken[count], *others]
+        if left[0] < 0 or total[count] > sum(max(size, 0) for size in left):
             continue
-        numbers = sorted(order.numbers[:count])
-        sums = _sums(order.total[number] for number in numbers)
-        ends = _spread(sums, [limits.sizes[0] - room, *limits.sizes[1:]], policy)
-        if ends is not None:
-            devices = [DISK] * len(order.total)
-            for name, start, end in zip(limits.devices, [0, *ends], ends, strict=False):
-                for number in numbers[start:end]:
-                    devices[number] = name
-            return count, devices
-    return None
+        if (ends := _spread(total[: count + 1], left, policy)) is not None:
+            break
+    else:
+        return None
+    end = count  # where the CPU ends and the disk begins
+    if cpu is not None:
+        end = len(groups)
+        if streamed[end] - streamed[count] > cpu:
+            if passing[count] > cpu:
+                return None
+            most = streamed[count] + cpu - passing[count]
+            end = max(bisect_right(streamed, most) - 1, count)
+    on_disk = streamed[-1] - streamed[end]
+    if disk is not None and on_disk > disk:
+        return None
+    held = [DISK] * len(groups)
+    held[count:end] = ["cpu"] * (end - count)
+    for name, start, stop in zip(rooms, [0, *ends], ends, strict=False):
+        held[start:stop] = [name] * (stop - start)
+    seconds = seconds_of(streamed[end] - streamed[count], on_disk)
+    return seconds * (1 if prefetch else 2), held  # without, the device waits for each unit
 
 
 def _spread(sums: list[int], sizes: list[int], policy: str) -> list[int] | None:
@@ -343,48 +273,41 @@ def _spread(sums: list[int], sizes: list[int], policy: str) -> list[int] | None:
 
 
 def _refuse(
-    sizes: Sizes, groups: list[_Group], orders: list[_Order], limits: _Limits, policy: str
+    sizes: Sizes,
+    groups: list[_Group],
+    rooms: Mapping[str, int],
+    cpu: int | None,
+    disk: int | None,
+    policy: str,
+    reserved: int,
+    prefetch: int,
 ) -> NoReturn:
     """Raise for a model that fits no placement: what needs how much, and where."""
-    main, room, cpu, disk = limits.devices[0], limits.sizes[0], limits.cpu, limits.disk
-    fitting = [(order, held[0]) for order in orders if (held := _resident(order, limits, policy))]
-    if fitting:
-        passing = [
-            min(order.passing[count], streamed)
-            for order, count in fitting
-            for streamed in [order.streamed[-1] - order.streamed[count]]
-            if disk is None or streamed <= disk
-        ]
-        if cpu is not None and passing:
-            raise PlanError(
-                f"place: {sizes.source} needs {show_bytes(sizes.bytes)}. {main} holds "
-                f"{show_bytes(max(room, 0))}, and units on disk pass through the CPU, which allows "
-                f"{show_bytes(cpu)} and needs {show_bytes(min(passing))} for "
-                f"{1 + orders[0].prefetch} at a time. Allow at least {show_bytes(min(passing))} on "
-                f"'cpu'."
-            )
+    total, _, passing, taken = _needs(groups, prefetch)
+    main, room = next(iter(rooms.items()))
+    needed = reserved + min(front + behind for front, behind in zip(total, taken, strict=True))
+    if _fill(groups, rooms, None, None, policy, prefetch) is not None:
         tiers = {"cpu": cpu, DISK: disk}
         rest = ", ".join(f"{name} {show_bytes(n)}" for name, n in tiers.items() if n is not None)
+        what = f"the rest does not fit in {rest}. Allow more of them"
+        enough = passing[0]
+        if (cpu or 0) < enough and _fill(groups, rooms, enough, disk, policy, prefetch):
+            what = (
+                f"units on disk pass through the CPU, which allows {show_bytes(cpu or 0)}. Allow "
+                f"at least {show_bytes(enough)} on 'cpu'"
+            )
         raise PlanError(
             f"place: {sizes.source} needs {show_bytes(sizes.bytes)}. {main} holds "
-            f"{show_bytes(max(room, 0))}, and the rest does not fit in {rest}. Allow more of "
-            f"them, or leave out the limit of the disk."
+            f"{show_bytes(max(room, 0))}, and {what}."
         )
-    units = [unit for group in groups for unit in group]
-    largest = max(units, key=lambda unit: unit.reads)
-    beside = sum(unit.buffers + unit.working for unit in units) + limits.reserved
-    needed = limits.reserved + min(
-        order.resident[count] + order.passing[count] + order.beside[count]
-        for order in orders
-        for count in range(order.still, len(order.numbers) + 1)
-    )
+    largest = max((unit for group in groups for unit in group), key=lambda unit: unit.reads)
     kind = f" ({largest.kind})" if largest.kind else ""
     raise PlanError(
-        f"place: {main} allows {show_bytes(room + limits.reserved)}, but to compute with one "
-        f"unit at a time takes {show_bytes(needed)}: the largest unit, {largest.name!r}{kind}, "
-        f"needs {show_bytes(largest.reads)}, and activations, key-value cache and buffers "
-        f"{show_bytes(beside)}. Allow at least {show_bytes(needed)} on {main}, reduce batch, "
-        f"tokens or activations, or split larger units with fx.big.sizes(..., no_split=())."
+        f"place: {main} allows {show_bytes(room + reserved)}, but to compute with one "
+        f"unit at a time takes {show_bytes(needed)}, activations, key-value cache and buffers "
+        f"included: the largest unit, {largest.name!r}{kind}, needs {show_bytes(largest.reads)}. "
+        f"Allow at least {show_bytes(needed)} on {main}, reduce batch, tokens or activations, or "
+        f"split larger units with fx.big.sizes(..., no_split=())."
     )
 
 

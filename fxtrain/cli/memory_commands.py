@@ -218,7 +218,7 @@ def PLACE(model: str, json_: bool, output: str | None, **chosen: Any) -> None:  
         activations=read_bytes(chosen["activations"], "--activations") or 0,
         batch=chosen["batch"], tokens=chosen["tokens"],
     )  # fmt: skip
-    speeds = _speeds(model, placement)
+    speed = _disk_speed(model, placement)
     if output is not None:
         write_record(placement, output)
         warn(f"Wrote {output}.")
@@ -227,12 +227,12 @@ def PLACE(model: str, json_: bool, output: str | None, **chosen: Any) -> None:  
             {
                 "placement": unstructure(placement),
                 "bytes": {device: placement.bytes_on(device) for device in placement.devices},
-                "forward": attrs.asdict(big.estimate(placement, speeds)),
-                "speeds": attrs.asdict(speeds),
+                "forward": attrs.asdict(big.estimate(placement, speed)),
+                "disk_speed": speed,
             }
         )
     else:
-        print_renderable(big.table(placement, budget=budget, speeds=speeds))
+        print_renderable(big.table(placement, budget=budget, disk_speed=speed))
 
 
 def _quantize(word: str | None) -> Quantize | None:
@@ -265,13 +265,10 @@ def _pairs(option: str, words: Sequence[str], example: str) -> dict[str, str]:
     return pairs
 
 
-def _speeds(model: str, placement: Placement) -> big.Speeds:
-    """The speeds of a usual machine, but for that of the disk with the model's files."""
-    speeds = big.Speeds()
+def _disk_speed(model: str, placement: Placement) -> float | None:
+    """Bytes per second of the model's files, if some of them stream from disk."""
     path = Path(model)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     stored = [file for file in files if file.suffix == ".safetensors" and file.is_file()]
-    if not any(unit.device == "disk" for unit in placement.streamed) or not stored:
-        return speeds
-    disk = big.read_speed(stored)
-    return speeds if disk is None else attrs.evolve(speeds, disk=disk)
+    streams = any(unit.device == "disk" for unit in placement.streamed)
+    return big.read_speed(stored) if streams else None

@@ -37,7 +37,6 @@ from fxtrain.models.tensor_bytes import (
 )
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import is_sharded
-from fxtrain.precision.library import Library
 from fxtrain.precision.plain_tensors import quantized_layers
 from fxtrain.precision.torchao_layers import TORCHAO, torchao_config
 from fxtrain.state import DistContext, Weight, Wrapped
@@ -288,7 +287,7 @@ def transformers_config(module: Any) -> dict[str, Any] | None:
         return None
     _, part, library = first
     if library.name == "bitsandbytes":
-        return _bitsandbytes(module, part, library)
+        return _bitsandbytes(module, library.settings(part))
     described = torchao_config(part)
     if described is None:
         return None
@@ -301,8 +300,7 @@ def transformers_config(module: Any) -> dict[str, Any] | None:
     }
 
 
-def _bitsandbytes(module: nn.Module, part: nn.Module, library: Library) -> dict[str, Any]:
-    settings, facts = library.settings(part), library.facts(part)
+def _bitsandbytes(module: nn.Module, settings: Mapping[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": settings["kind"] == "bnb4",
@@ -313,8 +311,8 @@ def _bitsandbytes(module: nn.Module, part: nn.Module, library: Library) -> dict[
     if settings["kind"] == "bnb8":
         return config | {"llm_int8_threshold": settings["threshold"]}
     return config | {
-        "bnb_4bit_quant_type": facts["quant_type"],
-        "bnb_4bit_use_double_quant": "nested_blocksize" in facts,
+        "bnb_4bit_quant_type": settings["quant_type"],
+        "bnb_4bit_use_double_quant": settings["double_quant"],
         "bnb_4bit_compute_dtype": _DTYPES[settings["compute"]],
         "bnb_4bit_quant_storage": "uint8",
     }

@@ -156,11 +156,10 @@ def put_stored_layers(
             tensors[key] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         replacements[name] = _built(opened.what, name, part, tensors, stored, described)
         if record is not None and (other := difference(replacements[name], stored.library, record)):
-            wanted, has = other
             raise CheckpointError(
-                f"load_model(quantize=fx.{type(record).__name__}(...)): asked for {wanted}, but "
-                f"{name} is quantised already in the source, {has}. Leave quantize out, or load "
-                f"the unquantised model."
+                f"load_model(quantize=fx.{type(record).__name__}(...)): asked for {other[0]}, but "
+                f"{name} is quantised already in the source, with {other[1]}. Leave quantize out, "
+                f"or load the unquantised model."
             )
     return put_layers(module, replacements)
 

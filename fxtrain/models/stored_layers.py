@@ -264,11 +264,6 @@ def shape_problem(
         >>> shape_problem(BNB8, tensors, {}, (4, 2))
         'SCB has the shape [3] of float32, and needs [4] of float32'
     """
-    if library is BNB4 and _reordered(tensors):
-        return (
-            "bitsandbytes saved its scales after an evaluation on a CPU, in another order; save "
-            "the model before it is evaluated"
-        )
     if library is BNB4:
         wanted = _wanted4(facts, shape, tensors)
     elif library is BNB8:
@@ -287,12 +282,6 @@ def shape_problem(
                 f"{list(sizes)}{dtype}"
             )
     return None
-
-
-def _reordered(tensors: Tensors) -> bool:
-    """Whether scales are in the order (blocks of a row, rows), as bitsandbytes unpacks them."""
-    scales = tensors["weight.absmax"]
-    return scales.ndim == 2 and len(scales) > 1
 
 
 def _name(dtype: torch.dtype) -> str:

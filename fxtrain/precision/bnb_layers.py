@@ -131,11 +131,13 @@ def _of_state(state: Any) -> dict[str, Tensor]:
 def _tensors4(part: Any) -> dict[str, Tensor]:
     weight: Any = part.weight
     state = state_of4(part)
-    if getattr(state, "packing_format_for_cpu", False):
+    # Unpacking leaves scales that are not quantised in the order (blocks of a row, rows).
+    unpacked = not state.nested and state.absmax.ndim == 2 and len(state.absmax) > 1
+    if unpacked or getattr(state, "packing_format_for_cpu", False):
         raise CheckpointError(
             "bitsandbytes packed the weights of this model for the CPU in an evaluation, which "
             "loses bits. Quantise with fx.load_model(..., quantize=fx.Bnb4()), whose layers "
-            "stay as they are, or save before the first evaluation."
+            "stay as they are, or use the model before its first evaluation."
         )
     return {"weight": _plain(weight), **_of_state(state)}
 
@@ -239,12 +241,8 @@ def _build4(
     return layer
 
 
-def _keep_layout4(part: Any) -> None:
-    part.keeps_copy = False  # of the library's own layers, which have no copy
-
-
 def _split4(part: Any, device: torch.device) -> None:
-    _keep_layout4(part)
+    part.keeps_copy = False  # of a layer of another program, which has none
     state = state_of4(part)
     state.to(device)
     part.quant_state = state
@@ -253,8 +251,14 @@ def _split4(part: Any, device: torch.device) -> None:
 
 def _settings4(part: nn.Module) -> dict[str, Any]:
     dtype: Any = part.compute_dtype
-    names = {value: name for name, value in _COMPUTE.items()}
-    return {"kind": "bnb4", "compute": names[dtype]}
+    facts, names = _facts4(part), {value: name for name, value in _COMPUTE.items()}
+    return {
+        "kind": "bnb4",
+        "quant_type": facts["quant_type"],
+        "double_quant": "nested_blocksize" in facts,
+        "blocksize": facts["blocksize"],
+        "compute": names[dtype],
+    }
 
 
 # Eight bits.
@@ -344,9 +348,7 @@ BNB4 = Library(
     build=_build4,
     settings=_settings4,
     format=lambda part: f"bitsandbytes {_facts4(part)['quant_type']}",
-    planned=lambda record: f"bitsandbytes {record.quant_type}",
     split=_split4,
-    keep_layout=_keep_layout4,
 )
 BNB8 = Library(
     name="bitsandbytes",
@@ -359,6 +361,5 @@ BNB8 = Library(
     build=_build8,
     settings=_settings8,
     format=lambda part: "bitsandbytes int8",
-    planned=lambda record: "bitsandbytes int8",
     split=_split8,
 )

@@ -28,14 +28,11 @@ class Library:
         put: (layer, tensors) → None: replaces them by others, on any device.
         facts: (layer) → settings of its weight that a file stores beside the tensors.
         build: (layer, tensors, facts, record) → a quantised layer for a plain one.
-        settings: (layer) → fields of a record that do not follow from the tensors.
+        settings: (layer) → the fields of a record that it tells, with its kind.
         format: (layer) → library and format of its weight, as text.
-        planned: (record) → the same for the weights that a record quantises.
         split: (layer, device) → None: makes its weight a plain parameter, whose rows can be split
             over ranks, and moves its other tensors to the device. None if the library cannot
             compute with such a weight.
-        keep_layout: (layer) → None: stops forward from changing its tensors, since a strategy
-            replaces their memory. None if the library never changes them.
     """
 
     name: str
@@ -48,9 +45,7 @@ class Library:
     build: Callable[[nn.Linear, Tensors, Mapping[str, Any], Quantize | None], nn.Module]
     settings: Callable[[nn.Module], dict[str, Any]]
     format: Callable[[nn.Module], str]
-    planned: Callable[[Any], str]
     split: Callable[[Any, torch.device], None] | None = None
-    keep_layout: Callable[[Any], None] | None = None
 
 
 def is_sharded(tensor: object) -> bool:

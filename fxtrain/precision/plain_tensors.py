@@ -88,8 +88,7 @@ def stream_later(module: nn.Module, device: torch.device) -> Callable[[], None]:
     """
     before: list[tuple[Library, nn.Module, dict[str, Tensor]]] = []
     for _, part, library in quantized_layers(module):
-        if library.keep_layout is not None:
-            library.keep_layout(part)
+        vars(part)["keeps_copy"] = False  # of weights in bitsandbytes' layout for CPUs
         tensors = library.tensors(part)
         if any(tensor.is_meta for tensor in tensors.values()):
             before.append((library, part, tensors))

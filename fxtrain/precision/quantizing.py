@@ -1,6 +1,6 @@
 """Replace the layers of a model by quantised ones, undo it, and split them over ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain.errors import PlanError
-from fxtrain.precision.bnb_layers import BNB4, BNB8, state_of4
+from fxtrain.precision.bnb_layers import BNB4, BNB8
 from fxtrain.precision.library import Library, is_sharded, linear_like
 from fxtrain.precision.plain_tensors import is_quantized, quantized_layers
 from fxtrain.precision.targets import Targets, choose_layers, modules_to_keep
@@ -47,8 +47,9 @@ def planned_layers(
             one, it has no gradient for what is to be trained, or a layer does not fit it.
         MissingPackageError: the library is not installed.
     """
-    library = library_of(record)
-    problem = library.check(record, device) or (_no_gradient(record) if trains else None)
+    problem = library_of(record).check(record, device)
+    if problem is None and trains and _has_no_gradient(attrs.asdict(record)):
+        problem = f"{record!r} {NO_GRADIENT}"
     if problem is not None:
         raise PlanError(f"Plan(quantize=...): {problem}")
     if _quantized_already(module, record):
@@ -60,10 +61,10 @@ def _quantized_already(module: nn.Module, record: Quantize) -> bool:
     """Whether the model is quantised as a record says; an error if it is in another way."""
     for name, part, library in quantized_layers(module):
         if (other := difference(part, library, record)) is not None:
-            wanted, has = other
             raise PlanError(
-                f"Plan(quantize=fx.{type(record).__name__}(...)): asked for {wanted}, but {name} "
-                f"is quantised already, {has}. Pass the unquantised model, or change the plan."
+                f"Plan(quantize=fx.{type(record).__name__}(...)): asked for {other[0]}, but {name} "
+                f"is quantised already, with {other[1]}. Pass the unquantised model, or change the "
+                f"plan."
             )
     return is_quantized(module)
 
@@ -141,12 +142,9 @@ def _replaced(
     return undo
 
 
-def _no_gradient(record: Quantize) -> str | None:
-    """Why adapters cannot be trained on a format: torchao computes it without a gradient."""
-    if not isinstance(record, Torchao) or (record.weights != "int4" and not record.activations):
-        return None
-    call = f"Torchao(weights={record.weights!r}, activations={record.activations!r})"
-    return f"{call} {NO_GRADIENT}"
+def _has_no_gradient(fields: Mapping[str, Any]) -> bool:
+    """Whether torchao computes a format without a gradient, so that no adapter trains on it."""
+    return fields.get("weights") == "int4" or fields.get("activations") is not None
 
 
 def put_layers(module: nn.Module, layers: dict[str, nn.Module]) -> Callable[[], None]:
@@ -263,7 +261,7 @@ NO_GRADIENT = (
 
 
 def difference(part: nn.Module, library: Library, record: Quantize) -> tuple[str, str] | None:
-    """What a record asks for, and how a layer is quantised instead; None if that is the same.
+    """The first field that a record asks for and a layer has otherwise, and what it has; or None.
 
     Example:
         >>> import torch
@@ -274,73 +272,18 @@ def difference(part: nn.Module, library: Library, record: Quantize) -> tuple[str
         >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
         >>> _ = quantize_layers(net, fx.Torchao(), torch.device("cpu"))
         >>> difference(net[0], TORCHAO, fx.Torchao(activations="int8"))
-        ("activations='int8'", 'with activations=None')
+        ("activations='int8'", 'activations=None')
     """
-    own_format, wanted = library.format(part), library.planned(record)
-    if own_format != wanted:
-        return wanted, f"as {own_format}"
-    other = {
-        name: value
-        for name, value in _fields(part, library).items()
-        if getattr(record, name) != value
-    }
-    if not other:
-        return None
-    asked = {name: getattr(record, name) for name in other}
-    return _listed(asked), f"with {_listed(other)}"
+    asked = attrs.asdict(record)
+    for name, value in library.settings(part).items():
+        if asked.get(name) != value:
+            return f"{name}={asked.get(name)!r}", f"{name}={value!r}"
+    return None
 
 
 def gradient_problem(module: nn.Module) -> str | None:
     """Which layer of a model gives no gradient to what is before it, or None."""
     for name, part, library in quantized_layers(module):
-        own_format = library.format(part)
-        activations = _fields(part, library).get("activations")
-        if activations is not None or own_format == "torchao int4":
-            inputs = f" with activations={activations!r}" if activations else ""
-            return f"{name} is quantised as {own_format}{inputs}, which {NO_GRADIENT}"
+        if _has_no_gradient(fields := library.settings(part)):
+            return f"{name} is quantised with {fields}, which {NO_GRADIENT}"
     return None
-
-
-def packed_layer(module: nn.Module) -> str | None:
-    """The first layer whose scales bitsandbytes reordered, or would reorder, or None.
-
-    On some CPUs its own forward packs weights. Moving or saving the model unpacks them, and leaves
-    scales that are not quantised themselves in the order (blocks of a row, rows).
-    """
-    for name, part, library in quantized_layers(module):
-        state = state_of4(part) if library is BNB4 else None
-        if state is None or state.nested:
-            continue
-        reordered = state.absmax.ndim == 2 and len(state.absmax) > 1
-        if reordered or getattr(state, "packing_format_for_cpu", False):
-            return name
-    return None
-
-
-def _fields(part: nn.Module, library: Library) -> dict[str, Any]:
-    """The fields of a record that a layer tells, beside its format."""
-    if library is TORCHAO:
-        return _torchao_fields(part.get_parameter("weight"))
-    fields = {name: value for name, value in library.settings(part).items() if name != "kind"}
-    if library is BNB4:
-        facts = library.facts(part)
-        fields |= {
-            "blocksize": facts["blocksize"],
-            "double_quant": "nested_blocksize" in facts,
-        }
-    return fields
-
-
-def _torchao_fields(weight: Tensor) -> dict[str, Any]:
-    tensor: Any = weight
-    if hasattr(tensor, "act_quant_kwargs"):
-        float8 = tensor.qdata.dtype.is_floating_point
-        activations = "float8" if float8 else "int8"
-        return {"activations": None if tensor.act_quant_kwargs is None else activations}
-    if hasattr(tensor, "group"):
-        return {"group": tensor.group}
-    return {"group": tensor.block_size[-1]} if type(weight).__name__.startswith("Int4") else {}
-
-
-def _listed(fields: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in fields.items())

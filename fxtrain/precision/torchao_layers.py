@@ -197,9 +197,16 @@ def _build(
     return layer
 
 
-def _format(part: nn.Module) -> str:
-    match = re.match("[A-Z][a-z]+[0-9]?", type(part.weight).__name__)
-    return f"torchao {match[0].lower() if match else 'of an unknown format'}"
+def _settings(part: nn.Module) -> dict[str, Any]:
+    weight: Any = part.weight
+    words = re.match("[A-Z][a-z]+[0-9]?", type(weight).__name__)  # as in Float8Tensor
+    weights = words[0].lower() if words else type(weight).__name__
+    fields: dict[str, Any] = {"kind": "torchao", "weights": weights}
+    if hasattr(weight, "act_quant_kwargs"):
+        fields["activations"] = None if weight.act_quant_kwargs is None else weights
+    elif weights in ("int4", "int2"):
+        fields["group"] = weight.block_size[-1] if weights == "int4" else weight.group
+    return fields
 
 
 TORCHAO = Library(
@@ -211,7 +218,6 @@ TORCHAO = Library(
     put=_put,
     facts=_facts,
     build=_build,
-    settings=lambda part: {"kind": "torchao"},
-    format=_format,
-    planned=lambda record: f"torchao {record.weights}",
+    settings=_settings,
+    format=lambda part: f"torchao {_settings(part)['weights']}",
 )

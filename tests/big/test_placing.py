@@ -1,7 +1,5 @@
 """Sizes of real modules, budgets, mappings by hand, and what is refused."""
 
-import re
-
 import pytest
 import torch
 import transformers
@@ -57,14 +55,11 @@ def test_tensors_that_share_memory_are_one():
     assert big.sizes(net).tied == (("0.weight", "1.weight"),)
 
 
-def test_dtypes_and_special_sizes_count():
+def test_dtypes_count():
     whole = big.sizes(Net())
     half = big.sizes(Net(), dtype="bfloat16", dtypes={"*gain": "float32"})
     assert half.bytes == (whole.bytes - 24) // 2 + 24 + 3 * 8  # buffers and gains stay
-    for form, taken in {"int4": 8, "int2": 4}.items():
-        packed = big.sizes(Net(), special={"layers.*.inner.weight": form, "attention.*": 1})
-        assert packed.bytes == whole.bytes - 3 * (64 - taken) - 256 + 64
-    for wrong in ({"dtype": "bf17"}, {"special": {"*": "int3"}}, {"no_split": ("Blok",)}):
+    for wrong in ({"dtype": "bf17"}, {"no_split": ("Blok",)}):
         with pytest.raises(fx.PlanError, match=r"sizes"):
             big.sizes(Net(), **wrong)
 
@@ -153,14 +148,6 @@ def test_room_is_kept_for_activations_and_the_cache():
         big.place(big.sizes(Net()), big.budget({"cpu": 10**6}), tokens=5)
 
 
-def test_the_largest_unit_is_resident_where_more_fits_then():
-    net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(8)), nn.Linear(4, 90))
-    placement = big.place(big.sizes(net), big.budget({"cuda:0": 2200}))
-    assert [unit.device for unit in placement.units][-1] == "cuda:0"
-    in_order = big.place(big.sizes(net), big.budget({"cuda:0": 4000}), policy="sequential")
-    assert in_order.units[0].device == "cuda:0"
-
-
 def test_what_cannot_be_placed_names_unit_need_and_place():
     sizes = big.sizes(Net())
     with pytest.raises(
@@ -169,20 +156,12 @@ def test_what_cannot_be_placed_names_unit_need_and_place():
         big.place(sizes, big.budget({"cuda:0": 100}))
     with pytest.raises(fx.PlanError, match=r"needs 692 B.*does not fit in cpu 10 B, disk 0 B"):
         big.place(sizes, big.budget({"cuda:0": 600, "cpu": 10, "disk": 0}))
-    with pytest.raises(
-        fx.PlanError,
-        match=r"pass through the CPU, which allows 10 B and needs (\d+) B .* least \1 B on 'cpu'",
-    ) as caught:
+    with pytest.raises(fx.PlanError, match=r"pass through .* allows 10 B\. Allow at least 256 B"):
         big.place(sizes, big.budget({"cuda:0": 600, "cpu": 10, "disk": 10**9}))
-    (enough,) = re.findall(r"needs (\d+) B for", str(caught.value))
-    big.place(sizes, big.budget({"cuda:0": 600, "cpu": int(enough), "disk": 10**9}))
-    with pytest.raises(fx.PlanError, match="pass through the CPU"):
-        big.place(sizes, big.budget({"cuda:0": 600, "cpu": int(enough) - 1}))
     with pytest.raises(fx.PlanError, match="allows nothing of any device"):
         big.place(sizes, big.budget({"disk": 10}))
-    for wrong in ({"policy": "fast"}, {"prefetch": -1}, {"batch": 0}, {"activations": 1.5}):
-        with pytest.raises(fx.PlanError, match=rf"place\({next(iter(wrong))}="):
-            big.place(sizes, big.budget({"cpu": 10**6}), **wrong)
+    with pytest.raises(fx.PlanError, match=r"place\(policy='fast'"):
+        big.place(sizes, big.budget({"cpu": 10**6}), policy="fast")
 
 
 def test_placements_are_compared_and_kept_in_files(tmp_path):

@@ -71,20 +71,6 @@ def _evaluated(net, x=X):
         return net(x)
 
 
-@FORMATS
-@pytest.mark.parametrize("shape", [(32, 64), (96, 128), (512, 192)])
-@pytest.mark.parametrize("double", [True, False])
-def test_the_layout_is_that_of_the_library(form, shape, double):
-    weight, exact = bnb.functional.quantize_4bit(
-        torch.randn(shape), blocksize=64, compress_statistics=double, quant_type=form
-    )
-    packed, state = prepacked.pack_for_cpu(weight, exact)
-    words = weight.view(-1).view(torch.int16)  # files may hold bytes in a wider dtype
-    assert torch.equal(prepacked.pack_for_cpu(words, exact)[0], packed)
-    wanted, library = bnb.functional._convert_weight_packed_for_cpu(weight, copy.copy(exact))
-    assert torch.equal(packed, wanted) and torch.equal(state.absmax, library.absmax)
-
-
 @needs_kernel
 @FORMATS
 def test_evaluation_equals_the_library_by_hand(form):

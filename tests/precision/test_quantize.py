@@ -104,11 +104,11 @@ OTHERS = [
     (
         "nf4",
         fx.Bnb4(quant_type="fp4"),
-        "asked for bitsandbytes fp4, but . is quantised already .* as bitsandbytes nf4",
+        "asked for quant_type='fp4', but . is quantised already .* with quant_type='nf4'",
     ),
     ("nf4", fx.Bnb4(blocksize=128), "asked for blocksize=128, but . is .* with blocksize=64"),
     ("int8", fx.Torchao(activations="int8"), "asked for activations='int8'"),
-    ("int4", fx.Torchao(), "asked for torchao int8, but . is .* as torchao int4"),
+    ("int4", fx.Torchao(), "asked for weights='int8', but . is .* with weights='int4'"),
 ]
 
 

@@ -10,8 +10,13 @@ from fxtrain.errors import PlanError
 from fxtrain.models.quantized_loading import put_stored_layers
 from fxtrain.models.tensor_sources import open_source
 from fxtrain.ops.same_errors import fail_together
-from fxtrain.precision.plain_tensors import is_quantized, quantized_layers, stream_later
-from fxtrain.precision.quantizing import packed_layer, quantize_layers, sharding_problem
+from fxtrain.precision.plain_tensors import (
+    is_quantized,
+    quantized_layers,
+    quantized_tensors,
+    stream_later,
+)
+from fxtrain.precision.quantizing import quantize_layers, sharding_problem
 from fxtrain.precision.recipe_layers import convert_layers, recipe_targets
 from fxtrain.precision.transformer_engine import engine_region
 from fxtrain.state import FSDP, TE, DistContext, Offload, Plan, Strategy
@@ -118,12 +123,7 @@ def quantized_problems(
         )
     if plan.quantize is None and not is_quantized(module):
         return problems
-    if (packed := packed_layer(module)) is not None:
-        problems.append(
-            f"wrap: bitsandbytes packed {packed} for the CPU in an evaluation, and unpacks it with "
-            f"its scales in another order. Load the model again, and wrap it before it is "
-            f"evaluated."
-        )
+    quantized_tensors(module)  # raises for weights that bitsandbytes packed
     what = "A model with quantised weights"
     if plan.quantize is not None:
         what = f"Plan(quantize=fx.{type(plan.quantize).__name__}(...))"
