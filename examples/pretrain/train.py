@@ -15,7 +15,6 @@ memory. Ends with one JSON line: the loss per token, the held-out loss, what the
 
 import argparse
 import json
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,10 +139,8 @@ def main(ctx: fx.DistContext, options: argparse.Namespace) -> dict[str, Any]:
         if update_biases and report.applied:
             loads = update_biases(model)
     prompt = torch.tensor([tokenizer.encode("def ").ids], device=ctx.device)
-    # A pipeline has no `generate` of its own.
-    lent = fx.gathered(model) if ctx.mesh.pipeline > 1 else nullcontext(model)
-    with torch.no_grad(), lent as net:
-        written = net.generate(input_ids=prompt, max_new_tokens=24, do_sample=False)
+    with torch.no_grad():
+        written = model.generate(input_ids=prompt, max_new_tokens=24, do_sample=False)
     busiest = [float(load.max() / load.float().mean()) for load in loads.values()]
     return {
         "loss": float(ops.reduce(torch.stack(losses[-5:]).mean(), ctx)) if losses else None,

@@ -1,16 +1,89 @@
-"""One rank: the module as it is."""
+"""One rank: the module as it is; and the handle of every strategy on torch's own modules."""
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
+from fxtrain.backends.context.positions import expose_positions
+from fxtrain.backends.context.split_sequences import with_context_parallel
 from fxtrain.backends.core import step_functions
+from fxtrain.backends.core.initial_values import fill_replica
 from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import (
+    move_module,
+    prepare_module,
     unmatched_names,
     xla_problems,
 )
+from fxtrain.backends.core.optimizers import (
+    make_optimizers,
+    make_schedulers,
+)
 from fxtrain.backends.core.weights import torch_weights
-from fxtrain.backends.handle import wrap_without_engine
 from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped, unsupported
+
+
+def _nothing() -> None:
+    pass
+
+
+def wrap_without_engine(
+    strategy: Strategy,
+    module: nn.Module,
+    ctx: DistContext,
+    plan: Plan,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    change: Any = None,
+    replicas: Any = None,
+) -> Wrapped:
+    """Wrap a module that is its own engine; `change` and `replicas` as `make_optimizers`."""
+    fill_replica(module, ctx, seed=plan.seed)
+    move_module(module, ctx.device)
+    expose_positions(module, ctx, plan)
+    prepare_module(module, plan, ctx)
+    return make_handle(
+        strategy, module, ctx, plan, optimizer, scheduler, change=change, replicas=replicas
+    )
+
+
+def make_handle(
+    strategy: Strategy,
+    module: nn.Module,
+    ctx: DistContext,
+    plan: Plan,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    undo: Callable[[], None] = _nothing,
+    change: Any = None,
+    replicas: Any = None,
+) -> Wrapped:
+    """Call the factories on a module in its final form, and build the handle.
+
+    Args:
+        undo: Reverts what wrapping did to the values of the module.
+        change: As `make_optimizers` takes it.
+        replicas: Likewise.
+    """
+    objects, optimizers = make_optimizers(optimizer, module, strategy, change, replicas)
+    planned, schedulers = make_schedulers(scheduler, objects)
+    return Wrapped(
+        module=module,
+        engine=module,
+        optimizer=objects,
+        scheduler=planned,
+        optimizers=optimizers,
+        schedulers=schedulers,
+        scaler=step_functions.new_scaler(ctx, plan) if optimizers else None,
+        ctx=ctx,
+        plan=plan,
+        strategy=with_context_parallel(strategy, ctx, plan),
+        window=step_functions.new_window(ctx),
+        undo=undo,
+    )
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:

@@ -17,16 +17,19 @@ from fxtrain.backends.core.converted_layers import (
     quantized_problems,
     recipe_problems,
 )
-from fxtrain.backends.core.existing_optimizers import as_factories, described
 from fxtrain.backends.core.local_sgd import local_problems
 from fxtrain.backends.core.module_changes import model_signature
-from fxtrain.backends.core.optimizers import Optimizers, Params, Schedulers, settings_of
+from fxtrain.backends.core.optimizers import (
+    Optimizers,
+    Params,
+    Schedulers,
+    as_factories,
+    settings_of,
+)
 from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.core.weights import raise_to_fp32
 from fxtrain.backends.registry import strategy_of
 from fxtrain.errors import MeshError, PlanError
-from fxtrain.models.loading import Loaded
-from fxtrain.ops.logs import log
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.ops.standing import Models
 from fxtrain.ops.transport.pace import share_pace
@@ -39,12 +42,6 @@ from fxtrain.state.wrapped import check_open
 
 N = TypeVar("N", bound=nn.Module)
 O = TypeVar("O", bound=Optimizers | FromConfig)  # noqa: E741
-
-_SHARDED_OVER = {"replicate", "shard", "tensor"}  # axes of the meshes that `wrap` makes
-_SLOW_FP16 = (
-    'Plan(precision="fp16") on a CPU: CPUs compute bf16 faster, and it needs no loss scale. Use '
-    'precision="bf16".'
-)
 
 
 @attrs.define(eq=False)
@@ -105,17 +102,18 @@ def wrap(
         ...     model(torch.ones(3, 2)).shape
         torch.Size([3, 1])
     """
-    _check_types(model, ctx, plan, strategy)
+    _check_types(model, ctx, plan)
     check_connected("wrap", ctx)
     plan = plan_for("wrap", ctx, plan)
     _refuse_constants(plan, trains=optimizer is not None)
     if ctx.world_size > 1:
-        given = {
-            "optimizer": described(optimizer, model),
-            "scheduler": described(scheduler, model),
+        arguments = {
+            "model": model_signature(model),
+            "optimizer": "none" if optimizer is None else "given",
+            "scheduler": "none" if scheduler is None else "given",
             "strategy": "the plan's" if strategy is None else strategy.name,
         }
-        check_same_plan("wrap", ctx, plan, {"model": model_signature(model), **given})
+        check_same_plan("wrap", ctx, plan, arguments)
     strategy = strategy_of(plan) if strategy is None else strategy
     if problems := problems_of(strategy, ctx, plan, model):
         raise PlanError("\n".join(problems), code="FX202")
@@ -134,8 +132,6 @@ def wrap(
             lower()
             raise
     changes = changes_since()
-    if plan.precision.compute == "fp16" and ctx.device.type == "cpu":
-        log(ctx, "fxtrain.plan").warning(_SLOW_FP16)
     undo = functools.partial(_in_order, wrapped.undo, changes.undo, lower)
     try:
         _compare_options(ctx, plan, wrapped)
@@ -218,8 +214,6 @@ def problems_of(
     """Why a plan cannot be carried out in a context; no traffic, the same on all ranks."""
     if mismatch := _mesh_problems(ctx, plan) or _row_problems(strategy, plan):
         return mismatch
-    if mismatch := _sharded_problems(module):
-        return mismatch
     problems = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
     problems = (*problems, *_replica_problems(strategy, plan))
     problems = (*problems, *quantized_problems(strategy, ctx, plan, module))
@@ -277,28 +271,6 @@ def _row_problems(strategy: Strategy, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _sharded_problems(module: nn.Module) -> tuple[str, ...]:
-    """What of a module is in another wrapped model, which has sharded it."""
-    names = [
-        name for name, parameter in module.named_parameters() if _axes_of(parameter) & _SHARDED_OVER
-    ]
-    if not names:
-        return ()
-    more = f" and {len(names) - 5} more" * (len(names) > 5)
-    return (
-        f"wrap: a part of this {type(module).__name__} is sharded already, by another wrapped "
-        f"model: {', '.join(names[:5])}{more}. Make models that share a part one module, whose "
-        f"forward runs one of them, and wrap that, or use fx.DDP(). fx.unwrap(model) puts back the "
-        f"weights of a model that is no longer used.",
-    )
-
-
-def _axes_of(parameter: Any) -> set[str]:
-    """The names of the mesh axes over which a parameter is distributed."""
-    mesh = getattr(parameter, "device_mesh", None)
-    return set() if mesh is None else set(mesh.mesh_dim_names or ())
-
-
 def _refuse_constants(plan: Plan, *, trains: bool) -> None:
     if trains and plan.compile is not None and plan.compile.prepack:
         raise PlanError(
@@ -308,33 +280,18 @@ def _refuse_constants(plan: Plan, *, trains: bool) -> None:
         )
 
 
-def _check_types(model: Any, ctx: Any, plan: Any, strategy: Any) -> None:
-    if isinstance(model, Wrapped):
-        raise PlanError("wrap: this model is wrapped already. Pass fx.unwrap(model).")
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise PlanError(
-            f"wrap: the model is inside torch's {type(model).__name__}, which fx.wrap takes the "
-            f"place of. Pass model.module."
-        )
+def _check_types(model: Any, ctx: Any, plan: Any) -> None:
     if not isinstance(model, nn.Module):
-        example = "For example: fx.wrap(net, ctx, plan)."
-        if isinstance(model, Loaded):
-            example = "fx.load_model fills its model in place: pass that model."
-        raise PlanError(f"wrap takes a torch.nn.Module, found {type(model).__name__}. {example}")
+        raise PlanError(
+            f"wrap takes a torch.nn.Module, found {type(model).__name__}. For example: "
+            f"fx.wrap(net, ctx, plan)."
+        )
     if not isinstance(ctx, DistContext):
         raise PlanError(
             f"wrap: ctx is a {type(ctx).__name__}, not a context. Use fx.wrap(net, fx.detect())."
         )
-    if plan is not None and not isinstance(plan, Plan):
-        raise PlanError(
-            f"wrap: plan is a {type(plan).__name__}, not a Plan. For example: "
-            f"fx.wrap(net, ctx, fx.Plan(precision='bf16'), optimizer=...)."
-        )
-    if not isinstance(strategy, Strategy | None):
-        raise PlanError(
-            f"wrap(strategy=...) takes a Strategy record, found {type(strategy).__name__}. Put a "
-            f"config such as fx.FSDP() into the plan: fx.Plan(strategy=fx.FSDP())."
-        )
+    if not isinstance(plan, Plan | None):
+        raise PlanError(f"wrap: plan is a {type(plan).__name__}, not a Plan. Use fx.Plan(...).")
     handle = ctx.comm.slot(_WrappedModules).handles.get(model, _nothing)()
     if isinstance(handle, Wrapped) and handle.status.closed not in ("unwrap", "release"):
         raise PlanError(

@@ -22,8 +22,7 @@ from fxtrain.backends.core.module_changes import (
     unmatched_names,
 )
 from fxtrain.backends.core.weights import in_user_dtypes, torch_weights
-from fxtrain.backends.handle import make_handle
-from fxtrain.backends.single import SINGLE
+from fxtrain.backends.single import SINGLE, make_handle
 from fxtrain.models.block_names import block_names
 from fxtrain.ops import xla_runtime
 from fxtrain.state import (
@@ -51,13 +50,12 @@ class RecompilationLog:
 
     Attributes:
         quiet_steps: Steps that may compile: the first ones create gradients and optimizer states.
-            None never warns.
         steps: Micro-batches so far.
         compiled: Those that were compiled.
         before: Compilations in the process when the step began.
     """
 
-    quiet_steps: int | None
+    quiet_steps: int
     steps: int = 0
     compiled: int = 0
     before: int | None = None
@@ -74,7 +72,7 @@ class RecompilationLog:
         if before is None or now == before:
             return
         self.compiled += 1
-        if self.quiet_steps is None or self.steps <= self.quiet_steps:
+        if self.steps <= self.quiet_steps:
             return
         often = self.compiled
         if often & (often - 1) and often > self.quiet_steps + 1:  # at powers of two only
@@ -148,7 +146,7 @@ def _wrap(
         undos.callback(undo)
     plain = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undos.close)
     xla_runtime.mark_step()
-    watch = RecompilationLog(quiet_steps=3 * plan.accumulate if config.warn_recompiles else None)
+    watch = RecompilationLog(quiet_steps=3 * plan.accumulate)
     return attrs.evolve(plain, engine=engine, strategy_state=watch)
 
 

@@ -103,13 +103,11 @@ class XLA:
         blocks: Class names of repeated blocks, after which sharded programs are split; by
             default the model's own list, or the elements of its ModuleLists.
         downcast: Store the model in bf16, rather than computing in bf16 over fp32 parameters.
-        warn_recompiles: Warn if a step is compiled again after the first ones.
     """
 
     kind: Literal["xla"] = attrs.field(default="xla", init=False)
     blocks: tuple[str, ...] = ()
     downcast: bool = False
-    warn_recompiles: bool = True
 
 
 @record
@@ -228,7 +226,8 @@ class PP:
 
     Attributes:
         schedule: Order of the forward and backward passes of micro-batches: gpipe, 1f1b, with
-            one stage per rank; looped_bfs, interleaved_1f1b, with several in a loop over the ranks.
+            one stage per rank; looped_bfs, interleaved_1f1b, interleaved_zero_bubble, with several
+            in a loop over the ranks; zbv_zero_bubble and dualpipe_v, with two, there and back.
         microbatches: Micro-batches into which each rank's batch is split; None is one per stage.
         split: Names of the modules with which the second and later stages begin, in the order
             in which they run. Empty splits at the model's blocks, into stages with similar
@@ -243,7 +242,15 @@ class PP:
     """
 
     kind: Literal["pp"] = attrs.field(default="pp", init=False)
-    schedule: Literal["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"] = "1f1b"
+    schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "looped_bfs",
+        "interleaved_1f1b",
+        "interleaved_zero_bubble",
+        "zbv_zero_bubble",
+        "dualpipe_v",
+    ] = "1f1b"
     microbatches: int | None = attrs.field(default=None, validator=at_least(1))
     split: tuple[str, ...] = ()
     stages_per_rank: int | None = attrs.field(default=None, validator=at_least(1))

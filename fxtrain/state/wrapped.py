@@ -168,13 +168,14 @@ class Wrapped(Displayed, Generic[M_co]):
     def generate(self) -> Callable[..., Any]:
         """`generate` of a module that has it, in the plan's precision.
 
-        Where ranks hold shards (`FSDP`, `TP`), all ranks call it at the same time, those of the
-        tensor axis with the same arguments. It runs with `synced_gpus=True`, so that ranks whose
-        sequences have ended take part in the forwards of the others.
+        Where ranks hold shards or stages (`FSDP`, `TP`, `PP`), all ranks call it at the same time,
+        those of the tensor and pipeline axes with the same arguments. Under `FSDP` it runs with
+        `synced_gpus=True`, so that ranks whose sequences have ended take part in the forwards of
+        the others. Under `PP` it runs stage by stage, and each rank caches its own layers.
 
         Raises:
             AttributeError: the module has none, or one without `synced_gpus` that this rank cannot
-                run alone, or its ranks run stages or different parts of sequences.
+                run alone, or its ranks run different parts of sequences.
         """
         method: Any = getattr(self.module, "generate")  # noqa: B009 - not every module has it
         together = not self.status.closed and not _runs_alone(self)

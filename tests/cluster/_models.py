@@ -29,10 +29,6 @@ def is_block(name, part):
     return name.startswith("blocks.") and name.count(".") == 1
 
 
-def is_none(name, part):
-    return False
-
-
 def synced_each(ranks, plan, mesh=None):
     """The law on everything at once, with gradients that are reduced for every micro-batch."""
     all_at_once(ranks, attrs.evolve(plan, sync_each=True), mesh)

@@ -72,7 +72,7 @@ def _in_stages(ctx, trained, schedule, split):
 
 @PIPELINES
 @pytest.mark.parametrize(
-    ("schedule", "split"), [("1f1b", ("3",)), ("interleaved_1f1b", ("3", "4", "6"))]
+    ("schedule", "split"), [("1f1b", ("3",)), ("interleaved_zero_bubble", ("3", "4", "6"))]
 )
 def test_a_weight_that_stages_share_is_frozen_for_a_while(pair, clusters, schedule, split):
     (truth,) = clusters[1].run(_in_stages, (False, True, False), schedule, split)
@@ -112,13 +112,6 @@ def _freeze_the_last(model, batch):
         model.module[4].requires_grad_(False)
 
 
-def _append_a_head(model, batch):
-    if batch.position.updates == 2:
-        head = nn.Linear(2, 2)
-        model.module.append(head)
-        model.optimizer.add_param_group({"params": list(head.parameters())})
-
-
 REFUSED = {
     "static graph": (
         {"strategy": fx.DDP(static_graph=True)},
@@ -129,23 +122,6 @@ REFUSED = {
         {"strategy": fx.DDP(), "accumulate": 2},
         _freeze_the_last,
         "requires_grad_(False) on 4.weight, 4.bias inside an accumulation window",
-    ),
-    "local updates": (
-        {"local": fx.LocalSGD(every=2)},
-        _unfreeze,
-        "Plan(local=LocalSGD(...)) averages the parameters that required a gradient in fx.wrap, "
-        "and 0.weight, 0.bias require one only now",
-    ),
-    "a new head under DDP": (
-        {"strategy": fx.DDP()},
-        _append_a_head,
-        "AdamW.add_param_group: 2 of its parameters (the first has the shape [2, 2]) were not in "
-        "the Sequential when it was wrapped",
-    ),
-    "a new head under FSDP": (
-        {"strategy": fx.FSDP()},
-        _append_a_head,
-        "AdamW.add_param_group: 2 of its parameters",
     ),
 }
 

@@ -11,7 +11,7 @@ import fxtrain as fx
 from fxtrain.backends.core.wrap_units import units
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.testing import Task, Transformer, count_collectives, fake_world, on_ranks
-from tests.cluster._models import is_block, is_none
+from tests.cluster._models import is_block
 
 FSDP = fx.Plan(strategy=fx.FSDP())
 
@@ -26,21 +26,9 @@ BAD = {
     "mesh": (8, fx.Mesh(shard=4), fx.FSDP(shard=2), "disagree"),
     "axis": (4, fx.Mesh(context=2), fx.FSDP(), "context=2, but the plan does not split sequences"),
     "class": (4, None, fx.FSDP(wrap=("Blok",)), "Did you mean Block"),
-    "both": (4, None, fx.FSDP(wrap=("Block",), min_params=10), "chooses blocks in two ways"),
-    "ways": (
-        4,
-        None,
-        fx.FSDP(min_params=10, wrap_by=is_block),
-        "min_params=..., wrap_by=...\\) ch",
-    ),
-    "function": (
-        4,
-        None,
-        fx.FSDP(wrap_by="tests.cluster._models:is_blok"),
-        "has no attribute 'is_",
-    ),
+    "both": (4, None, fx.FSDP(wrap=("Block",), min_params=10), "chooses blocks in several ways"),
+    "ways": (4, None, fx.FSDP(min_params=10, wrap_by=is_block), "min_params, wrap_by\\) chooses"),
     "module": (4, None, fx.FSDP(wrap_by="tests.clusters:is_block"), "No module named 'tests.clus"),
-    "chosen": (4, None, fx.FSDP(wrap_by=is_none), "chose no module of Transformer"),
     "ignored": (4, None, fx.FSDP(ignore=("gian",)), "Did you mean gain"),
     "replicas": (4, fx.Mesh(tensor=2), fx.DDP(), r"tensor=2, which DDP does not.*mode='none', ten"),
     "stages": (4, fx.Mesh(pipeline=2), fx.DDP(), r"pipeline=2, which DDP does not use.*Use PP\(\)"),
@@ -84,17 +72,12 @@ def test_blocks_are_gathered_ahead_as_the_plan_says():
     assert backward == [[], [root], [first]]
 
 
-def test_offload_and_scalars_are_refused():
+def test_offload_on_one_rank_is_refused():
     net = Transformer()
-    net.scale = nn.Parameter(torch.tensor(1.0))
     with fx.detect({}, device="cpu") as ctx:
         plan = fx.Plan(strategy=fx.FSDP(offload=True))
         with pytest.raises(fx.PlanError, match=r"one data rank(.|\n)*"):
             fx.wrap(net, ctx, plan)
-    with fake_world(4) as ctx:
-        with pytest.raises(fx.PlanError, match=r"scalar parameters scale. Give them"):
-            fx.wrap(net, ctx, fx.Plan(strategy=fx.FSDP()))
-        fx.wrap(net, ctx, fx.Plan(strategy=fx.FSDP(ignore=("scale",))))
 
 
 @pytest.mark.parametrize("rank", [0, 13, 63])
@@ -204,8 +187,6 @@ def _optimizers(ctx):
         fx.wrap(Transformer(), ctx, FSDP, optimizer=other)
     plan = fx.Plan(strategy=fx.FSDP(ignore=("gain",)))
     model = fx.wrap(Transformer(), ctx, plan, optimizer=torch.optim.AdamW)
-    with pytest.raises(fx.PlanError, match="fused=True"):
-        fx.wrap(Transformer(), ctx, plan, optimizer=lambda p: torch.optim.AdamW(p, fused=True))
     alike = fx.wrap(Transformer(), ctx, FSDP, optimizer=torch.optim.AdamW)
     return [m.optimizer.param_groups[0]["foreach"] for m in (model, alike)]
 

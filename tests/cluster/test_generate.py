@@ -7,7 +7,7 @@ import torch
 import fxtrain as fx
 from fxtrain.testing import count_collectives
 from fxtrain.testing.training import on_mesh
-from tests.cluster._models import PIPELINES, llama
+from tests.cluster._models import PIPELINES, gpt2, llama, mixtral, t5
 
 pytest.importorskip("transformers")
 
@@ -116,6 +116,111 @@ def _own_generate(ctx):
 
 def test_one_that_cannot_wait_for_other_ranks_is_refused(pair):
     pair.run(_own_generate)
+
+
+KINDS = {
+    "greedy": {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0},
+    "beams": {"max_new_tokens": 5, "do_sample": False, "num_beams": 3, "pad_token_id": 0},
+    "sampled": {"max_new_tokens": 5, "do_sample": True, "pad_token_id": 0},
+}
+
+
+DECODERS = {"llama": lambda: llama(num_hidden_layers=4), "gpt2": gpt2, "mixtral": mixtral}
+
+
+def _decoder(kind):
+    return DECODERS[kind]().eval()
+
+
+def _by_stages(ctx, config, mesh, kind):
+    """Texts of each kind, and of which layers this rank caches keys."""
+    with on_mesh(ctx, mesh) as placed:
+        model = fx.wrap(_decoder(kind), placed, fx.Plan(strategy=config)).eval()
+        rank = placed.axis("data").rank
+        prompt = torch.tensor([PROMPTS[3], PROMPTS[3][::-1]])[:, rank:]
+        found = {}
+        for name, options in KINDS.items():
+            torch.manual_seed(4 + placed.rank)
+            found[name] = model.generate(prompt, **options).tolist()
+        kept = model.generate(prompt, return_dict_in_generate=True, **KINDS["greedy"])
+        layers = [vars(one).get("keys") for one in kept.past_key_values.layers]
+        with pytest.raises(fx.errors.StepError, match=r"with fx\.gathered"):
+            model.generate(prompt, use_cache=False, **KINDS["greedy"])
+        return found, [one is not None for one in layers]
+
+
+PIPES = {
+    "1f1b": (2, fx.PP(), fx.Mesh(pipeline=2), "llama", [[True] * 2 + [False] * 2]),
+    "two stages a rank": (
+        2,
+        fx.PP(schedule="interleaved_1f1b", stages_per_rank=2),
+        fx.Mesh(pipeline=2),
+        "llama",
+        [[True, False, True, False]],
+    ),
+    "gpt2": (2, fx.PP(), fx.Mesh(pipeline=2), "gpt2", [[True, False]]),
+    "experts": (2, fx.PP(), fx.Mesh(pipeline=2), "mixtral", [[True, False]]),
+    "replicas": (4, fx.PP(), fx.Mesh(pipeline=2, replicate=2), "llama", [[True] * 2 + [False] * 2]),
+}
+
+
+@PIPELINES
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if PIPES[n][0] == 4 else []) for n in PIPES]
+)
+def test_a_pipeline_generates_by_stages(clusters, name):
+    ranks, config, mesh, kind, (cached,) = PIPES[name]
+    net = _decoder(kind)
+    answers = clusters[ranks].run(_by_stages, config, mesh, kind)
+    halves = [answers[i :: ranks // 2] for i in range(ranks // 2)]  # the pipeline axis is outermost
+    for rank, (first, second) in enumerate(halves):
+        prompt = torch.tensor([PROMPTS[3], PROMPTS[3][::-1]])[:, rank:]
+        for text in ("greedy", "beams"):
+            assert first[0][text] == net.generate(prompt, **KINDS[text]).tolist()
+        assert first[0] == second[0]  # the choices of one rank
+        assert first[1] == cached and second[1] == [not here for here in cached]
+
+
+def _traffic(ctx, size):
+    with on_mesh(ctx, fx.Mesh(pipeline=2)) as placed:
+        net = llama(num_hidden_layers=4, intermediate_size=size).eval()
+        model = fx.wrap(net, placed, fx.Plan(strategy=fx.PP())).eval()
+        with count_collectives() as traffic:
+            model.generate(torch.tensor([PROMPTS[3]]), **KINDS["greedy"])
+        return traffic.counts, traffic.bytes
+
+
+@PIPELINES
+def test_no_weights_are_sent_to_generate(pair):
+    assert pair.run(_traffic, 24) == pair.run(_traffic, 4096)
+
+
+REFUSED = {
+    "sharded stages": (fx.FSDP(mode="grads_and_optimizer"), llama, {}, "share their stages"),
+    "a cache of fixed size": (None, llama, {"cache_implementation": "static"}, "DynamicCache"),
+    "no cache": (None, llama, {"use_cache": False}, "found NoneType"),
+    "hidden states": (
+        None,
+        llama,
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+        "no attentions or hidden states",
+    ),
+    "an encoder": (None, t5, {}, "needs a decoder; found T5ForConditionalGeneration"),
+}
+
+
+def _refused(ctx, stages, kind, options, text):
+    with on_mesh(ctx, fx.Mesh(pipeline=2)) as placed:
+        split = ("decoder.block.0",) if kind is t5 else ()
+        model = fx.wrap(kind(), placed, fx.Plan(strategy=fx.PP(stages=stages, split=split)))
+        with pytest.raises((fx.PlanError, fx.errors.StepError), match=text):
+            model.generate(torch.ones(1, 2, dtype=torch.int64), max_new_tokens=2, **options)
+
+
+@PIPELINES
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_pipeline_does_not_generate_is_refused(pair, name):
+    pair.run(_refused, *REFUSED[name])
 
 
 def _own_by_stages(ctx):

@@ -32,19 +32,6 @@ def _offload(params):
     return library.CPUOffloadOptimizer(params, torch.optim.AdamW, lr=0.01)
 
 
-def test_updates_on_the_host_need_an_accelerator(ctx):
-    with pytest.raises(fx.PlanError, match=r"of a CUDA or XPU device on the host; these are on "):
-        fx.wrap(_net(), ctx, optimizer=_offload)
-
-
-def test_assertions_of_a_factory_are_its_own(ctx):
-    def factory(params):
-        raise AssertionError("too few parameters")
-
-    with pytest.raises(AssertionError, match="too few parameters"):
-        fx.wrap(_net(), ctx, optimizer=factory)
-
-
 class _Offloaded:
     """What torchao's class has, without the accelerator that its constructor needs."""
 
@@ -69,16 +56,16 @@ def test_updates_on_the_host_are_refused_by_other_strategies(ctx, name):
     net = _net()
     if name == "Offload":
         net.requires_grad_(False)[0].requires_grad_()
-    with pytest.raises(fx.PlanError, match=f"CPUOffloadOptimizer under {name}, which does not"):
+    with pytest.raises(fx.PlanError, match=f"{name} does not support torchao"):
         fx.wrap(net, ctx, PLANS[name], optimizer=_Offloaded)
 
 
 @pytest.mark.parametrize("strategy", [DEEPSPEED_STRATEGY, XLA_STRATEGY], ids=lambda one: one.name)
 def test_updates_on_the_host_are_refused_by_engines(strategy):
-    with pytest.raises(fx.PlanError, match=f"under {strategy.name}, which does not"):
+    with pytest.raises(fx.PlanError, match=f"{strategy.name} does not support torchao"):
         make_optimizers(_Offloaded, _net(), strategy)
 
 
 def test_another_version_of_torchao_is_refused(ctx):
-    with pytest.raises(fx.PlanError, match=r"not copy gradients as that of torchao 0\.18 does"):
+    with pytest.raises(fx.PlanError, match=r"needs torchao 0\.18"):
         fx.wrap(_net(), ctx, optimizer=_Offloaded)

@@ -207,7 +207,9 @@ ALONE = {
     "shards": fx.Plan(strategy=fx.FSDP(mode="grads_and_optimizer", ignore=("gain",))),
     "split": fx.Plan(strategy=fx.FSDP(tensor=fx.TP(styles=CUTS + ENDS, sequence=True))),
     "sequences": fx.Plan(strategy=fx.FSDP(), context=fx.CP(tables=ROWS)),
-    "stages": fx.Plan(strategy=fx.PP(stages=fx.FSDP(tensor=fx.TP(styles=CUTS)))),
+    "stages": fx.Plan(
+        strategy=fx.PP(schedule="dualpipe_v", stages=fx.FSDP(tensor=fx.TP(styles=CUTS)))
+    ),
 }
 
 

@@ -51,12 +51,7 @@ ROWS = {
         mesh=fx.Mesh(context=2),
         generate=False,
     ),
-    "PP": Row(
-        options={"strategy": fx.PP()},
-        mesh=fx.Mesh(pipeline=2),
-        state_dict=False,
-        generate=False,
-    ),
+    "PP": Row(options={"strategy": fx.PP()}, mesh=fx.Mesh(pipeline=2), state_dict=False),
 }
 
 

@@ -26,6 +26,12 @@ BAD = {
     "silent": (fx.Mesh(pipeline=2, tensor=2), held(), {}, r"Use FSDP\(tensor=fx\.TP"),
     "no tensor": (SHARDS, held(tensor=fx.TP(styles=(UP, DOWN))), {}, "tensor axis, which has one"),
     "wrap": (SHARDS, held(wrap=("Blok",)), {}, "Did you mean Block"),
+    "zero bubble": (
+        SHARDS,
+        fx.PP(schedule="zbv_zero_bubble", split=FOUR, stages=fx.FSDP()),
+        {},
+        r"Use stages=FSDP\(mode='grads_and_optimizer'",
+    ),
     "sequence": (
         SPLITS,
         fx.PP(
@@ -45,7 +51,7 @@ BAD = {
         {},
         "a multiple of its 3 rounds, such as 6",
     ),
-    "each": (None, fx.PP(stages_per_rank=2), {}, "this schedule needs one per rank"),
+    "each": (None, fx.PP(stages_per_rank=2), {}, "this schedule needs exactly 1 per rank"),
     "shared": (None, fx.PP(split=FOUR, shared=("heads",)), {}, "no parameter matches 'heads'"),
     "compile": (None, fx.PP(split=FOUR), {"compile": fx.Compile()}, "Compile blocks"),
     "middle": (

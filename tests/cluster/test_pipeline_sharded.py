@@ -50,6 +50,13 @@ def test_laws_of_split_layers(clusters, law):
     law(clusters[4], fx.Plan(strategy=fx.PP(stages=SPLIT)), SPLITS)
 
 
+@pytest.mark.slow
+def test_weights_apart_from_inputs_may_be_frozen_and_tied(clusters):
+    stages = fx.FSDP(mode="grads_and_optimizer")
+    config = fx.PP(schedule="zbv_zero_bubble", microbatches=2, split=FOUR, stages=stages)
+    LAWS[4](clusters[4], fx.Plan(strategy=config), SHARDS)
+
+
 OTHERS = {
     "shards in a loop": (fx.PP(**LOOP, shared=("norm.*",), stages=fx.FSDP()), SHARDS),
     "split embedding": (
@@ -65,7 +72,14 @@ OTHERS = {
         ),
         SPLITS,
     ),
-    "loop, split": (fx.PP(**LOOP, stages=SPLIT), SPLITS),
+    "zero bubble, split": (
+        fx.PP(**{**LOOP, "schedule": "interleaved_zero_bubble"}, stages=SPLIT),
+        SPLITS,
+    ),
+    "dual": (
+        fx.PP(schedule="dualpipe_v", split=FOUR, stages=fx.FSDP(mode="grads_and_optimizer")),
+        SHARDS,
+    ),
     "host": (fx.PP(**LOOP, stages=fx.FSDP(offload=True, ignore=("norm.*",))), SHARDS),
     "whole": (fx.PP(stages=fx.FSDP(mode="none", ignore=("norm.*",))), COPIES),
 }

@@ -83,7 +83,7 @@ def _refused(ctx, strategy):
     ("strategy", "words"),
     [
         (fx.FSDP(), "tensors of torchao cannot be split over ranks. Use fx.Bnb4()"),
-        (fx.PP(), "cannot hold quantised weights on 2 ranks"),
+        (fx.PP(), "PP cannot split quantised weights here"),
     ],
     ids=["fsdp", "pp"],
 )

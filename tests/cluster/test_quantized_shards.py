@@ -126,7 +126,7 @@ def _digests(ctx, name, folder):
 @pytest.mark.parametrize("name", marked(["nf4"]))
 def test_a_checkpoint_of_shards_may_hold_digests_of_the_base(pair, name, tmp_path):
     (one, told), (other, also) = pair.run(_digests, name, str(tmp_path))
-    assert one and other and told == also and "up.bias" in told
+    assert one and other and told == also and "such as" in told
     size = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     assert size < 40_000  # of which random states take most; the base takes 27,000
     with fx.detect(env={}, device="cpu") as ctx:
@@ -204,7 +204,7 @@ def _of_the_library():
     [
         (fx.Mesh(), _on_meta, "Fill it before fx.wrap, with fx.load_model"),
         (fx.Mesh(), _of_the_library, "layer was quantised by another library"),
-        (fx.Mesh(tensor=2), _net, "Leave tensor out of fx.Mesh"),
+        (fx.Mesh(tensor=2), _net, r"FSDP() without a tensor axis"),
     ],
     ids=["meta", "library", "tensor"],
 )

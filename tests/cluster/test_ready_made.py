@@ -133,15 +133,6 @@ def test_several_of_each_are_taken(ctx):
     assert optimizers["w"].param_groups[0]["lr"] == 0.25
 
 
-class _Hoards(torch.optim.SGD):
-    """Keeps its parameters in a field of its own."""
-
-    def __init__(self, params, lr):
-        params = list(params)
-        super().__init__(params, lr)
-        self.flat = {"all": params}
-
-
 def _sharded(ctx, kind):
     net = nn.Linear(4, 4)
     optimizer = kind(net.parameters(), lr=0.1)
@@ -154,24 +145,7 @@ def _sharded(ctx, kind):
 
 def test_what_cannot_follow_sharded_parameters_is_named(pair):
     for words in pair.run(_sharded, torch.optim.Adagrad):
-        assert "this Adagrad has states of 2 parameters, which this plan shards." in words
-    for words in pair.run(_sharded, _Hoards):
-        assert "_Hoards keeps some in its field flat" in words
-
-
-def _differ(ctx):
-    net = nn.Linear(2, 2)
-    held = [net.weight] if ctx.rank else net.parameters()
-    try:
-        fx.wrap(net, ctx, optimizer=torch.optim.SGD(held, lr=0.1))
-    except fx.CollectiveError as error:
-        return str(error)
-    return None
-
-
-def test_ranks_with_different_optimizers_are_named(pair):
-    for words in pair.run(_differ):
-        assert "SGD of groups of [1]" in words and "SGD of groups of [2]" in words
+        assert "this Adagrad has states, and this plan shards parameters." in words
 
 
 def test_what_is_refused(ctx):
@@ -180,15 +154,10 @@ def test_what_is_refused(ctx):
     again = torch.optim.SGD([net.weight], lr=0.1)
     mixed = torch.optim.SGD([net.weight, other.weight], lr=0.1)
     cases = [
-        ({"optimizer": mixed}, r"1 of the 2 parameters .* not those of the Linear .*\[3, 2\]"),
-        ({"optimizer": [sgd, again]}, "several of these optimizers hold weight"),
-        ({"optimizer": [sgd, sgd]}, "several of these optimizers hold weight"),
-        ({"optimizer": torch.optim.LBFGS(net.parameters())}, r"LBFGS\.step needs a closure"),
+        ({"optimizer": mixed}, r"has parameters that are not those of the Linear"),
         ({"optimizer": again, "scheduler": StepLR(sgd, 1)}, "StepLR was built on an optimizer"),
-        ({"optimizer": torch.optim.SGD, "scheduler": StepLR(sgd, 1)}, "Pass both, fx.wrap"),
+        ({"optimizer": torch.optim.SGD, "scheduler": StepLR(sgd, 1)}, "Pass both, or a"),
         ({"scheduler": StepLR(sgd, 1)}, "was built on an optimizer that fx.wrap did not get"),
-        ({"optimizer": 3}, "takes a factory or an optimizer, found int"),
-        ({"optimizer": [sgd, torch.optim.SGD]}, "found list"),
     ]
     for given, words in cases:
         with pytest.raises(fx.PlanError, match=words):

@@ -270,10 +270,10 @@ def _refused_in_shards(ctx):
 def test_shards_that_cannot_be_resharded_are_refused_before_training(pair):
     one, other = pair.run(_refused_in_shards)
     assert one == other
-    assert "bitsandbytes's AdamW8bit over sharded parameters" in one[0]
-    assert "AdamW4bit, whose states" in one[1]
-    assert "weight has 65 rows, which 2 shards do not divide" in one[1]
-    assert "0.weight is in bfloat16, of which torchao updates no shards" in one[2]
+    assert "bitsandbytes's AdamW8bit keeps states in blocks, but a parameter is sharded" in one[0]
+    assert "AdamW4bit keeps states" in one[1]
+    assert "has 65 rows, which 2 shards do not divide" in one[1]
+    assert "is in bfloat16, of which torchao updates no shards" in one[2]
     assert all("Single or DDP" in text for text in one)
 
 

@@ -26,6 +26,7 @@ PLANS = {
     "context": ((4,), fx.DDP(), fx.Mesh(replicate=2, context=2)),
     "stages": ((4,), fx.PP(stages=fx.FSDP()), fx.Mesh(pipeline=2, shard=2)),
     "in a loop": ((2,), fx.PP(**STAGES, schedule="interleaved_1f1b"), fx.Mesh(pipeline=2)),
+    "there and back": ((2,), fx.PP(**STAGES, schedule="dualpipe_v"), fx.Mesh(pipeline=2)),
     "alone": ((2, 4), fx.DDP(), None),
 }
 

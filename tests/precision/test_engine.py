@@ -88,23 +88,6 @@ def test_a_device_without_the_format_is_named(ctx, monkeypatch):
     assert kinds(module) == kinds(net()) and type(module.norm) is nn.LayerNorm
 
 
-@pytest.mark.parametrize(
-    ("recipe", "options", "words"),
-    [
-        (fx.TE(), {}, r"delayed scaling in a compiled model.*scaling='current'"),
-        (fx.TE(), {"blocks": ["Transformer"]}, "delayed scaling in a compiled model"),
-        (fx.TE(scaling="current"), {"fullgraph": True}, "Leave fullgraph out"),
-    ],
-)
-def test_what_the_library_does_not_compile_is_refused(ctx, monkeypatch, recipe, options, words):
-    install(monkeypatch)
-    module = net()
-    plan = attrs.evolve(plan_of(recipe, fx.Single()), compile=fx.Compile(**options))
-    with pytest.raises(fx.PlanError, match=words):
-        fx.wrap(module, ctx, plan)
-    assert kinds(module) == kinds(net()) and "forward" not in vars(module)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch reads it
 def test_blocks_compile_inside_the_region(ctx, monkeypatch):
     entered = install(monkeypatch)

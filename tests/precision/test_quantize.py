@@ -252,7 +252,7 @@ def test_a_checkpoint_may_hold_digests_of_the_base(name, tmp_path):
         fx.restore(tmp_path, ctx, same)
         _same(_values(same.module), _values(model.module))
         before = _values(other.module)
-        with pytest.raises(fx.CheckpointError, match=r"of this model differ.*\n  0.bias"):
+        with pytest.raises(fx.CheckpointError, match=r"of this model differ.*such as 0.bias"):
             fx.restore(tmp_path, ctx, other)
         _same(_values(other.module), before)
 

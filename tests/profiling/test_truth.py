@@ -211,8 +211,8 @@ _SPLIT = fx.TP(
 )
 STAGES = {
     "copies": (fx.PP(), fx.Mesh(replicate=2, pipeline=2)),
-    "in a loop": (
-        fx.PP(schedule="looped_bfs", microbatches=4, split=FOUR),
+    "there and back": (
+        fx.PP(schedule="zbv_zero_bubble", microbatches=4, split=FOUR),
         fx.Mesh(replicate=2, pipeline=2),
     ),
     "four": (fx.PP(split=FOUR), fx.Mesh(pipeline=4)),

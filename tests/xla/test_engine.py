@@ -24,15 +24,6 @@ def test_a_new_shape_is_warned_of_with_the_count(alone):
     assert "drop_last=True" in found[0]
 
 
-def test_the_warning_can_be_turned_off(alone):
-    (found,) = alone.run(_silent)
-    assert found == []
-
-
-def _silent(ctx):
-    return _ranks.warnings_of(ctx, warn_recompiles=False)
-
-
 def _went_on_and_restored(pool, folder):
     plan = fx.Plan(strategy=fx.XLA(), accumulate=2)
     ((went_on, restored),) = pool.run(_ranks.saved_and_restored, plan, str(folder))

@@ -10,12 +10,7 @@ from fxtrain.errors import PlanError
 from fxtrain.models.quantized_loading import put_stored_layers
 from fxtrain.models.tensor_sources import open_source
 from fxtrain.ops.same_errors import fail_together
-from fxtrain.precision.plain_tensors import (
-    is_quantized,
-    quantized_layers,
-    quantized_tensors,
-    stream_later,
-)
+from fxtrain.precision.plain_tensors import is_quantized, quantized_tensors, stream_later
 from fxtrain.precision.quantizing import quantize_layers, sharding_problem
 from fxtrain.precision.recipe_layers import convert_layers, recipe_targets
 from fxtrain.precision.transformer_engine import engine_region
@@ -35,60 +30,23 @@ def recipe_problems(
             f"{strategy.name} does not support precision='fp8', for which layers are converted "
             f"before they are wrapped. Use precision='bf16', or Single(), DDP() or FSDP()."
         )
-    if plan.quantize is not None:
+    if plan.quantize is not None or is_quantized(module):
         problems.append(
-            f"Plan(precision='fp8', quantize=fx.{type(plan.quantize).__name__}(...)): quantised "
-            f"weights compute in their own format. Use precision='bf16', or leave quantize out."
-        )
-    elif (first := next(quantized_layers(module), None)) is not None:
-        name, part, library = first
-        problems.append(
-            f"Plan(precision='fp8'): {name} of this model is quantised already, as "
-            f"{library.format(part)}, and quantised weights compute in their own format. Use "
-            f"precision='bf16', or pass the unquantised model."
+            "Plan(precision='fp8'): quantised weights compute in their own format. Use "
+            "precision='bf16', or the unquantised model."
         )
     if getattr(recipe, "gather", "plan") == "fp8" and type(plan.strategy) is not FSDP:
-        problems.append(
-            f"Float8(gather='fp8') is the format in which FSDP gathers weights, and "
-            f"{strategy.name} gathers none. Use gather='plan', or FSDP()."
-        )
+        problems.append("Float8(gather='fp8'): only FSDP gathers weights. Use gather='plan'.")
     if isinstance(recipe, TE) and ctx.mesh.tensor > 1:
         problems.append(
             "TE(...): Transformer Engine splits layers over ranks by its own means, and not by "
             "FSDP(tensor=...). Use Float8(...), or omit the tensor axis."
         )
-    if isinstance(recipe, TE):
-        problems += _compile_problems(recipe, plan, module)
     if not problems:
         try:
             recipe_targets(module, recipe)
         except PlanError as error:
             problems.append(str(error))
-    return problems
-
-
-def _compile_problems(recipe: TE, plan: Plan, module: nn.Module) -> list[str]:
-    """What Transformer Engine does not allow of the plan's `compile`.
-
-    Its region refuses delayed scaling where torch traces it, and torch does not trace the forward
-    of its linear layers.
-    """
-    config = plan.compile
-    if config is None:
-        return []
-    problems: list[str] = []
-    whole = not config.blocks or type(module).__name__ in config.blocks
-    if recipe.scaling == "delayed" and whole:
-        problems.append(
-            "TE(scaling='delayed') with Plan(compile=...): Transformer Engine does not support "
-            "delayed scaling in a compiled model. Use scaling='current', compile the blocks alone "
-            "with fx.Compile(blocks=...), or leave compile out."
-        )
-    if config.fullgraph:
-        problems.append(
-            "TE(...) with fx.Compile(fullgraph=True): torch does not trace the layers of "
-            "Transformer Engine, so that there are several graphs. Leave fullgraph out."
-        )
     return problems
 
 
@@ -118,42 +76,26 @@ def quantized_problems(
     problems: list[str] = []
     if plan.frozen == "digests" and not (strategy.full_parameters or strategy.splits_quantized):
         problems.append(
-            f"Plan(frozen='digests') compares full parameters, and {strategy.name} may hold parts "
-            f"of them. Use frozen='values', DDP() or Single()."
+            f"Plan(frozen='digests') needs full parameters, and {strategy.name} may hold parts of "
+            f"them."
         )
     if plan.quantize is None and not is_quantized(module):
         return problems
     quantized_tensors(module)  # raises for weights that bitsandbytes packed
-    what = "A model with quantised weights"
-    if plan.quantize is not None:
-        what = f"Plan(quantize=fx.{type(plan.quantize).__name__}(...))"
-    if strategy.splits_quantized:
-        problems += _split_problems(strategy, ctx, plan, module, what)
-    elif not strategy.full_parameters:
+    split = strategy.splits_quantized and ctx.world_size > 1
+    if split and (problem := sharding_problem(module, plan.quantize)) is not None:
+        problems.append(f"Quantised weights under {strategy.name}: {problem}.")
+    if not (strategy.splits_quantized or strategy.full_parameters) or (
+        split and ctx.mesh.tensor > 1
+    ):
         problems.append(
-            f"{what}: {strategy.name} cannot hold quantised weights on {ctx.world_size} ranks: "
-            f"they cannot be split. Use DDP(), with a replica of them on each rank, or Single()."
+            f"{strategy.name} cannot split quantised weights here. Use DDP(), with a replica of "
+            f"them on each rank, Single(), or FSDP() without a tensor axis."
         )
     if plan.local is not None:
         problems.append(
-            f"{what}: replicas that train independently (Plan.local) average every parameter, "
-            f"which quantised ones do not allow. Leave local out."
-        )
-    return problems
-
-
-def _split_problems(
-    strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module, what: str
-) -> list[str]:
-    """What does not fit where quantised weights are split over ranks."""
-    if ctx.world_size == 1:
-        return []
-    problem = sharding_problem(module, plan.quantize)
-    problems = [] if problem is None else [f"{what} under {strategy.name}: {problem}."]
-    if ctx.mesh.tensor > 1:
-        problems.append(
-            f"{what} under {strategy.name}: layers cannot be split over the mesh's tensor axis as "
-            f"well. Leave tensor out of fx.Mesh(...)."
+            "Replicas that train independently (Plan.local) average every parameter, which "
+            "quantised ones do not allow. Leave local out."
         )
     return problems
 

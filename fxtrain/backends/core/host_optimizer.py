@@ -6,26 +6,16 @@ received from another rank or restored. Here both are copied when an update begi
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fxtrain.errors import PlanError, StepError
+from fxtrain.errors import PlanError
 from fxtrain.state import Strategy
 
 _NAME = "CPUOffloadOptimizer"
-_ASKED = f"wrap(optimizer=...): asked for torchao's {_NAME}"
-_FACTORY = (
-    f"Pass a factory that builds it: optimizer=lambda params: {_NAME}(params, torch.optim.AdamW, "
-    f"lr=3e-4)"
-)
-_INSTEAD = (
-    "Use it with Single() or DDP(), or let FSDP(offload=True) or "
-    "DeepSpeed(offload_optimizer='cpu') update on the host."
-)
 
 
 def is_host_optimizer(optimizer: Any) -> bool:
@@ -34,23 +24,6 @@ def is_host_optimizer(optimizer: Any) -> bool:
         kind.__name__ == _NAME and kind.__module__.partition(".")[0] == "torchao"
         for kind in type(optimizer).__mro__
     )
-
-
-@contextmanager
-def without_device_named(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Around a factory: a PlanError in place of torchao's assertion that there is a device."""
-    try:
-        yield
-    except AssertionError as error:
-        if "CPU Offload" not in str(error):
-            raise
-        raise PlanError(_device_problem(parameters[0].device)) from error
-
-
-def refuse_existing(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse one that was built on parameters which wrapping may replace."""
-    if any(map(is_host_optimizer, optimizers)):
-        raise PlanError(f"{_ASKED}, which copies the parameters that it is built on. {_FACTORY}")
 
 
 def on_host(
@@ -65,42 +38,23 @@ def on_host(
         change: How the strategy replaces optimizers.
 
     Raises:
-        PlanError: this strategy, device or version does not support it.
+        PlanError: this strategy or version does not support it.
     """
-    if isinstance(optimizer, HostOptimizer):
-        raise PlanError(f"{_ASKED} of a model that was wrapped. {_FACTORY}")
     library: Any = optimizer
     freed = _take_hooks(library)  # also if it is refused: they hold memory of the host
-    if not strategy.updates_on_host:
-        raise PlanError(f"{_ASKED} under {strategy.name}, which does not support it. {_INSTEAD}")
-    if change is not None:
+    if not strategy.updates_on_host or change is not None:
         raise PlanError(
-            f"{_ASKED}, whose states are on the host, and for {strategy.name}(shard_optimizer="
-            f"True), which shards states over devices. Use one of the two."
+            f"wrap(optimizer=...): {strategy.name} does not support torchao's {_NAME} here. Use it "
+            f"with Single() or DDP(), or let FSDP(offload=True) or "
+            f"DeepSpeed(offload_optimizer='cpu') update on the host."
         )
-    places = _places(library)
-    for parameter in library.param_d2h_map:
-        if parameter.device.type != library.device:
-            raise PlanError(_device_problem(parameter.device))
-    if freed is None:
+    if freed is not False:
         raise PlanError(
-            f"{_ASKED}, which does not copy gradients as that of torchao 0.18 does. Install "
-            f"torchao 0.18, or use its optimizer class itself."
+            f"wrap(optimizer=...): torchao's {_NAME} needs torchao 0.18 and "
+            f"offload_gradients=False: gradients are accumulated, averaged and clipped on the "
+            f"device."
         )
-    if freed:
-        raise PlanError(
-            f"{_ASKED} with offload_gradients=True, which frees gradients on the device before "
-            f"they are accumulated, averaged over ranks or clipped. Use offload_gradients=False."
-        )
-    return HostOptimizer(library, places, module)
-
-
-def _device_problem(device: torch.device) -> str:
-    return (
-        f"{_ASKED}, which updates parameters of a CUDA or XPU device on the host; these are on "
-        f"{device.type}. Use its optimizer class itself here, such as torch.optim.AdamW, also in "
-        f"a dry run, which has no device."
-    )
+    return HostOptimizer(library, _places(library), module)
 
 
 def _take_hooks(library: Any) -> bool | None:
@@ -144,28 +98,12 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def __init__(self, library: Any, places: dict[Tensor, _Place], module: nn.Module) -> None:
         self._library, self._places = library, places
-        self._complete = False
         first = next(iter(places.values()), None)
         super().__init__(
             _groups(places, module), dict(first.optimizer.defaults) if first is not None else {}
         )
-        self._complete = True
         self.updated_by = _NAME if first is None else type(first.optimizer).__name__
         self._receive()  # some start with a state of zeros
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups that torchao does not know of.
-
-        Raises:
-            StepError: always, after construction.
-        """
-        if self._complete:
-            raise StepError(
-                f"add_param_group: torchao's {_NAME} trains the parameters that it was built on. "
-                f"fx.unwrap the model, and wrap it again with all of them.",
-                code="FX505",
-            )
-        super().add_param_group(param_group)
 
     def place_of(self, parameter: Tensor) -> Tensor:
         """The tensor beside which the states of a parameter are."""
@@ -224,12 +162,6 @@ class HostOptimizer(torch.optim.Optimizer):
                 if place.tensor in place.optimizer.state:
                     self.state[parameter] = place.optimizer.state[place.tensor]
             options = [_options(place.group) for place in places.values()]
-            if any(each != options[0] for each in options[1:]):
-                raise StepError(
-                    f"{self.updated_by} changes options of its parameter groups in an update. "
-                    f"Under torchao's {_NAME} each parameter has its own, and a checkpoint stores "
-                    f"one. Use an optimizer of torch."
-                )
             group.update(*options[:1])
 
 

@@ -1,8 +1,7 @@
 """Initial values of a sharded model, rank 0's or fresh ones; and buffers, equal on all replicas."""
 
 import functools
-import itertools
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import attrs
@@ -70,9 +69,8 @@ def fill_sharded(
     """Initialize a sharded model.
 
     Effects:
-        From rank 0's values: each rank receives its shards of one parameter at a time or, where
-        shards are replicated, one full parameter at a time. Fresh values: every rank computes the
-        values of one module at a time from the plan's seed and keeps its shards.
+        From rank 0's values: each rank receives one full parameter at a time. Fresh values: every
+        rank computes the values of one module at a time from the plan's seed. It keeps its shards.
     """
     if start.meta:
         module.to_empty(device=torch.device("cpu") if offload else ctx.device)
@@ -154,52 +152,12 @@ def local_part(whole: Tensor, like: DTensor, place: tuple[int, ...]) -> Tensor:
 
 
 def _send(whole: Tensor | None, parameter: Tensor, ctx: DistContext) -> None:
-    if (
-        isinstance(parameter, DTensor)
-        and parameter.device_mesh.size() == ctx.world_size
-        and not any(placement.is_replicate() for placement in parameter.placements)
-    ):
-        _scatter(whole, parameter, ctx)
-        return
     if whole is None:
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=ctx.device)
     else:
         full = whole.to(ctx.device).contiguous()
     dist.broadcast(full, 0, group=ctx.comm.group)
     copy_shard(full, parameter)
-
-
-def _scatter(whole: Tensor | None, like: DTensor, ctx: DistContext) -> None:
-    # torch's chunks never grow from first to last.
-    full = torch.empty(like.shape, device="meta")
-    largest = local_part(full, like, (0,) * like.device_mesh.ndim).numel()
-    received = torch.empty(largest, dtype=like.dtype, device=ctx.device)
-    parts = None if whole is None else _parts(whole, like, largest, ctx)
-    dist.scatter(received, parts, 0, group=ctx.comm.group)
-    local = like.to_local()
-    local.copy_(received[: local.numel()].view(local.shape))
-
-
-def _parts(whole: Tensor, like: DTensor, length: int, ctx: DistContext) -> list[Tensor]:
-    """The shards of a tensor by rank, flat and padded to one length."""
-    rows = torch.zeros(ctx.world_size, length, dtype=whole.dtype, device=ctx.device)
-    parts = list(rows.unbind()) if not ctx.comm.simulated else [rows[ctx.rank]] * ctx.world_size
-    for rank, place in _places(like, ctx):
-        part = local_part(whole, like, place)
-        parts[rank][: part.numel()] = part.flatten()
-    return parts
-
-
-def _places(like: DTensor, ctx: DistContext) -> Iterable[tuple[int, tuple[int, ...]]]:
-    """Each rank, and its coordinate in the mesh of a tensor."""
-    mesh = like.device_mesh
-    if ctx.comm.simulated:  # what is sent to others is not read
-        own = mesh.get_coordinate()
-        assert own is not None
-        return [(ctx.rank, tuple(own))]
-    layout = mesh.mesh
-    places = itertools.product(*map(range, layout.shape))
-    return zip(layout.flatten().tolist(), places, strict=True)
 
 
 def _initializers(module: nn.Module) -> Iterator[tuple[str, nn.Module, list[Callable[[], Any]]]]:

@@ -29,7 +29,6 @@ from fxtrain.backends.core.rounds import (
     parts_of,
 )
 from fxtrain.backends.core.weights import from_first_rank
-from fxtrain.errors import StepError
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import (
@@ -322,7 +321,6 @@ def _exchange(
         begin = fragments_due(local, position)
     delay = local.delay if isinstance(local, DiLoCo) and not everything else 0
     for fragment in begin:
-        check_parameters(model, now, local)
         _start(model, now, local, fragment, update + delay, at_once=not delay)
     if not delay:
         for fragment in begin:
@@ -338,25 +336,6 @@ def buffers_of(model: Wrapped, *, floating: bool) -> list[Tensor]:
         for buffer in model.module.buffers()
         if buffer.numel() and (buffer.is_floating_point() or buffer.is_complex()) == floating
     ]
-
-
-def check_parameters(model: Wrapped, now: Round, local: LocalSGD | DiLoCo) -> None:
-    """Refuse parameters that require a gradient only since the model was wrapped."""
-    known = {id(parameter) for parameter in now.parameters.values()}
-    later = [
-        name
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and id(parameter) not in known
-    ]
-    if later:
-        more = f" and {len(later) - 5} more" * (len(later) > 5)
-        raise StepError(
-            f"Plan(local={type(local).__name__}(...)) averages the parameters that required a "
-            f"gradient in fx.wrap, and {', '.join(later[:5])}{more} require one only now, so each "
-            f"replica would train them alone. Call requires_grad_() before fx.wrap, or fx.unwrap "
-            f"the model and wrap it again.",
-            code="FX505",
-        )
 
 
 def averaging_weight(rows: Tensor, weight: Tensor, copies: int) -> Tensor | float:

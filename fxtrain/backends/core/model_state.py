@@ -16,7 +16,6 @@ from fxtrain.backends.core.optimizer_state import (
     optimizer_state,
 )
 from fxtrain.backends.core.optimizers import flattened, local_optimizer
-from fxtrain.backends.core.weights import HALF
 from fxtrain.errors import CheckpointError
 from fxtrain.models import tensor_bytes
 from fxtrain.ops.whole_tensors import full_values, local_values, plain_name
@@ -144,22 +143,15 @@ def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
 def _check_base(tensors: dict[str, Tensor], base: Mapping[str, str]) -> None:
     """Compare frozen tensors with their digests, and take them out of those to fill."""
     problems = [
-        f"  {name[7:]}"
+        name[7:]
         for name, digest in base.items()
         if name not in tensors or tensor_bytes.digest(full_values(tensors.pop(name))) != digest
     ]
     if problems:
-        more = [f"  and {len(problems) - 10} more"] if len(problems) > 10 else []
         raise CheckpointError(
-            "\n".join(
-                [
-                    f"The checkpoint holds digests of a frozen base model (Plan.frozen), and "
-                    f"{len(problems)} of {len(base)} tensors of this model differ from them. Load "
-                    f"the base model that it was trained on before wrapping:",
-                    *problems[:10],
-                    *more,
-                ]
-            ),
+            f"The checkpoint holds digests of a frozen base model (Plan.frozen), and "
+            f"{len(problems)} of {len(base)} tensors of this model differ from them, such as "
+            f"{problems[0]}. Load the base model that it was trained on before wrapping.",
             code="FX603",
         )
 
@@ -169,10 +161,9 @@ def _check_formats(here: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     for name in sorted(here.keys() | theirs.keys()):
         if here.get(name) != theirs.get(name):
             formats = [each.get(name, {}).get("format", "not quantised") for each in (theirs, here)]
-            how = ", with other settings" if formats[0] == formats[1] else ""
             raise CheckpointError(
-                f"{name} is {formats[0]} in the checkpoint, and {formats[1]} in the model{how}. "
-                f"Wrap the model with the Plan(quantize=...) that it was saved with.",
+                f"{name} is {formats[0]} in the checkpoint, and {formats[1]} in the model, or has "
+                f"other settings. Wrap it with the Plan(quantize=...) that it was saved with.",
                 code="FX603",
             )
 
@@ -181,12 +172,10 @@ def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
     saved_names = {name for name in saved.shapes if name.startswith("module.")}
     problems = [f"  {name[7:]} is not in the checkpoint" for name in tensors.keys() - saved_names]
     problems += [f"  {name[7:]} is only in the checkpoint" for name in saved_names - tensors.keys()]
-    kept = False
     for name in tensors.keys() & saved_names:
         shape, dtype = saved.shapes[name]
         tensor = tensors[name]
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
-            kept = kept or (tensor.dtype is torch.float32 and dtype in HALF)
             problems.append(
                 f"  {name[7:]} is {dtype} {list(shape)} in the checkpoint, but "
                 f"{tensor.dtype} {list(tensor.shape)} in the model"
@@ -194,11 +183,6 @@ def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
     if problems:
         shown = sorted(problems)[:40]
         more = [f"  and {len(problems) - 40} more"] if len(problems) > 40 else []
-        if kept:
-            more.append(
-                "It was saved with parameters in half precision. To continue it so, use "
-                "Plan(precision=fx.Precision(..., params='keep'))."
-            )
         raise CheckpointError(
             "\n".join(["The checkpoint is of a different model:", *shown, *more]), code="FX603"
         )

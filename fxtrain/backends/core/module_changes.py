@@ -182,7 +182,6 @@ def compile_parts(
         Sets torch's compiled call on them and, with `hooked`, `forward` on torch's own modules
         inside. Each call that creates graphs logs their number, on rank 0.
     """
-    counter = _CompilationCounter(ctx)
     for part in parts:
         for inner in part.modules():
             # torch traces a forward of its own modules only from a frame outside torch.
@@ -199,49 +198,22 @@ def compile_parts(
             dynamic=config.dynamic,
             options={"freezing": True} if config.prepack else None,
         )
-        part._compiled_call_impl = counter.watched(compiled, type(part).__name__)
+        part._compiled_call_impl = _counted(compiled, type(part).__name__, ctx)
 
 
-class _CompilationCounter:
-    """Counts and logs what torch compiles in the calls of a model's parts."""
+def _counted(compiled: Callable[..., Any], name: str, ctx: DistContext) -> Callable[..., Any]:
+    """A compiled call that logs when it creates graphs."""
+    from torch._dynamo.utils import counters  # which torch.compile loads anyway
 
-    def __init__(self, ctx: DistContext) -> None:
-        from torch._dynamo.utils import counters  # which torch.compile loads anyway
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = counters["stats"]["unique_graphs"]
+        out = compiled(*args, **kwargs)
+        if created := counters["stats"]["unique_graphs"] - before:
+            text = f"torch.compile created {counted(created, 'graph')} of {name}"
+            ops.log(ctx, "fxtrain.compile").info("%s, %d in all", text, before + created)
+        return out
 
-        self._counters = counters
-        self._log = ops.log(ctx, "fxtrain.compile")
-        self._made = 0
-        self._called = False
-
-    def watched(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """A compiled call that logs when it creates graphs, or when the first one creates none."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before, frames = self._made_so_far()
-            out = compiled(*args, **kwargs)
-            now, looked_at = self._made_so_far()
-            if made := now - before:
-                self._made += made
-                self._log.info(
-                    "torch.compile created %s of %s, %d so far",
-                    *(counted(made, "graph"), name, self._made),
-                )
-            elif looked_at == frames:  # torch uses graphs of an equal module again
-                return out
-            elif not self._called:
-                self._log.warning(
-                    "torch.compile created no graph of %s, which runs uncompiled. Run with "
-                    "TORCH_LOGS=graph_breaks to see why, or remove compile from the plan.",
-                    name,
-                )
-            self._called = True
-            return out
-
-        return call
-
-    def _made_so_far(self) -> tuple[int, int]:
-        """Graphs that torch created, and calls that it tried to compile."""
-        return self._counters["stats"]["unique_graphs"], self._counters["frames"]["total"]
+    return call
 
 
 def _calls(module: nn.Module) -> Callable[..., Any]:

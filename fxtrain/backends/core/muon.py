@@ -10,7 +10,7 @@ the update has the bits of one process with the same gradients.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.optim import _muon
 
+from fxtrain._display import counted
 from fxtrain.errors import PlanError
 from fxtrain.ops.whole_tensors import local_values
 
@@ -158,7 +159,7 @@ def divide_muon(made: Any, replicas: Any = None) -> Any:
 
 
 @contextmanager
-def matrices_named(named: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
+def matrices_named(named: Sequence[tuple[str, Tensor]]) -> Iterator[None]:
     """Around a factory: a PlanError that names the parameters that Muon does not take."""
     try:
         yield
@@ -166,11 +167,13 @@ def matrices_named(named: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
         if "Muon only supports 2D" not in str(error):
             raise
         others = [name for name, parameter in named if parameter.ndim != 2]
+        verb = "is not a matrix" if len(others) == 1 else "are not matrices"
         raise PlanError(
-            f"wrap(optimizer=...): torch's Muon updates matrices, and {len(others)} parameters "
-            f"are not matrices: {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}. Give "
-            f"these to a second optimizer, with embeddings and the output layer: "
-            f"[torch.optim.Muon(matrices), torch.optim.AdamW(others)]."
+            f"wrap(optimizer=...): torch's Muon updates matrices, and "
+            f"{counted(len(others), 'parameter')} {verb}: {', '.join(others[:5])}"
+            f"{', ...' if len(others) > 5 else ''}. Give these to a second optimizer, with "
+            f"embeddings and the output layer: [torch.optim.Muon(matrices), "
+            f"torch.optim.AdamW(others)]."
         ) from error
 
 

@@ -95,14 +95,7 @@ def load_schedulers(model: Wrapped, saved: StateReader) -> None:
 
 
 def as_bytes(states: Mapping[str, Any], prefix: str) -> Tensor:
-    try:
-        text = json.dumps(states)
-    except TypeError as error:
-        raise CheckpointError(
-            f"{prefix} stores a value for a parameter that is neither a tensor nor a plain value "
-            f"and cannot be saved where ranks have different states: {error}."
-        ) from error
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
@@ -130,13 +123,11 @@ def _load_optimizer(
     own = [[name for name, _ in named] for _, named in groups]
     theirs = [group["params"] for group in values["groups"]]
     kind = kind_of(optimizer)
-    same = values["kind"] in (kind, "")  # checkpoints of other libraries do not name it
-    if not same or own != theirs:
-        was = f"as {values['kind']}"
-        if same:
-            was = f"with other parameters or groups: {_first_difference(own, theirs)}"
+    # Checkpoints of other libraries do not name the kind.
+    if values["kind"] not in (kind, "") or own != theirs:
+        was = values["kind"] if own == theirs else f"{values['kind']} with other parameters"
         raise CheckpointError(
-            f"{prefix} is {kind} here, and was saved {was}. Build it as it was when the "
+            f"{prefix} is {kind} here, and was saved as {was}. Build it as it was when the "
             f"checkpoint was saved.",
             code="FX603",
         )
@@ -243,18 +234,6 @@ def _like(value: Any, old: Any) -> Any:
     if isinstance(old, Tensor):
         return old.copy_(torch.as_tensor(value, device=old.device))
     return value
-
-
-def _first_difference(own: list[list[str]], theirs: list[list[str]]) -> str:
-    if len(own) != len(theirs):
-        return f"{len(own)} groups here, {len(theirs)} in the checkpoint"
-    for i, (here, other) in enumerate(zip(own, theirs, strict=True)):
-        for a, b in zip(here, other, strict=False):
-            if a != b:
-                return f"group {i} has {a} here, and {b} in the checkpoint"
-        if len(here) != len(other):
-            return f"group {i} has {len(here)} parameters here, {len(other)} in the checkpoint"
-    return ""
 
 
 def _groups(

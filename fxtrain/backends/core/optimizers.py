@@ -1,4 +1,9 @@
-"""Optimizers and schedulers from the user's factories."""
+"""Optimizers and schedulers: the user's factories, or objects made before the model was wrapped.
+
+A strategy may replace the parameters of a module, so that it makes its optimizers last, by a
+factory. An optimizer that is there already is pointed to the parameters as the strategy holds
+them, by their names: it stays the same object, and so do the schedulers that were built on it.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,16 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fxtrain.backends.core.host_optimizer import (
-    HostOptimizer,
-    is_host_optimizer,
-    on_host,
-    without_device_named,
-)
+from fxtrain.backends.core.host_optimizer import HostOptimizer, is_host_optimizer, on_host
 from fxtrain.backends.core.muon import divide_muon, matrices_named
 from fxtrain.backends.core.packed_states import has_packed_states, shard_problem, step_without_cache
-from fxtrain.errors import PlanError, StepError
-from fxtrain.state import DistContext, Strategy
+from fxtrain.errors import PlanError
+from fxtrain.ops.whole_tensors import plain_name
+from fxtrain.state import Strategy
 
 Optimizers = (
     torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
@@ -79,99 +80,61 @@ def make_optimizers(
         What the factory returned, and every optimizer in it.
 
     Raises:
-        PlanError: the factory returned something else, or an optimizer whose step needs a closure.
+        PlanError: the factory returned something else, or an optimizer that the strategy does not
+            support.
     """
     if factory is None:
         return None, ()
-    if not callable(factory):
-        raise PlanError(
-            f"wrap(optimizer=...) takes a factory or an optimizer, found {type(factory).__name__}. "
-            f"For example: {_FACTORY}"
-        )
     params = Params((name, p) for name, p in module.named_parameters() if p.requires_grad)
-    if not params:
-        raise PlanError(
-            f"wrap(optimizer=...): no parameter of {type(module).__name__} requires grad, "
-            f"so there is nothing to train. Omit the optimizer, or call requires_grad_() first."
-        )
-    with without_device_named(params), matrices_named(params.named()):
+    with matrices_named(params.named()):
         objects = factory(params)
     optimizers = _checked_list(objects, torch.optim.Optimizer, "optimizer", _FACTORY)
-    refuse_closures(optimizers)
-    _refuse_states(module, optimizers)
-    every = tuple(_changed(each, module, strategy, change, replicas) for each in optimizers)
+    _refuse_closures(optimizers)
+    every: list[torch.optim.Optimizer] = []
+    for each in optimizers:
+        if is_host_optimizer(each):
+            every.append(on_host(each, module, strategy, change))
+        else:
+            _prepare_small_states(each)
+            every.append(divide_muon(each, replicas) if change is None else change(each))
     if all(new is old for new, old in zip(every, optimizers, strict=True)):
         return objects, optimizers
     if isinstance(objects, Mapping):
-        return dict(zip(objects, every, strict=True)), every
-    return (every if isinstance(objects, list | tuple) else every[0]), every
+        return dict(zip(objects, every, strict=True)), tuple(every)
+    return (every if isinstance(objects, list | tuple) else every[0]), tuple(every)
 
 
-def _changed(
-    optimizer: torch.optim.Optimizer,
-    module: nn.Module,
-    strategy: Strategy,
-    change: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None,
-    replicas: Any,
-) -> torch.optim.Optimizer:
-    if is_host_optimizer(optimizer):
-        return on_host(optimizer, module, strategy, change)
-    return divide_muon(optimizer, replicas) if change is None else change(optimizer)
-
-
-def refuse_later_parameters(
-    optimizers: Iterable[torch.optim.Optimizer], module: nn.Module, ctx: DistContext
-) -> None:
-    """Have optimizers of several ranks refuse parameters that are not in the wrapped module."""
-    if ctx.world_size == 1:
-        return
-    name, known = type(module).__name__, set(module.parameters())
-
-    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        groups = optimizer.param_groups
-        if len(groups) == checked.get(id(optimizer)):
-            return
-        later = [p for group in groups for p in group["params"] if p not in known]
-        if later:
-            raise StepError(
-                f"{type(optimizer).__name__}.add_param_group: {len(later)} of its parameters (the "
-                f"first has the shape {list(later[0].shape)}) were not in the {name} when it was "
-                f"wrapped, so their gradients are not reduced over the ranks, which would train "
-                f"different models. Build the whole model before fx.wrap, with the parts to train "
-                f"later frozen by requires_grad_(False), or fx.unwrap it and wrap it again.",
-                code="FX505",
-            )
-        checked[id(optimizer)] = len(groups)
-
-    checked = {id(optimizer): len(optimizer.param_groups) for optimizer in optimizers}
+def _refuse_closures(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that compute the loss themselves."""
     for optimizer in optimizers:
-        optimizer.register_step_pre_hook(before_step)
-
-
-def _refuse_states(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse small states that could not be saved, or not resharded."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for optimizer in optimizers:
-        if is_host_optimizer(optimizer):
-            continue
-        library = type(optimizer).__module__.partition(".")[0]
-        what = f"wrap(optimizer=...): asked for {library}'s {type(optimizer).__name__}"
-        sharded = [p for g in optimizer.param_groups for p in g["params"] if isinstance(p, DTensor)]
-        if library == "bitsandbytes" and sharded:
+        # The method of the class: a scheduler has put a function around it on the optimizer.
+        _, *taken = inspect.signature(type(optimizer).step).parameters.values()
+        if any(
+            each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD for each in taken
+        ):
             raise PlanError(
-                f"{what} over sharded parameters. Its states cannot be saved and resharded. Use "
-                f"it with Single or DDP, or torchao's AdamW8bit, or an optimizer of torch."
+                f"wrap(optimizer=...): {type(optimizer).__name__}.step needs a closure that "
+                f"computes the loss several times per update; fx.step computes it once. Wrap the "
+                f"model without an optimizer, and call its step(closure) in your own loop."
             )
-        packed = sharded if has_packed_states(optimizer) else []
-        for parameter in packed:
-            if (problem := shard_problem(parameter)) is not None:
-                name = names.get(id(parameter), "a parameter")
-                raise PlanError(
-                    f"{what}, whose states have a scale per block of values, but {name} {problem}. "
-                    f"Use it with Single or DDP, or an optimizer of torch."
-                )
-        if packed:
-            step_without_cache(optimizer)
+
+
+def _prepare_small_states(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse small states of sharded parameters that could not be saved or resharded."""
+    library = type(optimizer).__module__.partition(".")[0]
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    sharded = [p for p in every if isinstance(p, DTensor)]
+    problem = None
+    if library == "bitsandbytes" and sharded:
+        problem = "is sharded, and these states cannot be resharded"
+    elif sharded and has_packed_states(optimizer):
+        step_without_cache(optimizer)
+        problem = next(filter(None, map(shard_problem, sharded)), None)
+    if problem is not None:
+        raise PlanError(
+            f"wrap(optimizer=...): {library}'s {type(optimizer).__name__} keeps states in blocks, "
+            f"but a parameter {problem}. Use it with Single or DDP, or an optimizer of torch."
+        )
 
 
 def make_schedulers(factory: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -181,17 +144,10 @@ def make_schedulers(factory: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]
     schedulers that a step advances.
 
     Raises:
-        PlanError: there is no optimizer, or the factory returned something else.
+        PlanError: the factory returned something else.
     """
     if factory is None:
         return None, ()
-    if optimizer is None:
-        raise PlanError(f"wrap(scheduler=...) needs an optimizer too: {_FACTORY}, {_SCHEDULER}")
-    if not callable(factory):
-        raise PlanError(
-            f"wrap(scheduler=...) takes a factory or a scheduler, found {type(factory).__name__}. "
-            f"For example: {_SCHEDULER}"
-        )
     objects = factory(optimizer)
     every = _checked_list(objects, LRScheduler, "scheduler", _SCHEDULER)
     return objects, tuple(each for each in every if not isinstance(each, ReduceLROnPlateau))
@@ -201,40 +157,11 @@ def disable_foreach(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer update one parameter at a time if their layouts differ.
 
     torch's fast updates take a list of parameters with one layout only.
-
-    Raises:
-        PlanError: a fused update of such a list was requested.
     """
     for group in optimizer.param_groups:
         layouts = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
-        if len(layouts) == 1:
-            continue
-        if group.get("fused"):
-            raise PlanError(
-                f"{type(optimizer).__name__}(fused=True): torch's fused update needs parameters of "
-                f"one layout, and these have {len(layouts)}. Omit fused, or put sharded parameters "
-                f"and unsharded ones into different groups."
-            )
-        if group.get("foreach", True) is None:
+        if len(layouts) > 1 and group.get("foreach", True) is None:
             group["foreach"] = False
-
-
-def refuse_closures(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that compute the loss themselves."""
-    for optimizer in optimizers:
-        # The method of the class: a scheduler has put a function around it on the optimizer.
-        _, *taken = inspect.signature(type(optimizer).step).parameters.values()
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        if any(
-            parameter.kind in kinds and parameter.default is parameter.empty for parameter in taken
-        ):
-            name = type(optimizer).__name__
-            raise PlanError(
-                f"wrap(optimizer=...): {name}.step needs a closure that computes the loss several "
-                f"times per update; fx.step computes it once. Use an optimizer without a closure, "
-                f"or wrap the model without an optimizer and call "
-                f"{name}(model.parameters()).step(closure) in your own loop."
-            )
 
 
 def flattened(objects: Any) -> list[Any]:
@@ -253,6 +180,117 @@ def _checked_list(objects: Any, kind: type, what: str, example: str) -> tuple[An
             f"one {kind.__name__}, or a list or dict of them. For example: {example}"
         )
     return tuple(entries)
+
+
+def as_factories(optimizer: Any, scheduler: Any, module: nn.Module) -> tuple[Any, Any]:
+    """Factories in place of ready-made optimizers and schedulers; anything else as it is.
+
+    Args:
+        optimizer: An argument of `wrap`: a factory, an optimizer, or a list or dict of them.
+        scheduler: Likewise.
+        module: The module that is about to be wrapped.
+
+    Raises:
+        PlanError: an optimizer holds parameters of another model, or a scheduler was built on
+            another optimizer.
+    """
+    optimizers = _all(optimizer, torch.optim.Optimizer)
+    schedulers = _all(scheduler, LRScheduler)
+    for each in schedulers:
+        if not any(getattr(each, "optimizer", None) is known for known in optimizers):
+            raise PlanError(
+                f"wrap(scheduler=...): this {type(each).__name__} was built on an optimizer that "
+                f"fx.wrap did not get. Pass both, or a factory for each."
+            )
+    if optimizers:
+        optimizer = _optimizer_factory(optimizer, optimizers, module)
+    if schedulers:
+        scheduler = _scheduler_factory(scheduler, schedulers, optimizers)
+    return optimizer, scheduler
+
+
+def _all(objects: Any, kind: type) -> list[Any]:
+    """The ready-made objects in an argument of `wrap`; none if it is a factory."""
+    entries = flattened(objects)
+    return entries if all(isinstance(entry, kind) for entry in entries) else []
+
+
+def _optimizer_factory(
+    objects: Any, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module
+) -> Callable[[Any], Any]:
+    # Now, since a parameter that is replaced may be freed, and its id used again.
+    names = {id(p): plain_name(name) for name, p in module.named_parameters()}
+    layouts: list[list[list[str]]] = []
+    for optimizer in optimizers:
+        groups = [group["params"] for group in optimizer.param_groups]
+        if any(id(p) not in names for group in groups for p in group):
+            raise PlanError(
+                f"wrap(optimizer=...): this {type(optimizer).__name__} has parameters that are not "
+                f"those of the {type(module).__name__}. Build it on the parameters of the module "
+                f"before it is wrapped, or pass a factory: {_FACTORY}"
+            )
+        layouts.append([[names[id(p)] for p in group] for group in groups])
+
+    def adopt(_: Any) -> Any:
+        parameters = {plain_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
+        for optimizer, layout in zip(optimizers, layouts, strict=True):
+            _point_to(optimizer, layout, parameters)
+        return objects
+
+    return adopt
+
+
+def _point_to(
+    optimizer: torch.optim.Optimizer,
+    layout: Sequence[Sequence[str]],
+    parameters: Mapping[str, nn.Parameter],
+) -> None:
+    """Give an optimizer the parameters as they are now; those of other ranks leave its groups."""
+    for group, names in zip(optimizer.param_groups, layout, strict=True):
+        for name, old in zip(names, group["params"], strict=True):
+            new, state = parameters.get(name), optimizer.state.pop(old, None)
+            if state and hasattr(new, "device_mesh"):
+                raise PlanError(
+                    f"wrap(optimizer=...): this {type(optimizer).__name__} has states, and this "
+                    f"plan shards parameters. Pass a factory, {_FACTORY}, and restore states with "
+                    f"fx.restore."
+                )
+            if state and new is not None:
+                optimizer.state[new] = state
+        group["params"] = [parameters[name] for name in names if name in parameters]
+    if optimizer.state:  # to the device and dtype of the parameters
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _scheduler_factory(
+    objects: Any,
+    schedulers: Sequence[LRScheduler],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Callable[[Any], Any]:
+    def adopt(new_optimizers: Any) -> Any:
+        for old, new in zip(optimizers, flattened(new_optimizers), strict=True):
+            if new is not old:
+                # The strategy has put another optimizer into its place, with the same groups.
+                _StepCount(new)
+                for scheduler in schedulers:
+                    _build_on(scheduler, old, new)
+        return objects
+
+    return adopt
+
+
+def _build_on(scheduler: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
+    if getattr(scheduler, "optimizer", None) is old:
+        scheduler.optimizer = new
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _build_on(inner, old, new)
+
+
+class _StepCount(LRScheduler):
+    """Has torch note the steps of an optimizer, which schedulers look for, and changes nothing."""
+
+    def _initial_step(self) -> None:
+        """Leave learning rates as they are."""
 
 
 def settings_of(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, object]:

@@ -9,9 +9,8 @@ DDP, those of the `replicate` axis under FSDP, and tensors that tensor paralleli
 import hashlib
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import attrs
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -35,38 +34,21 @@ _SHOWN = 10  # differences that a message lists
 _Digests = Mapping[str, Mapping[str, str]]  # by part, then by name of a tensor
 
 
-@attrs.frozen(eq=False)
-class _Held:
-    """A tensor of this rank.
-
-    Attributes:
-        name: Of the parameter, or `optimizer.0.` with that of a parameter and a state.
-        part: Equal on the ranks that hold the same elements of the tensors of that part.
-        tensor: This rank's elements, live.
-    """
-
-    name: str
-    part: str
-    tensor: Tensor
-
-
-@attrs.frozen
-class Difference:
+class Difference(NamedTuple):
     """A tensor that should be the same on some ranks, and is not.
 
     Attributes:
-        part: As `_Held.part`.
+        part: Equal on the ranks that hold the same elements of the tensors of that part.
         name: Of the tensor.
-        most: The ranks that hold what more than half of them hold; empty if there is none.
+        most: The ranks that hold what more than half of them hold; empty if there is none, or if a
+            rank lacks the tensor.
         others: The other ranks.
-        whole: Whether every one of these ranks has such a tensor.
     """
 
     part: str
     name: str
     most: tuple[int, ...]
     others: tuple[int, ...]
-    whole: bool
 
 
 def verify_replicas(model: Wrapped) -> None:
@@ -86,8 +68,7 @@ def verify_replicas(model: Wrapped) -> None:
     ctx = model.ctx
     if ctx.world_size == 1 or ctx.comm.simulated:
         return
-    held = _held_tensors(model)
-    digests = _digests(held)
+    digests = digests_of(model)
     differing = _differing_parts(ctx, digests)
     if not differing:
         return
@@ -95,28 +76,24 @@ def verify_replicas(model: Wrapped) -> None:
     rows = gather_objects((platform.node(), mine), ctx)
     differences = differences_of([found for _, found in rows])
     hosts = {rank: host for rank, (host, _) in enumerate(rows) if ctx.num_nodes > 1}
-    lines = described(differences, hosts)
-    update = model.window.updates
-    if model.plan.replicas_differ == "heal" and all(
-        difference.most and difference.whole for difference in differences
-    ):
-        _heal(ctx, held, differences)
-        log(ctx, "fxtrain.replicas").warning(
-            "Replicas differed after update %d; most ranks' values were copied to the others:\n%s",
-            update,
-            "\n".join(lines),
-        )
-        return
-    undecided = [
-        difference.name for difference in differences if not (difference.most and difference.whole)
-    ]
+    lines, update = described(differences, hosts), model.window.updates
     cure = (
         "Continue from a checkpoint that was saved before, such as with `fxtrain launch "
         "--restarts`. `fxtrain replay --times 2` of the updates since then tells a faulty "
         "machine from a bug."
     )
     if model.plan.replicas_differ == "heal":
-        cure = f"No majority of ranks agrees on {undecided[0]}, so nothing was overwritten. {cure}"
+        undecided = next((each.name for each in differences if not each.most), None)
+        if undecided is None:
+            _heal(ctx, _tensors_by_part(model), differences)
+            log(ctx, "fxtrain.replicas").warning(
+                "Replicas differed after update %d; most ranks' values were copied to the others:"
+                "\n%s",
+                update,
+                "\n".join(lines),
+            )
+            return
+        cure = f"No majority of ranks agrees on {undecided}, so nothing was overwritten. {cure}"
     raise StepError(
         "\n".join(
             [f"Replicas differ after update {update} ({ctx.world_size} ranks):", *lines, cure]
@@ -158,8 +135,20 @@ def weighted_sums(tensor: Tensor) -> Tensor:
     return sums
 
 
-def _held_tensors(model: Wrapped) -> list[_Held]:
-    """Parameters and optimizer states of this rank, of which others may hold replicas."""
+def digests_of(model: Wrapped) -> dict[str, dict[str, str]]:
+    """Digests of parameters and optimizer states of this rank, by part and by name."""
+    return {
+        part: {name: digest(tensor) for name, tensor in tensors.items()}
+        for part, tensors in _tensors_by_part(model).items()
+    }
+
+
+def _tensors_by_part(model: Wrapped) -> dict[str, dict[str, Tensor]]:
+    """This rank's elements of parameters and optimizer states, live, by part and by name.
+
+    Others may hold replicas of them. A name is that of a parameter, or `optimizer.0.` with that of
+    a parameter and a state.
+    """
     now = round_of(model)
     # Stages have tensors of their own, and so do replicas that train independently.
     where = f"{model.ctx.axis('pipeline').rank} {() if now is None else now.peers}"
@@ -168,15 +157,10 @@ def _held_tensors(model: Wrapped) -> list[_Held]:
     for index, optimizer in enumerate(model.optimizers):
         if local_optimizer(optimizer) is optimizer:  # otherwise each state is on one rank only
             tensors |= optimizer_state(optimizer, f"optimizer.{index}", names)[0]
-    return [
-        _Held(name, f"{where} {_shard(tensor)}", local_values(tensor))
-        for name, tensor in tensors.items()
-    ]
-
-
-def digests_of(model: Wrapped) -> dict[str, dict[str, str]]:
-    """Digests of parameters and optimizer states of this rank, by part and by name."""
-    return _digests(_held_tensors(model))
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        parts.setdefault(f"{where} {_shard(tensor)}", {})[name] = local_values(tensor)
+    return parts
 
 
 def _shard(tensor: Tensor) -> str:
@@ -188,13 +172,6 @@ def _shard(tensor: Tensor) -> str:
     place = mesh.get_coordinate() or ()
     split = zip(axes, place, tensor.placements, strict=True)
     return " ".join(f"{axis}={at} {how}" for axis, at, how in split if not how.is_replicate())
-
-
-def _digests(held: Iterable[_Held]) -> dict[str, dict[str, str]]:
-    digests: dict[str, dict[str, str]] = {}
-    for tensor in held:
-        digests.setdefault(tensor.part, {})[tensor.name] = digest(tensor.tensor)
-    return digests
 
 
 def _key_of(part: str) -> bytes:
@@ -232,10 +209,9 @@ def differences_of(rows: Sequence[_Digests]) -> list[Difference]:
             if len(counts) == 1:
                 continue
             most = max(counts.values(), key=len)
-            most = most if 2 * len(most) > len(holders) else []
+            most = most if 2 * len(most) > len(holders) and None not in counts else []
             others = [rank for rank in holders if rank not in most]
-            whole = None not in counts
-            differences.append(Difference(part, name, tuple(most), tuple(others), whole))
+            differences.append(Difference(part, name, tuple(most), tuple(others)))
     return differences
 
 
@@ -254,16 +230,19 @@ def described(differences: Sequence[Difference], hosts: Mapping[int, str]) -> li
     return lines
 
 
-def _heal(ctx: DistContext, held: Iterable[_Held], differences: Iterable[Difference]) -> None:
+def _heal(
+    ctx: DistContext,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    differences: Iterable[Difference],
+) -> None:
     """Overwrite what differs with what most ranks hold."""
     settle(ctx)
-    mine = {(difference.part, difference.name): difference.tensor for difference in held}
     with rank_loss_guard(ctx, _CALL), torch.no_grad():
         for difference in differences:
             source = difference.most[0]
             if ctx.rank != source and ctx.rank not in difference.others:
                 continue
-            tensor = mine[difference.part, difference.name]
+            tensor = tensors[difference.part][difference.name]
             values = tensor_bytes.contiguous(tensor).clone()
             octets = torch.frombuffer(tensor_bytes.memory_of(values), dtype=torch.uint8)
             if ctx.rank == source:

@@ -12,13 +12,14 @@ from torch.amp.grad_scaler import OptState
 from fxtrain import _tree, ops
 from fxtrain.backends.core.gradients import (
     clamp_local,
+    has_no_row,
     is_distributed,
     local_grads,
     scale_local,
     total_norm,
+    uncounted,
     unscale_local,
 )
-from fxtrain.backends.core.placeholders import has_no_row, uncounted
 from fxtrain.errors import StepError
 from fxtrain.ops import autocast
 from fxtrain.ops.transport.pace import Pace

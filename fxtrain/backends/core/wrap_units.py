@@ -3,7 +3,6 @@
 import fnmatch
 import pkgutil
 
-import torch
 from torch import nn
 
 from fxtrain.backends.core.module_changes import unknown_classes, unknown_patterns
@@ -16,22 +15,18 @@ def unit_problems(module: nn.Module, config: FSDP) -> list[str]:
     problems = unknown_classes(module, config.wrap, field="FSDP(wrap=...)")
     ways = [name for name in ("wrap", "min_params", "wrap_by") if getattr(config, name)]
     if len(ways) > 1:
-        problems.append(
-            f"FSDP({', '.join(f'{name}=...' for name in ways)}) chooses blocks in "
-            f"{'two' if len(ways) == 2 else 'three'} ways. Keep one: class names, a size, or a "
-            f"function."
-        )
-    elif config.wrap_by is not None:
-        problems += _function_problems(module, config.wrap_by)
+        problems.append(f"FSDP({', '.join(ways)}) chooses blocks in several ways. Keep one.")
+    if config.wrap_by is not None:
+        try:
+            pkgutil.resolve_name(config.wrap_by)
+        except (ImportError, AttributeError, ValueError) as error:
+            problems.append(
+                f"FSDP(wrap_by={config.wrap_by!r}): {error}. Name a function that every rank can "
+                f"import, as 'package.module:function'."
+            )
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     problems += unknown_patterns(config.ignore, names, field="FSDP(ignore=...)")
     ignored = ignored_names(module, config)
-    scalars = [n for n, p in module.named_parameters() if p.ndim == 0 and n not in ignored]
-    if scalars:
-        problems.append(
-            f"FSDP cannot shard the scalar parameters {', '.join(scalars[:5])}. Give them the "
-            f"shape [1], or name them in FSDP(ignore=...)."
-        )
     sparse = [
         name
         for name, part in module.named_modules()
@@ -45,54 +40,7 @@ def unit_problems(module: nn.Module, config: FSDP) -> list[str]:
             f"FSDP cannot reduce sparse gradients, which {', '.join(sparse[:5])} compute with "
             f"sparse=True. Set sparse=False, or use DDP()."
         )
-    return problems or _dtype_problems(module, config, ignored)
-
-
-def _dtype_problems(module: nn.Module, config: FSDP, ignored: set[str]) -> list[str]:
-    """Units whose trained parameters have several dtypes, which torch gathers in one buffer."""
-    parts = units(module, config)
-    unit_of = {id(part): unit[0] for unit in parts for part in unit}
-    owners = _unit_of_parameters(module, [part for unit in parts for part in unit])
-    named: dict[int, dict[torch.dtype, str]] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and name not in ignored:
-            unit = unit_of.get(id(owners[id(parameter)][0]), module)
-            named.setdefault(id(unit), {}).setdefault(parameter.dtype, name)
-    mixed = [examples for examples in named.values() if len(examples) > 1]
-    if not mixed:
-        return []
-    dtypes = " and ".join(f"{name} in {str(dtype)[6:]}" for dtype, name in mixed[0].items())
-    return [
-        f"FSDP gathers the parameters of a unit in one buffer, so those that are trained need one "
-        f"dtype, but a unit of {type(module).__name__} has {dtypes}. Cast them, for example by "
-        f"net.float(), with Plan(precision='bf16') to compute in bf16. Or choose smaller units by "
-        f"FSDP(wrap=...) or FSDP(min_params=...), or name the others in FSDP(ignore=...)."
-    ]
-
-
-def _function_problems(module: nn.Module, path: str) -> list[str]:
-    try:
-        function = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        return [
-            f"FSDP(wrap_by={path!r}): {error}. Name a function that every rank can import, as "
-            f"'package.module:function'."
-        ]
-    if not callable(function):
-        return [f"FSDP(wrap_by={path!r}) is a {type(function).__name__}. Name a function."]
-    if not _by_function(module, path):
-        return [
-            f"FSDP(wrap_by={path!r}) chose no module of {type(module).__name__}, so the whole "
-            f"model would be gathered at once. Make it return true for blocks: it is called with "
-            f"the name of a module and the module."
-        ]
-    return []
-
-
-def _by_function(module: nn.Module, path: str) -> list[nn.Module]:
-    chooses = pkgutil.resolve_name(path)
-    named = [(name, part) for name, part in module.named_modules() if part is not module]
-    return [part for name, part in named if chooses(name, part) and _runs(part)][::-1]
+    return problems
 
 
 def ignored_names(module: nn.Module, config: FSDP) -> set[str]:
@@ -114,7 +62,9 @@ def units(module: nn.Module, config: FSDP) -> list[list[nn.Module]]:
     if config.min_params is not None:
         chosen = _by_size(module, config.min_params)
     elif config.wrap_by is not None:
-        chosen = _by_function(module, config.wrap_by)
+        chooses = pkgutil.resolve_name(config.wrap_by)
+        chosen = [part for name, part in module.named_modules() if name and chooses(name, part)]
+        chosen = chosen[::-1]
     else:
         names = config.wrap or block_names(module)
         chosen = [part for part in [*module.modules()][::-1] if type(part).__name__ in names]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fxtrain import _tree
-from fxtrain.backends.core.trained_parameters import TrainedParameters
 from fxtrain.errors import StepError
 from fxtrain.ops.transport.exchange import compare
 from fxtrain.state import DistContext
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_NAMED = 5  # how many names a message lists
 
 
 class StableBucketsDDP(DistributedDataParallel):
@@ -41,7 +44,7 @@ class StableBucketsDDP(DistributedDataParallel):
     _undecided = False  # whether there was a forward that the reducer does not know of
 
     def _build_params_for_reducer(self) -> Any:
-        self._trained = TrainedParameters.of(self.module)
+        self._trained = {p: p.requires_grad for p in self.module.parameters()}
         parameters, sparse = super()._build_params_for_reducer()
         return parameters[::-1], sparse[::-1]
 
@@ -56,7 +59,7 @@ class StableBucketsDDP(DistributedDataParallel):
             self.sync_buffers_once()
             return self.module(*inputs, **kwargs)
         self._check_reduced()
-        if changed := self._trained.changed():
+        if changed := self._changed():
             self._change_parameters(changed)
         if self.in_block or not self.require_backward_grad_sync:
             self._expects, self._undecided = self.in_block, False
@@ -65,6 +68,18 @@ class StableBucketsDDP(DistributedDataParallel):
             out = super().forward(*inputs, **kwargs)
         self._decide_in_backward(out)
         return out
+
+    def _changed(self) -> list[nn.Parameter]:
+        """The parameters that did not require a gradient and do now, and the reverse.
+
+        None if no parameter requires one now: a model may be frozen while another one is trained
+        through it.
+        """
+        before = self._trained
+        now = list(map(_REQUIRES_GRAD, before))
+        if now == list(before.values()) or not any(now):
+            return []
+        return [parameter for parameter in before if parameter.requires_grad != before[parameter]]
 
     def _change_parameters(self, changed: list[nn.Parameter]) -> None:
         """Reduce the parameters that require a gradient now, as after torch's constructor.
@@ -76,7 +91,8 @@ class StableBucketsDDP(DistributedDataParallel):
             StepError: the graph is static, or the change is inside an accumulation window.
             CollectiveError: the ranks changed other parameters.
         """
-        names = self._trained.named(changed, self.module)
+        known = {p: name for name, p in self.module.named_parameters()}
+        names = ", ".join(known.get(p, "a removed one") for p in changed[:_NAMED])
         if self.static_graph:
             raise StepError(
                 f"requires_grad of {names} changed after fx.wrap, and DDP(static_graph=True) needs "

@@ -27,8 +27,7 @@ from fxtrain.backends.core.module_changes import (
 from fxtrain.backends.core.optimizer_state import own_tensor_of_ranks
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.ddp.engine import Reduced, StableBucketsDDP
-from fxtrain.backends.handle import wrap_without_engine
-from fxtrain.backends.single import SINGLE
+from fxtrain.backends.single import SINGLE, wrap_without_engine
 from fxtrain.precision.plain_tensors import quantized_layers, quantized_tensors
 from fxtrain.state import (
     DDP,

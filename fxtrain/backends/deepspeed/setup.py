@@ -15,7 +15,6 @@ from torch import nn
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.module_changes import move_module, prepare_module, send_values
 from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
-from fxtrain.backends.core.trained_parameters import TrainedParameters
 from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.deepspeed import engine as engines
 from fxtrain.backends.deepspeed.config import (
@@ -51,15 +50,13 @@ _TORCH_ONLY = (
 
 @attrs.frozen(kw_only=True, eq=False)
 class EngineConfig:
-    """What a model under DeepSpeed keeps: the config of its engine, and what the engine trains.
+    """What a model under DeepSpeed keeps.
 
     Attributes:
-        values: As plain data, under DeepSpeed's own names.
-        trained: The parameters that the engine has flattened; None if it flattens none.
+        values: The config of its engine as plain data, under DeepSpeed's own names.
     """
 
     values: Mapping[str, Any]
-    trained: TrainedParameters | None = None
 
 
 def zero_init(ctx: DistContext, plan: Plan) -> AbstractContextManager[object]:
@@ -168,10 +165,8 @@ def _with_engine(
             first = single_optimizer(several)
             mine = compiled_on_cpu(first, config, plan.strategy, ctx)
             given = given if mine is first else mine
-    flattens = optimizer is not None and config[ZERO]["stage"] > 0
-    trained = TrainedParameters.of(module) if flattens else None
     engine = engines.start(library, module, config, mine, ctx)
-    engine_config = EngineConfig(values=MappingProxyType(config), trained=trained)
+    engine_config = EngineConfig(values=MappingProxyType(config))
     model = attrs.evolve(model, engine=engine, strategy_state=engine_config)
     if optimizer is None:
         return model

@@ -80,7 +80,6 @@ def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     run = model.module
     if torch.is_grad_enabled():
         run = model.engine
-        _check_trained(model)
     # The module enters autocast itself; DeepSpeed refuses a region around its engine.
     with torch.autocast(model.ctx.device.type, enabled=False):
         out = run(*args, **kwargs)
@@ -88,18 +87,6 @@ def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         step_functions.refuse_backward_of_others(out, model)
     wide = model.plan.precision.output == "fp32"
     return _tree.map_leaves(step_functions.to_float, out) if wide else out
-
-
-def _check_trained(model: Wrapped) -> None:
-    trained = model.strategy_state.trained
-    if trained is not None and (changed := trained.changed()):
-        raise StepError(
-            f"requires_grad of {trained.named(changed, model.module)} changed after fx.wrap. From "
-            f"stage 1 on, DeepSpeed updates the parameters that required a gradient in fx.wrap, "
-            f"and no others. Unwrap the model and wrap it again, or use DeepSpeed(stage=0), "
-            f"fx.DDP() or fx.FSDP().",
-            code="FX505",
-        )
 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fxtrain import ops
@@ -18,10 +18,8 @@ from fxtrain.backends.core.local_sgd import average, independent_replicas
 from fxtrain.backends.core.module_changes import unmatched_names, xla_problems
 from fxtrain.backends.core.optimizers import disable_foreach
 from fxtrain.backends.core.wrap_units import unit_problems
-from fxtrain.backends.handle import make_handle, wrap_without_engine
-from fxtrain.backends.single import SINGLE
+from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor import split_problems
-from fxtrain.errors import StepError
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.precision.quantizing import hold_as_parameters
 from fxtrain.state import FSDP, DistContext, Plan, Strategy, Wrapped
@@ -242,19 +240,6 @@ def _reduce_ignored(model: Wrapped) -> Iterator[None]:
         grad.copy_(mean)
 
 
-def _backward(loss: Tensor, model: Wrapped) -> None:
-    try:
-        step_functions.backward(loss, model)
-    except RuntimeError as error:
-        if "storage of size 0" not in str(error):
-            raise
-        raise StepError(
-            "FSDP frees the gathered weights of a layer when gradients have gone through it, and "
-            "this backward needs them a second time, as for a gradient penalty computed with "
-            "torch.autograd.grad(..., create_graph=True). Use DDP() for this model."
-        ) from error
-
-
 def _generate(model: Wrapped, method: Any, args: Any, kwargs: Any) -> Any:
     inner = attrs.evolve(model, module=method, engine=method)
     return step_functions.forward(inner, args, {"synced_gpus": True, **kwargs})
@@ -272,7 +257,6 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     check=_check,
     wrap=_wrap,
     sync=_sync,
-    backward=_backward,
     apply=apply_with_buffers,
     cuts_sequences=True,
     average=average,

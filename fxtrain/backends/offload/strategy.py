@@ -21,7 +21,6 @@ from fxtrain.backends.core.module_changes import (
     xla_problems,
 )
 from fxtrain.backends.core.weights import torch_weights
-from fxtrain.backends.handle import make_handle
 from fxtrain.backends.offload.hooks import attach
 from fxtrain.backends.offload.mapped_files import digest_of
 from fxtrain.backends.offload.streaming import (
@@ -32,7 +31,7 @@ from fxtrain.backends.offload.streaming import (
     set_values,
 )
 from fxtrain.backends.offload.units import PlacedTensor, placed_tensors, streamed_units
-from fxtrain.backends.single import SINGLE
+from fxtrain.backends.single import SINGLE, make_handle
 from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.models import load_model
 from fxtrain.models.quantized_loading import quantized_source

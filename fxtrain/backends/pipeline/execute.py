@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from fxtrain import _tree, ops
 from fxtrain.backends.core import step_functions
-from fxtrain.backends.core.placeholders import has_no_row, uncounted
+from fxtrain.backends.core.gradients import has_no_row, uncounted
 from fxtrain.backends.fsdp.strategy import loss_on_parts, splits_logits
 from fxtrain.backends.pipeline.fake_stages import ReceivedFakes
 from fxtrain.backends.pipeline.partition import parts_for

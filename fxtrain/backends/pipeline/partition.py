@@ -3,7 +3,7 @@
 import fnmatch
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -19,20 +19,39 @@ class ScheduleKind(NamedTuple):
 
     Attributes:
         name: Name of torch's class.
-        several: Whether a rank runs two or more stages, in a loop over the ranks, or one.
+        stages: Minimum and maximum stages per rank; None for any.
         parts: Required micro-batches: any, one per stage, or rounds of equally many.
+        v_shaped: Whether stages are placed over the ranks and back, instead of in a loop.
+        splits: Whether it runs the backward of inputs and of weights separately.
     """
 
     name: str
-    several: bool = False
+    stages: tuple[int, int | None] = (2, None)
     parts: str = "any"
+    v_shaped: bool = False
+    splits: bool = False
 
 
+_V_SCHEDULES: Mapping[str, Any] = {"stages": (2, 2), "v_shaped": True, "splits": True}
 SCHEDULES: Mapping[str, ScheduleKind] = {
-    "gpipe": ScheduleKind("ScheduleGPipe"),
-    "1f1b": ScheduleKind("Schedule1F1B", parts="stages"),
-    "looped_bfs": ScheduleKind("ScheduleLoopedBFS", several=True),
-    "interleaved_1f1b": ScheduleKind("ScheduleInterleaved1F1B", several=True, parts="rounds"),
+    "gpipe": ScheduleKind("ScheduleGPipe", (1, 1)),
+    "1f1b": ScheduleKind("Schedule1F1B", (1, 1), "stages"),
+    "looped_bfs": ScheduleKind("ScheduleLoopedBFS"),
+    "interleaved_1f1b": ScheduleKind("ScheduleInterleaved1F1B", parts="rounds"),
+    "interleaved_zero_bubble": ScheduleKind(
+        "ScheduleInterleavedZeroBubble", parts="rounds", splits=True
+    ),
+    "zbv_zero_bubble": ScheduleKind("ScheduleZBVZeroBubble", **_V_SCHEDULES),
+    "dualpipe_v": ScheduleKind("ScheduleDualPipeV", parts="stages", **_V_SCHEDULES),
+}
+
+
+# Schedules for any number of micro-batches that place stages as another one does.
+_ANY: Mapping[str, str] = {
+    "1f1b": "gpipe",
+    "interleaved_1f1b": "looped_bfs",
+    "interleaved_zero_bubble": "looped_bfs",
+    "dualpipe_v": "zbv_zero_bubble",
 }
 
 
@@ -66,9 +85,12 @@ def partition_of(module: nn.Module, config: PP, ranks: int) -> Partition:
     """The partition over some ranks of a module that has no problems."""
     count = ranks * _per_rank(config)
     starts = config.split or _balanced_starts(module, count)
+    order = list(range(ranks))
+    if SCHEDULES[config.schedule].v_shaped:
+        order += order[::-1]
     return Partition(
         starts=starts,
-        ranks=tuple(stage % ranks for stage in range(count)),
+        ranks=tuple(order[stage % len(order)] for stage in range(count)),
         parts=config.microbatches or count,
         stages=_stages(module, config, starts),
     )
@@ -91,10 +113,7 @@ def parts_for(plan: Plan, partition: Partition, sizes: Sequence[int]) -> int:
 
 def fitting_kind(config: PP, ranks: int, parts: int) -> ScheduleKind:
     """The plan's schedule, or a simpler one if it does not support so few micro-batches."""
-    kind = SCHEDULES[config.schedule]
-    if _unfit(config, ranks, parts):
-        return SCHEDULES["looped_bfs" if kind.several else "gpipe"]
-    return kind
+    return SCHEDULES[_ANY[config.schedule] if _unfit(config, ranks, parts) else config.schedule]
 
 
 def pipeline_problems(module: nn.Module, plan: Plan, ranks: int) -> list[str]:
@@ -132,15 +151,17 @@ def schedules_fit() -> bool:
 
 
 def _per_rank(config: PP) -> int:
-    return config.stages_per_rank or 1 + SCHEDULES[config.schedule].several
+    return config.stages_per_rank or SCHEDULES[config.schedule].stages[0]
 
 
 def _count_problems(config: PP, ranks: int) -> list[str]:
-    each, several = _per_rank(config), SCHEDULES[config.schedule].several
-    if (each > 1) is not several:
+    fewest, most = SCHEDULES[config.schedule].stages
+    each = _per_rank(config)
+    if each < fewest or (most is not None and each > most):
+        words = f"exactly {fewest}" if most == fewest else f"at least {fewest}"
         return [
             f"PP(schedule={config.schedule!r}, stages_per_rank={each}): this schedule needs "
-            f"{'at least two' if several else 'one'} per rank."
+            f"{words} per rank. Omit stages_per_rank, or choose another schedule."
         ]
     if config.split and len(config.split) + 1 != ranks * each:
         return [

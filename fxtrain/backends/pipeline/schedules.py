@@ -133,17 +133,40 @@ def prepare(model: Wrapped, calls: Sequence[Call], *, train: bool) -> PreparedSc
     return engine.schedules[key]
 
 
-def _infer_shapes(model: Wrapped, call: Call) -> dict[int, Probe]:
-    """The inputs and outputs of the stages that this rank knows."""
+def _infer_shapes(model: Wrapped, calls: Sequence[Call]) -> dict[int, Probe]:
+    """The inputs and outputs of the stages that this rank knows.
+
+    For the very first batch, all micro-batches are probed: they must send the same shapes.
+    """
     engine: Pipeline = model.engine
     known = {**engine.stages, **engine.fake_stages}
     with ops.autocast(model):
-        return {number: probe(stage, call, model.ctx) for number, stage in known.items()}
+        probes = {number: probe(stage, calls[0], model.ctx) for number, stage in known.items()}
+        if engine.schedules or model.ctx.comm.simulated:
+            return probes
+        # Not for the first stage: it has no inputs to find, and would compute for real.
+        for number in probes.keys() - {0}:
+            others = [probe(known[number], call, model.ctx) for call in calls[1:]]
+            probes[number] = _common_probe(probes[number], others)
+    return probes
+
+
+def _common_probe(first: Probe, others: Sequence[Probe]) -> Probe:
+    """The result for the first micro-batch, with a problem if others have different shapes."""
+    other = next((each for each in others if each.needs != first.needs), None)
+    if first.problem is not None or other is None:
+        return first
+    shapes = [[list(meta.shape) for meta in each.needs] for each in (first, other)]
+    text = (
+        f"micro-batches send it {shapes[0]} and {shapes[1]}, so shapes depend on data. All must be "
+        f"equal: truncate or pad in the loss function, before the model is called"
+    )
+    return attrs.evolve(first, problem=other.problem or text)
 
 
 def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> PreparedSchedule:
     engine: Pipeline = model.engine
-    parts, probes = len(calls), _infer_shapes(model, calls[0])
+    parts, probes = len(calls), _infer_shapes(model, calls)
     mine = {number: probes[number] for number in engine.stages}
     for theirs in ops.gather_objects(mine, engine.axis):
         probes.update(theirs)
@@ -182,7 +205,7 @@ def _all_stages_ready(vote: Callable[..., Tensor], received_result: Tensor | Non
 def _schedule(model: Wrapped, stages: list[Any], parts: int, *, train: bool) -> Any:
     config: PP = model.plan.strategy
     kind = fitting_kind(config, len(set(model.engine.partition.ranks)), parts)
-    is_single = not kind.several
+    is_single = kind.stages == (1, 1)
     if not train:
         kind_of_schedule = torch_schedules.ScheduleGPipe if is_single else _ForwardSchedule
         return kind_of_schedule(stages[0] if is_single else stages, n_microbatches=parts)  # type: ignore[arg-type]
@@ -202,7 +225,7 @@ class _StaticShapeStage(pipelining.PipelineStage):
 
 
 class _ForwardSchedule(torch_schedules._PipelineScheduleRuntime):
-    """Forward only over several stages per rank, stage by stage, in a loop over the ranks.
+    """Forward only over several stages per rank, stage by stage, in a loop or there and back.
 
     torch's schedules for those accept only the number of micro-batches used in training, or send
     gradients even where there are none.

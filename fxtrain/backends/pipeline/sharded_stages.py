@@ -70,6 +70,8 @@ def make_stages(
             _empty(twins[index], axes.formats)
             twins[index].prepare(partition, index)
             _shard(stage, partition, index, ctx, axes)
+        else:
+            stage.show()
         stage.prepare(partition, index)
     if ctx.comm.simulated:
         twins |= _fake_stages(module, partition, ctx, axes)

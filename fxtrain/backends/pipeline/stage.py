@@ -30,7 +30,7 @@ from fxtrain.backends.tensor import is_mixture
 from fxtrain.errors import PlanError
 from fxtrain.state import DistContext
 
-_MAX_REMEMBERED = 64  # kinds of arguments of a module
+_MAX_REMEMBERED = 64  # kinds of arguments of a module; masks grow while text is generated
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -145,6 +145,10 @@ class Stage(nn.Module):
         """Whether a module has parameters, all of which belong to this stage."""
         held = list(part.parameters())
         return bool(held) and not any(map(self._hollow.made, held))
+
+    def show(self) -> None:
+        """Let torch see the parameters: zero-bubble schedules iterate over the trained ones."""
+        self.held = nn.ParameterList(self.own())
 
     def prepare(self, partition: Partition, index: int) -> None:
         """Add the hooks that reduce the forward of the whole model to this stage's part.

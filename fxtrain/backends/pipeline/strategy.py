@@ -10,12 +10,11 @@ from fxtrain.backends.core.initial_values import apply_with_buffers
 from fxtrain.backends.core.module_changes import unmatched_names
 from fxtrain.backends.core.optimizers import disable_foreach
 from fxtrain.backends.fsdp.strategy import sharding_problems, undone_together
-from fxtrain.backends.handle import make_handle, wrap_without_engine
 from fxtrain.backends.pipeline.execute import forward, run
-from fxtrain.backends.pipeline.partition import pipeline_problems
+from fxtrain.backends.pipeline.partition import SCHEDULES, pipeline_problems
 from fxtrain.backends.pipeline.stage_gradients import clip_norm
 from fxtrain.backends.pipeline.weights import load_state, pipeline_weights, state_of
-from fxtrain.backends.single import SINGLE
+from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor import region
 from fxtrain.state import PP, DistContext, Plan, Strategy, Wrapped, unsupported
 
@@ -70,6 +69,13 @@ def _stage_problems(ctx: DistContext, config: PP, module: nn.Module) -> list[str
     held = config.stages
     assert held is not None
     problems: list[str] = []
+    apart = SCHEDULES[config.schedule].splits and ctx.axis("data").world_size > 1
+    if apart and held.mode == "full":
+        problems.append(
+            f"PP(schedule={config.schedule!r}) runs the backward of weights separately, and torch "
+            f"looks for the weights of a stage before it gathers those freed after forward. Use "
+            f"stages=FSDP(mode='grads_and_optimizer', ...), or 'interleaved_1f1b'."
+        )
     if held.tensor is not None and held.tensor.sequence:
         problems += [
             f"PP splits before {start}, inside {name}, but TP(sequence=True) splits sequences "
@@ -82,11 +88,17 @@ def _stage_problems(ctx: DistContext, config: PP, module: nn.Module) -> list[str
 
 
 def _plan_problems(plan: Plan) -> list[str]:
+    config: PP = plan.strategy
     problems: list[str] = []
     if plan.compile is not None and not plan.compile.blocks:
         problems.append(
             "PP aborts the forward of the whole model in the middle, which torch.compile cannot "
             "trace. Compile blocks: fx.Compile(blocks=('Block',))."
+        )
+    elif plan.compile is not None and SCHEDULES[config.schedule].splits:
+        problems.append(
+            f"PP(schedule={config.schedule!r}) runs the backward of inputs and weights separately, "
+            f"which compiled blocks do not support. Use '1f1b', or remove compile."
         )
     return problems
 
@@ -125,6 +137,12 @@ def _backward(loss: Tensor, model: Wrapped) -> None:
     step_functions.backward(loss, model)
 
 
+def _generate(model: Wrapped, method: Any, args: Any, kwargs: Any) -> Any:
+    from fxtrain.backends.pipeline.generation import generate
+
+    return generate(model, method, args, kwargs)
+
+
 PIPELINE_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="PP",
@@ -136,6 +154,7 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     check=_check,
     wrap=_wrap,
     forward=forward,
+    generate=_generate,
     backward=_backward,
     run=run,
     clip_norm=clip_norm,
