@@ -16,7 +16,7 @@ from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, Step, advanc
 from fxtrain.data.sources import RowBatches, Source, row_source
 from fxtrain.data.user_loader import LoaderSpec, read_loader, rebuild
 from fxtrain.errors import DataError
-from fxtrain.ops.plan_agreement import digest_of_plan, raise_plan_differences
+from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.state import DistContext, Plan, Position
 
@@ -182,13 +182,15 @@ def uneven_batches(
     that ends stops all.
 
     Effects:
-        One gather per global batch, one batch ahead; two after some ranks have ended.
+        Compares the plans; then one gather per global batch, one batch ahead, and two after some
+        ranks have ended.
 
     Raises:
         DataError: a rank has no data, or the cursor does not match; on every rank.
         PlanError: the ranks pass different plans; on every rank.
         Exception: whatever a rank's loader raised; on other ranks a CollectiveError that names it.
     """
+    check_same_plan("iterating", ctx, plan, {})
     epoch, position = cursor.position.epoch, cursor.position
     batches, behind = _seek(local, cursor, ctx)
     own = _rank_batches(batches, _HAS)
@@ -196,7 +198,7 @@ def uneven_batches(
     again = itertools.islice(_rank_batches(_repeat(local, epoch), _ENDED), behind, None)
     ends = any if plan.even == "drop" else all
     now = next(own)
-    table = _gather_sizes(now, ctx, plan)
+    table = _gather_sizes(now, ctx)
     if ends(state != _HAS for state, _ in table):
         return
     for number in itertools.count():
@@ -288,27 +290,17 @@ def _seek(
     return (local.open(epoch, units, None) if opened is None else opened), behind
 
 
-def _gather_sizes(
-    turn: _RankBatch, ctx: DistContext, plan: Plan | None = None
-) -> list[tuple[int, int]]:
+def _gather_sizes(turn: _RankBatch, ctx: DistContext) -> list[tuple[int, int]]:
     """Every rank's (state, size).
 
-    Args:
-        plan: To compare with those of the other ranks.
-
     Raises:
-        PlanError: the plans differ; on every rank.
         Exception: whatever a rank's loader raised; on other ranks a CollectiveError that names it.
     """
-    digest = b"" if plan is None else digest_of_plan(plan, {})
-    # One column per byte: no integer type of torch holds them all.
-    mine = torch.tensor([[turn.state, turn.size, *digest]], device="cpu")
+    mine = torch.tensor([[turn.state, turn.size]], device="cpu")
     table: list[list[int]] = ops.gather(mine, ctx).tolist()
-    if plan is not None and any(row[2:] != table[0][2:] for row in table):
-        raise_plan_differences("iterating", ctx, plan, {})
-    if any(state == _FAILED for state, *_ in table):
+    if any(state == _FAILED for state, _ in table):
         ops.raise_together(turn.error, ctx)
-    return [(state, size) for state, size, *_ in table]
+    return [(state, size) for state, size in table]
 
 
 def _refuse_empty(table: list[tuple[int, int]], ctx: DistContext) -> None:

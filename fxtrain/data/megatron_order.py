@@ -11,7 +11,7 @@ import attrs
 
 from fxtrain._optional import optional
 from fxtrain.data.token_folders import source_states
-from fxtrain.data.token_maps import FileState, opened
+from fxtrain.data.token_maps import FileState, opened, read_by_source, separate_documents
 from fxtrain.errors import DataError
 from fxtrain.state.token_files import Blend, MegatronOrder, MegatronTokens, TokenSource
 
@@ -73,16 +73,12 @@ class MegatronRows:
         """Rows by number."""
         if not self.weights:
             return self._read(0, numbers)
-        numpy = _numpy()
         assert self.how.samples is not None
         chosen, samples = _blended(self.weights, self.how.samples)
-        batch = {"source": chosen[numbers].astype("i8")}
-        for number in set(batch["source"].tolist()):
-            here = batch["source"] == number
-            for name, values in self._read(number, samples[numbers[here]]).items():
-                shape = (len(numbers), *values.shape[1:])
-                batch.setdefault(name, numpy.empty(shape, values.dtype))[here] = values
-        return batch
+        return read_by_source(
+            chosen[numbers].astype("i8"),
+            lambda number, here: self._read(number, samples[numbers[here]]),
+        )
 
     def _read(self, number: int, samples: Any) -> dict[str, Any]:
         numpy, length = _numpy(), self.length
@@ -106,12 +102,7 @@ class MegatronRows:
             new = numpy.zeros(tokens.shape, bool)  # where a sequence starts
             inside = (low - begins[row])[sizes > 0]
             new[row[sizes > 0], inside] = True
-            batch["labels"][new[:, 1:]] = -100
-            new = new[:, :-1]
-            new[:, 0] = False
-            places = numpy.arange(length)
-            batch["positions"] = places - numpy.maximum.accumulate(places * new, axis=1)
-            batch["documents"] = new.cumsum(1, dtype="i4")
+            separate_documents(batch, new)
         return batch
 
 

@@ -309,14 +309,9 @@ def _check_types(loader: Any, ctx: Any, plan: Any) -> None:
             f"{type(loader).__name__}. For example: "
             f"fx.shard(DataLoader(dataset, batch_size=32, shuffle=True), ctx, plan)."
         )
-    if not isinstance(ctx, DistContext):
-        raise DataError(
-            f"shard: ctx is a {type(ctx).__name__}, not a context from fx.detect(). The order "
-            f"is fx.shard(loader, ctx, plan)."
-        )
+    check_connected("shard", ctx)
     if plan is not None and not isinstance(plan, Plan):
         raise DataError(
             f"shard: plan is a {type(plan).__name__}, not an fx.Plan. For example: "
             f"fx.shard(loader, ctx, fx.Plan(seed=7))."
         )
-    check_connected("shard", ctx)

@@ -36,7 +36,7 @@ from fxtrain.data.user_code import reading
 from fxtrain.data.user_loader import FedSampler, LoaderSpec, rebuild
 from fxtrain.errors import DataError
 from fxtrain.ops.objects import Opaque
-from fxtrain.ops.plan_agreement import digest_of_plan, raise_plan_differences
+from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext, Plan, Position
 
@@ -277,13 +277,14 @@ def dispatch_source(
         make: Creates the source that serves all ranks; called on rank 0 only.
 
     Effects:
-        One gather here, and one scatter per global batch.
+        A broadcast here, after the plans are compared, and one scatter per global batch.
 
     Raises:
         DataError: rank 0 could not create its source; rank 0 raises its own error.
         PlanError: the ranks pass different plans; on every rank.
     """
-    inner, batching, length, stateful = _broadcast_layout(make, ctx, plan)
+    check_same_plan("shard", ctx, plan, {})
+    inner, (batching, length, stateful) = _broadcast_layout(make, ctx)
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         steps = iter(()) if inner is None else inner.run(cursor)
@@ -311,29 +312,22 @@ def dispatch_source(
 
 
 def _broadcast_layout(
-    make: Callable[[], tuple[Source, Batching]], ctx: DistContext, plan: Plan
-) -> tuple[Source | None, Batching, int | None, bool]:
+    make: Callable[[], tuple[Source, Batching]], ctx: DistContext
+) -> tuple[Source | None, tuple[Batching, int | None, bool]]:
     """Rank 0's source and, on every rank, its batching, the length of an epoch, and `stateful`."""
-    source, problem, facts = None, None, {}
+    source, problem, layout = None, None, None
     if ctx.is_main:
         try:
             source, batching = make()
-            facts = {
-                "batching": batching,
-                "length": source.length(),
-                "stateful": source.stateful,
-            }
+            layout = batching, source.length(), source.stateful
         except Exception as error:
-            problem, facts = error, {"failed": error_text(error)}
-    layouts: list[Any] = ops.gather_objects((digest_of_plan(plan, {}), facts), ctx)
-    if any(digest != layouts[0][0] for digest, _ in layouts):
-        raise_plan_differences("shard", ctx, plan, {})
-    facts = layouts[0][1]
+            problem, layout = error, error_text(error)
+    layout: Any = ops.broadcast_object(layout, ctx)
     if problem is not None:
         raise problem
-    if "failed" in facts:
-        raise _failed(facts["failed"])
-    return source, facts["batching"], facts["length"], facts["stateful"]
+    if isinstance(layout, str):
+        raise _failed(layout)
+    return source, layout
 
 
 def _messages(

@@ -4,6 +4,7 @@ import functools
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -16,6 +17,7 @@ MAGIC = b"MMIDIDX\0\0"
 # The codes of integer types in `.idx` files.
 CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, document bounds
+NO_LABEL = -100  # `ignore_index` of torch's cross-entropy
 _OPEN_MAPS = 32  # of one process
 _FAN = 16  # parts into which a step of a search divides what is left
 _PROBES = 64  # sequences that a start compares with their successors
@@ -242,3 +244,36 @@ def map_file(path: str) -> mmap.mmap:
 
 def _unreadable(path: str, error: OSError) -> DataError:
     return DataError(f"tokens: cannot read {path}: {error.strerror}. Check the path.")
+
+
+def separate_documents(batch: dict[str, Any], starts: Any) -> None:
+    """End labels with their documents, and add positions and numbers of documents.
+
+    Args:
+        batch: int64 `labels`, shape (rows, length).
+        starts: bool, shape (rows, length + 1): where a document starts; changed.
+    """
+    numpy = _numpy()
+    batch["labels"][starts[:, 1:]] = NO_LABEL
+    starts = starts[:, :-1]
+    starts[:, 0] = False
+    at = numpy.arange(starts.shape[1])
+    batch["positions"] = at - numpy.maximum.accumulate(at * starts, axis=1)
+    batch["documents"] = starts.cumsum(1, dtype="i4")
+
+
+def read_by_source(chosen: Any, read: Callable[[int, Any], dict[str, Any]]) -> dict[str, Any]:
+    """Rows of several sources, with one read of each that has rows.
+
+    Args:
+        chosen: int64, the source of each row.
+        read: (source, which of the rows, as a mask) → their values by name.
+    """
+    numpy = _numpy()
+    batch: dict[str, Any] = {"source": chosen}
+    for source in set(chosen.tolist()):
+        here = chosen == source
+        for name, values in read(source, here).items():
+            shape = (len(chosen), *values.shape[1:])
+            batch.setdefault(name, numpy.empty(shape, values.dtype))[here] = values
+    return batch

@@ -18,15 +18,14 @@ from fxtrain.data.order import BlockSampler
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import shard
 from fxtrain.data.token_folders import open_source, source_states
-from fxtrain.data.token_maps import FileState
+from fxtrain.data.token_maps import NO_LABEL, FileState, read_by_source, separate_documents
 from fxtrain.data.token_packing import Packed, pack
 from fxtrain.errors import DataError, PlanError
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import DistContext, Plan
 from fxtrain.state.token_files import BestFit, Blend, MegatronOrder, NanoGPTTokens, TokenSource
 
-_NO_LABEL = -100  # `ignore_index` of torch's cross-entropy
-_PADDING = {"tokens": 0, "labels": _NO_LABEL, "positions": 0, "documents": -1}
+_PADDING = {"tokens": 0, "labels": NO_LABEL, "positions": 0, "documents": -1}
 _PLANS = 256  # windows whose plans a process keeps
 
 
@@ -184,16 +183,13 @@ class _Rows(Dataset[dict[str, Tensor]]):
         """A batch at once: one read of each source that has rows in it."""
         numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
         numbers = numpy.array(rows, "i8")
-        if not self._blended:
-            batch = self._parts[0].read(numbers)
+        if self._blended:
+            batch = read_by_source(
+                numpy.searchsorted(self._starts, numbers, side="right") - 1,
+                lambda part, here: self._parts[part].read(numbers[here] - self._starts[part]),
+            )
         else:
-            batch = {"source": numpy.searchsorted(self._starts, numbers, side="right") - 1}
-            for source in set(batch["source"].tolist()):
-                here = batch["source"] == source
-                part = self._parts[source].read(numbers[here] - self._starts[source])
-                for name, values in part.items():
-                    shape = (len(rows), *values.shape[1:])
-                    batch.setdefault(name, numpy.empty(shape, values.dtype))[here] = values
+            batch = self._parts[0].read(numbers)
         return {name: torch.from_numpy(value) for name, value in batch.items()}
 
 
@@ -233,15 +229,10 @@ class _Cut:
                 first[file.starts(numbers * length, length + 1)] = True
             else:  # the tokens say where, and are here already
                 numpy.equal(tokens[:, :-1], file.end, out=first[:, 1:])
-            batch["labels"][first[:, 1:]] = _NO_LABEL
-            first = first[:, :-1]
-            first[:, 0] = False
-            at = numpy.arange(length)
-            batch["positions"] = at - numpy.maximum.accumulate(at * first, axis=1)
-            batch["documents"] = first.cumsum(1, dtype="i4")
+            separate_documents(batch, first)
         if short:
             at = numpy.arange(length)
-            batch["labels"][at >= sizes[:, None] - 1] = _NO_LABEL
+            batch["labels"][at >= sizes[:, None] - 1] = NO_LABEL
             for name in batch.keys() & _PADDING.keys():
                 batch[name][at >= sizes[:, None]] = _PADDING[name]
         return batch
@@ -282,7 +273,7 @@ class _Packed:
         tokens = file.gather(begins, more)
         at = numpy.repeat(more.cumsum() - more, sizes) + inside
         labels = tokens[numpy.minimum(at + 1, len(tokens) - 1)].astype("i8")
-        labels[(starts + sizes - 1)[last]] = _NO_LABEL
+        labels[(starts + sizes - 1)[last]] = NO_LABEL
         flat = {
             "tokens": tokens[at],
             "labels": labels,

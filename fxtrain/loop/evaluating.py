@@ -265,12 +265,6 @@ def _update_metrics(values: Any, objects: Mapping[str, Any], batch: Batch, ctx: 
     if not objects:
         return values
     single = "" in objects
-    if not single and (not isinstance(values, Mapping) or not objects.keys() <= values.keys()):
-        names = list(values) if isinstance(values, Mapping) else shown(values)
-        raise DataError(
-            f"evaluate(metrics=...): fn returns the arguments of each metric under its name; "
-            f"expected a dict with {', '.join(map(repr, objects))}, found {names}."
-        )
     arguments = {"": values} if single else {name: values[name] for name in objects}
     gathered = ops.gather_valid(arguments, batch, ctx)
     for name, metric in objects.items():
@@ -341,18 +335,7 @@ def _evaluation_mode(model: Wrapped) -> Iterator[None]:
 
 @contextmanager
 def local_metric(metric: Any, ctx: DistContext) -> Iterator[None]:
-    """Begin an evaluation with a metric, which sees the rows of all ranks on each of them.
-
-    Raises:
-        DataError: it has none of the methods of a metric.
-    """
-    if not callable(getattr(metric, "compute", None)) or not (
-        hasattr(metric, "add_batch") or hasattr(metric, "update")
-    ):
-        raise DataError(
-            f"evaluate(metrics=...): {shown(metric)} is no metric. Pass an object with `update` or "
-            f"`add_batch`, and `compute`, such as torchmetrics.classification.MulticlassAccuracy."
-        )
+    """Begin an evaluation with a metric, which sees the rows of all ranks on each of them."""
     if hasattr(metric, "add_batch"):
         yield
         return

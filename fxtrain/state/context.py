@@ -272,6 +272,7 @@ _CALLS: Mapping[str, str] = MappingProxyType(
         "step": "Use fx.step(ctx, batch, fns)",
         "save": "Use fx.save(folder, ctx, model, position=batch.position)",
         "restore": "Use fx.restore(folder, ctx, model)",
+        "shard": "Use fx.shard(loader, ctx, plan)",
     }
 )
 

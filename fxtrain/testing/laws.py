@@ -4,6 +4,7 @@ A law is a function of a pool of ranks, a plan, a mesh and terms that raises Ass
 reference is a plain torch loop in the calling process, over the same rows in one batch.
 """
 
+import functools
 import math
 import tempfile
 from collections.abc import Callable
@@ -13,11 +14,12 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain.backends import unwrap, wrap
-from fxtrain.state import LossScale, Mesh, Plan, Precision
+from fxtrain.backends import strategies, unwrap, weights, wrap
+from fxtrain.backends.wrapping import problems_of
+from fxtrain.checkpoint import restore
+from fxtrain.state import DistContext, LocalSGD, LossScale, Mesh, Plan, Precision, Strategy
 from fxtrain.state.mesh import resolve_mesh
 from fxtrain.testing.cluster import Cluster
-from fxtrain.testing.row_functions import unused_functions
 from fxtrain.testing.training import (
     Run,
     Task,
@@ -25,10 +27,12 @@ from fxtrain.testing.training import (
     new_model,
     on_mesh,
     on_ranks,
+    one_batch,
     reference,
     sgd,
     stopped_and_resumed,
     token_rows,
+    trained,
 )
 
 Law = Callable[..., None]
@@ -176,9 +180,13 @@ def every_function_is_used(
     transformer has not; `clip_value` only where terms have it, `average` only where the row takes
     `Plan.local`.
     """
-    task = Task(plan=plan, mesh=mesh, dtype=terms.dtype)
-    for names in unused_functions(ranks, task, clip_value=terms.clip_value):
-        assert not names, f"never called: {', '.join(names)}"
+    entries = 0.004 if terms.clip_value else None
+    busy = attrs.evolve(plan, accumulate=2, nonfinite="skip", clip_norm=0.05, clip_value=entries)
+    # Weighted windows are corrected when they close.
+    task = Task(plan=busy, mesh=mesh, dtype=terms.dtype, weighted=True)
+    with tempfile.TemporaryDirectory(prefix="fxtrain-laws-") as folder:
+        for names in ranks.run(unused_functions, task, folder):
+            assert not names, f"never called: {', '.join(names)}"
 
 
 def one_rank_is_the_loop(
@@ -264,6 +272,49 @@ def _same(run: Run, wanted: Run, terms: Terms, where: str) -> None:
         assert torch.allclose(got, value, rtol=terms.rtol, atol=terms.atol), (
             f"{where}, {name}: off by {float((got - value).abs().max()):g}"
         )
+
+
+def unused_functions(ctx: Any, task: Task, folder: str) -> list[str]:
+    """The functions of the row of a task's plan that nothing calls in the life of a model."""
+    with on_mesh(ctx, task.mesh) as placed:
+        calls: set[str] = set()
+        row = strategies()[type(task.plan.strategy)]
+        functions = {
+            name: functools.partial(_noted, calls, name, function)
+            for name in attrs.fields_dict(Strategy)
+            if callable(function := getattr(row, name))
+            and not isinstance(function, type)
+            and name not in dict(row.fused)
+        }
+        mine = attrs.evolve(row, **functions)
+        trained(placed, ctx.rank, task, save_to=folder, strategy=mine)
+        _use_saved(placed, task, folder, mine)
+        wanted = functions.keys() - {"generate"}  # the small transformer generates no text
+        plan: Plan = attrs.evolve(task.plan, local=task.plan.local or LocalSGD(every=1))
+        if placed.world_size == 1 or problems_of(row, placed, plan, new_model(task)):
+            wanted -= {"average"}  # of replicas that train independently
+        else:
+            trained(placed, ctx.rank, attrs.evolve(task, plan=plan), strategy=mine)
+        wanted -= {"clip_value"} if task.plan.clip_value is None else set()
+        return sorted(wanted - calls)
+
+
+def _noted(
+    calls: set[str], name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    calls.add(name)
+    return function(*args, **kwargs)
+
+
+def _use_saved(placed: DistContext, task: Task, folder: str, row: Strategy) -> None:
+    """Use a saved model without training it."""
+    model = wrap(new_model(task), placed, task.plan, strategy=row)
+    restore(folder, placed, model)
+    for _ in weights(model):
+        pass
+    batch = one_batch(placed, model)
+    with torch.no_grad():
+        model(batch[0])
 
 
 def _unwrapped(ctx: Any, task: Task) -> list[str]:

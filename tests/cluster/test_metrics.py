@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from tests.cluster._metrics import Share
 
 
 def _torchmetrics(ctx, n):
@@ -61,8 +60,6 @@ def test_torchmetrics_give_what_they_give_in_one_process(pair, n):
 BAD = {
     "text": (lambda m, b: "good", None, "no number and no column"),
     "wrong rows": (lambda m, b: torch.zeros(7), None, r"shape \[7\] for a batch of"),
-    "no value": (lambda m, b: {}, {"a": Share()}, "expected a dict with 'a'"),
-    "no metric": (lambda m, b: {"a": b[0]}, {"a": 3}, "3 is no metric"),
     "structure": (lambda m, b: [1.0] * len(b[0]) if len(b[0]) > 1 else (1.0,), None, "same struct"),
 }
 

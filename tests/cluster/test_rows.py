@@ -103,7 +103,7 @@ def test_ranks_that_pass_different_rows_are_told(pair):
 
 def _forgetful(ctx, names, folder):
     """What the law finds where `apply` calls functions of another row."""
-    from fxtrain.testing import row_functions
+    from fxtrain.testing import laws
 
     def apply(model, finish):
         others = {name: getattr(DDP, name) for name in names}
@@ -112,12 +112,12 @@ def _forgetful(ctx, names, folder):
 
     plan = fx.Plan(accumulate=2, clip_norm=0.05, clip_value=0.004, nonfinite="skip")
     task = Task(plan=plan, weighted=True)
-    real = row_functions.strategies
-    row_functions.strategies = lambda: {fx.DDP: attrs.evolve(DDP, apply=apply)}
+    real = laws.strategies
+    laws.strategies = lambda: {fx.DDP: attrs.evolve(DDP, apply=apply)}
     try:
-        return row_functions.functions_unused(ctx, task, folder)
+        return laws.unused_functions(ctx, task, folder)
     finally:
-        row_functions.strategies = real
+        laws.strategies = real
 
 
 @pytest.mark.parametrize("names", [["clip_value"], ["clip_norm", "scale_grads"]])
