@@ -7,64 +7,29 @@ import json
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
 from importlib.resources import files
-from pathlib import Path
+from string import Template
 from typing import Any, Literal
 
 from fxtrain._optional import optional
 from fxtrain._version import __version__
 from fxtrain.curves.curve import Curve
-from fxtrain.curves.reading import LoggedTable, RunCurves
+from fxtrain.curves.reading import RunCurves
 from fxtrain.errors import PlanError, escape_unprintable
 
 _ASSETS = files("fxtrain.curves") / "assets"
 # Metrics that `fx.fit` logs first, in this order; then all others as they were logged.
 _FIRST = (
-    "loss",
-    "eval",
-    "grad_norm",
-    "skipped",
-    "lr",
-    "rows_per_s",
-    "tokens_per_s",
-    "waiting",
-    "time",
-    "memory_gib",
-    "memory_peak_gib",
-)
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; base-uri 'none'; \
-form-action 'none'; img-src data:; style-src {styles}; script-src {scripts}">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<style>{library_css}</style>
-<style>{css}</style>
-</head>
-<body>
-<header>
-<h1>{title}</h1>
-<p class="quiet">fxtrain {version}</p>
-</header>
-<main>
-{body}
-</main>
-<script type="application/json" id="data">{data}</script>
-<script>{library}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+    "loss", "eval", "grad_norm", "skipped", "lr", "rows_per_s", "tokens_per_s", "waiting", "time",
+    "memory_gib", "memory_peak_gib",
+)  # fmt: skip
 # The palette of Okabe and Ito, which colour-blind people can tell apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _SHOWN = 5
+_CENTURY_S = 3600 * 24 * 36_500
 
 
 def page_of(runs: Sequence[RunCurves]) -> str:
@@ -86,7 +51,8 @@ def page_of(runs: Sequence[RunCurves]) -> str:
     css, library_css = _asset("page.css"), _asset("uPlot.min.css")
     script, library = _asset("page.js"), _asset("uPlot.iife.min.js")
     title = f"Report of {runs[0].label}" if len(runs) == 1 else f"Report of {len(runs)} runs"
-    return _PAGE.format(
+    metrics = _metrics(runs)
+    return Template(_asset("page.html")).substitute(
         styles=f"{_digest(library_css)} {_digest(css)}",
         scripts=f"{_digest(library)} {_digest(script)}",
         title=text_of(title),
@@ -95,9 +61,25 @@ def page_of(runs: Sequence[RunCurves]) -> str:
         css=css,
         library=library,
         script=script,
-        body=tables_of(runs, _metrics(runs)),
-        data=_data(runs),
+        runs=_section("Runs", _runs(runs)),
+        tables="\n".join(_tables(runs, metrics)),
+        data=_data(runs, metrics),
     )
+
+
+def _tables(runs: Sequence[RunCurves], metrics: Sequence[str]) -> Iterator[str]:
+    yield _section("Values", _values(runs, metrics))
+    logged = dict.fromkeys(name for run in runs for name in run.tables)
+    if logged:
+        shown = [_logged(name, run) for name in logged for run in runs if name in run.tables]
+        yield _section("Tables", "\n".join(shown))
+    settings = dict.fromkeys(name for run in runs for name in run.params)
+    groups = {"plan.": "Plan", "": "Hyperparameters", "context.": "Environment"}
+    for prefix, title in groups.items():
+        others = tuple(other for other in groups if other and other != prefix)
+        names = [x for x in settings if x.startswith(prefix) and not x.startswith(others)]
+        yield _section(title, _compared(runs, names, prefix))
+    yield _section("Checkpoints and files", _files(runs))
 
 
 def _asset(name: str) -> str:
@@ -131,7 +113,7 @@ def _charts(metrics: Sequence[str]) -> dict[str, list[str]]:
     return charts
 
 
-def _data(runs: Sequence[RunCurves]) -> str:
+def _data(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
     """The curves as JSON in which no text can end the script element."""
     data = {
         "runs": [{"label": run.label, "start": _start(run)} for run in runs],
@@ -139,13 +121,13 @@ def _data(runs: Sequence[RunCurves]) -> str:
             {
                 "name": chart,
                 "curves": [
-                    {"run": number, "name": name, **_columns(run.curves[name])}
+                    {"run": number, "name": name, **_packed(run.curves[name])}
                     for name in names
                     for number, run in enumerate(runs)
                     if name in run.curves
                 ],
             }
-            for chart, names in _charts(_metrics(runs)).items()
+            for chart, names in _charts(metrics).items()
         ],
     }
     # ASCII, and without the characters that HTML or an old parser of scripts could read.
@@ -160,21 +142,14 @@ def _start(run: RunCurves) -> float:
     return min(known, default=0.0)
 
 
-def _columns(curve: Curve) -> dict[str, Any]:
-    return {
-        "updates": _packed(curve.steps),
-        "rows": _packed(curve.rows),
-        "time": _packed(curve.times),
-        "values": _packed(curve.values),
-    }
-
-
-def _packed(values: Iterable[float]) -> str:
+def _packed(curve: Curve) -> dict[str, str]:
     """Floats of 64 bits, little-endian, in base64: a browser decodes them without parsing."""
-    column = array("d", values)
+    axes = {"updates": curve.steps, "rows": curve.rows, "time": curve.times}
+    columns = {name: array("d", xs) for name, xs in {**axes, "values": curve.values}.items()}
     if sys.byteorder == "big":
-        column.byteswap()
-    return base64.b64encode(column.tobytes()).decode()
+        for column in columns.values():
+            column.byteswap()
+    return {name: base64.b64encode(column.tobytes()).decode() for name, column in columns.items()}
 
 
 def picture_of(
@@ -233,45 +208,6 @@ def picture_of(
     return drawn
 
 
-_HOUR = 3600
-
-_CONTROLS = """<section aria-labelledby="h-curves">
-<h2 id="h-curves">Curves</h2>
-<noscript><p>Curves need JavaScript; the tables below do not.</p></noscript>
-<form id="controls" hidden>
-<label>Over <select id="over"><option value="updates">updates</option>\
-<option value="rows">rows</option><option value="time">time</option></select></label>
-<label>Smoothing <input id="smoothing" type="range" min="0" max="0.99" step="0.01" value="0">\
-<output for="smoothing" id="smoothed">0</output></label>
-<label>Metrics <input id="filter" type="search" placeholder="part of a name" \
-autocomplete="off"></label>
-<label><input id="logarithmic" type="checkbox"> Logarithmic</label>
-<button type="button" id="reset">Reset zoom</button>
-</form>
-<p class="quiet" id="keys" hidden>Drag to zoom, double-click to reset. With a chart in focus: \
-arrow keys move along the curves, + and - zoom, Escape resets.</p>
-<p id="status" role="status" class="unseen"></p>
-<div id="charts"></div>
-</section>"""
-
-
-def tables_of(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
-    """The body of the page."""
-    settings, plan, context = _settings(runs)
-    return "\n".join(
-        (
-            _section("Runs", _runs(runs)),
-            _CONTROLS,
-            _section("Values", _values(runs, metrics)),
-            *_logged(runs),
-            _section("Plan", _compared(runs, plan)),
-            _section("Hyperparameters", _compared(runs, settings)),
-            _section("Environment", _compared(runs, context)),
-            _section("Checkpoints and files", _files(runs)),
-        )
-    )
-
-
 def text_of(value: Any) -> str:
     """Any value as text that HTML shows as it is."""
     return html.escape(escape_unprintable(str(value)))
@@ -300,35 +236,24 @@ def _row(name: str, cells: Iterable[str], *, kind: str = "") -> str:
 
 
 def _runs(runs: Sequence[RunCurves]) -> str:
-    head = (
-        "Run",
-        "Folder",
-        "Started (UTC)",
-        "Duration",
-        "Updates",
-        "Rows",
-        "Resumed",
-        "Damaged lines",
-    )
-    rows = []
+    rows: dict[str, dict[str, str]] = {}
     for number, run in enumerate(runs):
-        curves = list(run.curves.values())
-        cells = (
-            str(run.folder),
-            _moment(run.started),
-            _duration(run),
-            _count(_highest(curves, "updates")),
-            _count(_highest(curves, "rows")),
-            str(run.resumed),
-            str(run.damaged),
-        )
         show = (
             f'<label><input type="checkbox" class="show" value="{number}" checked>'
             f'<svg class="key" data-run="{number}" width="26" height="10" aria-hidden="true">'
             f'<line x1="0" y1="5" x2="26" y2="5"/></svg>{text_of(run.label)}</label>'
         )
-        rows.append(_row(show, cells))
-    return _table("Runs", head, rows)
+        rows[show] = {
+            "Folder": str(run.folder),
+            "Started (UTC)": _moment(run.started),
+            "Duration": _duration(run),
+            "Updates": _count(_highest(run, "updates")),
+            "Rows": _count(_highest(run, "rows")),
+            "Resumed": str(run.resumed),
+            "Damaged lines": str(run.damaged),
+        }
+    head = ("Run", *next(iter(rows.values())))
+    return _table("Runs", head, (_row(show, cells.values()) for show, cells in rows.items()))
 
 
 def _values(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
@@ -352,19 +277,9 @@ def _facts(curve: Curve) -> tuple[str, ...]:
     return f"{curve.values[-1]:.6g}", low, high, _count(curve.count), _count(curve.nonfinite)
 
 
-def _logged(runs: Sequence[RunCurves]) -> list[str]:
-    """The tables that runs have logged, such as that of a profile."""
-    names = dict.fromkeys(name for run in runs for name in run.tables)
-    parts = [
-        _logged_table(name, run.label, run.tables[name])
-        for name in names
-        for run in runs
-        if name in run.tables
-    ]
-    return [_section("Tables", "\n".join(parts))] if parts else []
-
-
-def _logged_table(name: str, label: str, table: LoggedTable) -> str:
+def _logged(name: str, run: RunCurves) -> str:
+    """A table that a run has logged, such as that of a profile."""
+    table, label = run.tables[name], run.label
     rows = (_row(text_of(first), map(str, rest)) for first, *rest in table.rows)
     left = table.count - len(table.rows)
     return (
@@ -374,22 +289,14 @@ def _logged_table(name: str, label: str, table: LoggedTable) -> str:
     )
 
 
-def _settings(runs: Sequence[RunCurves]) -> tuple[list[str], list[str], list[str]]:
-    """The names of the hyperparameters: the user's own, the plan's, and the environment's."""
-    names = list(dict.fromkeys(name for run in runs for name in run.params))
-    plan = [name for name in names if name.startswith("plan.")]
-    context = [name for name in names if name.startswith("context.")]
-    return [name for name in names if name not in {*plan, *context}], plan, context
-
-
-def _compared(runs: Sequence[RunCurves], names: Sequence[str]) -> str:
+def _compared(runs: Sequence[RunCurves], names: Sequence[str], prefix: str) -> str:
     """One column for each run; rows in which runs differ come first."""
     if not names:
         return "<p>None has been logged.</p>"
     different = {name for name in names if len({_setting(run, name) for run in runs}) > 1}
     rows = [
         _row(
-            f"{text_of(name.removeprefix('plan.').removeprefix('context.'))}"
+            text_of(name.removeprefix(prefix))
             + (' <span class="differs">differs</span>' if name in different else ""),
             (_setting(run, name) for run in runs),
             kind=' class="different"' if name in different else "",
@@ -408,27 +315,20 @@ def _setting(run: RunCurves, name: str) -> str:
 
 
 def _files(runs: Sequence[RunCurves]) -> str:
-    rows = [
-        _row(_link(path, path.name), (run.label, str(path)))
-        for run in runs
-        for path in run.checkpoints
-    ]
-    rows += [
-        _row(text_of(name), (run.label, path))
-        for run in runs
-        for name, path in run.artifacts.items()
-    ]
+    rows: list[str] = []
+    for run in runs:
+        for path in run.checkpoints:
+            link = html.escape(path.resolve().as_uri())
+            name = f'<a href="{link}">{text_of(path.name)}</a>'
+            rows.append(_row(name, (run.label, str(path))))
+        rows += [_row(text_of(name), (run.label, x)) for name, x in run.artifacts.items()]
     if not rows:
         return "<p>None was found in the folders of the runs.</p>"
     return _table("Checkpoints and files", ("Name", "Run", "Path"), rows)
 
 
-def _link(path: Path, text: str) -> str:
-    return f'<a href="{html.escape(path.resolve().as_uri())}">{text_of(text)}</a>'
-
-
-def _highest(curves: Iterable[Curve], over: str) -> float | None:
-    places = [x for curve in curves for x in curve.axis(over) if not math.isnan(x)]
+def _highest(run: RunCurves, over: str) -> float | None:
+    places = (x for curve in run.curves.values() for x in curve.axis(over) if not math.isnan(x))
     return max(places, default=None)
 
 
@@ -446,7 +346,7 @@ def _moment(seconds: float | None) -> str:
 
 
 def _duration(run: RunCurves) -> str:
-    end = _highest(run.curves.values(), "time")
-    if run.started is None or end is None or not 0 <= end - run.started < _HOUR * 24 * 36_500:
+    end = _highest(run, "time")
+    if run.started is None or end is None or not 0 <= end - run.started < _CENTURY_S:
         return "-"
     return str(timedelta(seconds=round(end - run.started)))

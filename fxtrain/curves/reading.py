@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain._reading import LONGEST_LINE, open_file, path_problem
+from fxtrain._reading import LONGEST_LINE, open_file
 from fxtrain._record import shown
 from fxtrain.curves.curve import Column, Curve
 from fxtrain.errors import PlanError
@@ -287,8 +287,6 @@ def read_curves(folders: Sequence[Any], *, file: str = "metrics.jsonl") -> tuple
         >>> read_curves([folder])[0].curves["loss"].values
         (0.5,)
     """
-    if not folders:
-        raise PlanError("report: no run was passed. Pass the folders of one run or several.")
     paths = [file_of(folder, file) for folder in folders]
     readers = [
         RunReader(path=path, points=_CURVE_POINTS, total=_ALL_POINTS).read(ended=True)
@@ -308,29 +306,18 @@ def file_of(folder: Any, file: str) -> Path:
     Raises:
         PlanError: there is no such file.
     """
-    if problem := path_problem(folder):
-        raise PlanError(f"report: {problem}.")
-    path = Path(folder) / file
+    path = Path(folder, file)
     try:
         open_file(path).close()
-        return path
-    except FileNotFoundError:
-        pass
     except OSError as error:
-        raise PlanError(f"report: {error}.") from error
-    if not Path(folder).is_dir():
-        raise PlanError(f"{folder}: there is no such folder. Pass that of a run.")
-    names = sorted(path.name for path in Path(folder).iterdir())
-    inner = [name for name in names if (Path(folder) / name / file).is_file()]
-    advice = (
-        f"Pass the runs in it: {', '.join(inner[:3])}"
-        if inner
-        else "A report shows what fx.JsonLines() has logged; pass --file if it has another name"
-    )
-    raise PlanError(
-        f"report({str(folder)!r}): this folder has no {file}; found "
-        f"{', '.join(names[:5]) or 'nothing'}. {advice}."
-    )
+        inner = sorted(each.parent.name for each in path.parent.glob(f"*/{file}"))
+        advice = (
+            f"Pass the runs in this folder: {', '.join(inner[:3])}"
+            if inner
+            else "A report shows what fx.JsonLines() has logged; pass --file if it has another name"
+        )
+        raise PlanError(f"report: {error}. {advice}.") from error
+    return path
 
 
 def _run(reader: RunReader) -> RunCurves:

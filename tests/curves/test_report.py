@@ -168,11 +168,11 @@ def test_an_empty_run_has_a_page(tmp_path):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, "found nothing"),
+        ({}, "No such file or directory"),
         ({"metrics.jsonl": ""}, "no line that starts a run"),
         ({"metrics.jsonl": '{"step":1,"values":{"loss":1}}\n'}, "no line that starts a run"),
-        ({"events.out.tfevents.1": "x"}, "found events.out.tfevents.1"),
-        ({"a/metrics.jsonl": ""}, "Pass the runs in it: a"),
+        ({"events.out.tfevents.1": "x"}, "shows what fx.JsonLines"),
+        ({"a/metrics.jsonl": ""}, "Pass the runs in this folder: a"),
     ],
 )
 def test_a_folder_without_such_a_run_is_named(tmp_path, files, words):
@@ -195,7 +195,7 @@ def test_the_command(two_runs, tmp_path, capsys):
     assert main([*pictured, "loss", "--output", "loss.html"]) == 2
     assert main(["report", str(tmp_path / "none")]) == 2
     told = capsys.readouterr().err
-    assert "Choose 'loss'" in told and "ends in .svg" in told and "no such folder" in told
+    assert "Choose 'loss'" in told and "ends in .svg" in told and "No such file" in told
     figure = picture_of(read_curves(two_runs), NASTY, over="time")
     figure.savefig(tmp_path / "nasty.png")
 
