@@ -42,26 +42,6 @@ def _in_a_process(request: Mapping[str, Any], variables: Mapping[str, str]) -> t
         return (out.read_text(encoding="utf-8") if out.exists() else ""), done.returncode
 
 
-def _check_failures(failures: Mapping[str, Any]) -> None:
-    """Refuse settings of failures before the program runs."""
-    check_picture(failures.get("goodput_picture"))
-    if failures.get("rank_mtbf_h") is None:
-        given = [name for name in ("checkpoint_rate", "goodput_picture") if failures.get(name)]
-        if given:
-            flag = given[0].replace("_", "-")
-            raise PlanError(
-                f"--{flag}: goodput needs the mean time between failures of one rank. Add "
-                f"--rank-mtbf-h HOURS."
-            )
-        return
-    if read_bytes(failures["checkpoint_rate"], "--checkpoint-rate") is None:
-        raise PlanError(
-            "--rank-mtbf-h: goodput needs the bandwidth with which all ranks together write a "
-            "checkpoint. Add --checkpoint-rate SIZE, per second, such as 20GB."
-        )
-    _spares(failures)
-
-
 def _spares(failures: Mapping[str, Any]) -> tuple[int, ...]:
     words = failures["spares"].split(",")
     if not all(word.strip().isdecimal() and len(word) < 8 for word in words):
@@ -72,18 +52,18 @@ def _spares(failures: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
-def _goodput(run: Any, failures: Mapping[str, Any]) -> Any:
+def _goodput(run: Any, failures: Mapping[str, Any], rate: int, spares: Sequence[int]) -> Any:
     """Goodput of a run under simulated failures."""
     runs = importlib.import_module("fxtrain.profiling")
     setup = runs.Failures(
         ranks=run.world,
         rank_mtbf_s=3600 * failures["rank_mtbf_h"],
-        checkpoint_s=runs.checkpoint_bytes(run) / read_bytes(failures["checkpoint_rate"]),
+        checkpoint_s=runs.checkpoint_bytes(run) / rate,
         restart_s=failures["restart_s"],
         repair_s=3600 * failures["repair_h"],
     )
     work_s = 86400 * failures["days"]
-    return runs.goodput(setup, work_s=work_s, spares=_spares(failures), seed=failures["seed"])
+    return runs.goodput(setup, work_s=work_s, spares=spares, seed=failures["seed"])
 
 
 def _read(path: str, state: Any) -> Any:
@@ -115,7 +95,7 @@ def _print(shown: Any) -> None:
 @option("--save", "write the result as JSON", metavar="FILE")
 @option("--picture", "draw the memory of a step: .svg, .png, .pdf", metavar="FILE")
 @option("--rank-mtbf-h", "mean time between failures of one rank: shows goodput", POSITIVE, "HOURS")
-@option("--checkpoint-rate", "bytes per second that all ranks write, as 20GB", metavar="SIZE")
+@option("--checkpoint-rate", "bytes per second that all ranks write", metavar="SIZE", default="1GB")
 @option("--restart-s", "seconds from a failure to the next update", _AT_LEAST_0, default=120.0)
 @option("--repair-h", "hours until a failed rank is a spare", _AT_LEAST_0, default=24.0)
 @option("--spares", "ranks that stand by, to compare", metavar="N,...", default="0")
@@ -165,7 +145,8 @@ def PLAN(
     variables = runs.place(world, rank, settings.plan.mesh)
     runs.read_bytes(device_memory)
     check_picture(picture)
-    _check_failures(failures)
+    check_picture(failures["goodput_picture"])
+    rate, spares = read_bytes(failures["checkpoint_rate"], "--checkpoint-rate"), _spares(failures)
     others = [_read(path, state) for path in against]
     if settings.values["plan"]:
         variables |= name_values((plan_variable(settings.plan),))
@@ -180,9 +161,11 @@ def PLAN(
         save_picture(runs.plot(run), picture)
     # A program that failed before its model was there has problems to show instead.
     known = runs.checkpoint_bytes(run) > 0
-    goodput = _goodput(run, failures) if known and failures.get("rank_mtbf_h") else None
-    if goodput is not None and failures["goodput_picture"] is not None:
-        save_picture(runs.plot_goodput(goodput), failures["goodput_picture"])
+    goodput = None
+    if known and failures["rank_mtbf_h"] is not None:
+        goodput = _goodput(run, failures, rate or 1, spares)
+        if failures["goodput_picture"] is not None:
+            save_picture(runs.plot_goodput(goodput), failures["goodput_picture"])
     if json_ and goodput is not None:
         print_json({"run": json.loads(text), "goodput": attrs.asdict(goodput)})
     elif json_:

@@ -14,7 +14,6 @@ from rich.table import Table
 from torch.autograd import DeviceType
 
 from fxtrain._record import at_least, record
-from fxtrain.errors import PlanError
 from fxtrain.state import read_record
 
 _PHASES = ("optimizer", "backward", "data", "forward")
@@ -147,11 +146,8 @@ class Summary:
                 flops = "" if rank.flops is None else f"{rank.flops / len(rank.steps) / 1e9:.3g}"
                 cells.append(flops)
             grid.add_row(str(rank.rank), *cells)
-        return Group(grid, *self._slowest_and_fastest())
-
-    def _slowest_and_fastest(self) -> Iterator[str]:
         if self.slowest is None:
-            return
+            return grid
         ranks = sorted(self.ranks, key=lambda rank: _ms_per_step(rank, "own"))
         fast, slow = ranks[0], ranks[-1]
         more = {
@@ -159,10 +155,11 @@ class Summary:
             for column in ("data", "forward", "backward", "optimizer", "idle")
         }
         column = max(more, key=lambda column: more[column])
-        yield (
+        return Group(
+            grid,
             f"Slowest: rank {slow.rank}, {_ms_per_step(slow, 'own'):.3f} ms per step without "
             f"communication; fastest: rank {fast.rank}, {_ms_per_step(fast, 'own'):.3f} ms. "
-            f"Largest difference: {column}, {more[column]:+.3f} ms."
+            f"Largest difference: {column}, {more[column]:+.3f} ms.",
         )
 
 
@@ -192,13 +189,7 @@ def summary(path: str | Path) -> Summary:
         (True, 2)
     """
     file = Path(path)
-    file = file / "summary.json" if file.is_dir() else file
-    if not file.exists():
-        raise PlanError(
-            f"{file}: no such file. fx.profile writes it when its block ends. To look into "
-            f"traces alone, open them with ui.perfetto.dev or HolisticTraceAnalysis."
-        )
-    return read_record(file, Summary)
+    return read_record(file if file.suffix == ".json" else file / "summary.json", Summary)
 
 
 class Event(NamedTuple):

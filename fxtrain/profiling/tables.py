@@ -1,7 +1,7 @@
 """Format dry runs: tables with one column each, and memory through one step as a chart."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -74,28 +74,16 @@ def _memory(runs: Sequence[DryRun], names: Sequence[str]) -> Table:
     grid.add_row("peak of a step", *(show_bytes(run.peak) for run in runs))
     grid.add_row("until the first update", *(show_bytes(run.setup_peak) for run in runs))
     if any(run.device_memory is not None for run in runs):
-        grid.add_row("device", *(_device(run) for run in runs))
+        sizes = [run.device_memory for run in runs]
+        grid.add_row("device", *("not set" if x is None else show_bytes(x) for x in sizes))
     return grid
-
-
-def _device(run: DryRun) -> str:
-    return "not set" if run.device_memory is None else show_bytes(run.device_memory)
-
-
-class _Kind(NamedTuple):
-    """The key of a row of traffic."""
-
-    kind: str
-    axis: str
 
 
 def _traffic(runs: Sequence[DryRun], names: Sequence[str]) -> Table:
     grid = _grid("traffic of one step", names)
-    tables = [{_Kind(row.kind, row.axis): row for row in run.step} for run in runs]
+    tables = [{f"{row.kind} over {row.axis}": row for row in run.step} for run in runs]
     for key in dict.fromkeys(key for rows in tables for key in rows):
-        grid.add_row(
-            _plain(f"{key.kind} over {key.axis}"), *(_calls(rows.get(key)) for rows in tables)
-        )
+        grid.add_row(_plain(key), *(_calls(rows.get(key)) for rows in tables))
     if not any(tables):
         grid.add_row("none", *("" for _ in runs))
     return grid

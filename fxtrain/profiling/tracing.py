@@ -20,7 +20,7 @@ from fxtrain.errors import FxError, PlanError, StepError
 from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.ops.same_errors import gather_or_raise
 from fxtrain.profiling.step_times import RankTimes, StepTimes, Summary, events_of, step_times
-from fxtrain.state import DistContext, Plan, Profile, write_record
+from fxtrain.state import DistContext, Plan, Profile, dumps
 from fxtrain.state.context import check_connected
 
 _TORCH: Any = torch._C  # parts of it have no type stubs
@@ -85,21 +85,6 @@ class _Profiler(torch.profiler.profile):
         if self._ctx.world_size > 1:
             _settle()
         super().stop_trace()
-
-
-def _write(file: Path, export: Callable[[str], object]) -> None:
-    """Let a function write a file: completely or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}")
-    try:
-        export(str(part))
-        os.replace(part, file)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _settle() -> None:
@@ -268,29 +253,36 @@ class Trace:
             self._flops += sum(event.flops() for event in results.events())
         file = Path(spec.folder) / f"cycle-{self._cycle:03}" / f"rank-{self.ctx.rank:05}.json.gz"
         self._cycle += 1
-        with self._warning_if_not_written(file):
-            _write(file, profiler.export_chrome_trace)
-            if self.ctx.device.type == "cuda" and spec.memory:
-                snapshot = file.with_name(file.name.replace(".json.gz", ".pickle"))
-                _write(snapshot, torch.cuda.memory._dump_snapshot)
+        if self._write(file, profiler.export_chrome_trace):
             self.files = (*self.files, file)
+        if self.ctx.device.type == "cuda" and spec.memory:
+            snapshot = file.with_name(file.name.replace(".json.gz", ".pickle"))
+            self._write(snapshot, torch.cuda.memory._dump_snapshot)
         try:
             if self._on_trace_ready is not None:
                 self._on_trace_ready(self)
         except Exception as error:  # any error of the user's function: other ranks must receive it
             self._error = error
 
-    @contextlib.contextmanager
-    def _warning_if_not_written(self, file: Path) -> Iterator[None]:
+    def _write(self, file: Path, export: Callable[[str], object]) -> bool:
+        """Let a function write a file completely or not at all; False, with a warning, if not."""
+        part = file.with_name(f".{file.name}")
         try:
-            yield
-        except (OSError, PlanError) as error:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                export(str(part))
+                os.replace(part, file)
+            finally:
+                part.unlink(missing_ok=True)
+        except OSError as error:
             ops.log(self.ctx, "fxtrain.profiling").warning(
                 "%s: cannot write this file: %s. Training continues without it; free disk space "
                 "or choose another folder.",
-                *(file, getattr(error, "strerror", None) or error),
+                *(file, error.strerror or error),
                 rank=self.ctx.rank,
             )
+            return False
+        return True
 
     def _abandon(self) -> None:
         """Stop the profiler after an error; keep nothing."""
@@ -312,10 +304,8 @@ class Trace:
             return
         self.summary = Summary(ranks=ranks)
         if self.ctx.is_main:
-            file = Path(spec.folder) / "summary.json"
-            with self._warning_if_not_written(file):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                write_record(self.summary, file)
+            file, text = Path(spec.folder) / "summary.json", dumps(self.summary)
+            self._write(file, lambda part: Path(part).write_text(text))
 
     def _warn_if_short(self, spec: Profile) -> None:
         if spec.active is None or (not self.count and self.files):
@@ -430,8 +420,5 @@ def _problem(spec: Profile, ctx: DistContext) -> FxError | None:
     except PlanError as error:
         return error
     except OSError as error:
-        return PlanError(
-            f"profile(folder={spec.folder!r}): cannot write there: {error.strerror or error}. "
-            f"Choose another folder."
-        )
+        return PlanError(f"profile: {error}. Choose another folder.")
     return None

@@ -233,8 +233,6 @@ def test_a_program_that_fails_shows_its_problem_instead_of_goodput(tmp_path, cap
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--rank-mtbf-h=1"], "Add --checkpoint-rate SIZE"),
-        (["--checkpoint-rate=1GB"], "Add --rank-mtbf-h HOURS"),
         (["--rank-mtbf-h=1", "--checkpoint-rate=fast"], "--checkpoint-rate='fast'"),
         (["--rank-mtbf-h=1", "--checkpoint-rate=1GB", "--spares=few"], "--spares few"),
         (["--goodput-picture=x.txt"], "the name of a picture ends in"),

@@ -51,7 +51,7 @@ def test_json_has_every_step(tmp_path, capsys):
     assert one["steps"][0]["idle_ns"] == 50_000
 
 
-@pytest.mark.parametrize(("name", "words"), [("", "no such file"), ("no", "no such file")])
-def test_what_cannot_be_read_is_one_message(tmp_path, capsys, name, words):
+@pytest.mark.parametrize("name", ["", "no"])
+def test_what_cannot_be_read_is_one_message(tmp_path, capsys, name):
     assert main(["profile", str(tmp_path / name)]) == Exit.WRONG
-    assert words in capsys.readouterr().err
+    assert "No such file" in capsys.readouterr().err

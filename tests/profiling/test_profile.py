@@ -228,7 +228,7 @@ def test_a_wrong_value_is_an_error(how, words):
     [
         ({"activities": ("mtia",)}, "torch cannot record mtia on this machine; it can record"),
         ({"ranks": (0, 3)}, "no rank 3. This context has ranks 0 to 0"),
-        ({"folder": "/proc/nothing"}, "cannot write there"),
+        ({"folder": "/proc/nothing"}, "/proc/nothing.*Choose another folder"),
     ],
 )
 def test_what_cannot_be_recorded_is_an_error(ctx, tmp_path, how, words):

@@ -119,5 +119,5 @@ def test_a_file_of_another_kind_is_an_error(tmp_path):
     os.mkfifo(tmp_path / "summary.json")
     with pytest.raises(fx.PlanError, match="pipe"):
         summary(tmp_path)
-    with pytest.raises(fx.PlanError, match="no such file"):
+    with pytest.raises(fx.PlanError, match="No such file"):
         summary(tmp_path / "none.json")
