@@ -29,13 +29,14 @@ from fxtrain.cli.output import (
 from fxtrain.curves import (
     Curve,
     RunReader,
+    check_is_run,
     file_of,
     page_of,
     picture_of,
     read_curves,
     sparkline,
 )
-from fxtrain.errors import PlanError, escape_unprintable
+from fxtrain.errors import escape_unprintable
 
 _BARS = 30
 _MOST_ROWS = 500
@@ -85,13 +86,9 @@ def WATCH(run: str, every_s: float, file: str) -> None:
     """
     if sys.stdout.isatty():
         _wait(Path(run), file, every_s)
-    path = file_of(run, file)
-    reader = RunReader(path=path).read()
-    if reader.end and not reader.contents.started:
-        raise PlanError(
-            f"{path} has no line that starts a run, so fx.JsonLines() did not write it. Pass the "
-            f"folder of a run."
-        )
+    reader = RunReader(path=file_of(run, file)).read()
+    if reader.end:
+        check_is_run(reader)
     if not sys.stdout.isatty():
         print_renderable(_table(reader))
         return
@@ -113,9 +110,9 @@ def _wait(folder: Path, file: str, every_s: float) -> None:
 
 
 def _table(reader: RunReader) -> Table:
-    curves, count = reader.curves(), reader.contents.damaged
-    steps = [curve.steps[-1] for curve in curves.values()]
-    times = [last for c in curves.values() if not math.isnan(last := c.times[-1])]
+    curves, count = reader.run.curves, reader.run.damaged
+    steps = [curve.places[-1][0] for curve in curves.values()]
+    times = [last for c in curves.values() if not math.isnan(last := c.places[-1][2])]
     ago = f", last entry {max(time.time() - max(times), 0):,.0f} s ago" if times else ""
     damaged = f", {count:,} damaged lines" if count else ""
     title = f"{reader.path.parent}: {max(steps, default=0):,.0f} updates{ago}{damaged}"

@@ -1,7 +1,6 @@
 """Curves with few points that keep the extremes of all points."""
 
 import math
-from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,31 +9,6 @@ import attrs
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SLACK = 8  # times the limit of points before values are thinned out
-
-
-@attrs.frozen(kw_only=True)
-class Curve:
-    """The values of one metric, of which few points are kept.
-
-    Attributes:
-        steps: Updates at each point.
-        rows: Rows at each point; NaN where none were logged.
-        times: Seconds since 1970 at each point; NaN where none were logged.
-        values: The values, some of which may not be finite.
-        count: Number of values that were logged.
-        nonfinite: Number of those that are not finite.
-    """
-
-    steps: tuple[float, ...]
-    rows: tuple[float, ...]
-    times: tuple[float, ...]
-    values: tuple[float, ...]
-    count: int
-    nonfinite: int = 0
-
-    def axis(self, over: str) -> tuple[float, ...]:
-        """The horizontal positions: updates, rows, or time in seconds since 1970."""
-        return {"updates": self.steps, "rows": self.rows, "time": self.times}[over]
 
 
 def _extremes(values: Sequence[float], edges: Sequence[int]) -> list[int]:
@@ -55,13 +29,14 @@ def _extremes(values: Sequence[float], edges: Sequence[int]) -> list[int]:
     return sorted(positions)
 
 
-@attrs.define(eq=False)
-class Column:
-    """The values of one metric while they are read, thinned out evenly once there are many.
+@attrs.define(kw_only=True)
+class Curve:
+    """The values of one metric, thinned out evenly once there are many.
 
     Attributes:
-        places: Steps, rows and time of each value that is kept.
-        values: The values that are kept.
+        places: Updates, rows and seconds since 1970 of each value that is kept; NaN where none were
+            logged.
+        values: The values that are kept, some of which may not be finite.
         numbers: Their numbers among all values.
         width: Number of consecutive values of which only extremes are kept; a power of two, so
             that buckets become parts of larger ones.
@@ -70,11 +45,16 @@ class Column:
     """
 
     places: list[tuple[float, float, float]] = attrs.field(factory=list)
-    values: "array[float]" = attrs.field(factory=lambda: array("d"))
-    numbers: "array[int]" = attrs.field(factory=lambda: array("q"))
+    values: list[float] = attrs.field(factory=list)
+    numbers: list[int] = attrs.field(factory=list)
     width: int = 1
     count: int = 0
     nonfinite: int = 0
+
+    def axis(self, over: str) -> list[float]:
+        """The horizontal positions: updates, rows, or time in seconds since 1970."""
+        at = ("updates", "rows", "time").index(over)
+        return [place[at] for place in self.places]
 
     def add(self, place: tuple[float, float, float], value: float, limit: int) -> None:
         """Add a value; about `limit` are kept, and at most eight times as many for a while."""
@@ -97,20 +77,8 @@ class Column:
             edges.append(bisect_left(self.numbers, (bucket + 1) * self.width, edges[-1]))
         positions = _extremes(self.values, edges)
         self.places = [self.places[at] for at in positions]
-        self.values = array("d", [self.values[at] for at in positions])
-        self.numbers = array("q", [self.numbers[at] for at in positions])
-
-    def curve(self) -> Curve:
-        """The values as a record."""
-        steps, rows, times = zip(*self.places, strict=True)
-        return Curve(
-            steps=steps,
-            rows=rows,
-            times=times,
-            values=tuple(self.values),
-            count=self.count,
-            nonfinite=self.nonfinite,
-        )
+        self.values = [self.values[at] for at in positions]
+        self.numbers = [self.numbers[at] for at in positions]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

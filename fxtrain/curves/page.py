@@ -44,7 +44,7 @@ def page_of(runs: Sequence[RunCurves]) -> str:
     Example:
         >>> from pathlib import Path
         >>> from fxtrain.curves import RunCurves
-        >>> run = RunCurves(label="a <b>", folder=Path("a"), curves={}, params={})
+        >>> run = RunCurves(label="a <b>", folder=Path("a"))
         >>> "a &lt;b&gt;" in page_of([run])
         True
     """
@@ -137,14 +137,14 @@ def _data(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
 
 def _start(run: RunCurves) -> float:
     """Where the axis of time begins."""
-    times = [at for curve in run.curves.values() for at in curve.times if not math.isnan(at)]
+    times = [at for curve in run.curves.values() for at in curve.axis("time") if not math.isnan(at)]
     known = [*times, *([] if run.started is None else [run.started])]
     return min(known, default=0.0)
 
 
 def _packed(curve: Curve) -> dict[str, str]:
     """Floats of 64 bits, little-endian, in base64: a browser decodes them without parsing."""
-    axes = {"updates": curve.steps, "rows": curve.rows, "time": curve.times}
+    axes = {over: curve.axis(over) for over in ("updates", "rows", "time")}
     columns = {name: array("d", xs) for name, xs in {**axes, "values": curve.values}.items()}
     if sys.byteorder == "big":
         for column in columns.values():
@@ -171,8 +171,8 @@ def picture_of(
     Example:
         >>> from pathlib import Path
         >>> from fxtrain.curves import Curve, RunCurves, picture_of
-        >>> loss = Curve(steps=(1, 2), rows=(8, 16), times=(0, 1), values=(0.5, 0.25), count=2)
-        >>> run = RunCurves(label="a", folder=Path("a"), curves={"loss": loss}, params={})
+        >>> loss = Curve(places=[(1, 8, 0), (2, 16, 1)], values=[0.5, 0.25], count=2)
+        >>> run = RunCurves(label="a", folder=Path("a"), curves={"loss": loss})
         >>> picture_of([run], "loss").axes[0].get_ylabel()
         'loss'
     """
@@ -249,7 +249,7 @@ def _runs(runs: Sequence[RunCurves]) -> str:
             "Duration": _duration(run),
             "Updates": _count(_highest(run, "updates")),
             "Rows": _count(_highest(run, "rows")),
-            "Resumed": str(run.resumed),
+            "Resumed": str(run.starts - 1),
             "Damaged lines": str(run.damaged),
         }
     head = ("Run", *next(iter(rows.values())))
@@ -317,10 +317,11 @@ def _setting(run: RunCurves, name: str) -> str:
 def _files(runs: Sequence[RunCurves]) -> str:
     rows: list[str] = []
     for run in runs:
-        for path in run.checkpoints:
-            link = html.escape(path.resolve().as_uri())
-            name = f'<a href="{link}">{text_of(path.name)}</a>'
-            rows.append(_row(name, (run.label, str(path))))
+        for path in sorted(run.folder.glob("update-[0-9]*")):
+            if (path / "manifest.json").is_file():
+                link = html.escape(path.resolve().as_uri())
+                name = f'<a href="{link}">{text_of(path.name)}</a>'
+                rows.append(_row(name, (run.label, str(path))))
         rows += [_row(text_of(name), (run.label, x)) for name, x in run.artifacts.items()]
     if not rows:
         return "<p>None was found in the folders of the runs.</p>"

@@ -12,7 +12,7 @@ import attrs
 
 from fxtrain._reading import LONGEST_LINE, open_file
 from fxtrain._record import shown
-from fxtrain.curves.curve import Column, Curve
+from fxtrain.curves.curve import Curve
 from fxtrain.errors import PlanError
 
 try:  # four times as fast as Python's own
@@ -52,25 +52,31 @@ class LoggedTable:
 
 
 @attrs.define(kw_only=True, eq=False)
-class Contents:
-    """What lines of the JSON lines tracker contain.
+class RunCurves:
+    """A run as a report shows it.
 
     Attributes:
-        columns: The values of each metric; the first 10,000.
-        left_out: Number of values of further metrics.
-        starts: The first and the last line that was written when the run was opened or resumed.
-        started: Number of such lines.
+        folder: Folder of the run.
+        label: A name that no other run of the report has.
+        curves: By name of the metric, in the order in which they were logged first.
+        params: Hyperparameters of the latest start.
+        started: Seconds since 1970, if known.
+        starts: How often the run was started or resumed; 0 if the file is not that of a run.
         artifacts: Paths of logged files, by name.
-        tables: The tables that were logged last, by name.
-        damaged: Number of invalid lines.
+        tables: Tables that were logged last, by name.
+        left_out: Number of values of metrics beyond the first 10,000.
+        damaged: Number of invalid lines that were skipped.
     """
 
-    columns: dict[str, Column] = attrs.field(factory=dict)
-    left_out: int = 0
-    starts: list[Mapping[str, Any]] = attrs.field(factory=list)
-    started: int = 0
+    folder: Path
+    label: str = ""
+    curves: dict[str, Curve] = attrs.field(factory=dict)
+    params: Mapping[str, Any] = attrs.field(factory=dict)
+    started: float | None = None
+    starts: int = 0
     artifacts: dict[str, str] = attrs.field(factory=dict)
     tables: dict[str, LoggedTable] = attrs.field(factory=dict)
+    left_out: int = 0
     damaged: int = 0
 
     def add(self, line: bytes, limit: int) -> None:
@@ -84,8 +90,7 @@ class Contents:
                 place = (float(step), _axis(entry.get("rows")), _axis(entry.get("time")))
                 self._add_values(entry["values"], place, limit)
         elif type(entry.get("start")) is dict:
-            self.starts[1:] = [_start(entry)]
-            self.started += 1
+            self._add_start(entry["start"], _number(entry.get("time")))
         elif type(entry.get("artifact")) is dict:
             self.artifacts |= {name: str(_plain(path)) for name, path in entry["artifact"].items()}
             _limit(self.artifacts, _MOST_FILES)
@@ -97,31 +102,26 @@ class Contents:
     def _add_values(
         self, values: Mapping[str, Any], place: tuple[float, float, float], limit: int
     ) -> None:
-        columns = self.columns
         for name, value in values.items():
             number = value if type(value) is float else _number(value)
             if number is None:
                 continue
-            column = columns.get(name)
-            if column is None:
-                if len(columns) >= MOST_METRICS:
+            curve = self.curves.get(name)
+            if curve is None:
+                if len(self.curves) >= MOST_METRICS:
                     self.left_out += 1
                     continue
-                column = columns[name] = Column()
-            column.add(place, number, limit)
+                curve = self.curves[name] = Curve()
+            curve.add(place, number, limit)
 
-
-def _start(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The line of a start: its time, its name and its parameters, all plain values."""
-    start = entry["start"]
-    params = start.get("params")
-    return {
-        "time": _number(entry.get("time")),
-        "name": _plain(start.get("name")),
-        "params": (
-            {name: _plain(value) for name, value in params.items()} if type(params) is dict else {}
-        ),
-    }
+    def _add_start(self, start: Mapping[str, Any], time: float | None) -> None:
+        if not self.starts:
+            self.started = time
+        self.starts += 1
+        params = start.get("params")
+        names = params if type(params) is dict else {}
+        self.params = {name: _plain(value) for name, value in names.items()}
+        self.label = str(_plain(start.get("name")) or self.folder.name)[:_LONGEST_LABEL]
 
 
 def _plain(value: Any) -> Any:
@@ -182,7 +182,7 @@ class RunReader:
         path: The file.
         points: About how many points of a curve to keep; at most twice as many.
         total: About how many points of all curves to keep.
-        contents: Of the lines that were read.
+        run: What the lines that were read contain.
         end: Bytes read, up to the end of a line.
         inside: Whether they end inside a line that is too long, which is skipped.
         file: Identity of the file, which changes when a resumed run rewrites it.
@@ -191,7 +191,10 @@ class RunReader:
     path: Path
     points: int = _FOLLOWED_POINTS
     total: float = math.inf
-    contents: Contents = attrs.field(factory=Contents, init=False)
+    run: RunCurves = attrs.field(
+        init=False,
+        default=attrs.Factory(lambda self: RunCurves(folder=self.path.parent), takes_self=True),
+    )
     end: int = attrs.field(default=0, init=False)
     inside: bool = attrs.field(default=False, init=False)
     file: tuple[int, int] = attrs.field(default=(0, 0), init=False)
@@ -211,62 +214,28 @@ class RunReader:
             facts = os.fstat(file.fileno())
             identity = (facts.st_dev, facts.st_ino)
             if identity != self.file or facts.st_size < self.end:
-                self.contents, self.end, self.inside, self.file = Contents(), 0, False, identity
+                self.run = RunCurves(folder=self.path.parent)
+                self.end, self.inside, self.file = 0, False, identity
             file.seek(self.end)
             while line := file.readline(LONGEST_LINE + 1):
                 complete = line.endswith(b"\n")
                 if self.inside or (len(line) > LONGEST_LINE and not complete):
-                    self.contents.damaged += not self.inside
+                    self.run.damaged += not self.inside
                     self.inside = not complete
                 elif complete or ended:
-                    self.contents.add(line, self._limit())
+                    self.run.add(line, self._limit())
                 else:
                     break
                 self.end += len(line)
         limit = self._limit()
-        for column in self.contents.columns.values():
-            if len(column.values) > 2 * limit:
-                column.thin(limit)
+        for curve in self.run.curves.values():
+            if len(curve.values) > 2 * limit:
+                curve.thin(limit)
         return self
 
-    def curves(self) -> dict[str, Curve]:
-        """The curves by name of the metric, in the order in which they were logged first."""
-        return {name: column.curve() for name, column in self.contents.columns.items()}
-
     def _limit(self) -> int:
-        count = max(len(self.contents.columns), 1)
+        count = max(len(self.run.curves), 1)
         return max(_FEWEST, int(min(self.points, self.total / count)))
-
-
-@attrs.frozen(kw_only=True)
-class RunCurves:
-    """A run as a report shows it.
-
-    Attributes:
-        label: A name that no other run of the report has.
-        folder: Folder of the run.
-        curves: By name of the metric, in the order in which they were logged first.
-        params: Hyperparameters of the latest start.
-        started: Seconds since 1970, if known.
-        resumed: How often the run was resumed.
-        checkpoints: Paths of its checkpoints, by updates.
-        artifacts: Paths of logged files, by name.
-        tables: Tables that were logged last, by name.
-        left_out: Number of values of metrics beyond the first 10,000.
-        damaged: Number of invalid lines that were skipped.
-    """
-
-    label: str
-    folder: Path
-    curves: Mapping[str, Curve]
-    params: Mapping[str, Any]
-    started: float | None = None
-    resumed: int = 0
-    checkpoints: tuple[Path, ...] = ()
-    artifacts: Mapping[str, str] = attrs.field(factory=dict)
-    tables: Mapping[str, LoggedTable] = attrs.field(factory=dict)
-    left_out: int = 0
-    damaged: int = 0
 
 
 def read_curves(folders: Sequence[Any], *, file: str = "metrics.jsonl") -> tuple[RunCurves, ...]:
@@ -285,19 +254,32 @@ def read_curves(folders: Sequence[Any], *, file: str = "metrics.jsonl") -> tuple
         >>> with fx.detect(env={}, device="cpu") as ctx, fx.track(folder, ctx) as run:
         ...     run.log({"loss": 0.5}, 1)
         >>> read_curves([folder])[0].curves["loss"].values
-        (0.5,)
+        [0.5]
     """
-    paths = [file_of(folder, file) for folder in folders]
-    readers = [
-        RunReader(path=path, points=_CURVE_POINTS, total=_ALL_POINTS).read(ended=True)
-        for path in paths
-    ]
-    columns = [column for reader in readers for column in reader.contents.columns.values()]
-    limit = max(_FEWEST, min(_CURVE_POINTS, _ALL_POINTS // max(len(columns), 1)))
-    for column in columns:
-        if len(column.values) > limit:
-            column.thin(limit)
-    return _labelled([_run(reader) for reader in readers])
+    runs: list[RunCurves] = []
+    for path in [file_of(folder, file) for folder in folders]:
+        reader = RunReader(path=path, points=_CURVE_POINTS, total=_ALL_POINTS)
+        runs.append(reader.read(ended=True).run)
+        check_is_run(reader)
+    curves = [curve for run in runs for curve in run.curves.values()]
+    limit = max(_FEWEST, min(_CURVE_POINTS, _ALL_POINTS // max(len(curves), 1)))
+    for curve in curves:
+        if len(curve.values) > limit:
+            curve.thin(limit)
+    return _labelled(runs)
+
+
+def check_is_run(reader: RunReader) -> None:
+    """Refuse a file that `fx.JsonLines` did not write.
+
+    Raises:
+        PlanError: no line of the file starts a run.
+    """
+    if not reader.run.starts:
+        raise PlanError(
+            f"{reader.path} has no line that starts a run, so fx.JsonLines() did not write it. "
+            f"Pass the folder of a run."
+        )
 
 
 def file_of(folder: Any, file: str) -> Path:
@@ -320,41 +302,12 @@ def file_of(folder: Any, file: str) -> Path:
     return path
 
 
-def _run(reader: RunReader) -> RunCurves:
-    path, contents = reader.path, reader.contents
-    if not contents.starts:
-        raise PlanError(
-            f"report: {path} has no line that starts a run, so fx.JsonLines() did not write it. "
-            f"Pass the folder of a run."
-        )
-    first, last = contents.starts[0], contents.starts[-1]
-    folder = path.parent
-    return RunCurves(
-        label=str(last["name"] or folder.name)[:_LONGEST_LABEL],
-        folder=folder,
-        curves=reader.curves(),
-        params=last["params"],
-        started=first["time"],
-        resumed=contents.started - 1,
-        checkpoints=tuple(
-            checkpoint
-            for checkpoint in sorted(folder.glob("update-[0-9]*"))
-            if (checkpoint / "manifest.json").is_file()
-        ),
-        artifacts=contents.artifacts,
-        tables=contents.tables,
-        left_out=contents.left_out,
-        damaged=contents.damaged,
-    )
-
-
 def _labelled(runs: Sequence[RunCurves]) -> tuple[RunCurves, ...]:
     """Runs with the same name are told apart by their folders, then by numbers."""
-    names = [run.label for run in runs]
-    folders = [os.path.abspath(run.folder) for run in runs]
-    labels: list[str] = []
-    for name, folder in zip(names, folders, strict=True):
-        label = name if names.count(name) == 1 else f"{name} ({folder})"
+    names, labels = [run.label for run in runs], list[str]()
+    for run in runs:
+        folder = os.path.abspath(run.folder)
+        label = run.label if names.count(run.label) == 1 else f"{run.label} ({folder})"
         again = labels.count(label)
         labels.append(f"{label} #{again + 1}" if again else label)
     return tuple(map(lambda run, label: attrs.evolve(run, label=label), runs, labels))

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import attrs
 import torch
@@ -267,7 +268,7 @@ _TORCHAO = ("torchao.optim.subclass_4bit", "torchao.optim.subclass_8bit")
 _TABLES = ("get_qmap_signed", "get_qmap_unsigned")
 
 
-def load_in_process(watch: LoopRecorder) -> AbstractContextManager[None]:
+def load_in_process(watch: LoopRecorder) -> AbstractContextManager[Any]:
     """Make data loaders load in this process, while recorded.
 
     Fake tensors cannot be sent between processes.
@@ -286,10 +287,10 @@ def load_in_process(watch: LoopRecorder) -> AbstractContextManager[None]:
         finally:
             loader.num_workers, loader.timeout = settings
 
-    return _replaced(DataLoader, "_get_iterator", read_here)
+    return mock.patch.object(DataLoader, "_get_iterator", read_here)
 
 
-def swappable(fakes: FakeValuesMode) -> AbstractContextManager[None]:
+def swappable(fakes: FakeValuesMode) -> AbstractContextManager[Any]:
     """Allow `module.to(...)` to swap parameters.
 
     torch raises if a weak reference to one exists, and its fake mode keeps some.
@@ -300,20 +301,20 @@ def swappable(fakes: FakeValuesMode) -> AbstractContextManager[None]:
         fakes.forget_origins()
         usual(tensor, other)
 
-    return _replaced(torch.utils, "swap_tensors", swap)
+    return mock.patch.object(torch.utils, "swap_tensors", swap)
 
 
-def lazy_chunks() -> AbstractContextManager[None]:
+def lazy_chunks() -> AbstractContextManager[Any]:
     """Make FSDP2 create only the chunks of a parameter that it uses.
 
     It creates one for each rank, and uses this rank's and the first.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    return _replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
+    return mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks)
 
 
-def formattable() -> AbstractContextManager[None]:
+def formattable() -> AbstractContextManager[Any]:
     """Make `f"{loss:.3f}"` read a value, as for any zero-dimensional tensor."""
     usual = torch.Tensor.__format__
 
@@ -322,7 +323,7 @@ def formattable() -> AbstractContextManager[None]:
             return format(tensor.item(), spec)
         return usual(tensor, spec)
 
-    return _replaced(torch.Tensor, "__format__", write)
+    return mock.patch.object(torch.Tensor, "__format__", write)
 
 
 class _Chunks:
@@ -333,16 +334,6 @@ class _Chunks:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return chunk_of(self._tensor, self._num_chunks, self._dim, index)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    usual = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, usual)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxtrain.curves import RunReader, page_of, read_curves
-from fxtrain.curves.curve import Column
+from fxtrain.curves.curve import Curve
 from fxtrain.trackers import read_run
 from tests.curves._runs import written
 
@@ -50,11 +50,11 @@ def test_a_report_has_what_read_run_has(tmp_path_factory, lines):
     (folder / "run.json").write_text(json.dumps({"format": 1, "id": "0" * 32, "identities": []}))
     log, path = read_run(folder), folder / "metrics.jsonl"
     reader = RunReader(path=path).read(ended=True)
-    assert reader.contents.damaged == log.damaged
+    assert reader.run.damaged == log.damaged
     for name in ("loss", "lr", "ü"):
         expected = log.curve(name)
-        curve = reader.curves().get(name)
-        steps = [] if curve is None else list(curve.steps)
+        curve = reader.run.curves.get(name)
+        steps = [] if curve is None else list(curve.axis("updates"))
         assert steps == [x for x, _ in expected]
         assert curve is None or _same(curve.values, [y for _, y in expected])
 
@@ -64,21 +64,21 @@ def test_a_report_has_what_read_run_has(tmp_path_factory, lines):
     limit=st.integers(8, 40),
 )
 @settings(max_examples=50)
-def test_a_column_is_thinned_out_evenly_and_keeps_its_extremes(values, limit):
-    column = Column()
+def test_a_curve_is_thinned_out_evenly_and_keeps_its_extremes(values, limit):
+    curve = Curve()
     for at, value in enumerate(values):
-        column.add((at, at, at), float(value), limit)
-    column.thin(limit)
-    curve = column.curve()
+        curve.add((at, at, at), float(value), limit)
+    curve.thin(limit)
+    steps = curve.axis("updates")
     bad = sum(not math.isfinite(value) for value in values)
     assert (curve.count, curve.nonfinite) == (len(values), bad)
     assert len(curve.values) <= 3 * (limit / 2 + 1) + 2
-    assert _same(curve.values, [float(values[int(at)]) for at in curve.steps])
-    assert (curve.steps[0], curve.steps[-1]) == (0, len(values) - 1)
-    assert list(curve.steps) == sorted(curve.steps)
-    for start in range(0, len(values), column.width):
-        bucket = values[start : start + column.width]
-        kept = [values[int(at)] for at in curve.steps if start <= at < start + column.width]
+    assert _same(curve.values, [float(values[int(at)]) for at in steps])
+    assert (steps[0], steps[-1]) == (0, len(values) - 1)
+    assert steps == sorted(steps)
+    for start in range(0, len(values), curve.width):
+        bucket = values[start : start + curve.width]
+        kept = [values[int(at)] for at in steps if start <= at < start + curve.width]
         real, left = ([v for v in part if math.isfinite(v)] for part in (bucket, kept))
         assert not real or (min(real), max(real)) == (min(left), max(left))
         assert len(real) == len(bucket) or len(left) < len(kept)
@@ -103,16 +103,16 @@ def test_a_long_run_is_small_and_keeps_its_spikes(tmp_path):
     curve = alone.curves["loss"]
     assert (curve.count, curve.nonfinite) == (40_000, 1)
     assert len(curve.values) <= 15_000
-    at = dict(zip(curve.steps, curve.values, strict=True))
+    at = dict(zip(curve.axis("updates"), curve.values, strict=True))
     assert (at[10_000], at[33_333]) == (99.0, -99.0) and math.isnan(at[20_000])
-    assert (curve.steps[0], curve.steps[-1]) == (1, 40_000)
+    assert (curve.axis("updates")[0], curve.axis("updates")[-1]) == (1, 40_000)
 
 
 def test_values_that_are_no_numbers_are_not_drawn(tmp_path):
     lines = [{"step": 1, "values": {"loss": one}} for one in (None, "x", [], 10**400, {}, 2, True)]
     written(tmp_path, [*lines, {"step": 2, "values": 3}, {"step": 10**30, "values": {}}])
     run = read_curves([tmp_path])[0]
-    assert run.curves["loss"].values == (2.0, 1.0) and run.damaged == 1
+    assert run.curves["loss"].values == [2.0, 1.0] and run.damaged == 1
     assert "Not finite" in page_of([run])
 
 

@@ -61,7 +61,7 @@ def test_numbers_and_nesting_are_no_tracebacks(tmp_path, capsys, odd):
 
 def test_values_that_cancel_are_no_numbers(tmp_path):
     folder = written(tmp_path, [ODD[3], ODD[4], GOOD])
-    assert read_curves([folder])[0].curves["loss"].values == (0.5,)
+    assert read_curves([folder])[0].curves["loss"].values == [0.5]
 
 
 def test_a_line_that_is_nested_too_deeply_is_damaged(tmp_path, capsys):
@@ -81,8 +81,8 @@ def test_a_line_is_damaged_beyond_a_length(tmp_path, size):
     damaged = size > LONGEST_LINE
     (run,) = read_curves([tmp_path])
     reader = RunReader(path=tmp_path / "metrics.jsonl").read()
-    assert run.damaged == reader.contents.damaged == damaged
-    assert run.curves["loss"].count == reader.curves()["loss"].count == 2 - damaged
+    assert run.damaged == reader.run.damaged == damaged
+    assert run.curves["loss"].count == reader.run.curves["loss"].count == 2 - damaged
 
 
 def _long(path, mebibytes):
@@ -98,8 +98,8 @@ def _seconds(path, mebibytes):
     _long(path, mebibytes)
     started = time.process_time()
     reader = RunReader(path=path).read()
-    assert read_curves([path.parent])[0].damaged == reader.contents.damaged == 1
-    assert reader.curves()["loss"].count == 2 and reader.end == path.stat().st_size
+    assert read_curves([path.parent])[0].damaged == reader.run.damaged == 1
+    assert reader.run.curves["loss"].count == 2 and reader.end == path.stat().st_size
     return time.process_time() - started
 
 
@@ -125,8 +125,8 @@ def test_a_long_line_that_still_grows_is_read_once(tmp_path):
             file.write(whole[:end])
         reader.read()
         assert reader.end == (end if end != len(whole) - 5 else end - len(json.dumps(GOOD)) + 4)
-    count = reader.curves()["loss"].count
-    assert (reader.contents.damaged, count, reader.inside) == (1, 2, False)
+    count = reader.run.curves["loss"].count
+    assert (reader.run.damaged, count, reader.inside) == (1, 2, False)
 
 
 def test_a_million_names_are_limited_and_counted(tmp_path, capsys):

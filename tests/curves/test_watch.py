@@ -31,9 +31,9 @@ def test_parts_are_followed_as_the_whole(tmp_path_factory, values, cuts):
         with path.open("ab") as file:
             file.write(data[start:end])
         reader.read()
-    assert reader.curves() == RunReader(path=path).read().curves()
-    assert (reader.end, reader.contents.started) == (len(data), 1)
-    assert not values or reader.curves()["loss"].values == tuple(values)
+    assert reader.run.curves == RunReader(path=path).read().run.curves
+    assert (reader.end, reader.run.starts) == (len(data), 1)
+    assert not values or reader.run.curves["loss"].values == values
 
 
 def test_a_long_run_keeps_its_extremes(tmp_path):
@@ -48,8 +48,8 @@ def test_a_long_run_keeps_its_extremes(tmp_path):
             )
             file.writelines(lines)
         reader.read()
-    loss = reader.curves()["loss"]
-    assert (max(loss.values), loss.count, loss.steps[-1]) == (1234 % 7 + 99, 5000, 4999)
+    loss = reader.run.curves["loss"]
+    assert (max(loss.values), loss.count, loss.places[-1][0]) == (1234 % 7 + 99, 5000, 4999)
     assert len(loss.values) <= 800
 
 
@@ -60,9 +60,9 @@ def test_a_resumed_run_is_read_again(tmp_path):
     draft = tmp_path / "draft"
     draft.write_text(START + _line(1, 1.0) + _line(2, 5.0) + _line(3, 6.0))
     draft.replace(path)
-    assert reader.read().curves()["loss"].values == (1.0, 5.0, 6.0)
+    assert reader.read().run.curves["loss"].values == [1.0, 5.0, 6.0]
     path.write_text(START + _line(1, 3.0))
-    assert reader.read().curves()["loss"].values == (3.0,)
+    assert reader.read().run.curves["loss"].values == [3.0]
 
 
 def test_a_sparkline_shows_large_and_equal_values():
