@@ -4,13 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from fxtrain.launchers import LaunchSpec
 from fxtrain.launchers.built_in.native.agent import _Agent
 from fxtrain.launchers.built_in.native.rendezvous import _CleaningRendezvous
 
 
 def _agent(*, failures=2, count=2, least=1, reserve=0, serves=False, elastic=True):
     agent = _Agent.__new__(_Agent)
-    agent.elastic, agent.serves, agent.min_nodes, agent._in_a_row = elastic, serves, least, failures
+    agent.launch = LaunchSpec(
+        target="train.py", nodes=9, min_nodes=least, rendezvous="c10d" if elastic else "static"
+    )
+    agent.serves, agent._in_a_row = serves, failures
     agent._ends = SimpleNamespace(count=count)
     handler = _CleaningRendezvous.__new__(_CleaningRendezvous)
     state = SimpleNamespace(wait_list=set(range(reserve)), redundancy_list={"last"})

@@ -9,11 +9,11 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
-from torch.distributed import DistNetworkError
+from torch.distributed import DistError, DistNetworkError
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -28,10 +28,22 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
 )
 
+from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.native.elastic import FAREWELL, FAREWELL_S
 from fxtrain.launchers.built_in.native.node_ends import NodeEnd, NodeEnds
 from fxtrain.launchers.built_in.native.rendezvous import BACKEND, open_handler, say
-from fxtrain.launchers.outcome import LaunchResult, distance, one_line
+from fxtrain.launchers.outcome import (
+    LaunchResult,
+    by_cause,
+    count_memory_kills,
+    describe,
+    distance,
+    one_line,
+    read_reports,
+    tell_memory_kills,
+    to_failures,
+)
+from fxtrain.launchers.spec import LaunchSpec
 from fxtrain.ops.rendezvous_store import first_line
 
 _FAILURES = 2  # in a row, of ranks of one node, after which it leaves the run
@@ -57,34 +69,53 @@ class LostRendezvousError(RendezvousError):
 
 
 def run_agent(
+    launch: LaunchSpec,
     config: Any,
-    program: Any,
-    arguments: list[Any],
-    *,
-    serves: bool,
-    ended: Callable[[dict[int, int], str], LaunchResult],
-    tell_attempt: Callable[[int, LaunchResult], None],
-    deadline: float | None = None,
+    command: tuple[Any, ...],
+    logs: Path,
+    serves: bool,  # noqa: FBT001 - internal
+    deadline: float | None,
 ) -> LaunchResult:
     """Start the ranks of this node and wait until they and those of other nodes have ended.
 
     Args:
+        launch: What was asked for.
         config: torch's `LaunchConfig`, with the settings of our rendezvous.
-        program: What each rank runs.
-        arguments: Its arguments.
+        command: What each rank runs.
+        logs: Where ranks write their output and errors.
         serves: Whether this process serves the store, and therefore leaves last.
-        ended: Gives the result, from the exit codes of ranks of this node that failed and from the
-            name of this node.
-        tell_attempt: Called with the number of an attempt that failed, and with its result, before
-            the next one.
-        deadline: When to end the ranks, on the monotonic clock.
+        deadline: When to end the ranks, on the monotonic clock; None for never.
 
     Raises:
-        SignalException: this process was told to end.
+        LaunchError: not all nodes have joined, or the machine that serves the rendezvous was lost.
         TimeoutError: the ranks did not finish before the deadline.
-        LostRendezvousError: the machine that serves the rendezvous was lost.
-        RendezvousError: not all nodes have joined.
     """
+    start = time.monotonic()
+    try:
+        agent = _make_agent(config, command)
+        agent.launch, agent.logs, agent.serves, agent.deadline = launch, logs, serves, deadline
+        agent.begun, agent.kills = time.time(), count_memory_kills()
+        return agent.run_and_leave()
+    except SignalException as error:
+        return LaunchResult(ranks=launch.world_size, signal=int(error.sigval))
+    except LostRendezvousError as error:
+        raise LaunchError(
+            f"The rendezvous at {config.rdzv_endpoint} was lost during the run, so the ranks of "
+            f"this node cannot start again: {error} The machine that serves it, its launcher or "
+            f"the network to it failed. Start the run again on every node; it continues with the "
+            f"last checkpoint.",
+            code="FX701",
+        ) from error
+    except (RendezvousError, DistError) as error:
+        raise LaunchError(
+            f"Node {launch.node_rank} of {launch.nodes} waited {time.monotonic() - start:.0f} s at "
+            f"{config.rdzv_endpoint}, but not all nodes joined: "
+            f"{first_line(error.__cause__ or error)} Check that every node was started with the "
+            f"same main address, port, number of nodes and run_id."
+        ) from error
+
+
+def _make_agent(config: Any, command: tuple[Any, ...]) -> "_Agent":
     handler = open_handler(
         RendezvousParameters(
             backend=BACKEND,
@@ -100,8 +131,8 @@ def run_agent(
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
-        entrypoint=program,
-        args=tuple(arguments),
+        entrypoint=command[0],
+        args=command[1:],
         rdzv_handler=handler,
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
@@ -112,31 +143,32 @@ def run_agent(
     )
     has_timeout = hasattr(config, "shutdown_timeout")
     timeout = {"shutdown_timeout": config.shutdown_timeout} if has_timeout else {}
-    agent = _Agent(
+    return _Agent(
         spec,
         config.logs_specs,
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
         **timeout,
     )
-    agent.serves, agent.elastic = serves, config.rdzv_configs["meets"] == "c10d"
-    agent.ended, agent.tell_attempt, agent.min_nodes = ended, tell_attempt, config.min_nodes
-    agent.deadline = deadline
-    return agent.run_and_leave()
 
 
 class _Agent(LocalElasticAgent):
+    launch: LaunchSpec
+    logs: Path
     serves: bool
-    elastic: bool
-    ended: Callable[[dict[int, int], str], LaunchResult]
-    tell_attempt: Callable[[int, LaunchResult], None]
-    min_nodes: int
     deadline: float | None
+    begun: float  # in seconds since 1970
+    kills: int | None  # by the kernel's out-of-memory killer, until then
     _failures: dict[int, Any]
     _in_a_row: int = 0  # attempts that failed since ranks of this node did
     _ends: NodeEnds | None = None
     _culprit: str | None = ""
     _stopped_at: float | None = None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether nodes join and leave."""
+        return self.launch.nodes > 1 and self.launch.meets == "c10d"
 
     def run_and_leave(self) -> LaunchResult:
         """Run to the end; the other nodes learn how this one ended."""
@@ -145,7 +177,7 @@ class _Agent(LocalElasticAgent):
             result: Any = self.run()
             end = None  # the others know
             if not result.is_failed():
-                return attrs.evolve(self.ended({}, ""), culprit=self._culprit or "")
+                return LaunchResult(ranks=self.launch.world_size, culprit=self._culprit or "")
             return self._told(self._ended(result.failures))
         except SignalException as error:
             # A node that was stopped may be replaced, so the rendezvous stays open.
@@ -170,8 +202,14 @@ class _Agent(LocalElasticAgent):
             atexit.register(farewell.join, FAREWELL_S)
 
     def _ended(self, failures: dict[int, Any]) -> LaunchResult:
-        name = self._ends.name if self._ends else ""
-        return self.ended({rank: failure.exitcode for rank, failure in failures.items()}, name)
+        codes = {rank: failure.exitcode for rank, failure in failures.items()}
+        reports = read_reports(_last_attempt(self.logs, since=self.begun)) if codes else {}
+        return LaunchResult(
+            ranks=self.launch.world_size,
+            failures=by_cause(to_failures(codes, reports)),
+            node=self._ends.name if self._ends else "",
+            memory=tell_memory_kills(self.kills),
+        )
 
     def _told(self, ending: LaunchResult) -> LaunchResult:
         if self._ends is None or self._ends.count == 1:
@@ -239,7 +277,9 @@ class _Agent(LocalElasticAgent):
                 )
                 self._ends.interrupt()
                 raise _LeavesError(ending)
-            self.tell_attempt(attempt, ending)
+            why = describe(ending) if ending.failures else "A rank of another node ended."
+            left = self.launch.restarts - attempt
+            say(f"Attempt {attempt + 1} failed; {left} more to come. {why}")
         elif self._ends:
             why = self._ends.told()
             self._in_a_row = 0 if why else self._in_a_row
@@ -260,7 +300,8 @@ class _Agent(LocalElasticAgent):
         if not self.elastic or self.serves or not self._ends or self._in_a_row < _FAILURES:
             return False
         handler: Any = self._rdzv_handler
-        return self._ends.count - 1 + handler.nodes_in_reserve() >= self.min_nodes
+        fewest = self.launch.min_nodes or self.launch.nodes
+        return self._ends.count - 1 + handler.nodes_in_reserve() >= fewest
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         join: Any = super()._rendezvous
@@ -277,3 +318,12 @@ class _Agent(LocalElasticAgent):
             self._culprit = self._ends.wait() if self._ends else ""
         if self._culprit is None:
             self._ends, self._culprit = None, _MAIN_LOST
+
+
+def _last_attempt(logs: Path, *, since: float) -> list[Path]:
+    """Output of the last attempt: folders are RUN/attempt_N/LOCAL_RANK."""
+    attempts = [path for path in logs.glob("*/attempt_*") if path.stat().st_mtime >= since - 1]
+    if not attempts:
+        return []
+    last = max(attempts, key=lambda path: (path.stat().st_mtime, int(path.name.split("_")[-1])))
+    return sorted(last.glob("*/error.json"))

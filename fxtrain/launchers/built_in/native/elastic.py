@@ -10,8 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,7 @@ from fxtrain.launchers.launcher import (
 )
 from fxtrain.launchers.machine import Machine, cores_of_ranks
 from fxtrain.launchers.orphans import MARK, end_strays, kept, mark_within
-from fxtrain.launchers.outcome import (
-    LaunchResult,
-    by_cause,
-    count_memory_kills,
-    describe,
-    read_reports,
-    tell_memory_kills,
-    to_failures,
-)
+from fxtrain.launchers.outcome import LaunchResult
 from fxtrain.launchers.program import QUIET, rank_command, shared_environment
 from fxtrain.launchers.spec import Invocation, LaunchSpec
 
@@ -186,53 +178,24 @@ def run_elastic(
             os.environ.setdefault(_standing().STACKS, str(stacks))
             config, program, arguments = _config(api, invocation.argv[3:], folder)
             _use_store_rendezvous(config, spec, door)
-            call = (config, program, arguments)
-            with kept(os.environ[MARK], patience_s=spec.shutdown_s):
-                logs = Path(spec.log_dir or folder)
-                ending = _run(spec, call, logs, serves=door is not None, deadline=deadline)
+            agent = importlib.import_module("fxtrain.launchers.built_in.native.agent")
+            logs = Path(spec.log_dir or folder)
+            ask = True
+            with (
+                kept(os.environ[MARK], patience_s=spec.shutdown_s),
+                forward_signals(FORWARDED_SIGNALS, _forward),
+            ):
+                try:
+                    with spares_kept(spec.spares):
+                        ending = agent.run_agent(
+                            spec, config, (program, *arguments), logs, door is not None, deadline
+                        )
+                    ask = ending.code != 0
+                finally:  # of ranks, which may still finish something after a success
+                    end_strays(os.environ[MARK], patience_s=spec.shutdown_s, ask=ask)
             if ending.code and (text := _standing().unreported(stacks)):
                 sys.stderr.write(f"fxtrain launch: {text}\n")
     return ending
-
-
-def _run(
-    spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool, deadline: float | None
-) -> LaunchResult:
-    agent = importlib.import_module("fxtrain.launchers.built_in.native.agent")
-    signals = importlib.import_module("torch.distributed.elastic.multiprocessing")
-    meeting = importlib.import_module("torch.distributed.elastic.rendezvous")
-    distributed = importlib.import_module("torch.distributed")
-    start, begun, kills = time.monotonic(), time.time(), count_memory_kills()
-
-    def ended(codes: dict[int, int], node: str) -> LaunchResult:
-        reports = read_reports(_last_attempt(logs, since=begun)) if codes else {}
-        failures = by_cause(to_failures(codes, reports))
-        memory = tell_memory_kills(kills)
-        return LaunchResult(ranks=spec.world_size, failures=failures, node=node, memory=memory)
-
-    def tell_attempt(attempt: int, result: LaunchResult) -> None:
-        why = describe(result) if result.failures else "A rank of another node ended."
-        left = spec.restarts - attempt
-        sys.stderr.write(
-            f"fxtrain launch: Attempt {attempt + 1} failed; {left} more to come. {why}\n"
-        )
-        sys.stderr.flush()
-
-    try:
-        with (
-            forward_signals(FORWARDED_SIGNALS, _forward),
-            _end_leftovers(spec),
-            spares_kept(spec.spares),
-        ):
-            return agent.run_agent(
-                *call, serves=serves, ended=ended, tell_attempt=tell_attempt, deadline=deadline
-            )
-    except signals.SignalException as error:
-        return LaunchResult(ranks=spec.world_size, signal=int(error.sigval))
-    except agent.LostRendezvousError as error:
-        raise LaunchError(_lost_rendezvous(spec, error), code="FX701") from error
-    except (meeting.RendezvousError, distributed.DistError) as error:
-        raise LaunchError(_rendezvous_error(spec, error, time.monotonic() - start)) from error
 
 
 def _standing() -> Any:
@@ -257,28 +220,15 @@ def _tell_stacks() -> None:
     sys.stderr.flush()
 
 
-@contextmanager
-def _end_leftovers(spec: LaunchSpec) -> Iterator[None]:
-    """End the remaining children of ranks; after a failure, ask the ranks to exit first."""
-    ask = True
-    try:
-        yield
-        ask = False
-    finally:
-        end_strays(os.environ[MARK], patience_s=spec.shutdown_s, ask=ask)
-
-
 def _open_rendezvous(spec: LaunchSpec) -> socket.socket | None:
     """Listen at the main address, or check that it is reachable, before torch waits for it."""
     host = "127.0.0.1" if spec.nodes == 1 else spec.main_address.strip("[]")
     who = f"Node {spec.node_rank} of {spec.nodes}"
     joins = spec.meets == "c10d" and spec.nodes > 1  # whichever launcher comes first serves
+    door = None
     if is_local(host) if joins else spec.node_rank == 0:
         try:
             door = listen(host, spec.port)
-            if hint := _main_hint(spec):  # unless it is forwarded to this machine
-                reach(host, spec.port, who=who, timeout_s=_PAUSE_S, hint=hint)
-            return door
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
             if not (joins and in_use):
@@ -288,8 +238,18 @@ def _open_rendezvous(spec: LaunchSpec) -> socket.socket | None:
                     f"on every node.",
                     code="FX701",
                 ) from error
-    reach(host, spec.port, who=who, timeout_s=spec.connect_timeout_s)
-    return None
+    hint = _main_hint(spec)
+    if door is not None and not hint:
+        return door
+    try:
+        # At once where this process listens: the main address may be forwarded to this machine.
+        timeout_s = spec.connect_timeout_s if door is None else _PAUSE_S
+        reach(host, spec.port, who=who, timeout_s=timeout_s, hint=hint)
+    except LaunchError:
+        if door is not None:
+            door.close()
+        raise
+    return door
 
 
 def reach(address: str, port: int, *, who: str, timeout_s: float, hint: str = "") -> None:
@@ -405,34 +365,6 @@ def _quiet() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _last_attempt(logs: Path, *, since: float) -> list[Path]:
-    """Output of the last attempt: folders are RUN/attempt_N/LOCAL_RANK."""
-    attempts = [path for path in logs.glob("*/attempt_*") if path.stat().st_mtime >= since - 1]
-    if not attempts:
-        return []
-    last = max(attempts, key=lambda path: (path.stat().st_mtime, int(path.name.split("_")[-1])))
-    return sorted(last.glob("*/error.json"))
-
-
-def _lost_rendezvous(spec: LaunchSpec, error: BaseException) -> str:
-    return (
-        f"The rendezvous at {spec.main_address}:{spec.port} was lost during the run, so the ranks "
-        f"of this node cannot start again: {error} The machine that serves it, its launcher or the "
-        f"network to it failed. Start the run again on every node; it continues with the last "
-        f"checkpoint."
-    )
-
-
-def _rendezvous_error(spec: LaunchSpec, error: BaseException, waited_s: float) -> str:
-    place = f"{spec.main_address or '127.0.0.1'}:{spec.port}"
-    said = str(error.__cause__ or error).strip().splitlines()
-    return (
-        f"Node {spec.node_rank} of {spec.nodes} waited {waited_s:.0f} s at {place}, but not all "
-        f"nodes joined: {said[0] if said else type(error).__name__} Check that every node was "
-        f"started with the same main address, port, number of nodes and run_id."
-    )
 
 
 NATIVE = Launcher(
