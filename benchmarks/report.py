@@ -39,7 +39,7 @@ def main():
         for _ in range(3):
             started = time.perf_counter()
             subprocess.run(
-                [sys.executable, "-m", "fxtrain.cli", "report", name, "--output", str(page)],
+                [sys.executable, "-m", "fxtrain", "report", name, "--output", str(page)],
                 check=True,
                 capture_output=True,
             )

@@ -21,12 +21,12 @@ ROUNDS = int(sys.argv[1]) if sys.argv[1:] else 7
 SCRIPT = "import time; print(time.time(), flush=True)\n"
 PYTHON = (sys.executable, "-m")
 HELP = {
-    "fxtrain --help": (*PYTHON, "fxtrain.cli", "--help"),
+    "fxtrain --help": (*PYTHON, "fxtrain", "--help"),
     "torchrun --help": (*PYTHON, "torch.distributed.run", "--help"),
     "accelerate --help": (*PYTHON, "accelerate.commands.accelerate_cli", "--help"),
 }
 LAUNCH = {
-    "fxtrain launch": (*PYTHON, "fxtrain.cli", "launch", "--ranks", "1"),
+    "fxtrain launch": (*PYTHON, "fxtrain", "launch", "--ranks", "1"),
     "torchrun": (*PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
     "accelerate launch": (
         *PYTHON, "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "1",

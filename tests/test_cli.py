@@ -13,7 +13,7 @@ import pytest
 
 import fxtrain as fx
 from fxtrain.cli import COMMANDS, Exit, main
-from fxtrain.cli.commands import load
+from fxtrain.cli.app import load
 from fxtrain.cli.launch_command import LAUNCH, spec_of
 from fxtrain.launchers import LaunchSpec
 
@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path, monkeypatch,
 def test_a_reader_that_left_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
-    words = [sys.executable, "-m", "fxtrain.cli", "--help"]
+    words = [sys.executable, "-m", "fxtrain", "--help"]
     done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
@@ -189,7 +189,7 @@ def test_a_shell_is_told_how_to_complete(words, offers):
         "COMP_CWORD": str(words.count(" ")),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "fxtrain.cli"],
+        [sys.executable, "-m", "fxtrain"],
         env={**os.environ, **asked},
         capture_output=True,
         text=True,
@@ -238,7 +238,7 @@ def test_nothing_slow_is_loaded_before_it_is_needed(code):
 
 
 @pytest.mark.parametrize(
-    "program", [["-m", "fxtrain.cli"], ["-c", "import fxtrain.cli as c; c.main()"]]
+    "program", [["-m", "fxtrain"], ["-c", "import fxtrain.cli as c; c.main()"]]
 )
 def test_it_runs_as_a_program(program):
     words = [sys.executable, *program, "--version"]

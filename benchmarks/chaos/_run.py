@@ -30,7 +30,7 @@ _RENDEZVOUS = ("keep_alive_interval=1", "keep_alive_max_attempt=3")
 
 def _fxtrain(node: Node, *more: str) -> tuple[str, ...]:
     return (
-        *("-m", "fxtrain.cli", "launch", "--cpu", "--rendezvous=c10d", f"--nodes={NODES}"),
+        *("-m", "fxtrain", "launch", "--cpu", "--rendezvous=c10d", f"--nodes={NODES}"),
         *(f"--ranks={RANKS}", "--main-address=n0", f"--node-rank={node.number}"),
         *(f"--rendezvous-option={one}" for one in _RENDEZVOUS),
         *("--restarts=1000", "--shutdown=5", *more, str(_FOLDER / "train_fxtrain.py")),

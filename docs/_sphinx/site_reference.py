@@ -18,7 +18,7 @@ import click
 
 import fxtrain
 from fxtrain.cli import COMMANDS
-from fxtrain.cli.commands import load
+from fxtrain.cli.app import load
 from fxtrain.cli.explain_command import read_codes
 from fxtrain.state.registry import BUILT_IN
 

@@ -1,7 +1,6 @@
 """The command line: parses arguments into records and calls the library."""
 
-from fxtrain.cli.app import main
-from fxtrain.cli.commands import COMMANDS
+from fxtrain.cli.app import COMMANDS, main
 from fxtrain.cli.output import Exit
 
 __all__ = ["COMMANDS", "Exit", "main"]

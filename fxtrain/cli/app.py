@@ -4,16 +4,69 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import click
 from click.shell_completion import get_completion_class
 
 from fxtrain import __version__
 from fxtrain._other_names import hint
-from fxtrain.cli.commands import COMMANDS, load
 from fxtrain.cli.output import Exit
 from fxtrain.errors import FxError, LaunchError, escape_unprintable
+
+
+class CommandEntry(NamedTuple):
+    """One command, a tuple because importing attrs would slow `fxtrain --help`.
+
+    Attributes:
+        name: The name after `fxtrain`.
+        home: Where its click command is, as `module:NAME`, in `fxtrain.cli`.
+        help: What it does, in one line.
+    """
+
+    name: str
+    home: str
+    help: str
+
+
+# Each is one line here and a function of one module.
+COMMANDS = tuple(
+    CommandEntry(name, home, help)
+    for home, name, help in (
+        ("launch_command:LAUNCH", "launch", "run a script or module on several ranks"),
+        ("config:CONFIG", "config", "write, show and check launch files"),
+        ("setup_commands:ENV", "env", "show the setup of this machine"),
+        ("memory_commands:ESTIMATE", "estimate-memory", "estimate the memory of a model"),
+        ("memory_commands:PLACE", "place", "place a model that does not fit a device"),
+        ("resume_command:VERIFY_RESUME", "verify-resume",
+         "check that an interrupted script resumes with equal results"),
+        ("checkpoint_commands:VERIFY", "verify", "check every byte of a checkpoint"),
+        ("checkpoint_commands:MERGE", "merge-weights",
+         "write a checkpoint's weights as model files"),
+        ("checkpoint_commands:IMPORT", "import", "convert a checkpoint of another library"),
+        ("resume_command:REPLAY", "replay", "run one update of a run again"),
+        ("tokens_command:TOKENS", "tokens", "tokenize text, or show files of tokens"),
+        ("explain_command:EXPLAIN", "explain", "explain the code at the end of an error"),
+        ("stacks_commands:STACKS", "stacks", "ask the ranks of a run where they stand"),
+        ("stacks_commands:DIAGNOSE", "diagnose",
+         "show where the ranks of a run stood when it hung"),
+        ("setup_commands:TEST", "test", "test the configured setup"),
+        ("setup_commands:TPU", "tpu-config", "prepare the hosts of a TPU pod"),
+        ("plan_command:PLAN", "plan", "show what a script would need on many ranks"),
+        ("run_commands:REPORT", "report", "write an HTML page about tracked runs"),
+        ("run_commands:WATCH", "watch", "show a tracked run as it is logged"),
+        ("compare_command:COMPARE", "compare-precision",
+         "compare what a model computes under several plans"),
+        ("run_commands:PROFILE", "profile", "show where the time of a step went, from traces"),
+        ("app:COMPLETION", "completion", "print shell completion"),
+    )
+)  # fmt: skip
+
+
+def load(row: CommandEntry) -> click.Command:
+    """The click command of an entry. Its module is imported when it is called, not to list it."""
+    module, _, name = row.home.partition(":")
+    return getattr(import_module(f"fxtrain.cli.{module}"), name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

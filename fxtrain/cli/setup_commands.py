@@ -29,7 +29,6 @@ from fxtrain.launchers import (
 )
 from fxtrain.launchers.built_in.tpu import setup_command
 from fxtrain.launchers.config import from_flags, resolve
-from fxtrain.launchers.machine import slurm_job
 from fxtrain.state import Plan, dumps
 
 _TRIAL = "fxtrain.diagnosis.trial"
@@ -99,7 +98,7 @@ def _try_out(spec: LaunchSpec, plan: Plan, out: Path, *, mib: float) -> dict[str
             f"the results. Launch the test as a program: fxtrain launch -m {_TRIAL} told.json "
             f"'{{}}' {mib:g}"
         )
-    if spec.launcher == "slurm" and not slurm_job(os.environ):
+    if spec.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:
         raise LaunchError(
             "The test has to run inside a SLURM job, not as a queued one: "
             "salloc --nodes=... fxtrain test ..."

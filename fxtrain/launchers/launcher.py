@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +175,7 @@ def _ended(process: "subprocess.Popen[bytes]", errors: Path) -> int:
 
 @contextmanager
 def forward_signals(numbers: tuple[int, ...], give: Callable[[int], None]) -> Iterator[None]:
-    """Forward signals while the block runs.
-
-    Args:
-        numbers: The signals.
-        give: Called with the number of each signal received, in the main thread.
+    """While the block runs, call `give` with each of these signals, in the main thread.
 
     Effects:
         Replaces the handlers of these signals. Restores them afterwards, and those of signals that
@@ -204,19 +200,9 @@ def forward_signals(numbers: tuple[int, ...], give: Callable[[int], None]) -> It
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _children() -> list[int]:
-    """Processes that this one has started and that still run, where Linux shows them."""
-    paths = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for path in paths for pid in path.read_text().split()]
-
-
 def signal_children(number: int) -> None:
-    """Send a signal to every child.
-
-    A child that has just exited needs no signal.
-    """
-    for pid in _children():
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
+    """Send a signal to every process that this one has started, where Linux shows them."""
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in path.read_text().split():
+            with suppress(ProcessLookupError):  # it has just exited
+                os.kill(int(pid), number)

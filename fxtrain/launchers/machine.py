@@ -62,11 +62,6 @@ class Machine:
         return {name: at for name, at in self.route.env.items() if name not in self.chosen}
 
 
-def slurm_job(env: Mapping[str, str]) -> str:
-    """Number of the SLURM job of a process; empty outside of one."""
-    return env.get("SLURM_JOB_ID", "")
-
-
 def look(
     env: Mapping[str, str],
     *,
@@ -74,13 +69,7 @@ def look(
     port: bool = False,
     route: Route | None = None,
 ) -> Machine:
-    """Inspect this machine.
-
-    Args:
-        env: Variables of the process.
-        mpi: The program that starts ranks under MPI, which is asked for its version.
-        port: Whether to look for a free port.
-        route: How others reach this machine, if it was looked for.
+    """Inspect this machine; `mpi` is the program that starts ranks under MPI.
 
     Effects:
         Reads /sys; with `mpi` runs that program with --version; with `port`
@@ -92,7 +81,7 @@ def look(
         cores=cores,
         numa=_numa(cores),
         threads_chosen="OMP_NUM_THREADS" in env,
-        slurm_job=slurm_job(env),
+        slurm_job=env.get("SLURM_JOB_ID", ""),
         root=hasattr(os, "geteuid") and os.geteuid() == 0,
         mpi=_which_mpi(mpi) if mpi else "",
         port=free_port() if port else 0,

@@ -11,7 +11,6 @@ from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.spec import LaunchSpec, name_values
 
 if TYPE_CHECKING:
-    from fxtrain.launchers.spec import LaunchSpec
     from fxtrain.state import Plan
 
 
@@ -38,7 +37,7 @@ def rank_command(
 
     Args:
         spec: What to launch.
-        python: The interpreter.
+        python: The interpreter for it.
         errors: Folder for the errors of ranks whose launcher does not name a file.
         cores: Cores of each local rank between slashes, such as 0,1/2,3.
     """
@@ -117,7 +116,7 @@ def plan_variable(plan: "Plan") -> str:
     return f"{files.PLAN_VARIABLE}={json.dumps(data, separators=(',', ':'))}"
 
 
-def check_mesh(spec: "LaunchSpec", plan: "Plan") -> None:
+def check_mesh(spec: LaunchSpec, plan: "Plan") -> None:
     """Check that the mesh of a plan fits the ranks of a launch, where these are known.
 
     Raises:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.cli.commands import COMMANDS, load
+from fxtrain.cli.app import COMMANDS, load
 
 ODD = (
     *("", ".", "..", "/", ".foo", "a..b", "--", "=", "a=b", "os.path:join", "%s", "{}", "1,2", "["),

@@ -41,7 +41,7 @@ _LOADED = (
     "transformers.models.bert.modeling_bert",
     "accelerate",
 )
-_LAUNCHERS = ("torch.distributed.run", "fxtrain.cli")
+_LAUNCHERS = ("torch.distributed.run", "fxtrain")
 # Processes that a launcher keeps ready to become ranks: as many as any test starts.
 _SPARES = 16
 _ORDER_BYTES = 1 << 17

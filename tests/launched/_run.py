@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
 
 PYTHON = (sys.executable,)
-FXTRAIN = (sys.executable, "-m", "fxtrain.cli")
+FXTRAIN = (sys.executable, "-m", "fxtrain")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 

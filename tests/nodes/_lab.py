@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
 RELAY = Path(__file__).with_name("_relay.py")
 CLOCK = Path(__file__).with_name("clock.c")
-LAUNCH = ("-m", "fxtrain.cli", "launch", "--cpu")
+LAUNCH = ("-m", "fxtrain", "launch", "--cpu")
 # The first process of a node ends what nobody waits for, as every first process does.
 _INIT = "import os, time\nwhile True:\n try: os.wait()\n except ChildProcessError: time.sleep(0.1)"
 _POLL_S = 0.02

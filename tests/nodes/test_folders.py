@@ -52,7 +52,7 @@ def test_files_of_several_machines_in_one_export_need_a_shared_folder(lab):
 
 def test_a_report_of_a_folder_of_each_machine_has_what_its_ranks_logged(lab):
     def reported(node, *words):
-        program = node.start("-m", "fxtrain.cli", "report", *words)
+        program = node.start("-m", "fxtrain", "report", *words)
         return program.finish(), program.text
 
     first, second = lab.nodes[:2]

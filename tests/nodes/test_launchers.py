@@ -13,7 +13,7 @@ from tests.nodes._ssh import remote_shells
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(200)]
 SLOW = pytest.mark.slow
 MEET = SCRIPTS / "meet.py"
-LAUNCH = ("-m", "fxtrain.cli", "launch", "--cpu")
+LAUNCH = ("-m", "fxtrain", "launch", "--cpu")
 MPI_NETWORK = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include")
 
 
@@ -96,7 +96,7 @@ def test_fxtrain_test_passes_on_both_machines(lab, hosts):
     lab.hosts(hosts)
     programs = [
         node.start(
-            *("-m", "fxtrain.cli", "test", "-n", "1", "--set", "launch.nodes=2"),
+            *("-m", "fxtrain", "test", "-n", "1", "--set", "launch.nodes=2"),
             *("--set", f"launch.node_rank={node.number}", "--set", "launch.main_address=n0"),
             *("--set", "launch.cpu=true"),
         )

@@ -87,7 +87,7 @@ class _Node:
 
     def run(self, words: list[str]) -> int:
         """Run the native launcher to its end."""
-        command = [sys.executable, "-m", "fxtrain.cli", "launch", *words]
+        command = [sys.executable, "-m", "fxtrain", "launch", *words]
         # Ray ends this process without notice when another node has failed.
         return subprocess.run(command, check=False, preexec_fn=end_with_parent).returncode
 

@@ -253,16 +253,7 @@ def _open_rendezvous(spec: LaunchSpec) -> socket.socket | None:
 
 
 def reach(address: str, port: int, *, who: str, timeout_s: float, hint: str = "") -> None:
-    """Wait until a process listens at the main address.
-
-    The node that listens may start later than this one.
-
-    Args:
-        address: Host name or address.
-        port: TCP port.
-        who: This node, for the message.
-        timeout_s: Maximum wait.
-        hint: What may be wrong, for the message.
+    """Wait until a process listens at the main address, which may start later than this one.
 
     Effects:
         Opens connections, and closes the first successful one.

@@ -205,14 +205,7 @@ class _StaticRendezvous(StaticTCPRendezvous):
 
 
 def meet(store: Any, node: int, count: int, wait_s: float, hint: str = "") -> None:
-    """Wait until every node of a launch has come.
-
-    Args:
-        store: The store of the launch.
-        node: Number of this node.
-        count: Number of nodes.
-        wait_s: Maximum wait.
-        hint: What may be wrong if nodes are missing.
+    """Wait until every node of a launch has come; `hint` is what may be wrong if some do not.
 
     Effects:
         Writes a line to standard error if nodes are missing after a few seconds.

@@ -1,8 +1,0 @@
-"""`python -m fxtrain.cli` is `fxtrain`."""
-
-import sys
-
-from fxtrain.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())
