@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.cli.config import WHOLE, YES, Machine, interview
-from fxtrain.interop.accelerate_config import _SECTIONS, _TYPES, convert_accelerate
-from fxtrain.interop.accelerate_rules import RULES
+from fxtrain.interop.accelerate_config import _SECTIONS, _TYPES, RULES, convert_accelerate
 from fxtrain.launchers.config import LaunchConfig, launch_config, render
 from fxtrain.state.parsing import parse_text
 from tests.cli._files import GOOD

@@ -116,12 +116,6 @@ def wait_for_earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving 
     return None
 
 
-def has_background_group(ctx: DistContext) -> bool:
-    """Whether this rank has a group for background saves in which no rank has failed."""
-    group = ctx.comm.slot(CheckpointState).background
-    return group is not None and group.comm.state.failure is None
-
-
 def start_background(
     ctx: DistContext, path: str, run: Callable[[DistContext], None], *, open_group: bool
 ) -> Saving:

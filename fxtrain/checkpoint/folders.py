@@ -240,28 +240,11 @@ def _numbers(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-@attrs.frozen(kw_only=True)
-class RetentionRule:
-    """Which checkpoints of a folder are kept; the newest always is.
-
-    Attributes:
-        last: How many of the newest; None keeps all, or one if another rule is given.
-        every: Also those whose number of updates is a multiple of this.
-        best: Also this many with the best metric.
-        mode: Whether the best metric is the smallest or the largest.
-    """
-
-    last: int | None = None
-    every: int | None = None
-    best: int | None = None
-    mode: Literal["min", "max"] = "min"
-
-
-def retention_rule(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> RetentionRule:
-    """The retention rule for the arguments of `save`.
+def check_rule(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> None:
+    """Check the arguments of `save` that say which checkpoints are kept.
 
     Raises:
-        CheckpointError: an argument is invalid.
+        CheckpointError: one is invalid.
     """
     for name, value in (("keep_last", last), ("keep_every", every), ("keep_best", best)):
         if value is not None and (type(value) is not int or value < 1):
@@ -275,7 +258,6 @@ def retention_rule(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> 
         )
     if best is not None and metric is None:
         raise CheckpointError("save(keep_best=...) needs a number to compare: pass metric=.")
-    return RetentionRule(last=last, every=every, best=best, mode=mode)
 
 
 # Commits by other processes after which a process on another machine is considered ended.
@@ -283,19 +265,28 @@ _SILENT_CHECKPOINTS = 3
 
 
 def to_prune(
-    checkpoints: Sequence[CheckpointInfo], keep: RetentionRule, saver: tuple[str, int]
+    checkpoints: Sequence[CheckpointInfo],
+    saver: tuple[str, int],
+    *,
+    last: int | None = None,
+    every: int | None = None,
+    best: int | None = None,
+    mode: Literal["min", "max"] = "min",
 ) -> list[str]:
     """Names of the checkpoints to remove, oldest first; never the newest.
 
     Args:
         checkpoints: All checkpoints of the folder; the last was just committed.
-        keep: The rule.
         saver: The process that saves. Checkpoints of other running processes are ignored.
+        last: Keep this many of the newest: all if there is no rule, or one if there is another.
+        every: Also keep those whose number of updates is a multiple of this.
+        best: Also keep this many with the best metric: the smallest or, in the `mode` "max", the
+            largest.
     """
-    last = {info.saver: info.order or 0 for info in checkpoints if info.saver not in (None, saver)}
+    orders = {i.saver: i.order or 0 for i in checkpoints if i.saver not in (None, saver)}
     newest_order = checkpoints[-1].order or 0
     others: set[Any] = set()
-    for owner, order in last.items():
+    for owner, order in orders.items():
         runs = owner is not None and is_running(*owner)
         if runs or (runs is None and newest_order - order < _SILENT_CHECKPOINTS):
             others.add(owner)
@@ -305,14 +296,14 @@ def to_prune(
     complete = [info for info in pool if not info.problems]
     newest = {info.updates: info for info in complete}  # replaces earlier ones of the same update
     current = [info for info in complete if newest[info.updates] is info]
-    if keep == RetentionRule(mode=keep.mode):
+    if last is every is best is None:
         kept = {info.name for info in pool if info.problems or info in current}
     else:
-        kept = {info.name for info in current[-(keep.last or 1) :]}
-        kept |= {info.name for info in current if keep.every and not info.updates % keep.every}
-        sign = 1 if keep.mode == "min" else -1
+        kept = {info.name for info in current[-(last or 1) :]}
+        kept |= {info.name for info in current if every and not info.updates % every}
+        sign = 1 if mode == "min" else -1
         # Sorting is stable: of equals, the newer comes first.
         rated = [info for info in reversed(current) if info.metric is not None]
         rated.sort(key=lambda info: sign * (info.metric or 0))
-        kept |= {info.name for info in rated[: keep.best or 0]}
+        kept |= {info.name for info in rated[: best or 0]}
     return [info.name for info in checkpoints[:-1] if info.name not in kept | spared]

@@ -161,7 +161,7 @@ def open_reader(storage: Storage, manifest: Manifest) -> Iterator[Reader]:
     Raises:
         CheckpointError: a data file is missing, has the wrong size, or is not a plain file.
     """
-    problems = file_problems(files_of(storage), manifest)
+    problems = file_problems(storage.files(), manifest)
     if problems:
         raise CheckpointError("\n".join([f"{storage} is damaged:", *problems]), code="FX602")
     reader = Reader(storage=storage, manifest=manifest)
@@ -179,18 +179,6 @@ def check_header(read: Any, name: str, file: DataFile) -> None:
     read(0, memoryview(header))
     if digest_of(header) != file.digest:
         raise CheckpointError(f"The header of {name} was changed.", code="FX602")
-
-
-def files_of(storage: Storage) -> dict[str, int]:
-    """Size of every file of a checkpoint, by name.
-
-    Raises:
-        CheckpointError: the checkpoint does not exist or cannot be read.
-    """
-    try:
-        return storage.files()
-    except OSError as error:
-        raise CheckpointError(f"{storage}: {error.strerror or error}.") from error
 
 
 def file_problems(sizes: Mapping[str, int], manifest: Manifest) -> list[str]:

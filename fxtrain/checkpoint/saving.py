@@ -17,7 +17,6 @@ from fxtrain._version import __version__
 from fxtrain.checkpoint.background import (
     CheckpointState,
     Saving,
-    has_background_group,
     stage,
     start_background,
     wait_for_earlier,
@@ -25,10 +24,9 @@ from fxtrain.checkpoint.background import (
 from fxtrain.checkpoint.folder_lock import Lock, acquire, this_process
 from fxtrain.checkpoint.folders import (
     CheckpointInfo,
-    RetentionRule,
+    check_rule,
     list_checkpoints,
     new_name,
-    retention_rule,
     to_prune,
 )
 from fxtrain.checkpoint.manifest import Manifest, dump_manifest
@@ -133,18 +131,19 @@ def save(
         "position": position,
     }
 
-    def capture() -> tuple[Snapshot, RetentionRule]:
-        keep = retention_rule(keep_last, keep_every, keep_best, best, metric)
+    def capture() -> Snapshot:
+        check_rule(keep_last, keep_every, keep_best, best, metric)
         if busy not in ("wait", "skip"):
             raise CheckpointError(f"save(busy={busy!r}): choose 'wait' or 'skip'.")
         models = by_name(model)
-        return snapshot(ctx, models, _position(position, models), extra, metric), keep
+        return snapshot(ctx, models, _position(position, models), extra, metric)
 
     with _as_checkpoint_error(str(path)):
         in_progress = wait_for_earlier(ctx, busy)
         if in_progress is not None:
             return in_progress
-        job, open_group = _prepare(ctx, path, capture, arguments)
+        keep = {"last": keep_last, "every": keep_every, "best": keep_best, "mode": best}
+        job, open_group = _prepare(ctx, path, capture, arguments, keep)
         if not background:
             job.run(ctx)
             return Saving(path=job.path)
@@ -159,7 +158,7 @@ def save(
 def save_alone(path: StrPath, captured: Snapshot) -> str:
     """Write a state from a single process, and return the path of the checkpoint."""
     ctx = DistContext()
-    job, _ = _prepare(ctx, path, lambda: (captured, RetentionRule()), {})
+    job, _ = _prepare(ctx, path, lambda: captured, {}, {})
     job.run(ctx)
     return job.path
 
@@ -203,24 +202,26 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
 def _prepare(
     ctx: DistContext,
     path: StrPath,
-    capture: Callable[[], tuple[Snapshot, RetentionRule]],
+    capture: Callable[[], Snapshot],
     arguments: Mapping[str, object],
+    keep: Mapping[str, Any],
 ) -> tuple["_Job", bool]:
     """Agree on the state to save and its name; only rank 0 accesses the disk.
 
     Args:
         capture: Checks the arguments, and takes the snapshot.
         arguments: Those of this rank that must be equal on every rank.
+        keep: The rule of `to_prune`.
 
     Returns:
-        The save, and whether a rank needs a group for background saves.
+        The save, and whether a rank lacks a group for background saves in which no rank has failed.
     """
     problem, lock, mine, where = None, None, None, str(path)
     with ExitStack() as undo:
         try:
             folder = open_storage(path)
             where = str(folder)
-            captured, keep = capture()
+            captured = capture()
             writable = writable_chunks(captured.tensors)
             named = None
             if ctx.is_main:
@@ -232,7 +233,10 @@ def _prepare(
             mine = offers_of(captured, writable), captured.aliases, named
         except Exception as error:  # raised below on every rank
             problem = error
-        facts = where, {"path": where, **arguments}, has_background_group(ctx), mine
+        state = ctx.comm.slot(CheckpointState)
+        group = state.background
+        has_group = group is not None and group.comm.state.failure is None
+        facts = where, {"path": where, **arguments}, has_group, mine
         rows, lines = gather_with_errors(facts, problem, ctx)
         if mine is None or lines:
             head = f"Nothing was saved in {rows[0][0]}:"
@@ -251,7 +255,7 @@ def _prepare(
             chunks=chunks_to_write(ctx.rank, offers, captured, writable),
             keep=keep,
             lock=lock,
-            state=ctx.comm.slot(CheckpointState),
+            state=state,
         )
         undo.pop_all()  # the job releases the lock
     return job, not all(groups)
@@ -266,7 +270,7 @@ class _Job:
     token: str
     snapshot: Snapshot
     chunks: Sequence[TensorChunk]
-    keep: RetentionRule
+    keep: Mapping[str, Any]
     lock: Lock | None  # on rank 0, of the folder
     state: CheckpointState  # of the context of `save`; a background save runs in another
     problem: Exception | None = None  # why this rank cannot write
@@ -395,7 +399,8 @@ class _Job:
     def _prune(self, checkpoints: Sequence[CheckpointInfo]) -> None:
         """Remove what the rule does not keep; the last of these was just committed."""
         process = this_process()
-        for name in to_prune(checkpoints, self.keep, (process["machine"], process["pid"])):
+        saver = process["machine"], process["pid"]
+        for name in to_prune(checkpoints, saver, **self.keep):
             # Looked up each time, since the run may go back while this is written.
             if self.folder.join(name).key() != self.state.restored_from:
                 _remove(self.folder, name)

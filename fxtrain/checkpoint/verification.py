@@ -17,7 +17,7 @@ from fxtrain.checkpoint.manifest import (
     StoredTensor,
     digest_of,
 )
-from fxtrain.checkpoint.reading import check_header, file_problems, files_of, open_reader
+from fxtrain.checkpoint.reading import check_header, file_problems, open_reader
 from fxtrain.checkpoint.storage import MANIFEST, Storage, UnreadableError, open_storage
 from fxtrain.errors import CheckpointError
 from fxtrain.state import Position, unstructure
@@ -66,7 +66,7 @@ def verify(path: StrPath) -> Verified:
     """
     storage = find_checkpoint(path)
     manifest = read_manifest(storage)
-    files = files_of(storage)
+    files = storage.files()
     problems = file_problems(files, manifest)
     extra = files.keys() - manifest.files.keys() - {MANIFEST}
     problems += [f"  {name} does not belong to the checkpoint" for name in sorted(extra)]

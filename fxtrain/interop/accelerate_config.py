@@ -1,25 +1,26 @@
-"""Convert an Accelerate config to a launch file, with a note for each key without counterpart."""
+"""Convert an Accelerate config to a launch file, with a note for each key without counterpart.
 
-from collections.abc import Iterator, Mapping
+The keys are those of accelerate 1.15: ClusterConfig and SageMakerConfig in
+accelerate/commands/config/config_args.py, and the arguments of accelerate/commands/launch.py that
+their sections set.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 
-from fxtrain.backends import strategies
+from fxtrain._other_names import hint
+from fxtrain._record import shown
 from fxtrain.errors import PlanError
-from fxtrain.interop.accelerate_rules import (
-    FP8,
-    RULES,
-    Facts,
-    Sets,
-    degree,
-    outcome_of,
-    truth,
-    whole,
-)
 from fxtrain.launchers import LAUNCHERS
 from fxtrain.launchers.config import launch_config
 from fxtrain.state.parsing import near, put
+
+Facts = Mapping[str, Any]  # all keys: the section's name, a dot, and the key without its prefix
+Sets = Mapping[str, Any]  # values by path in the launch file
+# Of a value and all keys: what it sets, perhaps with a note; None without a counterpart.
+Rule = Callable[[Any, Facts], Sets | tuple[Sets, str] | None]
 
 # Sections, with their short names and the prefixes of their keys.
 _SECTIONS = {
@@ -34,18 +35,17 @@ _SECTIONS = {
 }
 # Sections that apply only to one distributed_type.
 _ONLY = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED", "megatron_lm": "MEGATRON_LM"}
-_ALSO = {
-    "fp8": FP8,
-    "megatron_lm": "Megatron-LM is not used; its parallelism is that of plan.mesh",
-    "parallelism": "plan.mesh describes parallelism",
-    "dynamo": "torch.compile is configured by plan.compile",
-}
-_KINDS = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
 _TYPES = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA",
     "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "TPU", "MEGATRON_LM",
     "DATA_PARALLEL", "MODEL_PARALLEL",
 )  # fmt: skip
+# Values that change nothing.
+_USUAL = {
+    "main_training_function": "main", "gpu_ids": "all", "fsdp.use_orig_params": True,
+    "fsdp.sync_module_states": True, "fsdp.version": 2, "fsdp.backward_prefetch": "BACKWARD_PRE",
+    "fsdp.backward_prefetch_policy": "BACKWARD_PRE", "parallelism.cp_comm_strategy": "allgather",
+}  # fmt: skip
 
 
 @attrs.frozen(kw_only=True)
@@ -91,61 +91,30 @@ def convert_accelerate(data: object) -> Converted:
         >>> convert_accelerate(old).values
         {'launch': {'ranks': 8}, 'plan': {'precision': 'bf16'}}
     """
-    raw = translate(data)
-    values, unfit = _fitting(raw)
-    launch_config(values)
-    return Converted(values=values, notes=(*raw.notes, *unfit))
-
-
-def translate(data: Any) -> Converted:
-    """Convert a config without checking which strategies and launchers are available.
-
-    Raises:
-        PlanError: as `convert_accelerate`.
-    """
-    facts, kind = _facts(data)
-    notes: list[Note] = []
-    problems: list[str] = []
-    sagemaker = str(facts.pop("compute_environment", "")).upper() == "AMAZON_SAGEMAKER"
-    sections = put({}, "launch.launcher", "sagemaker") if sagemaker else {}
-    compiles = str(facts.get("dynamo.backend", "NO")).upper() != "NO"
-    for key, value in facts.items():
-        section = key.partition(".")[0] if "." in key else ""
-        unset = value in (None, "", [], {}) or (section == "dynamo" and not compiles)
-        if unset or key == "distributed_type":
-            continue
-        sets, note = _apply(section, key, facts, problems)
-        for path, result in sets.items():
-            sections = _added(sections, path, result)
-        if note:
-            notes.append(Note(key=key, value=value, text=note))
-    if problems:
-        raise PlanError("\n".join(problems))
-    if kind == "MEGATRON_LM":
-        sections = put(sections, "plan.strategy", _megatron(facts))
-    sections, first = _typed(sections, kind)
-    return Converted(values=sections, notes=(*first, *notes))
-
-
-def _facts(data: Any) -> tuple[dict[str, Any], str]:
     if not isinstance(data, Mapping) or "distributed_type" not in data:
         raise PlanError("This is not an Accelerate config: the key distributed_type is missing.")
     facts = dict(_flat(data))
     kind = facts["distributed_type"] = str(facts["distributed_type"]).upper()
     if kind not in _TYPES:
         raise PlanError(f"distributed_type: unknown {kind!r}{near(kind, _TYPES)}")
-    return facts, kind
-
-
-def _apply(section: str, key: str, facts: Facts, problems: list[str]) -> tuple[Sets, str]:
-    kind = facts["distributed_type"]
-    if section in _ONLY and kind != _ONLY[section]:
-        return {}, f"not used under {kind}"
-    try:
-        return outcome_of(RULES.get(key, _ALSO.get(section, "unknown key")), facts[key], facts)
-    except (ValueError, TypeError, OverflowError) as error:
-        problems.append(f"{key}: {error}")
-        return {}, ""
+    notes: list[Note] = []
+    values: dict[str, Any] = {"launch": {}, "plan": {}}
+    problems: list[str] = []
+    for key, value in facts.items():
+        try:
+            sets, text = _outcome(key, value, facts)
+        except (ValueError, TypeError, OverflowError) as error:
+            problems.append(f"{key}: {error}")
+            continue
+        for path, result in sets.items():
+            values = _added(values, path, result)
+        if text:
+            notes.append(Note(key=key, value=value, text=text))
+    if problems:
+        raise PlanError("\n".join(problems))
+    _complete(values["launch"], values["plan"], facts, notes)
+    launch_config(values)
+    return Converted(values=values, notes=tuple(notes))
 
 
 def _flat(data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -161,34 +130,42 @@ def _flat(data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield str(key), value
 
 
-def _added(sections: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+def _outcome(key: str, value: Any, facts: Facts) -> tuple[Sets, str]:
+    """What a key sets, and the note on it; empty if there is nothing to say.
+
+    Raises:
+        ValueError, TypeError, OverflowError: the value is none of this key.
+    """
+    section, _, name = key.rpartition(".")
+    kind, rule = facts["distributed_type"], RULES.get(key)
+    unset = (None, "", [], {}) if rule else (None, "", [], {}, False, "no")
+    unused = section == "dynamo" and str(facts.get("dynamo.backend", "NO")).upper() == "NO"
+    if key == "distributed_type" or value in unset or unused or _USUAL.get(key) == value:
+        return {}, ""
+    if _ONLY.get(section, kind) != kind:
+        return {}, f"not used under {kind}"
+    found = None if rule is None else rule(value, facts)
+    if found is None:
+        prefix = f"{section}_" if section in ("fsdp", "dynamo", "megatron_lm", "fp8") else ""
+        text = hint(f"{prefix}{name}", at="file") or hint(name, at="file")
+        return {}, text.strip().rstrip(".") or "it has no counterpart"
+    return found if isinstance(found, tuple) else (found, "")
+
+
+def _added(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """Set a value; lists from several keys are concatenated."""
     section, _, name = path.partition(".")
-    before = sections.get(section, {}).get(name)
+    before = values[section].get(name)
     if isinstance(before, list) and isinstance(value, list):
         value = [*before, *value]
-    return put(sections, path, value)
+    return put(values, path, value)
 
 
-def _megatron(facts: Facts) -> dict[str, Any]:
-    """The strategy that corresponds to Megatron-LM's axes and its distributed optimizer."""
-    tensor, pipeline = degree("tp_degree", facts), degree("pp_degree", facts)
-    sharded = truth(facts.get("megatron_lm.use_distributed_optimizer") or False)
-    stage: dict[str, Any] = {"kind": "fsdp", "mode": "grads_and_optimizer" if sharded else "none"}
-    if tensor > 1:
-        along = truth(facts.get("megatron_lm.sequence_parallelism") or False)
-        stage["tensor"] = {"sequence": True} if along else {}
-    if pipeline == 1:
-        return stage if sharded or tensor > 1 else {"kind": "ddp"}
-    parts = facts.get("megatron_lm.num_micro_batches")
-    staged = {"kind": "pp", **({"microbatches": whole(parts)} if parts else {})}
-    return {**staged, "stages": stage} if sharded or tensor > 1 else staged
-
-
-def _typed(sections: dict[str, Any], kind: str) -> tuple[dict[str, Any], list[Note]]:
-    """Apply the distributed_type itself."""
-    notes: list[Note] = []
-    plan, launch = dict(sections.get("plan", {})), dict(sections.get("launch", {}))
+def _complete(
+    launch: dict[str, Any], plan: dict[str, Any], facts: Facts, notes: list[Note]
+) -> None:
+    """Complete the strategy, and leave out what the kind of launch does not have, in place."""
+    kind = facts["distributed_type"]
     if kind == "MULTI_CPU":
         launch["cpu"] = True
     if launch.get("cpu") and "gpus" in launch:
@@ -198,13 +175,30 @@ def _typed(sections: dict[str, Any], kind: str) -> tuple[dict[str, Any], list[No
         text = "describe tensor and pipeline parallelism with plan.mesh and a strategy that uses it"
         notes.append(Note(key="distributed_type", value=kind, text=text))
     if kind in ("XLA", "TPU"):
-        notes += _on_tpu(launch, plan)
-    elif kind != "MEGATRON_LM":
-        notes += _sharded(plan, kind)
-    return {"launch": launch, "plan": plan}, notes
+        _on_tpu(launch, plan, notes)
+    elif kind == "MEGATRON_LM":
+        plan["strategy"] = _megatron(facts)
+    else:
+        _sharded(plan, kind, notes)
+    launcher = LAUNCHERS[launch.get("launcher", "native")]
+    known = attrs.fields_dict(launcher.options) if launcher.options else {}
+    _keep(launch.get("options", {}), known, "launch.options", notes, launcher.name)
+    if not launch.get("options", True):
+        del launch["options"]
+    set_by_some = ("node_rank", "main_address", "main_port", "rendezvous", "bind")
+    fields = {name for name in launch if name not in set_by_some or name in launcher.uses}
+    _keep(launch, fields, "launch", notes, launcher.name)
 
 
-def _sharded(plan: dict[str, Any], kind: str) -> list[Note]:
+def _keep(table: dict[str, Any], names: Any, path: str, notes: list[Note], user: str) -> None:
+    """Leave out the entries of a table that have other names, in place, with a note on each."""
+    for name in [name for name in table if name not in names]:
+        text = f"{user} has no such setting, or sets it itself"
+        if (value := table.pop(name)) != 1:
+            notes.append(Note(key=f"{path}.{name}", value=value, text=text))
+
+
+def _sharded(plan: dict[str, Any], kind: str, notes: list[Note]) -> None:
     """Complete the strategy of a plan in place."""
     strategy, mesh = dict(plan.pop("strategy", {})), plan.get("mesh", {})
     if kind == "DEEPSPEED":
@@ -212,95 +206,323 @@ def _sharded(plan: dict[str, Any], kind: str) -> list[Note]:
             strategy["tensor_parallel"] = mesh["tensor"]
         if plan.pop("context", None) is not None:
             strategy["sequence_parallel"] = mesh["context"]
-    if kind in _KINDS:
-        plan["strategy"] = {"kind": _KINDS[kind], **strategy}
+    if kind in ("FSDP", "DEEPSPEED"):
+        plan["strategy"] = {"kind": kind.lower(), **strategy}
     elif "tensor" in strategy or mesh.get("shard"):
         mode = {} if mesh.get("shard") else {"mode": "none"}
         plan["strategy"] = {"kind": "fsdp", **mode, **strategy}
-    elif strategy:
-        text = "applies to sharded parameters; set plan.strategy.kind = 'fsdp' to use it"
-        return [
-            Note(key=f"strategy.{key}", value=value, text=text) for key, value in strategy.items()
-        ]
-    return []
+    else:
+        _keep(strategy, (), "plan.strategy", notes, "a strategy that does not shard")
 
 
-def _on_tpu(launch: dict[str, Any], plan: dict[str, Any]) -> list[Note]:
-    """Change a launch and a plan in place to what TPUs support."""
+def _megatron(facts: Facts) -> dict[str, Any]:
+    """The strategy that corresponds to Megatron-LM's axes and its distributed optimizer."""
+    tensor, pipeline = _degree("tp_degree", facts), _degree("pp_degree", facts)
+    sharded = _truth(facts.get("megatron_lm.use_distributed_optimizer") or False)
+    stage: dict[str, Any] = {"kind": "fsdp", "mode": "grads_and_optimizer" if sharded else "none"}
+    if tensor > 1:
+        along = _truth(facts.get("megatron_lm.sequence_parallelism") or False)
+        stage["tensor"] = {"sequence": True} if along else {}
+    if pipeline == 1:
+        return stage if sharded or tensor > 1 else {"kind": "ddp"}
+    parts = facts.get("megatron_lm.num_micro_batches")
+    staged = {"kind": "pp", **({"microbatches": _whole(parts)} if parts else {})}
+    return {**staged, "stages": stage} if sharded or tensor > 1 else staged
+
+
+def _on_tpu(launch: dict[str, Any], plan: dict[str, Any], notes: list[Note]) -> None:
+    """Change a launch and a plan in place to what TPUs support.
+
+    One process on each host drives all of its chips, which split data and parameters only.
+    """
     launch.setdefault("launcher", "tpu")
-    dropped = [
-        *((launch, f"launch.{name}", why) for name, why in _NOT_ON_TPUS["launch"].items()),
-        *((plan, f"plan.{name}", why) for name, why in _NOT_ON_TPUS["plan"].items()),
-    ]
-    axes = dict(plan.get("mesh", {}))
-    mesh = {name: axes.pop(name) for name in ("replicate", "shard") if name in axes}
-    notes = [
-        Note(key=path, value=value, text=why)
-        for part, path, why in dropped
-        if (value := part.pop(path.partition(".")[2], 1)) != 1
-    ]
-    notes += [
-        Note(key=f"plan.mesh.{axis}", value=size, text="TPUs split data and parameters only")
-        for axis, size in axes.items()
-    ]
+    _keep(launch, set(launch) - _NOT_ON_TPUS, "launch", notes, "a TPU")
+    _keep(plan, set(plan) - _NOT_ON_TPUS, "plan", notes, "a TPU")
+    if "mesh" in plan:
+        plan["mesh"] = dict(plan["mesh"])
+        _keep(plan["mesh"], ("replicate", "shard"), "plan.mesh", notes, "a TPU")
     if plan.get("precision", "fp32") not in ("fp32", "bf16"):
         text = "TPUs compute in bf16"
         notes.append(Note(key="mixed_precision", value=plan["precision"], text=text))
         plan["precision"] = "bf16"
-    plan.pop("mesh", None)
-    plan.update({"strategy": {"kind": "xla"}, **({"mesh": mesh} if mesh else {})})
-    return notes
+    plan["strategy"] = {"kind": "xla"}
 
 
-_ONE_PROCESS = "one process on each host drives all of its chips"
-_NOT_ON_TPUS = {
-    "launch": {
-        "ranks": _ONE_PROCESS,
-        "nodes": _ONE_PROCESS,
-        "cpu": "does not apply to TPUs",
-        "gpus": "does not apply to TPUs",
-        "bind": "does not apply to TPUs",
-    },
-    "plan": {
-        "strategy": "parameters are sharded over plan.mesh.shard",
-        "compile": "torch_xla compiles what it traces",
-        "context": "TPUs split data and parameters only",
-    },
+_NOT_ON_TPUS = {"ranks", "nodes", "cpu", "gpus", "bind", "strategy", "compile", "context"}
+
+
+# Values, of which YAML may contain numbers and booleans as strings.
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"expected an integer, found {shown(value)}")
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"expected a number, found {shown(value)}")
+    return float(value)
+
+
+def _truth(value: Any) -> bool:
+    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if isinstance(value, list | dict) or str(value).lower() not in known:
+        raise ValueError(f"expected yes or no, found {shown(value)}")
+    return known[str(value).lower()]
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise ValueError(f"expected a string, found {shown(value)}")
+    return str(value)
+
+
+def _lower(value: Any) -> str:
+    return _text(value).lower()
+
+
+def _words(value: Any) -> list[str]:
+    """A list of strings, or one string with commas."""
+    entries = value if isinstance(value, list) else _text(value).split(",")
+    return [_text(entry).strip() for entry in entries if str(entry).strip()]
+
+
+def _to(path: str, read: Callable[[Any], Any]) -> Rule:
+    return lambda value, _: {path: read(value)}
+
+
+def _if(path: str, result: Any = True) -> Rule:  # noqa: FBT002 - the value of a field
+    """A rule for a boolean, which sets nothing if false."""
+    return lambda value, _: {path: result} if _truth(value) else {}
+
+
+def _sized(axis: str, also: Sets | None = None) -> Rule:
+    """A rule for the size of a mesh axis, with what uses the axis in a plan."""
+    return lambda value, _: (
+        {f"plan.mesh.{axis}": _whole(value), **(also or {})} if _whole(value) > 1 else {}
+    )
+
+
+def _degree(key: str, facts: Facts) -> int:
+    """Ranks of one of Megatron-LM's axes."""
+    return max(1, _whole(facts.get(f"megatron_lm.{key}") or 1))
+
+
+def _ranks(value: Any, facts: Facts) -> Sets | tuple[Sets, str] | None:
+    total, nodes = _whole(value), max(1, _whole(facts.get("num_machines") or 1))
+    if total < 1:
+        return None
+    uneven = f"{total} ranks do not divide evenly over {nodes} nodes; launch.ranks is per node"
+    return {"launch.ranks": -(-total // nodes)}, uneven if total % nodes else ""
+
+
+def _rendezvous(value: Any, facts: Facts) -> Sets | None:
+    if _whole(facts.get("num_machines") or 1) < 2:
+        return {}
+    return {"launch.rendezvous": value} if value in ("static", "c10d") else None
+
+
+def _fsdp_mode(value: Any, _: Facts) -> Sets | tuple[Sets, str] | None:
+    word = str(value).upper()
+    for mode, plain, hybrid in (
+        ("full", ("FULL_SHARD", "1", "TRUE"), ("HYBRID_SHARD", "4")),
+        ("grads_and_optimizer", ("SHARD_GRAD_OP", "2", "FALSE"), ("HYBRID_SHARD_ZERO2", "5")),
+        ("none", ("NO_SHARD", "3"), ()),
+    ):
+        if word in (*plain, *hybrid):
+            note = "set plan.strategy.shard to the ranks of a node" if word in hybrid else ""
+            return {"plan.strategy.mode": mode}, note
+    return None
+
+
+def _recompute(value: Any, facts: Facts) -> Sets | None:
+    blocks = facts.get("fsdp.transformer_layer_cls_to_wrap")
+    if not _truth(value):
+        return {}
+    return {"plan.recompute": _words(blocks)} if blocks else None
+
+
+def _offload(field: str) -> Rule:
+    known = {"none": {}, **{name: {f"plan.strategy.{field}": name} for name in ("cpu", "nvme")}}
+    return lambda value, _: known.get(_lower(value))
+
+
+_RECIPES = {"te": "te", "ao": "float8", "torchao": "float8", "msamp": "float8"}
+
+
+def _uses_fp8(facts: Facts) -> bool:
+    """Whether the plan computes in fp8: DeepSpeed's engine does not."""
+    chosen = str(facts.get("mixed_precision", "")).upper() == "FP8"
+    return chosen and facts["distributed_type"] != "DEEPSPEED"
+
+
+def _mixed_precision(value: Any, facts: Facts) -> Sets | tuple[Sets, str] | None:
+    name = _lower(value)
+    if name == "fp8" and not _uses_fp8(facts):
+        return {"plan.precision": "bf16"}, "DeepSpeed computes in bf16 instead"
+    if name == "fp8":
+        return {"plan.precision.compute": "fp8"}
+    known = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+    return {"plan.precision": known[name]} if name in known else None
+
+
+def _fp8_backend(value: Any, facts: Facts) -> Sets | tuple[Sets, str] | None:
+    recipe = _RECIPES.get(_lower(value))
+    if recipe is None or not _uses_fp8(facts):
+        return None
+    note = "MS-AMP is no longer maintained; torchao's float8 is used instead"
+    return {"plan.precision.recipe.kind": recipe}, note if _lower(value) == "msamp" else ""
+
+
+def _fp8(recipe: str, name: str, read: Callable[[Any], Any]) -> Rule:
+    """A rule for a key of the fp8 section that one kind of recipe has."""
+    path = "plan.precision.recipe"
+
+    def rule(value: Any, facts: Facts) -> Sets | None:
+        chosen = _RECIPES.get(str(facts.get("fp8.backend", "AO")).lower())
+        gathers = name != "gather" or facts["distributed_type"] == "FSDP"
+        if not _uses_fp8(facts) or chosen != recipe or not gathers or _is_e5m2(name, value):
+            return None
+        return {f"{path}.kind": recipe, f"{path}.{name}": read(value)}
+
+    return rule
+
+
+def _is_e5m2(name: str, value: Any) -> bool:
+    return name == "format" and _lower(value) == "e5m2"  # no recipe trains in it alone
+
+
+def _ipex(value: Any, _: Facts) -> tuple[Sets, str]:
+    text = "IPEX is archived; use plan.precision and plan.compile with torch's own CPU and XPU"
+    return {}, text if _truth(value) else ""
+
+
+_O, _S = "launch.options", "plan.strategy"
+# Arguments of SageMaker's estimator, and the option for each.
+_ESTIMATOR: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "use_spot_instances": ("spot", _truth),
+    "max_run": ("max_run_s", _whole),
+    **{name: (name, _text) for name in ("output_path", "source_dir", "base_job_name", "image_uri")},
 }
 
 
-def _fitting(raw: Converted) -> tuple[dict[str, dict[str, Any]], list[Note]]:
-    """The part that this version and the chosen launcher support, and notes on the rest."""
-    notes: list[Note] = []
-    plan: dict[str, Any] = dict(raw.values["plan"])
-    launch: dict[str, Any] = dict(raw.values["launch"])
-    if strategy := plan.pop("strategy", None):
-        tags = {attrs.fields_dict(config)["kind"].default: config for config in strategies()}
-        text = f"the strategy {strategy['kind']!r} of this version has no such field"
-        if fit := _known(strategy, tags.get(strategy["kind"]), "plan.strategy", text, notes):
-            plan["strategy"] = fit
-    launcher = LAUNCHERS[launch.get("launcher", "native")]
-    text = f"the launcher {launcher.name} has no such option"
-    options = launch.pop("options", {})
-    if fit := _known(options, launcher.options, "launch.options", text, notes):
-        launch["options"] = fit
-    for name in [name for name in _UNCOMMON if name in launch and name not in launcher.uses]:
-        text = f"the launcher {launcher.name} sets this itself"
-        notes.append(Note(key=f"launch.{name}", value=launch.pop(name), text=text))
-    return {"launch": launch, "plan": plan}, notes
+def _estimator_arguments(value: Any, _: Facts) -> tuple[Sets, str]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected a table, found {shown(value)}")
+    sets = {
+        f"{_O}.{option}": convert(value[name])
+        for name, (option, convert) in _ESTIMATOR.items()
+        if value.get(name) is not None
+    }
+    others = ", ".join(str(name) for name in value if name not in _ESTIMATOR)
+    return sets, f"not passed on: {others}" if others else ""
 
 
-def _known(
-    data: Mapping[str, Any], record: type | None, at: str, text: str, notes: list[Note]
-) -> dict[str, Any]:
-    fields = attrs.fields_dict(record) if record else {}
-    notes += [
-        Note(key=f"{at}.{name}", value=value, text=text)
-        for name, value in data.items()
-        if name not in fields
-    ]
-    return {name: value for name, value in data.items() if name in fields}
-
-
-# Fields of a launch that some launchers set themselves.
-_UNCOMMON = ("node_rank", "main_address", "main_port", "rendezvous", "bind")
+RULES: Mapping[str, Rule] = {
+    "compute_environment": lambda value, _: (
+        {"launch.launcher": "sagemaker"} if str(value).upper() == "AMAZON_SAGEMAKER" else {}
+    ),
+    "num_processes": _ranks,
+    "num_machines": _to("launch.nodes", _whole),
+    "machine_rank": _to("launch.node_rank", _whole),
+    "main_process_ip": _to("launch.main_address", _text),
+    "main_process_port": _to("launch.main_port", _whole),
+    "rdzv_backend": _rendezvous,
+    "gpu_ids": lambda value, _: (
+        {} if str(value).upper() == "ALL" else {"launch.gpus": _words(value)}
+    ),
+    "fp16": _if("plan.precision", "fp16"),
+    "use_cpu": _if("launch.cpu"),
+    "enable_cpu_affinity": _if("launch.bind", "node"),
+    "num_cpu_threads_per_process": _to("launch.threads", _whole),
+    "downcast_bf16": _if("launch.env", ["XLA_DOWNCAST_BF16=1"]),
+    "tpu_use_cluster": _if("launch.launcher", "tpu-pod"),
+    "tpu_name": _to(f"{_O}.name", _text),
+    "tpu_zone": _to(f"{_O}.zone", _text),
+    "tpu_use_sudo": _if(f"{_O}.sudo"),
+    "tpu_env": _to("launch.env", _words),
+    "commands": _to(f"{_O}.setup", _words),
+    "fsdp.sharding_strategy": _fsdp_mode,
+    "fsdp.reshard_after_forward": _fsdp_mode,
+    "fsdp.offload_params": _if(f"{_S}.offload"),
+    "fsdp.cpu_offload_pin_memory": _to(f"{_S}.pin", _truth),
+    "fsdp.auto_wrap_policy": lambda value, _: None if str(value).upper() == "NO_WRAP" else {},
+    "fsdp.transformer_layer_cls_to_wrap": _to(f"{_S}.wrap", _words),
+    "fsdp.min_num_params": lambda value, _: (
+        {f"{_S}.min_params": int(_number(value))} if _number(value) >= 1 else {}
+    ),
+    "fsdp.forward_prefetch": _if(f"{_S}.forward_prefetch", 1),
+    "fsdp.activation_checkpointing": _recompute,
+    "deepspeed.deepspeed_config_file": _to(f"{_S}.config", _text),
+    "deepspeed.zero_stage": _to(f"{_S}.stage", _whole),
+    "deepspeed.offload_optimizer_device": _offload("offload_optimizer"),
+    "deepspeed.offload_param_device": _offload("offload_parameters"),
+    "deepspeed.offload_optimizer_nvme_path": _to(f"{_S}.nvme_path", _text),
+    "deepspeed.offload_param_nvme_path": _to(f"{_S}.nvme_path", _text),
+    "deepspeed.gradient_accumulation_steps": _to("plan.accumulate", _whole),
+    "deepspeed.gradient_clipping": _to("plan.clip_norm", _number),
+    "deepspeed.zero3_save_16bit_model": _if(f"{_S}.gather_16bit_weights"),
+    "deepspeed.deepspeed_moe_layer_cls_names": _to(f"{_S}.leaf_modules", _words),
+    "deepspeed.deepspeed_multinode_launcher": lambda value, _: {
+        "STANDARD": {},
+        "SLURM": {"launch.launcher": "slurm"},
+    }.get(_text(value).upper()),
+    "dynamo.backend": _to("plan.compile.backend", _lower),
+    "dynamo.mode": lambda value, _: (
+        {} if value == "default" else {"plan.compile.mode": _text(value)}
+    ),
+    "dynamo.use_fullgraph": _if("plan.compile.fullgraph"),
+    "dynamo.use_dynamic": _if("plan.compile.dynamic"),
+    "ipex.ipex": _ipex,
+    "ipex.use_xpu": _ipex,
+    "mpirun.mpirun_hostfile": lambda value, _: (
+        {"launch.launcher": "mpi", f"{_O}.hostfile": _text(value)}
+    ),
+    "mpirun.mpirun_ccl": lambda value, _: (
+        {f"{_O}.ccl_workers": _whole(value)} if _whole(value) > 1 else {}
+    ),
+    "parallelism.dp_replicate_size": _sized("replicate"),
+    "parallelism.dp_shard_size": _sized("shard"),
+    "parallelism.tp_size": _sized("tensor", {f"{_S}.tensor": {}}),
+    "parallelism.cp_size": _sized("context", {"plan.context": {}}),
+    "parallelism.sp_size": _sized("context", {"plan.context": {}}),
+    "megatron_lm.tp_degree": _sized("tensor"),
+    "megatron_lm.pp_degree": _sized("pipeline"),
+    "megatron_lm.context_parallel_size": _sized("context", {"plan.context": {}}),
+    # Under pipeline parallelism, the strategy sets them.
+    "megatron_lm.num_micro_batches": lambda value, facts: (
+        {"plan.accumulate": _whole(value)} if _degree("pp_degree", facts) == 1 else {}
+    ),
+    "megatron_lm.gradient_clipping": lambda value, _: (
+        {"plan.clip_norm": _number(value)} if _number(value) > 0 else {}
+    ),
+    "megatron_lm.sequence_parallelism": lambda value, facts: (
+        None if _truth(value) and _degree("tp_degree", facts) == 1 else {}
+    ),
+    "megatron_lm.use_distributed_optimizer": lambda value, _: {},
+    "ec2_instance_type": _to(f"{_O}.instance_type", _text),
+    "iam_role_name": _to(f"{_O}.role", _text),
+    "image_uri": _to(f"{_O}.image_uri", _text),
+    "base_job_name": _to(f"{_O}.base_job_name", _text),
+    "pytorch_version": _to(f"{_O}.framework_version", _text),
+    "py_version": _to(f"{_O}.py_version", _text),
+    "additional_args": _estimator_arguments,
+    "mixed_precision": _mixed_precision,
+    "fp8.backend": _fp8_backend,
+    "fp8.format": _fp8("te", "format", _lower),
+    "fp8.margin": _fp8("te", "margin", _whole),
+    "fp8.amax_history_length": _fp8("te", "history", _whole),
+    "fp8.amax_history_len": _fp8("te", "history", _whole),
+    "fp8.amax_compute_algorithm": _fp8("te", "amax", _lower),
+    "fp8.amax_compute_algo": _fp8("te", "amax", _lower),
+    "fp8.use_autocast_during_eval": _fp8("te", "evaluate", _truth),
+    "fp8.use_mxfp8_block_scaling": _fp8(
+        "te", "scaling", lambda value: "mxfp8" if _truth(value) else "delayed"
+    ),
+    "fp8.enable_fsdp_float8_all_gather": _fp8(
+        "float8", "gather", lambda value: "fp8" if _truth(value) else "plan"
+    ),
+    "fp8.pad_inner_dim": _fp8("float8", "pad", _truth),
+}

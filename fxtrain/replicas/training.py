@@ -246,69 +246,45 @@ class _Run:
 
         None if this replica has joined where the others ended.
         """
-        return self._together(members) if self.rounds is None else self._alone(members, self.rounds)
-
-    def _together(self, members: Members) -> Update:
-        attempts = 0
-        while True:
-            attempts += 1
-            members.gather(self.position.updates, self.position.updates + 1)
-            self.model.strategy.begin(self.model)
-            totals, batch = self._gradients(members)
-            totals = self._sum_gradients(totals, members)
-            if members.commit():
-                break
-        history = zlib.crc32(totals.cpu().numpy().tobytes())
-        loss, weight, bad, _ = totals.tolist()
-        applied, grad_norm = self._apply(batch, weight, members, bad=bad > 0)
-        self.progress = attrs.evolve(self.progress, history=history)
-        return self._update(
-            members,
-            loss=loss / weight if weight else math.nan,
-            grad_norm=grad_norm,
-            applied=applied,
-            healed=self._was_healed(),
-            attempts=attempts,
-        )
-
-    def _update(self, members: Members, **values: Any) -> Update:
-        """What is reported of an update after which this replica stands where it stands."""
-        return Update(
-            position=self.position,
-            updates=self.position.updates,
-            live=members.live,
-            index=members.index,
-            **values,
-        )
-
-    def _alone(self, members: Members, rounds: Rounds) -> Update | None:
-        """An update of this replica, and the averages that are due after it."""
-        if not self.met:
+        rounds = self.rounds
+        if rounds is not None and not self.met:
             self._meet(members, rounds)
             self.met = True
             if self.position.updates >= rounds.updates:
                 return None
-        healed = self._was_healed()
-        self.model.strategy.begin(self.model)
-        totals, batch = self._gradients(members)
+        attempts = 0
+        while True:
+            attempts += 1
+            if rounds is None:
+                members.gather(self.position.updates, self.position.updates + 1)
+            self.model.strategy.begin(self.model)
+            totals, batch = self._gradients(members)
+            if rounds is not None:
+                break
+            totals = self._sum_gradients(totals, members)
+            if members.commit():
+                break
+        healed, self.healed = self.healed, False
         loss, weight, bad, rows = totals.tolist()
         applied, grad_norm = self._apply(batch, weight, members, bad=bad > 0)
-        rounds.count(weight, rows)
-        update = self._update(
-            members,
+        met: dict[str, Any] = {}
+        if rounds is None:
+            history = zlib.crc32(totals.cpu().numpy().tobytes())
+            self.progress = attrs.evolve(self.progress, history=history)
+        else:
+            rounds.count(weight, rows)
+            if rounds.meets_at(self.position):
+                met = self._meet(members, rounds)
+        # Healed where replicas meet, it is where the others are, and has no update of its own.
+        return Update(
             loss=loss / weight if weight else math.nan,
             grad_norm=grad_norm,
             applied=applied,
+            position=self.position,
+            updates=self.position.updates,
             healed=healed,
-            attempts=1,
+            **{"live": members.live, "index": members.index, "attempts": attempts, **met},
         )
-        if rounds.meets_at(self.position):
-            met = self._meet(members, rounds)
-            # Healed here, it is where the others are, and has no update of its own to tell of.
-            update = attrs.evolve(
-                update, position=self.position, updates=self.position.updates, **met
-            )
-        return update
 
     def _meet(self, members: Members, rounds: Rounds) -> dict[str, Any]:
         """Gather the replicas, and average what is due over those that are there."""
@@ -329,17 +305,7 @@ class _Run:
         samples = self.position.samples
         lost = samples - self.progress.samples - round(rows)
         self.progress = attrs.evolve(self.progress, averaged=True, history=history, samples=samples)
-        return {
-            "averaged": averaged,
-            "lost": lost,
-            "attempts": attempts,
-            "live": members.live,
-            "index": members.index,
-        }
-
-    def _was_healed(self) -> bool:
-        healed, self.healed = self.healed, False
-        return healed
+        return {"averaged": averaged, "lost": lost, "attempts": attempts}
 
     def _gradients(self, members: Members) -> tuple[Tensor, Batch]:
         """Compute the gradients of this replica's parts of the update, as sums over their rows.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint.folders import CheckpointInfo, RetentionRule, to_prune
+from fxtrain.checkpoint.folders import CheckpointInfo, to_prune
 from fxtrain.checkpoint.manifest import MANIFEST, digest_of
 
 DATA = "rank-00000.safetensors"
@@ -221,8 +221,8 @@ def test_the_highest_order_leaves_a_folder_that_can_be_saved_into(run, tmp_path)
 @given(
     orders=st.lists(st.integers(1, 5), min_size=1, max_size=8),
     damaged=st.sets(st.integers(0, 7)),
-    keep=st.builds(
-        RetentionRule, last=KEEP, every=KEEP, best=KEEP, mode=st.sampled_from(["min", "max"])
+    keep=st.fixed_dictionaries(
+        {"last": KEEP, "every": KEEP, "best": KEEP, "mode": st.sampled_from(["min", "max"])}
     ),
     data=st.data(),
 )
@@ -236,12 +236,12 @@ def test_whatever_the_rule_the_new_one_and_as_many_as_asked_for_stay(orders, dam
         )
         for number, updates in enumerate(orders)
     ]
-    gone = to_prune(found, keep, ("here", 1))
+    gone = to_prune(found, ("here", 1), **keep)
     assert found[-1].name not in gone and len(set(gone)) == len(gone)
     kept = {one.updates for one in found if one.name not in gone and not one.problems}
     whole = {one.updates for one in found if not one.problems}
-    assert len(kept) >= min(keep.last or 1, len(whole))
-    if keep.every is not None:
-        assert kept >= {updates for updates in whole if updates % keep.every == 0}
-    if keep == RetentionRule(mode=keep.mode):
+    assert len(kept) >= min(keep["last"] or 1, len(whole))
+    if keep["every"] is not None:
+        assert kept >= {updates for updates in whole if updates % keep["every"] == 0}
+    if keep["last"] is keep["every"] is keep["best"] is None:
         assert kept == whole

@@ -8,7 +8,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.checkpoint import saving
 from fxtrain.checkpoint.folder_lock import acquire, this_process
-from fxtrain.checkpoint.folders import CheckpointInfo, RetentionRule, to_prune
+from fxtrain.checkpoint.folders import CheckpointInfo, to_prune
 from fxtrain.checkpoint.storage import open_storage
 from tests.checkpoint._owners import elsewhere, ended
 
@@ -116,7 +116,7 @@ def test_a_damaged_manifest_stays_while_another_run_may_have_written_it(who):
         CheckpointInfo(name="update-0000000002", order=None, problems=("changed",)),
         CheckpointInfo(name="update-0000000003", order=2),
     ]
-    gone = to_prune(found, RetentionRule(last=1), _number(this_process))
+    gone = to_prune(found, _number(this_process), last=1)
     assert gone == ([] if who is elsewhere else ["update-0000000001", "update-0000000002"])
 
 

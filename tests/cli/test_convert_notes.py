@@ -12,7 +12,7 @@ def test_a_stage_3_config_names_the_block_in_which_a_model_is_made():
     (note,) = [
         note for note in convert_accelerate(DEEPSPEED).notes if note.key.endswith("zero3_init_flag")
     ]
-    assert "with fx.zero_init(ctx, plan)" in note.text
+    assert "fx.zero_init(ctx, plan)" in note.text
 
 
 def test_without_a_source_it_is_the_one_that_accelerate_wrote(tmp_path, monkeypatch, capsys):
@@ -26,22 +26,14 @@ def test_without_a_source_it_is_the_one_that_accelerate_wrote(tmp_path, monkeypa
     assert read_launch_file("fxtrain.toml").plan.accumulate == 2
 
 
-def test_what_replaces_libraries_without_maintenance():
-    sections = {"fp8_config": {"backend": "MSAMP"}, "ipex_config": {"ipex": True}}
-    old = {**ONE, "distributed_type": "NO", **sections}
-    notes = {note.key: note.text for note in convert_accelerate(old).notes}
-    assert "fx.Float8" in notes["fp8.backend"]
-    assert "torchao.optim.AdamWFp8" in notes["fp8.backend"]
-    assert "Use torch itself" in notes["ipex.ipex"]
-
-
-def test_notes_of_fp8_say_what_becomes_of_a_setting():
-    section = {"backend": "TE", "fp8_format": "E5M2", "interval": 1, "opt_level": "O1"}
+def test_notes_say_what_becomes_of_a_setting():
+    section = {"backend": "MSAMP", "override_linear_precision": [True], "opt_level": "O1"}
     old = {**ONE, "distributed_type": "NO", "mixed_precision": "fp8", "fp8_config": section}
     notes = {note.key: note.text for note in convert_accelerate(old).notes}
-    assert "hybrid is used instead" in notes["fp8.format"]
-    assert "no longer has this setting" in notes["fp8.interval"]
+    assert "torchao's float8 is used instead" in notes["fp8.backend"]
+    assert "ignores it" in notes["fp8.override_linear_precision"]
     assert "MS-AMP is no longer maintained" in notes["fp8.opt_level"]
-    unknown = {**old, "fp8_config": {"backend": "FOO"}}
+    unknown = {**old, "fp8_config": {"backend": "FOO"}, "no_such_key": 1}
     notes = {note.key: note.text for note in convert_accelerate(unknown).notes}
-    assert "unknown backend" in notes["fp8.backend"]
+    assert "plan.precision.recipe" in notes["fp8.backend"]
+    assert notes["no_such_key"] == "it has no counterpart"

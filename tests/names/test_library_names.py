@@ -8,7 +8,7 @@ import pytest
 import fxtrain as fx
 from docs._sphinx.site_names import with_names
 from fxtrain._other_names import call_hint, other_names, setting
-from fxtrain.interop.accelerate_rules import RULES
+from fxtrain.interop.accelerate_config import RULES
 from fxtrain.launchers import LaunchSpec
 from tests.names._library_names import installed_names, snapshot
 
