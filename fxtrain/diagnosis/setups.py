@@ -39,7 +39,7 @@ _CHIPS = 4  # of a TPU host, where the mesh leaves it open
 _WIDTH = 256
 
 
-def setup_problems(spec: LaunchSpec, plan: Plan) -> tuple[str, ...]:
+def launch_file_problems(config: LaunchConfig) -> tuple[str, ...]:
     """Why `fxtrain launch --dry` would not start this launch, or `fx.wrap` refuse its plan.
 
     What depends on the model is not checked: classes and names of modules, sizes of layers. Nor is
@@ -48,26 +48,20 @@ def setup_problems(spec: LaunchSpec, plan: Plan) -> tuple[str, ...]:
     Effects:
         Inspects this machine as `--dry` does. Reads the config of a DeepSpeed plan.
     """
+    spec, plan = config.launch, config.plan
+    if "ranks" not in config.values["launch"]:
+        spec = attrs.evolve(spec, ranks=default_ranks(spec))
     try:
         prepare(spec)
     except LaunchError as error:
         return (f"launch: {error.message}",)
     try:
-        ctx = planned_context(spec, plan)
-        problems = plan_problems(ctx, plan)
+        problems = plan_problems(planned_context(spec, plan), plan)
     except MissingPackageError:
         return ()
     except FxError as error:
         problems = tuple(error.message.splitlines())
     return tuple(f"plan: {problem}" for problem in problems)
-
-
-def launch_file_problems(config: LaunchConfig) -> tuple[str, ...]:
-    """`setup_problems` of a launch file."""
-    spec = config.launch
-    if "ranks" not in config.values["launch"]:
-        spec = attrs.evolve(spec, ranks=default_ranks(spec))
-    return setup_problems(spec, config.plan)
 
 
 def planned_context(spec: LaunchSpec, plan: Plan) -> DistContext:

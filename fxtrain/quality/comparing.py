@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from fxtrain import _tree, ops
 from fxtrain._display import counted, describe
+from fxtrain._record import record
 from fxtrain.backends import unwrap, wrap
 from fxtrain.data import shard
 from fxtrain.errors import DataError, PlanError
@@ -24,7 +25,7 @@ from fxtrain.state import DistContext, Plan, Wrapped
 from fxtrain.state.context import check_connected
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@record
 class Case:
     """A model and data on which plans are compared.
 
@@ -115,7 +116,6 @@ class Comparison:
     plans: tuple[Compared, ...]
 
 
-_KINDS = ("values", "logits", "embeddings")
 _OUTPUTS = ""  # the name of the model's own outputs
 # By module: sums of squares of the difference and of the reference, and the largest difference.
 _Sums = dict[str, tuple[float, float, float]]
@@ -184,8 +184,6 @@ def compare(
 
 def _check(case: Case, ctx: DistContext, updates: int) -> None:
     check_connected("quality.compare", ctx)
-    if case.outputs not in _KINDS:
-        raise PlanError(f"Case(outputs={case.outputs!r}): choose one of {', '.join(_KINDS)}.")
     if updates and (case.loss is None or case.optimizer is None):
         raise PlanError(
             f"quality.compare(updates={updates}): the case has no "

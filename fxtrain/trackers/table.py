@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any
 
 from fxtrain._optional import installed_rows
@@ -23,18 +24,8 @@ from fxtrain.trackers.terminal import TERMINAL
 from fxtrain.trackers.tracker import Tracker
 
 TRACKERS = (
-    JSON_LINES,
-    TERMINAL,
-    TENSORBOARD,
-    WANDB,
-    TRACKIO,
-    COMET,
-    AIM,
-    MLFLOW,
-    CLEARML,
-    DVCLIVE,
-    SWANLAB,
-)
+    JSON_LINES, TERMINAL, TENSORBOARD, WANDB, TRACKIO, COMET, AIM, MLFLOW, CLEARML, DVCLIVE, SWANLAB
+)  # fmt: skip
 
 
 def trackers() -> dict[type, Tracker]:
@@ -44,8 +35,7 @@ def trackers() -> dict[type, Tracker]:
     `fxtrain.trackers.Tracker`.
 
     Raises:
-        PlanError: an entry point loads something else or a tracker without a config type, or two
-            trackers share one.
+        PlanError: an entry point loads something else, or two trackers share a config type.
 
     Example:
         >>> from fxtrain.trackers import trackers
@@ -53,19 +43,11 @@ def trackers() -> dict[type, Tracker]:
         ['Aim', 'ClearML', 'Comet', 'DVCLive']
     """
     own: dict[type, Tracker] = {row.config: row for row in TRACKERS if row.config is not None}
-    installed = installed_rows(
-        taken=own, group="fxtrain.trackers", kind=Tracker, key=_config_of, error=PlanError
+    group = "fxtrain.trackers"
+    of_config = attrgetter("config")
+    return own | installed_rows(
+        taken=own, group=group, kind=Tracker, key=of_config, error=PlanError
     )
-    return {**own, **installed}
-
-
-def _config_of(row: Tracker) -> type:
-    if row.config is None:
-        raise PlanError(
-            f"The tracker {row.name!r} of an installed package has no config type by which to "
-            f"find it. Report this to the package's author."
-        )
-    return row.config
 
 
 def targets(to: Any) -> Iterator[tuple[Tracker, Any]]:

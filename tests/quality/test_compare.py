@@ -140,7 +140,7 @@ def test_the_case_says_what_to_compare(ctx):
 @pytest.mark.parametrize(
     ("change", "more", "words"),
     [
-        ({"outputs": "best"}, {}, "choose one of values, logits, embeddings"),
+        ({"outputs": "best"}, {}, "choose one of 'values', 'logits', 'embeddings'"),
         ({"loss": None}, {"updates": 1}, "has no loss"),
         ({"optimizer": None}, {"updates": 1}, "has no optimizer"),
     ],

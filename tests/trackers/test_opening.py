@@ -138,10 +138,9 @@ def test_arguments_of_the_library_reach_it(ctx, tmp_path, monkeypatch, config, n
     ("row", "words"),
     [
         ("text", "found str"),
-        (own_tracker()[1], "has no config type"),
         (attrs.evolve(own_tracker()[1], config=fx.JsonLines), "second tracker for JsonLines"),
     ],
-    ids=["text", "no-config", "twice"],
+    ids=["text", "twice"],
 )
 def test_a_wrong_entry_point_is_named(monkeypatch, row, words):
     _install(monkeypatch, row)

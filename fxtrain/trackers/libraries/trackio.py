@@ -27,8 +27,9 @@ class Trackio:
 
 def _open(config: Trackio, start: Start) -> Any:
     # Trackio identifies a run by its name alone, so the id is a part of it.
+    parent = start.folder.resolve().parents[1 if start.rank else 0]
     own = {
-        "project": config.project or start.folder.resolve().parent.name or "fxtrain",
+        "project": config.project or parent.name or "fxtrain",
         "name": start.identity or f"{start.name}-{start.id[:8]}",
         "group": start.group,
         "space_id": config.space,
