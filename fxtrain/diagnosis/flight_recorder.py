@@ -17,19 +17,9 @@ _MAX_BYTES = 1 << 30
 _RANK = re.compile(r"(\d+)(\.\w+)?$")
 
 
-@attrs.frozen
-class _Group:
-    """A group whose collectives are numbered.
-
-    Attributes:
-        name: torch's description.
-        ranks: Of its members, in the whole program.
-        messages: Of which two ranks, if these are messages and not collectives.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    messages: str
+# A group whose collectives are numbered: torch's description of it, its members' ranks in the whole
+# program, and of which two ranks if these are messages and not collectives.
+_Group = tuple[str, tuple[int, ...], str]
 
 
 @attrs.frozen(kw_only=True)
@@ -64,26 +54,18 @@ def read_dumps(paths: Sequence[Path]) -> list[Stand]:
         last[call.group] = max(last.get(call.group, 0), call.number)
     if not last:
         raise LaunchError("These dumps of torch's Flight Recorder contain no collective.")
-    world_size = 1 + max([*calls, *(rank for group in last for rank in group.ranks)])
+    world_size = 1 + max([*calls, *(rank for group in last for rank in group[1])])
     return [_stand(rank, own, last, world_size) for rank, own in calls.items() if own]
 
 
 def _files(paths: Sequence[Path]) -> dict[int, Path]:
     """The dumps, by rank."""
-    files: dict[int, Path] = {}
-    for path in paths:
-        inside = sorted(path.iterdir()) if path.is_dir() else [path]
-        for file in filter(Path.is_file, inside):
-            rank = _RANK.search(file.name)
-            if rank and int(rank[1]) in files:
-                raise LaunchError(
-                    f"{files[int(rank[1])]} and {file} are both of rank {rank[1]}. Pass the dumps "
-                    f"of one run."
-                )
-            if rank:
-                files[int(rank[1])] = file
-            elif path.is_file():
-                raise LaunchError(f"{file}: the name of a dump ends in its rank, such as rank_0.")
+    inside = (file for path in paths for file in (path.iterdir() if path.is_dir() else [path]))
+    named = [(_RANK.search(file.name), file) for file in inside if file.is_file()]
+    dumps = [(int(rank[1]), file) for rank, file in named if rank]
+    files = dict(dumps)
+    if len(files) < len(dumps):
+        raise LaunchError("Two of these dumps are of the same rank. Pass the dumps of one run.")
     if not files:
         names = ", ".join(map(str, paths))
         raise LaunchError(
@@ -101,7 +83,7 @@ def _stand(rank: int, calls: Sequence[_Call], last: Mapping[_Group, int], world_
     open_calls = [call for call in (calls if told else newest.values()) if not call.completed]
     waits = bool(open_calls) and all(call.number == last[call.group] for call in newest.values())
     call = open_calls[0 if told else -1] if waits else calls[-1]
-    axis, number = call.group.name, call.number
+    (axis, ranks, _), number = call.group, call.number
     record = {
         "rank": rank,
         "world_size": world_size,
@@ -111,7 +93,7 @@ def _stand(rank: int, calls: Sequence[_Call], last: Mapping[_Group, int], world_
         "models": [],
         "calls": {
             axis: {
-                "ranks": call.group.ranks,
+                "ranks": ranks,
                 "completed": number - waits,
                 "last": [[number, call.op, call.tensors, call.created_ns]],
             }
@@ -148,7 +130,7 @@ def _call(entry: Mapping[str, Any], group: Mapping[str, Any]) -> _Call:
     ranks = tuple(int(rank) for rank in json.loads(group["ranks"]))
     messages = op.partition(" ")[2] if entry["is_p2p"] else ""
     return _Call(
-        group=_Group(str(entry["process_group"][1]), ranks, messages),
+        group=(str(entry["process_group"][1]), ranks, messages),
         number=int(entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]),
         op=op,
         tensors=", ".join(f"{dtype}{list(size)}" for dtype, size in pairs),
