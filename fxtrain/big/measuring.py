@@ -20,7 +20,7 @@ from fxtrain.models.weight_list import KvCache, build_on_meta, cache_of, read_js
 from fxtrain.precision.plain_tensors import live_tensors
 from fxtrain.precision.quantizing import quantize_on_meta
 from fxtrain.state import DtypeRule, Quantize, Unit
-from fxtrain.state.placement import dtype_of, rules_of
+from fxtrain.state.placement import dtype_of
 
 _CONFIG = "config.json"
 _PLAIN = frozenset((Tensor, nn.Parameter))
@@ -99,8 +99,9 @@ def sizes(
         >>> fx.big.sizes(net, dtype="bfloat16").bytes
         60
     """
-    listed: Any = dtypes if isinstance(dtypes, Mapping) else tuple(dtypes)
-    rules = rules_of(listed)
+    if isinstance(dtypes, Mapping):
+        dtypes = [DtypeRule(match=match, dtype=word) for match, word in dtypes.items()]
+    rules = tuple(dtypes)
     module, files, source = _open(model)
     parts = [] if module is None else [part for _, part in _walk(module)]
     if dtype is not None:

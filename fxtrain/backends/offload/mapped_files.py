@@ -13,7 +13,7 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fxtrain._reading import open_file
 from fxtrain.errors import CheckpointError
-from fxtrain.models.safetensors_files import Entry, aligned_first, read_header, writing
+from fxtrain.models.safetensors_files import Entry, read_header, writing
 from fxtrain.state import Location
 
 try:
@@ -229,8 +229,8 @@ _PART = ".part"  # the end of the name of a file that is being written
 _ABANDONED_S = 3600.0  # without a write, after which a file is that of a killed process
 
 
-def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Location]:
-    """Write tensors to a safetensors file in the offload folder, named after its digest.
+def write_tensor(folder: Path, name: str, tensor: Tensor) -> Location:
+    """Write a tensor to a safetensors file in the offload folder, named after its digest.
 
     A file that is there already is used again if its bytes still have that digest.
 
@@ -239,7 +239,7 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
         processes that were killed while writing have left there an hour ago or more.
 
     Returns:
-        Where each tensor is.
+        Where the tensor is.
 
     Raises:
         CheckpointError: the folder cannot be written, or the disk is full.
@@ -249,14 +249,9 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder)
-        ordered = dict(sorted(tensors.items(), key=lambda pair: aligned_first(pair[1].nbytes)))
-        entries = [
-            Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
-            for name, tensor in ordered.items()
-        ]
-        with writing(temporary, entries, {"format": "pt"}) as put:
-            for tensor in ordered.values():
-                put(tensor)
+        entry = Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+        with writing(temporary, [entry], {"format": "pt"}) as put:
+            put(tensor)
         digest = digest_of(temporary)
         path = folder / f"{digest}.safetensors"
         if path.exists() and digest_of(path) == digest:
@@ -268,11 +263,18 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
             temporary.unlink(missing_ok=True)
             if is_new:
                 folder.rmdir()  # only if it is empty
-        if isinstance(error, OSError):
-            raise _refusal(folder, tensors, error) from error
-        raise
-    header = read_header(path)
-    return {name: header.location(path, name) for name in header.entries}
+        if not isinstance(error, OSError):
+            raise
+        advice = (
+            "Free some space, or choose a folder on another disk"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else "Choose a folder that this process can write"
+        )
+        raise CheckpointError(
+            f"Offload(offload_folder={str(folder)!r}): the {tensor.nbytes} bytes of {name!r} "
+            f"cannot be written: {error.strerror or error}. {advice}."
+        ) from error
+    return read_header(path).location(path, name)
 
 
 def _remove_abandoned(folder: Path) -> None:
@@ -288,17 +290,3 @@ def digest_of(path: Path) -> str:
     with open_file(path) as opened:
         file: Any = opened  # which reads into a buffer, too
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
-
-
-def _refusal(folder: Path, tensors: Mapping[str, Tensor], error: OSError) -> CheckpointError:
-    nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    what = f"the {nbytes} bytes of {next(iter(tensors), 'a unit')!r} and others"
-    advice = (
-        "Free some space, or choose a folder on another disk"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT)
-        else "Choose a folder that this process can write"
-    )
-    return CheckpointError(
-        f"Offload(offload_folder={str(folder)!r}): {what} cannot be written: "
-        f"{error.strerror or error}. {advice}."
-    )

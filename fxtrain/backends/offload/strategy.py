@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from fxtrain import big, ops
-from fxtrain._display import read_bytes
 from fxtrain.backends.core.initial_values import apply_with_buffers
 from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import (
@@ -25,7 +24,7 @@ from fxtrain.backends.offload.hooks import attach
 from fxtrain.backends.offload.mapped_files import digest_of
 from fxtrain.backends.offload.streaming import (
     Streaming,
-    keep_for_folder,
+    keep_in_folder,
     new_streaming,
     place,
     set_values,
@@ -158,21 +157,12 @@ def wrap_streamed(
 
 
 def _compute_placement(config: Offload, module: nn.Module, ctx: DistContext) -> Placement:
-    """Place a model by the fields of the config."""
+    """Place a model in the memory that the config allows."""
     memory: Any = config.memory or None
     if memory is None and ctx.world_size > 1:  # other ranks use the other devices
         share = f"{90 // ctx.local_world_size}%"
         memory = {"cpu": share} if ctx.device.type == "cpu" else {ctx.device: "90%", "cpu": share}
-    placement = big.place(
-        big.sizes(module, no_split=config.no_split, dtypes=config.dtypes),
-        big.budget(memory),
-        policy=config.policy,
-        prefetch=config.prefetch,
-        offload_buffers=config.offload_buffers,
-        activations=read_bytes(config.activations or None, "Offload(activations=...)") or 0,
-        batch=config.batch,
-        tokens=config.tokens,
-    )
+    placement = big.place(big.sizes(module), big.budget(memory), prefetch=config.prefetch)
     if problems := _device_problems(ctx, placement, "memory"):
         raise PlanError("\n".join(problems))
     return placement
@@ -242,7 +232,7 @@ def _hold(streaming: Streaming, placement: Placement, *, filled_later: bool) -> 
         if placed.held == DISK and filled_later:
             streaming.empty.add(name)
         elif placed.held == DISK:
-            keep_for_folder(streaming, placed, placed.tensors[0])
+            keep_in_folder(streaming, placed, placed.tensors[0])
         else:
             for tensor in placed.tensors:
                 set_values(tensor, tensor.data.to(placed.held))

@@ -21,7 +21,7 @@ from fxtrain.backends.offload.mapped_files import (
     mapped,
     read,
     spans_of,
-    write_unit,
+    write_tensor,
 )
 from fxtrain.backends.offload.units import PlacedTensor, StreamedUnit
 from fxtrain.errors import CheckpointError, PlanError
@@ -121,7 +121,6 @@ class Streaming:
         digests: Of files, by path, once a checkpoint was saved.
         files: Mapped files by path.
         waits: The value of `disk_waits` when units were last known to be in memory.
-        is_checked: Every tensor has values, and every unit is complete.
     """
 
     tensors: dict[str, PlacedTensor]
@@ -133,7 +132,6 @@ class Streaming:
     digests: dict[Path, str] = attrs.field(factory=dict, init=False)
     files: dict[Path, MappedFile] = attrs.field(factory=dict, init=False)
     waits: int | None = attrs.field(default=None, init=False)
-    is_checked: bool = attrs.field(default=False, init=False)
 
     def use(self, unit: StreamedUnit) -> None:
         """Bring a unit to its device, and begin with those that come next.
@@ -141,8 +139,7 @@ class Streaming:
         Raises:
             CheckpointError: a file cannot be read, or was changed.
         """
-        spans = self.find_spans(unit) if unit.spans is None else unit.spans
-        check(spans)
+        check(self._spans(unit))
         copies = self.copies
         if copies is not None:
             if unit.flat is None:
@@ -160,19 +157,9 @@ class Streaming:
     def ready(self) -> None:
         """Check before a forward that every tensor has values.
 
-        Effects:
-            Writes units to the offload folder that are not complete and will not be.
-
         Raises:
             CheckpointError: tensors have no values.
         """
-        if self.is_checked:
-            return
-        for unit in self.units:
-            if unit.waiting:
-                _write(self, unit)
-            if unit.spans is None:
-                self.find_spans(unit)
         if names := sorted(self.empty):
             more = f" and {len(names) - 5} more" if names[5:] else ""
             raise CheckpointError(
@@ -181,12 +168,11 @@ class Streaming:
             )
         if self.copies is not None:
             self.copies.prepare()
-        self.is_checked = True
 
     def work(self, number: int) -> list[Callable[[], Any]]:
         """What threads do for a unit: read it, or copy it to its device."""
         unit = self.units[number]
-        spans = unit.spans or ()
+        spans = self._spans(unit)
         if self.copies is not None:
             return [functools.partial(_read_and_copy, spans, self.copies, unit)]
         parts: list[Callable[[], Any]] = []
@@ -198,13 +184,14 @@ class Streaming:
             ]
         return parts
 
-    def find_spans(self, unit: StreamedUnit) -> tuple[Span, ...]:
-        """Find the bytes to read for a unit, from where its tensors are."""
-        unit.spans = spans_of(
-            (tensor.names[0], self.files[tensor.location.path], tensor.location)
-            for tensor in unit.tensors
-            if tensor.location is not None
-        )
+    def _spans(self, unit: StreamedUnit) -> tuple[Span, ...]:
+        """The bytes to read for a unit, from where its tensors are."""
+        if unit.spans is None:
+            unit.spans = spans_of(
+                (tensor.names[0], self.files[tensor.location.path], tensor.location)
+                for tensor in unit.tensors
+                if tensor.location is not None
+            )
         return unit.spans
 
     def close(self) -> None:
@@ -267,7 +254,7 @@ def place(streaming: Streaming, name: str, read: _Read, location: Location | Non
     if placed.held == DISK and location is not None and fits(location, dtype, exact=exact):
         _link(streaming, placed, location)
     elif placed.held == DISK:
-        keep_for_folder(streaming, placed, read(None).to(dtype))
+        keep_in_folder(streaming, placed, read(None).to(dtype))
     else:
         home = torch.device(placed.held)
         for tensor in placed.tensors:
@@ -277,26 +264,15 @@ def place(streaming: Streaming, name: str, read: _Read, location: Location | Non
     streaming.empty.discard(name)
 
 
-def keep_for_folder(streaming: Streaming, placed: PlacedTensor, value: Tensor) -> None:
-    """Write a tensor to the offload folder, with the rest of its unit."""
+def keep_in_folder(streaming: Streaming, placed: PlacedTensor, value: Tensor) -> None:
+    """Write a tensor to the offload folder, and use it from there."""
     if streaming.folder is None:
         raise PlanError(
             f"The placement has {placed.names[0]!r} on disk, and no safetensors file contains it "
             f"as {value.dtype}. Use fx.Offload(offload_folder=...), into which it is written once, "
             f"or take the model from a safetensors file: fx.Offload(source=...)."
         )
-    streaming.is_checked = False
-    unit = next(unit for unit in streaming.units if unit.name in placed.units)
-    unit.waiting[placed.names[0]] = value.data
-    if all(other.names[0] in unit.waiting or other.location for other in unit.tensors):
-        _write(streaming, unit)
-
-
-def _write(streaming: Streaming, unit: StreamedUnit) -> None:
-    assert streaming.folder is not None
-    values, unit.waiting = unit.waiting, {}
-    for name, location in write_unit(streaming.folder, values).items():
-        _link(streaming, streaming.tensors[name], location)
+    _link(streaming, placed, write_tensor(streaming.folder, placed.names[0], value.data))
 
 
 def _link(streaming: Streaming, placed: PlacedTensor, location: Location) -> None:
@@ -306,7 +282,6 @@ def _link(streaming: Streaming, placed: PlacedTensor, location: Location) -> Non
     value = mapped(file, location)
     for tensor in placed.tensors:
         set_values(tensor, value)
-    streaming.is_checked = False
     placed.location, placed.source = location, path
     for unit in streaming.units:
         if unit.name in placed.units:

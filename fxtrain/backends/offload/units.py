@@ -67,7 +67,6 @@ class StreamedUnit:
         root: The module that is the unit, if it has a forward of its own.
         owners: The modules with one of its tensors.
         spans: The bytes to read for it; None before they are known.
-        waiting: Values that are written to the offload folder once the unit is complete.
         in_memory: It was in memory when it was used last, so that no thread reads it.
         homes: Where the values of its tensors are held.
         starts: Offset of each tensor in the bytes of the unit.
@@ -86,7 +85,6 @@ class StreamedUnit:
     root: nn.Module | None
     owners: tuple[nn.Module, ...]
     spans: tuple[Span, ...] | None = None
-    waiting: dict[str, Tensor] = attrs.field(factory=dict)
     in_memory: bool = False
     homes: tuple[Tensor, ...] = ()
     starts: tuple[int, ...] = ()
