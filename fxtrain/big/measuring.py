@@ -99,9 +99,10 @@ def sizes(
         >>> fx.big.sizes(net, dtype="bfloat16").bytes
         60
     """
+    listed: Any = dtypes
     if isinstance(dtypes, Mapping):
-        dtypes = [DtypeRule(match=match, dtype=word) for match, word in dtypes.items()]
-    rules = tuple(dtypes)
+        listed = [DtypeRule(match=match, dtype=word) for match, word in listed.items()]
+    rules: tuple[DtypeRule, ...] = tuple(listed)
     module, files, source = _open(model)
     parts = [] if module is None else [part for _, part in _walk(module)]
     if dtype is not None:

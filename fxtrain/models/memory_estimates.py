@@ -2,8 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import attrs
 from torch import nn
@@ -14,7 +14,6 @@ from fxtrain.models.weight_list import (
     Weight,
     Weights,
     build_on_meta,
-    cache_of,
     weights_of,
 )
 from fxtrain.precision.plain_tensors import quantized_layers
@@ -258,33 +257,34 @@ def plan_weights(source: str, plan: Plan) -> Weights:
         quantize_on_meta(module, record, trains=frozen)
     recipe = plan.precision.recipe
     converted = () if recipe is None else recipe_targets(module, recipe).names
-    config: Any = getattr(module, "config", None)
-    known = config.to_dict() if hasattr(config, "to_dict") else {}
     names = {f"{name}.weight" if name else "weight" for name in converted}
-    return Weights(
-        source=source,
+    weights = weights_of(module, source)
+    return attrs.evolve(
+        weights,
         tensors=tuple(
-            attrs.evolve(tensor, converted=tensor.name in names) for tensor in _tensors(module)
+            attrs.evolve(tensor, converted=tensor.name in names)
+            for tensor in (*_plain(module, weights.tensors), *_packed(module))
         ),
-        cache=cache_of(known),
         keep=plan.precision.params == "keep" or plan.precision.compute == "fp32",
     )
 
 
-def _tensors(module: nn.Module) -> tuple[Weight, ...]:
-    hidden = {id(part.weight) for _, part, _ in quantized_layers(module)}
+def _plain(module: nn.Module, tensors: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    """Tensors that belong to no quantised weight."""
+    packed = {id(part.weight) for _, part, _ in quantized_layers(module)}
     own = (*module.named_parameters(), *module.named_buffers())
-    plain = weights_of((name, tensor) for name, tensor in own if id(tensor) not in hidden)
-    packed = tuple(
-        Weight(
-            name=f"{name}.{key}" if name else key,
-            # What the layer stands for, once; not how many numbers its format takes.
-            numel=part.in_features * part.out_features if index == 0 else 0,  # pyright: ignore
-            nbytes=tensor.numel() * tensor.element_size(),
-            trained=False,
-            floating=False,
-        )
-        for name, part, library in quantized_layers(module)
-        for index, (key, tensor) in enumerate(library.tensors(part).items())
-    )
-    return plain + packed
+    hidden = {name for name, tensor in own if id(tensor) in packed}
+    return tuple(tensor for tensor in tensors if tensor.name not in hidden)
+
+
+def _packed(module: nn.Module) -> Iterator[Weight]:
+    for name, part, library in quantized_layers(module):
+        for index, (key, tensor) in enumerate(library.tensors(part).items()):
+            yield Weight(
+                name=f"{name}.{key}" if name else key,
+                # What the layer stands for, once; not how many numbers its format takes.
+                numel=part.in_features * part.out_features if index == 0 else 0,  # pyright: ignore
+                nbytes=tensor.numel() * tensor.element_size(),
+                trained=False,
+                floating=False,
+            )

@@ -5,7 +5,7 @@ import importlib.util
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -104,10 +104,10 @@ def read_weights(source: str) -> Weights:
         1
     """
     path = Path(source)
-    if not os.path.exists(path):
-        return _code(source)
     is_config = path.suffix == ".json" and not path.name.endswith(".index.json")
-    return _transformers(path) if is_config else _stored(path)
+    if is_config or not os.path.exists(path):
+        return weights_of(build_on_meta(source), source)
+    return _stored(path)
 
 
 def build_on_meta(source: str | os.PathLike[str]) -> Any:
@@ -138,12 +138,24 @@ def build_on_meta(source: str | os.PathLike[str]) -> Any:
     return _build_function(name) if ":" in name else _build_timm(name)
 
 
-def _code(source: str) -> Weights:
-    model = build_on_meta(source)
+def weights_of(model: Any, source: str) -> Weights:
+    """The tensors of a model, and the shape of its cache."""
+    named = [*model.named_parameters(), *model.named_buffers()]
     config: Any = getattr(model, "config", None)
-    known = config.to_dict() if hasattr(config, "to_dict") else {}
-    what = source if ":" in source else f"timm {source}"
-    return Weights(source=what, tensors=_all_of(model), cache=cache_of(known))
+    return Weights(
+        source=source,
+        tensors=tuple(
+            Weight(
+                name=name,
+                numel=tensor.numel(),
+                nbytes=tensor.nbytes,
+                trained=tensor.requires_grad,
+                floating=tensor.is_floating_point(),
+            )
+            for name, tensor in named
+        ),
+        cache=cache_of(config.to_dict()) if hasattr(config, "to_dict") else None,
+    )
 
 
 def _stored(path: Path) -> Weights:
@@ -156,7 +168,7 @@ def _stored(path: Path) -> Weights:
         folder = path.parent
     config = folder / "config.json"
     if not files and config.is_file():
-        return _transformers(config)
+        return weights_of(build_on_meta(config), str(config))
     if not files:
         raise PlanError(
             f"{path} contains no .safetensors file and no config.json. Pass a model file, or "
@@ -195,11 +207,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise PlanError(f"{path}: expected a JSON object, found {type(data).__name__}.")
     return data
-
-
-def _transformers(path: Path) -> Weights:
-    model = _build_transformers(path)
-    return Weights(source=str(path), tensors=_all_of(model), cache=cache_of(read_json(path)))
 
 
 def _build_transformers(path: Path) -> Any:
@@ -278,24 +285,6 @@ def _ways(name: str) -> str:
 def _on_meta(build: Any) -> Any:
     with torch.device("meta"):
         return build()
-
-
-def _all_of(model: Any) -> tuple[Weight, ...]:
-    return weights_of([*model.named_parameters(), *model.named_buffers()])
-
-
-def weights_of(named: Iterable[tuple[str, Any]]) -> tuple[Weight, ...]:
-    """Sizes of tensors by name."""
-    return tuple(
-        Weight(
-            name=name,
-            numel=tensor.numel(),
-            nbytes=tensor.numel() * tensor.element_size(),
-            trained=tensor.requires_grad,
-            floating=tensor.is_floating_point(),
-        )
-        for name, tensor in named
-    )
 
 
 def cache_of(config: Mapping[str, Any]) -> KvCache | None:

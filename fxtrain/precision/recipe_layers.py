@@ -15,7 +15,7 @@ from torch import nn
 
 from fxtrain.errors import PlanError
 from fxtrain.precision.library import LayerFormat, quiet
-from fxtrain.precision.targets import Targets, all_named, choose_linears, nothing_left
+from fxtrain.precision.targets import Targets, choose_linears
 from fxtrain.precision.torchao_layers import LOGGERS, has_float8, import_torchao
 from fxtrain.precision.transformer_engine import TE_LAYERS
 from fxtrain.state import MX, TE, Float8, Recipe
@@ -151,10 +151,7 @@ def recipe_targets(module: nn.Module, recipe: Recipe) -> Targets:
             return f"its size {sizes} is not divisible by {unit}"
         return None
 
-    targets = choose_linears(module, recipe, reason)
-    if not targets.names and not all_named(targets.skipped, recipe):
-        raise PlanError(_nothing_left(module, recipe, targets.skipped))
-    return targets
+    return choose_linears(module, recipe, reason)
 
 
 def convert_layers(
@@ -220,8 +217,3 @@ def _become(part: nn.Module, like: nn.Module) -> Callable[[], None]:
             vars(part).pop(name, None)
 
     return undo
-
-
-def _nothing_left(module: nn.Module, recipe: Any, skipped: Mapping[str, str]) -> str:
-    call = f"Precision(recipe=fx.{type(recipe).__name__}(...))"
-    return nothing_left(call, "converts", module, skipped, "precision='bf16'")

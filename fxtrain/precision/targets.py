@@ -11,6 +11,7 @@ from torch import nn
 from fxtrain._record import closest
 from fxtrain.errors import PlanError
 from fxtrain.state import Quantize, Recipe, Torchao
+from fxtrain.state.precision import QUANTIZE
 
 _MAX_SHOWN = 5
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,8 +48,6 @@ def choose_layers(module: nn.Module, record: Quantize, *, trains: bool) -> Targe
         return None if "weight" in part._parameters else "its weight is computed from others"
 
     targets = choose_linears(module, record, computed, trains=trains)
-    if not targets.names and not all_named(targets.skipped, record):
-        raise PlanError(_nothing_left(module, record, targets.skipped))
     chosen = {name: module.get_submodule(name) for name in targets.names}
     _check_dtypes(chosen, record)
     if isinstance(record, Torchao) and record.weights in ("int4", "int2"):
@@ -70,12 +69,14 @@ def choose_linears(
         trains: Skip layers whose weight requires grad.
 
     Raises:
-        PlanError: a pattern or class name matches nothing.
+        PlanError: a pattern or class name matches nothing, or no layer is left.
     """
     linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
     misfits = {name: why for name, part in linears.items() if (why := misfit(part))}
     skipped = misfits | _reasons(module, linears, record, trains=trains)
     names = tuple(name for name in linears if name not in skipped)
+    if not names and not _all_named(skipped, record):
+        raise PlanError(_nothing_left(module, record, skipped))
     return Targets(names=names, skipped=skipped)
 
 
@@ -104,7 +105,7 @@ def modules_to_keep(module: nn.Module, record: Quantize) -> tuple[nn.Module, ...
     )
 
 
-def all_named(skipped: Mapping[str, str], record: Quantize | Recipe) -> bool:
+def _all_named(skipped: Mapping[str, str], record: Quantize | Recipe) -> bool:
     """Whether the record itself skips every layer, which changes nothing, as asked."""
     return bool(skipped) and all(
         why == _NAMED or why.removeprefix("inside a ") in record.skip_classes
@@ -202,41 +203,27 @@ def _unmatched(record: Any, field: str, wanted: str, known: Iterable[str], what:
     )
 
 
-def _nothing_left(module: nn.Module, record: Quantize, skipped: Mapping[str, str]) -> str:
-    call = f"Plan(quantize=fx.{type(record).__name__}(...))"
-    message = nothing_left(call, "quantises", module, skipped, "leave quantize out")
-    if "trained" not in skipped.values():
-        return message
-    return (
-        f"{message.partition(' Try: ')[0]} Quantised weights are frozen. Freeze the model with "
-        f"net.requires_grad_(False), and train adapters, or wrap it without an optimizer."
-    )
-
-
-def nothing_left(
-    call: str, verb: str, module: nn.Module, skipped: Mapping[str, str], last: str
-) -> str:
-    """Say that no linear layer of a model is left, and what to change.
-
-    Args:
-        call: What was asked for.
-        verb: What it does with linear layers.
-        skipped: For each linear layer, why it is skipped.
-        last: What to do if nothing else helps.
-    """
+def _nothing_left(module: nn.Module, record: Quantize | Recipe, skipped: Mapping[str, str]) -> str:
+    """Say that no linear layer of a model is left, and what to change."""
+    call, verb, advice = f"fx.{type(record).__name__}(...)", "converts", "Try: precision='bf16'."
+    if isinstance(record, QUANTIZE):
+        verb, advice = "quantises", "Try: leave quantize out."
+    if "trained" in skipped.values():
+        advice = (
+            "Quantised weights are frozen. Freeze the model with net.requires_grad_(False), and "
+            "train adapters, or wrap it without an optimizer."
+        )
     kind = type(module).__name__
     # Those of transformers' GPT-2 compute what a linear layer does, with a transposed weight.
-    other = any(type(part).__name__ == "Conv1D" for part in module.modules())
-    told = " Layers of class Conv1D stay as they are." if other else ""
+    if any(type(part).__name__ == "Conv1D" for part in module.modules()):
+        advice = f"Layers of class Conv1D stay as they are. {advice}"
     if not skipped:
-        return f"{call} {verb} layers of class nn.Linear, and {kind} has none.{told} Try: {last}."
+        return f"{call} {verb} layers of class nn.Linear, and {kind} has none. {advice}"
     shown = [
         f"{name or 'the only one'} ({why})" for name, why in list(skipped.items())[:_MAX_SHOWN]
     ]
     more = f" and {len(skipped) - _MAX_SHOWN} more" if len(skipped) > _MAX_SHOWN else ""
-    return (
-        f"{call} skips every linear layer of {kind}: {', '.join(shown)}{more}.{told} Try: {last}."
-    )
+    return f"{call} skips every linear layer of {kind}: {', '.join(shown)}{more}. {advice}"
 
 
 def _check_dtypes(linears: Mapping[str, Any], record: Quantize) -> None:
