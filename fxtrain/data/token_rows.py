@@ -131,7 +131,7 @@ def tokens(
     sources = [part.source for part in source.parts] if isinstance(source, Blend) else [source]
     parts: list[_Cut | _Packed] = []
     for piece in sources:
-        _check_documents(piece, documents=documents, packing=packing)
+        _check_ends(piece, needed=documents or packing is not None)
         where = {"source": piece, "length": length, "states": source_states(piece)}
         parts.append(
             _Cut(**where, separate=documents) if packing is None else _Packed(**where, how=packing)
@@ -148,12 +148,10 @@ def tokens(
     return shard(_loader(rows, batch_size, workers, **order), ctx, plan)
 
 
-def _check_documents(source: TokenSource, *, documents: bool, packing: BestFit | None) -> None:
-    """Refuse to keep apart the documents of a file of which the ends are unknown."""
-    if isinstance(source, NanoGPTTokens) and source.end is None and (documents or packing):
-        asked = "packing=..." if packing else "documents=True"
+def _check_ends(source: TokenSource, *, needed: bool) -> None:
+    if needed and isinstance(source, NanoGPTTokens) and source.end is None:
         raise DataError(
-            f"tokens({asked}) keeps documents apart, and the ends of those in {source.path} are "
+            f"tokens: documents are kept apart, and the ends of those in {source.path} are "
             f"unknown. Pass NanoGPTTokens(end=...), the token that ends a document."
         )
 

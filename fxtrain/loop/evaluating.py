@@ -219,7 +219,9 @@ def evaluate(
             'evaluate: PP(outputs="last") gives outputs to the last stage only, and every rank '
             'computes values from them. Use PP(outputs="all").'
         )
-    objects = _by_name(metrics)
+    given: Any = {} if metrics is None else metrics
+    single = not isinstance(given, Mapping)
+    objects: dict[str, Any] = {"": given} if single else dict(given)
     rows = every_row(loader, ctx, model.plan)
     means: list[Mean] | None = None
     shape = _tree.TreeSpec("none")
@@ -230,7 +232,9 @@ def evaluate(
         for metric in objects.values():
             during.enter_context(local_metric(metric, ctx))
         for batch in rows:
-            values = _update_metrics(fn(model, batch), objects, batch, ctx)
+            values: Any = fn(model, batch)
+            if objects:
+                values = _update_metrics({"": values} if single else values, objects, batch, ctx)
             leaves, found = _tree.flatten(values, lambda node: isinstance(node, list | Weighted))
             if not leaves and not objects:
                 raise DataError(
@@ -246,30 +250,17 @@ def evaluate(
             raise DataError("evaluate: the loader yields no batch. Pass data with rows.")
         result = _tree.unflatten(shape, _reduced(means, ctx))
         computed = {name: compute_metric(metric) for name, metric in objects.items()}
-    return computed[""] if _is_single(metrics) else {**result, **computed} if computed else result
+    return computed[""] if single else {**result, **computed} if computed else result
 
 
-def _by_name(metrics: Any) -> dict[str, Any]:
-    """Metric objects by name; the empty name is that of a single one."""
-    if metrics is None:
-        return {}
-    return {"": metrics} if _is_single(metrics) else dict(metrics)
-
-
-def _is_single(metrics: Any) -> bool:
-    return metrics is not None and not isinstance(metrics, Mapping)
-
-
-def _update_metrics(values: Any, objects: Mapping[str, Any], batch: Batch, ctx: DistContext) -> Any:
+def _update_metrics(
+    values: Mapping[str, Any], objects: Mapping[str, Any], batch: Batch, ctx: DistContext
+) -> dict[str, Any]:
     """Give metric objects the rows of all ranks; what remains of the values."""
-    if not objects:
-        return values
-    single = "" in objects
-    arguments = {"": values} if single else {name: values[name] for name in objects}
-    gathered = ops.gather_valid(arguments, batch, ctx)
+    gathered = ops.gather_valid({name: values[name] for name in objects}, batch, ctx)
     for name, metric in objects.items():
         update_metric(metric, gathered[name])
-    return {} if single else {name: values[name] for name in values if name not in objects}
+    return {name: values[name] for name in values if name not in objects}
 
 
 def _check_shape(shape: _tree.TreeSpec, first: _tree.TreeSpec) -> None:

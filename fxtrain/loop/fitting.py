@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, SupportsFloat, TypeVar
 
 import attrs
@@ -215,7 +215,9 @@ def _opened(
         )
         recorded = fns.model.plan.profile if restored is None else None
         recording = nullcontext() if recorded is None else profile(ctx, recorded)
-        with run, _signals(ctx, rules.signals) as notice:
+        signals = rules.signals
+        preemption = ops.preemption(ctx, signals=signals) if signals else nullcontext()
+        with run, preemption as notice:
             with recording as trace:
                 entries = entries_after(restored, position, ctx, run, fns=fns, trace=trace)
                 entries.counts_tokens = rules.tokens is not None
@@ -308,10 +310,6 @@ def _has_tokens(loop: _Loop) -> bool:
         return False
     loop.epoch_over = loop.entries.due = True
     return True
-
-
-def _signals(ctx: DistContext, names: tuple[str, ...]) -> AbstractContextManager[Any]:
-    return ops.preemption(ctx, signals=names) if names else nullcontext()
 
 
 def _restored(ctx: DistContext, model: Wrapped, rules: Rules) -> Restored | None:

@@ -176,11 +176,10 @@ def _line(shown: _Shown, entry: Entry, total: int | None) -> str:
 
 def _text(values: Mapping[str, float]) -> str:
     shown = [name for name in values if name in _SHOWN or name.startswith("eval")]
-    return "  ".join(_one(name, values[name]) for name in shown)
-
-
-def _one(name: str, value: float) -> str:
-    return f"{value:.4g} {_UNITS[name]}" if name in _UNITS else f"{name} {value:.4g}"
+    return "  ".join(
+        f"{values[name]:.4g} {_UNITS[name]}" if name in _UNITS else f"{name} {values[name]:.4g}"
+        for name in shown
+    )
 
 
 def _targets(to: Any) -> tuple[Any, ...]:

@@ -63,10 +63,6 @@ def _check_model(_: Any, __: Any, model: Any) -> None:
     )
 
 
-def _check_loss(_: Any, __: Any, loss: Any) -> None:
-    check_loss_function("StepFns(loss=...)", loss)
-
-
 def check_loss_function(call: str, function: Any) -> None:
     """Refuse what is not a function of (model, batch), such as `nn.CrossEntropyLoss()`.
 
@@ -137,7 +133,7 @@ class StepFns(Generic[M]):
 
     model: Wrapped[M] = attrs.field(validator=_check_model)
     loss: Callable[[Wrapped[M], Batch[Any]], Loss | tuple[Loss, object]] = attrs.field(
-        validator=_check_loss
+        validator=lambda _, __, loss: check_loss_function("StepFns(loss=...)", loss)
     )
 
 

@@ -142,10 +142,10 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         under = merged.get(key)
         if isinstance(value, Mapping):
             under = _table_of(key, under)
-        if isinstance(under, Mapping) and isinstance(value, Mapping) and _of_one(under, value):
-            merged[key] = merge(under, value)
-        else:
-            merged[key] = value
+        merged[key] = value
+        if isinstance(under, Mapping) and isinstance(value, Mapping):
+            one_kind = value.get("kind", under.get("kind")) == under.get("kind")
+            merged[key] = merge(under, value) if one_kind else value
     return merged
 
 
@@ -158,10 +158,6 @@ def _table_of(key: str, value: Any) -> Any:
     if key == "mesh":
         return {axis: size for axis, size in read_mesh(value).sizes.items() if size != 1}
     return {_SHORT_FORMS[key]: value} if key in _SHORT_FORMS else value
-
-
-def _of_one(below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:
-    return above.get("kind", below.get("kind")) == below.get("kind")
 
 
 def put(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:

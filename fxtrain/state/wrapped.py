@@ -178,11 +178,16 @@ class Wrapped(Displayed, Generic[M_co]):
                 run alone, or its ranks run different parts of sequences.
         """
         method: Any = getattr(self.module, "generate")  # noqa: B009 - not every module has it
-        together = not self.status.closed and not _runs_alone(self)
-        if together and not _generates_together(self, method):
-            raise AttributeError("generate")
         handle: Any = self
         strategy: Any = self.strategy
+        cuts_sequences = self.ctx.mesh.context > 1
+        together = not self.status.closed and (cuts_sequences or not _has_full_weights(self))
+        if together and (
+            cuts_sequences
+            or strategy.generate is None
+            or "synced_gpus" not in inspect.signature(method).parameters
+        ):
+            raise AttributeError("generate")
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             if together:
@@ -215,17 +220,6 @@ class Wrapped(Displayed, Generic[M_co]):
             if name == "generate" and hasattr(self.module, name):
                 use = " Use with fx.gathered(model) as net: net.generate(...)."
             raise AttributeError(f"A wrapped model has no attribute {name!r}.{use}")
-
-
-def _runs_alone(model: Wrapped[Any]) -> bool:
-    """Whether this rank can run the module without the other ranks."""
-    return model.ctx.mesh.context == 1 and _has_full_weights(model)
-
-
-def _generates_together(model: Wrapped[Any], generate: Callable[..., Any]) -> bool:
-    """Whether all ranks together can run a module's `generate`, at lengths that differ."""
-    takes_part = "synced_gpus" in inspect.signature(generate).parameters
-    return takes_part and model.strategy.generate is not None and model.ctx.mesh.context == 1
 
 
 def _has_full_weights(model: Wrapped[Any], *, same_dtype: bool = False) -> bool:

@@ -11,21 +11,35 @@ from fxtrain.state.topology.checks import Topology, checked_topology, read_numbe
 
 _Env = Mapping[str, str]
 
-_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-_RANKS = ("PMI_RANK", "MV2_COMM_WORLD_RANK", "PALS_RANKID")
-_SIZES = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-_LOCAL_RANKS = (
-    "MPI_LOCALRANKID",  # MPICH and Intel MPI
-    "PMI_LOCAL_RANK",  # Cray
-    "PALS_LOCAL_RANKID",
-    "MV2_COMM_WORLD_LOCAL_RANK",
+# Launcher, and the variables of rank, world size, local rank and local world size.
+_MPI = (
+    (
+        "openmpi",
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    (
+        "mpich",  # and Intel MPI; Cray's PMI and PALS; MVAPICH
+        ("PMI_RANK", "MV2_COMM_WORLD_RANK", "PALS_RANKID"),
+        ("PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+        (
+            "MPI_LOCALRANKID",
+            "PMI_LOCAL_RANK",
+            "PALS_LOCAL_RANKID",
+            "MV2_COMM_WORLD_LOCAL_RANK",
+        ),
+        (
+            "MPI_LOCALNRANKS",
+            "PMI_LOCAL_SIZE",
+            "PALS_LOCAL_SIZE",
+            "MV2_COMM_WORLD_LOCAL_SIZE",
+        ),
+    ),
 )
-_LOCAL_SIZES = (
-    "MPI_LOCALNRANKS",
-    "PMI_LOCAL_SIZE",
-    "PALS_LOCAL_SIZE",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-)
+_RANKS = tuple(name for row in _MPI for name in row[1])
+_SIZES = tuple(name for row in _MPI for name in row[2])
 _PORT = 29_500  # torch's default
 # slurm.h: larger numbers are the batch script, the shell that salloc opens, and the like.
 _LAST_STEP = 0xFFFF_FFF0
@@ -93,24 +107,10 @@ def _torch_like(env: _Env) -> Topology:
     return attrs.evolve(topology, node_rank=node_rank, num_nodes=nodes)
 
 
-def _open_mpi(env: _Env) -> Topology:
-    rank, size = _OPEN_MPI
-    local = ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)
-    return _mpi(env, "openmpi", (rank,), (size,), *local)
-
-
-def _mpich(env: _Env) -> Topology:
-    return _mpi(env, "mpich", _RANKS, _SIZES, _LOCAL_RANKS, _LOCAL_SIZES)
-
-
-def _mpi(
-    env: _Env,
-    launcher: str,
-    ranks: tuple[str, ...],
-    sizes: tuple[str, ...],
-    local_ranks: tuple[str, ...],
-    local_sizes: tuple[str, ...],
-) -> Topology:
+def _mpi(env: _Env) -> Topology:
+    launcher, ranks, sizes, local_ranks, local_sizes = next(
+        row for row in _MPI if any(name in env for name in (*row[1], *row[2]))
+    )
     world_size = read_number(env, *sizes, least=1)
     alone = 1 if world_size == 1 else None
     topology = with_node_numbers(
@@ -167,11 +167,10 @@ def _is_step(env: _Env) -> bool:
     mpirun inside a job has srun start one helper per node, whose step its ranks inherit;
     then the two differ.
     """
-    ranks, sizes = (_OPEN_MPI[0], *_RANKS), (_OPEN_MPI[1], *_SIZES)
     return (
         in_step(env)
-        and all(env[name] == env["SLURM_PROCID"] for name in ranks if name in env)
-        and all(env[name] == step_size(env) for name in sizes if name in env)
+        and all(env[name] == env["SLURM_PROCID"] for name in _RANKS if name in env)
+        and all(env[name] == step_size(env) for name in _SIZES if name in env)
     )
 
 
@@ -296,8 +295,7 @@ def _main_address(env: Mapping[str, str]) -> str:
 _READERS: tuple[tuple[Callable[[_Env], bool], Callable[[_Env], Topology]], ...] = (
     (_has("RANK"), _torch_like),
     (_is_step, read_slurm),
-    (_has(*_OPEN_MPI), _open_mpi),
-    (_has(*_RANKS, *_SIZES), _mpich),
+    (_has(*_RANKS, *_SIZES), _mpi),
     (_has("PJRT_DEVICE"), _pjrt),
     (_has("WORLD_SIZE"), _torch_like),  # job scripts often set it for srun's processes
 )
