@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
+import attrs
 import torch
 
 from fxtrain.data.order import permutation_in_blocks
@@ -184,41 +185,35 @@ class _Places:
         return self._numbers[inside]
 
 
+@attrs.define(kw_only=True)
 class _Due:
-    """Rows due to a source since a cursor: linear within an update.
+    """Rows due to a source since a cursor, in units of its own: linear within an update.
 
-    Args:
+    Attributes:
         share: Of an update; constant from update `constant` on.
-        due: At the cursor.
-        update: Of the first row.
+        due: At `row`, which is the first of `update`.
+        end: The row after the last one of that update.
         rows: Of an update.
-        left: Rows left of the first one.
     """
 
-    def __init__(
-        self,
-        share: Callable[[int], int],
-        due: int,
-        update: int,
-        *,
-        constant: int,
-        rows: int,
-        left: int,
-    ) -> None:
-        self._share, self._due, self._update = share, due, update
-        self._constant, self._rows = constant, rows
-        self._row, self._end = 0, left
+    share: Callable[[int], int]
+    constant: int
+    due: int
+    update: int
+    end: int
+    rows: int
+    row: int = 0
 
     def reach(self, level: int) -> int:
         """The first row, from 1, with which this much is due; levels never fall."""
         while True:
-            share, constant = self._share(self._update), self._update >= self._constant
-            if share and (constant or self._due + share * (self._end - self._row) >= level):
-                return self._row + max(0, -((self._due - level) // share))
+            share, constant = self.share(self.update), self.update >= self.constant
+            if share and (constant or self.due + share * (self.end - self.row) >= level):
+                return self.row + max(0, -((self.due - level) // share))
             if constant:
                 return _NEVER
-            self._due += share * (self._end - self._row)
-            self._row, self._end, self._update = self._end, self._end + self._rows, self._update + 1
+            self.due += share * (self.end - self.row)
+            self.row, self.end, self.update = self.end, self.end + self.rows, self.update + 1
 
 
 def _turns(
@@ -243,12 +238,12 @@ def _turns(
 
     def due(source: int) -> _Due:
         return _Due(
-            lambda at: shares(at)[source] * scale,
-            ahead[source] * scale,
-            update,
+            share=lambda at: shares(at)[source] * scale,
             constant=constant,
+            due=ahead[source] * scale,
+            update=update,
+            end=left,
             rows=rows,
-            left=left,
         )
 
     lines, read = [due(source) for source in range(len(ahead))], [0] * len(ahead)

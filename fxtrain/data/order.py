@@ -105,11 +105,6 @@ class CustomOrder:
 
     It runs with its own generators, seeded from (seed, epoch), so that all ranks see the same
     order. It may also use `set_epoch(epoch)` and a `generator` attribute.
-
-    Args:
-        sampler: Any iterable.
-        seed: The plan's.
-        epoch: From 0.
     """
 
     def __init__(self, sampler: Any, seed: int, epoch: int) -> None:

@@ -64,12 +64,7 @@ class Source:
 
 
 class RowBatches:
-    """The global batches of a map-style dataset, by index.
-
-    Args:
-        reading: The loader's settings.
-        seed: Of the order.
-    """
+    """The global batches of a map-style dataset, by index."""
 
     def __init__(self, reading: LoaderSpec, seed: int) -> None:
         self.reading, self.seed = reading, seed

@@ -18,11 +18,7 @@ _ENDED = "DataLoader worker"
 
 
 def seed_all(key: int) -> None:
-    """Seed Python's, torch's CPU and NumPy's (if it is imported) generators.
-
-    Args:
-        key: From 0 to 2**63 - 1.
-    """
+    """Seed Python's, torch's CPU and NumPy's (if it is imported) generators."""
     random.seed(key)
     # torch.manual_seed would also queue work on every accelerator at each call.
     torch.default_generator.manual_seed(key)
@@ -101,8 +97,7 @@ def reading(loader: DataLoader[Any], over: Iterable[Any]) -> Iterator[Any]:
     """Yield what a loader reads.
 
     Args:
-        loader: The user's.
-        over: The same loader over other indices, which does the reading.
+        over: The user's loader over other indices, which does the reading.
 
     Raises:
         DataError: a worker process ended, or the dataset has fewer rows than its length. Any

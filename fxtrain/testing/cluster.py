@@ -26,9 +26,6 @@ _ENDED, _RAISED, _SILENT, _ECHO = range(4)
 # Importing these takes seconds.
 _LOADED = ["fxtrain.testing", "torch._dynamo"]
 T = TypeVar("T")
-# Numbers of the answers that a rank sends before its first call. Between them it waits for a
-# port, because importing torch on a busy machine may take longer than the group's timeout.
-LOADED, CONNECTED = range(2)
 
 
 class RankFailure(Exception):
@@ -89,7 +86,6 @@ class Cluster:
         self._call_s = call_s
         self._device, self._env, self._keep_groups = device, dict(env or {}), keep_groups
         self._preload, self._library = tuple(preload), library
-        self._calls = LOADED
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:
@@ -136,11 +132,9 @@ class Cluster:
             ) from error
         if not self._workers:
             self._start()
-        self._calls += 1
-        request = pickle.dumps((self._calls, call))
         try:
             for _, pipe in self._workers:
-                _send(pipe, request)
+                _send(pipe, call)
             outcomes = self._collect(self._call_s)
         except BaseException:  # Ctrl-C or a test's timeout: answers may still arrive
             self.close()
@@ -182,9 +176,7 @@ class Cluster:
         return self._read(rank, answer)
 
     def _read(self, rank: int, answer: bytes) -> _Outcome:
-        number, returned, healthy, body, words, trace = pickle.loads(answer)
-        if number != self._calls:
-            return self._failure(rank, f"It answered call {number} in call {self._calls}", _ENDED)
+        returned, healthy, body, words, trace = pickle.loads(answer)
         if body is None:
             return self._failure(rank, words, _ENDED, trace)
         try:
@@ -231,17 +223,17 @@ class Cluster:
             remote.close()
             self._workers.append((process, local))
         try:
-            self._started(LOADED)
+            self._await_start()
+            # Importing torch on a busy machine may take longer than the group's timeout.
             port = str(free_port()).encode()
             for _, pipe in self._workers:
                 _send(pipe, port)
-            self._started(CONNECTED)
+            self._await_start()
         except BaseException:
             self.close()
             raise
 
-    def _started(self, stage: int) -> None:
-        self._calls = stage
+    def _await_start(self) -> None:
         failed = [outcome.value for outcome in self._collect(_START_S) if outcome.failed]
         if failed:
             raise RankFailure(f"The ranks of a pool did not start: {failed[0]}") from failed[0]
@@ -313,10 +305,9 @@ def work(
 ) -> None:
     """Connect to the other ranks, then answer calls until the pipe closes.
 
-    An answer is a pickled tuple: the number of its call, whether the call returned, whether the
-    process group still works, the pickled result or error (None if that does not pickle), its
-    description, and the traceback. The outer tuple contains only plain values, so that the
-    parent can always read it.
+    An answer is a pickled tuple: whether the call returned, whether the process group still
+    works, the pickled result or error (None if that does not pickle), its description, and the
+    traceback. The outer tuple contains only plain values, so that the parent can always read it.
     """
     _become_rank(path, variables | own)
     import torch
@@ -326,7 +317,7 @@ def work(
     torch.set_num_threads(1)
     if numpy := sys.modules.get("numpy"):  # forks share its state
         numpy.random.seed()
-    pipe.send_bytes(_returned(LOADED, None, healthy=True))
+    pipe.send_bytes(_returned(None, healthy=True))
     env = {
         "RANK": rank,
         "WORLD_SIZE": n,
@@ -341,9 +332,9 @@ def work(
         variables = own | {name: str(value) for name, value in env.items()}
         ctx = ops.detect(variables, device=device, timeout_s=timeout_s)
     except Exception as error:
-        pipe.send_bytes(_failed(CONNECTED, error, healthy=False))
+        pipe.send_bytes(_failed(error, healthy=False))
         return
-    pipe.send_bytes(_returned(CONNECTED, None, healthy=True))
+    pipe.send_bytes(_returned(None, healthy=True))
     gc.freeze()  # speeds up the collection of what calls leave behind
     with ctx:
         while True:
@@ -418,9 +409,8 @@ def _close_others(before: tuple[int, list[Any]], own: list[Any]) -> None:
 
 
 def _answer(ctx: Any, request: bytes) -> bytes:
-    number, call = pickle.loads(request)
     try:
-        fn, args = pickle.loads(call)
+        fn, args = pickle.loads(request)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             # Loaders fork their workers from a rank, which has gloo threads, as in any run.
@@ -431,14 +421,14 @@ def _answer(ctx: Any, request: bytes) -> bytes:
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is")
             _drop_compiled()
             value = fn(ctx, *args)
-        return _returned(number, value, healthy=ctx.comm.state.failure is None)
+        return _returned(value, healthy=ctx.comm.state.failure is None)
     except BaseException as error:
         # After a CollectiveError a communicator works unless it recorded a failure. After any
         # other error the ranks may be at different calls.
         from fxtrain.errors import CollectiveError
 
         healthy = isinstance(error, CollectiveError) and ctx.comm.state.failure is None
-        return _failed(number, error, healthy=healthy)
+        return _failed(error, healthy=healthy)
 
 
 def _drop_compiled() -> None:
@@ -447,17 +437,17 @@ def _drop_compiled() -> None:
         sys.modules["torch"].compiler.reset()
 
 
-def _returned(number: int, value: Any, *, healthy: bool) -> bytes:
+def _returned(value: Any, *, healthy: bool) -> bytes:
     words = f"its result, a {type(value).__name__}"
     try:
         body = pickle.dumps(value)
     except Exception:
         words = f"{words}, does not pickle"
-        return pickle.dumps((number, False, False, None, words, traceback.format_exc()))
-    return pickle.dumps((number, True, healthy, body, words, ""))
+        return pickle.dumps((False, False, None, words, traceback.format_exc()))
+    return pickle.dumps((True, healthy, body, words, ""))
 
 
-def _failed(number: int, error: BaseException, *, healthy: bool) -> bytes:
+def _failed(error: BaseException, *, healthy: bool) -> bytes:
     trace = traceback.format_exc()
     words = "".join(traceback.format_exception_only(error)).strip()
     error.__traceback__ = error.__cause__ = error.__context__ = None
@@ -467,4 +457,4 @@ def _failed(number: int, error: BaseException, *, healthy: bool) -> bytes:
         body = None if ends else pickle.dumps(error)
     except Exception:  # an error with fields that do not pickle
         body = None
-    return pickle.dumps((number, False, healthy and body is not None, body, words, trace))
+    return pickle.dumps((False, healthy and body is not None, body, words, trace))

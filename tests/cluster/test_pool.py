@@ -1,7 +1,6 @@
 """The pool of ranks itself: each call gets its own answers, however an earlier one failed."""
 
 import os
-import pickle
 import signal
 import time
 
@@ -159,14 +158,6 @@ def _interrupts(ctx, pid):
 def test_answers_of_an_interrupted_call_are_never_those_of_the_next(pool):
     with pytest.raises(KeyboardInterrupt):
         pool.run(_interrupts, os.getpid())
-
-
-def test_an_answer_to_another_call_is_refused(pool):
-    pool.run(_pid)
-    for _, pipe in pool._workers:
-        pipe.send_bytes(pickle.dumps((99, pickle.dumps((_pid, ())))))
-    with pytest.raises(RankFailure, match="Rank 0 of 2: It answered call 99 in call"):
-        pool.run(_pid)
 
 
 def test_arguments_that_do_not_unpickle_on_a_rank_are_an_error_of_this_call(pool):
