@@ -37,12 +37,12 @@ def parts_of(inputs: Iterable[str]) -> list[tuple[int, list[Piece]]]:
     They depend on the inputs alone.
 
     Raises:
-        DataError: a file is missing or cannot be read, or there is none.
+        DataError: a file is missing, or there is none.
     """
     parts: list[tuple[int, list[Piece]]] = []
     small: list[Piece] = []
     room = 0
-    sizes = [(path, _size(path)) for path in _files(inputs)]
+    sizes = [(path, os.path.getsize(path)) for path in _files(inputs)]
     most = min(max(_SMALLEST, sum(size for _, size in sizes) // 2000), _LARGEST)
     for path, whole in sizes:
         for size, piece in _pieces(path, whole, most):
@@ -88,14 +88,6 @@ def _files(inputs: Iterable[str]) -> Iterator[str]:
         if not paths:
             raise DataError(f"tokens: no file {name}. Check the path or the pattern.")
         yield from (path for path in paths if not os.path.isdir(path))
-
-
-def _size(path: str) -> int:
-    try:
-        with open(path, "rb") as file:
-            return os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise DataError(f"tokens: cannot read {path}: {error.strerror}.") from error
 
 
 def _pieces(path: str, size: int, most: int) -> Iterator[tuple[int, Piece]]:

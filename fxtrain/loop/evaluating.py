@@ -114,12 +114,7 @@ def total_of(value: Any) -> Tensor | float:
 
 
 def finite_number(value: Any) -> float | None:
-    """A number or a tensor of one element as a finite float; None if it is something else.
-
-    Example:
-        >>> finite_number(torch.tensor(0.5)), finite_number(float("nan")), finite_number("0.5")
-        (0.5, None, None)
-    """
+    """A number or a tensor of one element as a finite float; None if it is something else."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

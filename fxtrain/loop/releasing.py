@@ -98,14 +98,10 @@ def empty_cache(device: torch.device) -> None:
 
 
 def _context(objects: tuple[Any, ...]) -> DistContext:
-    """The context of the first wrapped model, or one of the device of the first parameter."""
-    for target in objects:
-        if isinstance(target, Wrapped):
-            return target.ctx
-    for target in objects:
-        for parameter in _parameters(target):
-            if not parameter.is_meta:
-                return DistContext(device=parameter.device)
+    """The context of the first wrapped model; without one, of the device of this process."""
+    wrapped = next((target for target in objects if isinstance(target, Wrapped)), None)
+    if wrapped is not None:
+        return wrapped.ctx
     device = torch.accelerator.current_accelerator(check_available=True)
     return DistContext(device=device or torch.device("cpu"))
 

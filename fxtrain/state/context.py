@@ -254,14 +254,7 @@ class DistContext(Displayed):
 
 
 def with_plan(ctx: DistContext, plan: Plan | None) -> DistContext:
-    """The same context and axes, with the plan of the launch; that of an axis names no mesh.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     with_plan(ctx, fx.Plan(seed=7)).axis("data").given_plan.seed
-        7
-    """
+    """The same context and axes, with the plan of the launch; that of an axis names no mesh."""
     within = None if plan is None else attrs.evolve(plan, mesh=None)
     axes = {name: with_plan(axis, within) for name, axis in ctx._axes.items()}
     return attrs.evolve(ctx, given_plan=plan, axes=MappingProxyType(axes))
@@ -282,11 +275,6 @@ def check_connected(call: str, ctx: DistContext) -> None:
 
     Raises:
         ContextError: it is closed; on every rank, before any of them waits.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     check_connected("step", ctx)
     """
     if not isinstance(ctx, DistContext):
         raise ContextError(

@@ -202,12 +202,6 @@ def fill_from_config(plan: "Plan", data: Mapping[str, Any], ranks: int) -> "Plan
         plan: A plan whose strategy is `DeepSpeed`.
         data: The config's content.
         ranks: Ranks over which data is split, for a config that has the rows of an update only.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> from fxtrain.state.deepspeed import fill_from_config
-        >>> fill_from_config(fx.Plan(strategy="deepspeed"), {"gradient_clipping": 1.0}, 1).clip_norm
-        1.0
     """
     changes: dict[str, Any] = {}
     count = data.get("gradient_accumulation_steps")

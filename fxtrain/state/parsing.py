@@ -24,11 +24,6 @@ def parse_text(text: str, format: Format) -> Any:
     Raises:
         PlanError: the text is invalid in that format.
         MissingPackageError: YAML needs pyyaml (the extra `files`).
-
-    Example:
-        >>> from fxtrain.state.parsing import parse_text
-        >>> parse_text("ranks: 2", "yaml")
-        {'ranks': 2}
     """
     if format not in _FORMATS:
         raise PlanError(f"format={format!r}: choose one of {', '.join(_FORMATS)}.", code="FX201")
@@ -104,13 +99,20 @@ def parse_yaml(text: str) -> Any:
     if len(text) > _MAX_YAML:
         raise ValueError(f"it has {len(text)} characters; YAML is limited to {_MAX_YAML}.")
     try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):
+        loader = yaml.SafeLoader(text)
+        compose = loader.compose_node
+
+        def compose_without_aliases(parent: Any, index: Any) -> Any:
+            if loader.check_event(yaml.AliasEvent):
+                event = loader.peek_event()
                 raise ValueError(
                     f"line {event.start_mark.line + 1}: aliases (*{event.anchor}) are not "
                     f"supported. Write the value out."
                 )
-        return yaml.safe_load(text)
+            return compose(parent, index)
+
+        loader.compose_node = compose_without_aliases
+        return loader.get_single_data()
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except (LookupError, AttributeError, TypeError, OverflowError) as error:  # of !!bool x, say

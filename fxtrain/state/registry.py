@@ -51,11 +51,6 @@ def installed_strategies() -> "tuple[Strategy, ...]":
     Raises:
         PlanError: an entry point does not load, loads something else, or loads a second strategy
             for a config.
-
-    Example:
-        >>> from fxtrain.state.registry import installed_strategies
-        >>> installed_strategies()
-        ()
     """
     from fxtrain.state.strategy import Strategy  # imports the records that plans contain
 
@@ -70,10 +65,5 @@ def installed_configs() -> tuple[type, ...]:
 
     Raises:
         PlanError: as `installed_strategies`.
-
-    Example:
-        >>> from fxtrain.state.registry import installed_configs
-        >>> installed_configs()
-        ()
     """
     return tuple(row.config for row in installed_strategies())

@@ -216,14 +216,7 @@ class Strategy:
 
 
 def round_of(model: Wrapped) -> Round | None:
-    """The averaging state of independent replicas; None if all updates are made together.
-
-    Example:
-        >>> import fxtrain as fx, torch
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     fx.state.round_of(fx.wrap(torch.nn.Linear(2, 1), ctx)) is None
-        True
-    """
+    """The averaging state of independent replicas; None if all updates are made together."""
     state = model.strategy_state
     return state if isinstance(state, Round) else None
 

@@ -254,12 +254,6 @@ def check_open(model: Wrapped, call: str, kind: type[FxError] = StepError) -> No
 
     Raises:
         FxError: of this type, with what to do.
-
-    Example:
-        >>> import fxtrain as fx, torch
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
-        ...     check_open(model, "step")
     """
     if not isinstance(model, Wrapped):
         raise kind(

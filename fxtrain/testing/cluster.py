@@ -328,7 +328,13 @@ def work(
     }
     try:
         if library is not None:
-            _open_group(library, rank, n, int(env["MASTER_PORT"]), timeout_s)
+            torch.distributed.init_process_group(
+                library,
+                init_method=f"tcp://127.0.0.1:{env['MASTER_PORT']}",
+                rank=rank,
+                world_size=n,
+                timeout=timedelta(seconds=timeout_s),
+            )
         variables = own | {name: str(value) for name, value in env.items()}
         ctx = ops.detect(variables, device=device, timeout_s=timeout_s)
     except Exception as error:
@@ -361,18 +367,6 @@ def _become_rank(path: list[str], variables: dict[str, str]) -> None:
     # children would otherwise start through a fork server too, which takes seconds.
     multiprocessing.current_process().daemon = False
     multiprocessing.set_start_method(None, force=True)
-
-
-def _open_group(library: str, rank: int, n: int, port: int, timeout_s: float) -> None:
-    from torch import distributed as dist
-
-    dist.init_process_group(
-        library,
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=n,
-        timeout=timedelta(seconds=timeout_s),
-    )
 
 
 def _groups() -> tuple[int, list[Any]]:
