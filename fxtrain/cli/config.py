@@ -28,6 +28,7 @@ from fxtrain.launchers.config import (
     render,
     resolve,
 )
+from fxtrain.launchers.machine import usable_cores
 from fxtrain.state import Plan
 from fxtrain.state.files import format_of, read_data
 from fxtrain.state.parsing import put
@@ -126,7 +127,7 @@ def update(path: str) -> None:
     text = render(read_launch_file(path).values, format_of(path))
     lines = read_text(path).splitlines()
     head = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
-    _write(path, "\n".join([*head, "", text]) if head else text)
+    write_file(path, "\n".join([*head, "", text]) if head else text)
     say(f"Updated {path}. Show all values with `fxtrain config show`.")
 
 
@@ -174,13 +175,9 @@ def _check_new(path: str, *, force: bool) -> None:
 def _write_new(
     path: str, values: Mapping[str, Any], *, notes: list[str], brief: bool = False
 ) -> None:
-    _write(path, render(values, format_of(path), notes=notes, brief=brief))
-    say(f"Wrote {path}. Show all values with `fxtrain config show`.")
-
-
-def _write(path: str, text: str) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, text)
+    write_file(path, render(values, format_of(path), notes=notes, brief=brief))
+    say(f"Wrote {path}. Show all values with `fxtrain config show`.")
 
 
 def _accelerates_own(env: Mapping[str, str]) -> str:
@@ -203,23 +200,14 @@ def _shown(value: Any) -> str:
 
 @attrs.frozen(kw_only=True)
 class Machine:
-    """Properties of a machine on which defaults of a launch file depend.
+    """Properties of a machine on which defaults of a launch file depend."""
 
-    Attributes:
-        cores: Cores available to a process.
-        kind: Device type of its accelerators, as torch names it; cpu without any.
-        count: Number of accelerators.
-        bf16: Whether they compute in bf16.
-        slurm: Whether a SLURM cluster accepts jobs here.
-        tpu: Whether the environment names a TPU.
-    """
-
-    cores: int = 1
-    kind: str = "cpu"
-    count: int = 0
-    bf16: bool = False
-    slurm: bool = False
-    tpu: bool = False
+    cores: int = 1  # that a process may use
+    kind: str = "cpu"  # type of its accelerators, as torch names it
+    count: int = 0  # of accelerators
+    bf16: bool = False  # whether they compute in it
+    slurm: bool = False  # whether a cluster accepts jobs here
+    tpu: bool = False  # whether the environment names one
 
 
 def detect_machine() -> Machine:
@@ -232,9 +220,8 @@ def detect_machine() -> Machine:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = accelerator.type if accelerator else "cpu"
     supports_bf16 = getattr(getattr(torch, kind, None), "is_bf16_supported", None)
-    affinity = getattr(os, "sched_getaffinity", None)
     return Machine(
-        cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
+        cores=len(usable_cores()),
         kind=kind,
         count=torch.accelerator.device_count() if accelerator else 0,
         bf16=bool(accelerator and supports_bf16 and supports_bf16()),

@@ -198,11 +198,7 @@ def is_interactive(main: ModuleType | None = None) -> bool:
 
 
 def pack(value: Any, *, interactive: bool) -> bytes:
-    """Turn a value into bytes that pickle reads.
-
-    Args:
-        value: Any value, including functions.
-        interactive: Whether definitions of the main module must be sent by value.
+    """Turn a value into bytes that pickle reads; if interactive, the main module's by value.
 
     Raises:
         MissingPackageError: this needs cloudpickle, which is not installed.

@@ -101,11 +101,8 @@ def usable_cores() -> tuple[int, ...]:
 def cores_of_ranks(mode: str, ranks: int, machine: Machine) -> tuple[tuple[int, ...], ...]:
     """Cores for each rank on the CPU.
 
-    Args:
-        mode: "node" for all cores of one NUMA node, ranks in blocks over the nodes;
-            "exclusive" for a share of all cores that no other rank has.
-        ranks: Ranks on this machine.
-        machine: Its cores and NUMA nodes.
+    With "node", all cores of one NUMA node, ranks in blocks over the nodes; with "exclusive", a
+    share of all cores that no other rank has.
     """
     nodes = machine.numa or (machine.cores,)
     if mode == "node":

@@ -35,11 +35,7 @@ def mark_within(env: Mapping[str, str]) -> str:
 
 @contextmanager
 def kept(mark: str, *, patience_s: float) -> Iterator[None]:
-    """End the ranks of a launch if this process is killed within the block.
-
-    Args:
-        mark: The launch's mark.
-        patience_s: Time from the end of this process until they are killed.
+    """End the ranks of a launch, `patience_s` after this process was killed within the block.
 
     Effects:
         Starts a small process, and ends it. On other systems than Linux, does nothing.
@@ -75,13 +71,8 @@ def _keeper(*words: str) -> "subprocess.Popen[bytes]":
 def end_strays(mark: str, *, patience_s: float, ask: bool) -> None:
     """End processes that the ranks of a launch have left behind.
 
-    Args:
-        mark: The launch's mark.
-        patience_s: Time that the processes have to exit by themselves, before they are killed.
-        ask: Send them SIGTERM first.
-
     Effects:
-        Sends signals; waits until the processes have ended.
+        With `ask`, sends SIGTERM. Waits `patience_s` for the processes to end, then kills them.
     """
     if ask:
         _send(signal.SIGTERM, mark)

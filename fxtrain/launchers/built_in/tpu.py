@@ -76,11 +76,7 @@ def tpu_pod(spec: LaunchSpec, machine: Machine) -> Invocation:
 
 
 def pod_command(options: TpuPodOptions, command: str) -> tuple[str, ...]:
-    """gcloud's command line that runs a shell command on the hosts of a pod.
-
-    Args:
-        options: Which TPU; its `setup` and `folder` come before the command.
-        command: For the shell of each host.
+    """gcloud's command line that runs a shell command on the hosts of a pod, after its `setup`.
 
     Raises:
         LaunchError: the TPU has no name.
@@ -104,10 +100,7 @@ def setup_command(
 ) -> tuple[str, ...]:
     """gcloud's command line that prepares the hosts of a pod. The first failing command ends it.
 
-    Args:
-        options: Which pod; its `setup` runs first.
-        commands: For the shell of each host, in order.
-        install: What to install first with pip, such as `fxtrain`; empty for nothing.
+    Its `setup` runs first, then pip for what is to be installed, then the commands.
 
     Raises:
         LaunchError: the pod has no name, or there is nothing to run.

@@ -78,13 +78,8 @@ def run_agent(
 ) -> LaunchResult:
     """Start the ranks of this node and wait until they and those of other nodes have ended.
 
-    Args:
-        launch: What was asked for.
-        config: torch's `LaunchConfig`, with the settings of our rendezvous.
-        command: What each rank runs.
-        logs: Where ranks write their output and errors.
-        serves: Whether this process serves the store, and therefore leaves last.
-        deadline: When to end the ranks, on the monotonic clock; None for never.
+    `config` is torch's `LaunchConfig`, with the settings of our rendezvous. A node that serves the
+    store leaves last. At the deadline, on the monotonic clock, the ranks are ended.
 
     Raises:
         LaunchError: not all nodes have joined, or the machine that serves the rendezvous was lost.
