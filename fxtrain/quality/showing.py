@@ -45,7 +45,7 @@ def _plain(text: str) -> Text:
 
 def _plans(comparison: Comparison) -> Table:
     columns = {
-        "best agrees": [_percent(plan.agreement) for plan in comparison.plans],
+        "best agrees": [_number(plan.agreement, ".2%") for plan in comparison.plans],
         "smallest cosine": [_number(plan.cosine, ".5f") for plan in comparison.plans],
         "last loss": [
             _number(plan.losses[-1], ".4f") if plan.losses else "" for plan in comparison.plans
@@ -57,14 +57,8 @@ def _plans(comparison: Comparison) -> Table:
         grid.add_column(title, justify="right")
     last = _number(comparison.losses[-1], ".4f") if comparison.losses else ""
     blank = [last if title == "last loss" else "" for title in shown]
-    grid.add_row(
-        _plain(comparison.reference),
-        show_bytes(comparison.weight_bytes),
-        "reference",
-        "",
-        "",
-        *blank,
-    )
+    weights = show_bytes(comparison.weight_bytes)
+    grid.add_row(_plain(comparison.reference), weights, "reference", "", "", *blank)
     for number, plan in enumerate(comparison.plans):
         outputs = plan.outputs
         cells = [cells[number] for cells in shown.values()]
@@ -88,10 +82,6 @@ def _layers(plan: Compared, count: int) -> Table:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.2%}"
 
 
 def _decibels(value: float) -> str:
@@ -118,31 +108,20 @@ def plot(comparison: Comparison) -> Any:
     figure = optional("matplotlib.figure", extra="plots", needed_by="fxtrain.quality.plot")
     drawn = figure.Figure(figsize=(8, 7 if comparison.losses else 4), layout="constrained")
     every = drawn.subplots(2 if comparison.losses else 1, squeeze=False)[:, 0]
-    _draw_errors(every[0], comparison)
+    every[0].set_title(f"error relative to {comparison.reference}", loc="left", parse_math=False)
+    every[0].set_xlabel("layers, in the order of the model")
+    every[0].set_yscale("log")
     if comparison.losses:
-        _draw_losses(every[1], comparison)
+        every[1].set_title("training loss", loc="left")
+        every[1].set_xlabel("updates")
+        every[1].plot(comparison.losses, label=comparison.reference, color="black", linestyle="--")
+    for number, plan in enumerate(comparison.plans):
+        colour = _COLOURS[number % len(_COLOURS)]
+        # A logarithmic axis has no place for an exact layer.
+        errors = [layer.relative or math.nan for layer in plan.layers]
+        every[0].plot(errors, label=plan.name, color=colour)
+        if comparison.losses:
+            every[1].plot(plan.losses, label=plan.name, color=colour)
     if comparison.plans:
         drawn.legend(*every[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return drawn
-
-
-def _draw_errors(axes: Any, comparison: Comparison) -> None:
-    axes.set_title(f"error relative to {comparison.reference}", loc="left", parse_math=False)
-    axes.set_xlabel("layers, in the order of the model")
-    axes.set_yscale("log")
-    for number, plan in enumerate(comparison.plans):
-        # A logarithmic axis has no place for an exact layer.
-        errors = [layer.relative or math.nan for layer in plan.layers]
-        axes.plot(errors, label=plan.name, color=_colour(number))
-
-
-def _draw_losses(axes: Any, comparison: Comparison) -> None:
-    axes.set_title("training loss", loc="left")
-    axes.set_xlabel("updates")
-    axes.plot(comparison.losses, label=comparison.reference, color="black", linestyle="--")
-    for number, plan in enumerate(comparison.plans):
-        axes.plot(plan.losses, label=plan.name, color=_colour(number))
-
-
-def _colour(number: int) -> str:
-    return _COLOURS[number % len(_COLOURS)]

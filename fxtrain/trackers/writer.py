@@ -44,13 +44,14 @@ class Opened:
         """Find out which entries the library has already, if it cannot remove them."""
         self.last_steps = self.tracker.last_steps(native, self.start)
 
-    def accepted(self, entry: Entry, warn: Callable[[str, str], None]) -> Entry | None:
-        """An entry without names that the library refuses, and without what it has already."""
+    def write(self, native: Any, entry: Entry, warn: Callable[[str, str], None]) -> None:
+        """Write an entry without names that the library refuses, and without what it has."""
         names = [*entry.value] if entry.kind == "log" else [entry.name]
         kept = [name for name in names if self._accepts(name, entry.step, warn)]
-        if len(kept) == len(names):
-            return entry
-        return attrs.evolve(entry, value={x: entry.value[x] for x in kept}) if kept else None
+        if kept and len(kept) < len(names):
+            entry = attrs.evolve(entry, value={name: entry.value[name] for name in kept})
+        if kept:
+            self.tracker.write(native, entry)
 
     def _accepts(self, name: str, step: int, warn: Callable[[str, str], None]) -> bool:
         called = self.tracker.name
@@ -247,8 +248,8 @@ class Writer:
                 called = opened.tracker.name
                 text = f"{called} does not support run.{kind}. The other trackers log it."
                 self.warn(f"kind {called} {kind}", text)
-            elif (accepted := opened.accepted(entry, self.warn)) is not None:
-                yield opened, kind, opened.tracker.write, (accepted,)
+            else:
+                yield opened, kind, opened.write, (entry, self.warn)
 
     def _flush(self, done: threading.Event) -> Iterator[_Call]:
         yield from ((each, "flush", each.tracker.flush, ()) for each in self.opened)

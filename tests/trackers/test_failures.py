@@ -86,6 +86,18 @@ def test_a_name_that_a_tracker_refuses_is_named_and_logged_elsewhere(ctx, tmp_pa
     assert "Mine does not accept the name 'a b': it has a space" in line
 
 
+def test_a_tracker_whose_rules_fail_does_not_stop_the_others(ctx, tmp_path, told):
+    def fail(name):
+        raise ValueError("no rule")
+
+    kept, mine = own_tracker(refuses=fail)
+    with fx.track(tmp_path, ctx, [mine, fx.JsonLines()]) as run:
+        run.log({"a": 1}, 1)
+        run.log({"a": 2}, 2)
+    assert kept == [] and read_run(tmp_path).curve("a") == [(1, 1.0), (2, 2.0)]
+    assert "Mine failed in log: ValueError: no rule" in told()[0]
+
+
 def test_a_tracker_that_hangs_is_dropped_and_holds_up_nobody_again(
     ctx, tmp_path, told, monkeypatch
 ):
