@@ -153,6 +153,8 @@ HOSTILE = {
     "groups": lambda b: b["models"]["model"]["values"]["optimizers"][0].update(groups=None),
     "module": lambda b: b["models"]["model"]["values"].update(module={"module.x.y": 1}),
     "values": lambda b: b["models"]["model"].update(values=[]),
+    "plan": lambda b: b["models"]["model"].update(plan=None),
+    "a field of the plan": lambda b: b["models"]["model"]["plan"].update(precision=None),
     "scheduler": lambda b: b["models"]["model"]["values"].update(schedulers=[7]),
     "extra": lambda b: b.update(extra={"$": "tensor", "name": "model/nowhere"}),
 }

@@ -129,12 +129,12 @@ def restore(
         with fail_together(ctx, "restore"):
             state.restored_from = storage.key()  # no save removes it meanwhile
             restored = _restore(storage, ctx, models, extra, random)
+            for name, wrapped in models.items():
+                _log_changes(ctx, restored, name, wrapped)
     except Exception as error:  # any error of the models or of the template
         state.restored_from = earlier
         known = isinstance(error, FxError | OSError) and str(error)
         raise CheckpointError(f"{path} was not restored. {known or repr(error)}") from error
-    for name, wrapped in models.items():
-        _log_changes(ctx, restored, name, wrapped)
     return restored
 
 
