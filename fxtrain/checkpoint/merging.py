@@ -5,9 +5,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from fxtrain._display import read_bytes
 from fxtrain._reading import StrPath, path_problem
 from fxtrain.checkpoint.folders import find_checkpoint, read_manifest
 from fxtrain.checkpoint.manifest import Manifest
@@ -16,7 +18,6 @@ from fxtrain.checkpoint.storage import LocalStorage, Storage
 from fxtrain.errors import CheckpointError
 from fxtrain.models.folder import (
     commit,
-    parse_size,
     split,
     staging,
     write_index,
@@ -63,7 +64,8 @@ def merge(
         ...     [file.name for file in fx.checkpoint.merge(saving.path, tempfile.mkdtemp())]
         ['model.safetensors']
     """
-    weights, limit = saved_weights(path, model=model), parse_size(max_shard)
+    limit: Any = read_bytes(max_shard, "max_shard")
+    weights = saved_weights(path, model=model)
     if problem := path_problem(folder):
         raise CheckpointError(f"merge(folder=...): {problem}.")
     target = Path(folder).absolute()

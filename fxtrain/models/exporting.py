@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain import ops
-from fxtrain._display import counted
+from fxtrain._display import counted, read_bytes
 from fxtrain._reading import path_problem
 from fxtrain.errors import CheckpointError
 from fxtrain.models.folder import (
     ModelFile,
     commit,
-    parse_size,
     split,
     staging,
     write_index,
@@ -98,6 +97,7 @@ def export(
     Raises:
         CheckpointError: a tensor cannot be stored, a rank cannot write, or the model was
             unwrapped; the same error on every rank.
+        PlanError: `max_shard` is malformed.
         CollectiveError: the ranks have different models or pass different arguments.
 
     Example:
@@ -133,7 +133,7 @@ def export(
 
 
 def _plan(model: Any, max_shard: str | int, *, alone: bool) -> _Job:
-    limit = parse_size(max_shard)
+    limit: Any = read_bytes(max_shard, "max_shard")
     module = None if isinstance(model, Mapping) else module_of(model, "export")
     ignored = {
         f"{path}.{name}" if path else name

@@ -28,7 +28,6 @@ MARKER = ".fxtrain-exporting"
 _STAGING = ".fxtrain-export."
 _REPLACED_PREFIX = ".fxtrain-before."
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", re.IGNORECASE)
 
 
 @attrs.frozen(kw_only=True)
@@ -44,24 +43,6 @@ class ModelFile:
     name: str
     entries: tuple[Entry, ...]
     metadata: Mapping[str, str]
-
-
-def parse_size(size: str | int) -> int:
-    """Parse a number of bytes: "5GB" is 5·10⁹, "5GiB" is 5·2³⁰.
-
-    Raises:
-        CheckpointError: the size is malformed or not positive.
-    """
-    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
-        number, unit, binary = match.groups()
-        base = 1024 if binary else 1000
-        size = int(float(number) * base ** " KMGT".index(unit.upper() or " "))
-    if type(size) is not int or size < 1:
-        raise CheckpointError(
-            f"max_shard={size!r} is not a file size. Pass a number of bytes, or text such as "
-            f"'5GB', '500MB' or '2GiB'."
-        )
-    return size
 
 
 def split(entries: Sequence[Entry], limit: int, others: Mapping[str, str]) -> tuple[ModelFile, ...]:

@@ -4,7 +4,7 @@ import contextlib
 import difflib
 import functools
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import attrs
 import torch
@@ -193,11 +193,11 @@ def _refuse(
 ) -> None:
     problems: list[str] = []
     if strict and fit.missing:
-        near = _spelling(fit.missing, fit.unexpected)
-        problems += _list("missing from the source", [name + near(name) for name in fit.missing])
+        problems += _list(
+            "missing from the source", fit.missing, lambda name: _near(name, fit.unexpected)
+        )
     if strict and fit.unexpected:
-        near = _spelling(fit.unexpected, fit.missing)
-        problems += _list("not in the model", [name + near(name) for name in fit.unexpected])
+        problems += _list("not in the model", fit.unexpected, lambda name: _near(name, fit.missing))
         problems += _prefix_hint(source, fit)
     if strict:
         empty = [
@@ -331,25 +331,19 @@ def _read_by_all(
     return read
 
 
-def _list(what: str, lines: Iterable[str]) -> list[str]:
+def _list(what: str, lines: Sequence[str], shown: Callable[[str], str] = str) -> list[str]:
     """A heading with a count, followed by the first lines."""
-    entries = list(lines)
-    if not entries:
+    if not lines:
         return []
-    more = [f"    and {len(entries) - _MAX_SHOWN} more"] if len(entries) > _MAX_SHOWN else []
-    return [f"  {len(entries)} {what}:", *(f"    {line}" for line in entries[:_MAX_SHOWN]), *more]
+    more = [f"    and {len(lines) - _MAX_SHOWN} more"] if len(lines) > _MAX_SHOWN else []
+    first = [f"    {shown(line)}" for line in lines[:_MAX_SHOWN]]
+    return [f"  {len(lines)} {what}:", *first, *more]
 
 
-def _spelling(names: tuple[str, ...], others: tuple[str, ...]) -> Callable[[str], str]:
-    """A function from a name to a hint with the most similar of the others, if it is shown."""
-
-    def near(name: str) -> str:
-        if name not in names[:_MAX_SHOWN]:
-            return ""
-        close = difflib.get_close_matches(name, others[:_SEARCHED], n=1)
-        return f" (nearest: {close[0]})" if close else ""
-
-    return near
+def _near(name: str, others: tuple[str, ...]) -> str:
+    """The name, with the most similar of the others."""
+    close = difflib.get_close_matches(name, others[:_SEARCHED], n=1)
+    return f"{name} (nearest: {close[0]})" if close else name
 
 
 def _prefix_hint(source: Source, fit: _NameMatch) -> list[str]:

@@ -368,20 +368,17 @@ def read_hull(
     part: TensorIndex, dtype: torch.dtype, read: Callable[[tuple[slice, ...]], Tensor]
 ) -> Tensor:
     """Read a part of a tensor as the smallest box that contains it, and select from that."""
-    hull = tuple(_hull(rows) for rows in part)
+    hull = tuple(
+        rows if isinstance(rows, slice) else slice(int(rows.min()), int(rows.max()) + 1)
+        for rows in part
+    )
     if any(rows.start == rows.stop for rows in hull):
         return torch.empty([rows.stop - rows.start for rows in hull], dtype=dtype, device="cpu")
-    return _select(read(hull), tuple(_within(rows) for rows in part))
-
-
-def _hull(rows: slice | Tensor) -> slice:
-    """The smallest contiguous range that contains the rows."""
-    return rows if isinstance(rows, slice) else slice(int(rows.min()), int(rows.max()) + 1)
-
-
-def _within(rows: slice | Tensor) -> slice | Tensor:
-    """The rows relative to the start of their hull."""
-    return slice(0, rows.stop - rows.start) if isinstance(rows, slice) else rows - rows.min()
+    within = tuple(
+        slice(0, rows.stop - rows.start) if isinstance(rows, slice) else rows - box.start
+        for rows, box in zip(part, hull, strict=True)
+    )
+    return _select(read(hull), within)
 
 
 def _select(tensor: Tensor, part: TensorIndex) -> Tensor:

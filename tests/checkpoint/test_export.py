@@ -49,9 +49,9 @@ def test_sizes_of_files(tmp_path, size, files):
     assert len(export(some_state(), tmp_path, size)) == files
 
 
-@pytest.mark.parametrize("size", ["5", "GB", "-1MB", 0, -1, 2.5, True, None, "0B"])
+@pytest.mark.parametrize("size", ["GB", "-1MB", 0, -1, True, "0B"])
 def test_a_size_that_is_none_is_refused(tmp_path, size):
-    with pytest.raises(fx.CheckpointError, match="max_shard"):
+    with pytest.raises(fx.PlanError, match="max_shard"):
         export(some_state(), tmp_path, size)
 
 

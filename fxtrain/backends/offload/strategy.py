@@ -337,11 +337,6 @@ def _digests(streaming: Streaming) -> dict[str, str]:
     return {path.name: streaming.digests[path] for path in paths}
 
 
-def _unwrap(model: Wrapped) -> nn.Module:
-    model.undo()
-    return model.module
-
-
 OFFLOAD = attrs.evolve(
     SINGLE,
     name="Offload",
@@ -353,7 +348,6 @@ OFFLOAD = attrs.evolve(
     state=_trained_state,
     load_state=_load_trained,
     weights=_weights,
-    unwrap=_unwrap,
     converts_layers=False,
     updates_on_host=False,
     verifies_replicas=False,
