@@ -87,8 +87,6 @@ def budget(
         >>> fx.big.budget().allowed("cpu") > 0
         True
     """
-    if not 0 <= keep_free < 1:
-        raise PlanError(f"budget(keep_free={keep_free}): choose a number from 0 to below 1.")
     if not limits:
         rooms = [
             Room(device=device, bytes=int(_free(device) * (1 - keep_free)))

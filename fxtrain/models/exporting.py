@@ -322,8 +322,7 @@ def warn_of_readers(module: Any) -> None:
     """Warn that plain transformers cannot read the export of a transformers model."""
     if not hasattr(module, "from_pretrained"):
         return
-    problem = _problem(module)
-    if problem is not None:
+    if problem := _problem(module):
         warnings.warn(
             f"export: {problem}; fx.load_model reads these files.", UserWarning, stacklevel=3
         )
@@ -335,18 +334,14 @@ def _problem(module: nn.Module) -> str | None:
             "from_pretrained does not know the names of a model with adapters of peft. Its own "
             "save_pretrained writes the adapters for it"
         )
-    layers = list(quantized_layers(module))
-    formats = {library.format(part): name for name, part, library in reversed(layers)}
-    for name, part, library in layers:
+    formats: set[str] = set()
+    for name, part, library in quantized_layers(module):
+        formats.add(library.format(part))
         if library is TORCHAO and torchao_config(part) is None:
-            return (
-                f"{name} and other layers are {library.format(part)}, and from_pretrained does not "
-                f"read them"
-            )
-    if len(formats) > 1:
-        named = " and ".join(formats)
-        return f"from_pretrained reads one format, and this model has layers in {named}"
-    return None
+            return f"from_pretrained does not read layers in {library.format(part)}, such as {name}"
+    if len(formats) < 2:
+        return None
+    return f"from_pretrained reads one format, and this model has {' and '.join(sorted(formats))}"
 
 
 def _unquantized(module: nn.Module) -> list[str]:

@@ -141,11 +141,7 @@ def training(
         >>> training(read_weights("torch.nn:PReLU"), precision="fp32").total
         16.0
     """
-    level = _choice("sharding", sharding, SHARDING)
-    per_entry = list(OPTIMIZERS.values())[_choice("optimizer", optimizer, tuple(OPTIMIZERS))]
-    _choice("precision", precision, ("fp32", "bf16", "fp16"))
-    if ranks < 1:
-        raise PlanError(f"ranks={ranks}: choose 1 or more.")
+    level, per_entry = SHARDING.index(sharding), OPTIMIZERS[optimizer]
     trained = sum(
         weight.nbytes if weights.keep else 4 * weight.numel
         for weight in weights.tensors
@@ -186,10 +182,6 @@ def inference(
         >>> inference(read_weights("torch.nn:PReLU"), precision="bf16")
         (2, None)
     """
-    _choice("precision", precision, tuple(BYTES))
-    for name, value in (("batch", batch), ("tokens", tokens)):
-        if value < 1:
-            raise PlanError(f"{name}={value}: choose 1 or more.")
     each = BYTES[precision]
     total = sum(
         weight.numel * each if weight.floating else weight.nbytes for weight in weights.tensors
@@ -220,12 +212,6 @@ def layer_of(name: str) -> str:
     """The layer that a tensor belongs to: an item of a numbered sequence, or else its module."""
     numbered = re.match(r"(.*?(?:^|\.)\d+)\.", name)
     return numbered[1] if numbered else name.rpartition(".")[0] or name
-
-
-def _choice(what: str, value: str, known: tuple[str, ...]) -> int:
-    if value not in known:
-        raise PlanError(f"{what}={value!r}: choose one of {', '.join(known)}.")
-    return known.index(value)
 
 
 def plan_weights(source: str, plan: Plan) -> Weights:

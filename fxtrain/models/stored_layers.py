@@ -59,9 +59,6 @@ def stored_layers(
 ) -> dict[str, StoredLayer]:
     """The quantised layers among the tensors of a source.
 
-    Args:
-        what: The source, for messages.
-
     Raises:
         CheckpointError: the description of a layer is damaged.
     """
@@ -88,9 +85,6 @@ def record_of(
     config: Mapping[str, Any],
 ) -> Quantize | None:
     """How layers compute, as far as a file or a transformers configuration says so.
-
-    Args:
-        what: The source, for messages.
 
     Raises:
         CheckpointError: a description is damaged.
@@ -246,23 +240,10 @@ _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 def shape_problem(
     library: Library, tensors: Tensors, facts: Mapping[str, Any], shape: tuple[int, int]
 ) -> str | None:
-    """Which tensor of a layer does not fit its weight, or None.
-
-    Args:
-        tensors: Those of the layer, by their names below it.
-        facts: Settings of the layer in its file.
-        shape: Output and input features.
+    """Which tensor of a layer does not fit its weight of (output, input) features, or None.
 
     Raises:
         KeyError, TypeError, ValueError: the facts are damaged.
-
-    Example:
-        >>> import torch
-        >>> from fxtrain.precision.bnb_layers import BNB8
-        >>> from fxtrain.models.stored_layers import shape_problem
-        >>> tensors = {"weight": torch.zeros(4, 2, dtype=torch.int8), "SCB": torch.zeros(3)}
-        >>> shape_problem(BNB8, tensors, {}, (4, 2))
-        'SCB has the shape [3] of float32, and needs [4] of float32'
     """
     if library is BNB4:
         wanted = _wanted4(facts, shape, tensors)

@@ -88,10 +88,6 @@ def quiet(*names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _none(module: nn.Module, recipe: Any) -> tuple[str, ...]:
-    return ()
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class LayerFormat:
     """How one kind of recipe converts layers.
@@ -107,4 +103,4 @@ class LayerFormat:
     check: Callable[[Any, torch.device], str | None]
     multiple: Callable[[Any], int]
     like: Callable[[Any, Any, torch.device, int], nn.Module]
-    others: Callable[[nn.Module, Any], tuple[str, ...]] = _none
+    others: Callable[[nn.Module, Any], tuple[str, ...]] = lambda *_: ()

@@ -193,20 +193,6 @@ def test_inference_by_hand(tmp_path):
     assert inference(weights, precision="int2", tokens=1)[0] == 10 / 4 + 6
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"optimizer": "adm"}, {"precision": "int4"}, {"sharding": "all"}, {"ranks": 0}]
-)
-def test_a_choice_that_is_none_is_an_error(wrong, factory):
-    with pytest.raises(fx.PlanError, match="choose"):
-        training(read_weights(factory), **wrong)
-
-
-@pytest.mark.parametrize("wrong", [{"precision": "fp64"}, {"batch": 0}, {"tokens": -1}])
-def test_inference_refuses_what_makes_no_sense(wrong, factory):
-    with pytest.raises(fx.PlanError, match="choose"):
-        inference(read_weights(factory), **wrong)
-
-
 def test_a_timm_model_is_made_without_weights(monkeypatch):
     """timm's three functions, recorded: it is not among the packages of the tests."""
     made = []

@@ -122,7 +122,7 @@ def test_two_formats_in_one_model_are_said_before_writing(name, tmp_path):
     quantize_layers(made, fx.Bnb4(), CPU)
     net.proj = made[0]
     assert _warned(net) == [
-        "export: from_pretrained reads one format, and this model has layers in bitsandbytes int8 "
+        "export: from_pretrained reads one format, and this model has bitsandbytes int8 "
         "and bitsandbytes nf4; fx.load_model reads these files."
     ]
 

@@ -213,8 +213,6 @@ def new_streaming(
     """Prepare to stream units; nothing is read or moved yet.
 
     Args:
-        prefetch: Units to read ahead of the one in use.
-        pin: Pin host memory, where an accelerator reads it.
         copy: Copy units to their device. By default only if that is not the CPU, which uses them
             where they are.
     """
@@ -239,10 +237,7 @@ def _read_and_copy(spans: Iterable[Span], copies: DeviceCopies, unit: StreamedUn
 
 
 def place(streaming: Streaming, name: str, read: _Read, location: Location | None) -> None:
-    """Give a tensor its values: from where they are in a file, or as `read` gives them.
-
-    Args:
-        name: Its first name.
+    """Give the tensor of a first name its values: from where they are in a file, or by `read`.
 
     Raises:
         CheckpointError: a file cannot be mapped or written.
