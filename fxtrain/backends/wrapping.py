@@ -30,6 +30,7 @@ from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.core.weights import raise_to_fp32
 from fxtrain.backends.registry import strategy_of
 from fxtrain.errors import MeshError, PlanError
+from fxtrain.ops.logs import log
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.ops.standing import Models
 from fxtrain.ops.transport.pace import share_pace
@@ -102,7 +103,7 @@ def wrap(
         ...     model(torch.ones(3, 2)).shape
         torch.Size([3, 1])
     """
-    _check_types(model, ctx, plan)
+    _check_types(model, ctx, plan, strategy)
     check_connected("wrap", ctx)
     plan = plan_for("wrap", ctx, plan)
     _refuse_constants(plan, trains=optimizer is not None)
@@ -132,6 +133,11 @@ def wrap(
             lower()
             raise
     changes = changes_since()
+    if plan.precision.compute == "fp16" and ctx.device.type == "cpu":
+        log(ctx, "fxtrain.plan").warning(
+            'Plan(precision="fp16") on a CPU: CPUs compute bf16 faster, and it needs no loss '
+            'scale. Use precision="bf16".'
+        )
     undo = functools.partial(_in_order, wrapped.undo, changes.undo, lower)
     try:
         _compare_options(ctx, plan, wrapped)
@@ -280,7 +286,12 @@ def _refuse_constants(plan: Plan, *, trains: bool) -> None:
         )
 
 
-def _check_types(model: Any, ctx: Any, plan: Any) -> None:
+def _check_types(model: Any, ctx: Any, plan: Any, strategy: Any) -> None:
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise PlanError(
+            f"wrap: the model is inside torch's {type(model).__name__}, which fx.wrap takes the "
+            f"place of. Pass model.module."
+        )
     if not isinstance(model, nn.Module):
         raise PlanError(
             f"wrap takes a torch.nn.Module, found {type(model).__name__}. For example: "
@@ -292,6 +303,11 @@ def _check_types(model: Any, ctx: Any, plan: Any) -> None:
         )
     if not isinstance(plan, Plan | None):
         raise PlanError(f"wrap: plan is a {type(plan).__name__}, not a Plan. Use fx.Plan(...).")
+    if not isinstance(strategy, Strategy | None):
+        raise PlanError(
+            f"wrap(strategy=...) takes a Strategy record, found {type(strategy).__name__}. Put a "
+            f"config such as fx.FSDP() into the plan: fx.Plan(strategy=fx.FSDP())."
+        )
     handle = ctx.comm.slot(_WrappedModules).handles.get(model, _nothing)()
     if isinstance(handle, Wrapped) and handle.status.closed not in ("unwrap", "release"):
         raise PlanError(

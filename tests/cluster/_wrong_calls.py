@@ -72,6 +72,11 @@ WRONG = {
         lambda ctx, model, loader, batch: fx.evaluate(ctx, model, loader, lambda *_: None),
         "DataError: evaluate: fn returned None, which has no values. Return a number",
     ),
+    "wrap, DataParallel": (
+        lambda ctx, model, loader, batch: fx.wrap(nn.DataParallel(nn.Linear(2, 2)), ctx),
+        "PlanError: wrap: the model is inside torch's DataParallel, which fx.wrap takes the place "
+        "of. Pass model.module.",
+    ),
     "a strategy, Local SGD": (
         lambda ctx, model, loader, batch: fx.Plan(strategy=fx.LocalSGD(every=4)),
         "choose a strategy config, such as fx.DDP(). Use Plan(local=fx.LocalSGD(...)).",

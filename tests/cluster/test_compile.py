@@ -85,6 +85,12 @@ def test_what_stands_behind_hooks_of_fsdp_is_compiled(pair, name, strategy):
         assert calls >= 2 and undone
 
 
+def test_fp16_on_a_cpu_is_advised_against_once(ctx, caplog):
+    for compute in ("fp32", "bf16", "fp16"):
+        fx.wrap(torch.nn.Linear(2, 1), ctx, fx.Plan(precision=compute))(torch.ones(1, 2))
+    assert caplog.text.count('Use precision="bf16"') == 1
+
+
 def test_it_is_told_how_many_graphs_were_compiled(ctx, caplog):
     plan = fx.Plan(compile=fx.Compile(backend="eager"))
     with caplog.at_level("INFO", logger="fxtrain.compile"):

@@ -83,7 +83,7 @@ def test_ranks_refuse_together(pair, tmp_path):
     specs = [(spec, attrs.evolve(spec, wait=7)), (spec, None), (taken, taken)]
     left, right = pair.run(_refusals, specs)
     assert left == right
-    words = ["profile.wait", "profile", "cannot write there"]
+    words = ["profile.wait", "profile", "Choose another folder"]
     for text, word in zip(left, words, strict=True):
         assert word in text, text
 

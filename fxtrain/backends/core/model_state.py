@@ -16,6 +16,7 @@ from fxtrain.backends.core.optimizer_state import (
     optimizer_state,
 )
 from fxtrain.backends.core.optimizers import flattened, local_optimizer
+from fxtrain.backends.core.weights import HALF
 from fxtrain.errors import CheckpointError
 from fxtrain.models import tensor_bytes
 from fxtrain.ops.whole_tensors import full_values, local_values, plain_name
@@ -183,6 +184,11 @@ def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
     if problems:
         shown = sorted(problems)[:40]
         more = [f"  and {len(problems) - 40} more"] if len(problems) > 40 else []
+        if any(saved.shapes[name][1] in HALF for name in tensors.keys() & saved_names):
+            more.append(
+                "Parameters that were saved in half precision need "
+                "Plan(precision=fx.Precision(..., params='keep'))."
+            )
         raise CheckpointError(
             "\n".join(["The checkpoint is of a different model:", *shown, *more]), code="FX603"
         )
