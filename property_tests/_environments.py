@@ -4,7 +4,7 @@ import attrs
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from fxtrain.state.topology.checks import Topology
+from fxtrain.state.topology import Topology
 
 
 @st.composite

@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.state.topology.environments import read_topology
+from fxtrain.state.topology import read_topology
 from property_tests._environments import BLOCKED, launched, slurm_env, some_topology
 
 NO_NUMBERS = ["", " ", "x", "-1", "1.5", "0x1", "1e3", "٣", "1_0", "9" * 40, "\N{NULL}", "1 2"]

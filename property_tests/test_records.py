@@ -11,7 +11,7 @@ import fxtrain as fx
 from fxtrain import state
 from fxtrain.launchers import plan_variable
 from fxtrain.state import structure, unstructure
-from fxtrain.state.topology.checks import Topology
+from fxtrain.state.topology import Topology
 
 names = st.one_of(
     st.text(max_size=6),

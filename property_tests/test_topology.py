@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxtrain.state.topology.environments import read_topology
+from fxtrain.state.topology import read_topology
 from property_tests._environments import launched
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from fxtrain import __version__
 from fxtrain.errors import ContextError, PlanError
 from fxtrain.launchers.config import LaunchConfig, resolve
-from fxtrain.state.topology.environments import read_topology
+from fxtrain.state.topology import read_topology
 
 Groups = dict[str, dict[str, str]]
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import distributed as dist
 
 from fxtrain.state import CommState
-from fxtrain.state.topology.checks import Topology
+from fxtrain.state.topology import Topology
 
 _LONGEST_CLOSE_S = 5.0
 # To write a word, which waits for no answer, but behind a question that was never answered.

@@ -28,8 +28,7 @@ from fxtrain.state import Comm, CommState, DistContext, Mesh, Plan
 from fxtrain.state.context import with_plan
 from fxtrain.state.files import plan_in
 from fxtrain.state.mesh import AXES, agreed_mesh, axis_groups, resolve_mesh
-from fxtrain.state.topology.checks import Topology
-from fxtrain.state.topology.environments import read_topology
+from fxtrain.state.topology import Topology, read_topology
 
 DEFAULT_TIMEOUT_S = 600.0
 LONGEST_S = 1e6  # milliseconds must fit into 31 bits

@@ -15,7 +15,7 @@ from fxtrain._display import counted
 from fxtrain.errors import ContextError, PlanError
 from fxtrain.ops import xla_runtime
 from fxtrain.state import DistContext
-from fxtrain.state.topology.checks import Topology
+from fxtrain.state.topology import Topology
 
 
 def find_device(

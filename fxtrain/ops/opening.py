@@ -23,7 +23,7 @@ from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.ops.transport.exchange import CallState, rank_loss_guard, settle
 from fxtrain.ops.transport.mismatches import by_rank, check_is_context, ranks_on
 from fxtrain.state import Comm, CommState, DistContext
-from fxtrain.state.topology.checks import Topology
+from fxtrain.state.topology import Topology
 
 # An error comes at most two seconds after the timeout.
 _MORE_S = 0.25  # for torch's own error, which comes at the timeout

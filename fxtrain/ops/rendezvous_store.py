@@ -17,7 +17,7 @@ from fxtrain._addresses import listen
 from fxtrain._secret import SECRET, key_proof
 from fxtrain._version import __version__
 from fxtrain.errors import ContextError
-from fxtrain.state.topology.checks import Topology
+from fxtrain.state.topology import Topology
 
 # Time for the other ranks to read that the secrets differ.
 _SECRET_WAIT = timedelta(seconds=10)

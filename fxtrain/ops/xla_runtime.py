@@ -19,7 +19,7 @@ from fxtrain._optional import optional
 from fxtrain.errors import ContextError, MissingPackageError
 from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state import DistContext, Mesh
-from fxtrain.state.topology.checks import Topology
+from fxtrain.state.topology import Topology
 
 _PACKAGE = "torch_xla"
 _DEVICES = "PJRT_DEVICE"

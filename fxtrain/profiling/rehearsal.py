@@ -39,7 +39,7 @@ from fxtrain.state import DistContext, DryRun, Mesh, Problem, dumps
 from fxtrain.state.dry_runs import PARTS
 from fxtrain.state.files import PLAN_VARIABLE
 from fxtrain.state.mesh import AXES, axis_groups, resolve_mesh
-from fxtrain.state.topology.environments import read_topology
+from fxtrain.state.topology import read_topology
 
 # The first step sets up, DDP reorders its buckets in the second, the third is typical, and the
 # fourth confirms it.

@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxtrain.errors import ContextError
 from fxtrain.ops import devices
-from fxtrain.state.topology.checks import Topology
+from fxtrain.state.topology import Topology
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from fxtrain._secret import SECRET, derive_key
 from fxtrain.ops import splitting
 from fxtrain.ops.rendezvous_store import open_store
 from fxtrain.ops.transport.pickled import dump, unpickle_all
-from fxtrain.state.topology.checks import Topology
+from fxtrain.state.topology import Topology
 from fxtrain.testing import free_port
 
 KEYS = [derive_key("a secret of a run"), derive_key("another secret of a run"), b""]

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.ops import closing
-from fxtrain.state.topology.checks import Topology
+from fxtrain.state.topology import Topology
 from tests.devices._device import STAND_IN, is_gpu, keep_busy
 from tests.devices._training import loss_of, parts, rows
 

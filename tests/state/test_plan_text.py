@@ -5,7 +5,7 @@ import json
 import pytest
 
 import fxtrain as fx
-from fxtrain.state.topology.checks import Topology
+from fxtrain.state.topology import Topology
 
 TEXTS = [
     ("json", '{"seed": 1, "seed": 2}', "the key 'seed' appears twice in one table."),

@@ -3,8 +3,7 @@
 import pytest
 
 import fxtrain as fx
-from fxtrain.state.topology.checks import Topology
-from fxtrain.state.topology.environments import read_topology
+from fxtrain.state.topology import Topology, read_topology
 
 
 def _slurm_step(**changes):

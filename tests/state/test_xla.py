@@ -16,7 +16,7 @@ from fxtrain.backends.xla import RecompilationLog
 from fxtrain.data import to_device
 from fxtrain.errors import ContextError, MissingPackageError
 from fxtrain.ops import xla_runtime
-from fxtrain.state.topology.checks import Topology
+from fxtrain.state.topology import Topology
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch import distributed as dist
 import fxtrain as fx
 from fxtrain.ops import connecting, opening, xla_runtime
 from fxtrain.ops.transport.large import broadcast_values, gather_values
-from fxtrain.state.topology.checks import Topology
+from fxtrain.state.topology import Topology
 
 pytestmark = pytest.mark.xla
 
