@@ -14,6 +14,7 @@ from fxtrain.state.mesh import read_mesh
 Format = Literal["json", "toml", "yaml"]
 _MAX_REASON_LENGTH = 500  # characters of a parser's message
 _MAX_YAML = 1 << 20  # characters: pyyaml takes seconds for that many
+_MAX_DEPTH = 100  # tables and lists of YAML inside each other
 # Fields with a short form, and the key for which it stands in their table.
 _SHORT_FORMS = {"strategy": "kind", "quantize": "kind", "precision": "compute"}
 
@@ -91,8 +92,7 @@ def parse_yaml(text: str) -> Any:
     """Data from YAML, as pyyaml's `safe_load` reads it; aliases are refused.
 
     Raises:
-        ValueError: it is no YAML, it is large, or it has an alias.
-        RecursionError: it is nested too deeply.
+        ValueError: it is no YAML, it is large or nested too deeply, or it has an alias.
         MissingPackageError: pyyaml is not installed (the extra `files`).
     """
     yaml: Any = optional("yaml", extra="files", needed_by="A file in YAML")
@@ -100,18 +100,24 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"it has {len(text)} characters; YAML is limited to {_MAX_YAML}.")
     try:
         loader = yaml.SafeLoader(text)
-        compose = loader.compose_node
+        compose, depth = loader.compose_node, 0
 
-        def compose_without_aliases(parent: Any, index: Any) -> Any:
+        def compose_checked(parent: Any, index: Any) -> Any:
+            nonlocal depth
             if loader.check_event(yaml.AliasEvent):
                 event = loader.peek_event()
                 raise ValueError(
                     f"line {event.start_mark.line + 1}: aliases (*{event.anchor}) are not "
                     f"supported. Write the value out."
                 )
-            return compose(parent, index)
+            depth += 1
+            if depth > _MAX_DEPTH:
+                raise ValueError("it is nested too deeply")
+            node = compose(parent, index)
+            depth -= 1
+            return node
 
-        loader.compose_node = compose_without_aliases
+        loader.compose_node = compose_checked
         return loader.get_single_data()
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
