@@ -19,6 +19,7 @@ from fxtrain.backends.core.module_changes import (
 from fxtrain.backends.core.optimizers import (
     make_optimizers,
     make_schedulers,
+    refuse_later_parameters,
 )
 from fxtrain.backends.core.weights import torch_weights
 from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped, unsupported
@@ -69,6 +70,8 @@ def make_handle(
         replicas: Likewise.
     """
     objects, optimizers = make_optimizers(optimizer, module, strategy, change, replicas)
+    if ctx.world_size > 1:
+        refuse_later_parameters(optimizers, module)
     planned, schedulers = make_schedulers(scheduler, objects)
     return Wrapped(
         module=module,

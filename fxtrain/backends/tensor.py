@@ -1,6 +1,5 @@
 """Tensor, sequence and expert parallelism: which layers are split, and how, by torch's DTensor."""
 
-import difflib
 import fnmatch
 import functools
 import inspect
@@ -18,6 +17,7 @@ from fxtrain.backends.core.device_mesh import (
     hide_local,
     show_local,
 )
+from fxtrain.backends.core.module_changes import unknown_patterns
 from fxtrain.errors import StepError
 from fxtrain.models.block_names import block_names
 from fxtrain.state import TP
@@ -321,27 +321,16 @@ def find_splits(module: nn.Module, config: TP) -> Split:
 def split_problems(module: nn.Module, config: TP, n: int) -> list[str]:
     """Patterns that match nothing, layers that cannot be split, sizes that are not divisible."""
     names = [name for name, _ in module.named_modules()]
-    problems: list[str] = []
-    for rule in config.styles:
-        if not fnmatch.filter(names, rule.modules):
-            close = difflib.get_close_matches(rule.modules, names, n=3) or names[1:6]
-            problems.append(
-                f"TP: no module matches {rule.modules!r}. Did you mean {', '.join(close)}?"
-            )
+    patterns = [rule.modules for rule in config.styles]
+    problems = unknown_patterns(patterns, names, field="TP(styles=...)", what="module")
     unknown = sorted({s for s in _transformers_plan(module).values() if s not in _HF_STYLES})
-    if unknown and not config.styles:
-        problems.append(
-            f"TP: {type(module).__name__} has a plan with {', '.join(unknown)}, for which torch "
-            f"has no style. Pass fx.TP(styles=...) with {', '.join(sorted(set(_HF_STYLES)))}."
-        )
-        return problems
     splits = find_splits(module, config)
-    if not splits and not problems:
-        problems.append(
-            f"TP: {type(module).__name__} has no plan of its own, and no layers named as in Llama "
-            f"or GPT-2. Name the layers to split: fx.TP(styles=(fx.Style(modules='blocks.*.up', "
-            f"style='colwise'), ...))."
-        )
+    if not config.styles and (unknown or not splits):
+        why = f"a plan with {', '.join(unknown)}" if unknown else "no plan of its own"
+        return [
+            f"TP: {type(module).__name__} has {why}, which torch cannot carry out. Name the layers "
+            f"to split: fx.TP(styles=(fx.Style(modules='blocks.*.up', style='colwise'), ...))."
+        ]
     for name, style in splits.items():
         problems += _layer_problems(name, module.get_submodule(name), style, n)
     problems += _head_problems(module, n)
@@ -360,13 +349,8 @@ def _sequence_problems(module: nn.Module, splits: Split) -> list[str]:
             "TP(sequence=True) splits activations from the first block to the last, and this "
             "model has no ModuleList of blocks. Use sequence=False."
         ]
-    mixed = [name for name, style in splits.items() if style == "expert"]
-    if mixed:
-        return [
-            f"TP(sequence=True): experts need every token, but those of {mixed[0]} would see only "
-            f"a part of the sequence. Use sequence=False."
-        ]
-    whole = [
+    whole = [name for name, style in splits.items() if style == "expert"]
+    whole += [
         name
         for block, part in blocks
         for name, layer in part.named_modules(prefix=block)
@@ -375,8 +359,8 @@ def _sequence_problems(module: nn.Module, splits: Split) -> list[str]:
     if not whole:
         return []
     return [
-        f"TP(sequence=True): {', '.join(whole[:4])} are not split, and would see only a part of "
-        f"the sequence. Split every layer of a block, or use sequence=False."
+        f"TP(sequence=True): {', '.join(whole[:4])} would see only a part of the sequence. Split "
+        f"every layer of a block, which experts do not allow, or use sequence=False."
     ]
 
 
@@ -419,19 +403,19 @@ def _rename_plan(module: nn.Module, names: list[str]) -> Split:
 def _layer_problems(name: str, layer: nn.Module, style: str, n: int) -> list[str]:
     if style == "reduce":
         return []
-    if style == "expert":
-        return _expert_problems(name, layer, n)
-    if not isinstance(layer, nn.Linear | nn.Embedding) and not is_conv1d(layer):
-        return [
-            f"TP: {name} is a {type(layer).__name__}, but {style} splits Linear and Embedding "
-            f"layers."
-        ]
-    size = layer.get_parameter("weight").shape[split_dim(layer, style)]
+    size: Any = None
+    if style == "expert" and is_mixture(layer):
+        size = layer.num_experts
+    elif style != "expert" and (isinstance(layer, nn.Linear | nn.Embedding) or is_conv1d(layer)):
+        size = layer.get_parameter("weight").shape[split_dim(layer, style)]
+    if size is None:
+        takes = "a mixture of experts" if style == "expert" else "Linear and Embedding layers"
+        return [f"TP: {name} is a {type(layer).__name__}, but {style} splits {takes}."]
     if size % n == 0:
         return []
     return [
         f"TP: {name} is split {style} along a dimension of {size}, not divisible by {n} tensor "
-        f"ranks. Use Mesh(tensor=...) with a divisor of {size}, or leave the layer unsplit."
+        f"ranks. Use Mesh(tensor=...) with a divisor of {size}, or leave it unsplit."
     ]
 
 
@@ -443,22 +427,6 @@ def is_mixture(layer: nn.Module) -> bool:
     sizes = {p.shape[0] if p.ndim else 0 for p in layer.parameters(recurse=False)}
     inner = any(True for child in layer.children() for _ in child.parameters())
     return not inner and sizes == {getattr(layer, "num_experts", None)} and _takes(layer) >= 3
-
-
-def _expert_problems(name: str, layer: nn.Module, n: int) -> list[str]:
-    if not is_mixture(layer):
-        return [
-            f"TP: {name} is a {type(layer).__name__}, but expert splits a module that has the "
-            f"stacked weights of all its experts, their number as num_experts, and takes (tokens, "
-            f"experts of each, weights of those)."
-        ]
-    count: Any = layer.num_experts
-    if count % n == 0:
-        return []
-    return [
-        f"TP: {name} has {count} experts, not divisible by {n} tensor ranks. Use "
-        f"Mesh(tensor=...) with a divisor of {count}, or leave the module unsplit."
-    ]
 
 
 def _takes(layer: nn.Module) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fxtrain.backends.core.fragments import Exchange, means_of, pack_means, send
 from fxtrain.backends.core.local_sgd import (
     buffers_of,
+    check_parameters,
     counters_of,
     only_this_rank,
     set_counters,
@@ -175,6 +176,8 @@ class Rounds:
         delay = self.local.delay if isinstance(self.local, DiLoCo) else 0
         due = position.updates + (0 if self._ends(position) else delay)
         begun = [key for key in self._begun(position) if key not in self.now.under_way]
+        if begun:
+            check_parameters(self.model, self.now)
         if len(self.now.fragments) - 1 in begun and buffers_of(self.model, floating=True):
             weight = float(self.now.weight[-1]) + MIN_WEIGHT
             self.now.under_way[_BUFFERS] = self._pack(_BUFFERS, weight, position.updates)

@@ -112,6 +112,13 @@ def _freeze_the_last(model, batch):
         model.module[4].requires_grad_(False)
 
 
+def _append_a_head(model, batch):
+    if batch.position.updates == 2:
+        head = nn.Linear(2, 2)
+        model.module.append(head)
+        model.optimizer.add_param_group({"params": list(head.parameters())})
+
+
 REFUSED = {
     "static graph": (
         {"strategy": fx.DDP(static_graph=True)},
@@ -122,6 +129,22 @@ REFUSED = {
         {"strategy": fx.DDP(), "accumulate": 2},
         _freeze_the_last,
         "requires_grad_(False) on 4.weight, 4.bias inside an accumulation window",
+    ),
+    "local updates": (
+        {"local": fx.LocalSGD(every=2)},
+        _unfreeze,
+        "Plan(local=...) averages the parameters that required a gradient in fx.wrap, "
+        "and 0.weight, 0.bias require one only now",
+    ),
+    "a new head under DDP": (
+        {"strategy": fx.DDP()},
+        _append_a_head,
+        "AdamW.add_param_group: parameters that were not in the module",
+    ),
+    "a new head under FSDP": (
+        {"strategy": fx.FSDP()},
+        _append_a_head,
+        "AdamW.add_param_group: parameters that were not",
     ),
 }
 

@@ -21,7 +21,12 @@ def _sgd(params):
 
 
 BAD = {
-    "size": (6, None, fx.FSDP(shard=4), r"multiple of 4 ranks.*has 6. Use shard=3 or 6.*launch 8"),
+    "size": (
+        6,
+        None,
+        fx.FSDP(shard=4),
+        r"multiple of 4 ranks.*has 6. Use shard=2 or 3 or 6.*launch 8",
+    ),
     "mode": (4, None, fx.FSDP(mode="none", shard=2), "Remove one"),
     "mesh": (8, fx.Mesh(shard=4), fx.FSDP(shard=2), "disagree"),
     "axis": (4, fx.Mesh(context=2), fx.FSDP(), "context=2, but the plan does not split sequences"),

@@ -2,7 +2,6 @@
 
 import json
 import math
-import warnings
 from pathlib import Path
 
 import pytest
@@ -166,7 +165,7 @@ class _Spare(nn.Module):
 
 @on_rank
 def _to_flat_lists(ctx, stage, folder, later):
-    """States of replicas, those that DeepSpeed takes over, and what it warns of."""
+    """States of replicas, and those that DeepSpeed takes over."""
     plan = fx.Plan(strategy=fx.DDP(unused_parameters=True))
     model = fx.wrap(_Spare(), ctx, plan, optimizer=adamw)
     batch = next(iter(fx.shard(DataLoader(rows(), batch_size=4), ctx, plan)))
@@ -176,23 +175,20 @@ def _to_flat_lists(ctx, stage, folder, later):
     fx.save(folder, ctx, model, position=batch.position)
     before, _ = whole_state(ctx, model)
     other = fx.wrap(_Spare(), ctx, fx.Plan(strategy=fx.DeepSpeed(stage=stage)), optimizer=adamw)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        fx.restore(folder, ctx, other)
+    fx.restore(folder, ctx, other)
     after, _ = whole_state(ctx, other)
     values(other)
-    return before, after, [str(one.message) for one in said if "different values" in str(one)]
+    return before, after
 
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_parameters_without_states_and_with_other_counts(pair, tmp_path, stage, later):
-    for before, after, said in pair.run(_to_flat_lists, stage, str(tmp_path), later):
+    for before, after in pair.run(_to_flat_lists, stage, str(tmp_path), later):
         for name, value in before.items():
             if not name.endswith(".step"):
                 assert torch.equal(after[name].view(value.shape), value), name
         spare = [value for name, value in after.items() if "optimizer.0.spare" in name]
         assert all(not value.any() for value in spare if value.dim())
-        assert bool(said) == (later and stage > 0)
         steps = {float(value) for name, value in after.items() if name.endswith(".step")}
         assert steps == ({1.0, 5.0} if later and stage == 0 else {5.0} if later else {1.0})

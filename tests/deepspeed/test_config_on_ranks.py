@@ -67,9 +67,9 @@ def test_schedulers_advance_once_per_update(pair, stage):
 
 
 OWNERS = {
-    "no section": ({}, fx.from_config, None, "has no 'optimizer' section"),
+    "no section": ({}, fx.from_config, None, "has a section 'optimizer'"),
     "two optimizers": ({"optimizer": ADAMW}, adamw, None, "a section 'optimizer'"),
-    "no word": ({"scheduler": WARMUP}, adamw, None, "but wrap received none"),
+    "no word": ({"scheduler": WARMUP}, adamw, None, "has a section 'scheduler'"),
     "own scheduler": (
         {"optimizer": {"type": "Adam"}},
         fx.from_config,
@@ -77,12 +77,6 @@ OWNERS = {
         "DeepSpeed creates the config's optimizer itself",
     ),
     "two models' worth": ({}, "several", None, "steps one optimizer"),
-    "no such parameter": (
-        {"optimizer": {"type": "AdamW", "params": {"rate": 0.1}}},
-        fx.from_config,
-        None,
-        "unexpected keyword argument 'rate'",
-    ),
 }
 
 
@@ -117,10 +111,6 @@ def test_who_brings_the_optimizer_must_be_clear(pair, name):
 REFUSED = {
     "entries": (fx.Plan(strategy=fx.DeepSpeed(), clip_value=0.1), "Use clip_norm"),
     "open windows": (fx.Plan(strategy=fx.DeepSpeed(), accumulate=2, flush=False), "Use flush=True"),
-    "quantised": (
-        fx.Plan(strategy=fx.DeepSpeed(stage=3, quantized_weights=True)),
-        "need a CUDA device",
-    ),
     "tensor": (fx.Plan(strategy=fx.DeepSpeed(tensor_parallel=2)), "fx.Mesh(tensor=2)"),
     "sequence": (fx.Plan(strategy=fx.DeepSpeed(sequence_parallel=2)), "fx.Mesh(context=2)"),
     "managed": (
@@ -133,11 +123,7 @@ REFUSED = {
     ),
     "leaves": (
         fx.Plan(strategy=fx.DeepSpeed(stage=3, leaf_modules=("Experts",))),
-        "names Experts, but no submodule of Sequential has this class. It has LayerNorm, Linear",
-    ),
-    "what DeepSpeed itself refuses": (
-        fx.Plan(strategy=fx.DeepSpeed(config={"zero_optimization": {"stage": 7}})),
-        "DeepSpeed refuses this plan",
+        "names the class 'Experts', but no submodule of Sequential has it",
     ),
 }
 
@@ -226,7 +212,7 @@ def test_without_a_compiler_torch_computes_and_says_so(pair):
     for kind, words in pair.run(_without_compiler, "auto"):
         assert kind == "AdamW" and "C++ compiler" in words and "torch's AdamW" in words
     for kind, words in pair.run(_without_compiler, "deepspeed"):
-        assert kind == "PlanError" and "cpu_optimizer='torch'" in words
+        assert kind == "PlanError" and "C++ compiler" in words
     assert pair.run(_without_compiler, "torch") == [("AdamW", "")] * 2
 
 

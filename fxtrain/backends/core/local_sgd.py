@@ -29,6 +29,7 @@ from fxtrain.backends.core.rounds import (
     parts_of,
 )
 from fxtrain.backends.core.weights import from_first_rank
+from fxtrain.errors import StepError
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import (
@@ -321,6 +322,7 @@ def _exchange(
         begin = fragments_due(local, position)
     delay = local.delay if isinstance(local, DiLoCo) and not everything else 0
     for fragment in begin:
+        check_parameters(model, now)
         _start(model, now, local, fragment, update + delay, at_once=not delay)
     if not delay:
         for fragment in begin:
@@ -336,6 +338,19 @@ def buffers_of(model: Wrapped, *, floating: bool) -> list[Tensor]:
         for buffer in model.module.buffers()
         if buffer.numel() and (buffer.is_floating_point() or buffer.is_complex()) == floating
     ]
+
+
+def check_parameters(model: Wrapped, now: Round) -> None:
+    """Refuse parameters that require a gradient only since the model was wrapped."""
+    named = model.module.named_parameters()
+    later = [name for name, p in named if p.requires_grad and name not in now.parameters]
+    if later:
+        raise StepError(
+            f"Plan(local=...) averages the parameters that required a gradient in fx.wrap, and "
+            f"{', '.join(later[:5])} require one only now, so each replica would train them alone. "
+            f"Call requires_grad_() before fx.wrap, or fx.unwrap the model and wrap it again.",
+            code="FX505",
+        )
 
 
 def averaging_weight(rows: Tensor, weight: Tensor, copies: int) -> Tensor | float:

@@ -5,6 +5,7 @@ factory. An optimizer that is there already is pointed to the parameters as the 
 them, by their names: it stays the same object, and so do the schedulers that were built on it.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from fxtrain.backends.core.host_optimizer import HostOptimizer, is_host_optimizer, on_host
 from fxtrain.backends.core.muon import divide_muon, matrices_named
 from fxtrain.backends.core.packed_states import has_packed_states, shard_problem, step_without_cache
-from fxtrain.errors import PlanError
+from fxtrain.errors import PlanError, StepError
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import Strategy
 
@@ -117,6 +118,26 @@ def _refuse_closures(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                 f"computes the loss several times per update; fx.step computes it once. Wrap the "
                 f"model without an optimizer, and call its step(closure) in your own loop."
             )
+
+
+def refuse_later_parameters(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module) -> None:
+    """Have optimizers refuse groups that are added with parameters of no wrapped module."""
+    known = set(module.parameters())
+    for optimizer in optimizers:
+        hook = functools.partial(_check_added, known, len(optimizer.param_groups))
+        optimizer.register_step_pre_hook(hook)
+
+
+def _check_added(
+    known: set[nn.Parameter], groups: int, optimizer: torch.optim.Optimizer, *_: Any
+) -> None:
+    if any(p not in known for group in optimizer.param_groups[groups:] for p in group["params"]):
+        raise StepError(
+            f"{type(optimizer).__name__}.add_param_group: parameters that were not in the module "
+            f"when it was wrapped, so that their gradients are not reduced over the ranks. Build "
+            f"the whole model before fx.wrap, or fx.unwrap it and wrap it again.",
+            code="FX505",
+        )
 
 
 def _prepare_small_states(optimizer: torch.optim.Optimizer) -> None:

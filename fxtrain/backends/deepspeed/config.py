@@ -239,15 +239,12 @@ def _merge(config: dict[str, Any], entry: _Entry) -> list[str]:
 def _merge_sizes(config: dict[str, Any], plan: Plan, facts: Inputs) -> list[str]:
     """Micro-batch and global batch, each from the other; conflicts."""
     rows, total = (_count(config, path) for path in (_MICRO, _TOTAL))
-    said = {
-        who: number
-        for who, number in (
-            ("the loader", facts.rows),
-            ("micro_batch", plan.strategy.micro_batch),
-            ("the config", rows),
-        )
-        if number is not None
+    named = {
+        "the loader": facts.rows,
+        "micro_batch": plan.strategy.micro_batch,
+        "the config": rows,
     }
+    said = {who: number for who, number in named.items() if number is not None}
     if len(set(said.values())) > 1:
         return [f"{_MICRO}: {', '.join(f'{who} has {number}' for who, number in said.items())}"]
     parts = plan.accumulate * facts.ranks
@@ -350,44 +347,40 @@ def config_problems(config: Mapping[str, Any], ranks: int) -> tuple[str, ...]:
     zero = section(config, ZERO)
     stage = zero.get("stage", 0)
     optimizer, parameters = device(zero, "offload_optimizer"), device(zero, "offload_param")
-    copies = zero.get("zero_hpz_partition_size")
-    copies = copies if isinstance(copies, int) else 1  # DeepSpeed refuses other types
+    copies = zero.get("zero_hpz_partition_size") or 1
     sequences = config.get("sequence_parallel_size") or 1
     only_at_3 = {
         f"offload_parameters={parameters!r}": parameters != "none",
         "offload_optimizer='nvme'": optimizer == "nvme",
-        f"partial_ranks={copies}": copies > 1,
+        f"partial_ranks={copies}": copies != 1,
         "quantized_weights=True": zero.get("zero_quantized_weights") is True,
         "quantized_gradients=True": zero.get("zero_quantized_gradients") is True,
         "leaf_modules": bool(section(zero, "leaf_module").get("classes")),
     }
-    problems = [
-        f"{field} needs stage 3, but this is stage {stage}."
-        for field, used in only_at_3.items()
-        if used and stage != 3
-    ]
-    if optimizer == "cpu" and stage == 0:
-        problems.append(
-            "offload_optimizer='cpu' needs stage 1, 2 or 3, but this is stage 0, which does not "
-            "shard optimizer states."
-        )
-    if any(
-        device(zero, name) == "nvme" and not section(zero, name).get("nvme_path")
+    no_path = [
+        name
         for name in _OFFLOADED.values()
-    ):
-        problems.append("Offloading to nvme needs nvme_path, a folder on a local drive.")
-    if copies > 1 and ranks % copies:
-        problems.append(f"partial_ranks={copies} must divide the {ranks} data ranks.")
-    if config.get("gradient_allreduce_op") == "sum":
-        problems.append(
-            "gradient_allreduce_op='sum' in the file sums gradients, but a step needs their mean "
-            "over the ranks. Remove it."
-        )
-    if sequences != 1 and stage == 3:
-        problems.append(
-            f"sequence_parallel={sequences} needs stage 0, 1 or 2: at stage 3 DeepSpeed scales "
-            f"gradients by the ranks of a sequence in only one of its two reductions."
-        )
+        if device(zero, name) == "nvme" and not section(zero, name).get("nvme_path")
+    ]
+    wrong = {
+        "offload_optimizer='cpu' needs stage 1, 2 or 3, since stage 0 does not shard states.": (
+            optimizer == "cpu" and stage == 0
+        ),
+        "Offloading to nvme needs nvme_path, a folder on a local drive.": bool(no_path),
+        f"partial_ranks={copies} must divide the {ranks} data ranks.": (
+            isinstance(copies, int) and ranks % copies != 0
+        ),
+        # Wrong gradients, without a word from DeepSpeed.
+        "gradient_allreduce_op='sum' in the file sums gradients, but a step needs their mean over "
+        "the ranks. Remove it.": config.get("gradient_allreduce_op") == "sum",
+        f"sequence_parallel={sequences} needs stage 0, 1 or 2: at stage 3 DeepSpeed scales "
+        f"gradients by the ranks of a sequence in only one of its two reductions.": (
+            sequences != 1 and stage == 3
+        ),
+    }
+    problems = [f"{field} needs stage 3." for field, used in only_at_3.items() if used]
+    problems = [] if stage == 3 else problems
+    problems += [problem for problem, found in wrong.items() if found]
     return tuple(f"DeepSpeed: {problem}" for problem in problems)
 
 

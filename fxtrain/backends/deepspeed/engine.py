@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch import nn
 
 from fxtrain._optional import optional
-from fxtrain.errors import MissingPackageError, PlanError
+from fxtrain.errors import MissingPackageError
 from fxtrain.ops.connecting import ensure_group, export_local_rank
 from fxtrain.ops.opening import open_by_members
 from fxtrain.state import DistContext, Plan
@@ -52,20 +52,11 @@ def device_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
             f"DeepSpeed computes on {name} here, but this context is on {ctx.device.type}. Set the "
             f"variable DS_ACCELERATOR={ctx.device.type} before the run starts.",
         )
-    problems: list[str] = []
-    if plan.precision.compute == "fp16" and not accelerator.is_fp16_supported():
-        problems.append(
-            f"DeepSpeed does not support fp16 on {name}. Use precision='bf16' or 'fp32'."
-        )
-    if plan.precision.compute == "bf16" and not accelerator.is_bf16_supported():
-        problems.append(f"DeepSpeed does not support bf16 on {name}. Use precision='fp32'.")
-    config = plan.strategy
-    if name == "cpu" and (config.quantized_weights or config.quantized_gradients):
-        problems.append(
-            "DeepSpeed(quantized_weights, quantized_gradients): the quantization operators "
-            "need a CUDA device, but this context is on cpu. Remove these fields."
-        )
-    return tuple(problems)
+    supports = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    compute = plan.precision.compute
+    if compute in supports and not supports[compute]():
+        return (f"DeepSpeed does not support {compute} on {name}. Use precision='fp32'.",)
+    return ()
 
 
 def connect(library: ModuleType, ctx: DistContext) -> None:
@@ -106,9 +97,6 @@ def start(
 
     Effects:
         With sequence parallelism, opens a group of this rank alone.
-
-    Raises:
-        PlanError: DeepSpeed refuses the config.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     settings = copy.deepcopy(dict(config))
@@ -120,29 +108,15 @@ def start(
         settings.pop("data_parallel_size", None)
     if ctx.axis("tensor").world_size > 1:
         del settings["train_batch_size"]  # DeepSpeed also counts the tensor ranks
-    try:
-        with _ignore_import_warnings():
-            engine, *_ = library.initialize(
-                model=module,
-                optimizer=optimizer,
-                model_parameters=trained,
-                mpu=groups,
-                config=settings,
-            )
-    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, PlanError) or not _is_refusal(error):
-            raise
-        raise PlanError(f"DeepSpeed refuses this plan: {error}") from error
+    with _ignore_import_warnings():
+        engine, *_ = library.initialize(
+            model=module,
+            optimizer=optimizer,
+            model_parameters=trained,
+            mpu=groups,
+            config=settings,
+        )
     return engine
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether an error is about the config, rather than about a rank or memory."""
-    if isinstance(error, TypeError):  # an unknown optimizer argument in the file
-        return "__init__()" in str(error)
-    return isinstance(error, AssertionError | ValueError) or type(error).__module__.startswith(
-        "deepspeed"
-    )
 
 
 def clip_at_stage_0(engine: Any) -> None:

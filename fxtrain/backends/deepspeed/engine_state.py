@@ -5,7 +5,6 @@ another stage, or without DeepSpeed.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -158,7 +157,7 @@ def _flats(optimizer: Any) -> tuple[list[list[Tensor]], list[Tensor]]:
         if hasattr(optimizer, flats):
             return getattr(optimizer, lists), getattr(optimizer, flats)
     raise CheckpointError(
-        f"The layout of DeepSpeed's {type(optimizer).__name__} is not supported here. Use "
+        f"DeepSpeed's {type(optimizer).__name__} cannot be saved here. Use "
         f"model.engine.save_checkpoint(...)."
     )
 
@@ -308,25 +307,14 @@ def _make_states(
             if key in state["plain"]:
                 new_state.setdefault(key, state["plain"][key])
             elif key == "step" or not saved.shapes[_place(each, key)][0]:
-                new_state[key] = _latest(
-                    new_state.get(key), _read(_place(each, key), saved), each, key
-                )
+                value = _read(_place(each, key), saved)
+                if key in new_state and not each.full_shape:
+                    # DeepSpeed keeps one count for the parameters of a list: the largest.
+                    value = torch.maximum(new_state[key], value)
+                new_state[key] = value
             elif key not in new_state:
                 new_state[key] = _empty_state(each, key, saved)
     optimizer.state.update({master: state for master, state in new_states.items() if state})
-
-
-def _latest(known: Tensor | None, value: Tensor, trained: _Trained, key: str) -> Tensor:
-    """A count that the parameters of one list share."""
-    if known is None or trained.full_shape or torch.equal(known, value):
-        return value
-    warnings.warn(
-        f"The parameters were saved with different values of {key!r}: {trained.name} with "
-        f"{value.tolist()}, another of its list with {known.tolist()}. DeepSpeed keeps one value "
-        f"per list, so all parameters of this list continue with the larger.",
-        stacklevel=2,
-    )
-    return torch.maximum(known, value)
 
 
 def _empty_state(trained: _Trained, key: str, saved: StateReader) -> Tensor:
@@ -337,9 +325,8 @@ def _empty_state(trained: _Trained, key: str, saved: StateReader) -> Tensor:
     wanted = _shape_of(trained.parameter)
     if shape != wanted:
         raise CheckpointError(
-            f"The optimizer's {key!r} of {trained.name} was saved with shape {shape}, but ZeRO "
-            f"shards only states of the parameter's shape {wanted}. Use DeepSpeed(stage=0), or "
-            f"restore into a model that was wrapped without an optimizer."
+            f"The optimizer's {key!r} of {trained.name} was saved with shape {shape}, and ZeRO "
+            f"shards only states of the parameter's shape {wanted}. Use DeepSpeed(stage=0)."
         )
     return torch.zeros_like(trained.master, dtype=dtype, requires_grad=False)
 

@@ -1,9 +1,8 @@
 """From a user's module to a wrapped one under DeepSpeed, and what that leaves on the module."""
 
-import functools
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +11,7 @@ import attrs
 import torch
 from torch import nn
 
+from fxtrain import ops
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.module_changes import move_module, prepare_module, send_values
 from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
@@ -29,22 +29,15 @@ from fxtrain.backends.deepspeed.config import (
 )
 from fxtrain.backends.deepspeed.engine import load
 from fxtrain.errors import PlanError
-from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.ops.step_parts import DTYPES
 from fxtrain.state import DeepSpeed, DistContext, FromConfig, Plan, Strategy, Wrapped, from_config
 from fxtrain.state.deepspeed import read_config
 
-# How torch's optimizers may compute, which DeepSpeed's do not.
+# How torch's optimizers may update, and how they may compute, which DeepSpeed's do not.
+_SPECIAL = ("amsgrad", "maximize", "lr_decay", "initial_accumulator_value")
 _TORCH_ONLY = (
-    "amsgrad",
-    "capturable",
-    "decoupled_weight_decay",
-    "differentiable",
-    "foreach",
-    "fused",
-    "initial_accumulator_value",
-    "lr_decay",
-    "maximize",
+    *_SPECIAL,
+    *("capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"),
 )
 
 
@@ -54,9 +47,11 @@ class EngineConfig:
 
     Attributes:
         values: The config of its engine as plain data, under DeepSpeed's own names.
+        trained: The parameters that the engine has flattened; None if it flattens none.
     """
 
     values: Mapping[str, Any]
+    trained: Set[nn.Parameter] | None = None
 
 
 def zero_init(ctx: DistContext, plan: Plan) -> AbstractContextManager[object]:
@@ -166,7 +161,11 @@ def _with_engine(
             mine = compiled_on_cpu(first, config, plan.strategy, ctx)
             given = given if mine is first else mine
     engine = engines.start(library, module, config, mine, ctx)
-    engine_config = EngineConfig(values=MappingProxyType(config))
+    trained = {p for p in module.parameters() if p.requires_grad}
+    flattens = optimizer is not None and config[ZERO]["stage"] > 0
+    engine_config = EngineConfig(
+        values=MappingProxyType(config), trained=trained if flattens else None
+    )
     model = attrs.evolve(model, engine=engine, strategy_state=engine_config)
     if optimizer is None:
         return model
@@ -217,14 +216,7 @@ def autocast_inside(module: nn.Module, plan: Plan, device: str) -> None:
     """
     if plan.precision.compute != "fp32":
         dtype = DTYPES[plan.precision.compute]
-        module.forward = functools.partial(_under_autocast, module.forward, device, dtype)
-
-
-def _under_autocast(
-    forward: Callable[..., Any], device: str, dtype: torch.dtype, *args: Any, **kwargs: Any
-) -> Any:
-    with torch.autocast(device, dtype=dtype):
-        return forward(*args, **kwargs)
+        module.forward = torch.autocast(device, dtype=dtype)(module.forward)
 
 
 def watch_gradients(module: nn.Module, count: torch.Tensor) -> None:
@@ -232,13 +224,13 @@ def watch_gradients(module: nn.Module, count: torch.Tensor) -> None:
 
     Afterwards they are in the engine's buffers, in a form that depends on stage and offload.
     """
+
+    def note(grad: torch.Tensor) -> None:
+        count.add_(~torch.isfinite(grad).all())
+
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.register_hook(functools.partial(_note, count))
-
-
-def _note(count: torch.Tensor, grad: torch.Tensor) -> None:
-    count.add_(~torch.isfinite(grad).all())
+            parameter.register_hook(note)
 
 
 def is_from_config(factory: Any) -> bool:
@@ -265,25 +257,17 @@ def ownership_problems(
         return ()
     problems: list[str] = []
     for name, factory in (("optimizer", optimizer), ("scheduler", scheduler)):
-        configured = bool(section(config, name))
-        if is_from_config(factory) and not configured:
+        if is_from_config(factory) is not bool(section(config, name)):
             problems.append(
-                f"wrap({name}=fx.from_config): the DeepSpeed config has no {name!r} section. "
-                f"Add one, or pass a factory."
+                f"wrap({name}=...): pass fx.from_config if and only if the DeepSpeed config has a "
+                f"section {name!r}."
             )
-        if not is_from_config(factory) and configured:
-            what = "none" if factory is None else "a factory"
-            problems.append(
-                f"The DeepSpeed config has a section {name!r}, but wrap received {what}. Pass "
-                f"{name}=fx.from_config, or remove the section."
-            )
-    custom = scheduler is not None and not is_from_config(scheduler)
-    if is_from_config(optimizer) and custom:
+    if is_from_config(optimizer) and not (scheduler is None or is_from_config(scheduler)):
         problems.append(
             "wrap(optimizer=fx.from_config, scheduler=<a factory>): DeepSpeed creates the config's "
             "optimizer itself, in a class that depends on stage and offload, so a scheduler "
-            "made for another class may not work. Pass scheduler=fx.from_config with a "
-            "'scheduler' section, or pass a factory for the optimizer too."
+            "made for another class may not work. Pass scheduler=fx.from_config, or a factory for "
+            "the optimizer too."
         )
     return tuple(problems)
 
@@ -319,12 +303,16 @@ def compiled_on_cpu(
     Raises:
         PlanError: `cpu_optimizer="deepspeed"` is not available; on every rank.
     """
-    if device(section(config, ZERO), "offload_optimizer") == "none":
-        return optimizer
     kind = type(optimizer)
-    if kind.__module__.startswith("deepspeed") or not _compiles(
-        kind.__name__, _why_not(optimizer), plan, ctx
-    ):
+    offloaded = device(section(config, ZERO), "offload_optimizer") != "none"
+    if not offloaded or kind.__module__.startswith("deepspeed"):
+        return optimizer
+    problem = ""
+    if kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
+        problem = f"DeepSpeed has no compiled {kind.__name__}"
+    elif special := [n for n in _SPECIAL if any(g.get(n) for g in optimizer.param_groups)]:
+        problem = f"DeepSpeed's compiled {kind.__name__} has no {', '.join(special)}"
+    if not _compiles(kind.__name__, problem, plan, ctx):
         return optimizer
     groups = [
         {name: value for name, value in group.items() if name not in _TORCH_ONLY}
@@ -354,54 +342,24 @@ def prepare_section(config: dict[str, Any], plan: DeepSpeed, ctx: DistContext) -
 
 def _compiles(name: str, problem: str, plan: DeepSpeed, ctx: DistContext) -> bool:
     """Whether DeepSpeed's compiled optimizer can be used; warns if it was wanted and cannot."""
+    from torch.utils import cpp_extension
+
     if plan.cpu_optimizer == "torch":
         return False
-    reason = problem or _without_compiler(ctx)
-    if not reason:
-        return True
-    if plan.cpu_optimizer == "deepspeed":
-        raise PlanError(
-            f"DeepSpeed(cpu_optimizer='deepspeed'): {reason}. Use cpu_optimizer='torch' to "
-            f"compute updates with torch's {name}, which is slower."
+    if not problem:
+        has_compiler = shutil.which(cpp_extension.get_cxx_compiler()) is not None
+        if ops.all_ranks(has_compiler and cpp_extension.is_ninja_available(), ctx):
+            return True
+        problem = (
+            "the compiled optimizer needs a C++ compiler and ninja on every rank (for example: "
+            "apt-get install g++, pip install ninja)"
         )
+    if plan.cpu_optimizer == "deepspeed":
+        raise PlanError(f"DeepSpeed(cpu_optimizer='deepspeed'): {problem}. Use 'torch'.")
     warnings.warn(
-        f"DeepSpeed: {reason}. Updates of the offloaded optimizer are computed by torch's "
-        f"{name} on the CPU, several times slower than by the compiled one; the rest of the "
-        f"step is not affected. Set cpu_optimizer='torch' to silence this warning.",
+        f"DeepSpeed: {problem}. Updates of the offloaded optimizer are computed by torch's "
+        f"{name} on the CPU, several times slower than by the compiled one. Set "
+        f"cpu_optimizer='torch' to silence this warning.",
         stacklevel=2,
     )
     return False
-
-
-def _why_not(optimizer: torch.optim.Optimizer) -> str:
-    kind = type(optimizer)
-    if kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
-        return f"DeepSpeed has no compiled {kind.__name__} (only Adam, AdamW and Adagrad)"
-    plain = {"amsgrad": False, "maximize": False, "lr_decay": 0, "initial_accumulator_value": 0}
-    special = [
-        name
-        for name, usual in plain.items()
-        if any(group.get(name, usual) != usual for group in optimizer.param_groups)
-    ]
-    if special:
-        return f"DeepSpeed's compiled {kind.__name__} has no {', '.join(special)}"
-    return ""
-
-
-def _without_compiler(ctx: DistContext) -> str:
-    """Why the operator cannot be compiled on some rank, for every rank; empty if it can."""
-    from torch.utils import cpp_extension
-
-    compiler = cpp_extension.get_cxx_compiler()
-    tools = {
-        f"no {compiler}": shutil.which(compiler) is not None,
-        "no ninja": cpp_extension.is_ninja_available(),
-    }
-    mine = ", ".join(problem for problem, available in tools.items() if not available)
-    missing = problem_of_ranks("wrap", mine, ctx)
-    if not missing:
-        return ""
-    return (
-        f"the compiled optimizer needs a C++ compiler and ninja on every rank "
-        f"({'; '.join(missing.splitlines())}; for example: apt-get install g++, pip install ninja)"
-    )

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from fxtrain import _tree
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.initial_values import send_buffers
-from fxtrain.backends.core.module_changes import unmatched_names
+from fxtrain.backends.core.module_changes import unknown_classes, unmatched_names
 from fxtrain.backends.deepspeed import engine as engines
 from fxtrain.backends.deepspeed.engine_state import engine_state, engine_weights, load_engine_state
 from fxtrain.backends.deepspeed.setup import wrap_engine
-from fxtrain.errors import PlanError, StepError
+from fxtrain.errors import StepError
 from fxtrain.state import (
     DeepSpeed,
     DistContext,
@@ -47,21 +47,14 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             f"backoff={scale.backoff}). Use 2.0 and 0.5."
         )
     config = plan.strategy
-    classes = {type(part).__name__ for part in module.modules()}
-    unknown = [name for name in config.leaf_modules if name.split(".")[-1] not in classes]
-    if unknown:  # DeepSpeed only logs it
-        problems.append(
-            f"DeepSpeed(leaf_modules=...) names {', '.join(unknown)}, but no submodule of "
-            f"{type(module).__name__} has this class. It has {', '.join(sorted(classes)[:10])}."
-        )
-    for axis, size in (("tensor", config.tensor_parallel), ("context", config.sequence_parallel)):
-        if ctx.mesh.sizes[axis] != (size or 1):
-            field = "tensor_parallel" if axis == "tensor" else "sequence_parallel"
+    leaves = [name.split(".")[-1] for name in config.leaf_modules]  # DeepSpeed only logs these
+    problems += unknown_classes(module, leaves, field="DeepSpeed(leaf_modules=...)")
+    for axis, field in (("tensor", "tensor_parallel"), ("context", "sequence_parallel")):
+        size = getattr(config, field) or 1
+        if ctx.mesh.sizes[axis] != size:
             problems.append(
                 f"DeepSpeed({field}={size}) needs an axis of that size, but the mesh of this "
-                f"context has {axis}={ctx.mesh.sizes[axis]}. "
-                f"Use fx.detect(mesh=fx.Mesh({axis}={size or 1})), or fxtrain launch --mesh "
-                f"{axis}={size or 1}."
+                f"context has {axis}={ctx.mesh.sizes[axis]}. Use fx.Mesh({axis}={size})."
             )
     if ctx.mesh.tensor > 1 and ctx.mesh.context > 1:
         problems.append(
@@ -142,7 +135,8 @@ def _finite(model: Wrapped) -> bool:
 def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
     """Scale, clip, update and zero, each by the engine's own functions."""
     if update.clip_value is not None:
-        raise PlanError(f"DeepSpeed cannot clip single entries: clip_value={update.clip_value}.")
+        _clip_value()
+    _check_trained(model)
     send_buffers(model)
     engine = model.engine
     model.window.bad_grads.zero_()
@@ -158,6 +152,19 @@ def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
     if norm is not None:
         norm = torch.as_tensor(norm, dtype=torch.float32, device=model.ctx.device)
     return UpdateResult(applied=engine.was_step_applied(), grad_norm=norm)
+
+
+def _check_trained(model: Wrapped) -> None:
+    trained = model.strategy_state.trained
+    named = model.module.named_parameters()
+    changed = trained is not None and [n for n, p in named if p.requires_grad is (p not in trained)]
+    if changed:
+        raise StepError(
+            f"requires_grad of {', '.join(changed[:5])} changed after fx.wrap. From stage 1 on, "
+            f"DeepSpeed updates the parameters that required a gradient in fx.wrap, and no others. "
+            f"Unwrap the model and wrap it again, or use DeepSpeed(stage=0), DDP() or FSDP().",
+            code="FX505",
+        )
 
 
 def _counts_itself(engine: Any) -> bool:

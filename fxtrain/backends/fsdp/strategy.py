@@ -6,7 +6,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import attrs
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -58,11 +57,7 @@ def sharding_problems(ctx: DistContext, config: FSDP, module: nn.Module) -> list
     if config.tensor is not None and ctx.world_size > 1:
         problems += split_problems(module, config.tensor, ctx.mesh.tensor)
     if config.unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        problems.append(
-            f"FSDP(unused_parameters=True) needs a newer torch than {torch.__version__}, whose "
-            f"fully_shard expects the same parameters to be used on all ranks. Omit it, or use "
-            f"DDP(unused_parameters=True)."
-        )
+        problems.append("FSDP(unused_parameters=True) needs a newer torch. Use DDP() for that.")
     if config.offload and ctx.axis("loss").world_size == 1:
         problems.append(
             "FSDP(offload=True) moves shards to host memory, but this context has one data rank "
@@ -96,18 +91,15 @@ def _size_problems(ctx: DistContext, config: FSDP) -> list[str]:
     if shard is None or ranks == 1:
         return []
     if ranks % shard:
-        fits = [n for n in range(2, ranks + 1) if ranks % n == 0]
-        near = sorted(sorted(fits, key=lambda n: (abs(n - shard), -n))[:2])
+        fits = [str(n) for n in range(2, ranks + 1) if ranks % n == 0]
         return [
             f"FSDP(shard={shard}) needs a multiple of {shard} ranks, but this context has {ranks}. "
-            f"Use shard={' or '.join(map(str, near))}, or launch "
-            f"{-(-ranks // shard) * shard} processes."
+            f"Use shard={' or '.join(fits)}, or launch {-(-ranks // shard) * shard} processes."
         ]
     if ctx.mesh.shard > 1 and shard != ctx.mesh.shard * ctx.mesh.context:
-        parts = f" and Mesh(context={ctx.mesh.context})" if ctx.mesh.context > 1 else ""
         return [
-            f"FSDP(shard={shard}) and Mesh(shard={ctx.mesh.shard}){parts} disagree. Remove one of "
-            f"them."
+            f"FSDP(shard={shard}) and Mesh(shard={ctx.mesh.shard}, context={ctx.mesh.context}) "
+            f"disagree. Remove one of them."
         ]
     return []
 
