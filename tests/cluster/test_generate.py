@@ -60,7 +60,7 @@ def test_tokens_are_those_of_one_process(pair, name, order, tmp_path):
     if isinstance(strategy, fx.Offload):  # both ranks write the units there, and map them
         strategy = attrs.evolve(strategy, offload_folder=str(tmp_path))
     assert pair.run(_generated, strategy, mesh, order) == [wanted, wanted]
-    assert len(list(tmp_path.iterdir())) == (2 if name == "offload" else 0)
+    assert any(tmp_path.iterdir()) == (name == "offload")
 
 
 @PIPELINES
