@@ -1,6 +1,7 @@
 """Full weights of a model during training: one by one, or all at once in its module."""
 
 import fnmatch
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar, overload
@@ -11,14 +12,16 @@ from torch.nn.parameter import is_lazy
 
 from fxtrain import ops
 from fxtrain.backends.core.module_changes import unknown_patterns
-from fxtrain.errors import PlanError
+from fxtrain.errors import CollectiveError, FxError, PlanError
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import plain_name
-from fxtrain.state import Weight, Wrapped
+from fxtrain.state import DistContext, Weight, Wrapped
 from fxtrain.state.wrapped import check_open
 
 N = TypeVar("N", bound=nn.Module)
 _Ranks = Literal["all", "main"]
+_STAYS, _LEAVES = "takes the next tensor", "has left its loop"
+_TOGETHER = 64 << 20  # bytes of small tensors that ranks gather after one exchange
 
 
 def weights(
@@ -35,8 +38,9 @@ def weights(
     the full-precision masters. Every rank gets the same values: where replicas differ (buffers, and
     everything under `Plan.local`), those of the first replica.
 
-    All ranks must iterate up to the same tensor. The model is not changed, and an accumulation
-    window may be open.
+    All ranks must iterate up to the same tensor. Tensors are gathered ahead, up to 64 MiB at a
+    time, and a loop that one rank leaves is detected there. The model is not changed, and an
+    accumulation window may be open.
 
     Args:
         model: From `fx.wrap`.
@@ -49,15 +53,15 @@ def weights(
         A name and a new tensor, which the caller may keep or change.
 
     Effects:
-        Memory for two full tensors in addition to what the caller keeps. Traffic: FSDP and TP
-        all-gather each tensor, a pipeline broadcasts it from the stage that holds it, ZeRO 1 to 3
-        send each parameter once, and replicas only send buffers. Between ranks, one exchange of
-        packets at the start, and one per tensor.
+        Memory for two full tensors, or 64 MiB of smaller ones, in addition to what the caller
+        keeps. Traffic: FSDP and TP all-gather each tensor, a pipeline broadcasts it from the stage
+        that holds it, ZeRO 1 to 3 send each parameter once, and replicas only send buffers. Between
+        ranks, one exchange of packets at the start, and one per 64 MiB.
 
     Raises:
         PlanError: a name or pattern matches no tensor, or the model was unwrapped.
-        CollectiveError: the ranks request different tensors, or a rank left its loop earlier than
-            the others.
+        CollectiveError: the ranks request different tensors, or another rank left its loop earlier
+            than this one.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -164,14 +168,69 @@ def _check_values(name: str, weight: Weight) -> None:
 def _one_by_one(
     model: Wrapped, chosen: Mapping[str, Weight], device: torch.device, ranks: _Ranks
 ) -> Iterator[tuple[str, Tensor]]:
-    mine = ranks == "all" or model.ctx.is_main
-    for name, weight in chosen.items():
+    ctx = model.ctx
+    mine = ranks == "all" or ctx.is_main
+    groups = _groups(chosen, _TOGETHER if ctx.world_size > 1 else 0)
+    for number, names in enumerate(groups):
         check_open(model, "weights", PlanError)
-        ops.agree(name, model.ctx, name="the tensor to gather")
-        value = _copy(weight, device, keep=mine)
-        if value is not None:
-            yield name, value
-        del value
+        if not _all_continue(ctx, names[0], ranks):
+            return
+        values = [(name, _copy(chosen[name], device, keep=mine)) for name in names]
+        while values:
+            name, value = values.pop(0)
+            check_open(model, "weights", PlanError)
+            if value is not None:
+                try:
+                    yield name, value
+                except GeneratorExit:
+                    if number + 1 < len(groups):  # nobody waits after the last of them
+                        _announce_stop(ctx)
+                    raise
+                del value
+
+
+def _groups(weights: Mapping[str, Weight], most: int) -> list[list[str]]:
+    """Names of tensors that are gathered together: up to so many bytes, or one that has more."""
+    groups: list[list[str]] = []
+    room = -1
+    for name, weight in weights.items():
+        nbytes = math.prod(weight.shape) * weight.dtype.itemsize
+        if nbytes > room:
+            groups.append([])
+            room = most
+        groups[-1].append(name)
+        room -= nbytes
+    return groups
+
+
+def _all_continue(ctx: DistContext, name: str, ranks: _Ranks) -> bool:
+    """Whether every rank takes the next tensor; with "main", rank 0 decides.
+
+    Raises:
+        CollectiveError: another rank left its loop, and this one did not.
+    """
+    if ctx.world_size == 1:
+        return True
+    words = ops.gather_objects(_STAYS, ctx)
+    gone = [rank for rank, word in enumerate(words) if word != _STAYS]
+    if gone and ranks == "all":
+        raise CollectiveError(
+            f"weights: rank {', '.join(map(str, gone))} left the loop before {name!r}, which this "
+            f"rank requests. All ranks must iterate up to the same tensor: break on all of them, "
+            f"or choose tensors with names=."
+        )
+    return not gone
+
+
+def _announce_stop(ctx: DistContext) -> None:
+    """Tell the other ranks, when they request the next tensor, that this one takes no more."""
+    if ctx.world_size == 1:
+        return
+    try:
+        ops.gather_objects(_LEAVES, ctx)
+    except FxError as error:
+        # The loop has ended, perhaps with an error of its own, which must not be hidden.
+        ops.log(ctx).debug("weights: no rank received the break: %s", error, everyone=True)
 
 
 @torch.no_grad()

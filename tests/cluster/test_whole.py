@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fxtrain as fx
+from fxtrain.backends import whole_weights
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh
 from tests.cluster._handles import FSDP, adam, new_handle, sequential
@@ -69,23 +70,40 @@ def test_what_is_not_wrapped_has_a_state_dict():
             call(nn.Linear(2, 1))
 
 
-def _left_early(ctx, stops):
-    """Leave the loop on some ranks after a tensor, and call another collective."""
+def _left_early(ctx, stops, ranks, together):
+    """Leave the loop on some ranks after a tensor; then see that ranks still work together."""
     model, _, _ = new_handle(ctx, FSDP)
+    seen, words = [], ""
+    before, whole_weights._TOGETHER = whole_weights._TOGETHER, together
     try:
-        for _ in fx.weights(model):
+        for name, _ in fx.weights(model, ranks=ranks):
+            seen.append(name)
             if ctx.rank in stops:
                 break
-        return fx.ops.gather_objects(ctx.rank, ctx)
     except fx.CollectiveError as error:
-        return str(error)
+        words = str(error)
+    finally:
+        whole_weights._TOGETHER = before
+    return seen, words, fx.ops.gather_objects(ctx.rank, ctx)
 
 
-def test_a_loop_that_one_rank_leaves_is_an_error_on_all(clusters):
-    for stops in ((0,), (1,)):
-        for words in clusters[2].run(_left_early, stops):
-            assert "gather_objects" in words and "agree" in words
-    assert clusters[2].run(_left_early, (0, 1)) == [[0, 1], [0, 1]]
+@pytest.mark.parametrize(
+    ("stops", "ranks", "seen"),
+    [((0,), "all", 1), ((1,), "all", 1), ((0, 1), "all", 1), ((0,), "main", 0)],
+)
+def test_a_loop_that_one_rank_leaves_ends_on_all(pair, stops, ranks, seen):
+    for rank, (names, words, together) in enumerate(pair.run(_left_early, stops, ranks, 0)):
+        assert len(names) == (1 if rank in stops else seen)
+        alone = rank not in stops and ranks == "all"
+        assert (f"rank {stops[0]} left the loop before '0.bias'" in words) == alone, words
+        assert together == [0, 1]
+
+
+@pytest.mark.parametrize("stops", [(0,), (1,), (0, 1)])
+def test_small_tensors_are_gathered_together_so_that_a_rank_may_leave_among_them(pair, stops):
+    for rank, (names, words, together) in enumerate(pair.run(_left_early, stops, "all", 1 << 20)):
+        assert len(names) == (1 if rank in stops else len(sequential().state_dict()))
+        assert words == "" and together == [0, 1]
 
 
 def _left_at_the_end(ctx):
@@ -209,14 +227,18 @@ def test_what_differs_between_copies_is_that_of_the_first(pair, local):
             assert torch.equal(inside[name], first[name]), name
 
 
-def _most_alive(ctx):
+def _most_alive(ctx, together):
     """Whole tensors that come to life while a loop that keeps none runs."""
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     model = fx.wrap(net, ctx, fx.Plan(strategy=FSDP))
     gc.collect()
     before, most = _alive(), 0
-    for _ in fx.weights(model):
-        most = max(most, len(_alive() - before))
+    limit, whole_weights._TOGETHER = whole_weights._TOGETHER, together
+    try:
+        for _ in fx.weights(model):
+            most = max(most, len(_alive() - before))
+    finally:
+        whole_weights._TOGETHER = limit
     return most
 
 
@@ -226,8 +248,9 @@ def _alive():
     return {t.untyped_storage().data_ptr() for t in tensors}
 
 
-def test_two_full_tensors_are_alive_at_most(pair):
-    assert 1 <= max(pair.run(_most_alive)) <= 2
+@pytest.mark.parametrize(("together", "most"), [(0, 2), (3 * 64 * 64 * 4, 4)])
+def test_only_what_is_gathered_together_is_alive(pair, together, most):
+    assert 1 <= max(pair.run(_most_alive, together)) <= most
 
 
 def _stage(ctx):
