@@ -71,10 +71,17 @@ def latest(path: StrPath) -> str | None:
         >>> fx.latest(tempfile.mkdtemp()) is None
         True
     """
-    folder = open_storage(path)
-    checkpoints = list_checkpoints(folder)
+    newest = _latest(open_storage(path))
+    return None if newest is None else newest[0]
+
+
+def _latest(folder: Storage) -> tuple[str, Manifest] | None:
+    """As `latest`, and its manifest."""
+    checkpoints, manifest = _listed(folder)
     newest = _first_complete(folder, reversed(checkpoints))
-    if newest is None and checkpoints:
+    if newest is not None and manifest is not None:
+        return newest, manifest
+    if checkpoints:
         lines = [f"  {info.name}: {'; '.join(info.problems)}" for info in checkpoints]
         raise CheckpointError(
             "\n".join(
@@ -87,7 +94,7 @@ def latest(path: StrPath) -> str | None:
             ),
             code="FX602",
         )
-    return newest
+    return None
 
 
 def best(path: StrPath, mode: Literal["min", "max"] = "min") -> str | None:
@@ -142,7 +149,7 @@ def committed_before(path: StrPath, name: str) -> str | None:
     return _first_complete(folder, reversed(checkpoints[: names.index(name)]))
 
 
-def find_checkpoint(path: Any) -> Storage:
+def find_checkpoint(path: Any) -> tuple[Storage, Manifest]:
     """The checkpoint at a path, or the latest one if the path is the folder of a run.
 
     Raises:
@@ -151,8 +158,8 @@ def find_checkpoint(path: Any) -> Storage:
     storage = open_storage(path)
     try:
         if MANIFEST in storage.files():
-            return storage
-        newest = latest(path)
+            return storage, read_manifest(storage)
+        newest = _latest(storage)
     except OSError as error:
         raise CheckpointError(f"No checkpoint at {path}: {error}", code="FX601") from error
     if newest is None:
@@ -161,7 +168,7 @@ def find_checkpoint(path: Any) -> Storage:
             f"libraries, and fx.load_model reads model files.",
             code="FX601",
         )
-    return open_storage(newest)
+    return open_storage(newest[0]), newest[1]
 
 
 def _first_complete(folder: Storage, checkpoints: Iterable[CheckpointInfo]) -> str | None:
@@ -179,7 +186,13 @@ def list_checkpoints(folder: Storage) -> list[CheckpointInfo]:
     Raises:
         CheckpointError: one cannot be read, or has a newer format.
     """
+    return _listed(folder)[0]
+
+
+def _listed(folder: Storage) -> tuple[list[CheckpointInfo], Manifest | None]:
+    """As `list_checkpoints`, and the manifest of the newest complete one."""
     checkpoints: list[CheckpointInfo] = []
+    newest: Manifest | None = None
     for name in checkpoint_names(folder):
         inside = folder.join(name)
         order, saver, metric = None, None, None
@@ -187,6 +200,8 @@ def list_checkpoints(folder: Storage) -> list[CheckpointInfo]:
             manifest = read_manifest(inside)
             order, saver, metric = manifest.order, manifest.saver, manifest.metric
             problems = file_problems(inside.files(), manifest)
+            if not problems and (newest is None or manifest.order >= newest.order):
+                newest = manifest
         except (UnreadableError, NewerFormatError):
             raise
         except (CheckpointError, OSError) as error:
@@ -196,7 +211,8 @@ def list_checkpoints(folder: Storage) -> list[CheckpointInfo]:
                 name=name, order=order, saver=saver, metric=metric, problems=tuple(problems)
             )
         )
-    return sorted(checkpoints, key=lambda info: math.inf if info.order is None else info.order)
+    checkpoints.sort(key=lambda info: math.inf if info.order is None else info.order)
+    return checkpoints, newest
 
 
 def checkpoint_names(folder: Storage) -> list[str]:

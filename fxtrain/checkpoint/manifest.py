@@ -7,9 +7,10 @@ inner object, so that a change of any byte of the file is detected.
 import functools
 import json
 import math
+import operator
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args, get_origin
 
 import attrs
 import cattrs
@@ -162,10 +163,13 @@ def load_manifest(raw: bytes) -> Manifest:
 
 @functools.cache
 def _converter() -> cattrs.Converter:
-    """Takes numbers, text and booleans as they are, and no fields but those of the records."""
+    """Takes numbers as they are, tuples from lists of one type, and no fields but the records'."""
     converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=False)
-    for kind in (bool, int, str):
+    for kind in (bool, int):
         converter.register_structure_hook(kind, _exact)
+    converter.register_structure_hook_func(
+        lambda kind: get_origin(kind) is tuple and get_args(kind)[0] in (int, str), _exactly_all
+    )
     converter.register_structure_hook(float, lambda value, _: _exact(value, int | float))
     return converter
 
@@ -174,6 +178,12 @@ def _exact(value: Any, kind: Any) -> Any:
     if type(value) not in (get_args(kind) or (kind,)):
         raise TypeError(f"{str(value)[:80]!r} is not of type {kind}")
     return value
+
+
+def _exactly_all(values: Any, kind: Any) -> tuple[Any, ...]:
+    if type(values) is not list or not set(map(type, values)) <= {get_args(kind)[0]}:
+        raise TypeError(f"{str(values)[:80]!r} is not of type {kind}")
+    return tuple(values)
 
 
 def _body(raw: bytes) -> memoryview:
@@ -228,25 +238,27 @@ def _check_tensor(
     name: str, tensor: StoredTensor, used: Mapping[str, list[tuple[int, int]]]
 ) -> None:
     """Check a tensor; the offset and size of each part are added to those used in its file."""
+    itemsize = DTYPES[tensor.dtype].itemsize
     for part in tensor.parts:
-        size = math.prod(part.shape) * tensor.itemsize
+        size = math.prod(part.shape) * itemsize
         if len(part.digests) != -(-size // CHUNK):
             raise ValueError(f"a part of {name} needs a digest for each {CHUNK} of {size} bytes")
         if size:
             used[part.file].append((part.offset, size))
-    boxes = [(part.start, part.shape) for part in tensor.parts]
+    boxes = map(operator.attrgetter("start", "shape"), tensor.parts)
     if len(tensor.shape) > _MAX_DIMS or not covers(tensor.shape, boxes):
         raise ValueError(f"the parts of {name} overlap or do not cover {list(tensor.shape)}")
 
 
-def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+def covers(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
     """Whether boxes lie inside a shape and have as many elements as it has.
 
     Writers never write an element twice, so that such boxes cover all of them.
     """
-    inside = all(
-        0 <= at <= at + length <= size
-        for start, part in boxes
-        for at, length, size in zip(start, part, shape, strict=True)
-    )
-    return inside and sum(math.prod(part) for _, part in boxes) == math.prod(shape)
+    elements = 0
+    for start, part in boxes:
+        for at, length, size in zip(start, part, shape, strict=True):
+            if not 0 <= at <= at + length <= size:
+                return False
+        elements += math.prod(part)
+    return elements == math.prod(shape)

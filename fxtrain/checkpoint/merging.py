@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxtrain._display import read_bytes
 from fxtrain._reading import StrPath, path_problem
-from fxtrain.checkpoint.folders import find_checkpoint, read_manifest
+from fxtrain.checkpoint.folders import find_checkpoint
 from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import open_reader
 from fxtrain.checkpoint.storage import LocalStorage, Storage
@@ -118,8 +118,7 @@ def saved_weights(path: StrPath, *, model: str | None = None) -> WeightSource:
         >>> torch.equal(net.weight, other.weight)
         True
     """
-    storage = find_checkpoint(path)
-    manifest = read_manifest(storage)
+    storage, manifest = find_checkpoint(path)
     if model is None and len(manifest.models) == 1:
         model = next(iter(manifest.models))
     if model is None or model not in manifest.models:

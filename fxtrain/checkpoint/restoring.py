@@ -16,6 +16,7 @@ from fxtrain._record import shown
 from fxtrain.checkpoint.background import CheckpointState
 from fxtrain.checkpoint.folders import committed_before, find_checkpoint, latest, read_manifest
 from fxtrain.checkpoint.json_values import decode
+from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.checkpoint.snapshot import by_name, set_random_state
 from fxtrain.checkpoint.storage import Storage, open_storage
@@ -124,11 +125,12 @@ def restore(
     earlier = state.restored_from
     try:
         with fail_together(ctx, "restore"):
-            found = str(find_checkpoint(path)) if ctx.is_main else None
-        storage = open_storage(ops.broadcast_object(found, ctx))
+            found = find_checkpoint(path) if ctx.is_main else None
+        storage = open_storage(ops.broadcast_object(found and str(found[0]), ctx))
         with fail_together(ctx, "restore"):
             state.restored_from = storage.key()  # no save removes it meanwhile
-            restored = _restore(storage, ctx, models, extra, random)
+            manifest = read_manifest(storage) if found is None else found[1]
+            restored = _restore(storage, manifest, ctx, models, extra, random)
             for name, wrapped in models.items():
                 _log_changes(ctx, restored, name, wrapped)
     except Exception as error:  # any error of the models or of the template
@@ -199,12 +201,12 @@ def _log_changes(ctx: DistContext, restored: Restored, name: str, model: Wrapped
 
 def _restore(
     storage: Storage,
+    manifest: Manifest,
     ctx: DistContext,
     models: Mapping[str, Wrapped],
     extra: Any,
     random: bool,  # noqa: FBT001
 ) -> Restored:
-    manifest = read_manifest(storage)
     missing = [name for name in models if name not in manifest.models]
     if missing:
         raise CheckpointError(

@@ -64,8 +64,7 @@ def verify(path: StrPath) -> Verified:
         ...     fx.checkpoint.verify(saving.path).world_size
         1
     """
-    storage = find_checkpoint(path)
-    manifest = read_manifest(storage)
+    storage, manifest = find_checkpoint(path)
     files = storage.files()
     problems = file_problems(files, manifest)
     extra = files.keys() - manifest.files.keys() - {MANIFEST}
