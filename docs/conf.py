@@ -28,7 +28,10 @@ nitpicky = False  # single backticks in docstrings are links where they name som
 
 myst_heading_anchors = 6  # the same anchors as on GitHub
 myst_enable_extensions = ["smartquotes"]
-suppress_warnings = ["myst.header"]  # the changelog starts at the second level
+suppress_warnings = [
+    "myst.header",  # the changelog starts at the second level
+    "ref.python",  # torch's dtype in an annotation, which attributes of two classes are called too
+]
 
 default_role = "py:obj"
 add_module_names = False

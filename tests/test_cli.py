@@ -208,7 +208,7 @@ def test_completion_of_a_shell_calls_this_program(shell, capsys):
     "code",
     [
         "from fxtrain.state import *; loads(dumps(Plan(precision='bf16', context=CP())))",
-        "from fxtrain.state.topology import environments; environments.read_topology({})",
+        "from fxtrain.state import topology; topology.read_topology({})",
         "from fxtrain.cli import main; main('launch -c run.toml -n2 --dry train.py'.split())",
     ],
 )

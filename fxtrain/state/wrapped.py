@@ -156,12 +156,12 @@ class Wrapped(Displayed, Generic[M_co]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """`dtype` of a module that has it."""
+        """That of a module that has one."""
         return getattr(self.module, "dtype")  # noqa: B009 - not every module has it
 
     @property
     def config(self) -> Any:
-        """`config` of a module that has it."""
+        """That of a module that has one."""
         return self.module.config
 
     @property

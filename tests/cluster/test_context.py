@@ -47,7 +47,7 @@ BAD = {
         fx.Mesh(shard=2, context=2),
         fx.Plan(strategy=fx.FSDP(shard=2), context=fx.CP()),
         Transformer,
-        r"Mesh\(shard=2\) and Mesh\(context=2\) disagree",
+        r"Mesh\(shard=2, context=2\) disagree",
     ),
     "pieces": (
         PAIR,
