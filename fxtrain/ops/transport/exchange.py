@@ -20,6 +20,7 @@ import attrs
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxtrain.errors import CollectiveError
 from fxtrain.ops.transport.mismatches import (
@@ -54,7 +55,8 @@ class Exchange:
         digest: Of the call.
         payload: This rank's, uint8, 1-D, on the CPU.
         site: Where the call is made; None to find it when it is needed.
-        packets: Every rank's packet, one after the other.
+        received: The memory of `packets`, from which headers are read.
+        packets: Every rank's packet, uint8, (ranks, bytes).
         works: The all-gather of packets, and that of payloads if one does not fit in a packet.
         rows: Every rank's payload, uint8, (ranks, the longest).
     """
@@ -63,7 +65,8 @@ class Exchange:
     digest: bytes
     payload: Tensor
     site: CallSite | None
-    packets: bytearray
+    received: bytearray
+    packets: Tensor
     works: list[dist.Work] = attrs.field(factory=list)
     rows: Tensor | None = None
 
@@ -143,8 +146,7 @@ def exchange_rows(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor
         return payload.repeat(ctx.world_size, 1), sizes
     if exchange.rows is not None:
         return exchange.rows, sizes
-    packets = torch.frombuffer(exchange.packets, dtype=torch.uint8).view(ctx.world_size, -1)
-    return packets[:, HEADER : HEADER + max(sizes)], sizes
+    return exchange.packets[:, HEADER : HEADER + max(sizes)], sizes
 
 
 def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
@@ -250,14 +252,15 @@ def _start(
     micros = 0 if pace is None else pace.micros
     header = digest + size.to_bytes(8, "little") + micros.to_bytes(8, "little")
     mine = bytearray(header).ljust(HEADER + room)
-    packets = mine * ctx.world_size
-    packet = torch.frombuffer(mine, dtype=torch.uint8)
+    received = mine * ctx.world_size
+    with _disable_current_modes():  # its values are read, also in a dry run
+        packet = torch.frombuffer(mine, dtype=torch.uint8)
+        packets = torch.frombuffer(received, dtype=torch.uint8).view(ctx.world_size, -1)
     if 0 < size <= room:
         packet[HEADER : HEADER + size] = payload
-    exchange = state.in_flight = Exchange(call, digest, payload, site, packets)
+    exchange = state.in_flight = Exchange(call, digest, payload, site, received, packets)
     with rank_loss_guard(ctx, call, site):
-        arrived = torch.frombuffer(packets, dtype=torch.uint8)
-        exchange.works.append(_all_gather(ctx, arrived, packet))
+        exchange.works.append(_all_gather(ctx, packets, packet))
     return exchange
 
 
@@ -276,8 +279,8 @@ def _complete(ctx: DistContext, exchange: Exchange) -> list[int]:
         _TORCH._profiler._RecordFunctionFast("fxtrain::exchange"),
     ):
         exchange.works[0].wait(_remaining(until))
-        packets, length = exchange.packets, len(exchange.packets) // ctx.world_size
-        headers = [packets[at : at + HEADER] for at in range(0, len(packets), length)]
+        received, length = exchange.received, len(exchange.received) // ctx.world_size
+        headers = [received[at : at + HEADER] for at in range(0, len(received), length)]
         sizes = [int.from_bytes(header[16:24], "little") for header in headers]
         differ = ctx.comm.checks and any([header[:16] != exchange.digest for header in headers])
         if not differ and max(sizes) > capacity(len(sizes)):
