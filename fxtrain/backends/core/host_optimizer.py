@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fxtrain.errors import PlanError
+from fxtrain.errors import PlanError, StepError
 from fxtrain.state import Strategy
 
 _NAME = "CPUOffloadOptimizer"
@@ -162,6 +162,12 @@ class HostOptimizer(torch.optim.Optimizer):
                 if place.tensor in place.optimizer.state:
                     self.state[parameter] = place.optimizer.state[place.tensor]
             options = [_options(place.group) for place in places.values()]
+            if any(each != options[0] for each in options[1:]):
+                raise StepError(
+                    f"{self.updated_by} changes options of its parameter groups in an update. "
+                    f"Under torchao's {_NAME} each parameter has its own, and a checkpoint stores "
+                    f"one. Use an optimizer of torch."
+                )
             group.update(*options[:1])
 
 
