@@ -221,7 +221,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def _check_tensors(manifest: Manifest) -> None:
-    """Check that parts lie in the files, apart from each other, and cover their tensors."""
+    """Check that parts are inside their files, do not overlap, and cover their tensors."""
     used = {name: [(0, file.header)] for name, file in manifest.files.items()}
     for table in (manifest.tensors, *manifest.own):
         for name, tensor in table.items():
