@@ -53,14 +53,15 @@ def _plan_windows():
         times = interleaved(
             {"pack": lambda b=borders, n=length: pack(b, n, last=False)}, rounds=9, each=1
         )
-        packed = pack(borders, length, last=False)
-        short = packed.documents - packed.long
+        *_, needlessly = pack(borders, length, last=False)
+        documents = len(borders) - 1
+        short = (np.diff(borders) <= length).sum()
         # A document is cut by concatenation where it is in two rows.
         first, final = borders[:-1] // length, (borders[1:] - 1) // length
         cut = ((first != final) & (np.diff(borders) <= length)).sum()
-        speed = f"{packed.documents / times['pack'] / 1e3:.0f} k"
-        shares = f"{packed.cut / short:.2%}", f"{cut / short:.1%}"
-        rows.append([f"{window} rows of {length}", str(packed.documents), speed, *shares])
+        speed = f"{documents / times['pack'] / 1e3:.0f} k"
+        shares = f"{needlessly / short:.2%}", f"{cut / short:.1%}"
+        rows.append([f"{window} rows of {length}", str(documents), speed, *shares])
     heads = ["window", "documents", "documents/s", "cut needlessly", "cut by concatenation"]
     show("Best fit", heads, rows)
 

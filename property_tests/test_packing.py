@@ -27,20 +27,20 @@ def folder(tmp_path_factory):
 @given(sizes=SIZES, length=st.integers(1, 20), last=st.booleans(), start=st.integers(0, 5))
 def test_a_window_is_packed_into_the_rows_that_its_tokens_need(sizes, length, last, start):
     borders = np.concatenate([[0], np.cumsum(sizes)]) + start
-    packed, total = pack(borders, length, last=last), sum(sizes)
-    rows = len(packed.bounds) - 1
-    assert rows == -(-total // length) and packed.bounds[-1] == len(packed.begins)
-    filled = np.add.reduceat(packed.sizes, packed.bounds[:-1])
-    assert (packed.sizes > 0).all() and (filled <= length).all() and (filled > 0).all()
+    bounds, begins, piece_sizes, lasts, cut = pack(borders, length, last=last)
+    rows, total = len(bounds) - 1, sum(sizes)
+    assert rows == -(-total // length) and bounds[-1] == len(begins)
+    filled = np.add.reduceat(piece_sizes, bounds[:-1])
+    assert (piece_sizes > 0).all() and (filled <= length).all() and (filled > 0).all()
     covered = [
         token
-        for begin, size in zip(packed.begins, packed.sizes, strict=True)
+        for begin, size in zip(begins, piece_sizes, strict=True)
         for token in range(begin, begin + size)
     ]
     assert sorted(covered) == list(range(start, start + total))
     # Each piece is within one document, and the last one of it says so.
     ends = set(borders[1:].tolist()) - ({start + total} if not last else set())
-    pieces = list(zip(packed.begins.tolist(), packed.sizes.tolist(), packed.last, strict=True))
+    pieces = list(zip(begins.tolist(), piece_sizes.tolist(), lasts, strict=True))
     for begin, size, closes in pieces:
         assert not any(begin < border < begin + size for border in borders)
         assert closes == (begin + size in ends)
@@ -48,9 +48,7 @@ def test_a_window_is_packed_into_the_rows_that_its_tokens_need(sizes, length, la
     for begin, _, _ in pieces:
         parts[max(border for border in parts if border <= begin)] += 1
     count = {b: s for b, s in zip(borders[:-1].tolist(), sizes, strict=True) if s}
-    assert packed.documents == len(count)
-    assert packed.long == sum(size > length for size in count.values())
-    assert packed.cut == sum(parts[b] > 1 for b, size in count.items() if size <= length)
+    assert cut == sum(parts[b] > 1 for b, size in count.items() if size <= length)
 
 
 @given(
@@ -60,11 +58,11 @@ def test_a_window_is_packed_into_the_rows_that_its_tokens_need(sizes, length, la
 def test_a_document_is_cut_only_where_no_row_has_room(sizes, length):
     """Without windows or long documents, what is cut is longer than any room that was left."""
     borders = np.concatenate([[0], np.cumsum(sizes)])
-    packed = pack(borders, length, last=True)
-    if packed.cut == 0:
-        assert set(packed.begins.tolist()) == set(borders[:-1].tolist())
+    bounds, begins, _, _, cut = pack(borders, length, last=True)
+    if cut == 0:
+        assert set(begins.tolist()) == set(borders[:-1].tolist())
     else:  # then rows are full, or the padding is less than what one more row would hold
-        padding = (len(packed.bounds) - 1) * length - sum(sizes)
+        padding = (len(bounds) - 1) * length - sum(sizes)
         assert padding < length
 
 

@@ -5,13 +5,11 @@ Megatron-core builds these arrays once and keeps them in files; here each proces
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
-import attrs
-
-from fxtrain._optional import optional
-from fxtrain.data.token_folders import source_states
-from fxtrain.data.token_maps import FileState, opened, read_by_source, separate_documents
+from fxtrain.data.token_folders import open_source, source_states
+from fxtrain.data.token_maps import FileState, load_numpy, read_by_source, separate_documents
 from fxtrain.errors import DataError
 from fxtrain.state.token_files import Blend, MegatronOrder, MegatronTokens, TokenSource
 
@@ -20,101 +18,22 @@ _SURPLUS = 0.005  # of the samples of a source in a blend, `mid_level_dataset_su
 _PARTS = ("train", "valid", "test")
 _ORDERS = 64  # sources whose orders a process keeps
 
-
-@attrs.frozen(kw_only=True, eq=False)
-class MegatronRows:
-    """Rows by their number; pickled without the arrays, which each process computes.
-
-    Attributes:
-        sources: The sources, and the samples that are asked of each; None is one epoch.
-        weights: Of the sources of a blend; empty for a single source.
-        length: Tokens of a row.
-        seed: Megatron's `--seed`.
-        how: The order.
-        separate: Whether documents are kept apart.
-    """
-
-    sources: tuple[tuple[MegatronTokens, tuple[FileState, ...], int | None], ...]
-    weights: tuple[float, ...]
-    length: int
-    seed: int
-    how: MegatronOrder
-    separate: bool
-
-    def __len__(self) -> int:
-        if self.how.samples is not None:
-            return self.how.samples
-        return len(self._order(0).shuffled)
-
-    def _order(self, number: int) -> "_Order":
-        source, states, samples = self.sources[number]
-        return _order(source, states, samples, self.length, self.seed, self.how)
-
-    def check(self) -> None:
-        """Compute the order.
-
-        Raises:
-            DataError: a source has too few tokens, or a blend asks more of it than Megatron builds.
-        """
-        if not self.weights:
-            self._order(0)
-            return
-        numpy = _numpy()
-        assert self.how.samples is not None
-        chosen, _ = _blended(self.weights, self.how.samples)
-        for number, asked in enumerate(numpy.bincount(chosen, minlength=len(self.sources))):
-            if asked > len(self._order(number).shuffled):
-                raise DataError(
-                    f"tokens: this blend asks {asked} rows of {self.sources[number][0].path}, and "
-                    f"Megatron builds {len(self._order(number).shuffled)}. Ask for more samples."
-                )
-
-    def read(self, numbers: Any) -> dict[str, Any]:
-        """Rows by number."""
-        if not self.weights:
-            return self._read(0, numbers)
-        assert self.how.samples is not None
-        chosen, samples = _blended(self.weights, self.how.samples)
-        return read_by_source(
-            chosen[numbers].astype("i8"),
-            lambda number, here: self._read(number, samples[numbers[here]]),
-        )
-
-    def _read(self, number: int, samples: Any) -> dict[str, Any]:
-        numpy, length = _numpy(), self.length
-        order = self._order(number)
-        file = opened(*self.sources[number][:2])
-        begins = order.shuffled[samples].astype("i8") * length
-        # Of each row, and the token after it: its first sequence, and the one after its last.
-        first = numpy.searchsorted(order.ends, begins, side="right")
-        last = numpy.searchsorted(order.ends, begins + length, side="right") + 1
-        counts = last - first
-        row = numpy.repeat(numpy.arange(len(begins)), counts)
-        at = numpy.arange(len(row)) + numpy.repeat(first - (counts.cumsum() - counts), counts)
-        stops, ids = order.ends[at], order.ids[at]
-        pointers = file.pointers[ids] // file.tokens.itemsize
-        starts = stops - _sizes(file, ids)
-        low = numpy.maximum(starts, begins[row])
-        sizes = numpy.minimum(stops, (begins + length + 1)[row]) - low
-        tokens = file.gather(pointers + low - starts, sizes).reshape(len(begins), length + 1)
-        batch = {"tokens": tokens[:, :-1].astype("i8"), "labels": tokens[:, 1:].astype("i8")}
-        if self.separate:
-            new = numpy.zeros(tokens.shape, bool)  # where a sequence starts
-            inside = (low - begins[row])[sizes > 0]
-            new[row[sizes > 0], inside] = True
-            separate_documents(batch, new)
-        return batch
+# Numbers of rows → their values by name.
+Reader = Callable[[Any], dict[str, Any]]
+# A source and its files, the rows asked of it (None is one epoch), their length, seed and order.
+_OrderKey = tuple[MegatronTokens, tuple[FileState, ...], int | None, int, int, MegatronOrder]
 
 
 def megatron_rows(
     source: TokenSource | Blend, length: int, seed: int, how: MegatronOrder, *, separate: bool
-) -> MegatronRows:
-    """The rows of a source, or of a blend with constant weights.
+) -> tuple[int, Reader]:
+    """The rows of a source, or of a blend with constant weights: how many, and how to read them.
 
     Raises:
-        DataError: the sources are not Megatron's, or the blend has no number of samples, a schedule
-            or a weight of 0.
+        DataError: the sources are not Megatron's, or have too few tokens; or the blend has no
+            number of samples, a schedule or a weight of 0, or asks for more than Megatron builds.
     """
+    numpy = load_numpy()
     parts = source.parts if isinstance(source, Blend) else ()
     given = [part.source for part in parts] if parts else [source]
     sources = [tokens for tokens in given if isinstance(tokens, MegatronTokens)]
@@ -122,49 +41,71 @@ def megatron_rows(
         raise DataError(
             "tokens: the order of Megatron is that of its own files. Pass fx.data.MegatronTokens."
         )
-    weights: list[float] = []
-    samples: list[int | None] = [how.samples]
-    if parts:
-        weights = [
-            part.weight for part in parts if not isinstance(part.weight, tuple) and part.weight
-        ]
-        if len(weights) < len(parts) or how.samples is None:
+
+    def order(tokens: MegatronTokens, samples: int | None) -> _OrderKey:
+        return tokens, source_states(tokens), samples, length, seed, how
+
+    if not parts:
+        key = order(sources[0], how.samples)
+        built = len(_order(*key)[2])
+        return how.samples or built, functools.partial(_read, key, separate=separate)
+    weights = [part.weight for part in parts if not isinstance(part.weight, tuple) and part.weight]
+    if len(weights) < len(parts) or how.samples is None:
+        raise DataError(
+            "tokens: a blend of Megatron has constant weights above 0 and a number of samples. "
+            "Use fx.data.MegatronOrder(samples=...), or fx.data.Blend without `compatible`."
+        )
+    weights = _normalized(weights)
+    asked = [math.ceil(math.ceil(how.samples * weight) * (1 + _SURPLUS)) for weight in weights]
+    keys = [order(tokens, count) for tokens, count in zip(sources, asked, strict=True)]
+    weights = tuple(_normalized(weights))
+    chosen, _ = _blended(weights, how.samples)
+    for key, count in zip(keys, numpy.bincount(chosen, minlength=len(keys)), strict=True):
+        if count > (built := len(_order(*key)[2])):
             raise DataError(
-                "tokens: a blend of Megatron has constant weights above 0 and a number of samples. "
-                "Use fx.data.MegatronOrder(samples=...), or fx.data.Blend without `compatible`."
+                f"tokens: this blend asks {count} rows of {key[0].path}, and Megatron builds "
+                f"{built}. Ask for more samples."
             )
-        weights = _normalized(weights)
-        asked = [math.ceil(how.samples * weight) for weight in weights]
-        samples = [math.ceil(count * (1 + _SURPLUS)) for count in asked]
-        weights = _normalized(weights)
-    rows = MegatronRows(
-        sources=tuple(
-            (tokens, source_states(tokens), count)
-            for tokens, count in zip(sources, samples, strict=True)
-        ),
-        weights=tuple(weights),
-        length=length,
-        seed=seed,
-        how=how,
-        separate=separate,
+    return how.samples, functools.partial(
+        _read_blend, weights, how.samples, keys, separate=separate
     )
-    rows.check()
-    return rows
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class _Order:
-    """The order of the rows of a source.
+def _read_blend(
+    weights: tuple[float, ...], rows: int, keys: list[_OrderKey], numbers: Any, *, separate: bool
+) -> dict[str, Any]:
+    chosen, samples = _blended(weights, rows)
+    return read_by_source(
+        chosen[numbers].astype("i8"),
+        lambda source, here: _read(keys[source], samples[numbers[here]], separate=separate),
+    )
 
-    Attributes:
-        ids: int32, sequences in the order in which their tokens are concatenated, over all epochs.
-        ends: int64, the tokens up to the end of each.
-        shuffled: For each row, its number in the concatenated tokens.
-    """
 
-    ids: Any
-    ends: Any
-    shuffled: Any
+def _read(key: _OrderKey, samples: Any, *, separate: bool) -> dict[str, Any]:
+    """Rows of a source by number."""
+    numpy, length = load_numpy(), key[3]
+    ids, ends, shuffled = _order(*key)
+    file: Any = open_source(*key[:2])
+    begins = shuffled[samples].astype("i8") * length
+    # Of each row, and the token after it: its first sequence, and the one after its last.
+    first = numpy.searchsorted(ends, begins, side="right")
+    last = numpy.searchsorted(ends, begins + length, side="right") + 1
+    counts = last - first
+    row = numpy.repeat(numpy.arange(len(begins)), counts)
+    at = numpy.arange(len(row)) + numpy.repeat(first - (counts.cumsum() - counts), counts)
+    stops, sequence = ends[at], ids[at]
+    pointers = file.pointers[sequence] // file.tokens.itemsize
+    starts = stops - _sizes(file, sequence)
+    low = numpy.maximum(starts, begins[row])
+    sizes = numpy.minimum(stops, (begins + length + 1)[row]) - low
+    tokens = file.gather(pointers + low - starts, sizes).reshape(len(begins), length + 1)
+    batch = {"tokens": tokens[:, :-1].astype("i8"), "labels": tokens[:, 1:].astype("i8")}
+    if separate:
+        new = numpy.zeros(tokens.shape, bool)  # where a sequence starts
+        inside = (low - begins[row])[sizes > 0]
+        new[row[sizes > 0], inside] = True
+        separate_documents(batch, new)
+    return batch
 
 
 @functools.lru_cache(maxsize=_ORDERS)
@@ -175,9 +116,15 @@ def _order(
     length: int,
     seed: int,
     how: MegatronOrder,
-) -> _Order:
-    numpy = _numpy()
-    file = opened(source, states)
+) -> tuple[Any, Any, Any]:
+    """The order of the rows of a source.
+
+    Returns:
+        int32 sequences in the order in which their tokens are concatenated, over all epochs;
+        int64, the tokens up to the end of each; and for each row, its number in these tokens.
+    """
+    numpy = load_numpy()
+    file: Any = open_source(source, states)
     sequences = len(file.pointers)
     shares = _normalized(how.split)
     number = _PARTS.index(how.part)
@@ -208,17 +155,13 @@ def _order(
     for array in (*ids, *shuffled):
         random.shuffle(array)
     ids = numpy.concatenate(ids)
-    return _Order(
-        ids=ids,
-        ends=_sizes(file, ids).cumsum(),
-        shuffled=numpy.concatenate(shuffled),
-    )
+    return ids, _sizes(file, ids).cumsum(), numpy.concatenate(shuffled)
 
 
 @functools.lru_cache(maxsize=4)
 def _blended(weights: tuple[float, ...], rows: int) -> tuple[Any, Any]:
     """For each row of a blend, its source, and which of its samples."""
-    numpy = _numpy()
+    numpy = load_numpy()
     chosen = numpy.empty(rows, "i2")
     read = [0.0] * len(weights)
     sources = range(len(weights))
@@ -237,7 +180,7 @@ def _blended(weights: tuple[float, ...], rows: int) -> tuple[Any, Any]:
 
 def _sizes(file: Any, sequences: Any) -> Any:
     """Tokens of sequences, int64."""
-    numpy = _numpy()
+    numpy = load_numpy()
     after = sequences + 1
     final = after == len(file.pointers)
     ends = numpy.where(final, file.tokens.nbytes, file.pointers[after - final])
@@ -245,10 +188,6 @@ def _sizes(file: Any, sequences: Any) -> Any:
 
 
 def _normalized(weights: Any) -> list[float]:
-    numpy = _numpy()
+    numpy = load_numpy()
     weights = numpy.array(weights, "f8")
     return (weights / weights.sum()).tolist()
-
-
-def _numpy() -> Any:
-    return optional("numpy", extra="tokens", needed_by="fx.tokens")

@@ -15,18 +15,17 @@ from fxtrain.data.token_maps import (
     Opened,
     damaged,
     file_state,
-    file_states,
+    load_numpy,
     map_file,
     mapped_tokens,
-    opened,
+    open_megatron,
 )
+from fxtrain.errors import DataError
 from fxtrain.state.token_files import (
     ColumnTokens,
     DatatroveTokens,
-    FolderTokens,
     MDSTokens,
     MegatronTokens,
-    NanoGPTTokens,
     NumPyTokens,
     TokenSource,
 )
@@ -65,7 +64,7 @@ class Joined:
 
     def gather(self, begins: Any, sizes: Any) -> Any:
         """The tokens of several stretches, one after the other."""
-        numpy = _numpy()
+        numpy = load_numpy()
         pieces = [numpy.zeros(0, self.dtype)]
         for number, begin, size in self._inside(begins, sizes):
             pieces.append(self.part(number).gather(numpy.array([begin]), numpy.array([size])))
@@ -73,7 +72,7 @@ class Joined:
 
     def starts(self, begins: Any, length: int) -> tuple[Any, Any]:
         """Where documents start in stretches of tokens; see `Opened.starts`."""
-        numpy = _numpy()
+        numpy = load_numpy()
         stretches, places = [begins[:0]], [begins[:0]]
         for stretch, begin in enumerate(begins.tolist()):
             size = min(length, self.size - begin)
@@ -86,7 +85,7 @@ class Joined:
 
     def _inside(self, begins: Any, sizes: Any) -> Any:
         """(part, first token there, tokens) of stretches, cut where parts end."""
-        numpy = _numpy()
+        numpy = load_numpy()
         for begin, size in zip(map(int, begins), map(int, sizes), strict=True):
             number = int(numpy.searchsorted(self.bounds, begin, side="right")) - 1
             while size > 0:
@@ -97,75 +96,37 @@ class Joined:
                 begin, size, number = begin + count, size - count, number + 1
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class _Scattered:
-    """Documents that lie apart in a map, as an array of tokens.
-
-    Attributes:
-        data: The map.
-        dtype: Of a token.
-        begins: The first byte of each document.
-        ends: int64, the tokens of all documents up to each.
-    """
-
-    data: Any
-    dtype: Any
-    begins: Any
-    ends: Any
-
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def read(self, begin: int, size: int) -> Any:
-        """A stretch of tokens."""
-        numpy = _numpy()
-        pieces, stop = [numpy.zeros(0, self.dtype)], begin + size
-        number = int(numpy.searchsorted(self.ends, begin, side="right"))
-        while begin < stop:
-            start = int(self.ends[number - 1]) if number else 0
-            count = min(stop, int(self.ends[number])) - begin
-            at = int(self.begins[number]) + (begin - start) * self.dtype.itemsize
-            pieces.append(numpy.frombuffer(self.data, self.dtype, count, at))
-            begin, number = begin + count, number + 1
-        return numpy.concatenate(pieces)
-
-
 def source_states(source: TokenSource) -> tuple[FileState, ...]:
     """The files of a source as they are now, in order.
 
     Raises:
         DataError: one is missing, or there is none.
     """
-    if isinstance(source, MegatronTokens | NanoGPTTokens):
-        return file_states(source)
-    names = [source.path]
-    if os.path.isdir(source.path):
-        patterns = _PATTERNS[type(source)]
-        for pattern in patterns:
-            names = sorted(glob.glob(os.path.join(glob.escape(source.path), pattern)))
-            if names:
-                break
-        else:
-            raise damaged(source.path, f"has no file {' or '.join(patterns)}")
-    elif isinstance(source, MDSTokens):
-        names = [os.path.join(source.path, "index.json")]
+    path = source.path
+    if isinstance(source, MegatronTokens):
+        if path.endswith((".bin", ".idx")) and not os.path.exists(f"{path}.idx"):
+            raise DataError(
+                f"tokens: MegatronTokens takes the path that both files share, found {path}. "
+                f"Use path={path[:-4]!r}."
+            )
+        return file_state(f"{path}.idx"), file_state(f"{path}.bin")
+    names = [path]
+    if os.path.isdir(path) and (patterns := _PATTERNS.get(type(source))):
+        groups = (sorted(glob.glob(os.path.join(glob.escape(path), each))) for each in patterns)
+        names = next(filter(None, groups), None)
+        if names is None:
+            raise damaged(path, f"has no file {' or '.join(patterns)}")
     return tuple(file_state(name) for name in names)
 
 
+@functools.lru_cache(maxsize=_OPEN_PARTS)
 def open_source(source: TokenSource, states: tuple[FileState, ...]) -> Opened | Joined:
     """The tokens of a source; files that have changed are opened again.
 
     Raises:
         DataError: a file is not what its header says.
     """
-    if isinstance(source, MegatronTokens | NanoGPTTokens):
-        return opened(source, states)
-    return _joined(source, states)
-
-
-@functools.lru_cache(maxsize=_OPEN_PARTS)
-def _joined(source: FolderTokens, states: tuple[FileState, ...]) -> Opened | Joined:
-    numpy = _numpy()
+    numpy = load_numpy()
     keys = _parts(source, states)
     sizes = [_size(source, states, key) for key in keys]
     keys = [key for key, size in zip(keys, sizes, strict=True) if size]
@@ -193,8 +154,10 @@ def _joined(source: FolderTokens, states: tuple[FileState, ...]) -> Opened | Joi
 _Key = tuple[str, int]
 
 
-def _parts(source: FolderTokens, states: tuple[FileState, ...]) -> list[_Key]:
+def _parts(source: TokenSource, states: tuple[FileState, ...]) -> list[_Key]:
     paths = [state[0] for state in states]
+    if isinstance(source, MegatronTokens):
+        return [(source.path, 0)]
     if isinstance(source, MDSTokens):
         return [(name, number) for number, name in enumerate(_mds_shards(paths[0]))]
     if not isinstance(source, ColumnTokens):
@@ -210,7 +173,7 @@ def _parts(source: FolderTokens, states: tuple[FileState, ...]) -> list[_Key]:
     ]
 
 
-def _size(source: FolderTokens, states: tuple[FileState, ...], key: _Key) -> int:
+def _size(source: TokenSource, states: tuple[FileState, ...], key: _Key) -> int:
     """Tokens of a part; of a Parquet file, without reading more than its footer."""
     path, number = key
     if isinstance(source, ColumnTokens) and not path.endswith(".arrow"):
@@ -224,19 +187,23 @@ def _size(source: FolderTokens, states: tuple[FileState, ...], key: _Key) -> int
 
 
 @functools.lru_cache(maxsize=_OPEN_PARTS)
-def _part(source: FolderTokens, states: tuple[FileState, ...], key: _Key) -> Opened:
+def _part(source: TokenSource, states: tuple[FileState, ...], key: _Key) -> Opened:
     path, number = key
+    if isinstance(source, MegatronTokens):
+        return open_megatron(source)
     if isinstance(source, DatatroveTokens):
         return _datatrove(source, path)
     if isinstance(source, MDSTokens):
         return _mds(source, states[0][0], path, number)
     if isinstance(source, NumPyTokens):
         return _npy(path)
-    return _column(source, path, number)
+    if isinstance(source, ColumnTokens):
+        return _column(source, path, number)
+    return Opened(path=path, tokens=mapped_tokens(path, source.dtype), end=source.end)
 
 
 def _datatrove(source: DatatroveTokens, path: str) -> Opened:
-    numpy = _numpy()
+    numpy = load_numpy()
     tokens = mapped_tokens(path, source.dtype)
     if os.path.exists(f"{path}.metadata"):
         with open(f"{path}.metadata", encoding="utf-8", errors="replace") as file:
@@ -250,7 +217,7 @@ def _datatrove(source: DatatroveTokens, path: str) -> Opened:
 
 
 def _npy(path: str) -> Opened:
-    numpy = _numpy()
+    numpy = load_numpy()
     data = map_file(path)
     try:
         with open(path, "rb") as file:
@@ -298,7 +265,7 @@ def _mds_index(path: str) -> list[Any]:
 
 def _mds(source: MDSTokens, index: str, path: str, number: int) -> Opened:
     """A shard: u4 samples, u4 offsets, a config, and samples with a size per variable column."""
-    numpy = _numpy()
+    numpy = load_numpy()
     shard, data = _mds_index(index)[number], map_file(path)
     samples = shard["samples"]
     bytes_ = numpy.frombuffer(data, "u1")
@@ -324,19 +291,14 @@ def _mds(source: MDSTokens, index: str, path: str, number: int) -> Opened:
     begins, lengths = first + head + sum(columns[:column], start=0 * first), columns[column]
     begins, lengths, dtype = _mds_arrays(source, path, encodings[column], bytes_, begins, lengths)
     ends = (lengths // dtype.itemsize).cumsum()
-    return Opened(
-        path=path,
-        tokens=None,
-        scattered=_Scattered(data=data, dtype=dtype, begins=begins, ends=ends),
-        ends=ends,
-    )
+    return Opened(path=path, tokens=None, apart=(bytes_, begins, dtype), ends=ends)
 
 
 def _mds_arrays(
     source: MDSTokens, path: str, encoding: str, data: Any, begins: Any, sizes: Any
 ) -> tuple[Any, Any, Any]:
     """Where the tokens of each sample are, without the header of its array."""
-    numpy = _numpy()
+    numpy = load_numpy()
     kind, *options = encoding.split(":")
     dtype = options[0] if options else None
     if kind == "bytes":
@@ -425,10 +387,6 @@ def _column(source: ColumnTokens, path: str, number: int) -> Opened:
     lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     tokens = values.to_numpy(zero_copy_only=False)
     return Opened(path=path, tokens=tokens, ends=lengths.astype("i8").cumsum())
-
-
-def _numpy() -> Any:
-    return optional("numpy", extra="tokens", needed_by="fx.tokens")
 
 
 def _arrow() -> Any:

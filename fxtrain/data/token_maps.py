@@ -1,6 +1,5 @@
 """Files of tokens, mapped into memory and checked against their headers."""
 
-import functools
 import mmap
 import os
 import struct
@@ -11,14 +10,13 @@ import attrs
 
 from fxtrain._optional import optional
 from fxtrain.errors import DataError
-from fxtrain.state.token_files import MegatronTokens, NanoGPTTokens
+from fxtrain.state.token_files import MegatronTokens
 
 MAGIC = b"MMIDIDX\0\0"
 # The codes of integer types in `.idx` files.
 CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, document bounds
 NO_LABEL = -100  # `ignore_index` of torch's cross-entropy
-_OPEN_MAPS = 32  # of one process
 _FAN = 16  # parts into which a step of a search divides what is left
 _PROBES = 64  # sequences that a start compares with their successors
 
@@ -32,8 +30,9 @@ class Opened:
 
     Attributes:
         path: The file that says where documents end, in messages.
-        tokens: All of them; None where they lie apart.
-        scattered: Those, as an object with `dtype`, a length, and `read(begin, size)`.
+        tokens: All of them; None where documents lie apart.
+        apart: Those: the bytes of the file, the first byte of each document, and the type of a
+            token.
         end: The token that ends a document.
         ends: int64; for every document, the tokens up to its end.
         pointers: For every sequence, its first byte. Not aligned, so numpy copies all of it for
@@ -43,7 +42,7 @@ class Opened:
 
     path: str
     tokens: Any
-    scattered: Any = None
+    apart: Any = None
     end: int | None = None
     ends: Any = None
     pointers: Any = None
@@ -52,21 +51,26 @@ class Opened:
     @property
     def size(self) -> int:
         """How many tokens there are."""
-        return len(self.scattered if self.tokens is None else self.tokens)
+        if self.tokens is not None:
+            return len(self.tokens)
+        return int(self.ends[-1]) if len(self.ends) else 0
 
     @property
     def dtype(self) -> Any:
         """Their type, as numpy has it."""
-        return (self.scattered if self.tokens is None else self.tokens).dtype
+        return self.apart[2] if self.tokens is None else self.tokens.dtype
 
     def gather(self, begins: Any, sizes: Any) -> Any:
         """The tokens of several stretches, one after the other."""
-        numpy = _numpy()
-        if self.tokens is None:
-            pairs = zip(begins.tolist(), sizes.tolist(), strict=True)
-            return numpy.concatenate([self.scattered.read(*pair) for pair in pairs])
-        shifts = numpy.repeat(begins - (sizes.cumsum() - sizes), sizes)
-        return self.tokens[shifts + numpy.arange(len(shifts))]
+        numpy = load_numpy()
+        places = numpy.repeat(begins - (sizes.cumsum() - sizes), sizes)
+        places += numpy.arange(len(places))
+        if self.tokens is not None:
+            return self.tokens[places]
+        data, first_bytes, dtype = self.apart
+        documents = numpy.searchsorted(self.ends, places, side="right")
+        at = first_bytes[documents] + (places - self._first_tokens(documents)) * dtype.itemsize
+        return data[at[:, None] + numpy.arange(dtype.itemsize)].view(dtype)[:, 0]
 
     def starts(self, begins: Any, length: int) -> tuple[Any, Any]:
         """Where documents start in stretches of tokens.
@@ -81,7 +85,7 @@ class Opened:
         Raises:
             DataError: documents are not in order, or refer to sequences that do not exist.
         """
-        numpy = _numpy()
+        numpy = load_numpy()
         stops = numpy.minimum(begins + length, self.size)
         if self.bounds is None and self.ends is None:
             return self._starts_after_ends(begins, stops)
@@ -96,7 +100,7 @@ class Opened:
         return stretch, places
 
     def _starts_after_ends(self, begins: Any, stops: Any) -> tuple[Any, Any]:
-        numpy = _numpy()
+        numpy = load_numpy()
         if self.end is None:
             first = (begins == 0).nonzero()[0]
             return first, 0 * first
@@ -112,7 +116,7 @@ class Opened:
 
     def _search(self, targets: Any) -> Any:
         """How many documents start before each token; all of them searched together."""
-        numpy = _numpy()
+        numpy = load_numpy()
         if self.ends is not None:
             return (targets > 0) + numpy.searchsorted(self.ends[:-1], targets)
         low, size = targets * 0, len(self.bounds)
@@ -140,22 +144,6 @@ class Opened:
         return ~beyond * starts + beyond * len(self.tokens)
 
 
-def file_states(source: MegatronTokens | NanoGPTTokens) -> tuple[FileState, ...]:
-    """What the files of a source are now.
-
-    Raises:
-        DataError: one is missing.
-    """
-    if isinstance(source, NanoGPTTokens):
-        return (file_state(source.path),)
-    if source.path.endswith((".bin", ".idx")) and not os.path.exists(f"{source.path}.idx"):
-        raise DataError(
-            f"tokens: MegatronTokens takes the path that both files share, found {source.path}. "
-            f"Use path={source.path[:-4]!r}."
-        )
-    return file_state(f"{source.path}.idx"), file_state(f"{source.path}.bin")
-
-
 def file_state(path: str) -> FileState:
     """What a file is now.
 
@@ -169,18 +157,9 @@ def file_state(path: str) -> FileState:
     return path, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-@functools.lru_cache(maxsize=_OPEN_MAPS // 2)
-def opened(source: MegatronTokens | NanoGPTTokens, _states: tuple[FileState, ...]) -> Opened:
-    """The maps of a source; files that have changed are mapped again.
-
-    Raises:
-        DataError: a file is missing or empty, or its header and its size disagree.
-    """
-    numpy = _numpy()
-    if isinstance(source, NanoGPTTokens):
-        tokens = mapped_tokens(source.path, source.dtype)
-        return Opened(path=source.path, tokens=tokens, end=source.end)
-    path = f"{source.path}.idx"
+def open_megatron(source: MegatronTokens) -> Opened:
+    """The maps of an index and its tokens; checks its header and a few sequences."""
+    numpy, path = load_numpy(), f"{source.path}.idx"
     index = map_file(path)
     if len(index) < HEAD.size:
         raise damaged(path, f"has {len(index)} bytes, fewer than its header")
@@ -210,7 +189,8 @@ def opened(source: MegatronTokens | NanoGPTTokens, _states: tuple[FileState, ...
     return Opened(path=path, tokens=tokens, pointers=pointers, bounds=starts)
 
 
-def _numpy() -> Any:
+def load_numpy() -> Any:
+    """The package numpy."""
     return optional("numpy", extra="tokens", needed_by="fx.tokens")
 
 
@@ -221,7 +201,7 @@ def damaged(path: str, problem: str) -> DataError:
 
 def mapped_tokens(path: str, dtype: str) -> Any:
     """A file of little-endian integers without a header, mapped."""
-    numpy, data = _numpy(), map_file(path)
+    numpy, data = load_numpy(), map_file(path)
     if len(data) % numpy.dtype(dtype).itemsize:
         raise damaged(path, f"has {len(data)} bytes, which is no number of {dtype}")
     return numpy.frombuffer(data, numpy.dtype(dtype).newbyteorder("<"))
@@ -253,7 +233,7 @@ def separate_documents(batch: dict[str, Any], starts: Any) -> None:
         batch: int64 `labels`, shape (rows, length).
         starts: bool, shape (rows, length + 1): where a document starts; changed.
     """
-    numpy = _numpy()
+    numpy = load_numpy()
     batch["labels"][starts[:, 1:]] = NO_LABEL
     starts = starts[:, :-1]
     starts[:, 0] = False
@@ -269,7 +249,7 @@ def read_by_source(chosen: Any, read: Callable[[int, Any], dict[str, Any]]) -> d
         chosen: int64, the source of each row.
         read: (source, which of the rows, as a mask) → their values by name.
     """
-    numpy = _numpy()
+    numpy = load_numpy()
     batch: dict[str, Any] = {"source": chosen}
     for source in set(chosen.tolist()):
         here = chosen == source

@@ -3,35 +3,10 @@
 import bisect
 from typing import Any
 
-import attrs
-
-from fxtrain._optional import optional
+from fxtrain.data.token_maps import load_numpy
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Packed:
-    """The rows of a window, as pieces of documents.
-
-    Attributes:
-        bounds: int64; the pieces of row r are those from `bounds[r]` to `bounds[r + 1]`.
-        begins: int64, the first token of each piece.
-        sizes: int64, its tokens.
-        last: bool, whether the document ends with it.
-        documents: Documents of the window, or parts of those that its borders cut.
-        long: Of them, those that are longer than a row.
-        cut: Of the others, those in more than one piece.
-    """
-
-    bounds: Any
-    begins: Any
-    sizes: Any
-    last: Any
-    documents: int
-    long: int
-    cut: int
-
-
-def pack(borders: Any, length: int, *, last: bool) -> Packed:
+def pack(borders: Any, length: int, *, last: bool) -> tuple[Any, Any, Any, Any, int]:
     """Pack the documents of a window into as few rows as their tokens need.
 
     A document longer than a row is split into whole rows and a rest. Documents and rests are placed
@@ -43,8 +18,14 @@ def pack(borders: Any, length: int, *, last: bool) -> Packed:
             Documents may be empty.
         length: Tokens of a row.
         last: Whether a document ends where the window does.
+
+    Returns:
+        `bounds`, `begins`, `sizes`, `last`, `cut`. The pieces of documents in row r are those from
+        `bounds[r]` to `bounds[r + 1]`; of each piece, int64, its first token and its number of
+        tokens, and whether the document ends with it. `cut` counts the documents that fit into a
+        row and are in more than one piece.
     """
-    numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
+    numpy = load_numpy()
     sizes = numpy.diff(borders)
     kept = sizes > 0
     starts, sizes = borders[:-1][kept], sizes[kept]
@@ -79,15 +60,7 @@ def pack(borders: Any, length: int, *, last: bool) -> Packed:
     cut = 0
     if len(left):
         cut = int((numpy.bincount(parts[0])[whole[chunks][left] == 0] > 1).sum())
-    return Packed(
-        bounds=numpy.searchsorted(at[order], numpy.arange(rows + 1)),
-        begins=begin,
-        sizes=size,
-        last=closes,
-        documents=len(sizes),
-        long=int((sizes > length).sum()),
-        cut=cut,
-    )
+    return numpy.searchsorted(at[order], numpy.arange(rows + 1)), begin, size, closes, cut
 
 
 def _best_fit(sizes: Any, rows: int, length: int) -> tuple[Any, Any]:
@@ -95,7 +68,7 @@ def _best_fit(sizes: Any, rows: int, length: int) -> tuple[Any, Any]:
 
     Chunks of the same size are placed together, as many as rows have the same room.
     """
-    numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
+    numpy = load_numpy()
     order = numpy.argsort(-sizes, kind="stable")
     assigned = numpy.full(len(sizes), -1)
     values, counts = numpy.unique(-sizes, return_counts=True)
@@ -134,7 +107,7 @@ def _fill(sizes: Any, room: Any) -> tuple[Any, Any, Any, Any]:
     Returns:
         For each part: its chunk, where it starts in it, its size, and its row.
     """
-    numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
+    numpy = load_numpy()
     chunks = numpy.argsort(-sizes, kind="stable")
     rows = numpy.argsort(-room, kind="stable")
     ends, limits = sizes[chunks].cumsum(), room[rows].cumsum()

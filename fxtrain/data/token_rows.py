@@ -5,21 +5,25 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import attrs
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from fxtrain._optional import optional
 from fxtrain.data.blends import BlendOrder
 from fxtrain.data.fetch import collate_nothing
-from fxtrain.data.megatron_order import MegatronRows, megatron_rows
+from fxtrain.data.megatron_order import Reader, megatron_rows
 from fxtrain.data.order import BlockSampler
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import shard
 from fxtrain.data.token_folders import open_source, source_states
-from fxtrain.data.token_maps import NO_LABEL, FileState, read_by_source, separate_documents
-from fxtrain.data.token_packing import Packed, pack
+from fxtrain.data.token_maps import (
+    NO_LABEL,
+    FileState,
+    load_numpy,
+    read_by_source,
+    separate_documents,
+)
+from fxtrain.data.token_packing import pack
 from fxtrain.errors import DataError, PlanError
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import DistContext, Plan
@@ -125,18 +129,12 @@ def tokens(
                 "tokens: Megatron has no best-fit packing. Use either compatible or packing."
             )
         how = MegatronOrder() if compatible == "megatron" else compatible
-        rows = megatron_rows(source, length, plan.seed, how, separate=documents)
-        return shard(_loader(_Rows([rows]), batch_size, workers), ctx, plan)
+        parts = [megatron_rows(source, length, plan.seed, how, separate=documents)]
+        return shard(_loader(_Rows(parts), batch_size, workers), ctx, plan)
     blend = source if isinstance(source, Blend) else None
     sources = [part.source for part in source.parts] if isinstance(source, Blend) else [source]
-    parts: list[_Cut | _Packed] = []
-    for piece in sources:
-        _check_ends(piece, needed=documents or packing is not None)
-        where = {"source": piece, "length": length, "states": source_states(piece)}
-        parts.append(
-            _Cut(**where, separate=documents) if packing is None else _Packed(**where, how=packing)
-        )
-    counts, order = [len(part) for part in parts], {}
+    parts = [_rows_of(each, length, packing, separate=documents) for each in sources]
+    counts, order = [count for count, _ in parts], {}
     block = packing.window_rows * packing.shuffle_windows if packing else max(counts)
     if blend is not None:
         order["sampler"] = BlendOrder(blend, counts, shuffle=shuffle, block=block)
@@ -148,12 +146,20 @@ def tokens(
     return shard(_loader(rows, batch_size, workers, **order), ctx, plan)
 
 
-def _check_ends(source: TokenSource, *, needed: bool) -> None:
-    if needed and isinstance(source, NanoGPTTokens) and source.end is None:
+def _rows_of(
+    source: TokenSource, length: int, packing: BestFit | None, *, separate: bool
+) -> tuple[int, Reader]:
+    """How many rows a source has, and how to read them."""
+    if (separate or packing) and isinstance(source, NanoGPTTokens) and source.end is None:
         raise DataError(
             f"tokens: documents are kept apart, and the ends of those in {source.path} are "
             f"unknown. Pass NanoGPTTokens(end=...), the token that ends a document."
         )
+    states = source_states(source)
+    count = -(-open_source(source, states).size // length)
+    if packing is None:
+        return count, functools.partial(_read_cut, source, states, length, separate=separate)
+    return count, functools.partial(_read_packed, source, states, length, packing)
 
 
 def _loader(rows: "_Rows", batch_size: int, workers: int, **order: Any) -> DataLoader[Any]:
@@ -163,13 +169,15 @@ def _loader(rows: "_Rows", batch_size: int, workers: int, **order: Any) -> DataL
 
 
 class _Rows(Dataset[dict[str, Tensor]]):
-    """Rows of one source or several, numbered one source after the other."""
+    """Rows of one source or several, numbered one source after the other.
 
-    def __init__(
-        self, parts: "Sequence[_Cut | _Packed | MegatronRows]", *, blended: bool = False
-    ) -> None:
-        self._parts, self._blended = parts, blended
-        self._starts = list(itertools.accumulate((len(part) for part in parts), initial=0))
+    A source is the number of its rows, and a function that reads some of them. It is pickled
+    without maps, which each process opens.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, Reader]], *, blended: bool = False) -> None:
+        self._reads, self._blended = [read for _, read in parts], blended
+        self._starts = list(itertools.accumulate((count for count, _ in parts), initial=0))
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -179,120 +187,98 @@ class _Rows(Dataset[dict[str, Tensor]]):
 
     def __getitems__(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """A batch at once: one read of each source that has rows in it."""
-        numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
+        numpy = load_numpy()
         numbers = numpy.array(rows, "i8")
         if self._blended:
             batch = read_by_source(
                 numpy.searchsorted(self._starts, numbers, side="right") - 1,
-                lambda part, here: self._parts[part].read(numbers[here] - self._starts[part]),
+                lambda part, here: self._reads[part](numbers[here] - self._starts[part]),
             )
         else:
-            batch = self._parts[0].read(numbers)
+            batch = self._reads[0](numbers)
         return {name: torch.from_numpy(value) for name, value in batch.items()}
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class _Cut:
-    """Rows cut from the concatenated documents; pickled without maps, which each process opens."""
-
-    source: TokenSource
-    length: int
-    states: tuple[FileState, ...]
-    separate: bool
-
-    def __len__(self) -> int:
-        return -(-open_source(self.source, self.states).size // self.length)
-
-    def read(self, numbers: Any) -> dict[str, Any]:
-        """Rows by number: one gather, and arithmetic over all of them."""
-        numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
-        file, length = open_source(self.source, self.states), self.length
-        # A row and the token after it, of which the last row has none.
-        sizes = numpy.minimum(file.size - numbers * length, length + 1)
-        short = (sizes <= length).any()
-        if short or file.tokens is None:
-            tokens = numpy.zeros((len(numbers), length + 1), file.dtype)
-            inside = numpy.arange(length + 1) < sizes[:, None]
-            tokens[inside] = file.gather(numbers * length, sizes)
-        else:
-            whole, step = (file.size - 1) // length, file.tokens.itemsize
-            table = numpy.lib.stride_tricks.as_strided(
-                file.tokens, (whole, length + 1), (length * step, step), writeable=False
-            )
-            tokens = table[numbers]
-        batch = {"tokens": tokens[:, :-1].astype("i8"), "labels": tokens[:, 1:].astype("i8")}
-        if self.separate:
-            first = numpy.zeros(tokens.shape, bool)  # where a document starts
-            if file.end is None:
-                first[file.starts(numbers * length, length + 1)] = True
-            else:  # the tokens say where, and are here already
-                numpy.equal(tokens[:, :-1], file.end, out=first[:, 1:])
-            separate_documents(batch, first)
-        if short:
-            at = numpy.arange(length)
-            batch["labels"][at >= sizes[:, None] - 1] = NO_LABEL
-            for name in batch.keys() & _PADDING.keys():
-                batch[name][at >= sizes[:, None]] = _PADDING[name]
-        return batch
+def _read_cut(
+    source: TokenSource, states: tuple[FileState, ...], length: int, numbers: Any, *, separate: bool
+) -> dict[str, Any]:
+    """Rows of the concatenated documents: one gather, and arithmetic over all of them."""
+    numpy = load_numpy()
+    file = open_source(source, states)
+    # A row and the token after it, of which the last row has none.
+    sizes = numpy.minimum(file.size - numbers * length, length + 1)
+    short = (sizes <= length).any()
+    if short or file.tokens is None:
+        tokens = numpy.zeros((len(numbers), length + 1), file.dtype)
+        inside = numpy.arange(length + 1) < sizes[:, None]
+        tokens[inside] = file.gather(numbers * length, sizes)
+    else:
+        whole, step = (file.size - 1) // length, file.tokens.itemsize
+        table = numpy.lib.stride_tricks.as_strided(
+            file.tokens, (whole, length + 1), (length * step, step), writeable=False
+        )
+        tokens = table[numbers]
+    batch = {"tokens": tokens[:, :-1].astype("i8"), "labels": tokens[:, 1:].astype("i8")}
+    if separate:
+        first = numpy.zeros(tokens.shape, bool)  # where a document starts
+        if file.end is None:
+            first[file.starts(numbers * length, length + 1)] = True
+        else:  # the tokens say where, and are here already
+            numpy.equal(tokens[:, :-1], file.end, out=first[:, 1:])
+        separate_documents(batch, first)
+    if short:
+        at = numpy.arange(length)
+        batch["labels"][at >= sizes[:, None] - 1] = NO_LABEL
+        for name in batch.keys() & _PADDING.keys():
+            batch[name][at >= sizes[:, None]] = _PADDING[name]
+    return batch
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class _Packed:
-    """Rows packed by best fit; pickled without maps, which each process opens."""
-
-    source: TokenSource
-    length: int
-    states: tuple[FileState, ...]
-    how: BestFit
-
-    def __len__(self) -> int:
-        return -(-open_source(self.source, self.states).size // self.length)
-
-    def read(self, numbers: Any) -> dict[str, Any]:
-        """Rows by number: the pieces of all of them at once."""
-        numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
-        file, length = open_source(self.source, self.states), self.length
-        plans: list[tuple[Any, ...]] = []
-        for row, number in enumerate(numbers.tolist()):
-            window, inside = divmod(number, self.how.window_rows)
-            plan = planned(self.source, self.states, self.how.window_rows, length, window)
-            pieces = slice(*plan.bounds[inside : inside + 2].tolist())
-            sizes = plan.sizes[pieces]
-            places = row * length + sizes.cumsum() - sizes
-            plans.append(
-                (plan.begins[pieces], sizes, plan.last[pieces], places, numpy.arange(len(sizes)))
-            )
-        columns = zip(*plans, strict=True)
-        begins, sizes, last, places, documents = (numpy.concatenate(column) for column in columns)
-        starts = sizes.cumsum() - sizes
-        inside = numpy.arange(sizes.sum()) - numpy.repeat(starts, sizes)
-        # Each piece and the token after it, of which the last of the source has none.
-        more = numpy.minimum(sizes + 1, file.size - begins)
-        tokens = file.gather(begins, more)
-        at = numpy.repeat(more.cumsum() - more, sizes) + inside
-        labels = tokens[numpy.minimum(at + 1, len(tokens) - 1)].astype("i8")
-        labels[(starts + sizes - 1)[last]] = NO_LABEL
-        flat = {
-            "tokens": tokens[at],
-            "labels": labels,
-            "positions": inside,
-            "documents": numpy.repeat(documents, sizes),
-        }
-        batch, to = {}, numpy.repeat(places, sizes) + inside
-        for name, values in flat.items():
-            dtype = "i4" if name == "documents" else "i8"
-            batch[name] = numpy.full(len(numbers) * length, _PADDING[name], dtype)
-            batch[name][to] = values
-            batch[name] = batch[name].reshape(len(numbers), length)
-        return batch
+def _read_packed(
+    source: TokenSource, states: tuple[FileState, ...], length: int, how: BestFit, numbers: Any
+) -> dict[str, Any]:
+    """Rows packed by best fit: the pieces of all of them at once."""
+    numpy = load_numpy()
+    file = open_source(source, states)
+    plans: list[tuple[Any, ...]] = []
+    for row, number in enumerate(numbers.tolist()):
+        window, inside = divmod(number, how.window_rows)
+        bounds, *plan, _ = planned(source, states, how.window_rows, length, window)
+        pieces = slice(*bounds[inside : inside + 2].tolist())
+        begins, sizes, last = (column[pieces] for column in plan)
+        places = row * length + sizes.cumsum() - sizes
+        plans.append((begins, sizes, last, places, numpy.arange(len(sizes))))
+    columns = zip(*plans, strict=True)
+    begins, sizes, last, places, documents = (numpy.concatenate(column) for column in columns)
+    starts = sizes.cumsum() - sizes
+    inside = numpy.arange(sizes.sum()) - numpy.repeat(starts, sizes)
+    # Each piece and the token after it, of which the last of the source has none.
+    more = numpy.minimum(sizes + 1, file.size - begins)
+    tokens = file.gather(begins, more)
+    at = numpy.repeat(more.cumsum() - more, sizes) + inside
+    labels = tokens[numpy.minimum(at + 1, len(tokens) - 1)].astype("i8")
+    labels[(starts + sizes - 1)[last]] = NO_LABEL
+    flat = {
+        "tokens": tokens[at],
+        "labels": labels,
+        "positions": inside,
+        "documents": numpy.repeat(documents, sizes),
+    }
+    batch, to = {}, numpy.repeat(places, sizes) + inside
+    for name, values in flat.items():
+        dtype = "i4" if name == "documents" else "i8"
+        batch[name] = numpy.full(len(numbers) * length, _PADDING[name], dtype)
+        batch[name][to] = values
+        batch[name] = batch[name].reshape(len(numbers), length)
+    return batch
 
 
 @functools.lru_cache(maxsize=_PLANS)
 def planned(
     source: TokenSource, states: tuple[FileState, ...], rows: int, length: int, window: int
-) -> Packed:
-    """The rows of a window, packed by best fit."""
-    numpy: Any = optional("numpy", extra="tokens", needed_by="fx.tokens")
+) -> tuple[Any, ...]:
+    """The rows of a window, packed by best fit; what `pack` returns."""
+    numpy = load_numpy()
     file = open_source(source, states)
     begin = window * rows * length
     size = min(rows * length, file.size - begin)

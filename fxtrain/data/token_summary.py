@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from fxtrain._optional import optional
 from fxtrain.data.token_folders import open_source, source_states
+from fxtrain.data.token_maps import load_numpy
 from fxtrain.data.token_rows import planned
 from fxtrain.data.tokenizing import Encoder, read_description
 from fxtrain.errors import DataError
@@ -68,7 +68,7 @@ def summarize(source: TokenSource, length: int | None) -> dict[str, Any]:
     Raises:
         DataError: the files are not what their headers say.
     """
-    numpy: Any = optional("numpy", extra="tokens", needed_by="fxtrain tokens")
+    numpy = load_numpy()
     states = source_states(source)
     file = open_source(source, states)
     bins = numpy.zeros(65, "i8")
@@ -99,7 +99,7 @@ def summarize(source: TokenSource, length: int | None) -> dict[str, Any]:
             "padding": 1 - file.size / (rows * length),
             "longer_than_a_row": longer / documents,
             "cut_by_concatenation": concatenated / documents,
-            "cut_by_best_fit": sum(plan.cut for plan in packed) / documents,
+            "cut_by_best_fit": sum(cut for *_, cut in packed) / documents,
         }
     return summary
 
@@ -133,7 +133,7 @@ def _range(number: int) -> str:
 
 def _documents(file: Any) -> Iterator[tuple[Any, Any]]:
     """The first tokens and the sizes of all documents, in blocks."""
-    numpy: Any = optional("numpy", extra="tokens", needed_by="fxtrain tokens")
+    numpy = load_numpy()
     before = numpy.zeros(0, "i8")
     for begin in range(0, file.size, _BLOCK):
         _, places = file.starts(numpy.array([begin]), min(_BLOCK, file.size - begin))

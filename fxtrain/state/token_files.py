@@ -96,8 +96,9 @@ class NumPyTokens:
     path: str
 
 
-FolderTokens = DatatroveTokens | MDSTokens | ColumnTokens | NumPyTokens
-TokenSource = MegatronTokens | NanoGPTTokens | FolderTokens
+TokenSource = (
+    MegatronTokens | NanoGPTTokens | DatatroveTokens | MDSTokens | ColumnTokens | NumPyTokens
+)
 
 
 @record
