@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.data.tokenizing import Tokenizing, tokenize_parts
+from fxtrain.data.tokenizing import tokenize_parts
 from tests.data._texts import WORDS, documents_of, tokens_of, write_lines, write_tokenizer
 
 NUMBERS = itertools.count()
@@ -27,12 +27,10 @@ def _written(place, files, settings, *, part, stops=(), workers=1):
     inputs = [str(write_lines(place / f"{n}.jsonl", texts)) for n, texts in enumerate(files)]
     output = str(place / f"out-{next(NUMBERS)}")
     tokenizer = write_tokenizer(place, LARGE)
-    with mock.patch("fxtrain.data.text_documents._SMALLEST", part):
+    with mock.patch("fxtrain.data.tokenizing._SMALLEST", part):
         for stop in stops:
-            job = Tokenizing(
-                inputs=tuple(inputs), output=output, tokenizer=str(tokenizer), **settings
-            )
-            list(itertools.islice(tokenize_parts(job), stop))
+            run = tokenize_parts(inputs, output, tokenizer, **settings)
+            list(itertools.islice(run, stop))
         source = fx.data.tokenize(inputs, output, tokenizer, workers=workers, **settings)
     names = [output + suffix for suffix in (".bin", ".idx") if Path(output + suffix).exists()]
     return source, [Path(name).read_bytes() for name in names]

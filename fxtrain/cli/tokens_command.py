@@ -7,13 +7,12 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fxtrain._display import counted
 from fxtrain.cli.output import COUNT, as_json, option, print_json, print_table, say, warn
 from fxtrain.data.token_summary import decoded, find_source, summarize
-from fxtrain.data.tokenizing import Progress, Tokenizing, tokenize_parts
+from fxtrain.data.tokenizing import complete_file, tokenize_parts
 
 _LINE_EVERY_S = 10.0
 _BAR = 40  # characters of the longest bar of a histogram
@@ -61,53 +60,51 @@ def TOKENS(
         raise click.UsageError("Pass --to and --tokenizer, or --show to look at a file.")
     if length is not None:
         raise click.UsageError("--length needs --show: rows are cut when they are read.")
-    job = Tokenizing(
-        inputs=inputs,
-        output=to,
-        tokenizer=tokenizer,
+    parts = tokenize_parts(
+        inputs,
+        to,
+        tokenizer,
         format=format,
         field=column or "text",
         end=end,
         dtype=dtype,
         workers=workers,
     )
-    last = None
-    for progress in _shown(tokenize_parts(job)):
-        last = progress
-    if json_ and last is not None:
-        counts = {"documents": last.documents, "tokens": last.tokens, "empty": last.empty}
-        print_json({"wrote": job.last_file, **counts})
+    wrote = complete_file(to, format)
+    counts = [(), *_shown(parts)][-1]
+    if json_ and counts:
+        names = ("documents", "tokens", "empty")
+        print_json({"wrote": wrote, **dict(zip(names, counts, strict=True))})
     elif json_:
         print_json({"wrote": None})
-    elif last is None:
-        say(f"{job.last_file} is complete already.")
+    elif not counts:
+        say(f"{wrote} is complete already.")
     else:
-        say(f"Wrote {job.last_file}: {_counts(last)}.")
+        say(f"Wrote {wrote}: {_text_of(*counts)}.")
 
 
-def _counts(progress: Progress) -> str:
-    text = f"{counted(progress.documents, 'document')}, {counted(progress.tokens, 'token')}"
-    empty = counted(progress.empty, "empty document")
-    return f"{text}; {empty} left out" if progress.empty else text
+def _text_of(documents: int, tokens: int, empty: int) -> str:
+    text = f"{counted(documents, 'document')}, {counted(tokens, 'token')}"
+    return f"{text}; {counted(empty, 'empty document')} left out" if empty else text
 
 
-def _shown(parts: Iterator[Progress]) -> Iterator[Progress]:
-    """The same, with a bar in a terminal, else a line now and then."""
+def _shown(parts: Iterator[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """The counts after each part, shown by a bar in a terminal, else by a line now and then."""
     console = Console(stderr=True)
     if console.is_terminal:
         columns = DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.fields[counts]}")
-        with Bar(BarColumn(), *columns, console=console) as bar:
+        with Progress(BarColumn(), *columns, console=console) as bar:
             task = bar.add_task("tokens", total=None, counts="")
-            for part in parts:
-                bar.update(task, total=part.total, completed=part.done, counts=_counts(part))
-                yield part
+            for done, total, *counts in parts:
+                bar.update(task, total=total, completed=done, counts=_text_of(*counts))
+                yield tuple(counts)
         return
     shown_s = time.monotonic()
-    for part in parts:
+    for done, total, *counts in parts:
         if time.monotonic() - shown_s >= _LINE_EVERY_S:
             shown_s = time.monotonic()
-            warn(f"{part.done / part.total:.1%}: {_counts(part)}")
-        yield part
+            warn(f"{done / total:.1%}: {_text_of(*counts)}")
+        yield tuple(counts)
 
 
 def _show(

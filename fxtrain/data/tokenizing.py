@@ -1,6 +1,8 @@
 """Text to files of tokens: in several processes, resumable and atomic."""
 
 import functools
+import glob
+import gzip
 import hashlib
 import itertools
 import json
@@ -11,18 +13,16 @@ import shutil
 import signal
 import struct
 import threading
-from collections.abc import Generator, Iterator, Sequence
+import zlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
-import attrs
-
 from fxtrain._optional import optional
 from fxtrain._reading import StrPath, write_file
-from fxtrain.data.text_documents import Piece, parts_of, texts_of
 from fxtrain.data.token_maps import CODES, HEAD, MAGIC
 from fxtrain.errors import DataError
 from fxtrain.state.token_files import MegatronTokens, NanoGPTTokens
@@ -33,49 +33,14 @@ TokenType = Literal["uint16", "int32", "uint32", "int64"]
 _BATCH = 256  # documents that are tokenized at a time
 _COUNTS = struct.Struct("<3Q")  # documents, tokens, documents without text
 _LONGEST = (1 << 31) - 1  # tokens of a sequence in Megatron's index
+# Bytes of a part: about 2,000 parts, within these limits.
+_SMALLEST, _LARGEST = 1 << 20, 64 << 20
+_LINES = (".jsonl", ".json")
+_ZIPPED = tuple(f"{name}.gz" for name in _LINES)
 
-
-@attrs.frozen(kw_only=True)
-class Tokenizing:
-    """What to tokenize, and how; the arguments of `tokenize`."""
-
-    inputs: tuple[str, ...]
-    output: str
-    tokenizer: str
-    format: Format = "megatron"
-    field: str = "text"
-    end: str | None = None
-    dtype: TokenType | None = None
-    workers: int = 1
-
-    @property
-    def stem(self) -> str:
-        """The path of all files of the output, without what follows the dot."""
-        return self.output.removesuffix(".bin")
-
-    @property
-    def last_file(self) -> str:
-        """The file that appears when all others are there."""
-        return f"{self.stem}.idx" if self.format == "megatron" else f"{self.stem}.bin"
-
-
-@attrs.frozen(kw_only=True)
-class Progress:
-    """What is tokenized so far.
-
-    Attributes:
-        done: Bytes of the input.
-        total: All of its bytes.
-        documents: Documents with text.
-        tokens: Their tokens.
-        empty: Documents without text, which are left out.
-    """
-
-    done: int
-    total: int
-    documents: int
-    tokens: int
-    empty: int
+# Documents of a file: its path, the first byte, and the byte after the last one. Of JSON lines,
+# those that begin between the two; of Parquet, row groups in place of bytes.
+_Piece = tuple[str, int, int]
 
 
 def tokenize(
@@ -139,53 +104,80 @@ def tokenize(
         ...         [batch.data["tokens"].tolist() for batch in loader]
         [[[1, 2, 1, 0, 2, 0]]]
     """
-    paths = [inputs] if isinstance(inputs, str | os.PathLike) else inputs
-    job = Tokenizing(
-        inputs=tuple(os.fspath(path) for path in paths),
-        output=os.fspath(output),
-        tokenizer=os.fspath(tokenizer),
+    for _ in tokenize_parts(
+        inputs,
+        output,
+        tokenizer,
         format=format,
         field=field,
         end=end,
         dtype=dtype,
         workers=workers,
-    )
-    for _ in tokenize_parts(job):
+    ):
         pass
-    if job.format == "megatron":
-        return MegatronTokens(path=job.stem)
-    saved = read_description(job.stem)
-    return NanoGPTTokens(path=f"{job.stem}.bin", dtype=saved["dtype"], end=saved["end"])
+    stem = _stem(output)
+    if format == "megatron":
+        return MegatronTokens(path=stem)
+    saved = read_description(stem)
+    return NanoGPTTokens(path=f"{stem}.bin", dtype=saved["dtype"], end=saved["end"])
 
 
-def tokenize_parts(job: Tokenizing) -> Iterator[Progress]:
-    """`tokenize`, with the progress after each part."""
-    encoder = _encoder(job)
-    parts = parts_of(job.inputs)
-    description = _description(job, encoder, parts)
-    folder = Path(f"{job.stem}.parts")
-    if os.path.exists(job.last_file):
-        _check_same(read_description(job.stem), description, job.last_file)
+def tokenize_parts(
+    inputs: StrPath | Sequence[StrPath],
+    output: StrPath,
+    tokenizer: StrPath,
+    *,
+    format: Format = "megatron",
+    field: str = "text",
+    end: str | None = None,
+    dtype: TokenType | None = None,
+    workers: int = 1,
+) -> Generator[tuple[int, int, int, int, int]]:
+    """`tokenize`, with the progress after each part.
+
+    Yields:
+        Bytes of the input that are done, and all of them; documents with text, their tokens, and
+        documents without text, which are left out.
+    """
+    given = [inputs] if isinstance(inputs, str | os.PathLike) else inputs
+    stem, tokenizer = _stem(output), os.fspath(tokenizer)
+    encoder, end_number = _encoder(tokenizer), None
+    stored_type = _token_type(encoder, tokenizer, format, dtype)
+    if end is not None and (end_number := encoder.vocabulary.get(end)) is None:
+        raise DataError(
+            f"tokens: the tokenizer {tokenizer} has no token {end!r} to end documents. "
+            f"Choose one of its vocabulary."
+        )
+    parts = _parts_of(os.fspath(path) for path in given)
+    paths = sorted({path for _, pieces in parts for path, *_ in pieces})
+    description = {
+        "format": format,
+        "dtype": stored_type,
+        "tokenizer": encoder.digest,
+        "vocabulary": encoder.words_digest,
+        "vocabulary_size": encoder.size,
+        "end": end_number,
+        "field": field,
+        "inputs": {path: [(stat := os.stat(path)).st_size, stat.st_mtime_ns] for path in paths},
+        "parts": len(parts),
+    }
+    folder, last_file = Path(f"{stem}.parts"), complete_file(output, format)
+    if os.path.exists(last_file):
+        _check_same(read_description(stem), description, last_file)
     else:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            made = folder / "made.json"
-            if made.exists():
-                _check_same(json.loads(made.read_text(encoding="utf-8")), description, str(folder))
-            else:
-                write_file(made, json.dumps(description))
-        except OSError as error:
-            raise DataError(f"tokens: cannot write {folder}: {error.strerror}.") from error
+        _begin(folder, description)
         total, sums = sum(size for size, _ in parts), [0, 0, 0, 0]
         files = [folder / f"{number:06d}" for number in range(len(parts))]
+        jobs = [
+            (tokenizer, field, end_number, stored_type, pieces, file)
+            for (_, pieces), file in zip(parts, files, strict=True)
+        ]
         try:
-            with closing(_run(job, parts, files)) as run:
+            with closing(_run(jobs, workers)) as run:
                 for number, counts in run:
                     sums = [a + b for a, b in zip(sums, (parts[number][0], *counts), strict=True)]
                     done, documents, tokens, empty = sums
-                    yield Progress(
-                        done=done, total=total, documents=documents, tokens=tokens, empty=empty
-                    )
+                    yield done, total, documents, tokens, empty
         except DataError:
             # Nothing to continue, so that a corrected command may have other settings.
             if not any(file.exists() for file in files):
@@ -193,9 +185,19 @@ def tokenize_parts(job: Tokenizing) -> Iterator[Progress]:
             raise
         if not sums[2]:
             raise DataError("tokens: the inputs have no text, so no file was written.")
-        _join(job, encoder, files, description | {"documents": sums[1], "tokens": sums[2]})
+        _join(stem, files, description | {"documents": sums[1], "tokens": sums[2]})
     if folder.exists():
         shutil.rmtree(folder)
+
+
+def _stem(output: StrPath) -> str:
+    """The path of all files of the output, without what follows the dot."""
+    return os.fspath(output).removesuffix(".bin")
+
+
+def complete_file(output: StrPath, format: Format) -> str:
+    """The file that appears when all others are there."""
+    return f"{_stem(output)}.{'idx' if format == 'megatron' else 'bin'}"
 
 
 def read_description(stem: str) -> dict[str, Any]:
@@ -266,52 +268,34 @@ class Encoder:
 
 
 # One for all parts of a process.
-_load = functools.lru_cache(maxsize=1)(Encoder)
+_encoder = functools.lru_cache(maxsize=1)(Encoder)
 
 
-def _encoder(job: Tokenizing) -> Encoder:
-    encoder = _load(job.tokenizer)
-    if job.end is not None and job.end not in encoder.vocabulary:
+def _token_type(encoder: Encoder, tokenizer: str, format: Format, dtype: TokenType | None) -> str:
+    """The type of a token in the file."""
+    if format == "megatron" and dtype not in (None, *CODES.values()):
+        raise DataError(f"tokens: Megatron's format has no {dtype}. Use uint16, int32 or int64.")
+    wide = "int32" if format == "megatron" else "uint32"
+    chosen = dtype or ("uint16" if encoder.size <= 1 << 16 else wide)
+    if encoder.size - 1 > _numpy().iinfo(chosen).max:
         raise DataError(
-            f"tokens: the tokenizer {job.tokenizer} has no token {job.end!r} to end documents. "
-            f"Choose one of its vocabulary."
+            f"tokens: the vocabulary of {tokenizer} has numbers up to {encoder.size - 1}, more "
+            f"than {dtype} holds. Leave the dtype out, or use int32 or int64."
         )
-    numpy = _numpy()
-    if job.format == "megatron" and job.dtype not in (None, *CODES.values()):
-        raise DataError(
-            f"tokens: Megatron's format has no {job.dtype}. Use uint16, int32 or int64."
-        )
-    if encoder.size - 1 > numpy.iinfo(_dtype(job, encoder)).max:
-        raise DataError(
-            f"tokens: the vocabulary of {job.tokenizer} has numbers up to {encoder.size - 1}, more "
-            f"than {job.dtype} holds. Leave the dtype out, or use int32 or int64."
-        )
-    return encoder
+    return chosen
 
 
-def _dtype(job: Tokenizing, encoder: Encoder) -> str:
-    wide = "int32" if job.format == "megatron" else "uint32"
-    return job.dtype or ("uint16" if encoder.size <= 1 << 16 else wide)
-
-
-def _description(
-    job: Tokenizing, encoder: Encoder, parts: list[tuple[int, list[Piece]]]
-) -> dict[str, Any]:
-    paths = {piece.path for _, pieces in parts for piece in pieces}
-    return {
-        "format": job.format,
-        "dtype": _dtype(job, encoder),
-        "tokenizer": encoder.digest,
-        "vocabulary": encoder.words_digest,
-        "vocabulary_size": encoder.size,
-        "end": None if job.end is None else encoder.vocabulary[job.end],
-        "field": job.field,
-        "inputs": {
-            path: [stat.st_size, stat.st_mtime_ns]
-            for path, stat in ((path, os.stat(path)) for path in sorted(paths))
-        },
-        "parts": len(parts),
-    }
+def _begin(folder: Path, description: dict[str, Any]) -> None:
+    """Make the folder of the parts, or check that those in it are of the same call."""
+    made = folder / "made.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if made.exists():
+            _check_same(json.loads(made.read_text(encoding="utf-8")), description, str(folder))
+        else:
+            write_file(made, json.dumps(description))
+    except OSError as error:
+        raise DataError(f"tokens: cannot write {folder}: {error.strerror}.") from error
 
 
 def _check_same(saved: dict[str, Any], description: dict[str, Any], what: str) -> None:
@@ -327,27 +311,27 @@ def _check_same(saved: dict[str, Any], description: dict[str, Any], what: str) -
         )
 
 
-def _run(
-    job: Tokenizing, parts: list[tuple[int, list[Piece]]], files: list[Path]
-) -> Generator[tuple[int, tuple[int, ...]]]:
-    """(part, its counts) as parts are complete; those of an earlier run first."""
+def _run(jobs: list[tuple[Any, ...]], workers: int) -> Generator[tuple[int, tuple[int, ...]]]:
+    """(part, its counts) as parts are complete; those of an earlier run first.
+
+    Args:
+        jobs: The arguments of `_tokenize_part` for each.
+    """
     missing: list[int] = []
-    for number, file in enumerate(files):
-        if file.exists():
-            yield number, _read_counts(file)
+    for number, (*_, to) in enumerate(jobs):
+        if to.exists():
+            with to.open("rb") as file:
+                yield number, _COUNTS.unpack(file.read(_COUNTS.size))
         else:
             missing.append(number)
-    count = min(job.workers, len(missing))
+    count = min(workers, len(missing))
     if count <= 1:
         for number in missing:
-            yield number, _tokenize_part(job, parts[number][1], files[number])
+            yield number, _tokenize_part(*jobs[number])
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, mp_context=spawn, initializer=_end_with_parent) as pool:
-        running = {
-            pool.submit(_tokenize_part, job, parts[number][1], files[number]): number
-            for number in missing
-        }
+        running = {pool.submit(_tokenize_part, *jobs[number]): number for number in missing}
         try:
             for future in as_completed(running):
                 yield running[future], future.result()
@@ -372,37 +356,30 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _tokenize_part(job: Tokenizing, pieces: list[Piece], to: Path) -> tuple[int, int, int]:
+def _tokenize_part(
+    tokenizer: str, field: str, end: int | None, dtype: str, pieces: list[_Piece], to: Path
+) -> tuple[int, int, int]:
     """Write a part completely: counts, the tokens of each document, and all tokens."""
     numpy = _numpy()
-    encoder, sizes, arrays, empty = _encoder(job), [], [], 0
-    dtype = numpy.dtype(_dtype(job, encoder)).newbyteorder("<")
-    end = [] if job.end is None else [encoder.vocabulary[job.end]]
-    texts = texts_of(pieces, job.field)
+    encoder, sizes, arrays, empty = _encoder(tokenizer), [], [], 0
+    little = numpy.dtype(dtype).newbyteorder("<")
+    ends = [] if end is None else [end]
+    texts = _texts_of(pieces, field)
     while batch := list(itertools.islice(texts, _BATCH)):
         encoded = [encoder.encode(text) for text in batch]
-        encoded = [tokens + end for tokens in encoded if tokens]
+        encoded = [tokens + ends for tokens in encoded if tokens]
         empty += len(batch) - len(encoded)
         sizes += map(len, encoded)
-        arrays.append(numpy.fromiter(itertools.chain.from_iterable(encoded), dtype).tobytes())
+        arrays.append(numpy.fromiter(itertools.chain.from_iterable(encoded), little).tobytes())
     if max(sizes, default=0) > _LONGEST:
-        raise DataError(
-            f"tokens: {pieces[0].path} has a document of {max(sizes)} tokens. Split it."
-        )
+        raise DataError(f"tokens: {pieces[0][0]} has a document of {max(sizes)} tokens. Split it.")
     counts = len(sizes), sum(sizes), empty
     head = _COUNTS.pack(*counts) + numpy.array(sizes, "<i4").tobytes()
     write_file(to, b"".join([head, *arrays]))
     return counts
 
 
-def _read_counts(path: Path) -> tuple[int, ...]:
-    with path.open("rb") as file:
-        return _COUNTS.unpack(file.read(_COUNTS.size))
-
-
-def _join(
-    job: Tokenizing, encoder: Encoder, parts: list[Path], description: dict[str, Any]
-) -> None:
+def _join(stem: str, parts: list[Path], description: dict[str, Any]) -> None:
     """Make the output of the parts; the file that completes it appears last."""
     numpy = _numpy()
     sizes: list[Any] = []
@@ -416,10 +393,10 @@ def _join(
                 shutil.copyfileobj(source, file, 1 << 20)
         file.flush()
         os.fsync(file.fileno())
-    write_file(f"{job.stem}.json", json.dumps(description, indent=1))
-    os.replace(binary, f"{job.stem}.bin")
-    if job.format == "megatron":
-        dtype = _dtype(job, encoder)
+    write_file(f"{stem}.json", json.dumps(description, indent=1))
+    os.replace(binary, f"{stem}.bin")
+    if description["format"] == "megatron":
+        dtype = description["dtype"]
         code = next(number for number, name in CODES.items() if name == dtype)
         lengths = numpy.concatenate(sizes)
         count = len(lengths)
@@ -428,7 +405,165 @@ def _join(
         bounds = numpy.arange(count + 1, dtype="<i8")
         head = HEAD.pack(MAGIC, 1, code, count, count + 1)
         arrays = (array.tobytes() for array in (lengths, starts, bounds))
-        write_file(f"{job.stem}.idx", b"".join([head, *arrays]))
+        write_file(f"{stem}.idx", b"".join([head, *arrays]))
+
+
+def _parts_of(inputs: Iterable[str]) -> list[tuple[int, list[_Piece]]]:
+    """(bytes, pieces) of parts of the inputs, of 1 to 64 MiB where files can be split.
+
+    They depend on the inputs alone.
+
+    Raises:
+        DataError: a file is missing, or there is none.
+    """
+    parts: list[tuple[int, list[_Piece]]] = []
+    small: list[_Piece] = []
+    room = 0
+    sizes = [(path, os.path.getsize(path)) for path in _files(inputs)]
+    most = min(max(_SMALLEST, sum(size for _, size in sizes) // 2000), _LARGEST)
+    for path, whole in sizes:
+        for size, piece in _pieces(path, whole, most):
+            if size > room:
+                small, room = [], most
+                parts.append((0, small))
+            small.append(piece)
+            room -= size
+            parts[-1] = (parts[-1][0] + size, small)
+    if not parts:
+        raise DataError("tokens: the inputs are empty. Pass files with text.")
+    return parts
+
+
+def _texts_of(pieces: Iterable[_Piece], field: str) -> Iterator[str]:
+    """The documents of pieces, in order.
+
+    Raises:
+        DataError: a file is broken, or has no text in this field; with the line.
+    """
+    for path, start, stop in pieces:
+        if path.endswith(".parquet"):
+            yield from _rows(path, start, field)
+        elif path.endswith((*_LINES, *_ZIPPED)):
+            yield from _lines(path, start, stop, field)
+        else:
+            try:
+                with open(path, "rb") as file:
+                    yield file.read().decode()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"tokens: {path} is not UTF-8 text: {error}. Convert it, or leave it out."
+                ) from error
+
+
+def _files(inputs: Iterable[str]) -> Iterator[str]:
+    for name in inputs:
+        if os.path.isdir(name):
+            raise DataError(
+                f"tokens: {name} is a folder. Pass a pattern of its files, such as {name}/**/*.txt."
+            )
+        paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
+        if not paths:
+            raise DataError(f"tokens: no file {name}. Check the path or the pattern.")
+        yield from (path for path in paths if not os.path.isdir(path))
+
+
+def _pieces(path: str, size: int, most: int) -> Iterator[tuple[int, _Piece]]:
+    """(bytes, piece) of a file."""
+    if path.endswith(".parquet"):
+        groups = _parquet(path).num_row_groups
+        for number in range(groups):
+            yield size // groups, (path, number, number + 1)
+        return
+    step = most if path.endswith(_LINES) else max(1, size)
+    for start in range(0, size, step):
+        yield min(step, size - start), (path, start, min(start + step, size))
+
+
+def _parquet(path: str) -> Any:
+    module: Any = optional("pyarrow.parquet", extra="arrow", needed_by=f"reading {path}")
+    arrow: Any = optional("pyarrow", extra="arrow", needed_by=f"reading {path}")
+    try:
+        return module.ParquetFile(path)
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"tokens: {path} is no Parquet file that can be read: {error}") from error
+
+
+def _rows(path: str, group: int, field: str) -> Iterator[str]:
+    file = _parquet(path)
+    names = file.schema_arrow.names
+    if field not in names:
+        raise DataError(
+            f'tokens: {path} has no column "{field}"; it has {", ".join(names)}. Choose the '
+            f"column of the text."
+        )
+    column = file.read_row_group(group, columns=[field]).column(0)
+    for number, value in enumerate(column):
+        try:
+            yield _checked(value.as_py(), field)
+        except _WrongLine as error:
+            where = f"{path}, row group {group}, row {number}"
+            raise DataError(f"tokens: {where} {error}") from error
+
+
+def _lines(path: str, at: int, stop: int, field: str) -> Iterator[str]:
+    """The documents whose lines begin between two bytes."""
+    zipped = path.endswith(_ZIPPED)
+    number = 0
+    try:
+        with gzip.open(path) if zipped else open(path, "rb") as file:
+            if at:
+                # The line with the byte before belongs to the piece before.
+                file.seek(at - 1)
+                at += len(file.readline()) - 1
+            for number, line in enumerate(file, 1):
+                if not zipped and at >= stop:
+                    return
+                if not line.isspace():
+                    try:
+                        yield _text_of_line(line, field)
+                    except _WrongLine as error:
+                        line_number = number if zipped else _line_number(path, at)
+                        raise DataError(f"tokens: {path}, line {line_number} {error}") from error
+                at += len(line)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(
+            f"tokens: {path} cannot be unzipped after line {number}: {error}"
+        ) from error
+
+
+def _text_of_line(line: bytes, field: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise _WrongLine(f"is no JSON: {error}. Correct it, or delete it.") from error
+    if not isinstance(row, dict) or field not in row:
+        kind = f"an object with {', '.join(row)}" if isinstance(row, dict) else "no object"
+        raise _WrongLine(f'has no field "{field}"; it is {kind}. Choose the field of the text.')
+    return _checked(row[field], field)
+
+
+def _checked(text: Any, field: str) -> str:
+    if not isinstance(text, str):
+        kind = "null" if text is None else type(text).__name__
+        raise _WrongLine(f'has {kind} in "{field}", not text. Choose another field, or delete it.')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _WrongLine(f'has half a surrogate pair in "{field}": {error}. Delete it.') from error
+    return text
+
+
+class _WrongLine(Exception):
+    """What is wrong with a line or a row, without its place."""
+
+
+def _line_number(path: str, at: int) -> int:
+    """The number of the line that begins at a byte, from 1."""
+    number = 1
+    with open(path, "rb") as file:
+        while at > 0 and (data := file.read(min(at, 1 << 20))):
+            number, at = number + data.count(b"\n"), at - len(data)
+    return number
 
 
 def _numpy() -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fxtrain as fx
-from fxtrain.data.tokenizing import Tokenizing, tokenize_parts
+from fxtrain.data.tokenizing import tokenize_parts
 from tests.data._texts import WORDS, documents_of, tokens_of, write_lines, write_tokenizer
 
 TEXTS = ["a b c", "d", "b b b a"]
@@ -26,7 +26,7 @@ def tokenizer(tmp_path):
 @pytest.fixture
 def small_parts(monkeypatch):
     """One line in each part."""
-    monkeypatch.setattr("fxtrain.data.text_documents._SMALLEST", 16)
+    monkeypatch.setattr("fxtrain.data.tokenizing._SMALLEST", 16)
 
 
 def _files(folder):
@@ -88,11 +88,8 @@ def test_an_end_within_a_text_is_text(tmp_path):
 
 def test_documents_without_text_are_left_out_and_counted(tmp_path, tokenizer):
     path = write_lines(tmp_path / "in.jsonl", ["a", "", " ", "b"])
-    job = Tokenizing(
-        inputs=(str(path),), output=str(tmp_path / "out"), tokenizer=str(tokenizer), end="<end>"
-    )
-    *_, last = tokenize_parts(job)
-    assert (last.documents, last.tokens, last.empty) == (2, 4, 2)
+    *_, (_, _, *counts) = tokenize_parts(path, tmp_path / "out", tokenizer, end="<end>")
+    assert counts == [2, 4, 2]
     source = fx.data.MegatronTokens(path=str(tmp_path / "out"))
     assert documents_of(source) == [[1, 0], [2, 0]]
     write_lines(path, ["", " "])
@@ -184,8 +181,7 @@ def test_what_was_made_otherwise_is_not_replaced(tmp_path, tokenizer, small_part
     (tmp_path / "out.json").unlink()
     with pytest.raises(fx.errors.DataError, match=r"out.idx is there already, and was not made by"):
         fx.data.tokenize(path, tmp_path / "out", tokenizer)
-    job = Tokenizing(inputs=(str(path),), output=str(tmp_path / "b"), tokenizer=str(tokenizer))
-    next(tokenize_parts(job))
+    next(tokenize_parts(path, tmp_path / "b", tokenizer))
     with pytest.raises(fx.errors.DataError, match=r"b.parts is there already, .* another end"):
         fx.data.tokenize(path, tmp_path / "b", tokenizer, end="<end>")
 
@@ -195,22 +191,17 @@ def test_a_run_that_stops_leaves_nothing_complete_and_continues(
     tmp_path, tokenizer, small_parts, format
 ):
     path = write_lines(tmp_path / "in.jsonl", TEXTS * 2)
-    job = Tokenizing(
-        inputs=(str(path),),
-        output=str(tmp_path / "out"),
-        tokenizer=str(tokenizer),
-        format=format,
-        end="<end>",
-    )
-    run = tokenize_parts(job)
+    job = {"inputs": path, "output": tmp_path / "out", "tokenizer": tokenizer}
+    job |= {"format": format, "end": "<end>"}
+    run = tokenize_parts(**job)
     next(run), next(run)
     run.close()
     assert _files(tmp_path) == ["out.parts"]
     kept = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out.parts").glob("0*")}
-    for progress in tokenize_parts(job):
-        for name, time_ns in kept.items() if progress.done < progress.total else ():
+    for progress in tokenize_parts(**job):
+        for name, time_ns in kept.items() if progress[0] < progress[1] else ():
             assert (tmp_path / "out.parts" / name).stat().st_mtime_ns == time_ns
-    assert (len(kept), progress.documents) == (2, 6)
+    assert (len(kept), progress[2]) == (2, 6)
     kind = fx.data.MegatronTokens if format == "megatron" else fx.data.NanoGPTTokens
     options = {"path": str(tmp_path / "out")}
     if format == "nanogpt":
