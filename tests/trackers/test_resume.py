@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,17 @@ def test_trackers_get_back_what_they_call_the_run(ctx, tmp_path):
     assert seen == [("", False), ("", False), ("theirs-1", True)]
     assert more.state()["identities"] == [{"mine": "theirs-3", "mine-2": "theirs-2"}]
     assert json.loads((tmp_path / "run.json").read_text())["id"] == run.id
+
+
+def test_tensorboard_reads_what_is_logged_later_last(ctx, tmp_path):
+    """Its reader sorts files by name: a second, then a host and a process."""
+    pytest.importorskip("tensorboard")
+    folder = tmp_path / "tensorboard"
+    folder.mkdir()
+    now = int(time.time())
+    earlier = [f"events.out.tfevents.{second}.~.1.0" for second in (now, now + 1)]
+    for name in earlier:
+        (folder / name).touch()
+    with fx.track(tmp_path, ctx, fx.TensorBoard()) as run:
+        run.log({"a": 1}, 1)
+    assert sorted(path.name for path in folder.iterdir())[:-1] == earlier

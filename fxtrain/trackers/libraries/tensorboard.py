@@ -1,6 +1,8 @@
 """TensorBoard: event files."""
 
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -26,7 +28,21 @@ def _open(config: TensorBoard, start: Start) -> Any:
     # TensorBoard hides the events of earlier files from that step on.
     purge = start.position.updates + 1 if start.resumed else None
     own = {"log_dir": str(start.folder / "tensorboard"), "flush_secs": 10, "purge_step": purge}
-    return library(TensorBoard, "torch.utils.tensorboard").SummaryWriter(**{**own, **config.init})
+    init = {**own, **config.init}
+    _await_later_name(Path(init["log_dir"]))
+    return library(TensorBoard, "torch.utils.tensorboard").SummaryWriter(**init)
+
+
+def _await_later_name(folder: Path) -> None:
+    """Wait until a new event file sorts behind all others: at most a second.
+
+    TensorBoard reads files in the order of their names, which begin with a time in whole seconds,
+    and then have a process id.
+    """
+    now = int(time.time())
+    while any(folder.glob(f"events.out.tfevents.{now:010}.*")):
+        time.sleep(0.02)
+        now = int(time.time())
 
 
 def _write(native: Any, entry: Entry) -> None:
