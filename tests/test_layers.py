@@ -175,7 +175,6 @@ MUTABLE = {
     "fxtrain.trackers.run.Run": "the last step of a run, and whether it is closed",
     "fxtrain.trackers.terminal.Lines": "the last line that was written",
     "fxtrain.trackers.writer.Opened": "what it has already, what it has lost, whether it hangs",
-    "fxtrain.trackers.writer.Writer": "what waits for the trackers, and the one that is called",
     "fxtrain.curves.curve.Curve": "the values of a metric that were read",
     "fxtrain.curves.reading.RunCurves": "what the lines that were read contain",
     "fxtrain.curves.reading.RunReader": "how far a file was read",

@@ -16,9 +16,8 @@ from fxtrain.trackers.libraries.swanlab import SwanLab
 from fxtrain.trackers.libraries.tensorboard import TensorBoard
 from fxtrain.trackers.libraries.trackio import Trackio
 from fxtrain.trackers.libraries.wandb import WandB
-from fxtrain.trackers.opening import track
+from fxtrain.trackers.opening import TRACKERS, track, trackers
 from fxtrain.trackers.run import Run
-from fxtrain.trackers.table import TRACKERS, trackers
 from fxtrain.trackers.terminal import Terminal
 from fxtrain.trackers.tracker import Entry, Start, Target, Tracker
 

@@ -8,13 +8,17 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any, Literal
 
 import attrs
 import torch
 
 from fxtrain import ops
+from fxtrain._optional import installed_rows
 from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain._version import __version__
@@ -23,15 +27,28 @@ from fxtrain.errors import FxError, PlanError
 from fxtrain.ops.same_errors import gather_or_raise
 from fxtrain.state import DistContext, Plan, Position, fingerprint, unstructure
 from fxtrain.state.context import check_connected
-from fxtrain.trackers.json_lines import JsonLines
+from fxtrain.state.registry import kind_of
+from fxtrain.trackers.json_lines import JSON_LINES, JsonLines
+from fxtrain.trackers.libraries.aim import AIM
+from fxtrain.trackers.libraries.clearml import CLEARML
+from fxtrain.trackers.libraries.comet import COMET
+from fxtrain.trackers.libraries.dvclive import DVCLIVE
+from fxtrain.trackers.libraries.mlflow import MLFLOW
+from fxtrain.trackers.libraries.swanlab import SWANLAB
+from fxtrain.trackers.libraries.tensorboard import TENSORBOARD
+from fxtrain.trackers.libraries.trackio import TRACKIO
+from fxtrain.trackers.libraries.wandb import WANDB
 from fxtrain.trackers.run import Run
 from fxtrain.trackers.run_folder import Identity, claim, folder_of, lock_folder, write_identity
-from fxtrain.trackers.table import targets
+from fxtrain.trackers.terminal import TERMINAL
 from fxtrain.trackers.tracker import Entry, Start, Target, Tracker
 from fxtrain.trackers.writer import Opened, Writer
 
 _LOG = logging.getLogger("fxtrain.trackers")
 _LONGEST = 1000  # characters of one value
+TRACKERS = (
+    JSON_LINES, TERMINAL, TENSORBOARD, WANDB, TRACKIO, COMET, AIM, MLFLOW, CLEARML, DVCLIVE, SWANLAB
+)  # fmt: skip
 
 
 def track(
@@ -157,7 +174,7 @@ def open_run(
         start = attrs.evolve(start, id=identity.id)
         writer, ids = None, {}
         if trackers and not ctx.comm.simulated and (ctx.is_main or ranks == "all"):
-            writer = Writer(patience_s=patience_s)
+            writer = Writer(patience_s)
             undo.callback(writer.close, failed=True)
             mine = start if ranks == "main" else _of_rank(start, ctx.rank, identity.id)
             try:
@@ -329,3 +346,63 @@ def _plain(value: Any) -> Any:
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             value = json.dumps(value, default=str)
     return str(value)[:_LONGEST]
+
+
+def trackers() -> dict[type, Tracker]:
+    """Every tracker by its config type: fxtrain's own, then those of installed packages.
+
+    A package adds one with an entry point in the group `fxtrain.trackers` that loads a
+    `fxtrain.trackers.Tracker`.
+
+    Raises:
+        PlanError: an entry point loads something else, or two trackers share a config type.
+
+    Example:
+        >>> from fxtrain.trackers import trackers
+        >>> sorted(config.__name__ for config in trackers())[:4]
+        ['Aim', 'ClearML', 'Comet', 'DVCLive']
+    """
+    own: dict[type, Tracker] = {row.config: row for row in TRACKERS if row.config is not None}
+    group = "fxtrain.trackers"
+    of_config = attrgetter("config")
+    return own | installed_rows(
+        taken=own, group=group, kind=Tracker, key=of_config, error=PlanError
+    )
+
+
+def targets(to: Any) -> Iterator[tuple[Tracker, Any]]:
+    """Trackers with their configs, from what `fx.track` takes.
+
+    Raises:
+        PlanError: no tracker is registered for one; the message has the most similar name.
+    """
+    for target in (to,) if isinstance(to, str) or not isinstance(to, Iterable) else to:
+        if target == "all":
+            yield from ((row, row.config()) for row in TRACKERS if row.config and _is_there(row))
+        elif isinstance(target, Tracker):
+            yield target, None
+        else:
+            yield _found(target)
+
+
+def _is_there(row: Tracker) -> bool:
+    spec = find_spec(row.package) if row.package else None
+    # A folder without modules, such as the one that wandb writes, has no origin.
+    return not row.package or (spec is not None and spec.origin is not None)
+
+
+def _found(target: Any) -> tuple[Tracker, Any]:
+    own = {row.config: row for row in TRACKERS if row.config is not None}
+    table = own if type(target) in own else trackers()  # packages are asked only if needed
+    kinds = {str(kind_of(config)): config for config in table}
+    config = kinds[target]() if isinstance(target, str) and target in kinds else target
+    if type(config) in table:
+        return table[type(config)], config
+    word = target if isinstance(target, str) else getattr(target, "__name__", "")
+    near = get_close_matches(word.lower(), kinds, n=1)
+    raise PlanError(
+        f"track: no tracker is registered for {shown(target)}. Choose configs such as "
+        f'fx.TensorBoard(), kinds such as "tensorboard", "all", or a fxtrain.trackers.Tracker; the '
+        f"kinds are {', '.join(sorted(kinds))}."
+        + "".join(f" Did you mean fx.{kinds[kind].__name__}(...)?" for kind in near)
+    )

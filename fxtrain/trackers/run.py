@@ -1,23 +1,29 @@
-"""A tracked run: the methods that the loop calls."""
+"""A tracked run: the methods that the loop calls, and capturing the values that they log.
+
+A value is captured as it is at the call; what is returned reads it, in the background.
+"""
 
 import atexit
 import math
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import attrs
+import torch
+from torch import Tensor
 
 from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.errors import PlanError
-from fxtrain.state import Position, unstructure
-from fxtrain.trackers.entries import image_of, numbers_of, place_of, table_of
+from fxtrain.state import Position, Weighted, unstructure
 from fxtrain.trackers.run_folder import Identity
 from fxtrain.trackers.writer import Writer
+
+_CHANNELS = (1, 3, 4)
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -73,7 +79,7 @@ class Run:
                 f"run.log takes a mapping of names to numbers, found {shown(values)}. For "
                 f'example: run.log({{"loss": report.loss}}, report.position).'
             )
-        self._put("log", "", step, lambda at, warn: _checked(values, at, warn))
+        self._put("log", "", step, lambda at, warn: numbers_of(values, at, warn))
 
     def text(self, name: str, text: str, step: Position | int | None = None) -> None:
         """Log text."""
@@ -175,12 +181,7 @@ class Run:
     def __enter__(self) -> "Run":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.close(failed=error is not None)
 
     @property
@@ -209,10 +210,42 @@ class Run:
             writer.log(kind, str(name), place, lambda: capture(place["step"], writer.warn))
 
 
-def _checked(
-    values: Mapping[str, object], step: int, warn: Callable[[str, str], None]
+def place_of(step: Any) -> dict[str, Any]:
+    """The position at which something is logged, as fields of an `Entry`.
+
+    Raises:
+        PlanError: `step` is neither a position nor a whole number.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> place_of(fx.Position(updates=3, samples=96, epoch=1))["rows"]
+        96
+    """
+    if isinstance(step, Position):
+        known = {"step": step.updates, "rows": step.samples, "epoch": step.epoch}
+        return {**known, "time": time.time()}
+    if type(step) is int and step >= 0:
+        return {"step": step, "time": time.time()}
+    raise PlanError(
+        f"log: step takes a Position, such as report.position, or a whole number from 0; found "
+        f"{shown(step)}."
+    )
+
+
+def numbers_of(
+    values: Mapping[str, Any], step: int, warn: Callable[[str, str], None]
 ) -> Callable[[], dict[str, float]]:
-    """Capture metrics; the returned function warns once of each that is not a finite number."""
+    """Capture metrics; the returned function waits for the device and returns floats by name.
+
+    Tensors are copied on the device or on the way to host memory, in stream order, so the caller
+    may change them afterwards. A value that is not a finite number is reported once.
+
+    Example:
+        >>> numbers_of({"loss": torch.tensor(0.5)}, 1, print)()
+        {'loss': 0.5}
+    """
+    metrics: dict[str, Any] = {}
+    devices: set[torch.device] = set()
 
     def problem(name: str, what: object) -> None:
         warn(
@@ -221,13 +254,114 @@ def _checked(
             f"skipped, and the other metrics are logged.",
         )
 
-    read = numbers_of(values, problem)
+    def number_of(name: str, value: Any) -> float | None:
+        try:
+            number = _number(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            return problem(name, f"found {shown(value)}, {error}")
+        if not math.isfinite(number):
+            warn(f"finite {name}", f"The metric {name} is {number} at step {step}.")
+        return number
 
-    def checked() -> dict[str, float]:
-        numbers = read()
-        for name, value in numbers.items():
-            if not math.isfinite(value):
-                warn(f"finite {name}", f"The metric {name} is {value} at step {step}.")
-        return numbers
+    def read() -> dict[str, float]:
+        for event in events:
+            event.synchronize()
+        numbers = {name: number_of(name, value) for name, value in metrics.items()}
+        return {name: number for name, number in numbers.items() if number is not None}
 
-    return checked
+    for name, value in _leaves("", values):
+        try:
+            metrics[name] = _captured(value, devices) if isinstance(value, Tensor) else value
+        except ValueError as error:
+            problem(name, error)
+    events = [torch.cuda.current_stream(device).record_event() for device in devices]
+    return read
+
+
+def image_of(image: Any) -> Callable[[], Tensor]:
+    """Capture an image; the returned function gives uint8 on the CPU, (height, width, channels).
+
+    Args:
+        image: Tensor or array of shape (channels, height, width) or (height, width); floats from
+            0 to 1, or uint8.
+    """
+    tensor = image if isinstance(image, Tensor) else torch.as_tensor(image, device="cpu")
+    tensor = tensor.detach().clone()
+
+    def read() -> Tensor:
+        pixels = tensor[None] if tensor.ndim == 2 else tensor
+        if pixels.dtype.is_floating_point:
+            pixels = pixels.nan_to_num(0.0).clamp(0, 1).mul(255).round().to(torch.uint8)
+        if pixels.ndim != 3 or pixels.shape[0] not in _CHANNELS or pixels.dtype != torch.uint8:
+            raise ValueError(
+                f"expected an image of shape (channels, height, width) with 1, 3 or 4 channels, or "
+                f"(height, width), of floats from 0 to 1 or uint8; found {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}"
+            )
+        return pixels.cpu().permute(1, 2, 0).contiguous()
+
+    return read
+
+
+def table_of(columns: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Capture the columns of a table; the returned function gives names and rows."""
+    copies = {
+        str(name): column.detach().clone() if isinstance(column, Tensor) else list(column)
+        for name, column in columns.items()
+    }
+
+    def read() -> dict[str, Any]:
+        plain = [
+            column.tolist() if isinstance(column, Tensor) else [_cell(value) for value in column]
+            for column in copies.values()
+        ]
+        return {"columns": [*copies], "rows": [list(row) for row in zip(*plain, strict=True)]}
+
+    return read
+
+
+def _leaves(path: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        name = f"{path}{key}"
+        if isinstance(value, Mapping):
+            yield from _leaves(f"{name}/", value)
+        elif isinstance(value, Weighted):
+            yield name, value.total.detach() / value.weight
+        elif value is not None:
+            yield name, value
+
+
+def _captured(value: Any, devices: set[torch.device]) -> Any:
+    """A tensor of one element as it is now; a device to wait for is added to `devices`."""
+    if value.numel() != 1:
+        raise ValueError(f"found a tensor of shape {tuple(value.shape)}; log its mean, for example")
+    if hasattr(value, "placements"):  # a DTensor
+        if not all(placement.is_replicate() for placement in value.placements):
+            raise ValueError("found a sharded DTensor; log value.full_tensor(), on all ranks")
+        value = value.to_local()
+    value = value.detach()
+    if value.is_cpu:
+        return value.item()
+    if value.is_cuda:
+        devices.add(value.device)
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True, device="cpu")
+        return host.copy_(value, non_blocking=True)
+    # Under XLA, a copy would be one more operation in the next graph.
+    return value if value.device.type == "xla" else value.clone()
+
+
+def _number(value: Any) -> float:
+    """The float of a number, a tensor, or a NumPy scalar or array of one element."""
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, bool | int | float):
+        raise TypeError(f"which is a {type(number).__name__}")
+    return float(number)
+
+
+def _cell(value: Any) -> Any:
+    """A value that every library can write: a number, text or None."""
+    if hasattr(value, "dtype") and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

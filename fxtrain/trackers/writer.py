@@ -46,60 +46,55 @@ class Opened:
 
     def write(self, native: Any, entry: Entry, warn: Callable[[str, str], None]) -> None:
         """Write an entry without names that the library refuses, and without what it has."""
-        names = [*entry.value] if entry.kind == "log" else [entry.name]
-        kept = [name for name in names if self._accepts(name, entry.step, warn)]
+        called, kept = self.tracker.name, list[str]()
+        names = entry.value if entry.kind == "log" else (entry.name,)
+        for name in names:
+            if entry.step <= self.last_steps.get(name, -1):
+                warn(
+                    f"repeated {called}",
+                    f"{called} cannot remove the entries after the position where the run resumed. "
+                    f"It keeps those that it has, and they are not written to it again.",
+                )
+            elif why := self.tracker.refuses(name):
+                warn(
+                    f"name {called} {name}",
+                    f"{called} does not accept the name {shown(name)}: {why}. Its values are "
+                    f"skipped there; the other trackers log them. Use another name.",
+                )
+            else:
+                kept.append(name)
         if kept and len(kept) < len(names):
             entry = attrs.evolve(entry, value={name: entry.value[name] for name in kept})
         if kept:
             self.tracker.write(native, entry)
-
-    def _accepts(self, name: str, step: int, warn: Callable[[str, str], None]) -> bool:
-        called = self.tracker.name
-        if step <= self.last_steps.get(name, -1):
-            warn(
-                f"repeated {called}",
-                f"{called} cannot remove the entries after the position where the run resumed. It "
-                f"keeps those that it has, and they are not written to it again.",
-            )
-            return False
-        why = self.tracker.refuses(name)
-        if why:
-            warn(
-                f"name {called} {name}",
-                f"{called} does not accept the name {shown(name)}: {why}. Its values are skipped "
-                f"there; the other trackers log them. Use another name.",
-            )
-        return not why
 
 
 # A call of a function of a tracker: what it is for, the function, and its arguments after `native`.
 _Call = tuple[Opened, str, Callable[..., object], tuple[Any, ...]]
 
 
-@attrs.define(kw_only=True, eq=False)
 class Writer:
     """The trackers of a run, and the thread that calls them one after the other.
 
     A tracker that is in one call when training has waited for `patience_s` is dropped: another
     thread continues with the others.
 
-    Attributes:
+    Args:
         patience_s: How long a call of the run waits for a tracker, in seconds.
+
+    Attributes:
         opened: The trackers.
     """
 
-    patience_s: float
-    opened: list[Opened] = attrs.field(factory=list)
-    _queue: "queue.Queue[Iterable[_Call] | None]" = attrs.field(init=False)
-    _calls: Iterator[_Call] = attrs.field(init=False)
-    _calling: Opened | None = attrs.field(default=None, init=False)
-    _lock: Any = attrs.field(factory=threading.Lock, init=False)
-    _awaited: threading.Event = attrs.field(factory=threading.Event, init=False)
-    _told: set[str] = attrs.field(factory=set, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._queue = queue.Queue(_MOST_ENTRIES)
+    def __init__(self, patience_s: float) -> None:
+        self.opened: list[Opened] = []
+        self._patience_s = patience_s
+        self._queue: queue.Queue[Iterable[_Call] | None] = queue.Queue(_MOST_ENTRIES)
         self._calls = chain.from_iterable(iter(self._next, None))
+        self._calling: Opened | None = None
+        self._lock = threading.Lock()
+        self._awaited = threading.Event()
+        self._told: set[str] = set()
         self._start_thread()
 
     def warn(self, key: str, text: str) -> None:
@@ -117,11 +112,7 @@ class Writer:
             self._put([(opened, "params", opened.tracker.write, (params,))])
 
     def log(
-        self,
-        kind: str,
-        name: str,
-        place: Mapping[str, Any],
-        capture: Callable[[], Callable[[], Any]],
+        self, kind: str, name: str, place: Mapping[str, Any], capture: Callable[..., Any]
     ) -> None:
         """Log an entry.
 
@@ -136,27 +127,24 @@ class Writer:
 
     def flush(self) -> bool:
         """Wait until everything so far is written; False if a tracker was dropped meanwhile."""
-        done = threading.Event()
-        self._put(self._flush(done))
-        return self._wait(done)
+        return self._wait((each, "flush", each.tracker.flush, ()) for each in self.opened)
 
     def close(self, *, failed: bool) -> None:
         """Write everything so far, close the trackers, and report lost entries."""
-        done = threading.Event()
-        self._put(self._close(done, failed=failed))
+        calls = [(each, "close", each.tracker.close, (failed,)) for each in self.opened]
+        self._wait(call for call in calls if not call[0].tracker.closed_by_caller)
         self._put(None)
-        self._wait(done)
-        for opened in self.opened:
+        for call in calls:
+            opened, name = call[0], call[0].tracker.name
             if opened.tracker.closed_by_caller:
-                self._call((opened, "close", opened.tracker.close, (failed,)))
+                self._call(call)
             if opened.lost:
-                name = opened.tracker.name
                 self.warn(f"lost {name}", f"{name} lost {opened.lost} entries of this run.")
 
     def _put(self, calls: Iterable[_Call] | None) -> None:
         while True:
             with contextlib.suppress(queue.Full):
-                return self._queue.put(calls, timeout=self.patience_s)
+                return self._queue.put(calls, timeout=self._patience_s)
             self._drop()
 
     def _next(self) -> Iterable[_Call] | None:
@@ -165,10 +153,17 @@ class Writer:
             self._awaited.clear()
         return self._queue.get()
 
-    def _wait(self, done: threading.Event) -> bool:
-        dropped = False
+    def _wait(self, calls: Iterable[_Call]) -> bool:
+        """Wait for some calls after all others; False if a tracker was dropped meanwhile."""
+        done, dropped = threading.Event(), False
+
+        def until_done() -> Iterator[_Call]:
+            yield from calls
+            done.set()
+
+        self._put(until_done())
         self._awaited.set()
-        while not done.wait(self.patience_s):
+        while not done.wait(self._patience_s):
             if not self._drop():  # the thread waits for the device
                 return False
             dropped = True
@@ -184,7 +179,7 @@ class Writer:
         _LOG.warning(
             "%s does not respond: training has waited %g s for it. It is not called again, and is "
             "not closed; the other trackers continue. Check its disk or server.",
-            *(stuck.tracker.name, self.patience_s),
+            *(stuck.tracker.name, self._patience_s),
         )
         self._start_thread()
         return True
@@ -241,22 +236,10 @@ class Writer:
         entry = None
         with self._reported(kind):
             entry = Entry(kind=kind, name=name, value=read(), **place)
-        if entry is None:
-            return
-        for opened in self.opened:
-            if kind not in opened.tracker.kinds:
+        for opened in self.opened if entry else ():
+            if kind in opened.tracker.kinds:
+                yield opened, kind, opened.write, (entry, self.warn)
+            else:
                 called = opened.tracker.name
                 text = f"{called} does not support run.{kind}. The other trackers log it."
                 self.warn(f"kind {called} {kind}", text)
-            else:
-                yield opened, kind, opened.write, (entry, self.warn)
-
-    def _flush(self, done: threading.Event) -> Iterator[_Call]:
-        yield from ((each, "flush", each.tracker.flush, ()) for each in self.opened)
-        done.set()
-
-    def _close(self, done: threading.Event, *, failed: bool) -> Iterator[_Call]:
-        for opened in self.opened:
-            if not opened.tracker.closed_by_caller:
-                yield opened, "close", opened.tracker.close, (failed,)
-        done.set()

@@ -104,7 +104,7 @@ def test_all_are_the_trackers_whose_packages_are_installed(ctx, tmp_path, monkey
         attrs.evolve(own_tracker()[1], config=config, package=package)
         for config, package in packages.items()
     ]
-    monkeypatch.setattr("fxtrain.trackers.table.TRACKERS", rows)
+    monkeypatch.setattr("fxtrain.trackers.opening.TRACKERS", rows)
     with fx.track("run", ctx, "all") as run:
         assert run.native(fx.JsonLines) == run.native(fx.trackers.Aim) == []
         for config in (fx.WandB, fx.trackers.Comet):

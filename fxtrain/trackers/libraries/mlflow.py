@@ -32,33 +32,23 @@ _ACCEPTED = re.compile(r"[\w\-. :/]{1,250}")
 _AT_ONCE = 100  # hyperparameters that a server accepts in one call
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Client:
-    """MLflow's client and its run.
-
-    Attributes:
-        client: An `mlflow.MlflowClient`.
-        run: MLflow's id of the run.
-    """
-
-    client: Any
-    run: str
+_Client = tuple[Any, str]  # an `mlflow.MlflowClient`, and MLflow's id of the run
 
 
-def _open(config: MLflow, start: Start) -> Client:
+def _open(config: MLflow, start: Start) -> _Client:
     folder = start.folder.resolve()
     uri = config.uri or f"sqlite:///{folder / 'mlflow.db'}"
     artifacts = None if config.uri else (folder / "mlflow").as_uri()
     client = library(MLflow, "mlflow").MlflowClient(tracking_uri=uri)
     if start.resumed:
         client.update_run(start.identity, status="RUNNING")
-        return Client(client=client, run=start.identity)
+        return client, start.identity
     name = config.experiment or "Default"
     known = client.get_experiment_by_name(name)
     experiment = known.experiment_id if known else client.create_experiment(name, artifacts)
     own = {"run_name": start.name, "tags": {"fxtrain.run": start.group or start.id}}
     run = client.create_run(experiment, **{**own, **config.init})
-    return Client(client=client, run=run.info.run_id)
+    return client, run.info.run_id
 
 
 def _refuses(name: str) -> str:
@@ -67,14 +57,15 @@ def _refuses(name: str) -> str:
     return "MLflow accepts letters, digits, _ - . : / and spaces, at most 250"
 
 
-def _last_steps(native: Client, start: Start) -> dict[str, int]:
+def _last_steps(native: _Client, start: Start) -> dict[str, int]:
     # The last value of each metric; `data.metrics` has them without their steps.
-    metrics = native.client.get_run(native.run).data.to_proto().metrics
+    client, run = native
+    metrics = client.get_run(run).data.to_proto().metrics
     return {metric.key: metric.step for metric in metrics}
 
 
-def _write(native: Client, entry: Entry) -> None:
-    client, run = native.client, native.run
+def _write(native: _Client, entry: Entry) -> None:
+    client, run = native
     value, step = entry.value, entry.step
     file = quote(entry.name, safe="/ ").strip("/")
     match entry.kind:
@@ -95,9 +86,10 @@ def _write(native: Client, entry: Entry) -> None:
             client.log_artifact(run, str(value), file)
 
 
-def _write_params(native: Client, params: Mapping[str, Any]) -> None:
+def _write_params(native: _Client, params: Mapping[str, Any]) -> None:
     # Existing hyperparameters of a resumed run cannot be changed.
-    known = native.client.get_run(native.run).data.params
+    client, run = native
+    known = client.get_run(run).data.params
     param = library(MLflow, "mlflow").entities.Param
     new = [
         param(name, str(value))
@@ -105,20 +97,22 @@ def _write_params(native: Client, params: Mapping[str, Any]) -> None:
         if name not in known and not _refuses(name)
     ]
     for first in range(0, len(new), _AT_ONCE):
-        native.client.log_batch(native.run, params=new[first : first + _AT_ONCE])
+        client.log_batch(run, params=new[first : first + _AT_ONCE])
 
 
-def _write_table(native: Client, table: Mapping[str, Any], file: str) -> None:
+def _write_table(native: _Client, table: Mapping[str, Any], file: str) -> None:
+    client, run = native
     folder = str(PurePosixPath(file).parent)
-    known = native.client.list_artifacts(native.run, None if folder == "." else folder)
+    known = client.list_artifacts(run, None if folder == "." else folder)
     if file not in [artifact.path for artifact in known]:  # MLflow would append the rows again
         names, rows = table["columns"], table["rows"]
         data = {name: [row[place] for row in rows] for place, name in enumerate(names)}
-        native.client.log_table(native.run, data, file)
+        client.log_table(run, data, file)
 
 
-def _close(native: Client, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
-    native.client.set_terminated(native.run, status="FAILED" if failed else "FINISHED")
+def _close(native: _Client, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
+    client, run = native
+    client.set_terminated(run, status="FAILED" if failed else "FINISHED")
 
 
 MLFLOW = Tracker(
@@ -128,7 +122,7 @@ MLFLOW = Tracker(
     open=_open,
     write=_write,
     close=_close,
-    identity=lambda native: native.run,
+    identity=lambda native: native[1],
     refuses=_refuses,
     last_steps=_last_steps,
 )
