@@ -165,7 +165,7 @@ def PLAN(
     if known and failures["rank_mtbf_h"] is not None:
         goodput = _goodput(run, failures, rate or 1, spares)
         if failures["goodput_picture"] is not None:
-            save_picture(runs.plot_goodput(goodput), failures["goodput_picture"])
+            save_picture(goodput.plot(), failures["goodput_picture"])
     if json_ and goodput is not None:
         print_json({"run": json.loads(text), "goodput": attrs.asdict(goodput)})
     elif json_:
@@ -173,5 +173,5 @@ def PLAN(
     else:
         _print(runs.table(*others, run))
         if goodput is not None:
-            _print(runs.goodput_table(goodput))
+            _print(goodput)
     return Exit.WELL if run.fits else Exit.FOUND

@@ -12,13 +12,8 @@ from fxtrain.profiling.failures import (
     Goodput,
     RunTimes,
     checkpoint_bytes,
-    daly_goodput,
-    daly_interval_s,
     goodput,
-    goodput_table,
-    plot_goodput,
     simulate_run,
-    young_interval_s,
 )
 from fxtrain.profiling.rehearsal import dry_run, place, rehearse
 from fxtrain.profiling.step_times import RankTimes, StepTimes, Summary, summary
@@ -34,14 +29,10 @@ __all__ = [
     "Summary",
     "Trace",
     "checkpoint_bytes",
-    "daly_goodput",
-    "daly_interval_s",
     "dry_run",
     "goodput",
-    "goodput_table",
     "place",
     "plot",
-    "plot_goodput",
     "profile",
     "read_bytes",
     "rehearse",
@@ -49,5 +40,4 @@ __all__ = [
     "simulate_run",
     "summary",
     "table",
-    "young_interval_s",
 ]

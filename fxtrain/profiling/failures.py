@@ -8,6 +8,7 @@ repairs this is the model of Young and Daly, whose formulas give the best interv
 import heapq
 import math
 import random
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,8 +42,9 @@ class Failures:
 
     Example:
         >>> from fxtrain.profiling import Failures
-        >>> Failures(ranks=1000, rank_mtbf_s=36e6, checkpoint_s=60, restart_s=300).mtbf_s
-        36000.0
+        >>> setup = Failures(ranks=1000, rank_mtbf_s=36e6, checkpoint_s=60, restart_s=300)
+        >>> setup.mtbf_s, round(setup.young_interval_s), round(setup.daly_goodput(2078), 3)
+        (36000.0, 2078, 0.936)
     """
 
     ranks: int = attrs.field(validator=validators.ge(1))
@@ -57,21 +59,46 @@ class Failures:
         """Mean time between failures of the run, in seconds."""
         return self.rank_mtbf_s / self.ranks
 
+    @property
+    def young_interval_s(self) -> float:
+        """The training time between two checkpoints that is best to first order.
+
+        Source:
+            J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17
+            (1974).
+        """
+        return math.sqrt(2 * self.checkpoint_s * self.mtbf_s)
+
+    @property
+    def daly_interval_s(self) -> float:
+        """The best training time between two checkpoints, to higher order.
+
+        Source:
+            J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart
+            dumps, FGCS 22 (2006), equation 37.
+        """
+        if self.checkpoint_s >= 2 * self.mtbf_s:
+            return self.mtbf_s
+        ratio = self.checkpoint_s / (2 * self.mtbf_s)
+        return self.young_interval_s * (1 + math.sqrt(ratio) / 3 + ratio / 9) - self.checkpoint_s
+
+    def daly_goodput(self, interval_s: float) -> float:
+        """The expected goodput of a run that never waits for a repair.
+
+        Source:
+            Daly (2006), equation 20: the expected time of a run with failures at random.
+        """
+        mtbf = self.mtbf_s
+        segment, restart = (interval_s + self.checkpoint_s) / mtbf, self.restart_s / mtbf
+        if segment + restart > 500:  # exp would overflow
+            return 0.0
+        return interval_s / (mtbf * math.exp(restart) * math.expm1(segment))
+
 
 def checkpoint_bytes(run: DryRun) -> int:
     """Bytes of a checkpoint of a run: parameters, optimizer states and buffers of one replica.
 
     They are those of the rank that was simulated, times the ranks that share a replica.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> from fxtrain.profiling import checkpoint_bytes
-        >>> memory = fx.state.Memory(parameters=10, optimizer=20)
-        >>> mesh, plan = fx.Mesh(replicate=8), fx.Plan(strategy="fsdp")
-        >>> checkpoint_bytes(
-        ...     fx.state.DryRun(name="train.py", world=8, mesh=mesh, plan=plan, memory=memory)
-        ... )
-        240
     """
     sizes = resolve_mesh(run.mesh, run.world).sizes
     data = sizes["replicate"] * sizes["shard"] * sizes["context"]
@@ -120,71 +147,16 @@ class RunTimes:
         return self.useful_s / self.total_s if self.finished else 0.0
 
 
-def young_interval_s(failures: Failures) -> float:
-    """The training time between two checkpoints that is best to first order.
-
-    Source:
-        J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17 (1974).
-
-    Example:
-        >>> from fxtrain.profiling import Failures, young_interval_s
-        >>> young_interval_s(Failures(ranks=1, rank_mtbf_s=20_000, checkpoint_s=1))
-        200.0
-    """
-    return math.sqrt(2 * failures.checkpoint_s * failures.mtbf_s)
-
-
-def daly_interval_s(failures: Failures) -> float:
-    """The best training time between two checkpoints, to higher order.
-
-    Source:
-        J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps,
-        FGCS 22 (2006), equation 37.
-
-    Example:
-        >>> from fxtrain.profiling import Failures, daly_interval_s
-        >>> round(daly_interval_s(Failures(ranks=1, rank_mtbf_s=20_000, checkpoint_s=1)), 1)
-        199.3
-    """
-    save, mtbf = failures.checkpoint_s, failures.mtbf_s
-    if save >= 2 * mtbf:
-        return mtbf
-    ratio = save / (2 * mtbf)
-    return math.sqrt(2 * save * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
-
-
-def daly_goodput(failures: Failures, interval_s: float) -> float:
-    """The expected goodput of a run that never waits for a repair.
-
-    Source:
-        Daly (2006), equation 20: the expected time of a run with failures at random.
-
-    Example:
-        >>> from fxtrain.profiling import Failures, daly_goodput
-        >>> setup = Failures(ranks=1, rank_mtbf_s=20_000, checkpoint_s=1, restart_s=100)
-        >>> round(daly_goodput(setup, interval_s=200), 3)
-        0.985
-    """
-    mtbf = failures.mtbf_s
-    segment = (interval_s + failures.checkpoint_s) / mtbf
-    if segment + failures.restart_s / mtbf > 500:  # exp would overflow
-        return 0.0
-    return interval_s / (mtbf * math.exp(failures.restart_s / mtbf) * math.expm1(segment))
-
-
 def simulate_run(
     failures: Failures, *, interval_s: float, work_s: float, seed: int = 0
 ) -> RunTimes:
-    """Simulate one run event by event.
+    """Simulate one run event by event; equal arguments give an equal result.
 
     Args:
-        failures: How often ranks fail, and what it takes to continue.
+        failures: The setup.
         interval_s: Training between two checkpoints, in seconds.
         work_s: Training that the run needs without failures, in seconds.
         seed: Of the times of failures.
-
-    Returns:
-        How the run spent its time; equal for equal arguments.
 
     Raises:
         PlanError: the interval or the work is not above 0.
@@ -236,7 +208,7 @@ def simulate_run(
 
 @record
 class Goodput:
-    """Goodput over intervals of checkpoints and numbers of spares.
+    """Goodput over intervals of checkpoints and numbers of spares; prints as a table with rich.
 
     Attributes:
         failures: The setup; `spares` is that of the first row.
@@ -252,6 +224,53 @@ class Goodput:
     spares: tuple[int, ...]
     rows: tuple[tuple[float, ...], ...]
 
+    def __rich__(self) -> Table:
+        """A table: a row for each number of spares, a column for each interval."""
+        setup = self.failures
+        title = (
+            f"Goodput of {setup.ranks} ranks: a failure every {_shown(setup.mtbf_s)}, a "
+            f"checkpoint of {_shown(setup.checkpoint_s)} every"
+        )
+        grid = Table(
+            "spares", box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left"
+        )
+        for interval in self.intervals_s:
+            grid.add_column(_shown(interval), justify="right")
+        formula = [setup.daly_goodput(interval) for interval in self.intervals_s]
+        rows = dict(zip(map(str, self.spares), self.rows, strict=True))
+        for name, row in {**rows, "Daly, no waiting": formula}.items():
+            grid.add_row(name, *(f"{100 * share:.1f} %" for share in row))
+        young, daly = _shown(setup.young_interval_s), _shown(setup.daly_interval_s)
+        grid.caption = f"Best interval: {young} by Young's formula, {daly} by Daly's."
+        grid.caption_justify = "left"
+        return grid
+
+    def plot(self) -> Any:
+        """Goodput over intervals, with Daly's formula, as a `matplotlib.figure.Figure`.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed (the extra `plots`).
+        """
+        setup = self.failures
+        figure = optional("matplotlib.figure", extra="plots", needed_by="Goodput.plot")
+        drawn = figure.Figure(figsize=(8, 4), layout="constrained")
+        axes = drawn.subplots()
+        axes.set_title(
+            f"{setup.ranks} ranks: a failure every {setup.mtbf_s / _HOUR:.2g} h", loc="left"
+        )
+        minutes = [interval / 60 for interval in self.intervals_s]
+        for number, row in zip(self.spares, self.rows, strict=True):
+            axes.plot(minutes, [100 * share for share in row], marker="o", label=f"{number} spares")
+        span = [minutes[0] * (minutes[-1] / minutes[0]) ** (step / 60) for step in range(61)]
+        daly = [100 * setup.daly_goodput(60 * interval) for interval in span]
+        axes.plot(span, daly, color="#808080", linestyle="--", label="Daly, without waiting")
+        axes.axvline(setup.young_interval_s / 60, color="#d00000", linestyle=":", label="Young")
+        axes.set_xscale("log")
+        axes.set_xlabel("training between two checkpoints, in minutes")
+        axes.set_ylabel("goodput, in per cent")
+        drawn.legend(loc="outside lower center", ncols=4, frameon=False)
+        return drawn
+
 
 def goodput(
     failures: Failures,
@@ -264,7 +283,7 @@ def goodput(
     """Goodput at intervals around Daly's, for several numbers of spares.
 
     Args:
-        failures: How often ranks fail, and what it takes to continue.
+        failures: The setup.
         work_s: Training that a run needs without failures, in seconds.
         spares: Numbers of spares to compare.
         runs: Simulated runs for each figure, with seeds that follow each other.
@@ -277,48 +296,22 @@ def goodput(
         >>> [round(interval) for interval in found.intervals_s]
         [110, 220, 441, 881, 1762]
     """
-    best = daly_interval_s(failures)
-    intervals = tuple(factor * best for factor in _INTERVALS)
-    rows = []
-    for number in spares:
+    intervals = tuple(factor * failures.daly_interval_s for factor in _INTERVALS)
+
+    def mean(number: int, interval: float) -> float:
         setup = attrs.evolve(failures, spares=number)
-        rows.append(
-            tuple(
-                sum(
-                    simulate_run(setup, interval_s=interval, work_s=work_s, seed=seed + run).goodput
-                    for run in range(runs)
-                )
-                / runs
-                for interval in intervals
-            )
+        return statistics.fmean(
+            simulate_run(setup, interval_s=interval, work_s=work_s, seed=seed + run).goodput
+            for run in range(runs)
         )
+
     return Goodput(
         failures=failures,
         work_s=work_s,
         intervals_s=intervals,
         spares=tuple(spares),
-        rows=tuple(rows),
+        rows=tuple(tuple(mean(number, each) for each in intervals) for number in spares),
     )
-
-
-def goodput_table(result: Goodput) -> Table:
-    """Goodput as a table for rich: a row for each number of spares, a column for each interval."""
-    setup = result.failures
-    title = (
-        f"Goodput of {setup.ranks} ranks: a failure every {_shown(setup.mtbf_s)}, a "
-        f"checkpoint of {_shown(setup.checkpoint_s)} every"
-    )
-    grid = Table("spares", box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    for interval in result.intervals_s:
-        grid.add_column(_shown(interval), justify="right")
-    for number, row in zip(result.spares, result.rows, strict=True):
-        grid.add_row(str(number), *(f"{100 * share:.1f} %" for share in row))
-    formula = [daly_goodput(setup, interval) for interval in result.intervals_s]
-    grid.add_row("Daly, no waiting", *(f"{100 * share:.1f} %" for share in formula))
-    young, daly = _shown(young_interval_s(setup)), _shown(daly_interval_s(setup))
-    grid.caption = f"Best interval: {young} by Young's formula, {daly} by Daly's."
-    grid.caption_justify = "left"
-    return grid
 
 
 def _shown(seconds: float) -> str:
@@ -327,36 +320,3 @@ def _shown(seconds: float) -> str:
         if seconds < most:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / (24 * _HOUR):,.0f} days"
-
-
-def plot_goodput(result: Goodput) -> Any:
-    """Goodput over intervals, by number of spares and by Daly's formula, as a matplotlib figure.
-
-    Raises:
-        MissingPackageError: matplotlib is not installed (the extra `plots`).
-
-    Example:
-        >>> from fxtrain.profiling import Failures, goodput, plot_goodput
-        >>> setup = Failures(ranks=100, rank_mtbf_s=1e6, checkpoint_s=10, restart_s=100)
-        >>> plot_goodput(goodput(setup, work_s=1e5)).axes[0].get_title(loc="left")
-        '100 ranks: a failure every 2.8 h'
-    """
-    figure = optional("matplotlib.figure", extra="plots", needed_by="plot_goodput")
-    drawn = figure.Figure(figsize=(8, 4), layout="constrained")
-    axes = drawn.subplots()
-    every_h = result.failures.mtbf_s / _HOUR
-    axes.set_title(f"{result.failures.ranks} ranks: a failure every {every_h:.2g} h", loc="left")
-    minutes = [interval / 60 for interval in result.intervals_s]
-    for number, row in zip(result.spares, result.rows, strict=True):
-        axes.plot(minutes, [100 * share for share in row], marker="o", label=f"{number} spares")
-    span = [minutes[0] * (minutes[-1] / minutes[0]) ** (step / 60) for step in range(61)]
-    daly = [100 * daly_goodput(result.failures, 60 * interval) for interval in span]
-    axes.plot(span, daly, color="#808080", linestyle="--", label="Daly, without waiting")
-    axes.axvline(
-        young_interval_s(result.failures) / 60, color="#d00000", linestyle=":", label="Young"
-    )
-    axes.set_xscale("log")
-    axes.set_xlabel("training between two checkpoints, in minutes")
-    axes.set_ylabel("goodput, in per cent")
-    drawn.legend(loc="outside lower center", ncols=4, frameon=False)
-    return drawn

@@ -6,15 +6,7 @@ import attrs
 import pytest
 
 import fxtrain as fx
-from fxtrain.profiling import (
-    Failures,
-    daly_goodput,
-    daly_interval_s,
-    goodput,
-    simulate_run,
-    young_interval_s,
-)
-from fxtrain.profiling.failures import goodput_table
+from fxtrain.profiling import Failures, goodput, simulate_run
 
 # Mean time between failures of the run, checkpoint and restart, in seconds.
 SETUPS = [(10_000, 10, 100), (10_000, 300, 60), (3_000, 60, 600), (100_000, 30, 0)]
@@ -36,16 +28,16 @@ def _mean(setup, interval, runs=40):
 @pytest.mark.parametrize("factor", [0.5, 1, 3])
 def test_runs_have_the_goodput_that_daly_expects(numbers, factor):
     setup = _setup(*numbers)
-    interval = factor * daly_interval_s(setup)
-    assert _mean(setup, interval) == pytest.approx(daly_goodput(setup, interval), abs=0.006)
+    interval = factor * setup.daly_interval_s
+    assert _mean(setup, interval) == pytest.approx(setup.daly_goodput(interval), abs=0.006)
 
 
 @pytest.mark.parametrize("numbers", SETUPS)
 def test_no_interval_is_better_than_dalys(numbers):
     setup = _setup(*numbers)
-    best = daly_interval_s(setup)
-    at_best = daly_goodput(setup, best)
-    others = [daly_goodput(setup, best * factor) for factor in (0.5, 0.8, 0.95, 1.05, 1.25, 2)]
+    best = setup.daly_interval_s
+    at_best = setup.daly_goodput(best)
+    others = [setup.daly_goodput(best * factor) for factor in (0.5, 0.8, 0.95, 1.05, 1.25, 2)]
     assert max(others) < at_best
     simulated = {factor: _mean(setup, best * factor) for factor in (0.33, 1, 3)}
     assert max(simulated, key=simulated.get) == 1
@@ -54,8 +46,8 @@ def test_no_interval_is_better_than_dalys(numbers):
 def test_youngs_interval_is_dalys_to_first_order():
     for save in (0.01, 0.1, 1.0):
         setup = _setup(100_000, save, 0)
-        assert daly_interval_s(setup) == pytest.approx(young_interval_s(setup), rel=0.01)
-    assert daly_interval_s(_setup(100, 300, 0)) == 100  # a checkpoint takes longer than that
+        assert setup.daly_interval_s == pytest.approx(setup.young_interval_s, rel=0.01)
+    assert _setup(100, 300, 0).daly_interval_s == 100  # a checkpoint takes longer than that
 
 
 def test_spares_save_waiting_and_never_cost_goodput():
@@ -65,7 +57,7 @@ def test_spares_save_waiting_and_never_cost_goodput():
     assert best == sorted(best)
     assert best[0] < 0.2  # one repair after the other
     assert best[-1] == pytest.approx(
-        max(daly_goodput(setup, one) for one in found.intervals_s), abs=0.02
+        max(setup.daly_goodput(one) for one in found.intervals_s), abs=0.02
     )
     none = simulate_run(attrs.evolve(setup, spares=64), interval_s=1000, work_s=3e6)
     assert none.waiting_s == 0
@@ -75,7 +67,7 @@ def test_a_run_that_cannot_end_is_given_up():
     run = simulate_run(_setup(10, 100, 100), interval_s=100, work_s=1e4)
     assert not run.finished
     assert run.goodput == 0
-    assert daly_goodput(_setup(10, 100, 100), 1e9) == 0
+    assert _setup(10, 100, 100).daly_goodput(1e9) == 0
 
 
 @pytest.mark.parametrize(
@@ -93,6 +85,6 @@ def test_wrong_intervals_are_refused():
 
 def test_the_table_shows_times_in_units_that_fit():
     setup = Failures(ranks=10, rank_mtbf_s=1.2e8, checkpoint_s=0.25, restart_s=60)
-    table = goodput_table(goodput(setup, work_s=1e6, runs=1))
+    table = goodput(setup, work_s=1e6, runs=1).__rich__()
     assert table.title.startswith("Goodput of 10 ranks: a failure every 139 days, a checkpoint of")
     assert "40.8 min by Young's formula" in str(table.caption)

@@ -12,7 +12,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.cli import Exit, main
 from fxtrain.cli.compare_command import RECIPES, WEIGHTS, plan_of
-from fxtrain.quality.comparing import innermost
+from fxtrain.quality import innermost
 from tests.precision._records import RECORDS, frozen_mlp, marked, mlp
 
 FP32 = {"same": fx.Plan()}
