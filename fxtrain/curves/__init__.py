@@ -3,9 +3,16 @@
 Nothing here imports torch, since that would take longer than most reports.
 """
 
-from fxtrain.curves.curve import Curve, sparkline
 from fxtrain.curves.page import page_of, picture_of
-from fxtrain.curves.reading import RunCurves, RunReader, check_is_run, file_of, read_curves
+from fxtrain.curves.reading import (
+    Curve,
+    RunCurves,
+    RunReader,
+    check_is_run,
+    file_of,
+    read_curves,
+    sparkline,
+)
 
 __all__ = [
     "Curve",

@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from fxtrain._optional import optional
 from fxtrain._version import __version__
-from fxtrain.curves.curve import Curve
-from fxtrain.curves.reading import RunCurves
+from fxtrain.curves.reading import Curve, RunCurves
 from fxtrain.errors import PlanError, escape_unprintable
 
 _ASSETS = files("fxtrain.curves") / "assets"
@@ -280,11 +279,11 @@ def _facts(curve: Curve) -> tuple[str, ...]:
 def _logged(name: str, run: RunCurves) -> str:
     """A table that a run has logged, such as that of a profile."""
     table, label = run.tables[name], run.label
-    rows = (_row(text_of(first), map(str, rest)) for first, *rest in table.rows)
-    left = table.count - len(table.rows)
+    rows = (_row(text_of(first), map(str, rest)) for first, *rest in table["rows"])
+    left = table["count"] - len(table["rows"])
     return (
-        f"<h3>{text_of(name)}: {text_of(label)}, update {table.step:,}</h3>\n"
-        + _table(f"{name}: {label}", table.columns, rows)
+        f"<h3>{text_of(name)}: {text_of(label)}, update {table['step']:,}</h3>\n"
+        + _table(f"{name}: {label}", table["columns"], rows)
         + (f"\n<p>{left:,} more rows are not shown.</p>" if left else "")
     )
 

@@ -1,10 +1,12 @@
-"""Reads runs for a report, and follows those that are being logged."""
+"""Reads runs for a report, and follows those that are being logged: curves with few points."""
 
 import contextlib
 import json
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ import attrs
 
 from fxtrain._reading import LONGEST_LINE, open_file
 from fxtrain._record import shown
-from fxtrain.curves.curve import Curve
 from fxtrain.errors import PlanError
 
 try:  # four times as fast as Python's own
@@ -32,23 +33,78 @@ _TABLE_ROWS = 100
 _LONGEST_LABEL = 200  # characters
 _LONGEST_TEXT = 1000  # characters, as the tracker truncates settings
 _LARGEST = 2**53  # the largest whole number that a float represents exactly
+_BARS = "▁▂▃▄▅▆▇█"
+_SLACK = 8  # times the limit of points before values are thinned out
 
 
-@attrs.frozen(kw_only=True)
-class LoggedTable:
-    """A table of `run.table`.
+def _extremes(values: Sequence[float], edges: Sequence[int]) -> list[int]:
+    """Positions of the first and last value, and of the extremes between each two edges."""
+    positions = {0, len(values) - 1}
+    for start, end in pairwise(edges):
+        part = values[start:end]
+        if math.isfinite(sum(part)):
+            positions.update((start + part.index(min(part)), start + part.index(max(part))))
+            continue
+        real = [value for value in part if math.isfinite(value)]
+        if real:
+            positions.update((start + part.index(min(real)), start + part.index(max(real))))
+        if len(real) < len(part):
+            positions.add(
+                start + next(at for at, value in enumerate(part) if not math.isfinite(value))
+            )
+    return sorted(positions)
+
+
+@attrs.define(kw_only=True)
+class Curve:
+    """The values of one metric, thinned out evenly once there are many.
 
     Attributes:
-        step: The update at which it was logged.
-        columns: Their names.
-        rows: The first ones.
-        count: The number of all rows.
+        places: Updates, rows and seconds since 1970 of each value that is kept; NaN where none were
+            logged.
+        values: The values that are kept, some of which may not be finite.
+        numbers: Their numbers among all values.
+        width: Number of consecutive values of which only extremes are kept; a power of two, so
+            that buckets become parts of larger ones.
+        count: Number of values that were logged.
+        nonfinite: Number of those that are not finite.
     """
 
-    step: int
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    count: int
+    places: list[tuple[float, float, float]] = attrs.field(factory=list)
+    values: list[float] = attrs.field(factory=list)
+    numbers: list[int] = attrs.field(factory=list)
+    width: int = 1
+    count: int = 0
+    nonfinite: int = 0
+
+    def axis(self, over: str) -> list[float]:
+        """The horizontal positions: updates, rows, or time in seconds since 1970."""
+        at = ("updates", "rows", "time").index(over)
+        return [place[at] for place in self.places]
+
+    def add(self, place: tuple[float, float, float], value: float, limit: int) -> None:
+        """Add a value; about `limit` are kept, and at most eight times as many for a while."""
+        self.places.append(place)
+        self.values.append(value)
+        self.numbers.append(self.count)
+        self.count += 1
+        if not math.isfinite(value):
+            self.nonfinite += 1
+        if len(self.values) > _SLACK * limit:
+            self.thin(limit)
+
+    def thin(self, limit: int) -> None:
+        """Keep about `limit` values: the extremes and the first non-finite value of each bucket."""
+        while 2 * self.count > self.width * limit:
+            self.width *= 2
+        edges = [0]
+        while edges[-1] < len(self.numbers):
+            bucket = self.numbers[edges[-1]] // self.width
+            edges.append(bisect_left(self.numbers, (bucket + 1) * self.width, edges[-1]))
+        positions = _extremes(self.values, edges)
+        self.places = [self.places[at] for at in positions]
+        self.values = [self.values[at] for at in positions]
+        self.numbers = [self.numbers[at] for at in positions]
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -63,7 +119,8 @@ class RunCurves:
         started: Seconds since 1970, if known.
         starts: How often the run was started or resumed; 0 if the file is not that of a run.
         artifacts: Paths of logged files, by name.
-        tables: Tables that were logged last, by name.
+        tables: Tables that were logged last, by name: the update (`step`), the `columns`, the first
+            `rows`, and the `count` of all rows.
         left_out: Number of values of metrics beyond the first 10,000.
         damaged: Number of invalid lines that were skipped.
     """
@@ -75,7 +132,7 @@ class RunCurves:
     started: float | None = None
     starts: int = 0
     artifacts: dict[str, str] = attrs.field(factory=dict)
-    tables: dict[str, LoggedTable] = attrs.field(factory=dict)
+    tables: dict[str, dict[str, Any]] = attrs.field(factory=dict)
     left_out: int = 0
     damaged: int = 0
 
@@ -132,18 +189,18 @@ def _plain(value: Any) -> Any:
     return value if value is None or small or type(value) in (bool, float) else shown(value)
 
 
-def _table(table: Any, step: int) -> LoggedTable | None:
+def _table(table: Any, step: int) -> dict[str, Any] | None:
     """A table as the tracker writes it; None for anything else."""
     columns, rows = map(table.get, ("columns", "rows")) if type(table) is dict else (None, None)
     if type(columns) is not list or type(rows) is not list or not columns:
         return None
     fits = (row for row in rows[:_TABLE_ROWS] if type(row) is list and len(row) == len(columns))
-    return LoggedTable(
-        step=step,
-        columns=[str(_plain(name)) for name in columns[:_MOST_COLUMNS]],
-        rows=[[_plain(cell) for cell in row[:_MOST_COLUMNS]] for row in fits],
-        count=len(rows),
-    )
+    return {
+        "step": step,
+        "columns": [str(_plain(name)) for name in columns[:_MOST_COLUMNS]],
+        "rows": [[_plain(cell) for cell in row[:_MOST_COLUMNS]] for row in fits],
+        "count": len(rows),
+    }
 
 
 def _limit(named: dict[str, Any], most: int) -> None:
@@ -311,3 +368,35 @@ def _labelled(runs: Sequence[RunCurves]) -> tuple[RunCurves, ...]:
         again = labels.count(label)
         labels.append(f"{label} #{again + 1}" if again else label)
     return tuple(map(lambda run, label: attrs.evolve(run, label=label), runs, labels))
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Values as a line of bars: the mean of each part; a part without finite values is a space.
+
+    Example:
+        >>> sparkline([0.0, 1.0, 2.0, float("nan"), 7.0], 5)
+        '▁▂▃ █'
+    """
+    width = min(width, len(values))
+    parts = [
+        values[at * len(values) // width : (at + 1) * len(values) // width] for at in range(width)
+    ]
+    finite = [[value for value in part if math.isfinite(value)] for part in parts]
+    means = [_mean(part) if part else math.nan for part in finite]
+    known = [mean for mean in means if not math.isnan(mean)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    return "".join(_bar(mean, low, high) for mean in means)
+
+
+def _mean(values: Sequence[float]) -> float:
+    # Divided before they are added, so that large values do not overflow; rounding must not make
+    # bars of equal values differ.
+    mean = sum(value / len(values) for value in values)
+    return min(max(mean, min(values)), max(values))
+
+
+def _bar(value: float, low: float, high: float) -> str:
+    if math.isnan(value):
+        return " "
+    span = high / 2 - low / 2
+    return _BARS[round((value / 2 - low / 2) / span * (len(_BARS) - 1))] if span > 0 else _BARS[0]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain.diagnosis.facts import clock_problems, fact_problems, facts_here
+from fxtrain.diagnosis.environment import clock_problems, fact_problems, facts_here
 from fxtrain.errors import FxError
 from fxtrain.state import DistContext, Plan
 

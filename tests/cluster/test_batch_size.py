@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from fxtrain.tuning.batch_size import is_out_of_memory
+from fxtrain.tuning import is_out_of_memory
 
 
 def _found(ctx, start, limits, accumulate, shrink):

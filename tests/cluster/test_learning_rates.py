@@ -107,7 +107,7 @@ def test_suggestions_of_a_curve_with_noise():
         for rate, more in zip(rates, noise, strict=True)
     )
     curve = fx.tuning.RateCurve(rates=rates, losses=losses)
-    assert 0.005 < curve.steepest < 0.02
+    assert 0.005 < curve.suggestion < 0.02
     assert 0.005 < curve.tenth_of_minimum < 0.08
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxtrain.curves import RunReader, page_of, read_curves
-from fxtrain.curves.curve import Curve
+from fxtrain.curves.reading import Curve
 from fxtrain.trackers import read_run
 from tests.curves._runs import written
 
