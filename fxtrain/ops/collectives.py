@@ -13,17 +13,18 @@ from fxtrain import _tree
 from fxtrain._words import canonical_text
 from fxtrain.errors import CollectiveError
 from fxtrain.ops.transport.exchange import (
+    EMPTY,
     Call,
     capacity,
     compare,
     exchange_payloads,
     exchange_rows,
-    rank_loss_guard,
 )
-from fxtrain.ops.transport.large import broadcast_all, gather_all, pieces
+from fxtrain.ops.transport.large import broadcast_piece, gather_piece, in_pieces
 from fxtrain.ops.transport.mismatches import check_is_context, check_source_rank
 from fxtrain.ops.transport.packing import (
     Packed,
+    byte_size,
     combinable,
     from_bytes,
     pack,
@@ -36,7 +37,6 @@ from fxtrain.ops.transport.pickled import dump, unpickle_all
 from fxtrain.state import DistContext
 
 T = TypeVar("T")
-_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _MAX_PAYLOAD_BYTES = 1 << 20  # of the tensors of a gather that are sent as one payload
 # torch 2.13 renamed this function, and warns about the older name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -126,7 +126,7 @@ def gather_packed(
 
 
 def _gathered_leaves(name: str, packed: Packed, ctx: DistContext, arguments: str) -> dict[int, Any]:
-    others = dump(list(packed.others.values()), ctx) if packed.others else _EMPTY
+    others = dump(list(packed.others.values()), ctx) if packed.others else None
     call = (name, signature(packed, arguments))
     joined, rest = _gather_leaves(ctx, call, packed, others, joined=True)
     leaves: dict[int, Any] = dict(zip(packed.tensors, joined, strict=True))
@@ -231,18 +231,22 @@ def broadcast_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> A
     call = (name, signature(packed, f"src={src}"))
     # A simulated world has only this rank's values.
     sends = ctx.rank == src or ctx.comm.simulated
-    blob = dump(list(packed.others.values()), ctx) if sends and packed.others else _EMPTY
+    blob = dump(list(packed.others.values()), ctx) if sends and packed.others else EMPTY
     fits = _fits_in_packet(ctx, tensors) and ctx.world_size > 1
     mine = torch.cat([to_bytes(tensors), blob]) if fits else blob
-    payload = exchange_payloads(ctx, call, mine if sends else _EMPTY)[src]
+    payload = exchange_payloads(ctx, call, mine if sends else EMPTY)[src]
     if ctx.world_size == 1:
         got = [tensor.clone() for tensor in tensors]
     elif fits:
-        size = to_bytes(tensors).numel()
+        size = byte_size(tensors)
         got = from_bytes(payload[:size], tensors)
         payload = payload[size:]
     else:
-        got = _broadcast_large(ctx, call, tensors, src)
+
+        def send(piece: list[Tensor], group: Any) -> list[Tensor]:
+            return broadcast_piece(piece, ctx.comm.ranks[src], group, sends=sends)
+
+        got = in_pieces(ctx, call, tensors, send)
     (others,) = unpickle_all(name, {src: payload}, ctx) if packed.others else ([],)
     leaves = dict(zip(packed.tensors, got, strict=True))
     return packed.rebuild(leaves | dict(zip(packed.others, others, strict=True)))
@@ -251,7 +255,7 @@ def broadcast_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> A
 def _gather_leaves(
     ctx: DistContext, call: Call, packed: Packed, others: Tensor | None, *, joined: bool = False
 ) -> tuple[list[Tensor], list[list[Any]]]:
-    """Each tensor of all ranks, as `unpack_ranks` returns it, and the other leaves of each rank.
+    """Each tensor of all ranks, as `split_rows` returns it, and the other leaves of each rank.
 
     Args:
         others: The output of `dump` for the other leaves; None if they are not needed.
@@ -260,74 +264,39 @@ def _gather_leaves(
     if ctx.world_size == 1:
         copies = [t.clone() if joined and t.ndim else t.clone()[None] for t in tensors]
         return copies, [list(packed.others.values())]
-    blob = _EMPTY if others is None else others
+    blobs: Sequence[Tensor] = []
     if _on_cpu(tensors) and sum([tensor.nbytes for tensor in tensors]) <= _MAX_PAYLOAD_BYTES:
-        # More bytes take fewer copies in `gather_large`.
+        # More bytes take fewer copies in `gather_piece`.
         flat = to_bytes(tensors)
-        mine = torch.cat([flat, blob]) if blob.numel() else flat
+        mine = flat if others is None else torch.cat([flat, others])
         rows, sizes = exchange_rows(ctx, call, mine)
         stacked = unpack_ranks(rows, tensors, joined=joined)
-        ends = zip(rows, sizes, strict=True) if blob.numel() else ()
-        blobs: Sequence[Tensor] = [row[flat.numel() : size] for row, size in ends]
+        if others is not None:
+            blobs = [row[flat.numel() : size] for row, size in zip(rows, sizes, strict=True)]
     else:
-        blobs = _check_call(ctx, call, tensors, blob)
-        stacked = _gather_large(ctx, call, tensors, joined=joined)
-    if not blob.numel():
+        if others is None:
+            compare(ctx, call, wait=_on_cpu(tensors))
+        else:
+            blobs = exchange_payloads(ctx, call, others)
+
+        def gather(piece: list[Tensor], group: Any) -> list[Tensor]:
+            return gather_piece(piece, ctx.world_size, group, joined=joined)
+
+        stacked = in_pieces(ctx, call, tensors, gather)
+    if others is None:
         return stacked, [[]] * ctx.world_size
     return stacked, unpickle_all(call[0], dict(enumerate(blobs)), ctx)
-
-
-def _check_call(
-    ctx: DistContext, call: Call, tensors: list[Tensor], blob: Tensor
-) -> Sequence[Tensor]:
-    if blob.numel():
-        return exchange_payloads(ctx, call, blob)
-    compare(ctx, call, wait=_on_cpu(tensors))
-    return [_EMPTY] * ctx.world_size
 
 
 def _fits_in_packet(ctx: DistContext, tensors: list[Tensor]) -> bool:
     """Whether tensors can be sent in the packet itself: they are on the CPU and fit."""
     if ctx.world_size == 1:
         return True
-    size = sum([tensor.nbytes + 15 for tensor in tensors])
-    return size <= capacity(ctx.world_size) and _on_cpu(tensors)
+    return byte_size(tensors) <= capacity(ctx.world_size) and _on_cpu(tensors)
 
 
 def _on_cpu(tensors: list[Tensor]) -> bool:
     return all([tensor.is_cpu for tensor in tensors])
-
-
-def _by_device(ctx: DistContext, tensors: list[Tensor]) -> list[tuple[Any, list[int]]]:
-    """Pair groups with tensors: the control group for CPU tensors, the device group for others."""
-    cpu = [i for i, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
-    device = [i for i, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
-    pairs = [(ctx.comm.control, cpu), (ctx.comm.group, device)]
-    return [(group, places) for group, places in pairs if places]
-
-
-def _gather_large(
-    ctx: DistContext, call: Call, tensors: list[Tensor], *, joined: bool
-) -> list[Tensor]:
-    stacked: dict[int, Tensor] = {}
-    for group, places in _by_device(ctx, tensors):
-        mine = [tensors[i] for i in places]
-        with rank_loss_guard(ctx, call):
-            got = gather_all(mine, ctx.world_size, group, joined=joined)
-        stacked |= zip(places, got, strict=True)
-    return [stacked[place] for place in range(len(tensors))]
-
-
-def _broadcast_large(ctx: DistContext, call: Call, tensors: list[Tensor], src: int) -> list[Tensor]:
-    out: list[Any] = [None] * len(tensors)
-    sends = ctx.rank == src or ctx.comm.simulated  # a simulated world has only this rank's values
-    for group, places in _by_device(ctx, tensors):
-        mine = [tensors[i] for i in places]
-        with rank_loss_guard(ctx, call):
-            got = broadcast_all(mine, ctx.comm.ranks[src], group, sends=sends)
-        for i, tensor in zip(places, got, strict=True):
-            out[i] = tensor
-    return out
 
 
 def check_gradients(ctx: DistContext) -> None:
@@ -414,48 +383,30 @@ def fold(rows: Tensor, op: str) -> Tensor:
 
 def all_reduce(ctx: DistContext, call: Call, tensors: list[Tensor], op: str) -> list[Tensor]:
     """Combine tensors over ranks with one all-reduce per dtype and device, and each of `pieces`."""
-    out: list[Tensor | None] = [None] * len(tensors)
-    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.dtype, tensor.device.type == "cpu"), []).append(place)
-    for (_, on_cpu), places in kinds.items():
-        whole = [
-            part
-            for piece in pieces([tensors[place] for place in places])
-            for part in _reduced(ctx, call, piece, op, on_cpu=on_cpu)
-        ]
-        for place, part in zip(places, whole, strict=True):
-            out[place] = part
-    return [tensor for tensor in out if tensor is not None]
+
+    def run(piece: list[Tensor], group: Any) -> list[Tensor]:
+        return _reduced(piece, op, ctx.world_size, group)
+
+    return in_pieces(ctx, call, tensors, run, by_dtype=True)
 
 
-def _reduced(
-    ctx: DistContext, call: Call, piece: list[Tensor], op: str, *, on_cpu: bool
-) -> list[Tensor]:
+def _reduced(piece: list[Tensor], op: str, ranks: int, group: Any) -> list[Tensor]:
     """New tensors, from one buffer: `piece` has one dtype."""
     parts = [tensor.reshape(-1) for tensor in piece]
     flat = torch.cat(parts) if len(parts) > 1 else parts[0].resolve_conj()
     wide = _widen(flat, op)
     if wide is parts[0]:  # the caller's memory
         wide = wide.clone(memory_format=torch.contiguous_format)
-    summed = _all_reduce_flat(ctx, call, wide, op, on_cpu=on_cpu)
-    done = _narrow(summed, piece[0].dtype, op, ctx.world_size)
+    if wide.is_complex() and op == "product":  # does not act on real and imaginary separately
+        rows = [torch.empty_like(wide) for _ in range(ranks)]
+        dist.all_gather(rows, wide, group=group)
+        wide = torch.stack(rows).prod(0)
+    else:
+        sent = torch.view_as_real(wide) if wide.is_complex() else wide
+        dist.all_reduce(sent, op=_OPS[op], group=group)
+    done = _narrow(wide, piece[0].dtype, op, ranks)
     sizes = [tensor.numel() for tensor in piece]
     return [part.view(t.shape) for part, t in zip(done.split(sizes), piece, strict=True)]
-
-
-def _all_reduce_flat(
-    ctx: DistContext, call: Call, flat: Tensor, op: str, *, on_cpu: bool
-) -> Tensor:
-    group = ctx.comm.control if on_cpu else ctx.comm.group
-    with rank_loss_guard(ctx, call):
-        if flat.is_complex() and op == "product":  # does not act on real and imaginary separately
-            rows = [torch.empty_like(flat) for _ in range(ctx.world_size)]
-            dist.all_gather(rows, flat, group=group)
-            return torch.stack(rows).prod(0)
-        sent = torch.view_as_real(flat) if flat.is_complex() else flat
-        dist.all_reduce(sent, op=_OPS[op], group=group)
-    return flat
 
 
 def _widen(tensor: Tensor, op: str) -> Tensor:

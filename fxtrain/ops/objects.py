@@ -8,7 +8,7 @@ from fxtrain._tree import TreeSpec
 from fxtrain._words import canonical_text
 from fxtrain.errors import CollectiveError
 from fxtrain.ops.collectives import broadcast_packed, gather_packed
-from fxtrain.ops.transport.exchange import compare, exchange_payloads
+from fxtrain.ops.transport.exchange import EMPTY, compare, exchange_payloads
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packing import Packed
 from fxtrain.state import DistContext
@@ -88,8 +88,7 @@ def barrier(ctx: DistContext) -> None:
         ...     fx.ops.barrier(ctx)
     """
     check_is_context("barrier", ctx)
-    if ctx.world_size > 1:
-        exchange_payloads(ctx, ("barrier", ""), torch.empty(0, dtype=torch.uint8, device="cpu"))
+    exchange_payloads(ctx, ("barrier", ""), EMPTY)
 
 
 def agree(value: T, ctx: DistContext, name: str = "value") -> T:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from fxtrain import _tree
 from fxtrain.errors import CollectiveError, DataError
-from fxtrain.ops.transport.exchange import Call, exchange_payloads, rank_loss_guard
+from fxtrain.ops.transport.exchange import EMPTY, Call, exchange_payloads, rank_loss_guard
 from fxtrain.ops.transport.mismatches import check_is_context, check_source_rank
 from fxtrain.ops.transport.packing import Back, from_bytes, is_array, pack, to_bytes
 from fxtrain.ops.transport.pickled import (
@@ -28,7 +28,6 @@ from fxtrain.state import DistContext
 
 T = TypeVar("T")
 V = TypeVar("V")
-_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @overload
@@ -187,7 +186,7 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, src: int = 0) -> T:
     check_source_rank("scatter", src, ctx)
     call = ("scatter", f"src={src}")
     payloads: list[Tensor] = []
-    note = _EMPTY
+    note = EMPTY
     if ctx.comm.simulated and ctx.rank != src:
         raise CollectiveError(
             f"scatter(src={src}): this is fake rank {ctx.rank}, and fake ranks receive no data. "

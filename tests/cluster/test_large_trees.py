@@ -54,14 +54,21 @@ def test_one_large_tensor_is_copied_into_its_result_only(pair):
 def _pieces(ctx):
     tree = [torch.arange(5) + ctx.rank, torch.ones(3, dtype=torch.bool), torch.tensor(ctx.rank)]
     tree += [torch.full((40, 2), 1.5 + ctx.rank), torch.empty(0, 4), torch.arange(3.0)[1:] * 1j]
-    group, whole, sent = ctx.comm.control, [], []
+    whole, sent = [], []
+
+    def gather(piece, group):
+        return large.gather_piece(piece, ctx.world_size, group, joined=True)
+
+    def send(piece, group):
+        return large.broadcast_piece(piece, 1, group, sends=ctx.rank == 1)
+
     for most in (1, 64, large.PIECE_BYTES):
-        with count_collectives() as traffic:
-            whole.append(large.gather_all(tree, ctx.world_size, group, joined=True, most=most))
-            sends = ctx.rank == 1
-            sent.append(large.broadcast_all(tree, 1, group, sends=sends, most=most))
-        assert traffic.counts["broadcast"] == len(large.pieces(tree, most))
-        assert traffic.counts["all_gather"] == len(large.pieces(tree, most))
+        with pytest.MonkeyPatch.context() as patch, count_collectives() as traffic:
+            patch.setattr(large, "PIECE_BYTES", most)
+            whole.append(large.in_pieces(ctx, ("gather", ""), tree, gather))
+            sent.append(large.in_pieces(ctx, ("broadcast", ""), tree, send))
+            number = len(large.pieces(tree))
+        assert traffic.counts == {"broadcast": number, "all_gather": number}
     for other in range(2):
         torch.testing.assert_close(whole[other], whole[2], rtol=0, atol=0)
         torch.testing.assert_close(sent[other], sent[2], rtol=0, atol=0)
@@ -73,8 +80,10 @@ def test_pieces_of_any_size_give_the_same_values(pair):
     assert pair.run(_pieces) == [(rows, [1, 2, 3, 4, 5], 1, [0, 1])] * 2
 
 
-def test_pieces_keep_the_order_and_their_limit():
+def test_pieces_keep_the_order_and_their_limit(monkeypatch):
+    monkeypatch.setattr(large, "PIECE_BYTES", 31)
     tensors = [torch.empty(n, dtype=torch.uint8, device="meta") for n in (0, 10, 20, 100, 0, 30, 1)]
-    found = [[t.nbytes for t in piece] for piece in large.pieces(tensors, 31)]
-    assert found == [[0, 10, 20], [100], [0, 30, 1]]
+    assert large.pieces(tensors) == [[0, 1, 2], [3], [4, 5, 6]]
     assert large.pieces([]) == []
+    tensors[1] = tensors[1].char()
+    assert large.pieces(tensors, by_dtype=True) == [[0, 2], [1], [3], [4, 5, 6]]

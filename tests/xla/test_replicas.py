@@ -8,7 +8,7 @@ from torch import distributed as dist
 
 import fxtrain as fx
 from fxtrain.ops import connecting, opening, xla_runtime
-from fxtrain.ops.transport.large import broadcast_values, gather_values
+from fxtrain.ops.transport.large import broadcast_piece, gather_piece
 from fxtrain.state.topology import Topology
 
 pytestmark = pytest.mark.xla
@@ -54,12 +54,12 @@ def _recorded(ctx):
         patch.setattr(dist, "get_global_rank", lambda group, rank: rank)
         patch.setattr(dist, "all_gather", lambda out, x, group: group.allgather([out], [x]))
         patch.setattr(dist, "broadcast", _send)
-        rows = gather_values([x, n], RANKS, group, joined=True)
-        sent = broadcast_values([x, n], 0, group)
+        rows = [t for v in (x, n) for t in gather_piece([v], RANKS, group, joined=True)]
+        sent = [t for v in (x, n) for t in broadcast_piece([v], 0, group, sends=False)]
         grads = [x.clone(), x.clone() * 2]
         xla_runtime.mean(grads, RANKS)
         xla_runtime.register_subgroups(group, ctx.device, [[0, 1]])
-        gather_values([n], RANKS, group, joined=False)
+        gather_piece([n], RANKS, group, joined=False)
         return [[t.tolist() for t in found] for found in (rows, sent, grads)], two.calls
 
 
@@ -90,7 +90,7 @@ def _opened(ctx):
         control = connecting._new_group(None, wait=wait, simulated=False)
         kinds = dist.get_backend(), dist.get_backend(control)
         x = torch.arange(2.0, device=ctx.device)
-        rows = gather_values([x], 1, dist.group.WORLD, joined=True)
+        rows = gather_piece([x], 1, dist.group.WORLD, joined=True)
         return rank, kinds, rows[0].tolist(), problem
     finally:
         dist.destroy_process_group()

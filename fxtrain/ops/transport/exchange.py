@@ -10,6 +10,7 @@ all-gather, once the headers agree.
 
 import collections
 import hashlib
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -34,7 +35,8 @@ from fxtrain.ops.transport.mismatches import (
 from fxtrain.ops.transport.pace import Pace
 from fxtrain.state import DistContext
 
-HEADER = 32  # digest 16, payload length 8, pace of the rank 8
+_HEADER = struct.Struct("<16sQQ")  # digest, payload length, pace of the rank
+HEADER = _HEADER.size
 _MAX_PACKET_BYTES = 8192
 _RECENT = 8
 _MAX_TOTAL_BYTES = 1 << 19  # bytes that arrive at each rank in one exchange, at most
@@ -44,6 +46,24 @@ _TORCH: Any = torch._C  # parts of it have no type stubs
 # text that is only shown if the ranks differ.
 Call = tuple[str, str] | tuple[str, str, str]
 _DESCRIBE: Call = ("describe a mismatch", "")
+EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")  # the payload of a call that sends none
+
+
+@attrs.frozen(eq=False)
+class Packets:
+    """The packets of an exchange, which the next one overwrites: as memory and as tensors.
+
+    Attributes:
+        mine: This rank's.
+        received: Those of all ranks, one after the other.
+        sent: `mine`, uint8.
+        rows: `received`, uint8, (ranks, bytes).
+    """
+
+    mine: bytearray
+    received: bytearray
+    sent: Tensor
+    rows: Tensor
 
 
 @attrs.define(eq=False)
@@ -54,20 +74,18 @@ class Exchange:
         call: What the ranks compare.
         digest: Of the call.
         payload: This rank's, uint8, 1-D, on the CPU.
+        packets: Whose memory it uses.
+        work: The all-gather of packets, or that of payloads which follows it.
         site: Where the call is made; None to find it when it is needed.
-        received: The memory of `packets`, from which headers are read.
-        packets: Every rank's packet, uint8, (ranks, bytes).
-        works: The all-gather of packets, and that of payloads if one does not fit in a packet.
-        rows: Every rank's payload, uint8, (ranks, the longest).
+        rows: Every rank's payload, uint8, (ranks, the longest), if one does not fit in a packet.
     """
 
     call: Call
     digest: bytes
     payload: Tensor
-    site: CallSite | None
-    received: bytearray
-    packets: Tensor
-    works: list[dist.Work] = attrs.field(factory=list)
+    packets: Packets
+    work: dist.Work
+    site: CallSite | None = None
     rows: Tensor | None = None
 
 
@@ -83,6 +101,7 @@ class CallState:
         recent: Of the last ones that were started: the number, the call, and when, in the ns of
             `time.time_ns`.
         verified: Digests of calls on which all ranks agreed.
+        packets: Those of the last exchange; None before the first.
         in_flight: The exchange that has not completed: that of the last device collective, whose
             comparison is deferred, or one that an interrupt left.
         in_main_first: Whether this rank is inside a block of `ops.main_first`.
@@ -95,6 +114,7 @@ class CallState:
         factory=lambda: collections.deque(maxlen=_RECENT), repr=False
     )
     verified: set[bytes] = attrs.field(factory=set)
+    packets: Packets | None = attrs.field(default=None, repr=False)
     in_flight: Exchange | None = None
     in_main_first: bool = False
 
@@ -140,13 +160,15 @@ def exchange_rows(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor
     Returns:
         uint8, (ranks, bytes), and by rank the number of payload bytes in its row.
     """
-    exchange = _start(ctx, call, _digest_of(call), payload)
-    sizes = _complete(ctx, exchange)
+    state = settle(ctx)
+    with rank_loss_guard(ctx, call):
+        exchange = _start(ctx, state, call, _digest_of(call), payload)
+        sizes = _complete(ctx, state, exchange)
     if ctx.comm.simulated:  # the same traffic; every rank sends what this rank does
         return payload.repeat(ctx.world_size, 1), sizes
     if exchange.rows is not None:
         return exchange.rows, sizes
-    return exchange.packets[:, HEADER : HEADER + max(sizes)], sizes
+    return exchange.packets.rows[:, HEADER : HEADER + max(sizes)].clone(), sizes
 
 
 def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
@@ -165,18 +187,21 @@ def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
     if not ctx.comm.checks:
         check_thread(ctx)
         return
-    verified = ctx.comm.slot(CallState).verified
-    digest = _digest_of(call)
-    payload = torch.empty(0, dtype=torch.uint8, device="cpu")
-    if not wait and digest in verified:
-        _start(ctx, call, digest, payload, call_site(call[0]))
-        return
-    _complete(ctx, _start(ctx, call, digest, payload))
-    verified.add(digest)
+    state, digest = settle(ctx), _digest_of(call)
+    with rank_loss_guard(ctx, call):
+        exchange = _start(ctx, state, call, digest, EMPTY)
+        if not wait and digest in state.verified:
+            exchange.site = call_site(call[0])
+        else:
+            _complete(ctx, state, exchange)
+    state.verified.add(digest)
 
 
-def settle(ctx: DistContext) -> None:
+def settle(ctx: DistContext) -> CallState:
     """Complete the exchange that a deferred comparison or an interrupt left in flight.
+
+    Returns:
+        What is kept about the communicator, with no exchange in flight.
 
     Raises:
         CollectiveError: its calls differed or a rank never joined; on every rank. Or an earlier
@@ -185,9 +210,11 @@ def settle(ctx: DistContext) -> None:
     check_thread(ctx)
     if ctx.comm.state.failure is not None:
         raise CollectiveError(unusable_message(ctx), code="FX302")
-    exchange = ctx.comm.slot(CallState).in_flight
-    if exchange is not None:
-        _complete(ctx, exchange)
+    state = ctx.comm.slot(CallState)
+    if (exchange := state.in_flight) is not None:
+        with rank_loss_guard(ctx, exchange.call, exchange.site):
+            _complete(ctx, state, exchange)
+    return state
 
 
 def check_thread(ctx: DistContext) -> None:
@@ -239,32 +266,35 @@ class rank_loss_guard:
         raise lost_rank_error(ctx, call, site or call_site(call[0]), waited_s, error) from error
 
 
+def _packets(ctx: DistContext) -> Packets:
+    mine = bytearray(HEADER + capacity(ctx.world_size))
+    received = bytearray(ctx.world_size * len(mine))
+    # Their values are read, also in a dry run, and overwritten, also after inference.
+    with _disable_current_modes(), torch.inference_mode(mode=False):
+        sent = torch.frombuffer(mine, dtype=torch.uint8)
+        rows = torch.frombuffer(received, dtype=torch.uint8).view(ctx.world_size, -1)
+    return Packets(mine, received, sent, rows)
+
+
 def _start(
-    ctx: DistContext, call: Call, digest: bytes, payload: Tensor, site: CallSite | None = None
+    ctx: DistContext, state: CallState, call: Call, digest: bytes, payload: Tensor
 ) -> Exchange:
     """Send this rank's packet."""
-    settle(ctx)
-    state, room = ctx.comm.slot(CallState), capacity(ctx.world_size)
     state.count += 1
     state.recent.append((state.count, call, time.time_ns()))
-    size = payload.numel()
-    pace = ctx.comm.state.slots.get(Pace)
-    micros = 0 if pace is None else pace.micros
-    header = digest + size.to_bytes(8, "little") + micros.to_bytes(8, "little")
-    mine = bytearray(header).ljust(HEADER + room)
-    received = mine * ctx.world_size
-    with _disable_current_modes():  # its values are read, also in a dry run
-        packet = torch.frombuffer(mine, dtype=torch.uint8)
-        packets = torch.frombuffer(received, dtype=torch.uint8).view(ctx.world_size, -1)
-    if 0 < size <= room:
-        packet[HEADER : HEADER + size] = payload
-    exchange = state.in_flight = Exchange(call, digest, payload, site, received, packets)
-    with rank_loss_guard(ctx, call, site):
-        exchange.works.append(_all_gather(ctx, packets, packet))
+    packets = state.packets = state.packets or _packets(ctx)
+    size, pace = payload.numel(), ctx.comm.state.slots.get(Pace)
+    _HEADER.pack_into(packets.mine, 0, digest, size, 0 if pace is None else pace.micros)
+    if 0 < size <= len(packets.mine) - HEADER:
+        packets.sent[HEADER : HEADER + size] = payload
+    if ctx.comm.simulated:
+        packets.received[:] = packets.mine * ctx.world_size
+    work = _all_gather(ctx, packets.rows, packets.sent)
+    exchange = state.in_flight = Exchange(call, digest, payload, packets, work)
     return exchange
 
 
-def _complete(ctx: DistContext, exchange: Exchange) -> list[int]:
+def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> list[int]:
     """Wait for every rank's packet, and for the payloads if one does not fit in a packet.
 
     An interrupt between two statements leaves the exchange in flight; the next call takes it up.
@@ -272,33 +302,30 @@ def _complete(ctx: DistContext, exchange: Exchange) -> list[int]:
     Returns:
         By rank, the bytes of its payload.
     """
-    state, until = ctx.comm.slot(CallState), time.monotonic() + ctx.comm.timeout_s
+    until = time.monotonic() + ctx.comm.timeout_s
+    received, length = exchange.packets.received, len(exchange.packets.mine)
     # Messages are not recorded, so this is what a trace shows of an exchange.
-    with (
-        rank_loss_guard(ctx, exchange.call, exchange.site),
-        _TORCH._profiler._RecordFunctionFast("fxtrain::exchange"),
-    ):
-        exchange.works[0].wait(_remaining(until))
-        received, length = exchange.received, len(exchange.received) // ctx.world_size
-        headers = [received[at : at + HEADER] for at in range(0, len(received), length)]
-        sizes = [int.from_bytes(header[16:24], "little") for header in headers]
-        differ = ctx.comm.checks and any([header[:16] != exchange.digest for header in headers])
-        if not differ and max(sizes) > capacity(len(sizes)):
-            if len(exchange.works) == 1:
+    with _TORCH._profiler._RecordFunctionFast("fxtrain::exchange"):
+        exchange.work.wait(_remaining(until))
+        headers = [_HEADER.unpack_from(received, at) for at in range(0, len(received), length)]
+        sizes = [size for _, size, _ in headers]
+        differ = ctx.comm.checks and any([digest != exchange.digest for digest, *_ in headers])
+        if not differ and max(sizes) > length - HEADER:
+            if exchange.rows is None:
                 payload = exchange.payload
-                exchange.rows = payload.new_empty((len(sizes), max(sizes)))
+                rows = payload.new_empty((len(sizes), max(sizes)))
                 if gap := max(sizes) - payload.numel():
                     payload = torch.cat([payload, payload.new_empty(gap)])
-                exchange.works.append(_all_gather(ctx, exchange.rows, payload))
-            exchange.works[-1].wait(_remaining(until))
+                exchange.work, exchange.rows = _all_gather(ctx, rows, payload), rows
+            exchange.work.wait(_remaining(until))
     state.in_flight = None
     state.completed = state.count
     pace = ctx.comm.state.slots.get(Pace)
     if pace is not None and pace.fresh and ctx.is_main and ctx.comm.name == "world":
-        pace.compare(ctx, [int.from_bytes(header[24:], "little") for header in headers])
+        pace.compare(ctx, [micros for *_, micros in headers])
     if differ:
         text = mismatch_text(exchange.call, exchange.site or call_site(exchange.call[0]))
-        cut = text.encode()[: capacity(len(sizes)) - 1].decode(errors="ignore")
+        cut = text.encode()[: length - HEADER - 1].decode(errors="ignore")
         raise mismatch_error(ctx, exchange_texts(ctx, _DESCRIBE, cut))
     return sizes
 

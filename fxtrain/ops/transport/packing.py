@@ -22,9 +22,8 @@ _NAMES = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype)
 }
-_ALIGN = 16  # of the widest dtype, complex128: a view's offset must be a multiple of its size
 _KINDS = "biufc"  # bool, signed and unsigned integers, floating point, complex
-_WIDEST = 16  # bytes of a complex128, torch's widest dtype
+_WIDEST = 16  # bytes of a complex128, torch's widest dtype; rows begin at a multiple of them
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -85,34 +84,25 @@ def signature(packed: Packed, extra: str = "") -> str:
     return ", ".join(part for part in (structure, " ".join(kinds), extra) if part)
 
 
+def byte_size(tensors: Sequence[Tensor]) -> int:
+    """The size of `to_bytes` of tensors like these."""
+    return -(-sum([tensor.nbytes for tensor in tensors]) // _WIDEST) * _WIDEST
+
+
 def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors of any dtypes into one uint8 tensor on their common device."""
     parts: list[Tensor] = []
-    for places in by_dtype(tensors).values():
+    for places in _by_dtype(tensors).values():
         # One call of torch flattens and joins them all.
         flat = _flatten_dense_tensors([tensors[place] for place in places])
         if flat.is_conj() or flat.is_neg():  # lazy views, whose bytes are not their values
             flat = flat.resolve_conj().resolve_neg()
-        flat = flat.view(torch.uint8)
-        parts.append(flat)
-        if gap := -flat.numel() % _ALIGN:
-            parts.append(flat.new_empty(gap))
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-def byte_layout(
-    tensors: Sequence[Tensor],
-) -> tuple[list[tuple[torch.dtype, list[int], int]], int]:
-    """Where `to_bytes` puts tensors: dtype, places and first byte; and the number of bytes."""
-    layout: list[tuple[torch.dtype, list[int], int]] = []
-    start = 0
-    for dtype, places in by_dtype(tensors).items():
-        layout.append((dtype, places, start))
-        size = sum([tensors[place].numel() for place in places]) * dtype.itemsize
-        start += size + -size % _ALIGN
-    return layout, start
+        parts.append(flat.view(torch.uint8))
+    if not parts:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    if gap := -sum([part.numel() for part in parts]) % _WIDEST:
+        parts.append(parts[0].new_empty(gap))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def unpack_ranks(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) -> list[Tensor]:
@@ -123,27 +113,43 @@ def unpack_ranks(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) 
         joined: Concatenate the ranks' tensors instead of stacking them.
 
     Returns:
-        For each tensor, in its dtype, (ranks, *its shape); joined (ranks · n, ...), in which
-        a 0-d tensor counts as one row.
+        For each tensor, in its dtype, as `split_rows` gives it.
     """
     out: dict[int, Tensor] = {}
-    ranks = len(rows)
-    for dtype, places, start in byte_layout(like)[0]:
-        shapes = [like[place].shape for place in places]
-        counts = [shape.numel() for shape in shapes]
-        size = sum(counts) * dtype.itemsize
+    start = 0
+    for dtype, places in _by_dtype(like).items():
+        group = [like[place] for place in places]
+        size = sum([tensor.nbytes for tensor in group])
         section = rows[:, start : start + size]
-        if rows.stride(0) % dtype.itemsize or rows.storage_offset() % dtype.itemsize:
+        if rows.stride(0) % dtype.itemsize or section.storage_offset() % dtype.itemsize:
             section = section.clone(memory_format=torch.contiguous_format)
         # An empty tensor cannot be viewed as a wider dtype.
         typed = section.view(dtype) if size else section.to(dtype)
-        # Joined rows of several tensors are copied in any case, by one call of torch for all.
-        copies = joined and not (len(places) == 1 and typed.is_contiguous())
-        split: Any = torch.split_with_sizes_copy if copies else torch.split_with_sizes
-        for place, part, shape in zip(places, split(typed, counts, dim=1), shapes, strict=True):
-            full = (ranks * shape[0], *shape[1:]) if joined and shape else (ranks, *shape)
-            out[place] = part.view(full)
+        out |= zip(places, split_rows(typed, group, joined=joined), strict=True)
+        start += size
     return [out[place] for place in range(len(like))]
+
+
+def split_rows(rows: Tensor, like: Sequence[Tensor], *, joined: bool) -> list[Tensor]:
+    """Split rows of several ranks into tensors of one dtype.
+
+    Args:
+        rows: (ranks, entries), each row the concatenation of tensors like these.
+        joined: Concatenate the ranks' tensors instead of stacking them.
+
+    Returns:
+        For each tensor (ranks, *its shape); joined (ranks · n, ...), in which a 0-d tensor counts
+        as one row.
+    """
+    ranks, shapes = rows.shape[0], [tensor.shape for tensor in like]
+    # Joined rows of several tensors are copied in any case, by one call of torch for all.
+    copies = joined and not (len(like) == 1 and rows.is_contiguous())
+    split: Any = torch.split_with_sizes_copy if copies else torch.split_with_sizes
+    parts = split(rows, [shape.numel() for shape in shapes], dim=1)
+    return [
+        part.view((ranks * shape[0], *shape[1:]) if joined and shape else (ranks, *shape))
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
 
 
 def from_bytes(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -151,12 +157,14 @@ def from_bytes(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [column[0] for column in unpack_ranks(flat[None], like)]
 
 
-def by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
-    """Places by dtype; the order of dtypes is that of their first tensor."""
+def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
+    """Places by dtype, the widest first, so that each begins at a multiple of its size."""
     groups: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         groups.setdefault(tensor.dtype, []).append(place)
-    return groups
+    if len(groups) == 1:
+        return groups
+    return {dtype: groups[dtype] for dtype in sorted(groups, key=lambda d: -d.itemsize)}
 
 
 def is_array(leaf: Any) -> bool:
