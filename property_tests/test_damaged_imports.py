@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed import checkpoint as dcp
 
 import fxtrain as fx
-from fxtrain.interop import import_checkpoint, read_accelerate, read_dcp, read_deepspeed
+from fxtrain.interop import import_checkpoint, read_checkpoint
 from tests._damage import (
     damaged,
     damaged_save,
@@ -62,7 +62,7 @@ def _import(source):
 @given(data=st.data())
 def test_a_damaged_folder_of_dcp_is_read_or_refused(distributed, name, data):
     with replaced(distributed / name, lambda raw: data.draw(damaged(raw))):
-        only(fx.CheckpointError, read_dcp, distributed)
+        only(fx.CheckpointError, read_checkpoint, distributed)
 
 
 @settings(max_examples=25)  # torch takes a while to write one
@@ -112,7 +112,7 @@ def accelerate(folder):
 def test_a_damaged_folder_of_accelerate_is_read_or_refused(accelerate, data, name):
     contents = _accelerate()[name]
     with replaced(accelerate / name, lambda raw: data.draw(damaged_save(raw, contents))):
-        only(fx.CheckpointError, read_accelerate, accelerate)
+        only(fx.CheckpointError, read_checkpoint, accelerate)
         only(fx.CheckpointError, _import, accelerate)
 
 
@@ -169,7 +169,7 @@ def deepspeed(folder):
 
 
 def test_the_folder_of_deepspeed_is_read(deepspeed):
-    assert read_deepspeed(deepspeed[0]).tensors["weight"].flatten().tolist() == [0, 1, 2, 3, 4]
+    assert read_checkpoint(deepspeed[0]).models[0]["weight"].flatten().tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("kind", ["model", "optim"])
@@ -178,18 +178,18 @@ def test_a_damaged_folder_of_deepspeed_is_read_or_refused(deepspeed, kind, data)
     made, contents = deepspeed
     path = made / "step4" / f"zero_pp_rank_0_mp_rank_00_{kind}_states.pt"
     with replaced(path, lambda raw: data.draw(damaged_save(raw, contents[path.name]))):
-        only(fx.CheckpointError, read_deepspeed, made)
+        only(fx.CheckpointError, read_checkpoint, made)
         only(fx.CheckpointError, _import, made)
 
 
 @given(data=st.data())
 def test_a_damaged_latest_is_read_or_refused(deepspeed, data):
     with replaced(deepspeed[0] / "latest", lambda raw: data.draw(damaged(raw))):
-        only(fx.CheckpointError, read_deepspeed, deepspeed[0])
+        only(fx.CheckpointError, read_checkpoint, deepspeed[0])
 
 
 def test_a_tag_longer_than_a_file_name_is_refused(deepspeed):
     latest = deepspeed[0] / "latest"
     refused = pytest.raises(fx.CheckpointError, match="layout of DeepSpeed")
     with replaced(latest, lambda raw: b"0xf" * 100), refused:
-        read_deepspeed(deepspeed[0])
+        read_checkpoint(deepspeed[0])

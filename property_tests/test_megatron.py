@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed import checkpoint as dcp
 
 import fxtrain as fx
-from fxtrain.interop import import_checkpoint, read_megatron, write_megatron
+from fxtrain.interop import import_checkpoint, read_checkpoint, write_megatron
 from fxtrain.interop.megatron_names import FAMILIES
 from tests._damage import damaged, damaged_save, misshapen, only, replaced
 
@@ -83,11 +83,11 @@ def test_any_split_is_read_back(folder, model, multiple, local):
         vocab_multiple=multiple,
     )
     assert len(list((made / "release").iterdir())) == tensor * pipeline
-    found = read_megatron(made)
-    assert found.tensors.keys() == tensors.keys()
+    found = read_checkpoint(made)
+    assert found.models[0].keys() == tensors.keys()
     for name, wanted in tensors.items():
-        assert found.tensors[name].dtype == wanted.dtype
-        assert torch.equal(found.tensors[name], wanted), name
+        assert found.models[0][name].dtype == wanted.dtype
+        assert torch.equal(found.models[0][name], wanted), name
     vocab = next(
         len(t) for name, t in tensors.items() if name.endswith(("tokens.weight", "wte.weight"))
     )
@@ -116,7 +116,7 @@ def legacy(folder):
     path = made / "release" / "mp_rank_01_000" / "model_optim_rng.pt"
     contents = torch.load(path, weights_only=False)
     contents["args"] = vars(contents["args"])
-    assert read_megatron(made).tensors.keys() == _small()[0].keys()
+    assert read_checkpoint(made).models[0].keys() == _small()[0].keys()
     return made, path, contents
 
 
@@ -128,7 +128,7 @@ def _import(source):
 def test_a_damaged_rank_is_read_or_refused(legacy, data):
     made, path, contents = legacy
     with replaced(path, lambda raw: data.draw(damaged_save(raw, contents))):
-        only(fx.CheckpointError, read_megatron, made)
+        only(fx.CheckpointError, read_checkpoint, made)
         only(fx.CheckpointError, _import, made)
 
 
@@ -148,14 +148,14 @@ def test_damaged_arguments_are_read_or_refused(legacy, data):
 
     folder_file = made / "changed.pt"
     with replaced(first, change):
-        only(fx.CheckpointError, read_megatron, made)
+        only(fx.CheckpointError, read_checkpoint, made)
 
 
 @given(data=st.data())
 def test_a_damaged_name_of_the_latest_is_read_or_refused(legacy, data):
     made = legacy[0]
     with replaced(made / "latest_checkpointed_iteration.txt", lambda raw: data.draw(damaged(raw))):
-        only(fx.CheckpointError, read_megatron, made)
+        only(fx.CheckpointError, read_checkpoint, made)
 
 
 @pytest.fixture(scope="module")
@@ -181,8 +181,8 @@ def sharded(folder):
 
 
 def test_torch_dist_is_read(sharded):
-    found = read_megatron(sharded)
-    assert found.iteration == 3 and found.tensors.keys() == _small()[0].keys()
+    found = read_checkpoint(sharded)
+    assert found.updates == 3 and found.models[0].keys() == _small()[0].keys()
 
 
 @settings(max_examples=30)
@@ -190,5 +190,5 @@ def test_torch_dist_is_read(sharded):
 @given(data=st.data())
 def test_damaged_torch_dist_is_read_or_refused(sharded, name, data):
     with replaced(sharded / name, lambda raw: data.draw(damaged(raw))):
-        only(fx.CheckpointError, read_megatron, sharded)
+        only(fx.CheckpointError, read_checkpoint, sharded)
         only(fx.CheckpointError, _import, sharded)

@@ -15,7 +15,7 @@ import fxtrain as fx
 from fxtrain._reading import open_file, read_file, read_text
 from fxtrain.cli import main
 from fxtrain.errors import escape_unprintable
-from fxtrain.interop import read_dcp
+from fxtrain.interop import read_checkpoint
 from fxtrain.models.weight_list import read_weights
 
 NOT_FILES = {
@@ -174,7 +174,7 @@ def test_a_memo_of_dcp_takes_no_more_memory_than_its_file(tmp_path):
         (tmp_path / ".metadata").write_bytes(raw)
         tracemalloc.start()
         with pytest.raises(fx.CheckpointError, match="does not have the layout"):
-            read_dcp(tmp_path)
+            read_checkpoint(tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 8_000_000
         tracemalloc.stop()
 

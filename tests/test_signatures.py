@@ -43,11 +43,9 @@ _PLACES = {
         "deepspeed_config.return unstructure.return"
     ),
     _STATE: (
-        "AcceleratorState.custom AcceleratorState.loaders AcceleratorState.optimizers "
-        "AcceleratorState.random AcceleratorState.scaler AcceleratorState.schedulers "
-        "DcpState.values DeepSpeedState.optimizer DeepSpeedState.scheduler EMA.state "
-        "MegatronState.args MegatronState.config ModelState.values StateReader.values "
-        "read_megatron.args write_megatron.args write_megatron.config"
+        "EMA.state Imported.config Imported.optimizers Imported.others Imported.scaler "
+        "Imported.schedulers ModelState.values StateReader.values "
+        "read_checkpoint.args write_megatron.args write_megatron.config"
     ),
     _NATIVE: (
         "Case.optimizer Entry.value Run.native.return Sharded.dataset.return Tracker.close "

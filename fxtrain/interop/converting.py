@@ -1,4 +1,4 @@
-"""Convert checkpoints of other libraries into fxtrain's."""
+"""Read checkpoints of other libraries, and convert them into fxtrain's."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,25 +7,63 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxtrain._reading import StrPath
-from fxtrain._record import shown
 from fxtrain.checkpoint.json_values import encode
 from fxtrain.checkpoint.saving import save_alone
 from fxtrain.checkpoint.snapshot import MODEL, Snapshot, model_facts
 from fxtrain.errors import CheckpointError
 from fxtrain.interop.accelerate_checkpoints import read_accelerate
-from fxtrain.interop.dcp_checkpoints import (
-    expected_layout,
-    lists_of,
-    named_tensors,
-    read_dcp,
-    tree_of,
-)
+from fxtrain.interop.dcp_checkpoints import is_dcp, read_dcp
 from fxtrain.interop.deepspeed_checkpoints import is_deepspeed, read_deepspeed
+from fxtrain.interop.imported import Imported, expected_layout, named_tensors
 from fxtrain.interop.megatron_checkpoints import is_megatron, read_megatron
 from fxtrain.state import Plan, Position
 
-# Of one model: tensors, tied names, and the state dicts "optimizers", "schedulers" and "scaler".
-_Found = tuple[Mapping[str, Tensor], Mapping[str, str], Mapping[str, Any]]
+
+def read_checkpoint(
+    folder: StrPath, *, optimizer: bool = True, args: Mapping[str, Any] | None = None
+) -> Imported:
+    """Read a checkpoint of another library.
+
+    Reads folders of Accelerate's `save_state`, of DeepSpeed's `engine.save_checkpoint` at any ZeRO
+    stage, of `torch.distributed.checkpoint`, and of Megatron-core in its formats `torch` and
+    `torch_dist`, written by any number of ranks. Of Megatron, reads the weights of a Llama, Qwen2
+    or GPT without experts.
+
+    Args:
+        folder: The folder, or the one in which such folders are.
+        optimizer: Whether to read more than the models' tensors.
+        args: Arguments of Megatron that replace those in the files, such as a `vocab_size`
+            without the padding, where these lack some.
+
+    Effects:
+        Reads the files of all ranks, with the full state in memory. Runs no code from the files.
+
+    Raises:
+        CheckpointError: the folder has none of these formats, is damaged or incomplete, uses
+            parallelism whose parts cannot be merged, or has values that torch rejects with
+            `weights_only=True`.
+        MissingPackageError: NumPy is missing; Accelerate stores random states as arrays.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.interop.read_checkpoint("runs/nowhere")
+        Traceback (most recent call last):
+        fxtrain.errors.CheckpointError: No folder runs/nowhere. [FX601]
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise CheckpointError(f"No folder {root}.", code="FX601")
+    if is_megatron(root):
+        with expected_layout(root, "Megatron-core 0.16"):
+            return read_megatron(root, args or {})
+    if is_dcp(root):
+        with expected_layout(root, "torch.distributed.checkpoint"):
+            return read_dcp(root, optimizer=optimizer)
+    if is_deepspeed(root):
+        with expected_layout(root, "DeepSpeed 0.19"):
+            return read_deepspeed(root, optimizer=optimizer)
+    with expected_layout(root, "Accelerate"):
+        return read_accelerate(root, optimizer=optimizer)
 
 
 def import_checkpoint(
@@ -38,13 +76,10 @@ def import_checkpoint(
 ) -> str:
     """Convert a checkpoint of another library into one that `restore` can load.
 
-    Reads folders of Accelerate's `save_state` with one model, of DeepSpeed's
-    `engine.save_checkpoint` at any ZeRO stage, and of `torch.distributed.checkpoint` with a state
-    dict `{"model": ..., "optimizer": ...}`. Of Megatron's, reads the weights, as transformers
-    names them.
-
     Args:
-        source: The folder to read.
+        source: A folder with one model, as for `read_checkpoint`. The state dict of a
+            `torch.distributed.checkpoint` has the entries "model" and "optimizer", or is that of
+            the model.
         folder: Folder of checkpoints to write into, or an fsspec URL.
         module: The model, on any device. Needed if the optimizer numbers its parameters
             instead of naming them, and for the names of tied parameters.
@@ -69,19 +104,28 @@ def import_checkpoint(
         Traceback (most recent call last):
         fxtrain.errors.CheckpointError: No folder runs/nowhere. [FX601]
     """
-    root = Path(source)
-    with expected_layout(root, "a supported checkpoint"):
-        weights, tied, states = _read(root, optimizer=optimizer)
-        aliases = {**tied, **_tied(weights, module)}
+    found = read_checkpoint(source, optimizer=optimizer)
+    if found.config and optimizer:
+        raise CheckpointError(
+            f"{source} is a checkpoint of Megatron, of which only weights can be converted. Pass "
+            f"optimizer=False, or --no-optimizer."
+        )
+    if len(found.models) != 1:
+        raise CheckpointError(
+            f"{source} contains {len(found.models)} models, but only one can be converted. Read "
+            f"them with fx.interop.read_checkpoint and load each with fx.load_model."
+        )
+    with expected_layout(Path(source), "a supported checkpoint"):
+        weights = named_tensors(found.models[0])
+        aliases = {**found.tied, **_tied(weights, module)}
         tensors = {f"{MODEL}/module.{name}": tensor for name, tensor in weights.items()}
         optimizers: list[Any] = []
-        for index, state in enumerate(states.get("optimizers", ()) if optimizer else ()):
+        for index, state in enumerate(found.optimizers):
             moments, described = _optimizer(state, index, module, weights)
             tensors.update(moments)
             optimizers.append(described)
-        schedulers = list(states.get("schedulers", ())) if optimizer else []
-        values = {"module": {}, "optimizers": optimizers, "schedulers": schedulers}
-        values["scaler"] = states.get("scaler")
+        values = {"module": {}, "optimizers": optimizers, "schedulers": list(found.schedulers)}
+        values["scaler"] = found.scaler
         facts = model_facts(Plan(), encode(values, f"{MODEL}/values", tensors))
     captured = Snapshot(
         tensors=tensors,
@@ -94,60 +138,6 @@ def import_checkpoint(
         metric=None,
     )
     return save_alone(folder, captured)
-
-
-def _read(root: Path, *, optimizer: bool) -> _Found:
-    if not root.is_dir():
-        raise CheckpointError(f"No folder {root}.", code="FX601")
-    if is_megatron(root):
-        if optimizer:
-            raise CheckpointError(
-                f"{root} is a checkpoint of Megatron, of which only weights can be converted. Pass "
-                f"optimizer=False, or --no-optimizer."
-            )
-        model = read_megatron(root)
-        return model.tensors, model.tied, {}
-    if (root / ".metadata").exists():
-        return _from_dcp(root, optimizer=optimizer)
-    if is_deepspeed(root):
-        zero = read_deepspeed(root, optimizer=optimizer)
-        states = {"optimizers": [zero.optimizer] if zero.optimizer else []}
-        return (
-            zero.tensors,
-            zero.tied,
-            states | {"schedulers": [zero.scheduler] if zero.scheduler else []},
-        )
-    state = read_accelerate(root)
-    if len(state.models) != 1:
-        raise CheckpointError(
-            f"{root} contains {len(state.models)} models, but only one can be converted. Read "
-            f"them with fx.interop.read_accelerate and load each with fx.load_model."
-        )
-    states = {"optimizers": state.optimizers, "schedulers": state.schedulers}
-    return named_tensors(state.models[0]), {}, {**states, "scaler": state.scaler}
-
-
-def _from_dcp(root: Path, *, optimizer: bool) -> _Found:
-    wanted = None if optimizer else (lambda name: name.startswith("model."))
-    tree = tree_of(read_dcp(root, only=wanted), lambda name: tuple(name.split(".", 1)))
-    if not isinstance(tree.get("model"), dict):
-        raise CheckpointError(
-            f"{root} has no entry 'model', only {shown(list(tree))}. Read it with "
-            f"fx.interop.read_dcp and load it with fx.load_model(..., prefix=...)."
-        )
-    tensors = {n: t for n, t in _flat(tree["model"]).items() if isinstance(t, Tensor)}
-    optim = lists_of(tree.get("optimizer", tree.get("optim")))
-    return tensors, {}, {"optimizers": [] if optim is None else [optim]}
-
-
-def _flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _tied(tensors: Mapping[str, Tensor], module: nn.Module | None) -> dict[str, str]:

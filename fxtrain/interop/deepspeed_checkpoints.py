@@ -6,19 +6,17 @@ torch reads the rest with `weights_only=True`. DeepSpeed need not be installed.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
-from fxtrain._display import describe
-from fxtrain._reading import StrPath, read_text
+from fxtrain._reading import read_text
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
-from fxtrain.interop.dcp_checkpoints import expected_layout, in_order, named_tensors
+from fxtrain.interop.imported import Imported, in_order, named_tensors
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.tensor_sources import inside
 
@@ -30,36 +28,13 @@ _LONGEST_TAG = 4096  # bytes
 _MASTER = "fp32"  # among the flat states of an optimizer
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class DeepSpeedState:
-    """The merged contents of a folder written by `engine.save_checkpoint`.
-
-    Attributes:
-        stage: The ZeRO stage.
-        ranks: Number of ranks over which it was partitioned.
-        updates: Updates so far, as counted by the engine.
-        tensors: Parameters and buffers by name; trained parameters are the fp32 masters.
-        tied: Names of tied tensors, each with the name in `tensors`.
-        optimizer: State dict of the optimizer, or None. Parameters are named; at stage 0 in
-            full precision they are numbered, as torch writes them.
-        scheduler: State dict of the scheduler that DeepSpeed stepped, or None.
-    """
-
-    stage: int
-    ranks: int
-    updates: int
-    tensors: Mapping[str, Tensor] = attrs.field(repr=describe)
-    tied: Mapping[str, str] = attrs.field(repr=describe)
-    optimizer: Mapping[str, Any] | None = attrs.field(repr=describe)
-    scheduler: Mapping[str, Any] | None = attrs.field(repr=describe)
-
-
 _NAMES = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
 )
+_Files = Sequence[Mapping[str, Any]]  # their contents, by rank
 _STAGES: Any = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 
 
@@ -68,31 +43,10 @@ def is_deepspeed(folder: Path) -> bool:
     return (folder / "zero_to_fp32.py").exists() or any(folder.glob("**/*mp_rank_*_states.pt"))
 
 
-def read_deepspeed(folder: StrPath, *, optimizer: bool = True) -> DeepSpeedState:
-    """Read a folder that DeepSpeed's `engine.save_checkpoint` wrote, at any number of ranks.
-
-    Args:
-        folder: The folder passed to `save_checkpoint`, whose `latest` file is followed, or one
-            of the folders in it.
-        optimizer: Whether to return the optimizer state; the fp32 masters are always read.
-
-    Effects:
-        Reads all files into memory. Runs no code from them.
-
-    Raises:
-        CheckpointError: the folder is not such a checkpoint, lacks a rank's file, uses tensor,
-            pipeline or expert parallelism, or contains values that torch rejects with
-            `weights_only=True`.
-
-    Example:
-        >>> from fxtrain.interop import read_deepspeed
-        >>> read_deepspeed("runs/nowhere")
-        Traceback (most recent call last):
-        fxtrain.errors.CheckpointError: runs/nowhere is not a DeepSpeed checkpoint...
-    """
-    with expected_layout(Path(folder), "DeepSpeed 0.19"):
-        models, optims = _load(_tagged(Path(folder)))
-        return _assemble(models, optims, optimizer=optimizer)
+def read_deepspeed(root: Path, *, optimizer: bool) -> Imported:
+    """Read all files, at any number of ranks; the fp32 masters are read without optimizer too."""
+    models, optims = _load(_tagged(root))
+    return _assemble(models, optims, optimizer=optimizer)
 
 
 def _tagged(root: Path) -> Path:
@@ -112,7 +66,7 @@ def _tagged(root: Path) -> Path:
     )
 
 
-def _load(root: Path) -> tuple[list[Any], list[Any]]:
+def _load(root: Path) -> tuple[_Files, _Files]:
     """The contents of the model files and of the optimizer files, by rank.
 
     Below stage 3 there is one model file.
@@ -131,11 +85,10 @@ def _load(root: Path) -> tuple[list[Any], list[Any]]:
     return in_order(files["model"], root, "model"), in_order(files["optim"], root, "optim")
 
 
-def _assemble(models: list[Any], optims: list[Any], *, optimizer: bool) -> DeepSpeedState:
+def _assemble(models: _Files, optims: _Files, *, optimizer: bool) -> Imported:
     first = models[0]
     buffers = set(first["buffer_names"])
     if not optims:
-        stage, ranks = 0, int(first["dp_world_size"])
         tensors, state = dict(first["module"]), first["optimizer"] if optimizer else None
         if state is not None and "state" not in state:
             raise CheckpointError(
@@ -158,18 +111,17 @@ def _assemble(models: list[Any], optims: list[Any], *, optimizer: bool) -> DeepS
         tensors = {**tensors, **_frozen(models, stage), **masters}
     tied = dict(first["shared_params"] or {})
     tensors = {name: t for name, t in tensors.items() if tied.get(name) not in tensors}
-    return DeepSpeedState(
-        stage=stage,
-        ranks=ranks,
-        updates=int(first["global_steps"]),
-        tensors=named_tensors(tensors),
+    scheduler = first["lr_scheduler"]
+    return Imported(
+        models=(named_tensors(tensors),),
         tied={name: stored for name, stored in tied.items() if stored in tensors},
-        optimizer=state if optimizer else None,
-        scheduler=first["lr_scheduler"],
+        optimizers=(state,) if optimizer and state else (),
+        schedulers=(scheduler,) if optimizer and scheduler else (),
+        updates=int(first["global_steps"]),
     )
 
 
-def _frozen(models: list[dict[str, Any]], stage: int) -> dict[str, Tensor]:
+def _frozen(models: _Files, stage: int) -> dict[str, Tensor]:
     """Full frozen parameters; stage 3 partitions them too."""
     fragments = [
         model["frozen_param_fragments"] for model in (models if stage == 3 else models[:1])

@@ -13,15 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import attrs
 import torch
 from torch import Tensor
 
-from fxtrain._display import describe
 from fxtrain._reading import StrPath, read_text
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
-from fxtrain.interop.dcp_checkpoints import expected_layout, named_tensors, read_dcp
+from fxtrain.interop.dcp_checkpoints import read_tree, tensors_of
+from fxtrain.interop.imported import Imported, named_tensors
 from fxtrain.interop.megatron_names import (
     FAMILIES,
     Family,
@@ -52,27 +51,6 @@ _LONGEST = 100  # bytes of the file that names an iteration
 _MODEL = ("embedding.", "decoder.", "output_layer.")
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class MegatronState:
-    """The weights of a checkpoint of Megatron, as transformers names them.
-
-    Attributes:
-        model_type: The family in transformers: "llama", "qwen2" or "gpt2".
-        iteration: Updates so far; 0 for weights without an optimizer.
-        tensors: Full tensors by name, in the dtype of the files.
-        tied: The name of the output layer, with the name in `tensors`, if they are one tensor.
-        config: Fields of the config of transformers, for `AutoConfig.for_model(**config)`.
-        args: Megatron's arguments that are plain values.
-    """
-
-    model_type: str
-    iteration: int
-    tensors: Mapping[str, Tensor] = attrs.field(repr=describe)
-    tied: Mapping[str, str] = attrs.field(repr=describe)
-    config: Mapping[str, Any]
-    args: Mapping[str, Any] = attrs.field(repr=describe)
-
-
 _Whole = dict[tuple[str, int | None], Tensor]  # full tensors by pattern of their names and layer
 
 
@@ -82,42 +60,25 @@ def is_megatron(folder: Path) -> bool:
     return dist or (folder / _LATEST).is_file() or any(folder.glob(f"mp_rank_*/{_FILE}"))
 
 
-def read_megatron(folder: StrPath, *, args: Mapping[str, Any] | None = None) -> MegatronState:
-    """Read the weights of a checkpoint of Megatron, at any tensor- and pipeline-parallel sizes.
+def read_megatron(folder: Path, overrides: Mapping[str, Any]) -> Imported:
+    """Read the weights at any tensor- and pipeline-parallel sizes, as transformers names them.
 
     Args:
-        folder: The folder of `--save`, whose latest checkpoint is read, or one checkpoint in it,
-            in the formats `torch` and `torch_dist`.
-        args: Arguments of Megatron that replace those in the files, such as a `vocab_size`
-            without the padding, where these lack some.
-
-    Effects:
-        Reads the files of all ranks, and keeps the full weights in memory. Runs no code from the
-        files. The optimizer is not read.
-
-    Raises:
-        CheckpointError: the folder is not such a checkpoint, is damaged, or lacks a rank's file;
-            or the model is not one of Llama, Qwen2 or GPT without experts.
-
-    Example:
-        >>> from fxtrain.interop import read_megatron
-        >>> read_megatron("runs/nowhere")
-        Traceback (most recent call last):
-        fxtrain.errors.CheckpointError: runs/nowhere is not a checkpoint of Megatron...
+        folder: The folder of `--save`, whose latest checkpoint is read, or one checkpoint in it.
+        overrides: Arguments of Megatron that replace those in the files.
     """
-    with expected_layout(Path(folder), "Megatron-core 0.16"):
-        root = _checkpoint(Path(folder))
-        if (root / "metadata.json").is_file():
-            common, whole = _stored_dist(root)
-            return _named(_arguments(common, args or {}), common.get("iteration"), whole)
-        paths = _rank_files(root)
-        files = {
-            place: load_weights_only(path, str(path), mmap=True, placeholders=None)
-            for place, path in paths.items()
-        }
-        arguments = _arguments(files[0, 0], args or {})
-        whole = _joined(root, arguments, files)
-        return _named(arguments, files[0, 0].get("iteration"), whole)
+    root = _checkpoint(folder)
+    if (root / "metadata.json").is_file():
+        common, whole = _stored_dist(root)
+        return _named(_arguments(common, overrides), common.get("iteration"), whole)
+    paths = _rank_files(root)
+    files = {
+        place: load_weights_only(path, str(path), mmap=True, placeholders=None)
+        for place, path in paths.items()
+    }
+    arguments = _arguments(files[0, 0], overrides)
+    whole = _joined(root, arguments, files)
+    return _named(arguments, files[0, 0].get("iteration"), whole)
 
 
 def _checkpoint(folder: Path) -> Path:
@@ -144,8 +105,8 @@ def _stored_dist(root: Path) -> tuple[Mapping[str, Any], _Whole]:
     """The common part of a checkpoint in `torch_dist`, and its tensors."""
     common = load_weights_only(inside(root, _COMMON), str(root / _COMMON), placeholders=None)
     whole: dict[str, Tensor] = {}
-    wanted = read_dcp(root, only=lambda n: n.startswith(_MODEL) and "_extra_state" not in n)
-    for name, tensor in wanted.tensors.items():
+    tree = read_tree(root, lambda n: n.startswith(_MODEL) and "_extra_state" not in n, values=False)
+    for name, tensor in tensors_of(tree).items():
         start, stacked, rest = name.partition("decoder.layers.")
         if stacked and not rest[:1].isdigit():  # the same tensor of all layers
             whole |= {
@@ -231,7 +192,7 @@ def _chunks(contents: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     ]
 
 
-def _named(args: dict[str, Any], iteration: Any, left: _Whole) -> MegatronState:
+def _named(args: dict[str, Any], iteration: Any, left: _Whole) -> Imported:
     """A model as transformers names its tensors."""
     family = family_of(sorted({pattern for pattern, _ in left}))
     check_arguments(family, args)
@@ -251,13 +212,11 @@ def _named(args: dict[str, Any], iteration: Any, left: _Whole) -> MegatronState:
         tensors.update((name.format(layer), part) for name, part in named)
     if left:
         raise LookupError(f"more than {layers} layers")
-    return MegatronState(
-        model_type=family.model_type,
-        iteration=int(iteration or 0),
-        tensors=tensors,
+    return Imported(
+        models=(tensors,),
         tied={output: embedding} if tied else {},
+        updates=int(iteration or 0),
         config=config_of(family, args, vocab=vocab, tied=tied),
-        args=args,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 import fxtrain as fx
-from fxtrain.interop import read_accelerate
+from fxtrain.interop import read_checkpoint
 from tests.checkpoint._imports import Bomb, trained
 
 pytestmark = pytest.mark.filterwarnings(
@@ -69,7 +69,7 @@ def test_a_folder_of_accelerate_is_read(tmp_path, kind):
     assert done.returncode == 0, done.stderr
     wanted = torch.load(tmp_path / "wanted.pth")
     allowed = torch.serialization.get_safe_globals()
-    found = read_accelerate(tmp_path)
+    found = read_checkpoint(tmp_path)
     assert len(found.models) == len(found.optimizers) == 2
     for model, state in zip(found.models, wanted["nets"], strict=True):
         # Of tied tensors, Accelerate's safetensors keep one name and do not tell the others.
@@ -80,9 +80,11 @@ def test_a_folder_of_accelerate_is_read(tmp_path, kind):
         for place, moments in state["state"].items():
             assert torch.equal(optimizer["state"][place]["exp_avg"], moments["exp_avg"])
     assert found.schedulers == (wanted["sched"],)
-    assert found.scaler["scale"] == 8.0 and found.step == 5
-    assert found.custom[0]["count"] == 7 and found.custom[0]["table"].tolist() == [0, 1, 2]
-    (random,) = found.random.values()
+    assert found.scaler["scale"] == 8.0
+    custom = found.others["custom checkpoint"][0]
+    assert custom["count"] == 7 and custom["table"].tolist() == [0, 1, 2]
+    (random,) = found.others["random states"].values()
+    assert random["step"] == 5
     assert torch.equal(random["torch_manual_seed"], wanted["torch"])
     assert torch.equal(random["numpy_random_seed"][1].long(), wanted["numpy"])
     assert random["random_state"] == wanted["python"]
@@ -101,7 +103,7 @@ def test_what_accelerate_spread_over_ranks_is_read(tmp_path):
     )
     state = {"optimizer": optimizer.state_dict()}
     dcp.save(state, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
-    found = read_accelerate(tmp_path)
+    found = read_checkpoint(tmp_path)
     assert found.models[0].keys() == net.state_dict().keys()
     assert torch.equal(found.models[0]["0.weight"], net[0].weight)
     groups = found.optimizers[0]["param_groups"]
@@ -116,25 +118,25 @@ def test_a_pickle_that_torch_refuses_is_refused(tmp_path):
         _accelerate_folder(folder)
         torch.save(Bomb(str(target)), folder / name)
         with pytest.raises(fx.CheckpointError, match=f"{name}: .* rejects it"):
-            read_accelerate(folder)
+            read_checkpoint(folder)
     assert not target.exists()
 
 
 def test_gaps_and_twins_in_a_folder_of_accelerate_are_named(tmp_path):
     with pytest.raises(fx.CheckpointError, match="contains no model of Accelerate"):
-        read_accelerate(tmp_path)
+        read_checkpoint(tmp_path)
     _accelerate_folder(tmp_path / "gap")
     torch.save({}, tmp_path / "gap" / "optimizer_2.bin")
     with pytest.raises(fx.CheckpointError, match=r"optimizer \[2\]"):
-        read_accelerate(tmp_path / "gap")
+        read_checkpoint(tmp_path / "gap")
     _accelerate_folder(tmp_path / "twin")
     fx.export({"w": torch.ones(2)}, tmp_path / "twin")
     with pytest.raises(fx.CheckpointError, match="model 0 twice"):
-        read_accelerate(tmp_path / "twin")
+        read_checkpoint(tmp_path / "twin")
     _accelerate_folder(tmp_path / "link")
     (tmp_path / "link" / "optimizer.bin").symlink_to(tmp_path / "gap" / "optimizer_2.bin")
     with pytest.raises(fx.CheckpointError, match="outside the folder"):
-        read_accelerate(tmp_path / "link")
+        read_checkpoint(tmp_path / "link")
 
 
 def test_arrays_of_numpy_become_tensors(tmp_path):
@@ -142,15 +144,16 @@ def test_arrays_of_numpy_become_tensors(tmp_path):
     arrays = {"numpy_random_seed": ("MT19937", numpy.arange(4, dtype=numpy.uint32), 3)}
     torch.save({"step": 2, **arrays}, tmp_path / "random_states_0.pkl")
     torch.save({"step": 2}, tmp_path / "random_states_1.pkl")
-    found = read_accelerate(tmp_path)
-    word, values, place = found.random[0]["numpy_random_seed"]
+    found = read_checkpoint(tmp_path)
+    random = found.others["random states"]
+    word, values, place = random[0]["numpy_random_seed"]
     assert (word, place, values.dtype, values.tolist()) == (
         "MT19937",
         3,
         torch.uint32,
         [0, 1, 2, 3],
     )
-    assert found.step == 2 and found.random[1] == {}
+    assert random[1] == {"step": 2}
 
 
 def test_a_cut_file_is_named(tmp_path):
@@ -160,4 +163,4 @@ def test_a_cut_file_is_named(tmp_path):
     assert zipfile.is_zipfile(tmp_path / "optimizer.bin")
     (tmp_path / "optimizer.bin").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(fx.CheckpointError, match=r"optimizer\.bin: .* rejects it"):
-        read_accelerate(tmp_path)
+        read_checkpoint(tmp_path)

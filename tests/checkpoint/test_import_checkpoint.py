@@ -112,9 +112,14 @@ def test_what_cannot_be_imported_says_why(tmp_path):
     (step / "mp_rank_00_model_states.pt").write_bytes(b"")
     with pytest.raises(fx.CheckpointError, match="neither a file 'latest'"):
         bring(tmp_path / "ds", tmp_path / "new")
-    dcp.save({"net": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "odd", no_dist=True)
-    with pytest.raises(fx.CheckpointError, match=r"no entry 'model', only \['net'"):
-        bring(tmp_path / "odd", tmp_path / "new")
+
+
+def test_the_state_dict_of_a_model_alone_is_imported(tmp_path):
+    old, net = make_model(), make_model()
+    dcp.save(old.state_dict(), checkpoint_id=tmp_path / "old", no_dist=True)
+    path = fx.interop.import_checkpoint(tmp_path / "old", tmp_path / "new", module=make_model())
+    fx.load_model(fx.checkpoint.saved_weights(path), net)
+    assert torch.equal(net[2].weight, old[2].weight) and torch.equal(net[1].bias, old[1].bias)
 
 
 def test_an_optimizer_in_another_order_is_noticed(tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.cli import main
-from fxtrain.interop import read_megatron, write_megatron
+from fxtrain.interop import read_checkpoint, write_megatron
 from tests.checkpoint._imports import Bomb
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
@@ -38,11 +38,11 @@ def _written(net, folder, **sizes):
 def test_a_model_of_transformers_comes_back(tmp_path, kind, tied):
     net = _net(kind, tied=tied)
     _written(net, tmp_path / "megatron", tensor=2, pipeline=2)
-    state = read_megatron(tmp_path / "megatron")
+    state = read_checkpoint(tmp_path / "megatron")
     config = transformers.AutoConfig.for_model(**state.config)
     torch.manual_seed(1)
     again = transformers.AutoModelForCausalLM.from_config(config).eval()
-    fx.load_model(state.tensors, again)
+    fx.load_model(state.models[0], again)
     with torch.no_grad():
         assert torch.equal(again(IDS).logits, net(IDS).logits)
 
@@ -78,9 +78,9 @@ def test_objects_in_the_files_stay_inert(tmp_path):
 
     _change(tmp_path, "00", change)
     with pytest.raises(fx.CheckpointError, match="posix is blocked"):
-        read_megatron(tmp_path)
+        read_checkpoint(tmp_path)
     _change(tmp_path, "00", lambda contents: delattr(contents["args"], "bomb"))
-    assert read_megatron(tmp_path).tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert read_checkpoint(tmp_path).tied == {"lm_head.weight": "model.embed_tokens.weight"}
     shutil.rmtree(tmp_path / "owned")  # only torch.load without weights_only made it
 
 
@@ -111,10 +111,10 @@ def test_virtual_stages_follow_each_other_in_turn(tmp_path):
 
     for stage in range(2):
         _change(tmp_path, f"00_{stage:03d}", lambda c, s=stage: change(c, s))
-    found = read_megatron(tmp_path)
+    found = read_checkpoint(tmp_path)
     for name, tensor in net.state_dict().items():
         if name != "lm_head.weight":
-            assert torch.equal(found.tensors[name], tensor), name
+            assert torch.equal(found.models[0][name], tensor), name
 
 
 def _experts(contents):
@@ -141,17 +141,17 @@ def test_what_does_not_fit_is_refused(tmp_path, rank, change, message):
     _written(_net("llama"), tmp_path, tensor=2, pipeline=2)
     _change(tmp_path, rank, change)
     with pytest.raises(fx.CheckpointError, match=message):
-        read_megatron(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 def test_a_missing_rank_is_named(tmp_path):
     made = _written(_net("llama"), tmp_path, tensor=2, pipeline=2)
     shutil.rmtree(made / "mp_rank_01_001")
     with pytest.raises(fx.CheckpointError, match="files of the ranks 1/1 are missing"):
-        read_megatron(tmp_path)
+        read_checkpoint(tmp_path)
     (made / "mp_rank_00_000").rename(made / "mp_rank_00_000_000")
     with pytest.raises(fx.CheckpointError, match="expert parallelism"):
-        read_megatron(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -177,4 +177,4 @@ def test_an_earlier_checkpoint_is_kept(tmp_path):
     _written(net, tmp_path)
     with pytest.raises(fx.CheckpointError, match="release exists"):
         _written(net, tmp_path)
-    assert read_megatron(tmp_path / "release", args={"vocab_size": 40}).config["vocab_size"] == 40
+    assert read_checkpoint(tmp_path / "release", args={"vocab_size": 40}).config["vocab_size"] == 40
