@@ -116,7 +116,7 @@ OLD = st.dictionaries(
 @given(data=OLD, kind=st.sampled_from(_TYPES))
 def test_any_accelerate_config_is_a_launch_file_or_an_error(data, kind):
     try:
-        values = convert_accelerate({**data, "distributed_type": kind}).values
+        values = convert_accelerate({**data, "distributed_type": kind})[0]
     except fx.PlanError as error:
         assert str(error)
     else:

@@ -147,19 +147,19 @@ def convert(source: str, path: str, brief: bool, force: bool, json_: bool) -> No
     source = source or _accelerates_own(os.environ)
     data = read_data(source)
     try:
-        converted = convert_accelerate(data)
+        values, noted = convert_accelerate(data)
     except PlanError as error:
         raise PlanError(f"{source}:\n{error}") from None
-    notes = [f"{note.key} = {_quoted_value(note.value)}: {note.text}." for note in converted.notes]
+    notes = [f"{key} = {_quoted_value(value)}: {text}." for key, value, text in noted]
     if json_:
-        listed = [attrs.asdict(note) for note in converted.notes]
-        print_json({**converted.values, "notes": listed})
+        listed = [{"key": key, "value": value, "text": text} for key, value, text in noted]
+        print_json({**values, "notes": listed})
         return
     changed = " Changed or without a counterpart:" if notes else ""
     head = [f"Converted from {source}.{changed}", *notes]
     _check_new(path, force=force)
-    _write_new(path, converted.values, notes=head, brief=brief)
-    for note in (*notes, *launch_file_problems(launch_config(converted.values))):
+    _write_new(path, values, notes=head, brief=brief)
+    for note in (*notes, *launch_file_problems(launch_config(values))):
         warn(note)
 
 

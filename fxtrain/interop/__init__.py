@@ -1,15 +1,13 @@
 """Checkpoints and configs of other libraries."""
 
 from fxtrain.backends.deepspeed import deepspeed_config
-from fxtrain.interop.accelerate_config import Converted, Note, convert_accelerate
+from fxtrain.interop.accelerate_config import convert_accelerate
 from fxtrain.interop.converting import import_checkpoint, read_checkpoint
 from fxtrain.interop.imported import Imported
 from fxtrain.interop.megatron_checkpoints import write_megatron
 
 __all__ = [
-    "Converted",
     "Imported",
-    "Note",
     "convert_accelerate",
     "deepspeed_config",
     "import_checkpoint",

@@ -15,12 +15,13 @@ from fxtrain._record import shown
 from fxtrain.errors import PlanError
 from fxtrain.launchers import LAUNCHERS
 from fxtrain.launchers.config import launch_config
-from fxtrain.state.parsing import near, put
+from fxtrain.state.parsing import near, put, value_of
 
 Facts = Mapping[str, Any]  # all keys: the section's name, a dot, and the key without its prefix
 Sets = Mapping[str, Any]  # values by path in the launch file
 # Of a value and all keys: what it sets, perhaps with a note; None without a counterpart.
 Rule = Callable[[Any, Facts], Sets | tuple[Sets, str] | None]
+Note = tuple[str, object, str]  # a key of the config, its value, and what to do instead
 
 # Sections, with their short names and the prefixes of their keys.
 _SECTIONS = {
@@ -30,8 +31,9 @@ _SECTIONS = {
     "fp8_config": ("fp8", "fp8_"),
     "dynamo_config": ("dynamo", "dynamo_"),
     "ipex_config": ("ipex", ""),
-    "mpirun_config": ("mpirun", ""),
+    "mpirun_config": ("mpirun", "mpirun_"),
     "parallelism_config": ("parallelism", "parallelism_config_"),
+    "additional_args": ("estimator", ""),  # of SageMaker
 }
 # Sections that apply only to one distributed_type.
 _ONLY = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED", "megatron_lm": "MEGATRON_LM"}
@@ -48,39 +50,16 @@ _USUAL = {
 }  # fmt: skip
 
 
-@attrs.frozen(kw_only=True)
-class Note:
-    """A key of the Accelerate config that cannot be converted unchanged.
-
-    Attributes:
-        key: Its name in the config, with its section.
-        value: Its value in the config.
-        text: What to do instead.
-    """
-
-    key: str
-    value: object
-    text: str
-
-
-@attrs.frozen(kw_only=True)
-class Converted:
-    """An Accelerate config, converted to a launch file.
-
-    Attributes:
-        values: The converted values, as plain data in the tables `launch` and `plan`.
-        notes: One for each key without a counterpart, or with a different meaning.
-    """
-
-    values: Mapping[str, Mapping[str, object]]
-    notes: tuple[Note, ...] = ()
-
-
-def convert_accelerate(data: object) -> Converted:
+def convert_accelerate(data: object) -> tuple[dict[str, Any], list[Note]]:
     """Convert an Accelerate config, of the current or an earlier version, to a launch file.
 
     Args:
         data: The parsed YAML or JSON.
+
+    Returns:
+        The converted values, as plain data in the tables `launch` and `plan`; and for each key
+        without a counterpart, or with a different meaning: its name in the config with its
+        section, its value, and what to do instead.
 
     Raises:
         PlanError: the data is not an Accelerate config, or a value is invalid.
@@ -88,8 +67,8 @@ def convert_accelerate(data: object) -> Converted:
     Example:
         >>> from fxtrain.interop.accelerate_config import convert_accelerate
         >>> old = {"distributed_type": "MULTI_GPU", "num_processes": 8, "mixed_precision": "bf16"}
-        >>> convert_accelerate(old).values
-        {'launch': {'ranks': 8}, 'plan': {'precision': 'bf16'}}
+        >>> convert_accelerate(old)
+        ({'launch': {'ranks': 8}, 'plan': {'precision': 'bf16'}}, [])
     """
     if not isinstance(data, Mapping) or "distributed_type" not in data:
         raise PlanError("This is not an Accelerate config: the key distributed_type is missing.")
@@ -109,12 +88,12 @@ def convert_accelerate(data: object) -> Converted:
         for path, result in sets.items():
             values = _added(values, path, result)
         if text:
-            notes.append(Note(key=key, value=value, text=text))
+            notes.append((key, value, text))
     if problems:
         raise PlanError("\n".join(problems))
     _complete(values["launch"], values["plan"], facts, notes)
     launch_config(values)
-    return Converted(values=values, notes=tuple(notes))
+    return values, notes
 
 
 def _flat(data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -169,11 +148,10 @@ def _complete(
     if kind == "MULTI_CPU":
         launch["cpu"] = True
     if launch.get("cpu") and "gpus" in launch:
-        text = "the run computes on the CPU"
-        notes.append(Note(key="gpu_ids", value=launch.pop("gpus"), text=text))
+        notes.append(("gpu_ids", launch.pop("gpus"), "the run computes on the CPU"))
     if kind == "MODEL_PARALLEL":
         text = "describe tensor and pipeline parallelism with plan.mesh and a strategy that uses it"
-        notes.append(Note(key="distributed_type", value=kind, text=text))
+        notes.append(("distributed_type", kind, text))
     if kind in ("XLA", "TPU"):
         _on_tpu(launch, plan, notes)
     elif kind == "MEGATRON_LM":
@@ -193,9 +171,9 @@ def _complete(
 def _keep(table: dict[str, Any], names: Any, path: str, notes: list[Note], user: str) -> None:
     """Leave out the entries of a table that have other names, in place, with a note on each."""
     for name in [name for name in table if name not in names]:
-        text = f"{user} has no such setting, or sets it itself"
         if (value := table.pop(name)) != 1:
-            notes.append(Note(key=f"{path}.{name}", value=value, text=text))
+            text = f"{user} has no such setting, or sets it itself"
+            notes.append((f"{path}.{name}", value, text))
 
 
 def _sharded(plan: dict[str, Any], kind: str, notes: list[Note]) -> None:
@@ -218,15 +196,15 @@ def _sharded(plan: dict[str, Any], kind: str, notes: list[Note]) -> None:
 def _megatron(facts: Facts) -> dict[str, Any]:
     """The strategy that corresponds to Megatron-LM's axes and its distributed optimizer."""
     tensor, pipeline = _degree("tp_degree", facts), _degree("pp_degree", facts)
-    sharded = _truth(facts.get("megatron_lm.use_distributed_optimizer") or False)
+    sharded = _number(facts.get("megatron_lm.use_distributed_optimizer") or False)
     stage: dict[str, Any] = {"kind": "fsdp", "mode": "grads_and_optimizer" if sharded else "none"}
     if tensor > 1:
-        along = _truth(facts.get("megatron_lm.sequence_parallelism") or False)
+        along = _number(facts.get("megatron_lm.sequence_parallelism") or False)
         stage["tensor"] = {"sequence": True} if along else {}
     if pipeline == 1:
         return stage if sharded or tensor > 1 else {"kind": "ddp"}
     parts = facts.get("megatron_lm.num_micro_batches")
-    staged = {"kind": "pp", **({"microbatches": _whole(parts)} if parts else {})}
+    staged = {"kind": "pp", **({"microbatches": _number(parts)} if parts else {})}
     return {**staged, "stages": stage} if sharded or tensor > 1 else staged
 
 
@@ -242,8 +220,7 @@ def _on_tpu(launch: dict[str, Any], plan: dict[str, Any], notes: list[Note]) -> 
         plan["mesh"] = dict(plan["mesh"])
         _keep(plan["mesh"], ("replicate", "shard"), "plan.mesh", notes, "a TPU")
     if plan.get("precision", "fp32") not in ("fp32", "bf16"):
-        text = "TPUs compute in bf16"
-        notes.append(Note(key="mixed_precision", value=plan["precision"], text=text))
+        notes.append(("mixed_precision", plan["precision"], "TPUs compute in bf16"))
         plan["precision"] = "bf16"
     plan["strategy"] = {"kind": "xla"}
 
@@ -251,26 +228,14 @@ def _on_tpu(launch: dict[str, Any], plan: dict[str, Any], notes: list[Note]) -> 
 _NOT_ON_TPUS = {"ranks", "nodes", "cpu", "gpus", "bind", "strategy", "compile", "context"}
 
 
-# Values, of which YAML may contain numbers and booleans as strings.
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(f"expected an integer, found {shown(value)}")
-    return int(value)
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"expected a number, found {shown(value)}")
-    return float(value)
-
-
-def _truth(value: Any) -> bool:
-    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if isinstance(value, list | dict) or str(value).lower() not in known:
-        raise ValueError(f"expected yes or no, found {shown(value)}")
-    return known[str(value).lower()]
+def _number(value: Any) -> Any:
+    """A number or a boolean, which YAML may contain as a string."""
+    word = value.lower() if isinstance(value, str) else value
+    if isinstance(word, str):
+        word = {"yes": True, "no": False}.get(word, value_of(word))
+    if not isinstance(word, bool | int | float):
+        raise ValueError(f"expected a number, yes or no, found {shown(value)}")
+    return word
 
 
 def _text(value: Any) -> str:
@@ -295,23 +260,23 @@ def _to(path: str, read: Callable[[Any], Any]) -> Rule:
 
 def _if(path: str, result: Any = True) -> Rule:  # noqa: FBT002 - the value of a field
     """A rule for a boolean, which sets nothing if false."""
-    return lambda value, _: {path: result} if _truth(value) else {}
+    return lambda value, _: {path: result} if _number(value) else {}
 
 
 def _sized(axis: str, also: Sets | None = None) -> Rule:
     """A rule for the size of a mesh axis, with what uses the axis in a plan."""
     return lambda value, _: (
-        {f"plan.mesh.{axis}": _whole(value), **(also or {})} if _whole(value) > 1 else {}
+        {f"plan.mesh.{axis}": size, **(also or {})} if (size := _number(value)) > 1 else {}
     )
 
 
 def _degree(key: str, facts: Facts) -> int:
     """Ranks of one of Megatron-LM's axes."""
-    return max(1, _whole(facts.get(f"megatron_lm.{key}") or 1))
+    return max(1, _number(facts.get(f"megatron_lm.{key}") or 1))
 
 
 def _ranks(value: Any, facts: Facts) -> Sets | tuple[Sets, str] | None:
-    total, nodes = _whole(value), max(1, _whole(facts.get("num_machines") or 1))
+    total, nodes = _number(value), max(1, _number(facts.get("num_machines") or 1))
     if total < 1:
         return None
     uneven = f"{total} ranks do not divide evenly over {nodes} nodes; launch.ranks is per node"
@@ -319,7 +284,7 @@ def _ranks(value: Any, facts: Facts) -> Sets | tuple[Sets, str] | None:
 
 
 def _rendezvous(value: Any, facts: Facts) -> Sets | None:
-    if _whole(facts.get("num_machines") or 1) < 2:
+    if _number(facts.get("num_machines") or 1) < 2:
         return {}
     return {"launch.rendezvous": value} if value in ("static", "c10d") else None
 
@@ -339,7 +304,7 @@ def _fsdp_mode(value: Any, _: Facts) -> Sets | tuple[Sets, str] | None:
 
 def _recompute(value: Any, facts: Facts) -> Sets | None:
     blocks = facts.get("fsdp.transformer_layer_cls_to_wrap")
-    if not _truth(value):
+    if not _number(value):
         return {}
     return {"plan.recompute": _words(blocks)} if blocks else None
 
@@ -352,25 +317,25 @@ def _offload(field: str) -> Rule:
 _RECIPES = {"te": "te", "ao": "float8", "torchao": "float8", "msamp": "float8"}
 
 
-def _uses_fp8(facts: Facts) -> bool:
-    """Whether the plan computes in fp8: DeepSpeed's engine does not."""
+def _recipe(facts: Facts) -> str | None:
+    """The kind of recipe of a plan that computes in fp8, which DeepSpeed's engine does not."""
     chosen = str(facts.get("mixed_precision", "")).upper() == "FP8"
-    return chosen and facts["distributed_type"] != "DEEPSPEED"
+    if not chosen or facts["distributed_type"] == "DEEPSPEED":
+        return None
+    return _RECIPES.get(str(facts.get("fp8.backend", "AO")).lower())
 
 
 def _mixed_precision(value: Any, facts: Facts) -> Sets | tuple[Sets, str] | None:
     name = _lower(value)
-    if name == "fp8" and not _uses_fp8(facts):
+    if name == "fp8" and facts["distributed_type"] == "DEEPSPEED":
         return {"plan.precision": "bf16"}, "DeepSpeed computes in bf16 instead"
-    if name == "fp8":
-        return {"plan.precision.compute": "fp8"}
-    known = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+    known = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": {"compute": "fp8"}}
     return {"plan.precision": known[name]} if name in known else None
 
 
 def _fp8_backend(value: Any, facts: Facts) -> Sets | tuple[Sets, str] | None:
-    recipe = _RECIPES.get(_lower(value))
-    if recipe is None or not _uses_fp8(facts):
+    recipe = _recipe(facts)
+    if recipe is None:
         return None
     note = "MS-AMP is no longer maintained; torchao's float8 is used instead"
     return {"plan.precision.recipe.kind": recipe}, note if _lower(value) == "msamp" else ""
@@ -381,54 +346,31 @@ def _fp8(recipe: str, name: str, read: Callable[[Any], Any]) -> Rule:
     path = "plan.precision.recipe"
 
     def rule(value: Any, facts: Facts) -> Sets | None:
-        chosen = _RECIPES.get(str(facts.get("fp8.backend", "AO")).lower())
-        gathers = name != "gather" or facts["distributed_type"] == "FSDP"
-        if not _uses_fp8(facts) or chosen != recipe or not gathers or _is_e5m2(name, value):
+        only_fsdp = name == "gather" and facts["distributed_type"] != "FSDP"
+        no_recipe = name == "format" and _lower(value) == "e5m2"  # trains in it alone
+        if _recipe(facts) != recipe or only_fsdp or no_recipe:
             return None
         return {f"{path}.kind": recipe, f"{path}.{name}": read(value)}
 
     return rule
 
 
-def _is_e5m2(name: str, value: Any) -> bool:
-    return name == "format" and _lower(value) == "e5m2"  # no recipe trains in it alone
-
-
 def _ipex(value: Any, _: Facts) -> tuple[Sets, str]:
     text = "IPEX is archived; use plan.precision and plan.compile with torch's own CPU and XPU"
-    return {}, text if _truth(value) else ""
+    return {}, text if _number(value) else ""
 
 
 _O, _S = "launch.options", "plan.strategy"
-# Arguments of SageMaker's estimator, and the option for each.
-_ESTIMATOR: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "use_spot_instances": ("spot", _truth),
-    "max_run": ("max_run_s", _whole),
-    **{name: (name, _text) for name in ("output_path", "source_dir", "base_job_name", "image_uri")},
-}
 
-
-def _estimator_arguments(value: Any, _: Facts) -> tuple[Sets, str]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"expected a table, found {shown(value)}")
-    sets = {
-        f"{_O}.{option}": convert(value[name])
-        for name, (option, convert) in _ESTIMATOR.items()
-        if value.get(name) is not None
-    }
-    others = ", ".join(str(name) for name in value if name not in _ESTIMATOR)
-    return sets, f"not passed on: {others}" if others else ""
-
-
-RULES: Mapping[str, Rule] = {
+_RULES: Mapping[str, Rule] = {  # by names
     "compute_environment": lambda value, _: (
         {"launch.launcher": "sagemaker"} if str(value).upper() == "AMAZON_SAGEMAKER" else {}
     ),
     "num_processes": _ranks,
-    "num_machines": _to("launch.nodes", _whole),
-    "machine_rank": _to("launch.node_rank", _whole),
+    "num_machines": _to("launch.nodes", _number),
+    "machine_rank": _to("launch.node_rank", _number),
     "main_process_ip": _to("launch.main_address", _text),
-    "main_process_port": _to("launch.main_port", _whole),
+    "main_process_port": _to("launch.main_port", _number),
     "rdzv_backend": _rendezvous,
     "gpu_ids": lambda value, _: (
         {} if str(value).upper() == "ALL" else {"launch.gpus": _words(value)}
@@ -436,7 +378,7 @@ RULES: Mapping[str, Rule] = {
     "fp16": _if("plan.precision", "fp16"),
     "use_cpu": _if("launch.cpu"),
     "enable_cpu_affinity": _if("launch.bind", "node"),
-    "num_cpu_threads_per_process": _to("launch.threads", _whole),
+    "num_cpu_threads_per_process": _to("launch.threads", _number),
     "downcast_bf16": _if("launch.env", ["XLA_DOWNCAST_BF16=1"]),
     "tpu_use_cluster": _if("launch.launcher", "tpu-pod"),
     "tpu_name": _to(f"{_O}.name", _text),
@@ -444,10 +386,9 @@ RULES: Mapping[str, Rule] = {
     "tpu_use_sudo": _if(f"{_O}.sudo"),
     "tpu_env": _to("launch.env", _words),
     "commands": _to(f"{_O}.setup", _words),
-    "fsdp.sharding_strategy": _fsdp_mode,
-    "fsdp.reshard_after_forward": _fsdp_mode,
+    "fsdp.sharding_strategy fsdp.reshard_after_forward": _fsdp_mode,
     "fsdp.offload_params": _if(f"{_S}.offload"),
-    "fsdp.cpu_offload_pin_memory": _to(f"{_S}.pin", _truth),
+    "fsdp.cpu_offload_pin_memory": _to(f"{_S}.pin", _number),
     "fsdp.auto_wrap_policy": lambda value, _: None if str(value).upper() == "NO_WRAP" else {},
     "fsdp.transformer_layer_cls_to_wrap": _to(f"{_S}.wrap", _words),
     "fsdp.min_num_params": lambda value, _: (
@@ -456,12 +397,13 @@ RULES: Mapping[str, Rule] = {
     "fsdp.forward_prefetch": _if(f"{_S}.forward_prefetch", 1),
     "fsdp.activation_checkpointing": _recompute,
     "deepspeed.deepspeed_config_file": _to(f"{_S}.config", _text),
-    "deepspeed.zero_stage": _to(f"{_S}.stage", _whole),
+    "deepspeed.zero_stage": _to(f"{_S}.stage", _number),
     "deepspeed.offload_optimizer_device": _offload("offload_optimizer"),
     "deepspeed.offload_param_device": _offload("offload_parameters"),
-    "deepspeed.offload_optimizer_nvme_path": _to(f"{_S}.nvme_path", _text),
-    "deepspeed.offload_param_nvme_path": _to(f"{_S}.nvme_path", _text),
-    "deepspeed.gradient_accumulation_steps": _to("plan.accumulate", _whole),
+    "deepspeed.offload_optimizer_nvme_path deepspeed.offload_param_nvme_path": _to(
+        f"{_S}.nvme_path", _text
+    ),
+    "deepspeed.gradient_accumulation_steps": _to("plan.accumulate", _number),
     "deepspeed.gradient_clipping": _to("plan.clip_norm", _number),
     "deepspeed.zero3_save_16bit_model": _if(f"{_S}.gather_16bit_weights"),
     "deepspeed.deepspeed_moe_layer_cls_names": _to(f"{_S}.leaf_modules", _words),
@@ -475,54 +417,53 @@ RULES: Mapping[str, Rule] = {
     ),
     "dynamo.use_fullgraph": _if("plan.compile.fullgraph"),
     "dynamo.use_dynamic": _if("plan.compile.dynamic"),
-    "ipex.ipex": _ipex,
-    "ipex.use_xpu": _ipex,
-    "mpirun.mpirun_hostfile": lambda value, _: (
-        {"launch.launcher": "mpi", f"{_O}.hostfile": _text(value)}
-    ),
-    "mpirun.mpirun_ccl": lambda value, _: (
-        {f"{_O}.ccl_workers": _whole(value)} if _whole(value) > 1 else {}
+    "ipex.ipex ipex.use_xpu": _ipex,
+    "mpirun.hostfile": lambda value, _: {"launch.launcher": "mpi", f"{_O}.hostfile": _text(value)},
+    "mpirun.ccl": lambda value, _: (
+        {f"{_O}.ccl_workers": _number(value)} if _number(value) > 1 else {}
     ),
     "parallelism.dp_replicate_size": _sized("replicate"),
     "parallelism.dp_shard_size": _sized("shard"),
     "parallelism.tp_size": _sized("tensor", {f"{_S}.tensor": {}}),
-    "parallelism.cp_size": _sized("context", {"plan.context": {}}),
-    "parallelism.sp_size": _sized("context", {"plan.context": {}}),
     "megatron_lm.tp_degree": _sized("tensor"),
     "megatron_lm.pp_degree": _sized("pipeline"),
-    "megatron_lm.context_parallel_size": _sized("context", {"plan.context": {}}),
+    "parallelism.cp_size parallelism.sp_size megatron_lm.context_parallel_size": _sized(
+        "context", {"plan.context": {}}
+    ),
     # Under pipeline parallelism, the strategy sets them.
     "megatron_lm.num_micro_batches": lambda value, facts: (
-        {"plan.accumulate": _whole(value)} if _degree("pp_degree", facts) == 1 else {}
+        {"plan.accumulate": _number(value)} if _degree("pp_degree", facts) == 1 else {}
     ),
     "megatron_lm.gradient_clipping": lambda value, _: (
         {"plan.clip_norm": _number(value)} if _number(value) > 0 else {}
     ),
     "megatron_lm.sequence_parallelism": lambda value, facts: (
-        None if _truth(value) and _degree("tp_degree", facts) == 1 else {}
+        None if _number(value) and _degree("tp_degree", facts) == 1 else {}
     ),
     "megatron_lm.use_distributed_optimizer": lambda value, _: {},
     "ec2_instance_type": _to(f"{_O}.instance_type", _text),
     "iam_role_name": _to(f"{_O}.role", _text),
-    "image_uri": _to(f"{_O}.image_uri", _text),
-    "base_job_name": _to(f"{_O}.base_job_name", _text),
+    "image_uri estimator.image_uri": _to(f"{_O}.image_uri", _text),
+    "base_job_name estimator.base_job_name": _to(f"{_O}.base_job_name", _text),
+    "estimator.output_path": _to(f"{_O}.output_path", _text),
+    "estimator.source_dir": _to(f"{_O}.source_dir", _text),
+    "estimator.use_spot_instances": _to(f"{_O}.spot", _number),
+    "estimator.max_run": _to(f"{_O}.max_run_s", _number),
     "pytorch_version": _to(f"{_O}.framework_version", _text),
     "py_version": _to(f"{_O}.py_version", _text),
-    "additional_args": _estimator_arguments,
     "mixed_precision": _mixed_precision,
     "fp8.backend": _fp8_backend,
     "fp8.format": _fp8("te", "format", _lower),
-    "fp8.margin": _fp8("te", "margin", _whole),
-    "fp8.amax_history_length": _fp8("te", "history", _whole),
-    "fp8.amax_history_len": _fp8("te", "history", _whole),
-    "fp8.amax_compute_algorithm": _fp8("te", "amax", _lower),
-    "fp8.amax_compute_algo": _fp8("te", "amax", _lower),
-    "fp8.use_autocast_during_eval": _fp8("te", "evaluate", _truth),
+    "fp8.margin": _fp8("te", "margin", _number),
+    "fp8.amax_history_length fp8.amax_history_len": _fp8("te", "history", _number),
+    "fp8.amax_compute_algorithm fp8.amax_compute_algo": _fp8("te", "amax", _lower),
+    "fp8.use_autocast_during_eval": _fp8("te", "evaluate", _number),
     "fp8.use_mxfp8_block_scaling": _fp8(
-        "te", "scaling", lambda value: "mxfp8" if _truth(value) else "delayed"
+        "te", "scaling", lambda value: "mxfp8" if _number(value) else "delayed"
     ),
     "fp8.enable_fsdp_float8_all_gather": _fp8(
-        "float8", "gather", lambda value: "fp8" if _truth(value) else "plan"
+        "float8", "gather", lambda value: "fp8" if _number(value) else "plan"
     ),
-    "fp8.pad_inner_dim": _fp8("float8", "pad", _truth),
+    "fp8.pad_inner_dim": _fp8("float8", "pad", _number),
 }
+RULES: Mapping[str, Rule] = {name: rule for names, rule in _RULES.items() for name in names.split()}

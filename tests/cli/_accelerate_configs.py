@@ -38,10 +38,10 @@ BASE = {"nodes": 1, "node_rank": 0, "ranks": 1}
 
 def check_conversion(case):
     """The values of the launch file and the keys of the notes are those of the case."""
-    converted = convert_accelerate(case.old)
+    values, notes = convert_accelerate(case.old)
     usual = {name: value for name, value in BASE.items() if name not in case.launch}
-    launch = {k: v for k, v in converted.values["launch"].items() if usual.get(k) != v}
+    launch = {k: v for k, v in values["launch"].items() if usual.get(k) != v}
     assert launch == case.launch
-    assert converted.values["plan"] == case.plan
-    assert {note.key for note in converted.notes} == set(case.noted)
-    assert all(note.text for note in converted.notes)
+    assert values["plan"] == case.plan
+    assert {key for key, _, _ in notes} == set(case.noted)
+    assert all(text for _, _, text in notes)

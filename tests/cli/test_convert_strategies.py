@@ -21,8 +21,8 @@ FSDP = {
 
 
 def test_fsdp():
-    converted = convert_accelerate(FSDP)
-    assert converted.values["plan"] == {
+    values, notes = convert_accelerate(FSDP)
+    assert values["plan"] == {
         "precision": "fp32",
         "recompute": ["Block", "Head"],
         "strategy": {
@@ -30,7 +30,7 @@ def test_fsdp():
         },
         "mesh": {"replicate": 2, "shard": 4},
     }  # fmt: skip
-    assert {note.key for note in converted.notes} == {
+    assert {key for key, _, _ in notes} == {
         "fsdp.state_dict_type", "fsdp.cpu_ram_efficient_loading",
     }  # fmt: skip
 
@@ -42,23 +42,23 @@ def test_fsdp():
 )  # fmt: skip
 def test_first_versions_of_fsdp(strategy, mode):
     section = {"fsdp_version": 1, "fsdp_sharding_strategy": strategy, "fsdp_min_num_params": 1e6}
-    converted = convert_accelerate({"distributed_type": "FSDP", "fsdp_config": section})
-    assert converted.values["plan"]["strategy"] == {
+    values, notes = convert_accelerate({"distributed_type": "FSDP", "fsdp_config": section})
+    assert values["plan"]["strategy"] == {
         "kind": "fsdp", "mode": mode, "min_params": 1_000_000,
     }  # fmt: skip
-    assert "fsdp.version" in {note.key for note in converted.notes}
+    assert "fsdp.version" in {key for key, _, _ in notes}
 
 
 def test_deepspeed():
-    converted = convert_accelerate(DEEPSPEED)
-    assert converted.values["plan"] == {
+    values, notes = convert_accelerate(DEEPSPEED)
+    assert values["plan"] == {
         "precision": "fp32", "accumulate": 2, "clip_norm": 1.0,
         "strategy": {
             "kind": "deepspeed", "stage": 3, "offload_optimizer": "cpu",
             "gather_16bit_weights": True, "leaf_modules": ["Experts"],
         },
     }  # fmt: skip
-    assert {note.key for note in converted.notes} == {
+    assert {key for key, _, _ in notes} == {
         "deepspeed.zero3_init_flag", "deepspeed.deepspeed_multinode_launcher",
         "deepspeed.deepspeed_hostfile",
     }  # fmt: skip
@@ -66,16 +66,14 @@ def test_deepspeed():
 
 def test_sections_of_another_type_do_not_count():
     old = {**ONE, "distributed_type": "MULTI_GPU", "fsdp_config": FSDP["fsdp_config"]}
-    converted = convert_accelerate(old)
-    assert (
-        "strategy" not in converted.values["plan"] and "recompute" not in converted.values["plan"]
-    )
-    assert {note.text for note in converted.notes} == {"not used under MULTI_GPU"}
+    values, notes = convert_accelerate(old)
+    assert "strategy" not in values["plan"] and "recompute" not in values["plan"]
+    assert {text for _, _, text in notes} == {"not used under MULTI_GPU"}
 
 
 def test_ranks_that_do_not_divide_are_noted():
-    converted = convert_accelerate(
+    values, notes = convert_accelerate(
         {"distributed_type": "MULTI_GPU", "num_processes": 5, "num_machines": 2}
     )
-    assert converted.values["launch"]["ranks"] == 3
-    assert [note.key for note in converted.notes] == ["num_processes"]
+    assert values["launch"]["ranks"] == 3
+    assert [key for key, _, _ in notes] == ["num_processes"]
