@@ -11,6 +11,8 @@ import platform
 import secrets
 import threading
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -27,18 +29,27 @@ _POLL_INTERVAL_S = 0.25
 _BOOT, _PIDS = "/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"
 
 
+Process = tuple[str, int, str]  # the machine, the process id there, and when it started
+
+
 def this_process() -> dict[str, Any]:
-    """The current process: its host, for messages, its machine and its process id there."""
+    """The current process, with its host for messages."""
     try:
         with open(_BOOT) as file:  # different after a restart, and in another container
             machine = f"{file.read().strip()} {os.readlink(_PIDS)}"
     except OSError:  # not Linux
         machine = platform.node()
-    return {"host": platform.node(), "machine": machine, "pid": os.getpid()}
+    pid = os.getpid()
+    return {"host": platform.node(), "machine": machine, "pid": pid, "started": _started(pid)}
 
 
-def is_running(machine: str, pid: int) -> bool | None:
-    """Whether a process, or another one with its number, runs; None if that cannot be seen here."""
+def process_of(owner: Mapping[str, Any]) -> Process:
+    """The process that `this_process` described."""
+    return str(owner["machine"]), int(owner["pid"]), str(owner.get("started"))
+
+
+def is_running(machine: str, pid: int, started: str) -> bool | None:
+    """Whether a process runs; None if that cannot be seen here."""
     if machine != this_process()["machine"]:
         return None
     try:
@@ -46,8 +57,18 @@ def is_running(machine: str, pid: int) -> bool | None:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # it runs as another user
-    return True
+        pass  # a process with this number runs as another user
+    now = _started(pid)
+    return None if now is None else now == started
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, which distinguishes it from later ones with its number."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(") ")[2].split()[19]
+    except OSError:  # not Linux, or hidden from this user
+        return None
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -138,9 +159,14 @@ def acquire(folder: Storage, name: str = ".lock-save") -> Lock:
             folder.unlink(name)
         try:
             lock.put(0)
-            ours = lock.is_ours()  # a store without conditional writes has the other's
         except FileExistsError:
-            ours = False
+            raise _busy(folder, _read(folder, name)) from None
+        try:
+            ours = lock.is_ours()  # a store without conditional writes has the other's
+        except BaseException:
+            with suppress(OSError, CheckpointError):
+                folder.unlink(name)
+            raise
     if not ours:
         raise _busy(folder, _read(folder, name))
     lock.start()
@@ -157,12 +183,12 @@ def _read(folder: Storage, name: str) -> bytes | None:
 
 def _is_held(folder: Storage, name: str, raw: bytes) -> bool:
     """Whether the holder of a lock is alive; compares no clocks."""
-    owner = _owner_of(raw)
-    if is_running(owner["machine"], owner["pid"]) is False:
-        return False
+    host, process = _owner_of(raw)
+    if (running := is_running(*process)) is not None:
+        return running
     _LOG.warning(
         "%s has a lock of process %s on %s: waiting up to %.0f s for a sign that it is alive.",
-        *(folder, owner["pid"], owner["host"], STALE_S),
+        *(folder, process[1], host, STALE_S),
     )
     deadline = time.monotonic() + STALE_S
     while time.monotonic() < deadline:
@@ -174,18 +200,18 @@ def _is_held(folder: Storage, name: str, raw: bytes) -> bool:
 
 
 def _busy(folder: Storage, raw: bytes | None) -> CheckpointError:
-    owner = _owner_of(raw)
+    host, (_, pid, _) = _owner_of(raw)
     return CheckpointError(
-        f"{folder} is in use by process {owner['pid']} on {owner['host']}. One run at a time can "
+        f"{folder} is in use by process {pid} on {host}. One run at a time can "
         f"write into a folder: use a folder per run, or wait until the other one ends.",
         code="FX605",
     )
 
 
-def _owner_of(raw: bytes | None) -> dict[str, Any]:
-    """The process that a lock names; a nameless one if it is partially written."""
+def _owner_of(raw: bytes | None) -> tuple[str, Process]:
+    """The host and process that a lock names; unknown ones if it is partially written."""
     try:
         owner = parse_json(raw or b"")["owner"]
-        return {"host": str(owner["host"]), "machine": owner["machine"], "pid": int(owner["pid"])}
+        return str(owner["host"]), process_of(owner)
     except (ValueError, LookupError, TypeError):
-        return {"host": "an unknown machine", "machine": "", "pid": 0}
+        return "an unknown machine", ("", 0, "")

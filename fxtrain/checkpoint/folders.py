@@ -9,7 +9,7 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._reading import StrPath
-from fxtrain.checkpoint.folder_lock import is_running
+from fxtrain.checkpoint.folder_lock import Process, is_running
 from fxtrain.checkpoint.manifest import Manifest, NewerFormatError, load_manifest
 from fxtrain.checkpoint.reading import file_problems
 from fxtrain.checkpoint.storage import MANIFEST, Storage, UnreadableError, open_storage
@@ -28,14 +28,14 @@ class CheckpointInfo:
         name: Name of its folder.
         order: Commit order: the newest has the highest number. None if its manifest is
             damaged.
-        saver: The machine and the number of the process that committed it, if known.
+        saver: The process that committed it, if known.
         metric: The number that `keep_best` compares.
         problems: Why it is incomplete; empty if it is complete.
     """
 
     name: str
     order: int | None
-    saver: tuple[str, int] | None = None
+    saver: Process | None = None
     metric: float | None = None
     problems: tuple[str, ...] = ()
 
@@ -282,7 +282,7 @@ _SILENT_CHECKPOINTS = 3
 
 def to_prune(
     checkpoints: Sequence[CheckpointInfo],
-    saver: tuple[str, int],
+    saver: Process,
     *,
     last: int | None = None,
     every: int | None = None,

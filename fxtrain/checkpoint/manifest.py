@@ -16,6 +16,7 @@ import attrs
 import cattrs
 import xxhash
 
+from fxtrain.checkpoint.folder_lock import Process, process_of
 from fxtrain.checkpoint.storage import MANIFEST
 from fxtrain.errors import CheckpointError
 from fxtrain.models.tensor_bytes import DTYPES
@@ -114,10 +115,10 @@ class Manifest:
         return self.topology.get("order", 0)
 
     @property
-    def saver(self) -> tuple[str, int] | None:
-        """The machine and the number of the process that committed it, if recorded."""
+    def saver(self) -> Process | None:
+        """The process that committed it, if recorded."""
         owner = self.topology.get("saver")
-        return None if owner is None else (str(owner["machine"]), int(owner["pid"]))
+        return None if owner is None else process_of(owner)
 
 
 digest_of = xxhash.xxh3_128_hexdigest  # the digest of some bytes

@@ -21,7 +21,7 @@ from fxtrain.checkpoint.background import (
     start_background,
     wait_for_earlier,
 )
-from fxtrain.checkpoint.folder_lock import Lock, acquire, this_process
+from fxtrain.checkpoint.folder_lock import Lock, acquire, process_of, this_process
 from fxtrain.checkpoint.folders import (
     CheckpointInfo,
     check_rule,
@@ -398,9 +398,7 @@ class _Job:
 
     def _prune(self, checkpoints: Sequence[CheckpointInfo]) -> None:
         """Remove what the rule does not keep; the last of these was just committed."""
-        process = this_process()
-        saver = process["machine"], process["pid"]
-        for name in to_prune(checkpoints, saver, **self.keep):
+        for name in to_prune(checkpoints, process_of(this_process()), **self.keep):
             # Looked up each time, since the run may go back while this is written.
             if self.folder.join(name).key() != self.state.restored_from:
                 _remove(self.folder, name)

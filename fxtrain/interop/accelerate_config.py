@@ -50,7 +50,9 @@ _USUAL = {
 }  # fmt: skip
 
 
-def convert_accelerate(data: object) -> tuple[dict[str, Any], list[Note]]:
+def convert_accelerate(
+    data: object,
+) -> tuple[Mapping[str, Mapping[str, object]], list[Note]]:
     """Convert an Accelerate config, of the current or an earlier version, to a launch file.
 
     Args:

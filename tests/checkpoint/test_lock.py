@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fxtrain as fx
 from fxtrain.checkpoint import folder_lock
 from fxtrain.checkpoint.folder_lock import acquire, this_process
-from fxtrain.checkpoint.storage import open_storage
+from fxtrain.checkpoint.storage import UnreadableError, open_storage
 from tests.checkpoint._owners import elsewhere, ended
 
 
@@ -67,11 +67,31 @@ def test_the_lock_of_a_dead_process_is_taken_over(folder):
     assert folder.files() == {}
 
 
-@pytest.mark.parametrize("pid", [1, 1 << 40, None])
-def test_a_number_that_another_process_has_now_blocks_nobody(folder, pid, monkeypatch):
-    monkeypatch.setattr(folder_lock, "STALE_S", 0.3)
-    _lock_of(folder, {**this_process(), "pid": pid or os.getpid()})
+@pytest.mark.parametrize("change", [{"pid": 1}, {"pid": 1 << 40}, {"started": "0"}], ids=repr)
+def test_a_number_that_another_process_has_now_blocks_nobody(folder, change):
+    _lock_of(folder, {**this_process(), **change})
+    began = time.monotonic()
     acquire(folder).release()
+    assert time.monotonic() - began < folder_lock.STALE_S / 2
+
+
+def test_a_process_of_this_machine_that_runs_is_respected_without_waiting(folder):
+    _lock_of(folder, this_process())  # which sends no heartbeats
+    began = time.monotonic()
+    with pytest.raises(fx.CheckpointError, match=rf"in use by process {os.getpid()} on"):
+        acquire(folder)
+    assert time.monotonic() - began < folder_lock.STALE_S / 2
+
+
+def test_who_cannot_read_its_lock_leaves_none(folder, monkeypatch):
+    def fail(*_):
+        raise UnreadableError("no permission")
+
+    reads = iter([lambda *_: None, fail])
+    monkeypatch.setattr(folder_lock, "_read", lambda *args: next(reads)(*args))
+    with pytest.raises(UnreadableError):
+        acquire(folder)
+    assert folder.files() == {}
 
 
 @pytest.mark.parametrize("data", [None, b"", b"{", b'{"token":1}', b"[]", b"\xff"])

@@ -7,7 +7,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.checkpoint import saving
-from fxtrain.checkpoint.folder_lock import acquire, this_process
+from fxtrain.checkpoint.folder_lock import acquire, process_of, this_process
 from fxtrain.checkpoint.folders import CheckpointInfo, to_prune
 from fxtrain.checkpoint.storage import open_storage
 from tests.checkpoint._owners import elsewhere, ended
@@ -105,8 +105,7 @@ def test_what_a_run_that_still_runs_saved_is_not_pruned(ctx, clusters, tmp_path)
 
 
 def _number(who):
-    owner = who()
-    return owner["machine"], owner["pid"]
+    return process_of(who())
 
 
 @pytest.mark.parametrize("who", [elsewhere, ended, this_process])

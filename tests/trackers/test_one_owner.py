@@ -139,7 +139,7 @@ def test_the_lock_of_an_earlier_process_with_the_same_number_is_replaced(
     ctx, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(folder_lock, "STALE_S", 0.5)
-    _foreign_lock(tmp_path, **{**this_process(), "pid": os.getpid()})
+    _foreign_lock(tmp_path, **{**this_process(), "started": "0"})
     _track(ctx, tmp_path).close()
     assert not list(tmp_path.glob(".lock-*"))
 
