@@ -1,8 +1,12 @@
-"""Host memory that an accelerator reads and writes by itself."""
+"""Host memory: what this process uses, and buffers that an accelerator reads by itself."""
 
 import contextlib
+import importlib
 import mmap
+import re
+import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,3 +58,22 @@ def _forget_error() -> None:
     """Take CUDA's record of a refused call, which torch would raise at its next kernel."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
+
+
+def process_memory() -> tuple[int, int]:
+    """Resident bytes of this process now, and the most so far; 0 where the system does not say.
+
+    On Linux one file tells both, since `getrusage` lets other processes run first. The peak of
+    `getrusage` may also be that of a parent process.
+    """
+    if sys.platform == "linux":
+        status = Path("/proc/self/status").read_text()
+        sizes = dict(re.findall(r"^(VmHWM|VmRSS):\s+(\d+) kB$", status, re.MULTILINE))
+        if now := int(sizes.get("VmRSS", 0)) << 10:
+            return now, max(now, int(sizes.get("VmHWM", 0)) << 10)
+    if sys.platform == "win32":
+        return 0, 0
+    resource = importlib.import_module("resource")  # not on every system
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = most if sys.platform == "darwin" else most << 10  # there it is in bytes
+    return peak, peak

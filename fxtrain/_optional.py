@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import os
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable
 from types import ModuleType
@@ -63,7 +62,7 @@ def installed_rows(
     """
     table: dict[K, R] = {}
     metadata = importlib.import_module("importlib.metadata")  # slow, and few commands need it
-    for entry in _entries(metadata.entry_points, group, _folders()):
+    for entry in _entries(metadata.entry_points, group, tuple(sys.path)):
         named = f"The entry point {entry.name} = {entry.value} in {group}"
         row = _loaded(entry, named, error)
         if not isinstance(row, kind):
@@ -93,25 +92,9 @@ def _loaded(entry: Any, named: str, error: type[FxError]) -> Any:
         ) from problem
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=16)  # the search reads a file of every installed package
 def _entries(
-    find: Callable[..., Iterable[Any]], group: str, folders: tuple[tuple[str, int], ...]
+    find: Callable[..., Iterable[Any]], group: str, path: tuple[str, ...]
 ) -> tuple[Any, ...]:
-    """The entry points of a group.
-
-    Cached, since the search reads a file of every installed package. `folders` says when to
-    search again: installing or removing a package changes the time of its folder.
-    """
+    """The entry points of a group, in the packages of the folders in `sys.path`."""
     return tuple(find(group=group))
-
-
-def _folders() -> tuple[tuple[str, int], ...]:
-    """The folders in which Python looks for packages, with the times of their last change."""
-    return tuple((path, _changed_ns(path)) for path in sys.path)
-
-
-def _changed_ns(path: str) -> int:
-    try:
-        return os.stat(path or ".").st_mtime_ns
-    except OSError:  # Python skips what is not there
-        return 0

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import reprlib
 import types
 from collections.abc import Callable, Iterable
@@ -27,6 +28,8 @@ _INT64 = range(-(1 << 63), 1 << 63)
 _MAX_SHOWN = 200  # characters of a value
 _MAX_LINES = 20  # lines of a message: an unrelated file may have any number of problems
 _MAX_LINE_LENGTH = 1000  # characters
+# Half a surrogate pair, which no word of a command line can contain.
+_HALF_PAIRS = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 _EXACT_FLOATS = range(-(1 << 53), (1 << 53) + 1)  # integers that a float represents exactly
 
 
@@ -48,17 +51,19 @@ def record(cls: type[T], *, error: type[FxError] = PlanError) -> type[T]:
     """
     owner = cls.__dict__.get("OWNER", cls.__name__)
 
+    def validate(_: Any, field: "attrs.Attribute[Any]", value: Any) -> None:
+        try:
+            check(field, value)
+        except ValueError as problem:
+            told = shown(value) if field.repr else "..."
+            raise error(f"{owner}({field.name}={told}): {problem}") from None
+
     def checked(_: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:
         return [
             field.evolve(
                 converter=field.converter or canonical(field.type),
-                validator=Check(
-                    owner=owner,
-                    kind=field.type,
-                    wanted=field.metadata.get("choose") or type_words(field.type),
-                    also=field.validator,
-                    error=error,
-                ),
+                validator=validate,
+                metadata={**field.metadata, "validator": field.validator},
             )
             for field in fields
         ]
@@ -89,43 +94,22 @@ def _with_hints(cls: Any) -> Callable[..., None]:
     return checked
 
 
-@attrs.frozen(kw_only=True)
-class Check:
-    """The validator of one field of a record; needs no instance, so it also checks files.
+def check(field: "attrs.Attribute[Any]", value: Any) -> None:
+    """Refuse a value that does not fit the annotation of a field, or its validator.
 
-    Attributes:
-        owner: Name of the record.
-        kind: The field's annotation.
-        wanted: Description of valid values.
-        also: The field's own validator, if any.
-        error: The error that an invalid value raises.
+    Needs no instance, so it also checks files.
+
+    Raises:
+        ValueError: says what to choose instead.
     """
-
-    owner: str
-    kind: Any
-    wanted: str
-    also: _Validator | None = None
-    error: type[FxError] = PlanError
-
-    def __call__(self, instance: Any, attribute: "attrs.Attribute[Any]", value: Any) -> None:
-        problem = self.problem(attribute, value)
-        if problem is not None:
-            told = shown(value) if attribute.repr else "..."
-            raise self.error(f"{self.owner}({attribute.name}={told}): {problem}")
-
-    def problem(self, attribute: "attrs.Attribute[Any]", value: Any) -> str | None:
-        """What to choose instead of this value; None if it is valid."""
-        if not _fits(self.kind, value):
-            literals = [member for member in members(self.kind) if get_origin(member) is Literal]
-            choices = [str(choice) for member in literals for choice in get_args(member)]
-            hint = value_hint(attribute.name, value) or closest(value, choices)
-            return f"choose {self.wanted}.{hint}"
-        if self.also is not None and value is not None:
-            try:
-                self.also(None, attribute, value)
-            except ValueError as error:
-                return str(error)
-        return None
+    if not _fits(field.type, value):
+        literals = [member for member in members(field.type) if get_origin(member) is Literal]
+        choices = [str(choice) for member in literals for choice in get_args(member)]
+        hint = value_hint(field.name, value) or closest(value, choices)
+        raise ValueError(f"choose {field.metadata.get('choose') or type_words(field.type)}.{hint}")
+    own: _Validator | None = field.metadata.get("validator")
+    if own is not None and value is not None:
+        own(None, field, value)
 
 
 def at_least(low: float, most: float = math.inf) -> _Validator:
@@ -242,17 +226,8 @@ def _fits(kind: Any, value: Any) -> bool:
     if kind is float:
         return type(value) is float and math.isfinite(value)
     if kind is str:
-        return type(value) is str and _is_text(value)
+        return type(value) is str and not _HALF_PAIRS.search(value)
     return type(value) is kind if kind in _WORDS else isinstance(value, origin or kind)
-
-
-def _is_text(value: str) -> bool:
-    """Whether a string can be a word of a command line; half a surrogate pair cannot."""
-    try:
-        value.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 _WORDS = {

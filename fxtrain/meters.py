@@ -1,8 +1,5 @@
 """Meters: speed, memory, and what share of a device's peak a run reaches."""
 
-import os
-import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -12,12 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxtrain import ops
+from fxtrain._host_memory import process_memory
 from fxtrain.state import Batch, DistContext, Wrapped
-
-if sys.platform == "win32":
-    resource = None
-else:
-    import resource
 
 __all__ = ["Memory", "Meter", "count_flops", "memory", "peak_flops", "timed"]
 
@@ -39,7 +32,6 @@ _PEAKS: tuple[tuple[str, dict[str, float | None]], ...] = (
     # NVIDIA T4 data sheet.
     ("T4", {"fp32": 8.1e12, "tf32": None, "bf16": None, "fp16": 65e12}),
 )
-_STATUS = re.compile(rb"^(VmHWM|VmRSS):\s+(\d+) kB$", re.MULTILINE)
 
 
 @attrs.frozen
@@ -220,7 +212,8 @@ def memory(ctx: DistContext) -> Memory:
     """
     kind = ctx.device.type
     if kind == "cpu":
-        return _process_memory()
+        now, peak = process_memory()
+        return Memory(now=now, peak=peak)
     if kind in ("meta", "xla"):
         return Memory(now=0, peak=0)
     device: Any = torch.get_device_module(ctx.device)
@@ -234,29 +227,3 @@ def memory(ctx: DistContext) -> Memory:
         peak=device.max_memory_allocated(ctx.device),
         total=device.get_device_properties(ctx.device).total_memory,
     )
-
-
-def _process_memory() -> Memory:
-    """Memory of this process.
-
-    On Linux, one read of a file tells both, since `getrusage` lets other processes run first: on
-    a busy machine it was seen to take milliseconds. Its peak may also be that of a parent process.
-    """
-    entries = _status_entries() if sys.platform == "linux" else {}
-    if now := entries.get(b"VmRSS"):
-        return Memory(now=now, peak=max(now, entries.get(b"VmHWM", 0)))
-    if resource is None:
-        return Memory(now=0, peak=0)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak = most if sys.platform == "darwin" else most << 10  # there it is in bytes
-    return Memory(now=peak, peak=peak)
-
-
-def _status_entries() -> dict[bytes, int]:
-    """Bytes by name in `/proc/self/status`: VmHWM, its peak, only where the kernel gives it."""
-    file = os.open("/proc/self/status", os.O_RDONLY)  # `open` takes twice as long
-    try:
-        text = os.read(file, 8192)
-    finally:
-        os.close(file)
-    return {name: int(size) << 10 for name, size in _STATUS.findall(text)}

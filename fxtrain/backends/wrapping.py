@@ -32,7 +32,7 @@ from fxtrain.backends.registry import strategy_of
 from fxtrain.errors import MeshError, PlanError
 from fxtrain.ops.logs import log
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
-from fxtrain.ops.standing import Models
+from fxtrain.ops.standing import Windows
 from fxtrain.ops.transport.pace import share_pace
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.precision.quantizing import gradient_problem
@@ -146,7 +146,7 @@ def wrap(
         raise
     wrapped = attrs.evolve(wrapped, undo=undo, hide_changes=changes.hide, dtypes=dtypes)
     ctx.comm.slot(_WrappedModules).handles[model] = weakref.ref(wrapped)
-    ctx.comm.slot(Models).windows.add(wrapped.window)
+    ctx.comm.slot(Windows).add(wrapped.window)
     share_pace(ctx)
     return wrapped
 

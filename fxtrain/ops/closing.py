@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch import distributed as dist
@@ -18,46 +19,44 @@ _WORD_S = 0.25
 
 
 def make_close(
-    topology: Topology, store: Any, timeout_s: float
+    state: CommState, timeout_s: float, *, topology: Topology | None = None, store: Any = None
 ) -> Callable[[BaseException | None], None]:
-    """A function that closes what was opened, once, and tells the other ranks why."""
+    """A function that closes what was opened, once.
+
+    Args:
+        state: Has the groups that were opened in addition to an existing process group.
+        timeout_s: Longest wait for the other ranks, at most 5 s.
+        topology: Of a run whose default process group was opened here, which closes all groups; the
+            other ranks are told why. None if that group existed before.
+        store: Of such a run.
+
+    Effects:
+        Such a group is closed when the process ends, at the latest.
+    """
     world = dist.group.WORLD
+    patience_s = min(_LONGEST_CLOSE_S, timeout_s)
 
     def close_groups(error: BaseException | None) -> None:
         if not dist.is_initialized() or dist.group.WORLD is not world:
             return
-        word = "" if error is None else f"{type(error).__name__}: {error}"
-        patience_s = min(_LONGEST_CLOSE_S, timeout_s)
-        longest_s = patience_s + 1 if error is None else _WORD_S
-        within(longest_s, lambda: _announce_exit(topology, store, word, patience_s))
-        if error is None:
-            dist.destroy_process_group()
+        groups: list[Any] = [world]
+        if topology is None:
+            groups = [state.opened_groups.pop() for _ in range(len(state.opened_groups))]
         else:
-            _abort_groups([world], patience_s)
-
-    def close_at_exit() -> None:
-        # Python sets it before the functions of atexit run, if an exception ends the script.
-        close_groups(getattr(sys, "last_value", None))
-
-    # Registered until exit even after a close: another rank may still connect to this store.
-    atexit.register(close_at_exit)
-    return close_groups
-
-
-def make_part_close(state: CommState, timeout_s: float) -> Callable[[BaseException | None], None]:
-    """A function that closes what was opened in addition to an existing process group."""
-    world = dist.group.WORLD
-
-    def close_groups(error: BaseException | None) -> None:
-        if not dist.is_initialized() or dist.group.WORLD is not world:
-            return  # closed with that group
-        opened = [state.opened_groups.pop() for _ in range(len(state.opened_groups))]
+            word = "" if error is None else f"{type(error).__name__}: {error}"
+            longest_s = patience_s + 1 if error is None else _WORD_S
+            within(longest_s, partial(_announce_exit, topology, store, word, patience_s))
         if error is not None:
-            _abort_groups(opened, min(_LONGEST_CLOSE_S, timeout_s))
+            _abort_groups(groups, patience_s)
             return
-        for group in opened:
+        for group in groups:
             dist.destroy_process_group(group)
 
+    if topology is not None:
+        # Python sets last_value before the functions of atexit run, if an exception ends the
+        # script. Registered until exit even after a close: another rank may still connect to this
+        # store.
+        atexit.register(lambda: close_groups(getattr(sys, "last_value", None)))
     return close_groups
 
 

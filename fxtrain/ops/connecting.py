@@ -1,7 +1,6 @@
 """Connecting a context from the environment; no other module reads the environment."""
 
 import atexit
-import functools
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -13,10 +12,11 @@ import torch
 from torch import distributed as dist
 
 from fxtrain._addresses import GLOO, addresses_of, find_route
+from fxtrain._record import shown
 from fxtrain._secret import SECRET, derive_key
 from fxtrain.errors import ContextError
 from fxtrain.ops import xla_runtime
-from fxtrain.ops.closing import make_close, make_part_close
+from fxtrain.ops.closing import make_close
 from fxtrain.ops.devices import find_device
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.opening import open_by_members, open_group
@@ -91,69 +91,43 @@ def detect(
         ...     ctx.rank, ctx.world_size, ctx.device.type, ctx.launcher
         (0, 1, 'cpu', 'none')
     """
-    _check_kinds(env, mesh)
+    if not (env is None or isinstance(env, Mapping)):
+        raise ContextError(
+            f"detect(env={env!r}): not a mapping of environment variables. Name the device as "
+            f'fx.detect(device="cpu").'
+        )
     variables = os.environ if env is None else env
     key = derive_key(variables.get(SECRET, ""))
     if timeout_s is not None and not _is_timeout(timeout_s):
-        # Python refuses to write numbers of thousands of digits.
-        large = isinstance(timeout_s, int) and timeout_s > LONGEST_S
-        shown = "..." if large else repr(timeout_s)
         raise ContextError(
-            f"detect(timeout_s={shown}): not a timeout. Pass a number of seconds above 0 and at "
-            f"most {LONGEST_S:.0f}."
+            f"detect(timeout_s={shown(timeout_s)}): not a timeout. Pass a number of seconds above "
+            f"0 and at most {LONGEST_S:.0f}."
         )
     plan = plan_in(variables)
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
-    if dist.is_available() and dist.is_initialized():
-        topology = _existing_topology(variables)
-        chosen, _ = find_device(device, variables, topology)
-        mesh = agreed_mesh(mesh, plan and plan.mesh, topology.world_size)
-        ctx = _connect_ranks(topology, chosen, mesh, wait_s, checks=checks, store=None, key=key)
-        return _ready(ctx, plan, variables)
-    topology = read_topology(variables)
+    exists = dist.is_available() and dist.is_initialized()
+    topology = _existing_topology(variables) if exists else read_topology(variables)
     chosen, devices = find_device(device, variables, topology)
-    alone = topology.world_size == 1
+    alone = topology.world_size == 1 and not exists
     mesh = agreed_mesh(mesh, plan and plan.mesh, devices if alone else topology.world_size)
     if alone:
         ctx = _single_rank_context(topology, chosen, devices, mesh, wait_s, checks=checks)
-        return _ready(ctx, plan, variables)
-    _choose_interface(variables, topology)
-    store = open_store(topology, wait_s, key=key)
-    ctx = _connect_ranks(topology, chosen, mesh, wait_s, checks=checks, store=store, key=key)
-    return _ready(ctx, plan, variables)
-
-
-def _ready(ctx: DistContext, given: Plan | None, variables: Mapping[str, str]) -> DistContext:
-    """The context with the plan of its launch; it writes where its rank stands, if asked to."""
+    else:
+        if topology.num_nodes > 1 and not exists and GLOO not in variables:
+            # gloo uses the network towards the main address, and reads it from the environment.
+            route = find_route(topology.main_address, topology.main_port)
+            set_defaults({GLOO: route.interface} if route.interface else {})
+        store = None if exists else open_store(topology, wait_s, key=key)
+        ctx = _connect_ranks(topology, chosen, mesh, wait_s, checks=checks, store=store, key=key)
     if (folder := variables.get(STACKS)) and not ctx.comm.simulated:
         watch_standing(ctx, folder)
-    return with_plan(ctx, given)
-
-
-def _choose_interface(variables: Mapping[str, str], topology: Topology) -> None:
-    """Make gloo use the network towards the main address, which it reads from the environment."""
-    if topology.num_nodes > 1 and GLOO not in variables:
-        route = find_route(topology.main_address, topology.main_port)
-        set_defaults({GLOO: route.interface} if route.interface else {})
+    return with_plan(ctx, plan)
 
 
 def set_defaults(variables: Mapping[str, str]) -> None:
     """Set variables of this process that are not set, for libraries that have no other settings."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
-
-
-def _check_kinds(env: object, mesh: object) -> None:
-    if not (env is None or isinstance(env, Mapping)):
-        raise ContextError(
-            f"detect(env={env!r}): not a mapping of environment variables. Name the device as "
-            f'fx.detect(device="cpu").'
-        )
-    if not (mesh is None or isinstance(mesh, Mesh)):
-        raise ContextError(
-            f"detect(mesh={mesh!r}): not an fx.Mesh. For example: "
-            f"fx.detect(mesh=fx.Mesh(tensor=2))."
-        )
 
 
 def launched_plan(env: Mapping[str, str] | None = None) -> Plan | None:
@@ -246,23 +220,26 @@ def _connect_ranks(
         open_group(topology, device, store, wait, addresses=addresses)
     world = dist.group.WORLD
     simulated = dist.get_backend(world) == "fake"
-    new_group = functools.partial(_new_group, wait=wait, simulated=simulated)
+    # torch_xla replaces torch.distributed.new_group with one that takes fewer arguments.
+    library: Any = dist.distributed_c10d
+    control = library.new_group(
+        timeout=wait, backend="fake" if simulated else "gloo", group_desc=_CONTROL
+    )
     state = CommState()
     comm = Comm(
         group=world,
-        control=new_group(None),
-        store=store if owned or simulated else _group_store(),
+        control=control,
+        # torch has no public access to the store of an existing group.
+        store=store if owned or simulated else library._get_default_store(),
         ranks=tuple(range(topology.world_size)),
         timeout_s=timeout_s,
         checks=checks,
         simulated=simulated,
-        close=make_close(launched, store, timeout_s)
-        if owned
-        else make_part_close(state, timeout_s),
+        close=make_close(state, timeout_s, topology=launched if owned else None, store=store),
         state=state,
         key=key,
     )
-    state.opened_groups.append(comm.control)
+    state.opened_groups.append(control)
     comm.slot(CallState)  # the thread that connects makes the calls
     parts = {} if mesh is None else _mesh_parts(shape)
     if topology.num_nodes > 1:
@@ -397,20 +374,6 @@ def _open_control(parts: list[list[int]], mine: list[int], wait: timedelta, *, o
         return open_by_members(mine, **options)
     groups = [dist.distributed_c10d.new_group(part, **options) for part in parts]
     return groups[parts.index(mine)]
-
-
-def _new_group(ranks: list[int] | None, *, wait: timedelta, simulated: bool) -> Any:
-    backend = "fake" if simulated else "gloo"
-    # torch_xla replaces torch.distributed.new_group with one that takes fewer arguments.
-    new_group = dist.distributed_c10d.new_group
-    return new_group(ranks, timeout=wait, backend=backend, group_desc=_CONTROL)
-
-
-def _group_store() -> Any:
-    # torch has no public access to the store of an existing group; without it a lost rank is
-    # still an error, with less detail.
-    find = getattr(dist.distributed_c10d, "_get_default_store", None)
-    return None if find is None else find()
 
 
 def export_local_rank(ctx: DistContext) -> None:

@@ -27,16 +27,8 @@ _DEFAULT = Plan()  # one object, so that a step finds by identity that plans are
 _DIGEST = 32  # bytes; fits in a packet at any world size
 
 
-@attrs.define
-class LoggedPlans:
-    """What this module keeps about a context.
-
-    Attributes:
-        plans: Those whose difference from the launch's plan, or from their DeepSpeed config, was
-            logged.
-    """
-
-    plans: set[Plan] = attrs.field(factory=set)
+class LoggedPlans(set[Plan]):
+    """Plans of a context whose difference was logged: from the launch's, or from their config."""
 
 
 def plan_for(action: str, ctx: DistContext, plan: Plan | None) -> Plan:
@@ -56,8 +48,8 @@ def plan_for(action: str, ctx: DistContext, plan: Plan | None) -> Plan:
     if launched is not None and plan.mesh is None:  # any mesh, such as the launch's
         launched = attrs.evolve(launched, mesh=None)
         launched = None if launched == _DEFAULT else launched
-    if launched is not None and plan != launched and plan not in ctx.comm.slot(LoggedPlans).plans:
-        ctx.comm.slot(LoggedPlans).plans.add(plan)
+    if launched is not None and plan != launched and plan not in ctx.comm.slot(LoggedPlans):
+        ctx.comm.slot(LoggedPlans).add(plan)
         log(ctx, "fxtrain.plan").warning(
             "fx.%s uses the plan that the script passes, not the one that came with the launch: "
             "%s. Leave the plan out to use the launch's, or start from it: "
@@ -74,8 +66,8 @@ def _filled(action: str, ctx: DistContext, plan: Plan) -> Plan:
     data = _config_on_ranks(action, ctx, plan.strategy)
     read = attrs.evolve(plan, strategy=attrs.evolve(plan.strategy, config=data))
     filled = fill_from_config(read, data, ctx.axis("data").world_size)
-    if filled != read and filled not in ctx.comm.slot(LoggedPlans).plans:
-        ctx.comm.slot(LoggedPlans).plans.add(filled)
+    if filled != read and filled not in ctx.comm.slot(LoggedPlans):
+        ctx.comm.slot(LoggedPlans).add(filled)
         log(ctx, "fxtrain.plan").info(
             "fx.%s takes from the DeepSpeed config what the plan leaves at its default: %s.",
             *(action, _changes(read, filled)),

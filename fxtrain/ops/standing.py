@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 
+from fxtrain._host_memory import process_memory
 from fxtrain.ops.closing import within
 from fxtrain.ops.stacks import (
     ASK,
@@ -47,15 +47,8 @@ _TORCH_CALLS = 64  # the last ones of a rank
 _SILENT = NO_PROGRESS + " for {:.0f} s"
 
 
-@attrs.frozen(eq=False)
-class Models:
-    """The models wrapped for a communicator, as its `slot`.
-
-    Attributes:
-        windows: What counts the updates of each.
-    """
-
-    windows: weakref.WeakSet[AccumulationWindow] = attrs.field(factory=weakref.WeakSet)
+class Windows(weakref.WeakSet[AccumulationWindow]):
+    """What counts the updates of each model that was wrapped for a communicator."""
 
 
 def watch_standing(ctx: DistContext, folder: str) -> None:
@@ -166,7 +159,7 @@ class _Watch(threading.Thread):
         return [(comm, comm.slot(CallState)) for comm in comms.values()]
 
     def _windows(self) -> list[AccumulationWindow]:
-        return list(self._ctx.comm.slot(Models).windows)
+        return list(self._ctx.comm.slot(Windows))
 
     def _write_record(self, why: str) -> None:
         calls = {
@@ -195,7 +188,7 @@ class _Watch(threading.Thread):
             ],
             "calls": calls,
             "torch_calls": _torch_calls([comm for comm, _ in self._states()]),
-            "host_memory_bytes": _host_memory(),
+            "host_memory_bytes": process_memory()[0],
             "device_memory_bytes": _device_memory(self._ctx.device),
         }
         new = self._path.with_suffix(".new")
@@ -233,14 +226,6 @@ def _written_at(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:
         return 0.0
-
-
-def _host_memory() -> int:
-    """Resident bytes of this process, where Linux shows them."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def _device_memory(device: torch.device) -> int:

@@ -37,8 +37,7 @@ def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None
         ...     with fx.ops.sync(model, enabled=False):
         ...         fx.ops.backward(model(torch.ones(1, 2)).sum(), model)
     """
-    if not isinstance(model, Wrapped) or model.status.closed:
-        check_open(model, "ops.sync")
+    check_open(model, "ops.sync")
     return model.strategy.sync(model, enabled)
 
 
@@ -84,8 +83,7 @@ def backward(loss: Tensor, model: Wrapped) -> None:
         ...     model.module.weight.grad
         tensor([[1., 1.]])
     """
-    if not isinstance(model, Wrapped) or model.status.closed:
-        check_open(model, "ops.backward")
+    check_open(model, "ops.backward")
     check_loss(loss)
     model.status.added_grads = model.status.in_backward = True
     try:
@@ -106,8 +104,7 @@ def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
         ...     model.module.weight.grad
         tensor([[0.5000, 0.5000]])
     """
-    if not isinstance(model, Wrapped) or model.status.closed:
-        check_open(model, "ops.scale_grads")
+    check_open(model, "ops.scale_grads")
     model.strategy.scale_grads(model, factor)
 
 
@@ -143,8 +140,7 @@ def clip_norm(
         ...     fx.ops.clip_norm(model, 1.0)
         tensor(2.)
     """
-    if not isinstance(model, Wrapped) or model.status.closed:
-        check_open(model, "ops.clip_norm")
+    check_open(model, "ops.clip_norm")
     if norm_type == 2 and parameters is None:
         return model.strategy.clip_norm(model, max_norm)
     if not norm_type > 0:
@@ -175,8 +171,7 @@ def clip_value(model: Wrapped, max_value: float) -> None:
         ...     model.module.weight.grad
         tensor([[0.2500, 0.2500]])
     """
-    if not isinstance(model, Wrapped) or model.status.closed:
-        check_open(model, "ops.clip_value")
+    check_open(model, "ops.clip_value")
     model.strategy.clip_value(model, max_value)
 
 
@@ -201,8 +196,7 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
         ...     fx.ops.apply(model).applied
         True
     """
-    if not isinstance(model, Wrapped) or model.status.closed:
-        check_open(model, "ops.apply")
+    check_open(model, "ops.apply")
     if not model.optimizers:
         raise StepError(
             "This model has no optimizer to apply. Wrap it with one: "
@@ -234,8 +228,7 @@ def average(model: Wrapped, position: Position | None = None) -> None:
         ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx, fx.Plan(local=fx.LocalSGD(every=8)))
         ...     fx.ops.average(model, fx.Position(updates=8))
     """
-    if not isinstance(model, Wrapped) or model.status.closed:
-        check_open(model, "ops.average")
+    check_open(model, "ops.average")
     if round_of(model) is not None:
         model.strategy.average(model, position)
 
@@ -266,8 +259,7 @@ def schedule(metric: float | Tensor, model: Wrapped) -> None:
         ...     model.optimizer.param_groups[0]["lr"]
         0.05
     """
-    if not isinstance(model, Wrapped) or model.status.closed:
-        check_open(model, "ops.schedule")
+    check_open(model, "ops.schedule")
     waiting = waiting_schedulers(model)
     if not waiting:
         raise StepError(

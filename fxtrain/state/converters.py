@@ -11,7 +11,7 @@ import cattrs
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
 from fxtrain._other_names import hint, value_hint
-from fxtrain._record import Check, canonical, closest, few, members, shown, type_words
+from fxtrain._record import canonical, check, closest, few, members, shown
 from fxtrain.errors import FxError, PlanError
 from fxtrain.state.parsing import near
 from fxtrain.state.registry import BUILT_IN, installed_configs, kind_of
@@ -71,9 +71,6 @@ def structure(data: object, cls: type[T], configs: tuple[type, ...] | None = Non
 def fingerprint(record: object) -> str:
     """A digest of all values of a record: equal for equal records, on every machine.
 
-    A field that a later version added is left out at its default, so that the digests that
-    checkpoints and trackers store stay equal.
-
     Raises:
         PlanError: it is not a record, or contains a value that files do not support.
 
@@ -82,7 +79,7 @@ def fingerprint(record: object) -> str:
         >>> fx.fingerprint(fx.Plan()) == fx.fingerprint(fx.Plan(accumulate=1))
         True
     """
-    text = json.dumps(_without_added(record, plain(record)), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(plain(record), sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(f"{type(record).__name__}{text}".encode(), digest_size=16).hexdigest()
 
 
@@ -131,17 +128,6 @@ def plain(record: Any) -> dict[str, Any]:
     return data
 
 
-def _without_added(record: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """The data of a record, without fields at their defaults that older versions do not have."""
-    for field in attrs.fields(type(record)):
-        value = getattr(record, field.name)
-        if field.metadata.get("added") and value == field.default:
-            del data[field.alias]
-        elif attrs.has(type(value)) and field.alias in data:
-            data[field.alias] = _without_added(value, data[field.alias])
-    return data
-
-
 def _record_hook(cls: type, converter: cattrs.Converter, known: Mapping[str, type]) -> _Hook:
     fields = [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
     overrides: dict[str, Any] = {
@@ -187,9 +173,7 @@ def _field_hook(
     if field.metadata.get("union") == "strategies":
         return lambda data, _: _tagged(data, converter, known)
     kind: Any = field.type
-    check, convert = field.validator, field.converter
-    if not isinstance(check, Check):  # a config that does not validate itself
-        check, convert = Check(owner="", kind=kind, wanted=type_words(kind)), canonical(kind)
+    convert: Any = field.converter or canonical(kind)
     inner = [member for member in members(kind) if attrs.has(member)]
     rows = next((member for member in members(kind) if _holds_records(member)), None)
     several: Any = Mapping if get_origin(rows) is Mapping else (list, tuple)
@@ -201,9 +185,12 @@ def _field_hook(
             return converter.structure(data, inner[0])
         if rows is not None and isinstance(data, several):
             return converter.structure(data, rows)
-        value = data if convert is None else convert(data)  # type: ignore[operator]
-        if problem := check.problem(field, value):
-            raise ValueError(f"found {shown(data) if field.repr else 'a value'}; {problem}")
+        value = data if convert is None else convert(data)
+        try:
+            check(field, value)
+        except ValueError as problem:
+            found = shown(data) if field.repr else "a value"
+            raise ValueError(f"found {found}; {problem}") from None
         return value
 
     return build

@@ -280,11 +280,9 @@ class Plan:
     frozen: Literal["values", "digests"] = "values"
     quantize: Bnb8 | Bnb4 | Torchao | None = attrs.field(default=None, converter=quantize_of)
     profile: Profile | None = None
-    verify_replicas: int = attrs.field(default=0, validator=at_least(0), metadata={"added": True})
-    replicas_differ: Literal["raise", "heal"] = attrs.field(
-        default="raise", metadata={"added": True}
-    )
-    mesh: Mesh | None = attrs.field(default=None, converter=_mesh_of, metadata={"added": True})
+    verify_replicas: int = attrs.field(default=0, validator=at_least(0))
+    replicas_differ: Literal["raise", "heal"] = "raise"
+    mesh: Mesh | None = attrs.field(default=None, converter=_mesh_of)
 
     if TYPE_CHECKING:  # mypy does not see the short forms that converters take
 

@@ -301,7 +301,7 @@ class Precision:
         converter=recipe_of,
     )
     output: Literal["fp32"] | None = None
-    params: Literal["fp32", "keep"] = attrs.field(default="fp32", metadata={"added": True})
+    params: Literal["fp32", "keep"] = "fp32"
     scale: LossScale = LossScale()
 
     def __attrs_post_init__(self) -> None:

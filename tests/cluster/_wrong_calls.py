@@ -90,10 +90,6 @@ WRONG = {
         "ContextError: detect(env='cpu'): not a mapping of environment variables. Name the device "
         'as fx.detect(device="cpu").',
     ),
-    "detect, a dict": (
-        lambda ctx, model, loader, batch: fx.detect(mesh={"tensor": 2}),
-        "For example: fx.detect(mesh=fx.Mesh(tensor=2)).",
-    ),
     "preemption, a model": (
         lambda ctx, model, loader, batch: fx.ops.preemption(model).__enter__(),
         "ContextError: preemption: ctx is a Wrapped, not a context from fx.detect().",

@@ -35,7 +35,7 @@ def stuck(monkeypatch):
 
 def _close(timeout_s=5.0):
     topology = Topology(rank=1, world_size=2)
-    return closing.make_close(topology, dist.HashStore(), timeout_s)
+    return closing.make_close(CommState(), timeout_s, topology=topology, store=dist.HashStore())
 
 
 def test_a_rank_that_leaves_with_an_error_gives_up_waiting(group, stuck):
@@ -69,14 +69,14 @@ def _opened():
 def test_groups_beside_an_existing_one_are_aborted_too(group, aborted, stuck):
     groups, state = _opened()
     started = time.monotonic()
-    closing.make_part_close(state, 5.0)(ValueError("bad"))
+    closing.make_close(state, 5.0)(ValueError("bad"))
     assert aborted == groups[::-1] and not state.opened_groups
     assert time.monotonic() - started < 30
 
 
 def test_groups_beside_an_existing_one_are_destroyed_without_an_error(group):
     groups, state = _opened()
-    closing.make_part_close(state, 5.0)(None)
+    closing.make_close(state, 5.0)(None)
     assert dist.is_initialized() and not state.opened_groups
     assert all(one not in dist.distributed_c10d._world.pg_map for one in groups)
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.ops import closing
+from fxtrain.state import CommState
 from fxtrain.state.topology import Topology
 from tests.devices._device import STAND_IN, is_gpu, keep_busy
 from tests.devices._training import loss_of, parts, rows
@@ -71,7 +72,9 @@ def _left(ctx):
     dist.destroy_process_group()
     library, bound = ("nccl", ctx.device) if is_gpu(ctx) else ("gloo", None)
     dist.init_process_group(library, store=store, rank=0, world_size=1, device_id=bound)
-    close = closing.make_close(Topology(rank=0, world_size=1), dist.HashStore(), 5.0)
+    close = closing.make_close(
+        CommState(), 5.0, topology=Topology(rank=0, world_size=1), store=dist.HashStore()
+    )
     keep_busy(ctx, 30.0)
     dist.all_reduce(torch.ones(1, device=ctx.device if is_gpu(ctx) else "cpu"))
     started = time.monotonic()
