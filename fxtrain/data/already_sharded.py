@@ -9,48 +9,30 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree, ops
-from fxtrain.data.fetch import StartWorker, call_set_epoch
-from fxtrain.data.iterable import StreamMemory
+from fxtrain.data.fetch import StartWorker, StreamMemory, call_set_epoch
 from fxtrain.data.order import hash_key
 from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, Step, advance
-from fxtrain.data.sources import RowBatches, Source, row_source
-from fxtrain.data.user_loader import LoaderSpec, read_loader, rebuild
+from fxtrain.data.sources import Source, cut_order, row_source
+from fxtrain.data.user_loader import read_loader, rebuild
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.state import DistContext, Plan, Position
 
 _HAS, _ENDED, _FAILED = range(3)  # states of a rank
+_CHUNK = 1 << 12  # batches whose sizes are exchanged at a time
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class UnevenStream:
-    """One rank's own batches.
-
-    Attributes:
-        open: (epoch, units to skip, state or None) → (rows, data, state after it) of every batch
-            that follows; from a state on, nothing is skipped.
-        sizes: (epoch) → (rows, units) of every batch without reading it; None if only
-            reading tells, and then `open` skips nothing.
-        most: Maximum rows in a batch; None if unknown.
-        shuffled: Whether epochs differ in their order, as far as is known so far.
-    """
-
-    open: Callable[[int, int, Any], Iterator[tuple[int, Any, Any]]]
-    sizes: Callable[[int], Iterator[tuple[int, int]]] | None
-    most: int | None
-    shuffled: Callable[[], bool]
-
-
-@attrs.frozen
-class _RankBatch:
-    """What one rank contributes to a global batch."""
-
-    state: int
-    size: int = 0
-    data: Any = None
-    stream: Any = None
-    error: Exception | None = None
+# One batch of a rank: its rows, its data, and the state of the rank's stream after it.
+_Loaded = tuple[int, Any, Any]
+# (epoch, units to skip, state or None) → every batch that follows; from a state on, nothing is
+# skipped.
+_Open = Callable[[int, int, Any], Iterator[_Loaded]]
+# (epoch) → (rows, units) of every batch, without reading it; None if only reading tells, and then
+# no units are skipped.
+_Sizes = Callable[[int], Iterator[tuple[int, int]]] | None
+# What a rank contributes to a global batch: its state, and a batch or an error.
+_Turn = tuple[int, int, Any, Any, Exception | None]
 
 
 def presharded_source(
@@ -64,68 +46,63 @@ def presharded_source(
     Raises:
         DataError: the plan needs something that cannot be known for such loaders; on every rank.
     """
-    reading = read_loader(loader, ctx.world_size, plan)
-    if reading.batching.unit == "batch" and plan.batch == "global":
+    batching, sampler = read_loader(loader, ctx.world_size, plan)
+    if batching.unit == "batch" and plan.batch == "global":
         raise DataError(
             'batch="global" with Data(source="sharded"): the batch sampler of this loader '
             'yields batches for one rank. Use batch="per_rank".'
         )
     # Each rank reads as if it were alone, so nothing is padded within a rank.
-    even = "drop" if reading.batching.even == "drop" else "pad"
-    reading = attrs.evolve(reading, batching=attrs.evolve(reading.batching, ranks=1, even=even))
+    even = "drop" if batching.even == "drop" else "pad"
+    batching = attrs.evolve(batching, ranks=1, even=even)
     if isinstance(loader.dataset, IterableDataset):
-        local = _stream(loader, reading, ctx, plan)
+        read, sizes, rows = _stream(loader, batching, ctx, plan), None, None
     else:
-        local = _rows(loader, reading, ctx, plan)
-
+        read, sizes, rows = _rows(loader, sampler, batching, ctx, plan)
     source = Source(
-        run=lambda cursor: uneven_batches(local, cursor, ctx, plan),
+        run=lambda cursor: uneven_batches(read, sizes, cursor, ctx, plan),
         length=lambda: None,
-        shuffled=local.shuffled,
-        stateful=isinstance(loader.dataset, IterableDataset) and not loader.num_workers,
+        # Only the author of a stream knows whether it shuffles.
+        shuffled=lambda: rows is not None and rows.shuffled(),
+        stateful=rows is None and not loader.num_workers,
+        endless=rows is not None and rows.endless,
     )
-    return source, reading.batching
+    return source, batching
 
 
 def _rows(
-    loader: DataLoader[Any], reading: LoaderSpec, ctx: DistContext, plan: Plan
-) -> UnevenStream:
+    loader: DataLoader[Any], sampler: Any, batching: Batching, ctx: DistContext, plan: Plan
+) -> tuple[_Open, _Sizes, Source]:
     """A map-style dataset that holds only this rank's rows; their order differs between ranks."""
-    batches = RowBatches(reading, hash_key(plan.seed, "rank", ctx.rank))
-    source = row_source(loader, batches, attrs.evolve(plan, even="pad"), (0,))
+    own = attrs.evolve(plan, even="pad", seed=hash_key(plan.seed, "rank", ctx.rank))
+    source = row_source(loader, sampler, batching, own, (0,))
 
-    def read(epoch: int, units: int, state: Any) -> Iterator[tuple[int, Any, Any]]:
+    def read(epoch: int, units: int, state: Any) -> Iterator[_Loaded]:
         for (batch, _), (data,) in source.run(Cursor(Position(epoch=epoch, index=units))):
             yield batch.rows[0], data, None
 
-    return UnevenStream(
-        open=read,
-        sizes=lambda epoch: (
-            (batch.rows[0], batch.units)
-            for batch in batches.cut(Cursor(Position(epoch=epoch)), (), plan.accumulate)
-        ),
-        most=None if reading.batching.unit == "batch" else reading.batching.per_rank,
-        shuffled=batches.shuffled,
-    )
+    def sizes(epoch: int) -> Iterator[tuple[int, int]]:
+        _, batches = cut_order(sampler, batching, Cursor(Position(epoch=epoch)), (), own)
+        return ((batch.rows[0], batch.units) for batch in batches)
+
+    return read, sizes, source
 
 
-def _stream(
-    loader: DataLoader[Any], reading: LoaderSpec, ctx: DistContext, plan: Plan
-) -> UnevenStream:
+def _stream(loader: DataLoader[Any], batching: Batching, ctx: DistContext, plan: Plan) -> _Open:
     """An iterable dataset that yields only this rank's (and, in workers, this worker's) rows."""
     dataset = _Dataset(loader.dataset)
-    items = reading.batching.unit == "item"
+    items = batching.unit == "item"
     # A worker's state would have to reach the worker that continues its rows.
     memory = None if loader.num_workers else dataset.memory
     changes: dict[str, Any] = {"collate_fn": _Counted(loader.collate_fn, memory, items=items)}
     if loader.num_workers:
         dataset.epoch.share_memory_()
         changes["worker_init_fn"] = StartWorker(loader.worker_init_fn)
-    size = None if items else reading.batching.per_rank
-    drops = not items and reading.batching.even == "drop"
+    size = None if items else batching.per_rank
+    drops = not items and batching.even == "drop"
     over = rebuild(loader, dataset, batch_size=size, drop_last=drops, **changes)
 
-    def read(epoch: int, units: int, state: Any) -> Iterator[tuple[int, Any, Any]]:
+    def read(epoch: int, units: int, state: Any) -> Iterator[_Loaded]:
         assert units == 0, "a stream is read from its start, or from a state"
         dataset.epoch.fill_(epoch)
         dataset.state = state
@@ -133,12 +110,7 @@ def _stream(
         over.generator.manual_seed(hash_key(plan.seed, epoch, "workers", ctx.rank))
         yield from over
 
-    return UnevenStream(
-        open=read,
-        sizes=None,
-        most=None if items else reading.batching.per_rank,
-        shuffled=lambda: False,  # only the author of a stream knows whether it shuffles
-    )
+    return read
 
 
 class _Dataset(IterableDataset[Any]):
@@ -173,7 +145,7 @@ class _Counted:
 
 
 def uneven_batches(
-    local: UnevenStream, cursor: Cursor, ctx: DistContext, plan: Plan
+    read: _Open, sizes: _Sizes, cursor: Cursor, ctx: DistContext, plan: Plan
 ) -> Iterator[tuple[Step, tuple[Any]]]:
     """Global batches made of one batch of every rank.
 
@@ -192,17 +164,17 @@ def uneven_batches(
     """
     check_same_plan("iterating", ctx, plan, {})
     epoch, position = cursor.position.epoch, cursor.position
-    batches, behind = _seek(local, cursor, ctx)
-    own = _rank_batches(batches, _HAS)
+    batches, behind = _seek(read, sizes, cursor, ctx)
+    own = _turns(batches, _HAS)
     # Padding, too, continues where it was.
-    again = itertools.islice(_rank_batches(_repeat(local, epoch), _ENDED), behind, None)
+    again = itertools.islice(_turns(_repeat(read, epoch), _ENDED), behind, None)
     ends = any if plan.even == "drop" else all
     now = next(own)
     table = _gather_sizes(now, ctx)
     if ends(state != _HAS for state, _ in table):
         return
     for number in itertools.count():
-        ended = now.state != _HAS
+        ended = now[0] != _HAS
         if any(state != _HAS for state, _ in table):
             now = next(again) if ended else now
             behind += ended
@@ -211,47 +183,44 @@ def uneven_batches(
         after = next(own)
         coming = _gather_sizes(after, ctx)
         is_last = ends(state != _HAS for state, _ in coming)
-        batch = _global_batch(number, table, plan)
+        rows = tuple(size if state == _HAS else 0 for state, size in table)
+        padded = rows if plan.even == "uneven" else tuple(size for _, size in table)
+        batch = GlobalBatch(number, sum(rows), rows, padded, ())
         position = advance(position, batch, plan, is_last=is_last)
+        _, _, data, stream, _ = now
         state = None
-        if ended or now.stream is not None:
-            state = {"stream": None if ended else now.stream, "behind": behind}
-        yield (batch, Cursor(position, state)), (now.data,)
+        if ended or stream is not None:
+            state = {"stream": None if ended else stream, "behind": behind}
+        yield (batch, Cursor(position, state)), (data,)
         if is_last:
             return
         now, table = after, coming
 
 
-def _global_batch(number: int, table: list[tuple[int, int]], plan: Plan) -> GlobalBatch:
-    rows = tuple(size if state == _HAS else 0 for state, size in table)
-    sizes = rows if plan.even == "uneven" else tuple(size for _, size in table)
-    return GlobalBatch(number, sum(rows), rows, sizes, ())
-
-
-def _rank_batches(batches: Iterator[tuple[int, Any, Any]], state: int) -> Iterator[_RankBatch]:
+def _turns(batches: Iterator[_Loaded], state: int) -> Iterator[_Turn]:
     """One turn per batch, then empty ones forever; a failure is a turn too."""
     try:
         for size, data, stream in batches:
-            yield _RankBatch(state, size, data, stream)
+            yield state, size, data, stream, None
     except Exception as error:
-        yield _RankBatch(_FAILED, error=error)
+        yield _FAILED, 0, None, None, error
     while True:
-        yield _RankBatch(_ENDED)
+        yield _ENDED, 0, None, None, None
 
 
-def _repeat(local: UnevenStream, epoch: int) -> Iterator[tuple[int, Any, Any]]:
+def _repeat(read: _Open, epoch: int) -> Iterator[_Loaded]:
     """This rank's epoch from its start, repeatedly; nothing if it is empty."""
     has_data = True
     while has_data:
         has_data = False
-        for batch in local.open(epoch, 0, None):
+        for batch in read(epoch, 0, None):
             has_data = True
             yield batch
 
 
 def _seek(
-    local: UnevenStream, cursor: Cursor, ctx: DistContext
-) -> tuple[Iterator[tuple[int, Any, Any]], int]:
+    read: _Open, sizes: _Sizes, cursor: Cursor, ctx: DistContext
+) -> tuple[Iterator[_Loaded], int]:
     """This rank's batches from where all ranks together have seen this many rows.
 
     Returns:
@@ -260,26 +229,25 @@ def _seek(
     epoch, wanted = cursor.position.epoch, cursor.position.index
     if cursor.state is not None:
         stream, behind = cursor.state["stream"], cursor.state["behind"]
-        return iter(()) if stream is None else local.open(epoch, 0, stream), behind
-    opened = local.open(epoch, 0, None) if local.sizes is None or wanted == 0 else None
+        return iter(()) if stream is None else read(epoch, 0, stream), behind
     if wanted == 0:
-        assert opened is not None
-        return opened, 0
-    source = local.sizes(epoch) if local.sizes else ((rows, rows) for rows, *_ in opened or ())
+        return read(epoch, 0, None), 0
+    opened = None if sizes else read(epoch, 0, None)
+    # Of each batch, rows and units. What was read of a stream is gone, so one is read at a time.
+    source = sizes(epoch) if sizes else ((rows, rows) for rows, *_ in opened or ())
+    chunk = _CHUNK if sizes else 1
     units = seen = behind = 0
-    most: list[Any] = ops.gather_objects(local.most, ctx)
     while seen < wanted:
-        # As many steps as cannot overshoot, so that one exchange covers many.
-        known = [steps for steps in most if steps is not None]
-        least = max(1, (wanted - seen) // sum(known)) if len(known) == len(most) else 1
         with fail_together(ctx):
-            mine = list(itertools.islice(source, least))
-        units += sum(counts[1] for counts in mine)
-        behind += least - len(mine)
-        passed = sum(ops.gather_objects(sum(counts[0] for counts in mine), ctx))
-        seen += passed
-        if passed == 0:
+            mine = list(itertools.islice(source, chunk))
+        of_ranks = ops.gather_objects([rows for rows, _ in mine], ctx)
+        if not any(of_ranks):
             break
+        for step, rows in enumerate(itertools.zip_longest(*of_ranks, fillvalue=0)):
+            if seen < wanted:
+                seen += sum(rows)
+                units += mine[step][1] if step < len(mine) else 0
+                behind += step >= len(mine)
     if seen != wanted:
         raise DataError(
             f"The position has index {wanted}, which is not a boundary between two global batches "
@@ -287,19 +255,20 @@ def _seek(
             f"size and data with which the position was made.",
             code="FX401",
         )
-    return (local.open(epoch, units, None) if opened is None else opened), behind
+    return (read(epoch, units, None) if opened is None else opened), behind
 
 
-def _gather_sizes(turn: _RankBatch, ctx: DistContext) -> list[tuple[int, int]]:
+def _gather_sizes(turn: _Turn, ctx: DistContext) -> list[tuple[int, int]]:
     """Every rank's (state, size).
 
     Raises:
         Exception: whatever a rank's loader raised; on other ranks a CollectiveError that names it.
     """
-    mine = torch.tensor([[turn.state, turn.size]], device="cpu")
+    state, size, _, _, error = turn
+    mine = torch.tensor([[state, size]], device="cpu")
     table: list[list[int]] = ops.gather(mine, ctx).tolist()
     if any(state == _FAILED for state, _ in table):
-        ops.raise_together(turn.error, ctx)
+        ops.raise_together(error, ctx)
     return [(state, size) for state, size in table]
 
 

@@ -1,12 +1,16 @@
-"""Datasets that read and collate rows, in the loader's workers or in this process."""
+"""Datasets that read and collate rows, in workers or in this process; streams with a state."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import copy
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from fxtrain import _tree
-from fxtrain.data.iterable import PlainStream, StreamMemory, StreamReader
 from fxtrain.data.order import hash_key
 from fxtrain.data.rank_slices import Batching, GlobalBatch, global_batch
 from fxtrain.data.user_code import BorrowedGenerators, seed_all
@@ -46,22 +50,91 @@ class RowFetch(Dataset[list[Any]]):
         return self.collate([self.dataset[index] for index in key])
 
 
-class StreamRequest(NamedTuple):
-    """One global batch of an iterable dataset.
+class PlainStream(IterableDataset[Any]):
+    """Any iterable as a dataset.
 
     Attributes:
-        run: Number of the pass; a new number restarts the stream.
-        epoch: Its epoch.
-        start: Rows of the epoch to skip.
-        step: Number of the global batch, counted from there.
-        state: Of the stream at `start`, where known.
+        rows: The iterable.
+        once: Whether it is its own iterator, and so has one pass.
     """
 
-    run: int
-    epoch: int
-    start: int
-    step: int
-    state: Any = None
+    def __init__(self, rows: Any) -> None:
+        self.rows, self._opened = rows, False
+        self.once = not is_stateful(rows) and iter(rows) is rows
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.once and self._opened:
+            raise DataError(
+                f"iterating: this loader reads a {type(self.rows).__name__}, which can be read "
+                f"once, and this is its second pass. Pass an object whose __iter__ starts again, "
+                f"such as a list or a dataset, or a function of the position."
+            )
+        self._opened = True
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell it the epoch, if it wants to know."""
+        if callable(getattr(self.rows, "set_epoch", None)):
+            self.rows.set_epoch(epoch)
+
+
+class StreamMemory:
+    """The state protocol of a dataset or of its iterator: `state_dict` and `load_state_dict`.
+
+    A dataset that has it starts every epoch from the state in which it was passed.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._owner = dataset.rows if isinstance(dataset, PlainStream) else dataset
+        self._rows: Any = None
+        self._opened = False
+        self._initial = copy.deepcopy(self._owner.state_dict()) if self._keeps_state() else None
+
+    def open(self, state: Any = None) -> Iterator[Any]:
+        """The rows from a state on, or from the start."""
+        if self._keeps_state() and (state is not None or self._opened):
+            own = self._initial if state is None else state["dataset"]
+            self._owner.load_state_dict(copy.deepcopy(own))
+        self._opened = True
+        self._rows = rows = iter(self.dataset)
+        if state is not None and self._has_iterator_state():
+            rows.load_state_dict(copy.deepcopy(state["iterator"]))
+        return rows
+
+    def state(self) -> Any:
+        """The state after the rows read so far; None if neither keeps one."""
+        own = self._owner.state_dict() if self._keeps_state() else None
+        of_iterator = self._rows.state_dict() if self._has_iterator_state() else None
+        if not (self._keeps_state() or self._has_iterator_state()):
+            return None
+        return copy.deepcopy({"dataset": own, "iterator": of_iterator})
+
+    def again(self) -> Iterator[Any]:
+        """The rows from the start, to pad with; none of a stream that has one pass."""
+        once = isinstance(self.dataset, PlainStream) and self.dataset.once
+        return iter(()) if once else self.open()
+
+    def _keeps_state(self) -> bool:
+        return is_stateful(self._owner)
+
+    def _has_iterator_state(self) -> bool:
+        return self._rows is not self._owner and is_stateful(self._rows)
+
+
+def is_stateful(stream: Any) -> bool:
+    """Whether a dataset or an iterator has the state protocol."""
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(stream, name, None)) for name in names)
+
+
+# What is asked of a stream: (number of the pass, epoch, rows of it to skip), of which a new one
+# opens the stream again; the number of the global batch, counted from there; and the state of the
+# stream there, where it is known.
+StreamRequest = tuple[tuple[int, int, int], int, Any]
 
 
 class StreamFetch(Dataset["tuple[GlobalBatch, bool, list[Any], Any] | None"]):
@@ -87,32 +160,45 @@ class StreamFetch(Dataset["tuple[GlobalBatch, bool, list[Any], Any] | None"]):
         seed: int | None,
     ) -> None:
         self.memory, self.collate, self.batching = StreamMemory(dataset), collate, batching
+        # Rows of a batch that is ready are counted by whoever sees it.
+        self.served = range(batching.ranks) if batching.unit == "item" else ranks
         self.ranks, self.seed = ranks, seed
-        self.reader: StreamReader | None = None
+        self.close()
 
     @property
     def dataset(self) -> Any:
         """The user's."""
         return self.memory.dataset
 
+    def close(self) -> None:
+        """Close the stream, if this process holds it."""
+        self._opened: Any = None
+        self._batches: Iterator[tuple[list[Any], bool, Any]] = iter(())
+        self._step = self._wanted = 0
+        self._first: Any = None
+
     def __getitem__(self, ask: StreamRequest) -> tuple[GlobalBatch, bool, list[Any], Any] | None:
-        reader = self.reader
-        if reader is None or reader.opened != ask[:3] or reader.step > ask.step:
-            reader = self.reader = self._open(ask)
-        units = reader.read(ask.step)
-        if units is None:
+        opened, self._wanted, state = ask
+        _, epoch, start = opened
+        if opened != self._opened or self._step > self._wanted:
+            call_set_epoch(self.dataset, epoch)
+            self._opened, self._step = opened, 0
+            self._batches = self._read(epoch, start, state)
+        batch = None
+        while self._step <= self._wanted:
+            batch, self._step = next(self._batches, None), self._step + 1
+        if batch is None:
             return None
-        first = ask.start + ask.step * self.batching.stride
-        items = self.batching.unit == "item"
-        ranks = range(self.batching.ranks) if items else self.ranks
-        borrows = any(self.batching.borrows(rank, len(units)) for rank in ranks)
-        head = reader.head() if borrows else units
-        batch = global_batch(self.batching, first, units, head, ranks)
+        units, is_last, state = batch
+        first = start + self._wanted * self.batching.stride
+        borrows = any(self.batching.borrows(rank, len(units)) for rank in self.served)
+        head = self._head(epoch) if borrows else units
+        batch = global_batch(self.batching, first, units, head, self.served)
         data = [
-            self._collate(rows, ask.epoch, first, rank)
-            for rank, rows in zip(ranks, batch.keys, strict=True)
+            self._collate(rows, epoch, first, rank)
+            for rank, rows in zip(self.served, batch.keys, strict=True)
         ]
-        if items:  # each is a batch that is ready
+        if self.batching.unit == "item":  # each is a batch that is ready
             counts = [self._count(batch) for batch in data]
             rows, sizes = (
                 tuple(count * has for count, has in zip(counts, which, strict=True))
@@ -122,7 +208,62 @@ class StreamFetch(Dataset["tuple[GlobalBatch, bool, list[Any], Any] | None"]):
                 batch._replace(rows=rows, sizes=sizes),
                 [data[rank] for rank in self.ranks],
             )
-        return batch._replace(keys=()), reader.is_last, data, reader.state
+        return batch._replace(keys=()), is_last, data, state
+
+    def _read(self, epoch: int, start: int, state: Any) -> Iterator[tuple[list[Any], bool, Any]]:
+        """The rows of each global batch, whether it is the last, and the state after it.
+
+        It looks ahead to know whether more rows follow. Rows of ranks that are not served are
+        replaced by None.
+        """
+        stride, size = self.batching.stride, self.batching.per_rank
+        drops, buffer = self.batching.even == "drop", deque[Any]()
+        # With drop, a batch is not last only if a whole global batch follows it.
+        look = stride if drops else 1
+        place, lent = 0 if state is None else start, self._lent(epoch)
+        with _hide_worker_info(), lent():
+            rows = self.memory.open(state)
+
+        def fill(count: int) -> None:
+            nonlocal place
+            for row in itertools.islice(rows, max(0, start - place) + count - len(buffer)):
+                if place == 0:
+                    self._first = row
+                if place >= start:
+                    rank = (place - start) % stride // size
+                    buffer.append(row if rank in self.served else None)
+                place += 1
+            if place < start:
+                raise DataError(
+                    f"The position has index {start}, but the stream ends at {place}: the "
+                    f"position was made with other data.",
+                    code="FX401",
+                )
+
+        for step in itertools.count():
+            state = None
+            with _hide_worker_info(), lent():
+                fill(stride)
+                if buffer and step == self._wanted:
+                    state = self.memory.state()
+                fill(stride + look)
+            units = [buffer.popleft() for _ in range(min(stride, len(buffer)))]
+            if not units or (len(units) < stride and drops):
+                return
+            yield units, len(buffer) < look, state
+
+    def _head(self, epoch: int) -> list[Any]:
+        """The first rows of the epoch, read again."""
+        with _hide_worker_info(), self._lent(epoch)():
+            rows = list(itertools.islice(self.memory.again(), self.batching.stride))
+        # A stream that can be read only once yields nothing now.
+        return rows or [self._first]
+
+    def _lent(self, epoch: int) -> Callable[[], AbstractContextManager[None]]:
+        """Generators for the stream to draw from, in their initial state."""
+        if self.seed is None:
+            return nullcontext
+        return BorrowedGenerators(hash_key(self.seed, epoch))
 
     def _count(self, batch: Any) -> int:
         """The rows of a batch that is ready."""
@@ -135,17 +276,25 @@ class StreamFetch(Dataset["tuple[GlobalBatch, bool, list[Any], Any] | None"]):
             )
         return count or 1
 
-    def _open(self, ask: StreamRequest) -> StreamReader:
-        call_set_epoch(self.dataset, ask.epoch)
-        lent = None
-        if self.seed is not None:
-            lent = BorrowedGenerators(hash_key(self.seed, ask.epoch))
-        return StreamReader(self.batching, self.ranks, ask[:3], lent, self.memory, ask.state)
-
     def _collate(self, rows: Any, epoch: int, first: int, rank: int) -> Any:
         if self.seed is not None:
             seed_all(fetch_key(self.batching, self.seed, epoch, first, rank))
         return self.collate(rows)
+
+
+@contextmanager
+def _hide_worker_info() -> Iterator[None]:
+    """Hide from a dataset that it runs in one of several workers.
+
+    A dataset that asks `get_worker_info` would skip the rows of other workers, which we
+    do ourselves. Elsewhere torch still needs the answer: collating in a worker is faster.
+    """
+    info = torch_worker._worker_info
+    torch_worker._worker_info = None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
 
 
 class StartWorker:

@@ -84,16 +84,30 @@ class GlobalBatch(NamedTuple):
 def batches_of_order(
     batching: Batching, order: EpochOrder, start: int, ranks: Sequence[int]
 ) -> Iterator[GlobalBatch]:
-    """Global batches from an index of an order on, with keys for some of the ranks.
+    """Global batches from an index of an order on, with keys for some of the ranks, in blocks.
 
     Raises:
         DataError: the order ends before the index.
     """
-    stride = batching.stride
+    size, stride = batching.per_rank, batching.stride
     if start > order.length:
         raise _beyond(start, order.length)
     whole, rest = divmod(order.length - start, stride)
-    yield from _full(batching, order, start, whole, ranks)
+    sizes, across = (size,) * batching.ranks, torch.arange(size, device="cpu")
+    low, length = 0, _FIRST_BLOCK  # small at first, for a fast first batch
+    while low < whole:
+        steps = max(1, length // (size * max(1, len(ranks))))
+        block = torch.arange(low, min(low + steps, whole), device="cpu")
+        places = start + block[:, None] * stride + across
+        columns = [order.take((places + rank * size).view(-1)) for rank in ranks]
+        keys = [
+            [_key(batching, units[at : at + size]) for at in range(0, len(units), size)]
+            for units in columns
+        ]
+        rows = zip(*keys, strict=True) if keys else itertools.repeat(())
+        for number, each in zip(block.tolist(), rows):  # noqa: B905 - the repetition has no end
+            yield GlobalBatch(start + number * stride, stride, sizes, sizes, each)
+        low, length = low + steps, min(2 * length, _BLOCK)
     first = start + whole * stride
     if rest and batching.even != "drop":
         units = order.take(torch.arange(first, order.length, device="cpu"))
@@ -143,29 +157,6 @@ def global_batch(
     rows, sizes = zip(*[_rows(batching, mine, real) for mine, real in dealt], strict=True)
     keys = tuple(_key(batching, dealt[rank][0]) for rank in ranks)
     return GlobalBatch(first, len(units), rows, sizes, keys)
-
-
-def _full(
-    batching: Batching, order: EpochOrder, start: int, whole: int, ranks: Sequence[int]
-) -> Iterator[GlobalBatch]:
-    """Each full global batch, with keys for the served ranks, computed in blocks."""
-    size, stride = batching.per_rank, batching.stride
-    sizes, by_row = (size,) * batching.ranks, batching.unit == "row"
-    across = torch.arange(size, device="cpu")
-    low, length = 0, _FIRST_BLOCK  # small at first, for a fast first batch
-    while low < whole:
-        steps = max(1, length // (size * max(1, len(ranks))))
-        block = torch.arange(low, min(low + steps, whole), device="cpu")
-        places = start + block[:, None] * stride + across
-        columns = [order.take((places + rank * size).view(-1)) for rank in ranks]
-        for number in range(len(block)):
-            at = number * size
-            keys = [units[at : at + size] for units in columns]
-            if not by_row:
-                keys = [_key(batching, units) for units in keys]
-            first = start + (low + number) * stride
-            yield GlobalBatch(first, stride, sizes, sizes, tuple(keys))
-        low, length = low + steps, min(2 * length, _BLOCK)
 
 
 def _rank_units(
@@ -255,13 +246,3 @@ def advance(position: Position, batch: GlobalBatch, plan: Plan, *, is_last: bool
 def to_epoch(position: Position, epoch: int) -> Position:
     """The position at the start of a later epoch, with a window still open."""
     return attrs.evolve(position, epoch=epoch, index=0, is_last=False)
-
-
-def positioned(batches: Iterable[GlobalBatch], position: Position, plan: Plan) -> Iterator[Step]:
-    """Global batches from a position to the end of its epoch, reading one batch ahead."""
-    ahead = iter(batches)
-    following = next(ahead, None)
-    while following is not None:
-        batch, following = following, next(ahead, None)
-        position = advance(position, batch, plan, is_last=following is None)
-        yield batch, Cursor(position, batch.state)

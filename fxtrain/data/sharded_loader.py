@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxtrain import _tree, ops
 from fxtrain._display import Displayed, counted
-from fxtrain.data.iterable import PlainStream
+from fxtrain.data.fetch import PlainStream
 from fxtrain.data.rank_slices import Batching, Cursor, to_epoch
 from fxtrain.data.sources import Source
 from fxtrain.data.to_device import on_device, valid_mask
@@ -209,7 +209,7 @@ class Sharded(Displayed, Generic[Data_co]):
             [1, 2, 3, 4]
         """
         _check_count("epochs", n, "epochs")
-        if getattr(getattr(self._loader, "sampler", self._loader), "endless", False):
+        if self._source.endless:
             raise DataError(
                 f"epochs({n}): an epoch of this loader has no end. Use loader.updates(n), or "
                 f"fit(..., updates=n) without epochs; a blend also has Blend(ends='stop')."

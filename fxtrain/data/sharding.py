@@ -1,19 +1,17 @@
 """Splitting a loader over the ranks."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import attrs
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fxtrain.data.already_sharded import presharded_source
-from fxtrain.data.blends import BlendOrder
-from fxtrain.data.iterable import PlainStream
+from fxtrain.data.fetch import PlainStream
 from fxtrain.data.rank_slices import Batching
 from fxtrain.data.sharded_loader import Iteration, Reached, Sharded
 from fxtrain.data.sources import (
-    RowBatches,
     Source,
     dispatch_source,
     function_source,
@@ -130,17 +128,14 @@ def shard(
     return _shard(_as_loader(loader, batch_size, plan), ctx, plan)
 
 
-@attrs.frozen(eq=False)
-class _RowFunction:
+class _RowFunction(NamedTuple):
     """A function of a position, in the place of a loader.
 
     Attributes:
         dataset: The function.
         batch_size: Rows that it returns.
-        endless: Its epoch has no end.
     """
 
-    endless = True
     dataset: Callable[[Position], Any]
     batch_size: int
 
@@ -203,19 +198,14 @@ def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) 
             f"{type(given).__name__}. For example: fx.evaluate(ctx, model, "
             f"DataLoader(dataset, batch_size=64), fn)."
         )
-    if isinstance(given, _RowFunction):
-        raise DataError(
-            "evaluate: this loader makes its rows by a function, without an end. Pass a loader of "
-            "the rows to evaluate."
-        )
-    if isinstance(order := getattr(given, "sampler", None), BlendOrder) and order.endless:
-        raise DataError(
-            'evaluate: this blend has no end. Use Blend(ends="stop"), or pass the loader of one '
-            "source."
-        )
-    if not sharded and plan.batch == "global":
+    if isinstance(given, DataLoader) and not sharded and plan.batch == "global":
         given = with_shareable_batches(given, ctx.axis("data").world_size)
     every = _shard(given, ctx, attrs.evolve(plan, even="uneven"))
+    if every._source.endless:
+        raise DataError(
+            "evaluate: an epoch of this loader has no end. Pass a loader of the rows to evaluate, "
+            'or a blend with Blend(ends="stop").'
+        )
     if every._batching.even == "drop":
         raise DataError(
             "evaluate: a metric is computed over every row of the data, and this loader leaves "
@@ -292,17 +282,17 @@ def _source(loader: Any, world_size: int, plan: Plan, ranks: range) -> tuple[Sou
         size = share_of(size, world_size) if plan.batch == "global" else size
         batching = Batching(per_rank=size, ranks=world_size, even=plan.even)
         return function_source(loader.dataset, batching, plan, ranks), batching
-    reading = read_loader(loader, world_size, plan)
+    batching, sampler = read_loader(loader, world_size, plan)
     if isinstance(loader.dataset, IterableDataset):
-        return stream_source(loader, reading.batching, plan, ranks), reading.batching
-    return row_source(loader, RowBatches(reading, plan.seed), plan, ranks), reading.batching
+        return stream_source(loader, batching, plan, ranks), batching
+    return row_source(loader, sampler, batching, plan, ranks), batching
 
 
 def _check_types(loader: Any, ctx: Any, plan: Any) -> None:
     if isinstance(loader, Sharded):
         raise DataError("shard: this loader is sharded already. Pass the DataLoader itself.")
     if isinstance(loader, str | bytes | Mapping) or not (
-        isinstance(loader, DataLoader | Dataset | Iterable | _RowFunction) or callable(loader)
+        isinstance(loader, DataLoader | Dataset | Iterable) or callable(loader)
     ):
         raise DataError(
             f"shard takes a torch DataLoader, an iterable or a function of a position, found "

@@ -16,7 +16,6 @@ from fxtrain.data.fetch import (
     RowFetch,
     StartWorker,
     StreamFetch,
-    StreamRequest,
     call_set_epoch,
     collate_nothing,
     fetch_key,
@@ -30,10 +29,9 @@ from fxtrain.data.rank_slices import (
     advance,
     batches_of_order,
     batches_of_stream,
-    positioned,
 )
-from fxtrain.data.user_code import reading
-from fxtrain.data.user_loader import FedSampler, LoaderSpec, rebuild
+from fxtrain.data.user_code import named_errors
+from fxtrain.data.user_loader import FedSampler, rebuild
 from fxtrain.errors import DataError
 from fxtrain.ops.objects import Opaque
 from fxtrain.ops.plan_agreement import check_same_plan
@@ -54,6 +52,7 @@ class Source:
         shuffled: Whether epochs differ in their order, as far as is known so far.
         apart: Whether worker processes read, so that prefetching draws no random numbers here.
         stateful: Whether steps may have a state to continue from.
+        endless: Whether an epoch has no end.
     """
 
     run: Callable[[Cursor], Iterator[Loaded]]
@@ -61,79 +60,72 @@ class Source:
     shuffled: Callable[[], bool]
     apart: bool = False
     stateful: bool = False
+    endless: bool = False
 
 
-class RowBatches:
-    """The global batches of a map-style dataset, by index."""
-
-    def __init__(self, reading: LoaderSpec, seed: int) -> None:
-        self.reading, self.seed = reading, seed
-        self._latest: EpochOrder | CustomOrder | BlendOrder | None = None
-
-    def cut(self, cursor: Cursor, ranks: Sequence[int], accumulate: int) -> Iterator[GlobalBatch]:
-        """From a cursor to the end of its epoch, with keys for some of the ranks."""
-        batching, sampler = self.reading.batching, self.reading.sampler
-        epoch, start = cursor.position.epoch, cursor.position.index
-        if isinstance(sampler, BlendOrder):
-            self._latest = sampler
-            return sampler.batches(batching, cursor, ranks, seed=self.seed, accumulate=accumulate)
-        order = find_order(sampler, self.seed, epoch)
-        if order is not None:
-            self._latest = order
-            return batches_of_order(batching, order, start, ranks)
-        self._latest = custom = CustomOrder(sampler, self.seed, epoch)
-        return batches_of_stream(batching, custom, start, ranks)
-
-    def length(self) -> int | None:
-        """Units in an epoch, if the sampler has a length."""
-        return length_of(self.reading.sampler)
-
-    @property
-    def stateful(self) -> bool:
-        """Whether a position is not enough to continue from."""
-        return isinstance(self.reading.sampler, BlendOrder)
-
-    def shuffled(self) -> bool:
-        """Whether another epoch has another order, as far as is known so far."""
-        return self._latest is not None and self._latest.shuffled
+def cut_order(
+    sampler: Any,
+    batching: Batching,
+    cursor: Cursor,
+    ranks: Sequence[int],
+    plan: Plan,
+) -> tuple[EpochOrder | CustomOrder | BlendOrder, Iterator[GlobalBatch]]:
+    """The order of an epoch, and its global batches from a cursor on, with keys for some ranks."""
+    epoch, start = cursor.position.epoch, cursor.position.index
+    if isinstance(sampler, BlendOrder):
+        seed, accumulate = plan.seed, plan.accumulate
+        batches = sampler.batches(batching, cursor, ranks, seed=seed, accumulate=accumulate)
+        return sampler, batches
+    order = find_order(sampler, plan.seed, epoch)
+    if order is not None:
+        return order, batches_of_order(batching, order, start, ranks)
+    order = CustomOrder(sampler, plan.seed, epoch)
+    return order, batches_of_stream(batching, order, start, ranks)
 
 
 def row_source(
-    loader: DataLoader[Any], batches: RowBatches, plan: Plan, ranks: Sequence[int]
+    loader: DataLoader[Any], sampler: Any, batching: Batching, plan: Plan, ranks: Sequence[int]
 ) -> Source:
     """A map-style dataset, read by index for some of the ranks."""
-    batching, feed = batches.reading.batching, FedSampler()
+    feed = FedSampler()
+    order: EpochOrder | CustomOrder | BlendOrder | None = None  # that of the latest epoch
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
     asks = loader.num_workers > 0 or len(ranks) != 1
-    over = _over_rows(loader, batches.reading, feed, asks=asks)
+    over = _over_rows(loader, feed, asks=asks)
 
     def ask(batch: GlobalBatch, epoch: int) -> Any:
-        seeds = [fetch_key(batching, batches.seed, epoch, batch.first, rank) for rank in ranks]
+        seeds = [fetch_key(batching, plan.seed, epoch, batch.first, rank) for rank in ranks]
         return epoch, batch.keys, tuple(seeds) if reseeds else ()
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
+        nonlocal order
         epoch = cursor.position.epoch
         if not asks:
             call_set_epoch(loader.dataset, epoch)
-        global_batches = batches.cut(cursor, ranks, plan.accumulate)
-        made: deque[Step] = deque()
+        order, batches = cut_order(sampler, batching, cursor, ranks, plan)
+        steps: deque[Step] = deque()
 
         def indices() -> Iterator[Any]:
-            for step in positioned(global_batches, cursor.position, plan):
-                made.append(step)
-                yield ask(step[0], epoch) if asks else step[0].keys[0]
+            position, following = cursor.position, next(batches, None)
+            while following is not None:
+                batch, following = following, next(batches, None)
+                position = advance(position, batch, plan, is_last=following is None)
+                steps.append((batch, Cursor(position, batch.state)))
+                yield ask(batch, epoch) if asks else batch.keys[0]
 
         feed.give(indices())
         _seed_workers(over, plan, epoch, ranks)
-        for data in reading(loader, over):
-            yield made.popleft(), data if asks else (data,)
+        with named_errors(loader):
+            for data in over:
+                yield steps.popleft(), data if asks else (data,)
 
     return Source(
         run=run,
-        length=batches.length,
-        shuffled=batches.shuffled,
+        length=lambda: length_of(sampler),
+        shuffled=lambda: order is not None and order.shuffled,
         apart=loader.num_workers > 0,
-        stateful=batches.stateful,
+        stateful=isinstance(sampler, BlendOrder),
+        endless=isinstance(sampler, BlendOrder) and sampler.endless,
     )
 
 
@@ -150,27 +142,25 @@ def stream_source(
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         position = cursor.position
-        this, epoch, start = next(passes), position.epoch, position.index
+        opened = next(passes), position.epoch, position.index
         # Each worker opens the stream at its first request.
         first, state = max(1, loader.num_workers), cursor.state
-        feed.give(
-            StreamRequest(this, epoch, start, step, state if step < first else None)
-            for step in itertools.count()
-        )
-        _seed_workers(over, plan, epoch, ranks)
+        feed.give((opened, step, state if step < first else None) for step in itertools.count())
+        _seed_workers(over, plan, position.epoch, ranks)
         try:
-            for told in reading(loader, over):
-                if told is None:
-                    return
-                batch, is_last, data, state = told
-                # Older torch turns tuples into lists when it pins memory.
-                batch = GlobalBatch(batch[0], batch[1], tuple(batch[2]), tuple(batch[3]), ())
-                position = advance(position, batch, plan, is_last=is_last)
-                yield (batch, Cursor(position, state)), data
-                if is_last:
-                    return
+            with named_errors(loader):
+                for read in over:
+                    if read is None:
+                        return
+                    batch, is_last, data, state = read
+                    # Older torch turns tuples into lists when it pins memory.
+                    batch = GlobalBatch(batch[0], batch[1], tuple(batch[2]), tuple(batch[3]), ())
+                    position = advance(position, batch, plan, is_last=is_last)
+                    yield (batch, Cursor(position, state)), data
+                    if is_last:
+                        return
         finally:
-            fetch.reader = None  # closes the stream, if this process holds it
+            fetch.close()
 
     return Source(
         run=run,
@@ -181,13 +171,12 @@ def stream_source(
     )
 
 
-def _over_rows(
-    loader: DataLoader[Any], reading: LoaderSpec, feed: FedSampler, *, asks: bool
-) -> DataLoader[Any]:
+def _over_rows(loader: DataLoader[Any], feed: FedSampler, *, asks: bool) -> DataLoader[Any]:
+    collates = loader.batch_sampler is not None
     if asks:
-        fetch = RowFetch(loader.dataset, loader.collate_fn, collates=reading.collates)
+        fetch = RowFetch(loader.dataset, loader.collate_fn, collates=collates)
         return _over_fetch(loader, fetch, feed)
-    if reading.collates:
+    if collates:
         return rebuild(loader, loader.dataset, batch_sampler=feed)
     return rebuild(loader, loader.dataset, batch_size=None, sampler=feed)
 
@@ -238,7 +227,7 @@ def function_source(
             position = advance(position, batch, plan, is_last=False)
             yield (batch, Cursor(position)), data
 
-    return Source(run=run, length=lambda: None, shuffled=lambda: False)
+    return Source(run=run, length=lambda: None, shuffled=lambda: False, endless=True)
 
 
 def _called(make: Callable[[Position], Any], position: Position, size: int) -> Any:
@@ -279,7 +268,7 @@ def dispatch_source(
         PlanError: the ranks pass different plans; on every rank.
     """
     check_same_plan("shard", ctx, plan, {})
-    inner, (batching, length, stateful) = _broadcast_layout(make, ctx)
+    inner, (batching, length, stateful, endless) = _broadcast_layout(make, ctx)
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         steps = iter(()) if inner is None else inner.run(cursor)
@@ -302,19 +291,20 @@ def dispatch_source(
         length=lambda: length,
         shuffled=(lambda: False) if inner is None else inner.shuffled,
         stateful=stateful,
+        endless=endless,
     )
     return source, batching
 
 
 def _broadcast_layout(
     make: Callable[[], tuple[Source, Batching]], ctx: DistContext
-) -> tuple[Source | None, tuple[Batching, int | None, bool]]:
-    """Rank 0's source and, on every rank, its batching, the length of an epoch, and `stateful`."""
+) -> tuple[Source | None, tuple[Batching, int | None, bool, bool]]:
+    """Rank 0's source and, on every rank, its batching, length, `stateful` and `endless`."""
     source, problem, layout = None, None, None
     if ctx.is_main:
         try:
             source, batching = make()
-            layout = batching, source.length(), source.stateful
+            layout = batching, source.length(), source.stateful, source.endless
         except Exception as error:
             problem, layout = error, error_text(error)
     layout: Any = ops.broadcast_object(layout, ctx)

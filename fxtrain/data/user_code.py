@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,10 +55,6 @@ class BorrowedGenerators:
             self._inside = _states()
             _restore(outside)
 
-    def again(self) -> "BorrowedGenerators":
-        """The same generators in their initial state."""
-        return BorrowedGenerators(self._key)
-
     @property
     def used(self) -> bool:
         """Whether any number has been drawn so far."""
@@ -93,18 +89,16 @@ class _MissingRowError(DataError, IndexError):
     """A row that does not exist; still an IndexError, as the dataset raised."""
 
 
-def reading(loader: DataLoader[Any], over: Iterable[Any]) -> Iterator[Any]:
-    """Yield what a loader reads.
-
-    Args:
-        over: The user's loader over other indices, which does the reading.
+@contextmanager
+def named_errors(loader: DataLoader[Any]) -> Iterator[None]:
+    """Name the errors of reading a loader in the block.
 
     Raises:
         DataError: a worker process ended, or the dataset has fewer rows than its length. Any
             other error of the dataset is raised unchanged.
     """
     try:
-        yield from over
+        yield
     except IndexError as error:
         if isinstance(loader.dataset, IterableDataset):
             raise

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import attrs
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -25,21 +24,6 @@ _SETTINGS = (
 )
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class LoaderSpec:
-    """How a loader finds its units.
-
-    Attributes:
-        batching: How they are distributed over the ranks.
-        sampler: Iterable over units; None for an iterable dataset.
-        collates: Whether rows are collated into batches.
-    """
-
-    batching: Batching
-    sampler: Any
-    collates: bool
-
-
 class FedSampler:
     """A sampler that yields the indices it was last given.
 
@@ -59,8 +43,11 @@ class FedSampler:
         return self._indices
 
 
-def read_loader(loader: DataLoader[Any], ranks: int, plan: Plan) -> LoaderSpec:
-    """A loader's settings, without touching the dataset.
+def read_loader(loader: DataLoader[Any], ranks: int, plan: Plan) -> tuple[Batching, Any]:
+    """How a loader's units are distributed over the ranks, without touching the dataset.
+
+    Returns:
+        That, and the sampler, an iterable over units; None for an iterable dataset.
 
     Raises:
         DataError: the loader cannot be split over this many ranks.
@@ -74,18 +61,16 @@ def read_loader(loader: DataLoader[Any], ranks: int, plan: Plan) -> LoaderSpec:
         refuse_split(sampler)
     if rows is None and collates:
         batching = Batching(per_rank=1, ranks=ranks, even=even, unit="batch", shared=shares)
-        return LoaderSpec(batching=batching, sampler=sampler, collates=True)
+        return batching, sampler
     if rows is None:
         if shares and ranks > 1:
             raise DataError(
                 f'batch="global": a loader with batch_size=None yields single items, which '
                 f'{ranks} ranks cannot share. Give it a batch_size, or use batch="per_rank".'
             )
-        batching = Batching(per_rank=1, ranks=ranks, even=even, unit="item")
-        return LoaderSpec(batching=batching, sampler=sampler, collates=False)
+        return Batching(per_rank=1, ranks=ranks, even=even, unit="item"), sampler
     size = share_of(rows[0], ranks) if shares else rows[0]
-    batching = Batching(per_rank=size, ranks=ranks, even=even)
-    return LoaderSpec(batching=batching, sampler=sampler, collates=collates)
+    return Batching(per_rank=size, ranks=ranks, even=even), sampler
 
 
 def rebuild(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:

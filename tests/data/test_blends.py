@@ -102,7 +102,7 @@ def test_a_blend_without_an_end_is_not_evaluated(parts):
     loader, model = _load(fx.data.Blend(parts=parts)), torch.nn.Linear(1, 1)
     with (
         fx.detect({}, device="cpu") as ctx,
-        pytest.raises(fx.errors.DataError, match="blend has no end"),
+        pytest.raises(fx.errors.DataError, match="evaluate: an epoch of this loader has no end"),
     ):
         wrapped = fx.wrap(model, ctx, fx.Plan())
         fx.evaluate(ctx, wrapped, loader, lambda model, batch: {"n": batch["tokens"]})
