@@ -155,7 +155,6 @@ MUTABLE = {
     "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
     "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
     "fxtrain.ops.transport.pace.Pace": "how long a rank computed in its last steps",
-    "fxtrain.replicas.members.Heartbeats": "when other replicas were last heard",
     "fxtrain.launchers.built_in.native.spares._Spares": "processes that wait to become ranks",
     "fxtrain.backends.wrapping._WrappedModules": "the handle of each module that was wrapped",
     "fxtrain.checkpoint.background.CheckpointState": "what the last save and restore left",
@@ -187,7 +186,6 @@ MUTABLE = {
     "fxtrain.replicas.members.Members": "which replicas take part in an update",
     "fxtrain.replicas.rounds.Rounds": "what a replica has trained since the last average",
     "fxtrain.replicas.training._Run": "how far a replica got",
-    "fxtrain.replicas.training._Rows": "iterators over the rows of a replica",
 }
 
 

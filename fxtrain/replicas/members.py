@@ -95,7 +95,6 @@ class Replicas:
             )
 
 
-@attrs.define(eq=False)
 class Heartbeats:
     """Whether the other replicas still run, by counters in the store at which their group has met.
 
@@ -106,19 +105,17 @@ class Heartbeats:
     the other replica had been killed, on the remaining replicas too, since they are cut off in
     turn.
 
-    Attributes:
+    Args:
         missed_s: Seconds without a sign of life after which a peer is given up.
         tell: Called with the numbers of the replicas that are given up, from a thread.
         shared: The store of the ranks of this replica, where a rank whose peer is lost tells the
             others to cut their connections too; None if it is the only one.
     """
 
-    missed_s: float
-    tell: Callable[[list[int]], None]
-    shared: Any
-    _stop: threading.Event = attrs.field(factory=threading.Event)
-    _waits_since: float | None = None
-    _heard: dict[int, float] = attrs.field(factory=dict[int, float])
+    def __init__(self, missed_s: float, tell: Callable[[list[int]], None], shared: Any) -> None:
+        self._missed_s, self._tell, self._shared = missed_s, tell, shared
+        self._stop = threading.Event()
+        self._waits_since: float | None = None
 
     def start(
         self, store: Any, quorum: object, index: int, count: int, cut: Callable[[], None]
@@ -134,15 +131,39 @@ class Heartbeats:
         """
         self._stop = stop = threading.Event()
         now = time.monotonic()
-        heard = self._heard = {other: now for other in range(count) if other != index}
-        threads = (
-            threading.Thread(target=self._beat, args=(store, index, heard, stop), daemon=True),
-            threading.Thread(
-                target=self._watch, args=(heard, f"replicas/{quorum}", stop, cut), daemon=True
-            ),
-        )
-        for thread in threads:
-            thread.start()
+        heard = {other: now for other in range(count) if other != index}
+        tick_s, shared, key = self._missed_s / _TICKS, self._shared, f"replicas/{quorum}"
+
+        def watch() -> None:
+            while not stop.wait(tick_s):
+                since, now = self._waits_since, time.monotonic()
+                if since is None or now - since < tick_s:
+                    continue
+                late = [other for other, at in heard.items() if now - at > self._missed_s]
+                if late:
+                    self._tell(late)
+                    if shared is not None:
+                        shared.set(key, "")
+                if late or (shared is not None and shared.check([key])):
+                    stop.set()
+                    cut()
+
+        threading.Thread(target=self._beat, args=(store, index, heard, stop), daemon=True).start()
+        threading.Thread(target=watch, daemon=True).start()
+
+    def _beat(self, store: Any, index: int, heard: dict[int, float], stop: threading.Event) -> None:
+        keys = [f"beat/{other}" for other in heard]
+        seen: dict[int, bytes] = {}
+        beats = 0
+        with contextlib.suppress(RuntimeError):  # the replica that serves the store is gone
+            while not stop.wait(self._missed_s / _TICKS):
+                beats += 1
+                store.set(f"beat/{index}", str(beats))
+                if not store.check(keys):
+                    continue
+                for other, value in zip(heard, store.multi_get(keys), strict=True):
+                    if seen.get(other) != value:
+                        seen[other], heard[other] = value, time.monotonic()
 
     def stop(self) -> None:
         """End, without waiting: a store that does not answer blocks a thread."""
@@ -156,37 +177,6 @@ class Heartbeats:
             yield
         finally:
             self._waits_since = None
-
-    def _beat(self, store: Any, index: int, heard: dict[int, float], stop: threading.Event) -> None:
-        keys = [f"beat/{other}" for other in heard]
-        seen: dict[int, bytes] = {}
-        beats = 0
-        with contextlib.suppress(RuntimeError):  # the replica that serves the store is gone
-            while not stop.wait(self.missed_s / _TICKS):
-                beats += 1
-                store.set(f"beat/{index}", str(beats))
-                if not store.check(keys):
-                    continue
-                for other, value in zip(heard, store.multi_get(keys), strict=True):
-                    if seen.get(other) != value:
-                        seen[other], heard[other] = value, time.monotonic()
-
-    def _watch(
-        self, heard: dict[int, float], key: str, stop: threading.Event, cut: Callable[[], None]
-    ) -> None:
-        tick_s = self.missed_s / _TICKS
-        while not stop.wait(tick_s):
-            since, now = self._waits_since, time.monotonic()
-            if since is None or now - since < tick_s:
-                continue
-            late = [other for other, at in heard.items() if now - at > self.missed_s]
-            if late:
-                self.tell(late)
-                if self.shared is not None:
-                    self.shared.set(key, "")
-            if late or (self.shared is not None and self.shared.check([key])):
-                stop.set()
-                cut()
 
 
 @attrs.define(eq=False)
@@ -271,6 +261,26 @@ class Members:
             for tensor, summed in zip(bucket, flat.split(sizes), strict=True):
                 tensor.copy_(summed.view_as(tensor))
         return True
+
+    def check_history(self, total: float, mine: int, update: int) -> None:
+        """Compare what the replicas computed last.
+
+        Args:
+            total: The sum of their digests.
+            mine: The digest of this one.
+            update: The one that they compute now.
+
+        Raises:
+            CollectiveError: they have not made the last update, or the last average, together.
+        """
+        if total != mine * self.live:
+            raise CollectiveError(
+                f"Update {update}: the {self.live} replicas have not all made the last exchange "
+                f"together, so their parameters differ. A lighthouse that does not wait for a slow "
+                f"replica leaves it to train by itself: start it with a --join_timeout_ms above "
+                f"the time between exchanges, and this run again.",
+                code="FX302",
+            )
 
     def exchange(self, action: Callable[[], object]) -> bool:
         """Start collectives over the group, or wait for some; whether no replica was lost."""
@@ -395,17 +405,12 @@ def _watched_group(torchft: Any, beats: Heartbeats, timeout: timedelta, *, on_gp
     return Group
 
 
-@attrs.frozen(eq=False)
 class _StateTransport:
-    """Sends a state over the replicas' process group: torchft's own ways unpickle what arrives.
+    """Sends a state over the replicas' process group: torchft's own ways unpickle what arrives."""
 
-    Attributes:
-        group: The group, as torchft has configured it for the present replicas.
-        device: Where messages of the group have to be.
-    """
-
-    group: Any
-    device: torch.device
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group = group
+        self.device = device  # where messages of the group have to be
 
     def metadata(self) -> str:
         """Nothing that a receiver has to know."""

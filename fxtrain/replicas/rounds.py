@@ -32,7 +32,6 @@ from fxtrain.backends.core.rounds import (
     outer_state,
     pack_fragment,
 )
-from fxtrain.errors import CollectiveError
 from fxtrain.replicas.healing import Progress
 from fxtrain.replicas.members import Members
 from fxtrain.state import (
@@ -215,14 +214,7 @@ class Rounds:
         if not members.sum([sent for sent in (facts, counters) if len(sent)]):
             return 0.0, counters
         history, rows, *complete = facts.tolist()
-        if history != progress.history * members.live:
-            raise CollectiveError(
-                f"Update {progress.position.updates}: the {members.live} replicas have not all "
-                f"made the last average together, so their outer parameters differ. A lighthouse "
-                f"that does not wait for a slow replica leaves it to train by itself: start it "
-                f"with a --join_timeout_ms above the time between averages, and this run again.",
-                code="FX302",
-            )
+        members.check_history(history, progress.history, progress.position.updates)
         comm = Comm(group=members.group)
         copies = attrs.evolve(
             self.now.copies, rank=members.index, world_size=members.live, comm=comm

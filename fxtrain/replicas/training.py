@@ -156,11 +156,12 @@ def train(
     run = _Run(
         ctx=ctx,
         fns=attrs.evolve(fns, model=model),
-        rows=_Rows(loader=loader, model=model, updates=updates),
+        loader=loader,
+        updates=updates,
         progress=Progress(position=start, averaged=start.updates > 0, samples=start.samples),
         rounds=rounds,
     )
-    run.rows.part(1, 0, start)  # a loader that cannot be split is an error before anything waits
+    run.part(1, 0, start)  # a loader that cannot be split is an error before anything waits
     members = join(ctx, replicas, run.pack, run.unpack)
     return _updates(run, members, updates, folder, save_every)
 
@@ -201,21 +202,25 @@ class _Run:
     """How far this replica is. It is mutable: each update, and another replica's state, change it.
 
     Attributes:
+        updates: Of the whole run.
         progress: The cursor after the last update, and what belongs to it.
-        rows: The rows of each part of a global batch.
         rounds: The averages of replicas that train independently; None if each update is made
             together.
         met: Whether this replica has met the others.
         healed: Whether it has received another one's state since the last update.
+        open: By number of parts of the global batches and part, an iterator over its batches and
+            the cursor after the last one.
     """
 
     ctx: DistContext
     fns: StepFns[Any]
-    rows: "_Rows"
+    loader: Sharded[Any]
+    updates: int
     progress: Progress
     rounds: Rounds | None
     met: bool = False
     healed: bool = False
+    open: dict[tuple[int, int], tuple[Iterator[Batch], Position]] = attrs.field(factory=dict)
 
     @property
     def model(self) -> Wrapped:
@@ -307,6 +312,23 @@ class _Run:
         self.progress = attrs.evolve(self.progress, averaged=True, history=history, samples=samples)
         return {"averaged": averaged, "lost": lost, "attempts": attempts}
 
+    def window(self, parts: int, part: int, position: Position) -> Iterator[Batch]:
+        """The batches of one part of the update after a position."""
+        batches, reached = self.open.pop((parts, part), (None, None))
+        if batches is None or reached != position:  # another replica had this part meanwhile
+            batches = self.part(parts, part, position).updates(self.updates)
+        ranks = self.ctx.world_size
+        own = slice(part * ranks, (part + 1) * ranks)
+        for batch in batches:
+            yield attrs.evolve(batch, rows=batch.rows[own], sizes=batch.sizes[own])
+            if not batch.position.micro:
+                self.open[parts, part] = batches, batch.position
+                return
+
+    def part(self, parts: int, part: int, position: Position) -> Sharded[Any]:
+        """The loader of one part, from a position on."""
+        return share_of_replica(self.loader, self.model.plan, part, parts).at(position)
+
     def _gradients(self, members: Members) -> tuple[Tensor, Batch]:
         """Compute the gradients of this replica's parts of the update, as sums over their rows.
 
@@ -320,9 +342,9 @@ class _Run:
         totals = torch.zeros(_TOTALS, dtype=torch.float64, device=self.ctx.device)
         batch = None
         if not mine:  # more replicas than parts: it only follows
-            *_, batch = self.rows.window(parts, 0, self.position)
+            *_, batch = self.window(parts, 0, self.position)
         for part in mine:
-            for batch in self.rows.window(parts, part, self.position):
+            for batch in self.window(parts, part, self.position):
                 last = part == mine[-1] and not batch.position.micro
                 reduce = last or self.model.plan.sync_each
                 self.model.window.closes = last
@@ -351,14 +373,7 @@ class _Run:
         if not members.sum([facts, *(local_values(parameter.grad) for parameter in parameters)]):
             return totals
         history, *replicas = facts[_TOTALS:].tolist()
-        if history != self.progress.history * members.live:
-            raise CollectiveError(
-                f"Update {self.position.updates + 1}: the {members.live} replicas have not all "
-                f"made the last update together, so their parameters differ. A lighthouse that "
-                f"does not wait for a slow replica leaves it to train by itself: start it with a "
-                f"--join_timeout_ms above the time of an update, and this run again.",
-                code="FX302",
-            )
+        members.check_history(history, self.progress.history, self.position.updates + 1)
         for parameter, count in zip(parameters, replicas, strict=True):
             if not count:  # an optimizer leaves it alone, as where one process trains
                 parameter.grad = None
@@ -416,37 +431,6 @@ class _Run:
                 steps *= members.settings.count
             advance_schedulers(batch, model, steps)
         return outcome.applied, outcome.grad_norm
-
-
-@attrs.define(kw_only=True, eq=False)
-class _Rows:
-    """The batches of each part of the global batches. It is mutable: its iterators are under way.
-
-    Attributes:
-        open: By number of parts and part, an iterator and the cursor after its last batch.
-    """
-
-    loader: Sharded[Any]
-    model: Wrapped
-    updates: int
-    open: dict[tuple[int, int], tuple[Iterator[Batch], Position]] = attrs.field(factory=dict)
-
-    def window(self, parts: int, part: int, position: Position) -> Iterator[Batch]:
-        """The batches of one part of the update after a position."""
-        batches, reached = self.open.pop((parts, part), (None, None))
-        if batches is None or reached != position:  # another replica had this part meanwhile
-            batches = self.part(parts, part, position).updates(self.updates)
-        ranks = self.loader.ctx.world_size
-        own = slice(part * ranks, (part + 1) * ranks)
-        for batch in batches:
-            yield attrs.evolve(batch, rows=batch.rows[own], sizes=batch.sizes[own])
-            if not batch.position.micro:
-                self.open[parts, part] = batches, batch.position
-                return
-
-    def part(self, parts: int, part: int, position: Position) -> Sharded[Any]:
-        """The loader of one part, from a position on."""
-        return share_of_replica(self.loader, self.model.plan, part, parts).at(position)
 
 
 def _check_plan(ctx: DistContext, model: Wrapped) -> None:
