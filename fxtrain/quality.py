@@ -373,12 +373,7 @@ def _add_error(sums: _Sums, name: str, reference: Tensor, value: Tensor) -> None
 
 
 def innermost(names: list[str]) -> list[str]:
-    """Names that are not parents of others, in the same order.
-
-    Example:
-        >>> innermost(["block", "block.linear", "head"])
-        ['block.linear', 'head']
-    """
+    """Names that are not parents of others, in the same order."""
     parents = {
         ".".join(parts[:length])
         for parts in (name.split(".") for name in names)
@@ -393,16 +388,6 @@ def table(comparison: Comparison, *, layers: int = 5) -> RenderableType:
     Args:
         comparison: What `compare` returned.
         layers: How many layers with the largest errors to show per plan.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> from rich.console import Console
-        >>> comparison = fx.quality.Comparison(reference="fp32", weight_bytes=4000, plans=())
-        >>> console = Console(width=80)
-        >>> with console.capture() as shown:
-        ...     console.print(fx.quality.table(comparison))
-        >>> [line.split() for line in shown.get().splitlines() if "fp32" in line]
-        [['fp32', '4.00', 'kB', 'reference']]
     """
     parts: list[RenderableType] = [_plans(comparison)]
     parts += [_layers(plan, layers) for plan in comparison.plans if layers and plan.layers]
@@ -468,12 +453,6 @@ def plot(comparison: Comparison) -> Any:
 
     Raises:
         MissingPackageError: matplotlib is not installed (the extra `plots`).
-
-    Example:
-        >>> import fxtrain as fx
-        >>> comparison = fx.quality.Comparison(reference="fp32", weight_bytes=4000, plans=())
-        >>> fx.quality.plot(comparison).axes[0].get_xlabel()
-        'layers, in the order of the model'
     """
     figure = optional("matplotlib.figure", extra="plots", needed_by="fxtrain.quality.plot")
     drawn = figure.Figure(figsize=(8, 7 if comparison.losses else 4), layout="constrained")

@@ -201,12 +201,7 @@ def _nothing_fits(call: str, start: int) -> PlanError:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or what caused it, says that memory ran out, on any kind of device.
-
-    Example:
-        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shape mismatch"))
-        (True, False)
-    """
+    """Whether an error, or what caused it, says that memory ran out, on any kind of device."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, MemoryError | torch.OutOfMemoryError):

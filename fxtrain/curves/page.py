@@ -39,13 +39,6 @@ def page_of(runs: Sequence[RunCurves]) -> str:
 
     Args:
         runs: As `read_curves` returns them.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from fxtrain.curves import RunCurves
-        >>> run = RunCurves(label="a <b>", folder=Path("a"))
-        >>> "a &lt;b&gt;" in page_of([run])
-        True
     """
     css, library_css = _asset("page.css"), _asset("uPlot.min.css")
     script, library = _asset("page.js"), _asset("uPlot.iife.min.js")
@@ -166,14 +159,6 @@ def picture_of(
     Raises:
         PlanError: no run has this metric.
         MissingPackageError: matplotlib is not installed (the extra `plots`).
-
-    Example:
-        >>> from pathlib import Path
-        >>> from fxtrain.curves import Curve, RunCurves, picture_of
-        >>> loss = Curve(places=[(1, 8, 0), (2, 16, 1)], values=[0.5, 0.25], count=2)
-        >>> run = RunCurves(label="a", folder=Path("a"), curves={"loss": loss})
-        >>> picture_of([run], "loss").axes[0].get_ylabel()
-        'loss'
     """
     names = list(dict.fromkeys(name for run in runs for name in run.curves))
     if metric not in names:

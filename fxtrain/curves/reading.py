@@ -304,14 +304,6 @@ def read_curves(folders: Sequence[Any], *, file: str = "metrics.jsonl") -> tuple
 
     Raises:
         PlanError: a folder has no such run.
-
-    Example:
-        >>> import fxtrain as fx, tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> with fx.detect(env={}, device="cpu") as ctx, fx.track(folder, ctx) as run:
-        ...     run.log({"loss": 0.5}, 1)
-        >>> read_curves([folder])[0].curves["loss"].values
-        [0.5]
     """
     runs: list[RunCurves] = []
     for path in [file_of(folder, file) for folder in folders]:

@@ -51,11 +51,6 @@ def collect(env: Mapping[str, str]) -> Groups:
     Effects:
         Runs `torch.utils.collect_env`, once a process, which takes a few seconds; and nvidia-smi,
         mpirun and srun if they are installed. Sends nothing.
-
-    Example:
-        >>> from fxtrain.diagnosis import collect
-        >>> collect({"HF_TOKEN": "x"})["packages"]["fxtrain"] == __import__("fxtrain").__version__
-        True
     """
     torch = import_module("torch")
     home = env.get("HOME", "")
@@ -270,11 +265,6 @@ def hidden(name: str, value: str, *, home: str = "") -> str:
         value: The text. The account and the query of addresses are starred, and so are keys, web
             tokens and tokens of known services.
         home: The user's home folder, which often contains their name.
-
-    Example:
-        >>> from fxtrain.diagnosis import hidden
-        >>> hidden("HF_TOKEN", "abc"), hidden("PROXY", "http://me:pw@host/x?key=1")
-        ('***', 'http://***@host/x?***')
     """
     if _NAME.search(name) and value:
         return HIDDEN
@@ -288,11 +278,6 @@ def shown(name: str, value: str, *, home: str = "") -> str:
     It cannot be one if its name is not typical of a secret, and it consists of numbers, versions,
     network interfaces, identifiers of GPUs and words that torch, NCCL and the like know, or of one
     or several existing paths separated by colons.
-
-    Example:
-        >>> from fxtrain.diagnosis import shown
-        >>> shown("NCCL_SOCKET_IFNAME", "^lo,docker0"), shown("NCCL_X", "hunter2")
-        ('^lo,docker0', '***')
     """
     if not value:
         return value

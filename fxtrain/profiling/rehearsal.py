@@ -342,26 +342,17 @@ def real_tables() -> Iterator[None]:
 
     A table that is computed without values would silently spoil training in the same process.
     """
-    before = _cached()
-    for table in before:
-        table()
     try:
         yield
     finally:
-        for table in _cached():
-            if table not in before:
-                table.cache_clear()
+        for home in [sys.modules[home] for home in _TORCHAO if home in sys.modules]:
+            for name in _TABLES:
+                getattr(home, name).cache_clear()
         tables: dict[str, Any] = getattr(
             sys.modules.get("bitsandbytes.functional"), "name2qmap", {}
         )
         for name in [name for name, table in tables.items() if isinstance(table, FakeTensor)]:
             del tables[name]
-
-
-def _cached() -> list[Any]:
-    """torchao's cached functions, if they are imported."""
-    homes = [sys.modules[home] for home in _TORCHAO if home in sys.modules]
-    return [getattr(home, name) for home in homes for name in _TABLES]
 
 
 _NO_VALUES = (

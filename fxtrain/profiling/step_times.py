@@ -174,19 +174,6 @@ def summary(path: str | Path) -> Summary:
 
     Raises:
         PlanError: the file is missing or damaged.
-
-    Example:
-        >>> import fxtrain as fx, tempfile, torch
-        >>> from fxtrain.profiling import summary
-        >>> folder = tempfile.mkdtemp()
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     with fx.profile(ctx, fx.Profile(folder=folder, wait=0, active=2)) as trace:
-        ...         for _ in range(3):
-        ...             _ = torch.ones(8, 8) @ torch.ones(8, 8)
-        ...             trace.step()
-        >>> times = summary(folder)
-        >>> times == trace.summary, len(times.ranks[0].steps)
-        (True, 2)
     """
     file = Path(path)
     return read_record(file if file.suffix == ".json" else file / "summary.json", Summary)

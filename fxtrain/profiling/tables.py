@@ -25,17 +25,6 @@ def table(*runs: DryRun) -> RenderableType:
 
     Args:
         runs: One or more dry runs; for several, a table also shows how their plans differ.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> from fxtrain.profiling import table
-        >>> from rich.console import Console
-        >>> small, large = (fx.state.DryRun(name="train.py", world=n) for n in (8, 1024))
-        >>> console = Console(width=60)
-        >>> with console.capture() as shown:
-        ...     console.print(table(small, large))
-        >>> [line.split() for line in shown.get().splitlines() if "1024 ranks" in line][0]
-        ['8', 'ranks', '1024', 'ranks']
     """
     names = _names(runs)
     parts = [_memory(runs, names), _traffic(runs, names), *_plans(runs, names)]
@@ -131,14 +120,6 @@ def plot(run: DryRun) -> Any:
 
     Raises:
         MissingPackageError: matplotlib is not installed (the extra `plots`).
-
-    Example:
-        >>> import fxtrain as fx
-        >>> from fxtrain.profiling import plot
-        >>> moments = fx.state.Memory(parameters=5), fx.state.Memory(parameters=5, activations=3)
-        >>> figure = plot(fx.state.DryRun(name="train.py", world=8, peak=8, timeline=moments))
-        >>> figure.axes[0].get_title(loc="left")
-        'train.py, rank 0 of 8: peak 8 B'
     """
     figure = optional("matplotlib.figure", extra="plots", needed_by="fxtrain.profiling.plot")
     drawn = figure.Figure(figsize=(8, 4), layout="constrained")

@@ -25,7 +25,7 @@ from fxtrain._version import __version__
 from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.errors import FxError, PlanError
 from fxtrain.ops.same_errors import gather_or_raise
-from fxtrain.state import DistContext, Plan, Position, fingerprint, unstructure
+from fxtrain.state import DistContext, Plan, Position, dumps, fingerprint, unstructure
 from fxtrain.state.context import check_connected
 from fxtrain.state.registry import kind_of
 from fxtrain.trackers.json_lines import JSON_LINES, JsonLines
@@ -39,7 +39,7 @@ from fxtrain.trackers.libraries.tensorboard import TENSORBOARD
 from fxtrain.trackers.libraries.trackio import TRACKIO
 from fxtrain.trackers.libraries.wandb import WANDB
 from fxtrain.trackers.run import Run
-from fxtrain.trackers.run_folder import Identity, claim, folder_of, lock_folder, write_identity
+from fxtrain.trackers.run_folder import FILE, Identity, claim, folder_of, lock_folder, replace_file
 from fxtrain.trackers.terminal import TERMINAL
 from fxtrain.trackers.tracker import Entry, Start, Target, Tracker
 from fxtrain.trackers.writer import Opened, Writer
@@ -172,13 +172,13 @@ def open_run(
         identity = gather_or_raise(identity, problem, ctx)[0] or Identity(id="0" * 32)
         assert start is not None  # otherwise there was a problem
         start = attrs.evolve(start, id=identity.id)
-        writer, ids = None, {}
+        writer, ids, known = None, {}, dict(enumerate(identity.identities))
         if trackers and not ctx.comm.simulated and (ctx.is_main or ranks == "all"):
             writer = Writer(patience_s)
             undo.callback(writer.close, failed=True)
             mine = start if ranks == "main" else _of_rank(start, ctx.rank, identity.id)
             try:
-                ids = _open_all(writer, trackers, mine, identity.of_rank(ctx.rank), ctx)
+                ids = _open_all(writer, trackers, mine, known.get(ctx.rank, {}), ctx)
             except FxError as error:
                 problem = error
         of_ranks = gather_or_raise(ids, problem, ctx)
@@ -187,7 +187,7 @@ def open_run(
         )
         if ctx.is_main and not ctx.comm.simulated:
             try:
-                write_identity(start.folder, identity)
+                replace_file(start.folder / FILE, [dumps(identity).encode()])
             except OSError as error:
                 _LOG.warning("%s. Training continues; it is needed to resume the run.", error)
         run = Run(
@@ -356,11 +356,6 @@ def trackers() -> dict[type, Tracker]:
 
     Raises:
         PlanError: an entry point loads something else, or two trackers share a config type.
-
-    Example:
-        >>> from fxtrain.trackers import trackers
-        >>> sorted(config.__name__ for config in trackers())[:4]
-        ['Aim', 'ClearML', 'Comet', 'DVCLive']
     """
     own: dict[type, Tracker] = {row.config: row for row in TRACKERS if row.config is not None}
     group = "fxtrain.trackers"

@@ -215,11 +215,6 @@ def place_of(step: Any) -> dict[str, Any]:
 
     Raises:
         PlanError: `step` is neither a position nor a whole number.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> place_of(fx.Position(updates=3, samples=96, epoch=1))["rows"]
-        96
     """
     if isinstance(step, Position):
         known = {"step": step.updates, "rows": step.samples, "epoch": step.epoch}
@@ -239,10 +234,6 @@ def numbers_of(
 
     Tensors are copied on the device or on the way to host memory, in stream order, so the caller
     may change them afterwards. A value that is not a finite number is reported once.
-
-    Example:
-        >>> numbers_of({"loss": torch.tensor(0.5)}, 1, print)()
-        {'loss': 0.5}
     """
     metrics: dict[str, Any] = {}
     devices: set[torch.device] = set()

@@ -14,9 +14,9 @@ from fxtrain._record import record
 from fxtrain.checkpoint.folder_lock import Lock, acquire
 from fxtrain.checkpoint.storage import open_storage
 from fxtrain.errors import FxError, PlanError
-from fxtrain.state import DistContext, dumps, read_record, structure
+from fxtrain.state import DistContext, read_record, structure
 
-_FILE = "run.json"
+FILE = "run.json"
 _ID = re.compile("[0-9a-f]{32}")
 _HOW = "resume=run.state() from the checkpoint, and position=restored.position"
 
@@ -39,10 +39,6 @@ class Identity:
     id: str = attrs.field(validator=_is_id)
     identities: tuple[Mapping[str, str], ...] = ()
     format: Literal[1] = 1
-
-    def of_rank(self, rank: int) -> Mapping[str, str]:
-        """The ids of the trackers of one rank, if it tracks."""
-        return self.identities[rank] if rank < len(self.identities) else {}
 
 
 def folder_of(path: Any) -> Path:
@@ -79,11 +75,7 @@ def lock_folder(folder: Path, ctx: DistContext) -> Lock | None:
     except FxError as error:
         raise PlanError(f"track({str(folder)!r}): {error}") from error
     except OSError as error:
-        reason = "a file has this name" if isinstance(error, FileExistsError) else error
-        raise PlanError(
-            f"track({str(folder)!r}): the folder of the run cannot be used: {reason}. Choose "
-            f"another folder."
-        ) from error
+        raise PlanError(f"track: {error}. Choose another folder for the run.") from error
 
 
 def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) -> Identity:
@@ -93,9 +85,9 @@ def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) ->
         PlanError: the folder belongs to another run, or its file is damaged.
     """
     requested = None if resume is None or resume == "folder" else structure(resume, Identity)
-    if not (folder / _FILE).exists():
+    if not (folder / FILE).exists():
         return requested or Identity(id=secrets.token_hex(16))
-    known = read_record(folder / _FILE, Identity)
+    known = read_record(folder / FILE, Identity)
     if resume is None:
         raise PlanError(
             f"track({str(folder)!r}): a new run was requested, but this folder belongs to the run "
@@ -108,18 +100,6 @@ def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) ->
             f"the run {known.id}. Choose the folder of that run, or an empty one."
         )
     return known  # which also has the ids of trackers that were added after the checkpoint
-
-
-def write_identity(folder: Path, identity: Identity) -> None:
-    """Record which run a folder belongs to.
-
-    Effects:
-        Writes a file completely or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    replace_file(folder / _FILE, [dumps(identity).encode()])
 
 
 def replace_file(path: Path, lines: Iterable[bytes]) -> None:

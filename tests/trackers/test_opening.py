@@ -238,5 +238,5 @@ def test_lines_that_are_damaged_are_counted(ctx, tmp_path):
 def test_a_file_where_the_folder_should_be(ctx, tmp_path):
     path = tmp_path / "run"
     path.write_text("")
-    with pytest.raises(fx.PlanError, match=r"a file has this name\. Choose another folder"):
+    with pytest.raises(fx.PlanError, match=r"File exists: .*run'\. Choose another folder"):
         fx.track(path, ctx)
