@@ -1,6 +1,6 @@
 """Record the operations, collectives, modules and updates of a training loop from outside.
 
-The same recorder works on real tensors, so that a dry run can be compared with a real one.
+Tests record real tensors in the same way, to compare a dry run with a real one.
 """
 
 import gc
@@ -15,7 +15,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as registry
 from torch.optim import Optimizer
@@ -23,7 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from fxtrain.precision.plain_tensors import quantized_weight
@@ -139,10 +138,6 @@ def _bytes(value: Any) -> int:
     return sum(sizes.get(id(leaf), 0) for leaf in leaves)
 
 
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl  # pyright: ignore
-_DEVICE = torch.ops.prim.device.default  # without effect
-
-
 class StepsConverged(BaseException):
     """Ends a loop whose steps have become equal. Not an Exception, so that no code catches it."""
 
@@ -155,7 +150,7 @@ class Mark:
     traffic: int
 
 
-class LoopRecorder(TorchDispatchMode):
+class LoopRecorder:
     """Records what a loop does, in order.
 
     Each update of the first optimizer that updates ends a step.
@@ -173,7 +168,6 @@ class LoopRecorder(TorchDispatchMode):
     """
 
     def __init__(self, *, most: int | None = None, fakes: FakeTensorMode | None = None) -> None:
-        super().__init__()
         self.memory = MemoryLog(fakes)
         self.traffic: list[Collective] = []
         self.started: Mark | None = None
@@ -183,18 +177,6 @@ class LoopRecorder(TorchDispatchMode):
         self._clock: Any = None
         self._loads = 0
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        # DTensors are unwrapped first; their local tensors are dispatched here later.
-        # Operations inside another fake mode only compute shapes.
-        if any(not _is_plain(kind) for kind in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        if func is not _DEVICE and active_fake_mode() is None:
-            self.record(func, args, kwargs or {}, out)
-        return out
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Record an operator and its result."""
@@ -270,11 +252,11 @@ class LoopRecorder(TorchDispatchMode):
 
 
 @contextmanager
-def recording(watch: LoopRecorder, fakes: FakeValuesMode | None = None) -> Iterator[LoopRecorder]:
+def recording(watch: LoopRecorder, mode: FakeValuesMode) -> Iterator[LoopRecorder]:
     """Record what happens inside the block.
 
     Args:
-        fakes: The active mode that runs all operators, if there is one.
+        mode: The active mode that runs all operators.
 
     Effects:
         Registers torch's global hooks of modules and optimizers; removes them at the end.
@@ -299,10 +281,7 @@ def recording(watch: LoopRecorder, fakes: FakeValuesMode | None = None) -> Itera
         # FSDP2 frees gathered parameters this way; torch's memory tracker also hooks it.
         stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
-        if fakes is None:
-            stack.enter_context(watch)
-        else:
-            fakes.record = watch.record
+        mode.record = watch.record
         yield watch
 
 
@@ -312,11 +291,6 @@ def _holder(optimizer: Optimizer) -> Wrapped | None:
         if type(referrer) is Wrapped and any(each is optimizer for each in referrer.optimizers):
             return referrer
     return None
-
-
-def _is_plain(kind: Any) -> bool:
-    """Whether tensors of a class have memory of their own and no dispatch of their own."""
-    return kind.__torch_dispatch__ is _NO_DISPATCH or kind.__name__ == "FakeTensor"
 
 
 _SMALL = 1000  # changes below 1/1000 of the peak are invisible in a plot

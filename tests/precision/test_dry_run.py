@@ -11,13 +11,14 @@ from fxtrain.cli import Exit, main
 from fxtrain.precision.plain_tensors import stored_tensors
 from fxtrain.precision.quantizing import quantize_layers
 from fxtrain.precision.recipe_layers import recipe_targets
-from fxtrain.profiling.rehearsal import axis_namer, figures, load_in_process
-from fxtrain.profiling.watching import LoopRecorder, StepsConverged, recording
+from fxtrain.profiling.rehearsal import axis_namer, figures
+from fxtrain.profiling.watching import LoopRecorder, StepsConverged
 from fxtrain.state.mesh import resolve_mesh
 from tests._slow import slow_after
 from tests.cluster._float8 import RECIPES, loss, net, plan_of
 from tests.cluster.test_small_optimizers import OPTIMIZERS, _factory, _net
 from tests.precision._records import RECORDS, TRAINABLE, frozen_mlp, marked, mlp
+from tests.profiling._real import recording_real
 
 
 def _adapters(plan, ctx):
@@ -49,8 +50,7 @@ def _measured(loop):
     watch = LoopRecorder(most=4)
     with (
         fx.detect(env={}, device="cpu") as ctx,
-        load_in_process(watch),
-        recording(watch),
+        recording_real(watch),
         pytest.raises(StepsConverged),
     ):
         loop(ctx)

@@ -7,8 +7,8 @@ import pytest
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fxtrain as fx
-from fxtrain.profiling.rehearsal import axis_namer, figures, load_in_process
-from fxtrain.profiling.watching import LoopRecorder, StepsConverged, recording
+from fxtrain.profiling.rehearsal import axis_namer, figures
+from fxtrain.profiling.watching import LoopRecorder, StepsConverged
 from fxtrain.state.mesh import resolve_mesh
 from fxtrain.testing import count_collectives
 from tests._slow import slow_after
@@ -19,6 +19,7 @@ from tests.profiling._loops import (
     on_tensor_mesh,
     sharded_by_hand,
 )
+from tests.profiling._real import recording_real
 
 
 def _measured(ctx, loop, mesh, *args):
@@ -39,7 +40,7 @@ def _measured(ctx, loop, mesh, *args):
 
     hook = register_optimizer_step_post_hook(count)
     try:
-        with count_collectives() as traffic, load_in_process(watch), recording(watch):
+        with count_collectives() as traffic, recording_real(watch):
             loop(ctx, *args)
     except StepsConverged:
         step = _totals(traffic.calls[ends[-2] : ends[-1]])
