@@ -240,9 +240,6 @@ class RunReader:
         points: About how many points of a curve to keep; at most twice as many.
         total: About how many points of all curves to keep.
         run: What the lines that were read contain.
-        end: Bytes read, up to the end of a line.
-        inside: Whether they end inside a line that is too long, which is skipped.
-        file: Identity of the file, which changes when a resumed run rewrites it.
     """
 
     path: Path
@@ -252,8 +249,9 @@ class RunReader:
         init=False,
         default=attrs.Factory(lambda self: RunCurves(folder=self.path.parent), takes_self=True),
     )
-    end: int = attrs.field(default=0, init=False)
-    inside: bool = attrs.field(default=False, init=False)
+    end: int = attrs.field(default=0, init=False)  # bytes read, up to the end of a line
+    inside: bool = attrs.field(default=False, init=False)  # a line too long, which is skipped
+    # The file's identity, which changes when a resumed run rewrites it.
     file: tuple[int, int] = attrs.field(default=(0, 0), init=False)
 
     def read(self, *, ended: bool = False) -> "RunReader":

@@ -332,12 +332,7 @@ def facts_here(env: Mapping[str, str], torch: Any) -> dict[str, Any]:
 
 
 def fact_problems(facts: Sequence[Mapping[str, Any]], *, nodes: int) -> list[str]:
-    """Incompatibilities between ranks, as text.
-
-    Args:
-        facts: By rank, from `facts_here`.
-        nodes: Number of machines.
-    """
+    """Incompatibilities between ranks, as text, from what `facts_here` returned on each."""
     problems: list[str] = []
     for name, advice in _MUST_MATCH.items():
         hosts: dict[str, set[str]] = {}

@@ -157,20 +157,12 @@ def _record(folder: Path, rank: int, update: int, losses: Sequence[str], model: 
 
 @attrs.frozen(kw_only=True)
 class Replayed:
-    """An update that was computed several times from one checkpoint.
-
-    Attributes:
-        update: Its number.
-        losses: Ranks whose losses differed between the times.
-        tensors: Ranks whose parameters or optimizer states did, after it.
-        replicas: Which replicas differ from each other after it, as lines; empty if it differed
-            between the times.
-    """
+    """An update that was computed several times from one checkpoint."""
 
     update: int
-    losses: tuple[int, ...]
-    tensors: tuple[int, ...]
-    replicas: tuple[str, ...]
+    losses: tuple[int, ...]  # ranks whose losses differed between the times
+    tensors: tuple[int, ...]  # ranks whose parameters or optimizer states did, after it
+    replicas: tuple[str, ...]  # which replicas differ after it, if it did not differ from itself
 
 
 def read_replays(folders: Sequence[Path]) -> list[Replayed]:

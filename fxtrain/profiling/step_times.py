@@ -180,37 +180,24 @@ def summary(path: str | Path) -> Summary:
 
 
 class Event(NamedTuple):
-    """An operator, a range or a kernel that torch's profiler has recorded.
-
-    Attributes:
-        name: Its name.
-        begin: When it began, in nanoseconds.
-        end: When it ended.
-        thread: The thread of the host that began it.
-        id: Number of an operator or range.
-        is_range: Whether it is a range of `record_function`, and not an operator.
-        launcher: On a device: number of the operator that launched the kernel. None on the host.
-    """
+    """An operator, a range or a kernel that torch's profiler has recorded."""
 
     name: str
-    begin: int
+    begin: int  # in nanoseconds
     end: int
-    thread: int = 0
+    thread: int = 0  # of the host, which began it
     id: int = 0
-    is_range: bool = False
-    launcher: int | None = None
+    is_range: bool = False  # of `record_function`, and not an operator
+    launcher: int | None = None  # on a device: `id` of the operator that launched the kernel
 
 
-def events_of(results: Any) -> list[Event]:
+def events_of(kineto_results: Any) -> list[Event]:
     """The events of a profiler that last.
 
     `torch.profiler.profile.events()` has the same, but needs thirty times as long.
-
-    Args:
-        results: `kineto_results` of torch's profiler.
     """
     events: list[Event] = []
-    for event in results.events():
+    for event in kineto_results.events():
         begin, end, is_range = event.start_ns(), event.end_ns(), event.is_user_annotation()
         number, linked = event.correlation_id(), event.linked_correlation_id()
         on_host = event.device_type() == DeviceType.CPU

@@ -68,18 +68,11 @@ _P2P_KINDS = {"isend": "send", "irecv": "recv"}
 
 @attrs.frozen
 class Collective:
-    """One call of a collective.
-
-    Attributes:
-        kind: As in `Traffic`.
-        ranks: Global ranks that take part.
-        label: torch's description of their group, such as "mesh_shard"; often generic.
-        bytes: As in `Traffic`.
-    """
+    """One call of a collective: kind and bytes as in `Traffic`."""
 
     kind: str
-    ranks: tuple[int, ...]
-    label: str
+    ranks: tuple[int, ...]  # global ones, which take part
+    label: str  # torch's description of their group, such as "mesh_shard"; often generic
     bytes: int
 
 
@@ -158,21 +151,14 @@ class LoopRecorder:
     Args:
         most: Number of steps after which the loop ends.
         fakes: The mode whose tensors represent real ones.
-
-    Attributes:
-        memory: Log of allocated and freed storages.
-        traffic: Collectives.
-        started: Position of the first forward; None before.
-        marks: Position of the end of each step.
-        wrapped: The model that the first optimizer updates, if fxtrain wrapped it.
     """
 
     def __init__(self, *, most: int | None = None, fakes: FakeTensorMode | None = None) -> None:
         self.memory = MemoryLog(fakes)
         self.traffic: list[Collective] = []
-        self.started: Mark | None = None
-        self.marks: list[Mark] = []
-        self.wrapped: Wrapped | None = None
+        self.started: Mark | None = None  # at the first forward
+        self.marks: list[Mark] = []  # at the end of each step
+        self.wrapped: Wrapped | None = None  # what the first optimizer updates, if it is ours
         self._most = most
         self._clock: Any = None
         self._loads = 0
@@ -253,10 +239,7 @@ class LoopRecorder:
 
 @contextmanager
 def recording(watch: LoopRecorder, mode: FakeValuesMode) -> Iterator[LoopRecorder]:
-    """Record what happens inside the block.
-
-    Args:
-        mode: The active mode that runs all operators.
+    """Record what happens inside the block, in which a mode runs all operators.
 
     Effects:
         Registers torch's global hooks of modules and optimizers; removes them at the end.

@@ -20,20 +20,12 @@ _SHARED, _OWN, _VALUE, _MORE = "shared/", "own/", "value/", "more/"
 
 @attrs.frozen(kw_only=True)
 class Progress:
-    """How far the replicas are.
+    """How far the replicas are; the last two fields are of those that train independently."""
 
-    Attributes:
-        position: The cursor after the last update.
-        history: A digest of the last sums, equal on replicas that computed them together.
-        averaged: Whether the averages that are due at the position were made; only with
-            replicas that train independently, as what follows.
-        samples: Rows of the run until the replicas exchanged something last.
-    """
-
-    position: Position
-    history: int = 0
-    averaged: bool = False
-    samples: int = 0
+    position: Position  # the cursor after the last update
+    history: int = 0  # a digest of the last sums, equal on replicas that computed them together
+    averaged: bool = False  # whether the averages that are due at the position were made
+    samples: int = 0  # rows of the run until the replicas exchanged something last
 
 
 def pack_state(

@@ -120,13 +120,10 @@ class Heartbeats:
     def start(
         self, store: Any, quorum: object, index: int, count: int, cut: Callable[[], None]
     ) -> None:
-        """Begin for the present replicas.
+        """Begin for the present replicas, of which this is one.
 
         Args:
             store: That of their group, as a client of its own.
-            quorum: The number of the present replicas' quorum.
-            index: The number of this replica.
-            count: How many there are.
             cut: Closes the connections to the others.
         """
         self._stop = stop = threading.Event()
@@ -181,26 +178,15 @@ class Heartbeats:
 
 @attrs.define(eq=False)
 class Members:
-    """The replicas at the present update. It is mutable, since they change.
-
-    Attributes:
-        settings: What the run asked for.
-        index: The number of this replica among those that take part, from 0.
-        live: How many take part.
-        manager: torchft's.
-        group: The process group of those that take part, which the manager configures.
-        store: What the manager of rank 0 meets at; None on the other ranks. Kept, since it is
-            served as long as it exists.
-        beats: Whether the other replicas still run.
-    """
+    """The replicas at the present update. It is mutable, since they change."""
 
     settings: Replicas
-    manager: Any
-    group: Any
-    store: Any
+    manager: Any  # torchft's
+    group: Any  # of those that take part, which the manager configures
+    store: Any  # of rank 0's manager; kept, since it is served as long as it exists
     beats: Heartbeats
-    index: int = 0
-    live: int = 0
+    index: int = 0  # of this replica among those that take part
+    live: int = 0  # how many take part
 
     def gather(self, step: int, update: int) -> None:
         """Find out who takes part in the next exchange, and bring this replica up to date.
@@ -263,12 +249,7 @@ class Members:
         return True
 
     def check_history(self, total: float, mine: int, update: int) -> None:
-        """Compare what the replicas computed last.
-
-        Args:
-            total: The sum of their digests.
-            mine: The digest of this one.
-            update: The one that they compute now.
+        """Compare this replica's digest of what was computed last with the sum of all.
 
         Raises:
             CollectiveError: they have not made the last update, or the last average, together.
@@ -313,7 +294,6 @@ def join(
     """Connect this replica to the lighthouse.
 
     Args:
-        ctx: The ranks of this replica.
         pack: The state of this rank, as bytes on the CPU.
         unpack: Replaces it by that of the same rank of another replica.
 

@@ -87,21 +87,13 @@ def _load_state(inner: Strategy, now: Round, model: Wrapped, saved: StateReader)
 
 @attrs.define(kw_only=True, eq=False)
 class Rounds:
-    """What this replica has trained since the last averages. It is mutable.
-
-    Attributes:
-        model: The model of this replica.
-        local: How replicas are averaged.
-        now: The outer parameters, the outer optimizer's state, and what is under way.
-        updates: Updates of the whole run.
-        rows: Rows that this replica has trained on since replicas exchanged something last.
-    """
+    """What this replica has trained since the last averages. It is mutable."""
 
     model: Wrapped
     local: LocalSGD | DiLoCo
-    now: Round
-    updates: int
-    rows: float = 0.0
+    now: Round  # the outer parameters, the outer optimizer's state, and what is under way
+    updates: int  # of the whole run
+    rows: float = 0.0  # that this replica has trained on since replicas exchanged something last
 
     @property
     def config(self) -> dict[str, Any]:

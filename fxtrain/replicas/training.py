@@ -199,27 +199,17 @@ def _updates(
 
 @attrs.define(kw_only=True, eq=False)
 class _Run:
-    """How far this replica is. It is mutable: each update, and another replica's state, change it.
-
-    Attributes:
-        updates: Of the whole run.
-        progress: The cursor after the last update, and what belongs to it.
-        rounds: The averages of replicas that train independently; None if each update is made
-            together.
-        met: Whether this replica has met the others.
-        healed: Whether it has received another one's state since the last update.
-        open: By number of parts of the global batches and part, an iterator over its batches and
-            the cursor after the last one.
-    """
+    """How far this replica is; each update, and another replica's state, change it."""
 
     ctx: DistContext
     fns: StepFns[Any]
     loader: Sharded[Any]
-    updates: int
+    updates: int  # of the whole run
     progress: Progress
-    rounds: Rounds | None
-    met: bool = False
-    healed: bool = False
+    rounds: Rounds | None  # of replicas that train independently
+    met: bool = False  # the others
+    healed: bool = False  # by another one's state since the last update
+    # By number of parts of the global batches and part: its batches, and the cursor after the last.
     open: dict[tuple[int, int], tuple[Iterator[Batch], Position]] = attrs.field(factory=dict)
 
     @property

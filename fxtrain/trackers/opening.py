@@ -277,11 +277,8 @@ def _open_all(
 ) -> dict[str, str]:
     """Open every tracker that can be opened.
 
-    Args:
-        known: The libraries' ids of the run, from when it was opened before.
-
     Returns:
-        Their ids of the run, by kind.
+        The libraries' ids of the run by kind, as `known` from when it was opened before.
 
     Raises:
         FxError: a tracker refuses the run, such as for a missing package.

@@ -28,13 +28,7 @@ def _is_id(_: Any, __: Any, value: str) -> None:
 
 @record
 class Identity:
-    """The identity of a run.
-
-    Attributes:
-        id: Id of the run.
-        identities: For each rank that tracks, its trackers' own ids of the run, by their kinds.
-        format: The version of the file.
-    """
+    """The identity of a run, and for each rank that tracks, its trackers' own ids of it by kind."""
 
     id: str = attrs.field(validator=_is_id)
     identities: tuple[Mapping[str, str], ...] = ()

@@ -27,19 +27,12 @@ class Terminal:
 
 @attrs.define(kw_only=True, eq=False)
 class Lines:
-    """Lines on standard output.
-
-    Attributes:
-        config: How often, and with how many digits.
-        prefix: Begins each line.
-        written: When the last line of metrics was written, in seconds since 1970.
-        waiting: A line that followed too soon; shown at the end if it is the last one.
-    """
+    """Lines on standard output, each of which begins with a prefix."""
 
     config: Terminal
     prefix: str
-    written: float = float("-inf")
-    waiting: str = ""
+    written: float = float("-inf")  # when the last line of metrics was, in seconds since 1970
+    waiting: str = ""  # a line that followed too soon; shown at the end if it is the last one
 
 
 def _open(config: Terminal, start: Start) -> Lines:

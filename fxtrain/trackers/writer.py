@@ -22,23 +22,14 @@ _PAUSE_S = 0.1
 
 @attrs.define(kw_only=True, eq=False)
 class Opened:
-    """A tracker of a run.
-
-    Attributes:
-        tracker: Its functions.
-        native: The result of its `open`.
-        start: What it was opened with.
-        last_steps: The last steps that a resumed run has there already, by name.
-        lost: Number of entries that it could not write.
-        is_dropped: Whether it held up the others, so that it is not called again.
-    """
+    """A tracker of a run, what its `open` returned, and what it was opened with."""
 
     tracker: Tracker
     native: Any
     start: Start
-    last_steps: Mapping[str, int] = attrs.field(factory=dict)
-    lost: int = 0
-    is_dropped: bool = False
+    last_steps: Mapping[str, int] = attrs.field(factory=dict)  # that a resumed run has there
+    lost: int = 0  # entries that it could not write
+    is_dropped: bool = False  # it held up the others, and is not called again
 
     def recall(self, native: Any) -> None:
         """Find out which entries the library has already, if it cannot remove them."""
@@ -114,14 +105,7 @@ class Writer:
     def log(
         self, kind: str, name: str, place: Mapping[str, Any], capture: Callable[..., Any]
     ) -> None:
-        """Log an entry.
-
-        Args:
-            kind: That of the entry.
-            name: That of the entry.
-            place: Its other fields.
-            capture: () → a function that the thread calls for the value, once.
-        """
+        """Log an entry of these fields; `capture` returns a function that reads the value later."""
         with self._reported(kind):
             self._put(self._entry(kind, name, place, capture()))
 
