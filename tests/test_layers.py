@@ -162,7 +162,6 @@ MUTABLE = {
     "fxtrain.checkpoint.saving._Job": "copies in place of the live tensors, or why there are none",
     "fxtrain.state.window.AccumulationWindow": "what a model counts",
     "fxtrain.state.window.ModelStatus": "what changes in the handle of a model",
-    "fxtrain.data.blends._Due": "how far the search for the next row of a source got",
     "fxtrain.data.sharded_loader.Iteration": "how far iterators over one loader got",
     "fxtrain.data.sharded_loader.Reached": "the batch that a loader or its epochs yielded last",
     "fxtrain.backends.xla.RecompilationLog": "counts compilations of one model",

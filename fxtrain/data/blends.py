@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-import attrs
 import torch
 
 from fxtrain.data.order import permutation_in_blocks
@@ -70,8 +69,9 @@ class BlendOrder:
         turns = _turns(
             self._shares, ahead, update, self._constant, accumulate * stride, left * stride
         )
-        places = [
-            _Places(sum(self.rows[:s]), rows, self._block) for s, rows in enumerate(self.rows)
+        numbers = [
+            self._numbers(source, cursors[name][0], seed, position.epoch)
+            for source, name in enumerate(self._names)
         ]
         first, over = position.index, False
         while not over:
@@ -79,13 +79,10 @@ class BlendOrder:
             while len(units) < stride:
                 source = next(turns)
                 name = self._names[source]
-                lap, row = divmod(cursors[name][0], self.rows[source])
-                if lap and self.blend.ends != "repeat":
+                if cursors[name][0] >= self.rows[source] and self.blend.ends != "repeat":
                     over = self._end(source)
                     break
-                lap += 0 if self.endless else position.epoch
-                key = (seed, lap, name) if self.shuffled else None
-                units.append(places[source].number(row, key))
+                units.append(next(numbers[source]))
                 cursors[name][0] += 1
                 ahead[source] -= _ROW
             if not units or (len(units) < stride and batching.even == "drop"):
@@ -98,6 +95,19 @@ class BlendOrder:
             first, left = first + len(units), left - 1
             if not left:
                 update, left = update + 1, accumulate
+
+    def _numbers(self, source: int, read: int, seed: int, epoch: int) -> Iterator[int]:
+        """Numbers of the rows of a source in their order, after those that were read."""
+        name, rows, start = self._names[source], self.rows[source], sum(self.rows[:source])
+        laps, row = divmod(read, rows)
+        for lap in itertools.count(laps if self.endless else laps + epoch):
+            find = None
+            if self.shuffled:
+                find = permutation_in_blocks(rows, self._block, seed, lap, name)
+            for low in range(row, rows, _BLOCK):
+                places = torch.arange(low, min(low + _BLOCK, rows), device="cpu")
+                yield from ((find(places) if find else places) + start).tolist()
+            row = 0
 
     def _end(self, source: int) -> bool:
         if self.blend.ends == "error":
@@ -161,59 +171,33 @@ class BlendOrder:
         return cursors, [state["ahead"][name] if same else 0 for name in self._names]
 
 
-class _Places:
-    """Numbers of the rows of one source in its order, computed in blocks."""
+def _first_rows(
+    share: Callable[[int], int], constant: int, due: int, update: int, end: int, rows: int
+) -> Callable[[int], int]:
+    """A function of rows due to a source, in units of its own, which never fall between calls.
 
-    def __init__(self, start: int, rows: int, together: int) -> None:
-        self._start, self._rows, self._together = start, rows, together
-        self._key: tuple[int | str, ...] = ()
-        self._find: Any = None
-        self._block, self._numbers = -1, [0]
+    It returns the first row, from 1, with which as much is due.
 
-    def number(self, row: int, key: tuple[int | str, ...] | None) -> int:
-        """The row at this place of the permutation with a key; without one, the row itself."""
-        if key is None:
-            return self._start + row
-        if key != self._key:
-            self._key, self._block = key, -1
-            self._find = permutation_in_blocks(self._rows, self._together, *key)
-        block, inside = divmod(row, _BLOCK)
-        if block != self._block:
-            low = block * _BLOCK
-            places = torch.arange(low, min(low + _BLOCK, self._rows), device="cpu")
-            self._block, self._numbers = block, (self._find(places) + self._start).tolist()
-        return self._numbers[inside]
-
-
-@attrs.define(kw_only=True)
-class _Due:
-    """Rows due to a source since a cursor, in units of its own: linear within an update.
-
-    Attributes:
-        share: Of an update; constant from update `constant` on.
-        due: At `row`, which is the first of `update`.
+    Args:
+        share: Of each row of an update; constant from update `constant` on.
+        due: Before the first row, which is one of `update`.
         end: The row after the last one of that update.
         rows: Of an update.
     """
+    row = 0
 
-    share: Callable[[int], int]
-    constant: int
-    due: int
-    update: int
-    end: int
-    rows: int
-    row: int = 0
-
-    def reach(self, level: int) -> int:
-        """The first row, from 1, with which this much is due; levels never fall."""
+    def reach(level: int) -> int:
+        nonlocal due, update, end, row
         while True:
-            share, constant = self.share(self.update), self.update >= self.constant
-            if share and (constant or self.due + share * (self.end - self.row) >= level):
-                return self.row + max(0, -((self.due - level) // share))
-            if constant:
+            each, last = share(update), update >= constant
+            if each and (last or due + each * (end - row) >= level):
+                return row + max(0, -((due - level) // each))
+            if last:
                 return _NEVER
-            self.due += share * (self.end - self.row)
-            self.row, self.end, self.update = self.end, self.end + self.rows, self.update + 1
+            due += each * (end - row)
+            row, end, update = end, end + rows, update + 1
+
+    return reach
 
 
 def _turns(
@@ -236,23 +220,19 @@ def _turns(
     row = _ROW * scale
     released, late = _ROW, row - _ROW
 
-    def due(source: int) -> _Due:
-        return _Due(
-            share=lambda at: shares(at)[source] * scale,
-            constant=constant,
-            due=ahead[source] * scale,
-            update=update,
-            end=left,
-            rows=rows,
-        )
+    def first_row(source: int) -> Callable[[int], int]:
+        def share(update: int) -> int:
+            return shares(update)[source] * scale
 
-    lines, read = [due(source) for source in range(len(ahead))], [0] * len(ahead)
+        return _first_rows(share, constant, ahead[source] * scale, update, left, rows)
+
+    reach, read = [first_row(source) for source in range(len(ahead))], [0] * len(ahead)
     # Of each source, the rows from which and until which it may give its next one.
-    turns = [(line.reach(released), line.reach(late)) for line in lines]
+    turns = [(first(released), first(late)) for first in reach]
     for number in itertools.count(1):
         may = [source for source, (begin, _) in enumerate(turns) if begin <= number]
         source = min(may, key=lambda source: turns[source][1])
         yield source
         read[source] += row
-        line, level = lines[source], read[source]
-        turns[source] = line.reach(level + released), line.reach(level + late)
+        level = read[source]
+        turns[source] = reach[source](level + released), reach[source](level + late)
