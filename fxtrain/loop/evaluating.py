@@ -225,7 +225,7 @@ def evaluate(
         during.enter_context(ops.fork_rng(ctx, model.plan.seed))
         during.enter_context(torch.no_grad())
         for metric in objects.values():
-            during.enter_context(local_metric(metric, ctx))
+            during.enter_context(_local_metric(metric, ctx))
         for batch in rows:
             values: Any = fn(model, batch)
             if objects:
@@ -244,7 +244,10 @@ def evaluate(
         if means is None:
             raise DataError("evaluate: the loader yields no batch. Pass data with rows.")
         result = _tree.unflatten(shape, _reduced(means, ctx))
-        computed = {name: compute_metric(metric) for name, metric in objects.items()}
+        computed = {
+            name: _tree.map_leaves(_scalar_as_float, metric.compute())
+            for name, metric in objects.items()
+        }
     return computed[""] if single else {**result, **computed} if computed else result
 
 
@@ -254,7 +257,19 @@ def _update_metrics(
     """Give metric objects the rows of all ranks; what remains of the values."""
     gathered = ops.gather_valid({name: values[name] for name in objects}, batch, ctx)
     for name, metric in objects.items():
-        update_metric(metric, gathered[name])
+        arguments: Any = gathered[name]
+        update: Any = getattr(metric, "update", None)
+        if hasattr(metric, "add_batch"):  # Hugging Face's take lists, by name
+            update = metric.add_batch
+            arguments = _tree.map_leaves(
+                lambda leaf: leaf.tolist() if isinstance(leaf, Tensor) else leaf, arguments
+            )
+            if type(arguments) is tuple:
+                arguments = dict(zip(_COLUMNS, arguments, strict=True))
+        if isinstance(arguments, Mapping):
+            update(**arguments)
+        else:
+            update(*arguments if type(arguments) is tuple else (arguments,))
     return {name: values[name] for name in values if name not in objects}
 
 
@@ -320,7 +335,7 @@ def _evaluation_mode(model: Wrapped) -> Iterator[None]:
 
 
 @contextmanager
-def local_metric(metric: Any, ctx: DistContext) -> Iterator[None]:
+def _local_metric(metric: Any, ctx: DistContext) -> Iterator[None]:
     """Begin an evaluation with a metric, which sees the rows of all ranks on each of them."""
     if hasattr(metric, "add_batch"):
         yield
@@ -342,29 +357,5 @@ def local_metric(metric: Any, ctx: DistContext) -> Iterator[None]:
             part.distributed_available_fn = earlier
 
 
-def update_metric(metric: Any, arguments: Any) -> None:
-    """Give a metric the rows of one global batch."""
-    update = metric.update if not hasattr(metric, "add_batch") else metric.add_batch
-    if hasattr(metric, "add_batch"):
-        arguments = _tree.map_leaves(_plain, arguments)
-        if type(arguments) is tuple:
-            arguments = dict(zip(_COLUMNS, arguments, strict=True))
-    if isinstance(arguments, Mapping):
-        update(**arguments)
-    elif type(arguments) is tuple:
-        update(*arguments)
-    else:
-        update(arguments)
-
-
-def compute_metric(metric: Any) -> Any:
-    """The value of a metric, with floats in the place of scalar tensors."""
-    return _tree.map_leaves(_float, metric.compute())
-
-
-def _plain(leaf: Any) -> Any:
-    return leaf.tolist() if isinstance(leaf, Tensor) else leaf
-
-
-def _float(leaf: Any) -> Any:
+def _scalar_as_float(leaf: Any) -> Any:
     return leaf.item() if getattr(leaf, "shape", None) == () else leaf

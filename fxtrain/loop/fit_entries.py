@@ -35,7 +35,6 @@ class Entries:
         skipped: Updates skipped since then.
         rows: Rows until then.
         weights: All weights until then, of all ranks.
-        updates: Updates until then.
         carried: Whether it contains losses from before a restart.
         by_tokens: Whether losses are weighted by something other than rows.
         due: Whether an entry follows the step.
@@ -57,7 +56,6 @@ class Entries:
     skipped: int
     rows: int
     weights: Tensor | float
-    updates: int
     carried: bool = False
     by_tokens: bool = False
     due: bool = False
@@ -211,7 +209,7 @@ class Entries:
         self.total, self.weight, self.skipped, self.rows = 0.0, 0.0, 0, position.samples
         self._started_s, self._apart_s, self._waited_s = self._stepped_s, 0.0, 0.0
         self._flops = 0.0
-        self.carried, self._phases, self.updates = False, {}, position.updates
+        self.carried, self._phases = False, {}
 
     def _write_slow_ranks(self, position: Position) -> None:
         """Write the table of ranks that compute for longer than the others, if there are more."""
@@ -287,7 +285,6 @@ def entries_after(
         skipped=skipped,
         rows=position.samples,
         weights=weights,
-        updates=position.updates,
         carried=restored is not None,
     )
 

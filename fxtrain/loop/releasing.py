@@ -106,18 +106,11 @@ def _context(objects: tuple[Any, ...]) -> DistContext:
     return DistContext(device=device or torch.device("cpu"))
 
 
-def _parameters(target: nn.Module | torch.optim.Optimizer) -> list[Any]:
-    if isinstance(target, nn.Module):
-        return list(target.parameters())
-    return [parameter for group in target.param_groups for parameter in group["params"]]
-
-
 def _release(target: Any) -> None:
     if isinstance(target, Wrapped):
         target.status.closed = "release"
-        for optimizer in target.optimizers:
-            _empty_optimizer(optimizer)
-        _empty_module(target.module)
+        for part in (*target.optimizers, target.module):
+            _release(part)
     elif isinstance(target, nn.Module):
         _empty_module(target)
     else:
@@ -126,10 +119,10 @@ def _release(target: Any) -> None:
 
 def _empty_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for part in (optimizer, local_optimizer(optimizer)):
-        for parameter in _parameters(part):
-            parameter.grad = None
         part.state.clear()
         for group in part.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
             group["params"] = []
         if isinstance(part, HostOptimizer):
             part.forget()

@@ -12,7 +12,7 @@ import inspect
 import sys
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
 from types import TracebackType
@@ -110,16 +110,6 @@ def body_failed(closing: GeneratorExit, handled: BaseException | None) -> bool:
     )
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class _Shown:
-    """What is on the screen, and when it was written."""
-
-    bar: Progress | None
-    start: int
-    began_s: float
-    last_s: list[float]
-
-
 def progress(
     total: int | None, *, every_s: float = 10.0, console: Console | None = None
 ) -> Tracker:
@@ -132,46 +122,42 @@ def progress(
     """
     screen = console or Console(stderr=True)
 
-    def begin(_: None, start: Start) -> _Shown:
-        done = start.position.updates
-        now = time.monotonic()
-        bar = _bar(screen, total, done) if screen.is_terminal else None
-        return _Shown(bar=bar, start=done, began_s=now, last_s=[now])
+    def begin(_: None, start: Start) -> tuple[Callable[[Entry], None], Callable[[], None]]:
+        before, began_s = start.position.updates, time.monotonic()
+        last_s = began_s
 
-    def write(shown: _Shown, entry: Entry) -> None:
-        if entry.kind != "log":
-            return  # a bar has no place for it
-        if shown.bar is not None:
-            bar, seen = shown.bar, _text(entry.value)
-            bar.update(bar.task_ids[0], completed=entry.step, seen=seen)
-        elif time.monotonic() - shown.last_s[0] >= every_s:
-            shown.last_s[0] = time.monotonic()
-            screen.print(_line(shown, entry, total), highlight=False, soft_wrap=True)
+        def update_bar(entry: Entry) -> None:
+            bar.update(bar.task_ids[0], completed=entry.step, seen=_text(entry.value))
+
+        def print_line(entry: Entry) -> None:
+            nonlocal last_s
+            now_s, done = time.monotonic(), entry.step - before
+            if now_s - last_s < every_s:
+                return
+            last_s = now_s
+            parts = [f"update {entry.step}" + ("" if total is None else f" of {total}")]
+            parts.append(_text(entry.value))
+            if total is not None and done > 0:
+                left_s = (now_s - began_s) / done * (total - entry.step)
+                parts.append(f"{timedelta(seconds=round(left_s))} left")
+            text = "  ".join(part for part in parts if part)
+            screen.print(text, highlight=False, soft_wrap=True)
+
+        if not screen.is_terminal:
+            return print_line, lambda: None
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[seen]}"))
+        bar = Progress(*columns, TimeRemainingColumn(), console=screen)
+        bar.add_task("updates", total=total, completed=before, seen="")
+        bar.start()
+        return update_bar, bar.stop
 
     return Tracker(
         name="progress",
         open=begin,
-        write=write,
-        close=lambda shown, failed: None if shown.bar is None else shown.bar.stop(),
+        # A bar has no place for anything else.
+        write=lambda shown, entry: shown[0](entry) if entry.kind == "log" else None,
+        close=lambda shown, failed: shown[1](),
     )
-
-
-def _bar(screen: Console, total: int | None, done: int) -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[seen]}"))
-    bar = Progress(*columns, TimeRemainingColumn(), console=screen)
-    bar.add_task("updates", total=total, completed=done, seen="")
-    bar.start()
-    return bar
-
-
-def _line(shown: _Shown, entry: Entry, total: int | None) -> str:
-    done = entry.step - shown.start
-    parts = [f"update {entry.step}" + ("" if total is None else f" of {total}")]
-    parts.append(_text(entry.value))
-    if total is not None and done > 0:
-        left_s = (time.monotonic() - shown.began_s) / done * (total - entry.step)
-        parts.append(f"{timedelta(seconds=round(left_s))} left")
-    return "  ".join(part for part in parts if part)
 
 
 def _text(values: Mapping[str, float]) -> str:

@@ -143,7 +143,14 @@ def ema(model: Wrapped, *, decay: float = 0.999, warmup: bool = False) -> EMA:
         ...     average
         EMA(decay=0.9, warmup=False, updates=2)
     """
-    _check(model, decay)
+    check_open(model, "ema", PlanError)
+    if not isinstance(decay, int | float) or not 0 <= decay < 1:
+        raise PlanError(f"ema(decay={shown(decay)}): choose a number from 0 to less than 1.")
+    if round_of(model) is not None:
+        raise PlanError(
+            "ema: with Plan(local=...), replicas have different parameters between averages. "
+            "Train without local."
+        )
     weights = {
         name: weight
         for name, weight in model.strategy.weights(model).items()
@@ -164,17 +171,6 @@ def ema(model: Wrapped, *, decay: float = 0.999, warmup: bool = False) -> EMA:
     }
     parameters = tuple(parameter for _, parameter in trained.values())
     return EMA(model=model, decay=float(decay), warmup=warmup, state=state, parameters=parameters)
-
-
-def _check(model: Any, decay: Any) -> None:
-    check_open(model, "ema", PlanError)
-    if not isinstance(decay, int | float) or not 0 <= decay < 1:
-        raise PlanError(f"ema(decay={shown(decay)}): choose a number from 0 to less than 1.")
-    if round_of(model) is not None:
-        raise PlanError(
-            "ema: with Plan(local=...), replicas have different parameters between averages. "
-            "Train without local."
-        )
 
 
 @torch.no_grad()
