@@ -53,7 +53,7 @@ def _plan_windows():
         times = interleaved(
             {"pack": lambda b=borders, n=length: pack(b, n, last=False)}, rounds=9, each=1
         )
-        *_, needlessly = pack(borders, length, last=False)
+        needlessly = pack(borders, length, last=False).cut
         documents = len(borders) - 1
         short = (np.diff(borders) <= length).sum()
         # A document is cut by concatenation where it is in two rows.

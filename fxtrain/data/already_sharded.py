@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -31,8 +31,16 @@ _Open = Callable[[int, int, Any], Iterator[_Loaded]]
 # (epoch) → (rows, units) of every batch, without reading it; None if only reading tells, and then
 # no units are skipped.
 _Sizes = Callable[[int], Iterator[tuple[int, int]]] | None
-# What a rank contributes to a global batch: its state, and a batch or an error.
-_Turn = tuple[int, int, Any, Any, Exception | None]
+
+
+class _Turn(NamedTuple):
+    """What one rank contributes to a global batch."""
+
+    state: int
+    size: int = 0
+    data: Any = None
+    stream: Any = None
+    error: Exception | None = None
 
 
 def presharded_source(
@@ -174,7 +182,7 @@ def uneven_batches(
     if ends(state != _HAS for state, _ in table):
         return
     for number in itertools.count():
-        ended = now[0] != _HAS
+        ended = now.state != _HAS
         if any(state != _HAS for state, _ in table):
             now = next(again) if ended else now
             behind += ended
@@ -187,11 +195,10 @@ def uneven_batches(
         padded = rows if plan.even == "uneven" else tuple(size for _, size in table)
         batch = GlobalBatch(number, sum(rows), rows, padded, ())
         position = advance(position, batch, plan, is_last=is_last)
-        _, _, data, stream, _ = now
         state = None
-        if ended or stream is not None:
-            state = {"stream": None if ended else stream, "behind": behind}
-        yield (batch, Cursor(position, state)), (data,)
+        if ended or now.stream is not None:
+            state = {"stream": None if ended else now.stream, "behind": behind}
+        yield (batch, Cursor(position, state)), (now.data,)
         if is_last:
             return
         now, table = after, coming
@@ -201,11 +208,11 @@ def _turns(batches: Iterator[_Loaded], state: int) -> Iterator[_Turn]:
     """One turn per batch, then empty ones forever; a failure is a turn too."""
     try:
         for size, data, stream in batches:
-            yield state, size, data, stream, None
+            yield _Turn(state, size, data, stream)
     except Exception as error:
-        yield _FAILED, 0, None, None, error
+        yield _Turn(_FAILED, error=error)
     while True:
-        yield _ENDED, 0, None, None, None
+        yield _Turn(_ENDED)
 
 
 def _repeat(read: _Open, epoch: int) -> Iterator[_Loaded]:
@@ -264,11 +271,10 @@ def _gather_sizes(turn: _Turn, ctx: DistContext) -> list[tuple[int, int]]:
     Raises:
         Exception: whatever a rank's loader raised; on other ranks a CollectiveError that names it.
     """
-    state, size, _, _, error = turn
-    mine = torch.tensor([[state, size]], device="cpu")
+    mine = torch.tensor([[turn.state, turn.size]], device="cpu")
     table: list[list[int]] = ops.gather(mine, ctx).tolist()
     if any(state == _FAILED for state, _ in table):
-        ops.raise_together(error, ctx)
+        ops.raise_together(turn.error, ctx)
     return [(state, size) for state, size in table]
 
 

@@ -6,7 +6,7 @@ Megatron-core builds these arrays once and keeps them in files; here each proces
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from fxtrain.data.token_folders import open_source, source_states
 from fxtrain.data.token_maps import FileState, load_numpy, read_by_source, separate_documents
@@ -20,8 +20,25 @@ _ORDERS = 64  # sources whose orders a process keeps
 
 # Numbers of rows → their values by name.
 Reader = Callable[[Any], dict[str, Any]]
-# A source and its files, the rows asked of it (None is one epoch), their length, seed and order.
-_OrderKey = tuple[MegatronTokens, tuple[FileState, ...], int | None, int, int, MegatronOrder]
+
+
+class _Asked(NamedTuple):
+    """What is asked of a source.
+
+    Attributes:
+        source: The source, and its files as they were.
+        samples: Rows; None is one epoch.
+        length: Tokens of a row.
+        seed: Megatron's `--seed`.
+        how: The order.
+    """
+
+    source: MegatronTokens
+    states: tuple[FileState, ...]
+    samples: int | None
+    length: int
+    seed: int
+    how: MegatronOrder
 
 
 def megatron_rows(
@@ -42,13 +59,13 @@ def megatron_rows(
             "tokens: the order of Megatron is that of its own files. Pass fx.data.MegatronTokens."
         )
 
-    def order(tokens: MegatronTokens, samples: int | None) -> _OrderKey:
-        return tokens, source_states(tokens), samples, length, seed, how
+    def ask(tokens: MegatronTokens, samples: int | None) -> _Asked:
+        return _Asked(tokens, source_states(tokens), samples, length, seed, how)
 
     if not parts:
-        key = order(sources[0], how.samples)
-        built = len(_order(*key)[2])
-        return how.samples or built, functools.partial(_read, key, separate=separate)
+        asked = ask(sources[0], how.samples)
+        *_, shuffled = _order(asked)
+        return how.samples or len(shuffled), functools.partial(_read, asked, separate=separate)
     weights = [part.weight for part in parts if not isinstance(part.weight, tuple) and part.weight]
     if len(weights) < len(parts) or how.samples is None:
         raise DataError(
@@ -56,36 +73,37 @@ def megatron_rows(
             "Use fx.data.MegatronOrder(samples=...), or fx.data.Blend without `compatible`."
         )
     weights = _normalized(weights)
-    asked = [math.ceil(math.ceil(how.samples * weight) * (1 + _SURPLUS)) for weight in weights]
-    keys = [order(tokens, count) for tokens, count in zip(sources, asked, strict=True)]
+    counts = [math.ceil(math.ceil(how.samples * weight) * (1 + _SURPLUS)) for weight in weights]
+    asked = [ask(tokens, count) for tokens, count in zip(sources, counts, strict=True)]
     weights = tuple(_normalized(weights))
     chosen, _ = _blended(weights, how.samples)
-    for key, count in zip(keys, numpy.bincount(chosen, minlength=len(keys)), strict=True):
-        if count > (built := len(_order(*key)[2])):
+    for each, count in zip(asked, numpy.bincount(chosen, minlength=len(asked)), strict=True):
+        *_, shuffled = _order(each)
+        if count > len(shuffled):
             raise DataError(
-                f"tokens: this blend asks {count} rows of {key[0].path}, and Megatron builds "
-                f"{built}. Ask for more samples."
+                f"tokens: this blend asks {count} rows of {each.source.path}, and Megatron builds "
+                f"{len(shuffled)}. Ask for more samples."
             )
     return how.samples, functools.partial(
-        _read_blend, weights, how.samples, keys, separate=separate
+        _read_blend, weights, how.samples, asked, separate=separate
     )
 
 
 def _read_blend(
-    weights: tuple[float, ...], rows: int, keys: list[_OrderKey], numbers: Any, *, separate: bool
+    weights: tuple[float, ...], rows: int, asked: list[_Asked], numbers: Any, *, separate: bool
 ) -> dict[str, Any]:
     chosen, samples = _blended(weights, rows)
     return read_by_source(
         chosen[numbers].astype("i8"),
-        lambda source, here: _read(keys[source], samples[numbers[here]], separate=separate),
+        lambda source, here: _read(asked[source], samples[numbers[here]], separate=separate),
     )
 
 
-def _read(key: _OrderKey, samples: Any, *, separate: bool) -> dict[str, Any]:
+def _read(asked: _Asked, samples: Any, *, separate: bool) -> dict[str, Any]:
     """Rows of a source by number."""
-    numpy, length = load_numpy(), key[3]
-    ids, ends, shuffled = _order(*key)
-    file: Any = open_source(*key[:2])
+    numpy, length = load_numpy(), asked.length
+    ids, ends, shuffled = _order(asked)
+    file: Any = open_source(asked.source, asked.states)
     begins = shuffled[samples].astype("i8") * length
     # Of each row, and the token after it: its first sequence, and the one after its last.
     first = numpy.searchsorted(ends, begins, side="right")
@@ -109,21 +127,14 @@ def _read(key: _OrderKey, samples: Any, *, separate: bool) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=_ORDERS)
-def _order(
-    source: MegatronTokens,
-    states: tuple[FileState, ...],
-    samples: int | None,
-    length: int,
-    seed: int,
-    how: MegatronOrder,
-) -> tuple[Any, Any, Any]:
+def _order(asked: _Asked) -> tuple[Any, Any, Any]:
     """The order of the rows of a source.
 
     Returns:
         int32 sequences in the order in which their tokens are concatenated, over all epochs;
         int64, the tokens up to the end of each; and for each row, its number in these tokens.
     """
-    numpy = load_numpy()
+    numpy, (source, states, samples, length, seed, how) = load_numpy(), asked
     file: Any = open_source(source, states)
     sequences = len(file.pointers)
     shares = _normalized(how.split)

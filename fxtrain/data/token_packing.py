@@ -1,12 +1,30 @@
 """Best-fit packing: which parts of documents make each row."""
 
 import bisect
-from typing import Any
+from typing import Any, NamedTuple
 
 from fxtrain.data.token_maps import load_numpy
 
 
-def pack(borders: Any, length: int, *, last: bool) -> tuple[Any, Any, Any, Any, int]:
+class Packed(NamedTuple):
+    """The rows of a window, as pieces of documents.
+
+    Attributes:
+        bounds: int64; the pieces of row r are those from `bounds[r]` to `bounds[r + 1]`.
+        begins: int64, the first token of each piece.
+        sizes: int64, its tokens.
+        last: bool, whether the document ends with it.
+        cut: Documents that fit into a row and are in more than one piece.
+    """
+
+    bounds: Any
+    begins: Any
+    sizes: Any
+    last: Any
+    cut: int
+
+
+def pack(borders: Any, length: int, *, last: bool) -> Packed:
     """Pack the documents of a window into as few rows as their tokens need.
 
     A document longer than a row is split into whole rows and a rest. Documents and rests are placed
@@ -18,12 +36,6 @@ def pack(borders: Any, length: int, *, last: bool) -> tuple[Any, Any, Any, Any, 
             Documents may be empty.
         length: Tokens of a row.
         last: Whether a document ends where the window does.
-
-    Returns:
-        `bounds`, `begins`, `sizes`, `last`, `cut`. The pieces of documents in row r are those from
-        `bounds[r]` to `bounds[r + 1]`; of each piece, int64, its first token and its number of
-        tokens, and whether the document ends with it. `cut` counts the documents that fit into a
-        row and are in more than one piece.
     """
     numpy = load_numpy()
     sizes = numpy.diff(borders)
@@ -60,7 +72,8 @@ def pack(borders: Any, length: int, *, last: bool) -> tuple[Any, Any, Any, Any, 
     cut = 0
     if len(left):
         cut = int((numpy.bincount(parts[0])[whole[chunks][left] == 0] > 1).sum())
-    return numpy.searchsorted(at[order], numpy.arange(rows + 1)), begin, size, closes, cut
+    bounds = numpy.searchsorted(at[order], numpy.arange(rows + 1))
+    return Packed(bounds, begin, size, closes, cut)
 
 
 def _best_fit(sizes: Any, rows: int, length: int) -> tuple[Any, Any]:

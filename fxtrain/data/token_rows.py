@@ -23,7 +23,7 @@ from fxtrain.data.token_maps import (
     read_by_source,
     separate_documents,
 )
-from fxtrain.data.token_packing import pack
+from fxtrain.data.token_packing import Packed, pack
 from fxtrain.errors import DataError, PlanError
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import DistContext, Plan
@@ -243,9 +243,9 @@ def _read_packed(
     plans: list[tuple[Any, ...]] = []
     for row, number in enumerate(numbers.tolist()):
         window, inside = divmod(number, how.window_rows)
-        bounds, *plan, _ = planned(source, states, how.window_rows, length, window)
-        pieces = slice(*bounds[inside : inside + 2].tolist())
-        begins, sizes, last = (column[pieces] for column in plan)
+        plan = planned(source, states, how.window_rows, length, window)
+        pieces = slice(*plan.bounds[inside : inside + 2].tolist())
+        begins, sizes, last = plan.begins[pieces], plan.sizes[pieces], plan.last[pieces]
         places = row * length + sizes.cumsum() - sizes
         plans.append((begins, sizes, last, places, numpy.arange(len(sizes))))
     columns = zip(*plans, strict=True)
@@ -276,8 +276,8 @@ def _read_packed(
 @functools.lru_cache(maxsize=_PLANS)
 def planned(
     source: TokenSource, states: tuple[FileState, ...], rows: int, length: int, window: int
-) -> tuple[Any, ...]:
-    """The rows of a window, packed by best fit; what `pack` returns."""
+) -> Packed:
+    """The rows of a window, packed by best fit."""
     numpy = load_numpy()
     file = open_source(source, states)
     begin = window * rows * length

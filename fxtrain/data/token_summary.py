@@ -99,7 +99,7 @@ def summarize(source: TokenSource, length: int | None) -> dict[str, Any]:
             "padding": 1 - file.size / (rows * length),
             "longer_than_a_row": longer / documents,
             "cut_by_concatenation": concatenated / documents,
-            "cut_by_best_fit": sum(cut for *_, cut in packed) / documents,
+            "cut_by_best_fit": sum(plan.cut for plan in packed) / documents,
         }
     return summary
 
