@@ -5,17 +5,15 @@ from fxtrain.checkpoint.folders import before, best, latest
 from fxtrain.checkpoint.merging import merge, saved_weights
 from fxtrain.checkpoint.restoring import Restored, restore
 from fxtrain.checkpoint.saving import save
-from fxtrain.checkpoint.verification import Difference, Verified, compare, count_leaves, verify
+from fxtrain.checkpoint.verification import Verified, compare, verify
 
 __all__ = [
-    "Difference",
     "Restored",
     "Saving",
     "Verified",
     "before",
     "best",
     "compare",
-    "count_leaves",
     "latest",
     "merge",
     "restore",

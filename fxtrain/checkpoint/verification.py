@@ -1,7 +1,7 @@
 """Check every byte of a checkpoint, and compare two checkpoints leaf by leaf."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -20,7 +20,7 @@ from fxtrain.checkpoint.manifest import (
 from fxtrain.checkpoint.reading import check_header, file_problems, open_reader
 from fxtrain.checkpoint.storage import MANIFEST, Storage, UnreadableError, open_storage
 from fxtrain.errors import CheckpointError
-from fxtrain.state import Position, unstructure
+from fxtrain.state import Change, Position, unstructure
 
 
 @attrs.frozen(kw_only=True)
@@ -107,30 +107,17 @@ def _changes(storage: Storage, manifest: Manifest) -> Iterator[str]:
                         yield f"  {name} was changed in {file}, bytes {first} to {end}"
 
 
-@attrs.frozen(kw_only=True)
-class Difference:
-    """A leaf that differs between two checkpoints.
+def compare(left: StrPath, right: StrPath) -> tuple[list[Change], int]:
+    """The leaves in which two checkpoints differ in any bit.
 
-    Attributes:
-        path: Path of the leaf.
-        left: Its value in the first checkpoint, as text.
-        right: Its value in the second.
-    """
-
-    path: str
-    left: str
-    right: str
-
-
-def compare(left: StrPath, right: StrPath) -> Iterator[Difference]:
-    """Yield every leaf in which two checkpoints differ in any bit.
-
-    Yields differences in the position, user state, plans and plain values first, then in
-    tensors, then in per-rank tensors.
+    Leaves are tensors, and plain values of the position, user state, plans and models.
 
     Args:
         left: A checkpoint.
         right: Another checkpoint, whose tensors may be sharded differently.
+
+    Returns:
+        The differences, those of plain values first; and the number of leaves of `left`.
 
     Effects:
         Reads both, one tensor at a time. No collectives: call it on one rank.
@@ -144,48 +131,40 @@ def compare(left: StrPath, right: StrPath) -> Iterator[Difference]:
         ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
         ...     one = fx.save(tempfile.mkdtemp(), ctx, model, extra=1).result()
         ...     other = fx.save(tempfile.mkdtemp(), ctx, model, extra=2).result()
-        ...     [found.path for found in fx.checkpoint.compare(one, other)]
-        ['extra']
+        ...     fx.checkpoint.compare(one, other)[0]
+        [Change(path='extra', left='1', right='2')]
     """
     storages = open_storage(left), open_storage(right)
     first, second = map(read_manifest, storages)
-    for left_values, right_values in zip(_values(first), _values(second), strict=True):
-        for path in {**left_values, **right_values}:
-            a, b = left_values.get(path, _ABSENT), right_values.get(path, _ABSENT)
-            if type(a) is not type(b) or a != b:
-                yield Difference(path=path, left=_shown(a), right=_shown(b))
+    changes: list[Change] = []
+    before, after = _values(first), _values(second)
+    for path in {**before, **after}:
+        a, b = before.get(path, _ABSENT), after.get(path, _ABSENT)
+        if type(a) is not type(b) or a != b:
+            changes.append(Change(path, _shown(a), _shown(b)))
     stored, others = _tensors(first), _tensors(second)
     with open_reader(storages[0], first) as mine, open_reader(storages[1], second) as theirs:
         for name in {**stored, **others}:
             a, b = stored.get(name), others.get(name)
             if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
-                yield Difference(path=name, left=_summary(a), right=_summary(b))
+                changes.append(Change(name, _summary(a), _summary(b)))
             elif texts := _difference(mine.new(name, a), theirs.new(name, b)):
-                yield Difference(path=name, left=texts[0], right=texts[1])
+                changes.append(Change(name, *texts))
+    plain = sum(not isinstance(leaf, dict | list) for leaf in before.values())
+    return changes, len(stored) + plain
 
 
-def count_leaves(path: StrPath) -> int:
-    """Number of tensors and plain values in a checkpoint."""
-    manifest = read_manifest(open_storage(path))
-    leaves = [leaf for part in _values(manifest) for leaf in part.values()]
-    return len(_tensors(manifest)) + sum(not isinstance(leaf, dict | list) for leaf in leaves)
-
-
-def _values(manifest: Manifest) -> list[dict[str, Any]]:
+def _values(manifest: Manifest) -> dict[str, Any]:
     """The plain values of the position, of the user and of the models, by path."""
-    parts = {
-        "position": unstructure(manifest.position),
-        "extra": manifest.extra,
-        "": manifest.models,
-    }
-    return [dict(_leaves(path, value)) for path, value in parts.items()]
+    data = {"position": unstructure(manifest.position), "extra": manifest.extra}
+    return dict(_leaves("", {**data, "models": manifest.models}))
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not value or not isinstance(value, dict | list):
+    if not value or not isinstance(value, Mapping | list):
         yield path, value
         return
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+    for key, inner in enumerate(value) if isinstance(value, list) else value.items():
         yield from _leaves(f"{path}.{key}" if path else str(key), inner)
 
 

@@ -183,10 +183,9 @@ def _launch(program: Sequence[str], orders: dict[str, Any], *, ranks: int, cpu: 
 
 
 def _report_differences(straight: str, resumed: str, *, json_: bool) -> int:
-    from fxtrain.checkpoint import compare, count_leaves
+    from fxtrain.checkpoint import compare
 
-    differences = list(compare(straight, resumed))
-    leaves = count_leaves(straight)
+    differences, leaves = compare(straight, resumed)
     name = Path(straight).name
     if json_:
         rows = [
@@ -196,7 +195,7 @@ def _report_differences(straight: str, resumed: str, *, json_: bool) -> int:
             {"checkpoint": name, "leaves": leaves, "equal": not differences, "differences": rows}
         )
     elif differences:
-        rows = [(leaf.path, leaf.left, leaf.right) for leaf in differences[:_SHOWN]]
+        rows = [(d.path, str(d.left), str(d.right)) for d in differences[:_SHOWN]]
         first = differences[0].path
         title = f"{name}: {len(differences)} of {leaves} leaves differ; the first is {first}"
         print_table(("leaf", "uninterrupted", "resumed"), rows, title=title)

@@ -10,7 +10,8 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.checkpoint import saving as implementation
-from fxtrain.checkpoint.background import CheckpointState
+from fxtrain.checkpoint.background import CheckpointState, stage
+from fxtrain.checkpoint.write_plan import writable_chunks
 from tests.checkpoint import _runs
 
 
@@ -149,3 +150,15 @@ def test_an_error_in_the_background_is_raised_once_and_never_lost(clusters, how,
     assert all(text and "FileExistsError" in text for text in told)
     assert fx.latest(tmp_path) == str(tmp_path / "update-0000000003")
     clusters[2].close()  # "close" has ended its groups
+
+
+def test_large_tensors_are_staged_at_cache_lines():
+    """Counters, which AdamW has one of for each parameter, are not between them."""
+    with fx.detect(env={}, device="cpu") as ctx:
+        tensors = {f"{i}.{name}": t for i in range(3) for name, t in _STATE.items()}
+        staged = stage(ctx, [*writable_chunks(tensors).values()])
+    starts = {chunk.tensor.data_ptr() % 64 for chunk in staged if chunk.tensor.nbytes >= 64}
+    assert starts == {staged[0].tensor.data_ptr() % 64}
+
+
+_STATE = {"step": torch.zeros(()), "weight": torch.ones(64, 3), "half": torch.ones(32).bfloat16()}
