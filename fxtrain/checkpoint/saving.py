@@ -302,55 +302,46 @@ class _Job:
                 problem = problem or error
             with _as_checkpoint_error(self.path):
                 rows, lines = gather_with_errors((platform.node(), mine), problem, ctx)
-                if self.lock is not None:
-                    lines = self._commit(ctx, self.lock, rows, lines)
+                if self.lock is not None and not lines:
+                    try:
+                        self._commit(ctx, self.lock, rows)
+                    except Exception as error:  # as above
+                        lines = [f"  rank 0: {error_text(error)}"]
+                if self.lock is not None and lines:
+                    self._remove_draft()
+                self.release()  # before another rank returns from `save`
                 lines = ops.broadcast_object(lines, ctx)
         finally:
             self.release()
         if lines:
-            # Each rank, as each machine may have a folder of its own.
-            for name in self.folder.leftovers():
-                if self.token in name:
-                    _remove(self.folder, name)
+            self._remove_draft()  # on each rank, as each machine may have a folder of its own
             head = f"{self.path} was not saved. Earlier checkpoints are intact."
             raise CheckpointError("\n".join([head, *lines]), code="FX606")
 
-    def _commit(
-        self,
-        ctx: DistContext,
-        lock: Lock,
-        rows: Sequence[tuple[str, Written]],
-        lines: list[str],
-    ) -> list[str]:
-        """Commit on rank 0, and prune; or remove what was written. Returns any problems.
+    def _remove_draft(self) -> None:
+        with suppress(OSError, CheckpointError):  # the next save removes what is left
+            for name in self.folder.leftovers():
+                if self.token in name:
+                    _remove(self.folder, name)
+
+    def _commit(self, ctx: DistContext, lock: Lock, rows: Sequence[tuple[str, Written]]) -> None:
+        """Commit on rank 0, and prune.
 
         Args:
             rows: The machine of each rank, and what it wrote.
-            lines: Why ranks could not write.
         """
-        try:
-            if not lines:
-                checkpoints = list_checkpoints(self.folder)
-                order = 1 + max((info.order or 0 for info in checkpoints), default=0)
-                manifest = self._manifest(ctx, [written for _, written in rows], order)
-                self._check_shared(rows)
-                lock.check()
-                self.folder.commit(self.name, self.token, dump_manifest(manifest))
-                self._prune(
-                    [
-                        *checkpoints,
-                        CheckpointInfo(name=self.name, order=order, metric=manifest.metric),
-                    ]
-                )
-        except Exception as error:  # as above
-            lines = [f"  rank 0: {error_text(error)}"]
-        try:
-            if lines and lock.is_ours():  # else a draft may be another's
-                _clean(self.folder)
-        except (OSError, CheckpointError) as error:
-            lines.append(f"  rank 0: {error_text(error)}")
-        self.release()  # before another rank returns from `save`
-        return lines
+        checkpoints = list_checkpoints(self.folder)
+        order = 1 + max((info.order or 0 for info in checkpoints), default=0)
+        manifest = self._manifest(ctx, [written for _, written in rows], order)
+        self._check_shared(rows)
+        lock.check()
+        self.folder.commit(self.name, self.token, dump_manifest(manifest))
+        new = CheckpointInfo(name=self.name, order=order, metric=manifest.metric)
+        # Of these, the last is the new one.
+        for name in to_prune([*checkpoints, new], process_of(this_process()), **self.keep):
+            # Looked up each time, since the run may go back while this is written.
+            if self.folder.join(name).key() != self.state.restored_from:
+                _remove(self.folder, name)
 
     def _manifest(self, ctx: DistContext, written: Sequence[Written], order: int) -> Manifest:
         sizes = {"world_size": ctx.world_size, "mesh": ctx.mesh.sizes}
@@ -395,13 +386,6 @@ class _Job:
                     f"store."
                 )
             time.sleep(_POLL_INTERVAL_S)
-
-    def _prune(self, checkpoints: Sequence[CheckpointInfo]) -> None:
-        """Remove what the rule does not keep; the last of these was just committed."""
-        for name in to_prune(checkpoints, process_of(this_process()), **self.keep):
-            # Looked up each time, since the run may go back while this is written.
-            if self.folder.join(name).key() != self.state.restored_from:
-                _remove(self.folder, name)
 
 
 def _clean(folder: Storage) -> None:
