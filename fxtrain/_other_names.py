@@ -40,13 +40,7 @@ class OtherName(NamedTuple):
 
 
 def other_names() -> tuple[OtherName, ...]:
-    """Every name of the table.
-
-    Example:
-        >>> from fxtrain._other_names import other_names
-        >>> [name.use for name in other_names() if name.name == "max_grad_norm"]
-        ['fx.Plan(clip_norm=1.0)']
-    """
+    """Every name of the table."""
     return tuple(
         OtherName(library, kind, name, **_answer(answer))
         for library, kinds in _table().items()

@@ -13,12 +13,6 @@ StrPath = str | os.PathLike[str]
 LONGEST_LINE = 16 << 20  # bytes of a line of a tracked run; a longer one is damaged
 
 _MAX_TEXT_BYTES = 16 << 20  # bytes of a settings file
-_KINDS = (
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
 
 
 def path_problem(path: Any) -> str:
@@ -138,5 +132,4 @@ def _check(mode: int, path: str | os.PathLike[str]) -> None:
         return
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "It is a folder, not a file", str(path))
-    kind = next((name for test, name in _KINDS if test(mode)), "something else")
-    raise OSError(errno.EINVAL, f"It is {kind}, not a regular file", str(path))
+    raise OSError(errno.EINVAL, "It is a pipe, a socket or a device, not a regular file", str(path))

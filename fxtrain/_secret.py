@@ -13,13 +13,7 @@ _TAG_BYTES = 16  # bytes
 
 
 def fresh_secret() -> str:
-    """A random secret, for the ranks of one launch.
-
-    Example:
-        >>> from fxtrain._secret import fresh_secret
-        >>> len(fresh_secret())
-        64
-    """
+    """A random secret, for the ranks of one launch."""
     return secrets.token_hex(32)
 
 

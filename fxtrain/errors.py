@@ -61,8 +61,8 @@ class FxError(Exception):
 
     code: str = "FX001"
 
-    def __init__(self, *args: object, code: str | None = None) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: object, code: str | None = None, **more: object) -> None:
+        super().__init__(*args, **more)
         if code is not None:
             self.code = code
 
@@ -132,12 +132,3 @@ class MissingPackageError(FxError, ImportError):
     """An optional package is needed and not installed."""
 
     code = "FX800"
-
-    def __init__(
-        self,
-        *args: object,
-        name: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        super().__init__(*args, code=code)
-        self.name = name

@@ -151,7 +151,6 @@ def _is_broad(kind: ast.expr | None) -> bool:
 MUTABLE = {
     "fxtrain.state.context.CommState": "whether a communicator can be used",
     "fxtrain.backends.core.device_mesh.MeshState": "the meshes and groups of one communicator",
-    "fxtrain.testing.cluster.MeshContext": "the context that the next call may use again",
     "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
     "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
     "fxtrain.ops.transport.pace.Pace": "how long a rank computed in its last steps",

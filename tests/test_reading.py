@@ -19,9 +19,7 @@ from fxtrain.interop import read_checkpoint
 from fxtrain.models.weight_list import read_weights
 
 NOT_FILES = {
-    "fifo": "a pipe, not a regular file",
-    "socket": "a socket, not a regular file",
-    "device": "a device, not a regular file",
+    **dict.fromkeys(("fifo", "socket", "device"), "a device, not a regular file"),
     "folder": "a folder, not a file",
 }
 

@@ -33,10 +33,8 @@ _PLACES = {
         "Wrapped.generate.return evaluate.return"
     ),
     _TREE: (
-        "Case.batches RankLogger.process.msg RankLogger.process.return RankLogger.process.kwargs "
-        "RankLogger.log.args RankLogger.log.exc_info Report.aux "
-        "Report.metrics Restored.extra "
-        "WeightedLoss.aux fit.extra map.fn Cluster.outcomes.return"
+        "Case.batches RankLogger.log.args RankLogger.log.more Report.aux Report.metrics "
+        "Restored.extra WeightedLoss.aux fit.extra map.fn Cluster.outcomes.return"
     ),
     _JSON: (
         "Run.state.return RunLog.entries RunLog.starts Start.params "

@@ -1,6 +1,6 @@
 """Models that do not fit on a device: their sizes and their placement."""
 
-from fxtrain.big.budgets import Budget, budget
+from fxtrain.big.budgets import budget
 from fxtrain.big.estimating import Estimate, estimate, read_speed, table
 from fxtrain.big.measuring import Sizes, sizes
 from fxtrain.big.meta_models import empty
@@ -9,6 +9,6 @@ from fxtrain.big.placing import place
 from fxtrain.big.swapping import Turns, bring, end_turns, release, turns
 
 __all__ = [
-    "Budget", "Estimate", "Sizes", "Turns", "bring", "budget", "empty",
+    "Estimate", "Sizes", "Turns", "bring", "budget", "empty",
     "end_turns", "estimate", "narrow", "place", "read_speed", "release", "sizes", "table", "turns",
 ]  # fmt: skip

@@ -6,14 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import attrs
 import torch
 
 from fxtrain._display import read_bytes
-from fxtrain._record import record
 from fxtrain.errors import PlanError
-from fxtrain.state import Limit, Room
-from fxtrain.state.placement import DISK, limits_of, share_of
+from fxtrain.state.placement import DISK, check_limit, share_of
 
 _CGROUPS = (  # limit and use of a container's memory
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -24,49 +21,15 @@ _CGROUPS = (  # limit and use of a container's memory
 K = TypeVar("K", bound="int | str | torch.device")
 
 
-@record
-class Budget:
-    """Bytes that a model may take, by device: accelerators in order, then "cpu" and "disk".
-
-    Attributes:
-        rooms: What each allows. The CPU holds nothing where it is not listed; the disk holds
-            any number of bytes where it is not.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> fx.big.budget({"cpu": "1GB", "cuda:0": "10GB"}).devices
-        ('cuda:0', 'cpu')
-    """
-
-    rooms: tuple[Room, ...]
-
-    def __attrs_post_init__(self) -> None:
-        if len(set(self.devices)) < len(self.rooms):
-            raise PlanError(f"Budget: {', '.join(self.devices)}: a device is listed twice.")
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The devices, in order."""
-        return tuple(room.device for room in self.rooms)
-
-    @property
-    def accelerators(self) -> tuple[Room, ...]:
-        """What accelerators allow, without those that allow nothing."""
-        return tuple(
-            room for room in self.rooms if room.device not in ("cpu", DISK) and room.bytes > 0
-        )
-
-    def allowed(self, device: str) -> int | None:
-        """Bytes of a device; None if it is not listed."""
-        return next((room.bytes for room in self.rooms if room.device == device), None)
-
-
 def budget(
-    limits: Mapping[K, int | str] | Iterable[Limit] | None = None,
+    limits: Mapping[K, int | str] | Iterable[tuple[K, int | str]] | None = None,
     *,
     keep_free: float = 0.1,
-) -> Budget:
-    """The memory that a model may take.
+) -> dict[str, int]:
+    """The memory that a model may take: bytes by device, accelerators first, in order.
+
+    The CPU holds nothing where it is not listed; the disk holds any number of bytes where it is
+    not.
 
     Args:
         limits: Bytes by device, "cpu" and "disk", as numbers, as "10GiB", or as "50%" of what is
@@ -78,27 +41,24 @@ def budget(
         Asks the drivers and the operating system for free memory where it is not given in bytes.
 
     Raises:
-        PlanError: a device or size is invalid, or free memory is unknown.
+        PlanError: a device or size is invalid, a device is listed twice, or free memory is unknown.
 
     Example:
         >>> import fxtrain as fx
-        >>> fx.big.budget({0: "10GiB", "cpu": 500}).rooms[0]
-        Room(device='cuda:0', bytes=10737418240)
-        >>> fx.big.budget().allowed("cpu") > 0
+        >>> fx.big.budget({"cpu": 500, 0: "10GiB"})
+        {'cuda:0': 10737418240, 'cpu': 500}
+        >>> fx.big.budget()["cpu"] > 0
         True
     """
-    if not limits:
-        rooms = [
-            Room(device=device, bytes=int(_free(device) * (1 - keep_free)))
-            for device in (*_accelerators(), "cpu")
-        ]
-    else:
-        listed: Any = limits if isinstance(limits, Mapping) else tuple(limits)
-        rooms = [
-            _resolved(attrs.evolve(limit, device=device_name(limit.device)))
-            for limit in limits_of(listed)
-        ]
-    return Budget(rooms=tuple(sorted(rooms, key=_order)))
+    listed = [(device_name(device), size) for device, size in dict(limits or ()).items()]
+    allowed = {device: _resolved(device, size) for device, size in listed}
+    if len(allowed) < len(listed):
+        names = ", ".join(device for device, _ in listed)
+        raise PlanError(f"budget: {names}: a device is listed twice.")
+    if not allowed:
+        measured = (*_accelerators(), "cpu")
+        allowed = {device: int(_free(device) * (1 - keep_free)) for device in measured}
+    return {device: allowed[device] for device in sorted(allowed, key=_order)}
 
 
 def device_name(device: Any) -> str:
@@ -125,24 +85,28 @@ def device_name(device: Any) -> str:
     return "cpu" if named.type == "cpu" else f"{named.type}:{named.index or 0}"
 
 
-def _order(room: Room) -> tuple[int, str, int]:
-    if room.device in ("cpu", DISK):
-        return (1 if room.device == "cpu" else 2), "", 0
-    kind, _, index = room.device.partition(":")
+def _order(device: str) -> tuple[int, str, int]:
+    if device in ("cpu", DISK):
+        return (1 if device == "cpu" else 2), "", 0
+    kind, _, index = device.partition(":")
     return 0, kind, int(index)
 
 
-def _resolved(limit: Limit) -> Room:
-    share = share_of(limit.bytes)
+def _resolved(device: str, limit: Any) -> int:
+    """The bytes of a limit."""
+    try:
+        check_limit(limit)
+    except ValueError as problem:
+        raise PlanError(f"budget: memory[{device!r}]={limit!r}: {problem}") from None
+    share = share_of(limit)
     if share is None:
-        size = 0 if limit.bytes == 0 else read_bytes(limit.bytes, f"memory[{limit.device!r}]")
-        return Room(device=limit.device, bytes=size or 0)
-    if limit.device == DISK:
+        return read_bytes(limit, f"memory[{device!r}]") or 0 if limit else 0
+    if device == DISK:
         raise PlanError(
-            f"budget: disk={limit.bytes!r}: pass bytes. Files of a model that are on disk already "
-            f"take no more of it."
+            f"budget: disk={limit!r}: pass bytes. Files of a model that are on disk already take "
+            f"no more of it."
         )
-    return Room(device=limit.device, bytes=int(_free(limit.device) * share))
+    return int(_free(device) * share)
 
 
 def _accelerators() -> list[str]:

@@ -3,7 +3,7 @@
 import itertools
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import attrs
@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from fxtrain._display import show_bytes
-from fxtrain.big.budgets import Budget
 from fxtrain.errors import escape_unprintable
 from fxtrain.state import Placement, Unit
 
@@ -95,7 +94,10 @@ def read_speed(files: Iterable[str | os.PathLike[str]]) -> float | None:
 
 
 def table(
-    placement: Placement, *, budget: Budget | None = None, disk_speed: float | None = None
+    placement: Placement,
+    *,
+    budget: Mapping[str, int] | None = None,
+    disk_speed: float | None = None,
 ) -> RenderableType:
     """A placement to print with rich: where units are held, and what a forward reads.
 
@@ -141,7 +143,7 @@ def _names(units: list[Unit]) -> str:
     return first if len(units) == 1 else f"{first} to {last}"
 
 
-def _devices(placement: Placement, budget: Budget | None) -> Table:
+def _devices(placement: Placement, budget: Mapping[str, int] | None) -> Table:
     grid = Table("device", box=box.SIMPLE_HEAD, pad_edge=False)
     columns = ["weights", "streamed units", "free for the rest", "total"]
     for name in columns + (["allowed"] if budget else []):
@@ -154,7 +156,7 @@ def _devices(placement: Placement, budget: Budget | None) -> Table:
         row = [weights, passing, total - weights - passing, total]
         cells = [show_bytes(max(size, 0)) for size in row]
         if budget:
-            allowed = budget.allowed(device)
+            allowed = budget.get(device)
             cells.append("any" if allowed is None else show_bytes(allowed))
         grid.add_row(_plain(device), *cells)
     return grid

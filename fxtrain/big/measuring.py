@@ -19,12 +19,13 @@ from fxtrain.models.tensor_sources import Source, open_source
 from fxtrain.models.weight_list import KvCache, build_on_meta, cache_of, read_json
 from fxtrain.precision.plain_tensors import live_tensors
 from fxtrain.precision.quantizing import quantize_on_meta
-from fxtrain.state import DtypeRule, Quantize, Unit
+from fxtrain.state import Quantize, Unit
 from fxtrain.state.placement import dtype_of
 
 _CONFIG = "config.json"
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # lists of transformers
+_Rules = tuple[tuple[str, str], ...]  # patterns of names, and dtypes
 
 
 @attrs.frozen(kw_only=True)
@@ -48,7 +49,7 @@ class Sizes:
     tensors: Mapping[str, int] = attrs.field(repr=False)
     buffers: frozenset[str] = attrs.field(default=frozenset(), repr=False)
     tied: tuple[tuple[str, ...], ...] = ()
-    dtypes: tuple[DtypeRule, ...] = ()
+    dtypes: tuple[tuple[str, str], ...] = ()
     cache: KvCache | None = None
     itemsize: int = 4
 
@@ -63,7 +64,7 @@ def sizes(
     *,
     no_split: Iterable[str] | None = None,
     dtype: str | None = None,
-    dtypes: Mapping[str, str] | Iterable[DtypeRule] = (),
+    dtypes: Mapping[str, str] | Iterable[tuple[str, str]] = (),
     quantize: Quantize | None = None,
 ) -> Sizes:
     """Measure the units of a model, without reading values.
@@ -99,16 +100,13 @@ def sizes(
         >>> fx.big.sizes(net, dtype="bfloat16").bytes
         60
     """
-    listed: Any = dtypes
-    if isinstance(dtypes, Mapping):
-        listed = [DtypeRule(match=match, dtype=word) for match, word in listed.items()]
-    rules: tuple[DtypeRule, ...] = tuple(listed)
+    rules: _Rules = tuple(dict[str, str](dtypes).items())
     module, files, source = _open(model)
     parts = [] if module is None else [part for _, part in _walk(module)]
     if dtype is not None:
         in_fp32 = sorted(set[str]().union(*(own_names(parts, words) for words in _IN_FP32)))
-        rules += tuple(DtypeRule(match=f"*{name}*", dtype="float32") for name in in_fp32)
-        rules += (DtypeRule(match="*", dtype=dtype),)
+        rules += tuple((f"*{name}*", "float32") for name in in_fp32)
+        rules += (("*", dtype),)
     stored = {} if files is None else files.entries
     if module is None:
         if no_split or quantize is not None:
@@ -155,10 +153,13 @@ class _Tensor(NamedTuple):
 
 
 def _sizes(
-    tensors: Iterable[_Tensor], source: str, rules: tuple[DtypeRule, ...], cache: KvCache | None
+    tensors: Iterable[_Tensor],
+    source: str,
+    rules: _Rules,
+    cache: KvCache | None,
 ) -> Sizes:
     """Add up the tensors of each unit, in the dtypes that rules give them."""
-    widths = {rule.dtype: _itemsize(rule.dtype) for rule in rules}
+    widths = {name: _itemsize(name) for _, name in rules}
     units: dict[str, list[int]] = {}  # bytes, those of buffers, and those that it computes with
     kinds: dict[str, str] = {}
     nbytes: dict[str, int] = {}

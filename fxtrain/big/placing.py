@@ -9,12 +9,12 @@ import attrs
 
 from fxtrain._display import show_bytes
 from fxtrain._record import closest, few
-from fxtrain.big.budgets import Budget, device_name
+from fxtrain.big.budgets import device_name
 from fxtrain.big.estimating import seconds_of
 from fxtrain.big.measuring import Sizes
 from fxtrain.errors import PlanError
 from fxtrain.models.memory_estimates import cache_bytes, layer_of
-from fxtrain.state import Placement, Room, Unit
+from fxtrain.state import Placement, Unit
 from fxtrain.state.placement import DISK, POLICIES, names_above, owner_of
 
 Policy = Literal["auto", "balanced", "balanced_low_0", "sequential"]
@@ -23,7 +23,7 @@ _Group = list[Unit]  # units that share a tensor, so that one device holds all o
 
 def place(
     sizes: Sizes,
-    budget: Budget | None = None,
+    budget: Mapping[str, int] | None = None,
     *,
     policy: Policy | Mapping[str, str | int] = "auto",
     prefetch: int | None = None,
@@ -108,7 +108,7 @@ def place(
         prefetch=prefetch,
         room=room,
         staging=room if on_disk and main != "cpu" else 0,
-        reserved=tuple(Room(device=name, bytes=size) for name, size in reserved.items() if size),
+        reserved=tuple((name, size) for name, size in reserved.items() if size),
         dtypes=sizes.dtypes,
     )
     if by_name and budget is not None:
@@ -151,7 +151,7 @@ def _tied_groups(units: Sequence[Unit], tied: Iterable[tuple[str, ...]]) -> list
 
 
 def _limits(
-    budget: Budget | None, policy: str, activations: int, shared: int
+    budget: Mapping[str, int] | None, policy: str, activations: int, shared: int
 ) -> tuple[dict[str, int], int | None, int | None]:
     """Bytes for units on each device that computes, on the CPU beside these, and on disk."""
     if policy not in POLICIES:
@@ -159,17 +159,19 @@ def _limits(
             f"place(policy={policy!r}): choose one of {', '.join(map(repr, POLICIES))}, or a "
             f"mapping from names to devices.{closest(policy, POLICIES)}"
         )
-    if budget is None or not (budget.accelerators or budget.allowed("cpu")):
+    budget = budget or {}
+    free = {name: size for name, size in budget.items() if name not in ("cpu", DISK) and size > 0}
+    if not (free or budget.get("cpu")):
         raise PlanError(
             f"place(policy={policy!r}): the budget allows nothing of any device. Pass "
             f"fx.big.budget() to measure this machine, or fx.big.budget({{'cuda:0': '10GiB'}})."
         )
-    rooms = {room.device: room.bytes - activations for room in budget.accelerators}
-    cpu = budget.allowed("cpu")
+    rooms = {name: size - activations for name, size in free.items()}
+    cpu = budget.get("cpu")
     if not rooms:
         rooms, cpu = {"cpu": (cpu or 0) - activations}, None
     rooms[next(iter(rooms))] -= shared
-    return rooms, cpu, budget.allowed(DISK)
+    return rooms, cpu, budget.get(DISK)
 
 
 def _needs(
@@ -378,10 +380,10 @@ def _check_tied(groups: list[_Group], devices: Mapping[str, str]) -> None:
             )
 
 
-def _check_budget(placement: Placement, budget: Budget) -> None:
+def _check_budget(placement: Placement, budget: Mapping[str, int]) -> None:
     """Raise where a mapping takes more of a device than is allowed."""
     for device in placement.devices:
-        allowed, needed = budget.allowed(device), placement.bytes_on(device)
+        allowed, needed = budget.get(device), placement.bytes_on(device)
         if allowed is not None and needed > allowed:
             units = [unit for unit in placement.units if unit.device == device]
             largest = max(units, key=lambda unit: unit.bytes, default=None)

@@ -322,22 +322,15 @@ def with_gradient(own: Tensor, whole: Tensor, ctx: DistContext) -> Tensor:
     Effects:
         Backward sends one reduce-scatter over the ranks.
     """
-    return _Gathered.apply(own, _Rows(whole, ctx))
-
-
-class _Rows:
-    """Arguments that autograd does not look into, so that the rows are not copied."""
-
-    def __init__(self, whole: Tensor, ctx: DistContext) -> None:
-        self.whole = whole
-        self.ctx = ctx
+    return _Gathered.apply(own, (whole, ctx))  # autograd looks into no tuple, and so copies no rows
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(state: Any, own: Tensor, rows: _Rows) -> Tensor:  # type: ignore[override]
-        state.ctx, state.shape = rows.ctx, own.shape
-        return rows.whole
+    def forward(state: Any, own: Tensor, rows: tuple[Tensor, DistContext]) -> Tensor:  # type: ignore[override]
+        whole, state.ctx = rows
+        state.shape = own.shape
+        return whole
 
     @staticmethod
     @once_differentiable

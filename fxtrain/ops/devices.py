@@ -28,7 +28,9 @@ def find_device(
 
 
 def _pick_device(requested: str | torch.device | None, topology: Topology) -> torch.device:
-    requested = _bound_device() if requested is None else requested
+    world = dist.group.WORLD
+    if requested is None and world is not None:  # the device for which a group exists already
+        requested = world.bound_device_id
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if requested is None and accelerator is None:
         return torch.device("cpu")
@@ -51,7 +53,11 @@ def _pick_device(requested: str | torch.device | None, topology: Topology) -> to
     if wanted.type == "mps":
         return wanted
     count = torch.accelerator.device_count()
-    index = _own_index(topology, count) if wanted.index is None else wanted.index
+    index = wanted.index
+    if index is None:
+        # Some launchers show each rank only its own device (`srun --gpus-per-task=1`, or one entry
+        # in CUDA_VISIBLE_DEVICES), so that every rank finds it at index 0.
+        index = 0 if count == 1 else topology.local_rank
     if index >= count:
         raise ContextError(
             f"Rank {topology.rank} (local rank {topology.local_rank}) needs "
@@ -62,21 +68,6 @@ def _pick_device(requested: str | torch.device | None, topology: Topology) -> to
         )
     torch.accelerator.set_device_index(index)
     return torch.device(wanted.type, index)
-
-
-def _bound_device() -> torch.device | None:
-    """The device that an existing process group was opened for (`device_id`); None without one."""
-    world = dist.group.WORLD
-    return None if world is None else world.bound_device_id
-
-
-def _own_index(topology: Topology, count: int) -> int:
-    """The index of this rank's device among those that the process sees.
-
-    Where a launcher shows each rank only its own device (`srun --gpus-per-task=1`, or one entry
-    in CUDA_VISIBLE_DEVICES), every rank finds it at index 0.
-    """
-    return 0 if count == 1 else topology.local_rank
 
 
 def check_own_device(
@@ -132,7 +123,7 @@ def device_random_state(ctx: DistContext) -> Tensor | None:
         state = xla_runtime.random_state(ctx)
         signed = state - (1 << 64) if state >> 63 else state  # the same 64 bits
         return torch.tensor(signed, device="cpu")
-    return _module(ctx).get_rng_state(ctx.device).cpu()
+    return torch.get_device_module(ctx.device).get_rng_state(ctx.device).cpu()
 
 
 def set_device_random_state(ctx: DistContext, state: Tensor) -> None:
@@ -144,7 +135,7 @@ def set_device_random_state(ctx: DistContext, state: Tensor) -> None:
         if state.dtype == torch.int64:
             xla_runtime.seed(int(state) % (1 << 64), ctx)
     elif ctx.device.type not in ("cpu", "meta") and state.dtype == torch.uint8:
-        _module(ctx).set_rng_state(state, ctx.device)
+        torch.get_device_module(ctx.device).set_rng_state(state, ctx.device)
 
 
 def synchronize(ctx: DistContext) -> None:
@@ -152,11 +143,6 @@ def synchronize(ctx: DistContext) -> None:
     # Copies from an XLA device to the host are synchronous.
     if ctx.device.type not in ("cpu", "meta", "xla"):
         torch.accelerator.synchronize(ctx.device)
-
-
-def _module(ctx: DistContext) -> Any:
-    """torch's module of a device type, such as torch.cuda."""
-    return torch.get_device_module(ctx.device)
 
 
 def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:

@@ -1,7 +1,6 @@
 """Logging that knows its rank."""
 
 import logging
-from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from fxtrain._record import shown
@@ -20,36 +19,20 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         super().__init__(logger, {})
         self._ctx = ctx
 
-    def log(  # the keywords of `logging.Logger.log`, and two more
+    def log(
         self,
         level: int,
         msg: object,
         *args: Any,
         everyone: bool = False,
         rank: int = 0,
-        exc_info: Any = None,
-        stack_info: bool = False,
         stacklevel: int = 1,
-        extra: Mapping[str, object] | None = None,
+        **more: Any,
     ) -> None:
         """Log on the chosen ranks; the others return without formatting the message."""
         if (everyone or self._ctx.rank == rank) and self.isEnabledFor(level):
             text = f"[rank {self._ctx.rank}] {msg}" if everyone or rank else msg
-            self.logger.log(
-                level,
-                text,
-                *args,
-                exc_info=exc_info,
-                stack_info=stack_info,
-                stacklevel=stacklevel + 1,
-                extra=extra,
-            )
-
-    def process(
-        self, msg: Any, kwargs: MutableMapping[str, Any]
-    ) -> tuple[Any, MutableMapping[str, Any]]:
-        """Return the message and keywords unchanged."""
-        return msg, kwargs
+            self.logger.log(level, text, *args, stacklevel=stacklevel + 1, **more)
 
 
 def log(ctx: DistContext, name: str = "fxtrain.run") -> RankLogger:

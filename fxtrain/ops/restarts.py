@@ -122,8 +122,7 @@ def _must_end(error: Exception) -> bool:
     """Whether this process cannot train any more, so that it has to end with the error."""
     if dist.is_available() and dist.is_initialized():
         return True  # a collective under way keeps the group open
-    kind = getattr(torch, "AcceleratorError", None)  # absent from torch 2.7
-    broken = kind is not None and isinstance(error, kind)
+    broken = isinstance(error, torch.AcceleratorError)
     return broken or "deepspeed" in sys.modules or "torch_xla" in sys.modules
 
 

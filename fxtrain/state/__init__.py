@@ -7,7 +7,7 @@ from fxtrain.state.deepspeed import DeepSpeed, FromConfig, from_config
 from fxtrain.state.dry_runs import DryRun, Memory, Problem, Traffic
 from fxtrain.state.files import dumps, loads, read_plan, read_record, write_plan, write_record
 from fxtrain.state.mesh import Mesh
-from fxtrain.state.placement import DtypeRule, Limit, Offload, Placement, Room, Unit
+from fxtrain.state.placement import Offload, Placement, Unit
 from fxtrain.state.plan import Compile, Data, Plan, Profile
 from fxtrain.state.position import Position
 from fxtrain.state.precision import (
@@ -79,12 +79,10 @@ __all__ = [
     "DiLoCo",
     "DistContext",
     "DryRun",
-    "DtypeRule",
     "FSDP",
     "FlatShard",
     "Float8",
     "FromConfig",
-    "Limit",
     "LocalSGD",
     "Location",
     "LossScale",
@@ -105,7 +103,6 @@ __all__ = [
     "Quantize",
     "Recipe",
     "Report",
-    "Room",
     "Round",
     "Single",
     "StateReader",

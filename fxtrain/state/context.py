@@ -107,18 +107,7 @@ class Comm:
     key: bytes = attrs.field(default=b"", repr=False)
 
     def slot(self, kind: type[Slot]) -> Slot:
-        """What a layer keeps about this communicator: a record of its own, made on first use.
-
-        Example:
-            >>> import attrs, fxtrain as fx
-            >>> @attrs.define
-            ... class Counters:
-            ...     saves: int = 0
-            >>> with fx.detect(env={}, device="cpu") as ctx:
-            ...     ctx.comm.slot(Counters).saves += 1
-            ...     ctx.comm.slot(Counters)
-            Counters(saves=1)
-        """
+        """What a layer keeps about this communicator: a record of its own, made on first use."""
         slots = self.state.slots
         if kind not in slots:
             slots[kind] = kind()
@@ -260,16 +249,6 @@ def with_plan(ctx: DistContext, plan: Plan | None) -> DistContext:
     return attrs.evolve(ctx, given_plan=plan, axes=MappingProxyType(axes))
 
 
-_CALLS: Mapping[str, str] = MappingProxyType(
-    {
-        "step": "Use fx.step(ctx, batch, fns)",
-        "save": "Use fx.save(folder, ctx, model, position=batch.position)",
-        "restore": "Use fx.restore(folder, ctx, model)",
-        "shard": "Use fx.shard(loader, ctx, plan)",
-    }
-)
-
-
 def check_connected(call: str, ctx: DistContext) -> None:
     """Refuse a context that was closed.
 
@@ -278,8 +257,8 @@ def check_connected(call: str, ctx: DistContext) -> None:
     """
     if not isinstance(ctx, DistContext):
         raise ContextError(
-            f"{call}: ctx is a {type(ctx).__name__}, not a context from fx.detect(). "
-            f"{_CALLS.get(call, 'Use ctx = fx.detect()')}."
+            f"{call}: ctx is a {type(ctx).__name__}, not a context from fx.detect(). Check the "
+            f"order of the arguments."
         )
     if ctx.comm.state.closed:
         raise ContextError(

@@ -68,8 +68,8 @@ def loads(text: str, cls: type[T] = Plan, format: Format = "json") -> T:
     return structure(parse_text(text, format), cls)
 
 
-def read_record(path: str | Path, cls: type[T]) -> T:
-    """A record from a .json, .toml, .yaml or .yml file.
+def read_record(path: str | Path, cls: type[T] = Plan) -> T:
+    """A record, by default a plan, from a .json, .toml, .yaml or .yml file.
 
     Raises:
         PlanError: the suffix is another one, the file does not exist, or it is no such record.
@@ -97,7 +97,7 @@ def read_data(path: str | Path) -> Any:
 
 
 def write_record(record: object, path: str | Path) -> None:
-    """Write a record to a .json, .toml, .yaml or .yml file.
+    """Write a record, such as a plan, to a .json, .toml, .yaml or .yml file.
 
     Effects:
         Writes the file.
@@ -112,25 +112,7 @@ def write_record(record: object, path: str | Path) -> None:
         raise PlanError(f"{path} cannot be written: {error}.", code="FX201") from error
 
 
-def read_plan(path: str | Path) -> Plan:
-    """A plan from a .json, .toml, .yaml or .yml file.
-
-    Raises:
-        PlanError: the suffix is unknown, the file does not exist, or it is not a plan.
-    """
-    return read_record(path, Plan)
-
-
-def write_plan(plan: Plan, path: str | Path) -> None:
-    """Write a plan to a .json, .toml, .yaml or .yml file.
-
-    Effects:
-        Writes the file.
-
-    Raises:
-        PlanError: the suffix is unknown, or the file cannot be written.
-    """
-    write_record(plan, path)
+read_plan, write_plan = read_record, write_record
 
 
 def format_of(path: str | Path) -> Format:
@@ -163,13 +145,6 @@ def plan_in(env: Mapping[str, str]) -> Plan | None:
 
     Raises:
         PlanError: a variable is not a valid plan, or not a valid part of one.
-
-    Example:
-        >>> from fxtrain.state.files import plan_in
-        >>> plan_in({"FXTRAIN_PLAN": '{"accumulate": 4}'}).accumulate
-        4
-        >>> plan_in({"FXTRAIN_PLAN__MESH": "tensor=2"}).mesh.tensor
-        2
     """
     if PLAN_VARIABLE in env:
         try:

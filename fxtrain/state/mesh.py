@@ -62,10 +62,6 @@ def agreed_mesh(mesh: Mesh | None, planned: Mesh | None, size: int) -> Mesh | No
 
     Raises:
         MeshError: a mesh does not fit this number of ranks, or the two differ.
-
-    Example:
-        >>> agreed_mesh(Mesh(replicate=1, tensor=-1), Mesh(tensor=2), 2)
-        Mesh(replicate=1, tensor=-1)
     """
     shapes = {resolve_mesh(shape, size) for shape in (mesh, planned) if shape is not None}
     if len(shapes) == 2:

@@ -1,7 +1,7 @@
 """Where each part of a model is held, and the config of running it from there. Data only."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
@@ -46,32 +46,6 @@ class Unit:
 
 
 @record
-class DtypeRule:
-    """The dtype of the floating-point parameters whose names match.
-
-    Attributes:
-        match: A pattern such as `*norm*` or `model.layers.0.*`.
-        dtype: As torch calls it: float32, bfloat16, float16, float8_e4m3fn, ...
-    """
-
-    match: str
-    dtype: str
-
-
-@record
-class Room:
-    """Memory of a device that a placement keeps free for anything but weights.
-
-    Attributes:
-        device: The device, or "cpu".
-        bytes: Room for activations and for all else that is not the model's.
-    """
-
-    device: str
-    bytes: int = attrs.field(validator=at_least(0))
-
-
-@record
 class Placement:
     """Where each unit of a model is held. A value: compare, hash, store, diff it.
 
@@ -88,9 +62,10 @@ class Placement:
         prefetch: Units that `room` allows to read ahead.
         room: Bytes of `device` for streamed units: one in use and `prefetch` more.
         staging: Bytes of the CPU through which units on disk pass on their way to an accelerator.
-        reserved: What else is kept free, by device.
-        dtypes: The dtype in which parameters are held, by name; the first match counts, and
-            others keep theirs.
+        reserved: (device, bytes): what is kept free for activations and all else that is not the
+            model's.
+        dtypes: (pattern, dtype): in which the floating-point parameters whose names match are
+            held, such as ("*norm*", "float32"); the first match counts, and others keep theirs.
 
     Example:
         >>> import fxtrain as fx
@@ -109,8 +84,8 @@ class Placement:
     prefetch: int = attrs.field(default=1, validator=at_least(0))
     room: int = attrs.field(default=0, validator=at_least(0))
     staging: int = attrs.field(default=0, validator=at_least(0))
-    reserved: tuple[Room, ...] = ()
-    dtypes: tuple[DtypeRule, ...] = ()
+    reserved: tuple[tuple[str, int], ...] = ()
+    dtypes: tuple[tuple[str, str], ...] = ()
 
     def __attrs_post_init__(self) -> None:
         seen: set[str] = set()
@@ -147,7 +122,7 @@ class Placement:
 
     def bytes_on(self, device: str) -> int:
         """Bytes that the placement uses on a device, the CPU or the disk, including its room."""
-        total = sum(room.bytes for room in self.reserved if room.device == device)
+        total = sum(size for name, size in self.reserved if name == device)
         total += self.room if device == self.device else 0
         total += self.staging if device == "cpu" else 0
         for unit in self.units:
@@ -163,12 +138,6 @@ def owner_of(units: Mapping[str, T], tensor: str) -> T:
 
     Raises:
         PlanError: it belongs to none.
-
-    Example:
-        >>> from fxtrain.state import Unit
-        >>> from fxtrain.state.placement import owner_of
-        >>> owner_of({"a": Unit(name="a", device="cpu")}, "a.b.weight").name
-        'a'
     """
     for name in names_above(tensor):
         if name in units:
@@ -180,17 +149,16 @@ def owner_of(units: Mapping[str, T], tensor: str) -> T:
     )
 
 
-def dtype_of(rules: tuple[DtypeRule, ...], tensor: str) -> str | None:
+def dtype_of(rules: Iterable[tuple[str, str]], tensor: str) -> str | None:
     """The dtype that rules give a parameter; None if it keeps its own.
 
     Example:
-        >>> from fxtrain.state import DtypeRule
         >>> from fxtrain.state.placement import dtype_of
-        >>> rules = (DtypeRule(match="*norm*", dtype="float32"),)
+        >>> rules = (("*norm*", "float32"),)
         >>> dtype_of(rules, "layers.0.norm.weight"), dtype_of(rules, "head.weight")
         ('float32', None)
     """
-    return next((rule.dtype for rule in rules if fnmatchcase(tensor, rule.match)), None)
+    return next((dtype for match, dtype in rules if fnmatchcase(tensor, match)), None)
 
 
 def names_above(name: str) -> Iterator[str]:
@@ -201,28 +169,26 @@ def names_above(name: str) -> Iterator[str]:
     yield ""
 
 
-def _is_limit(_: Any, __: Any, value: int | str) -> None:
-    share = share_of(value)
+Limits = tuple[tuple[str, int | str], ...]
+
+
+def check_limit(size: int | str) -> None:
+    """Check how much of a device a model may take: bytes, text such as "10GiB", or "50%".
+
+    Raises:
+        ValueError: it is a share above 100%.
+        PlanError: it is no size.
+    """
+    share = share_of(size)
     if share is not None and share > 1:
         raise ValueError("choose a share from 0% to 100%.")
-    if share is None and value != 0:
-        read_bytes(value, "memory")
+    if share is None and size != 0:
+        read_bytes(size, "memory")
 
 
-@record
-class Limit:
-    """How much of a device, of the CPU or of the disk a model may take.
-
-    Attributes:
-        device: "cuda:0", "cpu" or "disk".
-        bytes: A number, text such as "10GiB", or a share of what is free, such as "50%".
-    """
-
-    device: str
-    bytes: int | str = attrs.field(
-        validator=_is_limit,
-        metadata={"choose": "a number of bytes, or text such as '10GiB' or '50%'"},
-    )
+def _are_limits(_: Any, __: Any, value: Limits) -> None:
+    for _, size in value:
+        check_limit(size)
 
 
 def share_of(value: int | str) -> float | None:
@@ -231,16 +197,14 @@ def share_of(value: int | str) -> float | None:
     return None if percent is None else float(percent[1]) / 100
 
 
-def limits_of(
-    value: Mapping[str, int | str] | Sequence[Limit],
-) -> tuple[Limit, ...]:
-    """A mapping from devices to bytes as limits; anything else as it is."""
+def _limits_of(value: Mapping[str, int | str] | Sequence[tuple[str, int | str]]) -> Limits:
+    """A mapping from devices to bytes as pairs; anything else as it is."""
     if isinstance(value, Mapping):
-        return tuple(Limit(device=str(device), bytes=size) for device, size in value.items())
+        return tuple((str(device), size) for device, size in value.items())
     return _to_tuple(value)
 
 
-_to_tuple: Any = canonical(tuple[Limit, ...])
+_to_tuple: Any = canonical(Limits)
 
 
 @record
@@ -262,13 +226,18 @@ class Offload:
     Example:
         >>> import fxtrain as fx
         >>> strategy = fx.Offload(memory={"cuda:0": "10GiB", "cpu": "50%"})
-        >>> strategy.memory[0].bytes
-        '10GiB'
+        >>> strategy.memory
+        (('cuda:0', '10GiB'), ('cpu', '50%'))
     """
 
     kind: Literal["offload"] = attrs.field(default="offload", init=False)
     placement: Placement | None = None
-    memory: tuple[Limit, ...] = attrs.field(default=(), converter=limits_of)
+    memory: Limits = attrs.field(
+        default=(),
+        converter=_limits_of,
+        validator=_are_limits,
+        metadata={"choose": "bytes by device, such as {'cuda:0': '10GiB', 'cpu': '50%'}"},
+    )
     prefetch: int | None = attrs.field(default=None, validator=at_least(0))
     source: str | None = None
     offload_folder: str | None = None

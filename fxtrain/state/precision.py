@@ -247,13 +247,7 @@ _SHORT: dict[str, Any] = {
 
 
 def recipe_of(value: Recipe | str | None) -> Recipe | None:
-    """The recipe of a short form, such as "rowwise" or "mxfp8"; everything else as it is.
-
-    Example:
-        >>> from fxtrain.state.precision import recipe_of
-        >>> recipe_of("mxfp4").format
-        'mxfp4'
-    """
+    """The recipe of a short form, such as "rowwise" or "mxfp8"; everything else as it is."""
     if not isinstance(value, str) or value not in _SHORT:
         return cast(Recipe | None, value)  # checked as the field is
     kind, fields = _SHORT[value]

@@ -277,18 +277,11 @@ def starter(*more: str) -> Any:
     return forks
 
 
-@attrs.define
-class MeshContext:
-    """What a pool keeps about its context.
+class MeshContexts(dict[Any, Any]):
+    """What a pool keeps about its context: that of the same ranks with the mesh of the last call.
 
-    Attributes:
-        mesh: The mesh that a call asked for last.
-        ctx: The context of the same ranks with that mesh, for the next call that asks for it; None
-            while a call uses it.
+    Empty while a call uses it.
     """
-
-    mesh: Any = None
-    ctx: Any = None
 
 
 def work(
@@ -378,8 +371,8 @@ def _groups() -> tuple[int, list[Any]]:
 
 def _kept_groups(ctx: Any) -> list[Any]:
     """The groups of the pool's context, and of the last one with a mesh."""
-    groups, placed = ctx.comm.state.opened_groups, ctx.comm.slot(MeshContext).ctx
-    return groups if placed is None else groups + placed.comm.state.opened_groups
+    contexts = (ctx, *ctx.comm.slot(MeshContexts).values())
+    return [group for each in contexts for group in each.comm.state.opened_groups]
 
 
 def _close_others(before: tuple[int, list[Any]], own: list[Any]) -> None:

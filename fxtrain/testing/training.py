@@ -29,7 +29,7 @@ from fxtrain.state import (
     WeightedLoss,
     Wrapped,
 )
-from fxtrain.testing.cluster import MeshContext
+from fxtrain.testing.cluster import MeshContexts
 from fxtrain.testing.transformer import Transformer
 
 _UPDATES = 3
@@ -232,30 +232,23 @@ def on_mesh(ctx: Any, mesh: Mesh | None) -> Iterator[DistContext]:
     if mesh is None:
         yield ctx
         return
-    state = ctx.comm.slot(MeshContext)
-    placed = state.ctx
-    if placed is None or state.mesh != mesh or not _works(placed):
-        _close_last(state)
-        kind, wait_s = ctx.device.type, ctx.comm.timeout_s
-        placed = ops.detect({}, device=kind, mesh=mesh, timeout_s=wait_s)
-    state.ctx = None
+    kept = ctx.comm.slot(MeshContexts)
+    placed = kept.get(mesh)
+    if placed is None or not _works(placed):
+        for last in kept.values():  # its groups cost time while they are open
+            last.comm.finish(None)
+        placed = ops.detect({}, device=ctx.device.type, mesh=mesh, timeout_s=ctx.comm.timeout_s)
+    kept.clear()
     with ExitStack() as closing:
         closing.enter_context(placed)
         yield placed
         closing.pop_all()
-    state.mesh, state.ctx = mesh, placed
+    kept[mesh] = placed
 
 
 def _works(placed: DistContext) -> bool:
     state = placed.comm.state
     return not any(each.closed or each.failure for each in (state, *state.children))
-
-
-def _close_last(state: MeshContext) -> None:
-    """Close the context of the last mesh, since its groups cost time while they are open."""
-    if state.ctx is not None:
-        state.ctx.comm.finish(None)
-        state.ctx = None
 
 
 def new_model(task: Task) -> Transformer:

@@ -9,7 +9,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain import big
 from fxtrain.big import budgets
-from fxtrain.state import Limit, Room, read_record, write_record
+from fxtrain.state import read_record, write_record
 
 
 class Block(nn.Module):
@@ -67,7 +67,7 @@ def test_dtypes_count():
 def test_a_model_of_transformers_keeps_what_it_keeps_in_fp32():
     config = transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
     sizes = big.sizes(lambda: transformers.T5ForConditionalGeneration(config), dtype="float16")
-    assert any(rule.match == "*wo*" and rule.dtype == "float32" for rule in sizes.dtypes)
+    assert ("*wo*", "float32") in sizes.dtypes
     assert "T5Block" in {unit.kind for unit in sizes.units}
 
 
@@ -84,14 +84,12 @@ def test_files_without_classes_have_layers_by_their_numbers(tmp_path):
 
 def test_budgets_are_read_sorted_and_measured(monkeypatch):
     asked = {"disk": "1GB", "cpu": 7, 1: "2KiB", "cuda:0": 5}
-    assert big.budget(asked).rooms == (
-        Room(device="cuda:0", bytes=5), Room(device="cuda:1", bytes=2048),
-        Room(device="cpu", bytes=7), Room(device="disk", bytes=10**9),
-    )  # fmt: skip
+    wanted = {"cuda:0": 5, "cuda:1": 2048, "cpu": 7, "disk": 10**9}
+    assert list(big.budget(asked).items()) == list(wanted.items())
     monkeypatch.setattr(budgets, "_free_memory", lambda: 1000)
-    assert big.budget((Limit(device="cpu", bytes="50%"),)).allowed("cpu") == 500
+    assert big.budget([("cpu", "50%")]) == {"cpu": 500}
     monkeypatch.setattr(budgets, "_accelerators", lambda: [])
-    assert big.budget(keep_free=0.25).rooms == (Room(device="cpu", bytes=750),)
+    assert big.budget(keep_free=0.25) == {"cpu": 750}
 
 
 @pytest.mark.parametrize(

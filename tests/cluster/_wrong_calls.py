@@ -102,11 +102,11 @@ WRONG = {
     ),
     "step, no context": (
         lambda ctx, model, loader, batch: fx.step(None, batch, fx.StepFns(model, _loss)),
-        "ContextError: step: ctx is a NoneType, not a context from fx.detect(). Use fx.step(ctx,",
+        "ContextError: step: ctx is a NoneType, not a context from fx.detect(). Check the order",
     ),
     "save, swapped": (
         lambda ctx, model, loader, batch: fx.save(ctx, "runs/none", model),
-        "ContextError: save: ctx is a str, not a context from fx.detect(). Use",
+        "ContextError: save: ctx is a str, not a context from fx.detect(). Check the order",
     ),
     "precision, torch's": (
         lambda ctx, model, loader, batch: fx.Plan(precision=torch.bfloat16),
@@ -136,7 +136,7 @@ WRONG = {
     ),
     "restore, the model first": (
         lambda ctx, model, loader, batch: fx.restore(model, "runs/none", ctx),
-        "ContextError: restore: ctx is a str, not a context from fx.detect(). Use",
+        "ContextError: restore: ctx is a str, not a context from fx.detect(). Check the order",
     ),
     "load": (
         lambda ctx, model, loader, batch: fx.load("runs/none", ctx, model),

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fxtrain as fx
 from fxtrain.backends.offload.device_copies import DeviceCopies
 from fxtrain.backends.offload.strategy import OFFLOAD
-from fxtrain.state import DtypeRule, Unit
+from fxtrain.state import Unit
 from fxtrain.testing import Transformer
 from tests.offload._streamed import BLOCKS, COPIES, TOKENS, empty, placement, streamed
 
@@ -146,7 +146,7 @@ def test_a_model_in_memory_is_written_once(ctx, tmp_path):
 
 def test_pickled_weights_and_other_dtypes_pass_through_the_offload_folder(ctx, tmp_path):
     torch.save(Transformer().state_dict(), tmp_path / "model.bin")
-    placed = attrs.evolve(BLOCKS, dtypes=(DtypeRule(match="blocks.1.up.*", dtype="bfloat16"),))
+    placed = attrs.evolve(BLOCKS, dtypes=(("blocks.1.up.*", "bfloat16"),))
     with pytest.raises(fx.PlanError, match="offload_folder"):
         streamed(ctx, tmp_path / "model.bin", placed)
     model = streamed(ctx, tmp_path / "model.bin", placed, offload_folder=str(tmp_path / "offload"))
