@@ -1,6 +1,5 @@
 """Shares of sequences, and of tensors as torch cuts them; and trees that one rank sends out."""
 
-import pickle
 import sys
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any, TypeVar, overload
@@ -17,10 +16,8 @@ from fxtrain.ops.transport.mismatches import check_is_context, check_source_rank
 from fxtrain.ops.transport.packing import Back, from_bytes, is_array, pack, to_bytes
 from fxtrain.ops.transport.pickled import (
     dump,
+    dump_or_raise,
     error_text,
-    pickled,
-    pickling_error,
-    raise_unpickling_errors,
     unpickle_all,
     unpickles_anywhere,
 )
@@ -196,7 +193,11 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, src: int = 0) -> T:
         try:
             payloads, sure, problem = _serialized_trees(values, ctx)
         except Exception as error:  # code of the user's types may raise anything
-            sure, problem = True, _unsendable(error_text(error))
+            sure = True
+            problem = (
+                f"a tree that cannot be sent: {error_text(error)}. Send tensors, or objects that "
+                f"pickle."
+            )
         note = dump(problem or ([payload_bytes.numel() for payload_bytes in payloads], sure), ctx)
     (received,) = unpickle_all("scatter", {src: exchange_payloads(ctx, call, note)[src]}, ctx)
     if isinstance(received, str):
@@ -230,19 +231,13 @@ def _serialized_trees(values: Any, ctx: DistContext) -> tuple[list[Tensor], bool
         }
         leaves = packed.others | slots
         tree = _tree.unflatten(packed.shape, [leaves[place] for place in range(len(leaves))])
-        head = dump((tree, kinds), ctx)
-        if reason := pickling_error(head):
-            return [], True, _unsendable(reason)
+        head = dump_or_raise((tree, kinds), ctx)
         sure = sure and unpickles_anywhere(head)
         size = torch.tensor([head.numel()], device="cpu").view(torch.uint8)
         body = to_bytes([tensor.cpu() for tensor in packed.tensors.values()])
         gap = torch.empty(-(8 + head.numel()) % 16, dtype=torch.uint8, device="cpu")
         payloads.append(torch.cat([size, head, gap, body]))
     return payloads, sure, None
-
-
-def _unsendable(reason: str) -> str:
-    return f"a tree that cannot be sent: {reason}. Send tensors, or objects that pickle."
 
 
 def _send_trees(ctx: DistContext, call: Call, payloads: list[Tensor]) -> None:
@@ -259,16 +254,8 @@ def _send_trees(ctx: DistContext, call: Call, payloads: list[Tensor]) -> None:
 
 def _deserialized_tree(payload_bytes: Tensor, ctx: DistContext, src: int, *, sure: bool) -> Any:
     size = int(payload_bytes[:8].view(torch.int64))
-    tree: Any = None
-    kinds: Any = []
-    problem = None
-    head = pickled("scatter", src, payload_bytes[8 : 8 + size], ctx)
-    try:
-        tree, kinds = pickle.loads(head)
-    except Exception as error:  # raises whatever the object's own code does
-        problem = f"its tree from rank {src}: {error_text(error)}"
-    if not sure:
-        raise_unpickling_errors("scatter", problem, ctx)
+    head = payload_bytes[8 : 8 + size]
+    ((tree, kinds),) = unpickle_all("scatter", {src: head}, ctx, sure=sure)
     like = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape, _ in kinds]
     start = 8 + size + (-(8 + size) % 16)
     tensors = [

@@ -34,6 +34,8 @@ from fxtrain.state import (
     Wrapped,
 )
 
+NOTHING = nullcontext()  # a block that does nothing, which may be entered many times
+
 
 def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the engine in the plan's precision.
@@ -89,7 +91,7 @@ def refuse_backward_of_others(out: Any, model: Wrapped) -> None:
 
 def no_sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
     """Do nothing: there is nothing to reduce, so all micro-batches are alike."""
-    return nullcontext()
+    return NOTHING
 
 
 def backward(loss: Tensor, model: Wrapped) -> None:

@@ -4,7 +4,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -268,7 +268,7 @@ def _add_hook(engine: StableBucketsDDP, data: DistContext, config: CommHook) -> 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
     if model.engine is model.module:
-        return nullcontext()
+        return step_functions.NOTHING
     return Reduced(model.engine) if enabled else model.engine.no_sync()
 
 

@@ -30,7 +30,6 @@ from fxtrain.ops.transport.mismatches import (
     lost_rank_error,
     mismatch_error,
     mismatch_text,
-    unusable_message,
 )
 from fxtrain.ops.transport.pace import Pace
 from fxtrain.state import DistContext
@@ -209,7 +208,11 @@ def settle(ctx: DistContext) -> CallState:
     """
     check_thread(ctx)
     if ctx.comm.state.failure is not None:
-        raise CollectiveError(unusable_message(ctx), code="FX302")
+        raise CollectiveError(
+            f"An earlier call broke this communicator. Close the context and open a new one. "
+            f"The earlier error:\n{ctx.comm.state.failure}",
+            code="FX302",
+        )
     state = ctx.comm.slot(CallState)
     if (exchange := state.in_flight) is not None:
         with rank_loss_guard(ctx, exchange.call, exchange.site):

@@ -162,14 +162,6 @@ def lost_rank_error(
     return CollectiveError(message, code="FX302")
 
 
-def unusable_message(ctx: DistContext) -> str:
-    """The message for any call on a communicator that an earlier failure broke."""
-    return (
-        f"An earlier call broke this communicator. Close the context and open a new one. "
-        f"The earlier error:\n{ctx.comm.state.failure}"
-    )
-
-
 def _ask_others(
     ctx: DistContext, view: dict[str, Any]
 ) -> tuple[dict[int, dict[str, Any]], dict[int, str], dict[int, str], str]:

@@ -56,36 +56,77 @@ def dump(value: Any, ctx: DistContext) -> Tensor:
     If a value does not pickle, its error is sent instead, so that every rank still joins;
     `unpickle_all` raises it on every rank.
     """
-    stream = io.BytesIO()
-    pickler = _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL)
     try:
-        pickler.dump(value)
+        return dump_or_raise(value, ctx)
     except Exception as error:  # pickle raises whatever __reduce__ does
         data = bytearray([_FAILED]) + error_text(error).encode(errors="replace")
-    else:
-        kind = _UNSURE if pickler.unsure else _SAFE
-        data = bytearray([kind]) + sign(stream.getbuffer(), ctx.comm.key)
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def dump_or_raise(value: Any, ctx: DistContext) -> Tensor:
+    """As `dump`, where a value that does not pickle raises its error."""
+    stream = io.BytesIO()
+    pickler = _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.dump(value)
+    kind = _UNSURE if pickler.unsure else _SAFE
+    data = bytearray([kind]) + sign(stream.getbuffer(), ctx.comm.key)
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
-def pickled(op: str, rank: int, blob: Tensor, ctx: DistContext) -> memoryview:
-    """The pickle in the output of `dump`.
+def unpickles_anywhere(blob: Tensor) -> bool:
+    """Whether every rank can unpickle this: plain values, CPU tensors, fxtrain's records."""
+    return int(blob[0]) == _SAFE
+
+
+def unpickle_all(
+    op: str, blobs: Mapping[int, Tensor], ctx: DistContext, *, sure: bool | None = None
+) -> list[Any]:
+    """Unpickle objects that the ranks received.
 
     Args:
-        rank: The sender.
+        blobs: Outputs of `dump`, by sender.
+        sure: Whether every rank can unpickle its own; None if all have received the same, which
+            tells.
+
+    Effects:
+        One exchange of packets, unless every rank is sure to succeed.
 
     Raises:
-        CollectiveError: the sender could not pickle its value, or no rank of this run signed
-            the data; on every rank that received it.
+        CollectiveError: a sender could not pickle its value, a signature is not of this run, or
+            a rank cannot unpickle a value; on every rank.
     """
-    if (reason := pickling_error(blob)) is not None:
+    pickles = {rank: _verified_pickle(op, rank, blob, ctx) for rank, blob in blobs.items()}
+    values: list[Any] = []
+    problem = ""
+    for rank, data in pickles.items():
+        try:
+            values.append(pickle.loads(data))
+        except Exception as error:  # raises whatever the object's own code does
+            problem = f"the value of rank {rank}: {error_text(error)}"
+            break
+    if sure is None:
+        sure = all([unpickles_anywhere(blob) for blob in blobs.values()])
+    texts = [] if sure else exchange_texts(ctx, (op, "unpickled"), problem)
+    lines = [f"rank {rank} cannot unpickle {text}" for rank, text in enumerate(texts) if text]
+    if lines:
         raise CollectiveError(
-            f"{op}: rank {rank} passed a value that cannot be sent: {reason}. Send tensors, or "
-            f"objects that pickle.",
+            f"{op}: {'; '.join(lines)}. Send plain values or tensors, or make the same version "
+            f"of the class importable on every rank.",
             code="FX304",
         )
-    signed = memoryview(ctypes.string_at(blob.data_ptr(), blob.numel()))[1:]
-    data = verified(signed, ctx.comm.key)
+    return values
+
+
+def _verified_pickle(op: str, rank: int, blob: Tensor, ctx: DistContext) -> memoryview:
+    """The pickle in the output of `dump` on a rank."""
+    content = memoryview(ctypes.string_at(blob.data_ptr(), blob.numel()))
+    if content[0] == _FAILED:
+        raise CollectiveError(
+            f"{op}: rank {rank} passed a value that cannot be sent: "
+            f"{str(content[1:], errors='replace')}. Send tensors, or objects that pickle.",
+            code="FX304",
+        )
+    data = verified(content[1:], ctx.comm.key)
     if data is None:
         raise CollectiveError(
             f"{op}: the object from rank {rank} is not signed with this run's secret, so it was "
@@ -94,67 +135,6 @@ def pickled(op: str, rank: int, blob: Tensor, ctx: DistContext) -> memoryview:
             code="FX103",
         )
     return data
-
-
-def pickling_error(blob: Tensor) -> str | None:
-    """Why the sender could not pickle its value; None if it could."""
-    if int(blob[0]) != _FAILED:
-        return None
-    return bytes(blob[1:].tolist()).decode(errors="replace")
-
-
-def unpickles_anywhere(blob: Tensor) -> bool:
-    """Whether every rank can unpickle this: plain values, CPU tensors, fxtrain's records."""
-    return int(blob[0]) == _SAFE
-
-
-def unpickle_all(op: str, blobs: Mapping[int, Tensor], ctx: DistContext) -> list[Any]:
-    """Unpickle objects that every rank received.
-
-    Args:
-        blobs: Outputs of `dump`, by sender; the same on every rank.
-
-    Effects:
-        One exchange of packets if a blob contains more than plain values and CPU tensors.
-
-    Raises:
-        CollectiveError: a sender could not pickle its value, a signature is not of this run, or
-            a rank cannot unpickle a value; on every rank.
-    """
-    pickles = {rank: pickled(op, rank, blob, ctx) for rank, blob in blobs.items()}
-    values: list[Any] = []
-    problem = None
-    for rank, data in pickles.items():
-        try:
-            values.append(pickle.loads(data))
-        except Exception as error:  # raises whatever the object's own code does
-            problem = f"the value of rank {rank}: {error_text(error)}"
-            break
-    if not all([unpickles_anywhere(blob) for blob in blobs.values()]):
-        raise_unpickling_errors(op, problem, ctx)
-    return values
-
-
-def raise_unpickling_errors(op: str, problem: str | None, ctx: DistContext) -> None:
-    """Raise on every rank if any rank failed to unpickle a value.
-
-    Args:
-        problem: What this rank failed to unpickle and why; None if it succeeded.
-
-    Effects:
-        One exchange of packets; none at one rank.
-
-    Raises:
-        CollectiveError: with each problem; on every rank.
-    """
-    texts = exchange_texts(ctx, (op, "unpickled"), problem or "")
-    lines = [f"rank {rank} cannot unpickle {text}" for rank, text in enumerate(texts) if text]
-    if lines:
-        raise CollectiveError(
-            f"{op}: {'; '.join(lines)}. Send plain values or tensors, or make the same version "
-            f"of the class importable on every rank.",
-            code="FX304",
-        )
 
 
 def error_text(error: BaseException) -> str:
