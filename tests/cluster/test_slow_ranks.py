@@ -109,7 +109,7 @@ def test_a_slow_rank_is_in_the_log_and_in_the_report(pair, tmp_path):
     assert "Rank 1 on " in text
     assert "(cpu) computes for" in text
     table = read_curves([tmp_path])[0].tables["slow ranks"]
-    (row,) = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+    (row,) = (dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
     assert (row["rank"], row["device"]) == (1, "cpu")
     assert row["ms per step"] > 1000 * SLOW_S > row["median of ranks"]
     assert "slow ranks" in page_of(read_curves([tmp_path]))

@@ -48,23 +48,6 @@ _DESCRIBE: Call = ("describe a mismatch", "")
 EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")  # the payload of a call that sends none
 
 
-@attrs.frozen(eq=False)
-class Packets:
-    """The packets of an exchange, which the next one overwrites: as memory and as tensors.
-
-    Attributes:
-        mine: This rank's.
-        received: Those of all ranks, one after the other.
-        sent: `mine`, uint8.
-        rows: `received`, uint8, (ranks, bytes).
-    """
-
-    mine: bytearray
-    received: bytearray
-    sent: Tensor
-    rows: Tensor
-
-
 @attrs.define(eq=False)
 class Exchange:
     """An exchange in flight.
@@ -73,7 +56,6 @@ class Exchange:
         call: What the ranks compare.
         digest: Of the call.
         payload: This rank's, uint8, 1-D, on the CPU.
-        packets: Whose memory it uses.
         work: The all-gather of packets, or that of payloads which follows it.
         site: Where the call is made; None to find it when it is needed.
         rows: Every rank's payload, uint8, (ranks, the longest), if one does not fit in a packet.
@@ -82,7 +64,6 @@ class Exchange:
     call: Call
     digest: bytes
     payload: Tensor
-    packets: Packets
     work: dist.Work
     site: CallSite | None = None
     rows: Tensor | None = None
@@ -100,7 +81,9 @@ class CallState:
         recent: Of the last ones that were started: the number, the call, and when, in the ns of
             `time.time_ns`.
         verified: Digests of calls on which all ranks agreed.
-        packets: Those of the last exchange; None before the first.
+        received: The packets of the last exchange, by rank, which the next one overwrites: this
+            rank writes its own there. Empty before the first.
+        packets: The same as a tensor, uint8, (ranks, bytes).
         in_flight: The exchange that has not completed: that of the last device collective, whose
             comparison is deferred, or one that an interrupt left.
         in_main_first: Whether this rank is inside a block of `ops.main_first`.
@@ -113,7 +96,8 @@ class CallState:
         factory=lambda: collections.deque(maxlen=_RECENT), repr=False
     )
     verified: set[bytes] = attrs.field(factory=set)
-    packets: Packets | None = attrs.field(default=None, repr=False)
+    received: bytearray = attrs.field(factory=bytearray, repr=False)
+    packets: Tensor = attrs.field(default=EMPTY, repr=False)
     in_flight: Exchange | None = None
     in_main_first: bool = False
 
@@ -167,7 +151,7 @@ def exchange_rows(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor
         return payload.repeat(ctx.world_size, 1), sizes
     if exchange.rows is not None:
         return exchange.rows, sizes
-    return exchange.packets.rows[:, HEADER : HEADER + max(sizes)].clone(), sizes
+    return state.packets[:, HEADER : HEADER + max(sizes)].clone(), sizes
 
 
 def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
@@ -269,31 +253,29 @@ class rank_loss_guard:
         raise lost_rank_error(ctx, call, site or call_site(call[0]), waited_s, error) from error
 
 
-def _packets(ctx: DistContext) -> Packets:
-    mine = bytearray(HEADER + capacity(ctx.world_size))
-    received = bytearray(ctx.world_size * len(mine))
-    # Their values are read, also in a dry run, and overwritten, also after inference.
-    with _disable_current_modes(), torch.inference_mode(mode=False):
-        sent = torch.frombuffer(mine, dtype=torch.uint8)
-        rows = torch.frombuffer(received, dtype=torch.uint8).view(ctx.world_size, -1)
-    return Packets(mine, received, sent, rows)
-
-
 def _start(
     ctx: DistContext, state: CallState, call: Call, digest: bytes, payload: Tensor
 ) -> Exchange:
     """Send this rank's packet."""
     state.count += 1
     state.recent.append((state.count, call, time.time_ns()))
-    packets = state.packets = state.packets or _packets(ctx)
-    size, pace = payload.numel(), ctx.comm.state.slots.get(Pace)
-    _HEADER.pack_into(packets.mine, 0, digest, size, 0 if pace is None else pace.micros)
-    if 0 < size <= len(packets.mine) - HEADER:
-        packets.sent[HEADER : HEADER + size] = payload
+    size, room, pace = payload.numel(), capacity(ctx.world_size), ctx.comm.state.slots.get(Pace)
+    length = HEADER + room
+    if not state.received:
+        state.received = bytearray(ctx.world_size * length)
+        # Its values are read, also in a dry run, and overwritten, also after inference.
+        with _disable_current_modes(), torch.inference_mode(mode=False):
+            flat = torch.frombuffer(state.received, dtype=torch.uint8)
+            state.packets = flat.view(ctx.world_size, length)
+    begin, micros = ctx.rank * length, 0 if pace is None else pace.micros
+    _HEADER.pack_into(state.received, begin, digest, size, micros)
+    packet = state.packets[ctx.rank]
+    if 0 < size <= room:
+        packet[HEADER : HEADER + size] = payload
     if ctx.comm.simulated:
-        packets.received[:] = packets.mine * ctx.world_size
-    work = _all_gather(ctx, packets.rows, packets.sent)
-    exchange = state.in_flight = Exchange(call, digest, payload, packets, work)
+        state.received[:] = state.received[begin : begin + length] * ctx.world_size
+    work = _all_gather(ctx, state.packets, packet)
+    exchange = state.in_flight = Exchange(call, digest, payload, work)
     return exchange
 
 
@@ -306,14 +288,16 @@ def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> list[in
         By rank, the bytes of its payload.
     """
     until = time.monotonic() + ctx.comm.timeout_s
-    received, length = exchange.packets.received, len(exchange.packets.mine)
+    received, room = state.received, capacity(ctx.world_size)
     # Messages are not recorded, so this is what a trace shows of an exchange.
     with _TORCH._profiler._RecordFunctionFast("fxtrain::exchange"):
         exchange.work.wait(_remaining(until))
-        headers = [_HEADER.unpack_from(received, at) for at in range(0, len(received), length)]
+        headers = [
+            _HEADER.unpack_from(received, at) for at in range(0, len(received), HEADER + room)
+        ]
         sizes = [size for _, size, _ in headers]
         differ = ctx.comm.checks and any([digest != exchange.digest for digest, *_ in headers])
-        if not differ and max(sizes) > length - HEADER:
+        if not differ and max(sizes) > room:
             if exchange.rows is None:
                 payload = exchange.payload
                 rows = payload.new_empty((len(sizes), max(sizes)))
@@ -328,7 +312,7 @@ def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> list[in
         pace.compare(ctx, [micros for *_, micros in headers])
     if differ:
         text = mismatch_text(exchange.call, exchange.site or call_site(exchange.call[0]))
-        cut = text.encode()[: length - HEADER - 1].decode(errors="ignore")
+        cut = text.encode()[: room - 1].decode(errors="ignore")
         raise mismatch_error(ctx, exchange_texts(ctx, _DESCRIBE, cut))
     return sizes
 
