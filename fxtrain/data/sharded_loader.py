@@ -67,6 +67,13 @@ class _NoLengthError(DataError, TypeError):
     """`list(loader)` asks for a length first, and does without one after a TypeError."""
 
 
+def _no_length(call: str, instead: str) -> _NoLengthError:
+    return _NoLengthError(
+        f"{call}: this loader has no length, because its dataset or sampler has none or its ranks "
+        f"see only their own rows. {instead}"
+    )
+
+
 @attrs.define(eq=False)
 class Reached:
     """The batch that a loader or one of its epochs yielded last: mutable, as an iterator is.
@@ -102,14 +109,12 @@ class Sharded(Displayed, Generic[Data_co]):
         factory=lambda: Iteration(Cursor(Position())), alias="trail", repr=False
     )
     _run_updates: int | None = attrs.field(default=None, alias="run_updates")
-    _reached: "Reached" = attrs.field(factory=lambda: Reached(), alias="reached", repr=False)
+    _reached: Reached = attrs.field(factory=Reached, alias="reached", repr=False)
     _alone: bool = attrs.field(default=False, alias="alone")  # its ranks are in no group
 
     def __repr__(self) -> str:
-        try:
-            batches = f"{counted(len(self), 'batch')} left"
-        except DataError:
-            batches = "unknown length"
+        left = self._left()
+        batches = "unknown length" if left is None else f"{counted(left, 'batch')} left"
         size = "" if self.batch_size is None else f" of {counted(self.batch_size, 'row')} per rank"
         ctx, where = self.ctx, position_words(self.position)
         return (
@@ -170,12 +175,15 @@ class Sharded(Displayed, Generic[Data_co]):
             9
         """
         _check_count("total_updates", n, "epochs")
+        updates = self._total_updates(n)
+        if updates is None:
+            raise _no_length("total_updates", "Count updates by batch.position.updates.")
+        return updates
+
+    def _total_updates(self, n: int) -> int | None:
         length = self._source.length()
         if length is None:
-            raise _NoLengthError(
-                "total_updates: this loader has no length, because its dataset or sampler has none "
-                "or its ranks see only their own rows. Count updates by batch.position.updates."
-            )
+            return None
         batches, every = self._batching.count(length), self.plan.accumulate
         return n * -(-batches // every) if self.plan.flush else n * batches // every
 
@@ -221,15 +229,9 @@ class Sharded(Displayed, Generic[Data_co]):
         known = self._run_updates is not None
         return self if known else attrs.evolve(self, run_updates=updates)
 
-    def _total_updates(self, n: int) -> int | None:
-        try:
-            return self.total_updates(n)
-        except DataError:  # it has no length
-            return None
-
     def _epochs(self, n: int) -> Iterator["Sharded[Data_co]"]:
         cursor, trail = self._trail.cursor(), None
-        if self._is_over():
+        if cursor.position.is_last or (cursor.position.index and self._left() == 0):
             cursor = Cursor(to_epoch(cursor.position, cursor.position.epoch + 1))
         for number in range(cursor.position.epoch, n):
             later = Cursor(to_epoch(cursor.position, number))
@@ -371,11 +373,8 @@ class Sharded(Displayed, Generic[Data_co]):
         """Batches left in this epoch, the same on every rank."""
         left = self._left()
         if left is None:
-            raise _NoLengthError(
-                "len: this loader has no length, because its dataset or sampler has none or "
-                "its ranks see only their own rows. Count batches while iterating."
-            )
-        return 0 if self.position.is_last else self._batching.count(left)
+            raise _no_length("len", "Count batches while iterating.")
+        return left
 
     def __iter__(self) -> Iterator[Batch[Data_co]]:
         if self._trail.passes == 1 and self._source.shuffled():
@@ -425,16 +424,11 @@ class Sharded(Displayed, Generic[Data_co]):
             ops.log(self.ctx).warning("Epoch 0 has no batch. %s", _NO_BATCH)
 
     def _left(self) -> int | None:
-        """Units from here to the end of the epoch; None if only reading tells."""
-        length = self._source.length()
-        return None if length is None else length - self.position.index
-
-    def _is_over(self) -> bool:
-        """Whether nothing remains of the epoch."""
-        if self.position.is_last or self.position.index == 0:
-            return self.position.is_last
-        left = self._left()
-        return left is not None and self._batching.count(left) == 0
+        """Batches from here to the end of the epoch; None if only reading tells."""
+        position, length = self.position, self._source.length()
+        if length is None:
+            return None
+        return 0 if position.is_last else self._batching.count(length - position.index)
 
     def _agree(self) -> None:
         """Check, before the first batch, that all ranks are about to read the same."""

@@ -244,11 +244,8 @@ class Rules:
         """Updates of the whole run; None where only reading the data tells."""
         if self.epochs is None:
             return self.updates
-        try:
-            total = loader.total_updates(self.epochs)
-        except DataError:
-            return None
-        return total if self.updates is None else min(total, self.updates)
+        total = loader._total_updates(self.epochs)
+        return total if total is None or self.updates is None else min(total, self.updates)
 
 
 def layout_of(loader: Sharded) -> dict[str, Any]:
