@@ -31,8 +31,8 @@ from fxtrain.loop.reports import (
 )
 from fxtrain.loop.stepping import StepFns
 from fxtrain.profiling import profile
-from fxtrain.state import DistContext, Position, Report, Wrapped
-from fxtrain.trackers import JsonLines, Run, Target
+from fxtrain.state import DistContext, Position, Report
+from fxtrain.trackers import JsonLines, Target
 from fxtrain.trackers.opening import open_run, own
 
 M = TypeVar("M", bound=nn.Module)
@@ -168,11 +168,8 @@ class _Loop:
         saved_s: When it was begun, by the clock of this rank.
     """
 
-    ctx: DistContext
-    model: Wrapped
     loader: Sharded
     rules: Rules
-    run: Run
     notice: ops.Preemption | None
     entries: Entries
     epoch_over: bool = False
@@ -188,7 +185,11 @@ def _opened(
     """The run, restored and tracked; None if there is nothing to train."""
     lock = own(rules.path, ctx)
     try:
-        restored = _restored(ctx, fns.model, rules) if rules.resume else None
+        restored = None
+        if rules.resume:
+            kept = dict.fromkeys(("run", "stopped", "data", "layout", *Entries.SAVED))
+            extra = {**kept, "user": rules.extra}
+            restored = restore_newest(rules.checkpoints, ctx, fns.model, extra=extra)
         loader = in_windows(loader, ctx, fns.model.plan)
         if restored is not None:
             check_changes(ctx, restored, loader)
@@ -222,11 +223,8 @@ def _opened(
                 entries = entries_after(restored, position, ctx, run, fns=fns, trace=trace)
                 entries.counts_tokens = rules.tokens is not None
                 yield _Loop(
-                    ctx=ctx,
-                    model=fns.model,
                     loader=loader,
                     rules=rules,
-                    run=run,
                     notice=notice,
                     entries=entries,
                     saved=None if restored is None else restored.position,
@@ -312,13 +310,6 @@ def _has_tokens(loop: _Loop) -> bool:
     return True
 
 
-def _restored(ctx: DistContext, model: Wrapped, rules: Rules) -> Restored | None:
-    """The state of the latest checkpoint that is not damaged, if there is one."""
-    kept = dict.fromkeys(("run", "stopped", "data", "layout", *Entries.SAVED))
-    extra = {**kept, "user": rules.extra}
-    return restore_newest(rules.checkpoints, ctx, model, extra=extra)
-
-
 def _tracked(loop: _Loop, report: Report) -> Report:
     """Evaluate and write an entry where they are due."""
     rules, position, entries = loop.rules, report.position, loop.entries
@@ -327,7 +318,7 @@ def _tracked(loop: _Loop, report: Report) -> Report:
     if rules.evaluate and (by_count or (every is None and loop.epoch_over)):
         with entries.paused():
             report = attrs.evolve(report, metrics=_evaluated(rules))
-        loop.run.log({"eval": report.metrics}, position)
+        entries.run.log({"eval": report.metrics}, position)
     if entries.due:
         entries.write(report)
     return report
@@ -346,7 +337,7 @@ def _evaluated(rules: Rules) -> Any:
 
 def _agreed(loop: _Loop, position: Position, left: str | None) -> tuple[str | None, bool]:
     """Why all ranks stop here, if they do, and whether a checkpoint is due."""
-    rules, notice, ctx = loop.rules, loop.notice, loop.ctx
+    rules, notice, ctx = loop.rules, loop.notice, loop.entries.ctx
     every = rules.save_every
     due = (every and not position.updates % every) or (rules.save_epochs and loop.epoch_over)
     if position.updates % rules.check_every and not loop.epoch_over:
@@ -372,20 +363,20 @@ def _agreed(loop: _Loop, position: Position, left: str | None) -> tuple[str | No
 
 
 def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = False) -> None:
-    rules, ctx, value = loop.rules, loop.ctx, report.metrics
-    every = loop.model.plan.verify_replicas
+    rules, entries, value = loop.rules, loop.entries, report.metrics
+    model, every = entries.fns.model, entries.fns.model.plan.verify_replicas
     if every and report.position.updates % every:  # else they were compared after this update
-        verify_replicas(loop.model)
+        verify_replicas(model)
     value = value.get(rules.metric) if isinstance(value, Mapping) else value
     score = finite_number(value)
     pruned = rules.keep_best is None or score is not None
-    kept = {"run": loop.run.state(), "stopped": stopped, **loop.entries.state()}
+    kept = {"run": entries.run.state(), "stopped": stopped, **entries.state()}
     kept |= {"data": loop.loader.state(), "layout": layout_of(loop.loader)}
-    with loop.entries.paused():
+    with entries.paused():
         loop.saving = save(
             rules.checkpoints,
-            ctx,
-            loop.model,
+            entries.ctx,
+            model,
             position=report.position,
             extra={**kept, "user": dict(rules.extra)},
             metric=score,
