@@ -23,21 +23,13 @@ Reader = Callable[[Any], dict[str, Any]]
 
 
 class _Asked(NamedTuple):
-    """What is asked of a source.
+    """What is asked of a source."""
 
-    Attributes:
-        source: The source, and its files as they were.
-        samples: Rows; None is one epoch.
-        length: Tokens of a row.
-        seed: Megatron's `--seed`.
-        how: The order.
-    """
-
-    source: MegatronTokens
+    source: MegatronTokens  # the source, and its files as they were
     states: tuple[FileState, ...]
-    samples: int | None
-    length: int
-    seed: int
+    samples: int | None  # rows; None is one epoch
+    length: int  # tokens of a row
+    seed: int  # Megatron's `--seed`
     how: MegatronOrder
 
 

@@ -39,30 +39,20 @@ _TABLE = 1 << 16
 
 @attrs.frozen(eq=False)
 class EpochOrder:
-    """The rows of one epoch in order, with random access.
+    """The rows of one epoch in order, with random access."""
 
-    Attributes:
-        length: How many rows the epoch has.
-        take: int64 indices, 1-D → what the dataset is asked for at each of them.
-        shuffled: Whether another epoch has another order.
-    """
-
-    length: int
+    length: int  # how many rows the epoch has
+    # int64 indices, 1-D → what the dataset is asked for at each of them.
     take: Callable[[Tensor], list[Any]]
-    shuffled: bool = True
+    shuffled: bool = True  # whether another epoch has another order
 
 
 @attrs.frozen(eq=False)
 class BlockSampler:
-    """Random order in which blocks of consecutive rows are visited one after the other.
+    """Random order in which blocks of consecutive rows are visited one after the other."""
 
-    Attributes:
-        rows: Rows of the dataset.
-        block: Rows of a block.
-    """
-
-    rows: int
-    block: int
+    rows: int  # of the dataset
+    block: int  # rows of one
 
     def __len__(self) -> int:
         return self.rows

@@ -20,22 +20,15 @@ _FIRST_BLOCK, _BLOCK = 1 << 10, 1 << 14  # indices computed at a time
 
 @attrs.frozen(kw_only=True)
 class Batching:
-    """How global batches are formed from the units of an epoch.
+    """How global batches are formed from the units of an epoch."""
 
-    Attributes:
-        per_rank: Units of one rank in a full global batch.
-        ranks: Ranks that share the data.
-        even: What to do with the remaining units.
-        unit: "row": a rank's units are collated together; "batch": each is a list of indices;
-            "item": each is passed on unchanged.
-        shared: Units are batches, of which every rank takes an equal part.
-    """
-
-    per_rank: int
-    ranks: int
-    even: Literal["pad", "drop", "uneven"] = "pad"
+    per_rank: int  # units of one rank in a full global batch
+    ranks: int  # ranks that share the data
+    even: Literal["pad", "drop", "uneven"] = "pad"  # what to do with the remaining units
+    # "row": a rank's units are collated together; "batch": each is a list of indices; "item":
+    # each is passed on unchanged.
     unit: Literal["row", "batch", "item"] = "row"
-    shared: bool = False
+    shared: bool = False  # units are batches, of which every rank takes an equal part
 
     @property
     def stride(self) -> int:
@@ -62,22 +55,15 @@ class Batching:
 
 
 class GlobalBatch(NamedTuple):
-    """One global batch: the same on every rank except for the keys.
+    """One global batch: the same on every rank except for the keys."""
 
-    Attributes:
-        first: Index of its first unit in the epoch.
-        units: Units in it, without padding.
-        rows: Real rows on each rank.
-        sizes: Rows on each rank, including padding.
-        keys: For each served rank: what its dataset is asked for, a list for rows and batches.
-        state: Of an order with cursors of its own, just after this batch; None for any other.
-    """
-
-    first: int
-    units: int
-    rows: tuple[int, ...]
-    sizes: tuple[int, ...]
+    first: int  # index of its first unit in the epoch
+    units: int  # units in it, without padding
+    rows: tuple[int, ...]  # real rows on each rank
+    sizes: tuple[int, ...]  # rows on each rank, including padding
+    # For each served rank: what its dataset is asked for, a list for rows and batches.
     keys: tuple[Any, ...]
+    # Of an order with cursors of its own, just after this batch; None for any other.
     state: Any = None
 
 
@@ -214,15 +200,10 @@ def _shared_slot(
 
 
 class Cursor(NamedTuple):
-    """A position, and the state of what is read there.
+    """A position, and the state of what is read there."""
 
-    Attributes:
-        position: How far the run is.
-        state: Of the stream or blend there, from which it continues.
-    """
-
-    position: Position
-    state: Any = None
+    position: Position  # how far the run is
+    state: Any = None  # of the stream or blend there, from which it continues
 
 
 # A global batch, and the cursor just after it.

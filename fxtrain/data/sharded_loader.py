@@ -29,20 +29,14 @@ _NO_BATCH = (
 
 @attrs.define(eq=False)
 class Iteration:
-    """How far iteration got: mutable, as an iterator is.
+    """How far iteration got: mutable, as an iterator is."""
 
-    Attributes:
-        start: The cursor of the first batch; for a later epoch, only its number counts.
-        before: The iteration of the epoch before, which decides where a later epoch starts;
-            None once this one has begun.
-        passes: Passes that got further than one batch.
-        reached: The position after the last batch that was yielded.
-    """
-
-    start: Cursor
+    start: Cursor  # the cursor of the first batch; for a later epoch, only its number counts
+    # The iteration of the epoch before, which decides where a later epoch starts; None once
+    # this one has begun.
     before: "Iteration | None" = None
-    passes: int = 0
-    reached: Position | None = None
+    passes: int = 0  # passes that got further than one batch
+    reached: Position | None = None  # the position after the last batch that was yielded
 
     def cursor(self) -> Cursor:
         """Where the epoch starts, given what has been seen of those before it."""
@@ -76,15 +70,11 @@ def _no_length(call: str, instead: str) -> _NoLengthError:
 
 @attrs.define(eq=False)
 class Reached:
-    """The batch that a loader or one of its epochs yielded last: mutable, as an iterator is.
+    """The batch that a loader or one of its epochs yielded last: mutable, as an iterator is."""
 
-    Attributes:
-        batch: That batch.
-        cursor: Just after it, with the state of the stream or blend on this rank; or where a
-            loader starts that has yielded none.
-    """
-
-    batch: Batch | None = None
+    batch: Batch | None = None  # that batch
+    # Just after it, with the state of the stream or blend on this rank; or where a loader
+    # starts that has yielded none.
     cursor: Cursor | None = None
 
 

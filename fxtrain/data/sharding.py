@@ -129,15 +129,10 @@ def shard(
 
 
 class _RowFunction(NamedTuple):
-    """A function of a position, in the place of a loader.
+    """A function of a position, in the place of a loader."""
 
-    Attributes:
-        dataset: The function.
-        batch_size: Rows that it returns.
-    """
-
-    dataset: Callable[[Position], Any]
-    batch_size: int
+    dataset: Callable[[Position], Any]  # the function
+    batch_size: int  # rows that it returns
 
 
 def _as_loader(source: Any, batch_size: int | None, plan: Plan) -> Any:

@@ -44,23 +44,15 @@ Loaded = tuple[Step, Sequence[Any]]
 
 @attrs.frozen(kw_only=True, eq=False)
 class Source:
-    """Steps from a cursor on, and what is known of an epoch before reading it.
+    """Steps from a cursor on, and what is known of an epoch before reading it."""
 
-    Attributes:
-        run: Cursor → every step until the epoch ends.
-        length: Units in an epoch; None if only reading tells.
-        shuffled: Whether epochs differ in their order, as far as is known so far.
-        apart: Whether worker processes read, so that prefetching draws no random numbers here.
-        stateful: Whether steps may have a state to continue from.
-        endless: Whether an epoch has no end.
-    """
-
-    run: Callable[[Cursor], Iterator[Loaded]]
-    length: Callable[[], int | None]
-    shuffled: Callable[[], bool]
+    run: Callable[[Cursor], Iterator[Loaded]]  # cursor → every step until the epoch ends
+    length: Callable[[], int | None]  # units in an epoch; None if only reading tells
+    shuffled: Callable[[], bool]  # whether epochs differ in their order, as far as is known so far
+    # Whether worker processes read, so that prefetching draws no random numbers here.
     apart: bool = False
-    stateful: bool = False
-    endless: bool = False
+    stateful: bool = False  # whether steps may have a state to continue from
+    endless: bool = False  # whether an epoch has no end
 
 
 def cut_order(

@@ -43,17 +43,11 @@ _TYPES |= {32: "uint32", 33: "int32", 64: "uint64", 65: "int64"}
 
 @attrs.frozen(kw_only=True, eq=False)
 class Joined:
-    """Parts of a source, one after the other; their maps are opened where they are read.
+    """Parts of a source, one after the other; their maps are opened where they are read."""
 
-    Attributes:
-        bounds: int64, the first token of each part; then the number of all.
-        dtype: Of the tokens that `gather` returns.
-        part: Number → the maps of a part.
-    """
-
-    bounds: Any
-    dtype: Any
-    part: Callable[[int], Opened]
+    bounds: Any  # int64, the first token of each part; then the number of all
+    dtype: Any  # of the tokens that `gather` returns
+    part: Callable[[int], Opened]  # number → the maps of a part
     tokens: None = None
     end: None = None
 

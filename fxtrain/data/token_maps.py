@@ -26,26 +26,18 @@ FileState = tuple[str, int, int, int]
 
 @attrs.frozen(kw_only=True, eq=False)
 class Opened:
-    """Maps of a source, as numpy arrays.
+    """Maps of a source, as numpy arrays."""
 
-    Attributes:
-        path: The file that says where documents end, in messages.
-        tokens: All of them; None where documents lie apart.
-        apart: Those: the bytes of the file, the first byte of each document, and the type of a
-            token.
-        end: The token that ends a document.
-        ends: int64; for every document, the tokens up to its end.
-        pointers: For every sequence, its first byte. Not aligned, so numpy copies all of it for
-            anything but indexing.
-        bounds: For every document, its first sequence; then the number of sequences. Likewise.
-    """
-
-    path: str
-    tokens: Any
+    path: str  # the file that says where documents end, in messages
+    tokens: Any  # all of them; None where documents lie apart
+    # Those: the bytes of the file, the first byte of each document, and the type of a token.
     apart: Any = None
-    end: int | None = None
-    ends: Any = None
+    end: int | None = None  # the token that ends a document
+    ends: Any = None  # int64; for every document, the tokens up to its end
+    # For every sequence, its first byte. Not aligned, so numpy copies all of it for anything
+    # but indexing.
     pointers: Any = None
+    # For every document, its first sequence; then the number of sequences. Likewise.
     bounds: Any = None
 
     @property

@@ -7,21 +7,13 @@ from fxtrain.data.token_maps import load_numpy
 
 
 class Packed(NamedTuple):
-    """The rows of a window, as pieces of documents.
+    """The rows of a window, as pieces of documents."""
 
-    Attributes:
-        bounds: int64; the pieces of row r are those from `bounds[r]` to `bounds[r + 1]`.
-        begins: int64, the first token of each piece.
-        sizes: int64, its tokens.
-        last: bool, whether the document ends with it.
-        cut: Documents that fit into a row and are in more than one piece.
-    """
-
-    bounds: Any
-    begins: Any
-    sizes: Any
-    last: Any
-    cut: int
+    bounds: Any  # int64; the pieces of row r are those from `bounds[r]` to `bounds[r + 1]`
+    begins: Any  # int64, the first token of each piece
+    sizes: Any  # int64, its tokens
+    last: Any  # bool, whether the document ends with it
+    cut: int  # documents that fit into a row and are in more than one piece
 
 
 def pack(borders: Any, length: int, *, last: bool) -> Packed:

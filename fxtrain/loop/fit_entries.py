@@ -27,22 +27,7 @@ from fxtrain.trackers import Run
 
 @attrs.define(eq=False, kw_only=True)
 class Entries:
-    """The values of the next entry so far.
-
-    Attributes:
-        total: The losses since the last entry times their weights, of this rank.
-        weight: Their weights.
-        skipped: Updates skipped since then.
-        rows: Rows until then.
-        weights: All weights until then, of all ranks.
-        carried: Whether it contains losses from before a restart.
-        by_tokens: Whether losses are weighted by something other than rows.
-        due: Whether an entry follows the step.
-        peak: Operations per second of this rank's device; None if MFU is not measured.
-        counts_tokens: Whether the loop asks for `tokens`.
-        position: After the last step; None before the first.
-        asked_s: When the loop asked for the current batch.
-    """
+    """The values of the next entry so far."""
 
     SAVED: ClassVar[tuple[str, ...]] = ("loss", "skipped", "weights")  # see `state`
 
@@ -50,17 +35,18 @@ class Entries:
     run: Run
     fns: StepFns
     trace: Trace | None
-    peak: float | None
-    total: Tensor | float
-    weight: Tensor | float
-    skipped: int
-    rows: int
-    weights: Tensor | float
-    carried: bool = False
-    by_tokens: bool = False
-    due: bool = False
-    counts_tokens: bool = False
-    position: Position | None = None
+    peak: float | None  # operations per second of this rank's device; None if MFU is not measured
+    total: Tensor | float  # the losses since the last entry times their weights, of this rank
+    weight: Tensor | float  # their weights
+    skipped: int  # updates skipped since then
+    rows: int  # rows until then
+    weights: Tensor | float  # all weights until then, of all ranks
+    carried: bool = False  # whether it contains losses from before a restart
+    by_tokens: bool = False  # whether losses are weighted by something other than rows
+    due: bool = False  # whether an entry follows the step
+    counts_tokens: bool = False  # whether the loop asks for `tokens`
+    position: Position | None = None  # after the last step; None before the first
+    # When the loop asked for the current batch.
     asked_s: float = attrs.field(factory=time.monotonic)
     _started_s: float = attrs.field(factory=time.monotonic)
     _stepped_s: float = attrs.field(factory=time.monotonic)

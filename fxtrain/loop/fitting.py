@@ -158,23 +158,18 @@ def fit(
 
 @attrs.define(eq=False, kw_only=True)
 class _Loop:
-    """A run that is open.
-
-    Attributes:
-        epoch_over: Whether an epoch has ended, maybe inside an open window, and what is due then
-            has not happened yet.
-        saving: The last checkpoint, which may still be written.
-        saved: Its position.
-        saved_s: When it was begun, by the clock of this rank.
-    """
+    """A run that is open."""
 
     loader: Sharded
     rules: Rules
     notice: ops.Preemption | None
     entries: Entries
+    # Whether an epoch has ended, maybe inside an open window, and what is due then has not
+    # happened yet.
     epoch_over: bool = False
-    saving: Saving | None = None
-    saved: Position | None
+    saving: Saving | None = None  # the last checkpoint, which may still be written
+    saved: Position | None  # its position
+    # When it was begun, by the clock of this rank.
     saved_s: float = attrs.field(factory=time.monotonic)
 
 
