@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.cli.config import WHOLE, YES, Machine, interview
+from fxtrain.cli.config import Machine, interview
 from fxtrain.interop.accelerate_config import _SECTIONS, _TYPES, RULES, convert_accelerate
 from fxtrain.launchers.config import LaunchConfig, launch_config, render
 from fxtrain.state.parsing import parse_text
@@ -141,18 +141,15 @@ def test_any_answers_lead_to_a_file_in_order(machine, data):
     """Each question comes once, and what comes out is accepted by the reader."""
     asked = []
 
-    def ask(question, read):
-        asked.append(question.path)
-        plain = {
-            YES: st.sampled_from(["yes", "no"]),
-            WHOLE: st.integers(1, 3).map(str),
-            click.FLOAT: st.sampled_from(["", "1", "2.5"]),
-        }.get(question.kind, st.just(""))
-        if question.choices:
-            plain = st.sampled_from([*question.choices])
+    def ask(path, text, read):
+        asked.append(path)
+        lines = text.splitlines()
+        choices = [line.strip().partition(":")[0] for line in lines if line.startswith("  ")]
+        yes_or_no = lines[-1] in (" [yes]", " [no]")
+        likely = choices or (["yes", "no"] if yes_or_no else ["1", "2", "2.5"])
         while True:
             try:
-                return read(data.draw(st.one_of(st.just(""), plain)))
+                return read(data.draw(st.sampled_from(["", *likely])))
             except click.UsageError:
                 continue
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain import state
-from fxtrain.launchers import plan_variable
+from fxtrain.launchers.program import plan_variable
 from fxtrain.state import structure, unstructure
 from fxtrain.state.topology import Topology
 

@@ -154,7 +154,7 @@ def test_the_reference_has_every_field_error_and_command():
     errors = re.findall(r"^## (\w+)$", pages["reference/errors"], re.MULTILINE)
     assert sorted(errors) == fx.errors.__all__
     commands = re.findall(r"^## fxtrain (\S+)$", pages["reference/command_line"], re.MULTILINE)
-    assert commands == [row.name for row in COMMANDS]
+    assert commands == [*COMMANDS]
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,6 @@ MUTABLE = {
     "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
     "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
     "fxtrain.ops.transport.pace.Pace": "how long a rank computed in its last steps",
-    "fxtrain.launchers.built_in.native.spares._Spares": "processes that wait to become ranks",
     "fxtrain.backends.wrapping._WrappedModules": "the handle of each module that was wrapped",
     "fxtrain.checkpoint.background.CheckpointState": "what the last save and restore left",
     "fxtrain.checkpoint.folder_lock.Lock": "the thread that shows that its holder is alive",

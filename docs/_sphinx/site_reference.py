@@ -338,8 +338,8 @@ def _raised_by() -> dict[str, list[tuple[str, str]]]:
 def _command_page() -> str:
     """What `--help` prints for every command."""
     page = ["# Commands", "", "What `fxtrain COMMAND --help` prints.", ""]
-    for row in COMMANDS:
-        page += _help_of(load(row), f"fxtrain {row.name}", "##")
+    for name in COMMANDS:
+        page += _help_of(load(name), f"fxtrain {name}", "##")
     return "\n".join(page)
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import click
 from click.shell_completion import get_completion_class
@@ -14,59 +14,43 @@ from fxtrain._other_names import hint
 from fxtrain.cli.output import Exit
 from fxtrain.errors import FxError, LaunchError, escape_unprintable
 
-
-class CommandEntry(NamedTuple):
-    """One command, a tuple because importing attrs would slow `fxtrain --help`.
-
-    Attributes:
-        name: The name after `fxtrain`.
-        home: Where its click command is, as `module:NAME`, in `fxtrain.cli`.
-        help: What it does, in one line.
-    """
-
-    name: str
-    home: str
-    help: str
-
-
-# Each is one line here and a function of one module.
-COMMANDS = tuple(
-    CommandEntry(name, home, help)
-    for home, name, help in (
-        ("launch_command:LAUNCH", "launch", "run a script or module on several ranks"),
-        ("config:CONFIG", "config", "write, show and check launch files"),
-        ("setup_commands:ENV", "env", "show the setup of this machine"),
-        ("memory_commands:ESTIMATE", "estimate-memory", "estimate the memory of a model"),
-        ("memory_commands:PLACE", "place", "place a model that does not fit a device"),
-        ("resume_command:VERIFY_RESUME", "verify-resume",
-         "check that an interrupted script resumes with equal results"),
-        ("checkpoint_commands:VERIFY", "verify", "check every byte of a checkpoint"),
-        ("checkpoint_commands:MERGE", "merge-weights",
-         "write a checkpoint's weights as model files"),
-        ("checkpoint_commands:IMPORT", "import", "convert a checkpoint of another library"),
-        ("resume_command:REPLAY", "replay", "run one update of a run again"),
-        ("tokens_command:TOKENS", "tokens", "tokenize text, or show files of tokens"),
-        ("explain_command:EXPLAIN", "explain", "explain the code at the end of an error"),
-        ("stacks_commands:STACKS", "stacks", "ask the ranks of a run where they stand"),
-        ("stacks_commands:DIAGNOSE", "diagnose",
-         "show where the ranks of a run stood when it hung"),
-        ("setup_commands:TEST", "test", "test the configured setup"),
-        ("setup_commands:TPU", "tpu-config", "prepare the hosts of a TPU pod"),
-        ("plan_command:PLAN", "plan", "show what a script would need on many ranks"),
-        ("run_commands:REPORT", "report", "write an HTML page about tracked runs"),
-        ("run_commands:WATCH", "watch", "show a tracked run as it is logged"),
-        ("compare_command:COMPARE", "compare-precision",
-         "compare what a model computes under several plans"),
-        ("run_commands:PROFILE", "profile", "show where the time of a step went, from traces"),
-        ("app:COMPLETION", "completion", "print shell completion"),
-    )
-)  # fmt: skip
+# By name: where the click command is, as `module:NAME` in this package, and what it does.
+COMMANDS = {
+    "launch": ("launch_command:LAUNCH", "run a script or module on several ranks"),
+    "config": ("config:CONFIG", "write, show and check launch files"),
+    "env": ("setup_commands:ENV", "show the setup of this machine"),
+    "estimate-memory": ("memory_commands:ESTIMATE", "estimate the memory of a model"),
+    "place": ("memory_commands:PLACE", "place a model that does not fit a device"),
+    "verify-resume": (
+        "checkpoint_commands:VERIFY_RESUME",
+        "check that an interrupted script resumes with equal results",
+    ),
+    "verify": ("checkpoint_commands:VERIFY", "check every byte of a checkpoint"),
+    "merge-weights": ("checkpoint_commands:MERGE", "write a checkpoint's weights as model files"),
+    "import": ("checkpoint_commands:IMPORT", "convert a checkpoint of another library"),
+    "replay": ("checkpoint_commands:REPLAY", "run one update of a run again"),
+    "tokens": ("tokens_command:TOKENS", "tokenize text, or show files of tokens"),
+    "explain": ("explain_command:EXPLAIN", "explain the code at the end of an error"),
+    "stacks": ("stacks_commands:STACKS", "ask the ranks of a run where they stand"),
+    "diagnose": ("stacks_commands:DIAGNOSE", "show where the ranks of a run stood when it hung"),
+    "test": ("setup_commands:TEST", "test the configured setup"),
+    "tpu-config": ("setup_commands:TPU", "prepare the hosts of a TPU pod"),
+    "plan": ("plan_command:PLAN", "show what a script would need on many ranks"),
+    "report": ("run_commands:REPORT", "write an HTML page about tracked runs"),
+    "watch": ("run_commands:WATCH", "show a tracked run as it is logged"),
+    "compare-precision": (
+        "compare_command:COMPARE",
+        "compare what a model computes under several plans",
+    ),
+    "profile": ("run_commands:PROFILE", "show where the time of a step went, from traces"),
+    "completion": ("app:COMPLETION", "print shell completion"),
+}
 
 
-def load(row: CommandEntry) -> click.Command:
-    """The click command of an entry. Its module is imported when it is called, not to list it."""
-    module, _, name = row.home.partition(":")
-    return getattr(import_module(f"fxtrain.cli.{module}"), name)
+def load(name: str) -> click.Command:
+    """The click command of a name. Its module is imported when it is called, not to list it."""
+    module, _, attribute = COMMANDS[name][0].partition(":")
+    return getattr(import_module(f"fxtrain.cli.{module}"), attribute)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,7 +96,7 @@ def program() -> click.Group:
     return _Program(
         name="fxtrain",
         help="Run PyTorch training scripts on any number of ranks.",
-        commands={row.name: click.Command(row.name, help=row.help) for row in COMMANDS},
+        commands={name: click.Command(name, help=help) for name, (_, help) in COMMANDS.items()},
         params=[
             click.Option(
                 ["--version"], is_flag=True, is_eager=True, expose_value=False,
@@ -145,8 +129,7 @@ class _Program(click.Group):
             words = f"No such command {args[0]!r}. Use fxtrain launch --ranks 2 train.py."
             raise click.UsageError(words, ctx)
         name, known, rest = super().resolve_command(ctx, args)
-        rows = {row.name: row for row in COMMANDS}
-        return name, known and load(rows[str(name)]), rest
+        return name, known and load(str(name)), rest
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

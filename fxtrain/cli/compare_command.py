@@ -1,7 +1,6 @@
 """`fxtrain compare-precision`: what plans cost in accuracy, on a model and data of the user."""
 
 import importlib
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from fxtrain._other_names import closest
 from fxtrain.cli.output import (
     NOT_NEGATIVE,
     as_json,
-    check_picture,
     option,
-    print_renderable,
+    picture_option,
+    report,
     save_picture,
 )
 from fxtrain.errors import PlanError
@@ -41,7 +40,7 @@ _PLAN = (
 @option("--reference", "the plan to compare with; fp32 by default", metavar="FILE")
 @option("--updates", "also train N updates", NOT_NEGATIVE, "N", default=0)
 @option("--layers", "layers to show", NOT_NEGATIVE, "N", default=5)
-@option("--picture", "draw errors and losses: .svg, .png, .pdf", metavar="FILE")
+@picture_option("--picture", "draw errors and losses")
 @as_json
 def COMPARE(
     case: str,
@@ -51,7 +50,6 @@ def COMPARE(
     updates: int,
     layers: int,
     picture: str | None,
-    json_: bool,  # noqa: FBT001
 ) -> None:
     """Compare what a model computes under several plans.
 
@@ -59,7 +57,6 @@ def COMPARE(
     --updates the loss and the optimizer. Shown are errors by layer and of the outputs, the best
     entry or the cosine where the case says what outputs are, bytes of the weights, and losses.
     """
-    check_picture(picture)
     named = {word: plan_of(word, emulate=emulate) for word in plans}
     base = Plan() if reference is None else read_plan(reference)
     quality = importlib.import_module("fxtrain.quality")
@@ -74,10 +71,7 @@ def COMPARE(
         comparison = quality.compare(built, named, ctx, reference=base, updates=updates)
     if picture is not None:
         save_picture(quality.plot(comparison), picture)
-    if json_:
-        click.echo(json.dumps(_finite(attrs.asdict(comparison)), indent=2))
-    else:
-        print_renderable(quality.table(comparison, layers=layers))
+    report(_finite(attrs.asdict(comparison)), quality.table(comparison, layers=layers))
 
 
 def plan_of(word: str, *, emulate: bool = False) -> Plan:

@@ -7,27 +7,26 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import click
 
 from fxtrain._reading import read_text, write_file
 from fxtrain._record import shown
-from fxtrain.cli.output import Exit, as_json, print_json, print_table, say, warn
+from fxtrain.cli.output import Exit, Words, as_json, json_asked, make_table, report, say, warn
 from fxtrain.diagnosis.setups import launch_file_problems
 from fxtrain.errors import PlanError
 from fxtrain.interop.accelerate_config import convert_accelerate
 from fxtrain.launchers import LaunchSpec, known_launchers
 from fxtrain.launchers.config import (
-    HERE,
-    find_file,
     from_flags,
     launch_config,
     read_launch_file,
     render,
     resolve,
 )
+from fxtrain.launchers.flags import HERE, find_file
 from fxtrain.launchers.machine import usable_cores
 from fxtrain.state import Plan
 from fxtrain.state.files import format_of, read_data
@@ -80,21 +79,19 @@ def default(path: str, precision: str, force: bool) -> None:  # noqa: FBT001
 @click.option("--set", "words", multiple=True, metavar="PATH=VALUE", help="such as launch.ranks=4")
 @click.option("--said", is_flag=True, help="only values that are set, without defaults")
 @as_json
-def show(file: str, words: tuple[str, ...], said: bool, json_: bool) -> None:  # noqa: FBT001
+def show(file: str, words: tuple[str, ...], said: bool) -> None:  # noqa: FBT001
     """Show all values, as the launch file, variables and flags set them."""
     config = resolve(file=file, env=os.environ, flags=from_flags(words))
     values = config.by_path(set_only=said)
-    if json_:
-        print_json({"file": config.file, "values": values})
-        return
-    say(f"launch file: {config.file or 'none (all defaults)'}\n")
-    print_table(["value", "is"], [[path, _shown(value)] for path, value in values.items()])
+    title = f"launch file: {config.file or 'none (all defaults)'}\n"
+    rows = [[path, _shown(value)] for path, value in values.items()]
+    report({"file": config.file, "values": values}, make_table(["value", "is"], rows, title=title))
 
 
 @CONFIG.command()
 @click.argument("path", default="", type=_path)
 @as_json
-def check(path: str, json_: bool) -> int:  # noqa: FBT001
+def check(path: str) -> int:
     """Check that a launch file starts, and that its plan would be accepted.
 
     Checks its values, what `launch --dry` would refuse on this machine, and what `fx.wrap` would
@@ -108,10 +105,8 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
         problems = list(launch_file_problems(read_launch_file(path)))
     except PlanError as error:
         problems = [line for line in error.message.splitlines() if line != f"{path}:"]
-    if json_:
-        print_json({"file": path, "problems": problems})
-    else:
-        say("\n".join([f"{path}:", *problems]) if problems else f"{path} is valid.")
+    text = "\n".join([f"{path}:", *problems]) if problems else f"{path} is valid."
+    report({"file": path, "problems": problems}, text)
     return Exit.FOUND if problems else Exit.WELL
 
 
@@ -137,23 +132,26 @@ def update(path: str) -> None:
 @click.option("--brief", is_flag=True, help="write the converted values without comments")
 @_force
 @as_json
-def convert(source: str, path: str, brief: bool, force: bool, json_: bool) -> None:  # noqa: FBT001
+def convert(source: str, path: str, brief: bool, force: bool) -> None:  # noqa: FBT001
     """Turn an Accelerate config into a launch file.
 
     SOURCE is a YAML or JSON file of `accelerate config`; by default the last one it wrote.
     Settings without a counterpart are printed, and noted at the top of the new file.
     With --brief the file has the converted values only.
     """
-    source = source or _accelerates_own(os.environ)
+    if not source:  # where `accelerate config` writes its file
+        cache = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME", "~"), ".cache")
+        home = Path(os.environ.get("HF_HOME") or Path(cache, "huggingface"))
+        source = str(home / "accelerate" / "default_config.yaml")
     data = read_data(source)
     try:
         values, noted = convert_accelerate(data)
     except PlanError as error:
         raise PlanError(f"{source}:\n{error}") from None
     notes = [f"{key} = {_quoted_value(value)}: {text}." for key, value, text in noted]
-    if json_:
+    if json_asked():
         listed = [{"key": key, "value": value, "text": text} for key, value, text in noted]
-        print_json({**values, "notes": listed})
+        report({**values, "notes": listed}, "")
         return
     changed = " Changed or without a counterpart:" if notes else ""
     head = [f"Converted from {source}.{changed}", *notes]
@@ -178,13 +176,6 @@ def _write_new(
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_file(path, render(values, format_of(path), notes=notes, brief=brief))
     say(f"Wrote {path}. Show all values with `fxtrain config show`.")
-
-
-def _accelerates_own(env: Mapping[str, str]) -> str:
-    """Where `accelerate config` writes its file."""
-    cache = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME", "~"), ".cache"))
-    home = Path(env.get("HF_HOME") or Path(cache, "huggingface"), "accelerate")
-    return str(home / "default_config.yaml")
 
 
 def _quoted_value(value: Any) -> str:
@@ -238,39 +229,13 @@ def _head(machine: Machine) -> list[str]:
     ]
 
 
-class Question(NamedTuple):
-    """One question.
-
-    Attributes:
-        path: The value in the launch file that it sets.
-        text: The question itself.
-        default: The value for an empty answer; None leaves it unset.
-        kind: Type of the answer.
-        choices: Values with their meanings, in place of a type.
-    """
-
-    path: str
-    text: str
-    default: Any = None
-    kind: click.ParamType = click.STRING
-    choices: Mapping[str, str] = MappingProxyType({})
+# Takes a path of the launch file, the text of its question, and a function that reads what was
+# typed: asks until that accepts it, and returns its result.
+AskFunction = Callable[[str, str, Callable[[str], Any]], Any]
 
 
-# Asks a question until the function accepts what was typed, and returns the function's result.
-AskFunction = Callable[[Question, Callable[[str], Any]], Any]
-
-
-class _Words(click.ParamType):
-    """Texts separated by commas."""
-
-    name = "words"
-
-    def convert(self, value: str, param: Any, ctx: Any) -> list[str]:
-        return [word.strip() for word in value.split(",") if word.strip()]
-
-
-WHOLE, YES, WORDS = click.IntRange(0, 10**9), click.BOOL, _Words()
-# By launcher: its options, as fields of a question.
+WHOLE, YES, WORDS = click.IntRange(0, 10**9), click.BOOL, Words()
+# By launcher: its options, each with a text, a default and a type.
 _OPTIONS: Mapping[str, Sequence[tuple[Any, ...]]] = {
     "mpi": [("hostfile", "File with the names of the machines?")],
     "deepspeed": [
@@ -303,30 +268,36 @@ _OPTIONS: Mapping[str, Sequence[tuple[Any, ...]]] = {
 
 
 def interview(machine: Machine, ask: AskFunction) -> Tables:
-    """Ask every question that the earlier answers leave open.
+    """Ask every question that the earlier answers leave open; the values for a launch file.
 
-    Args:
-        machine: Defaults and some questions depend on it.
-        ask: Takes a question and a function that reads an answer, and raises click.UsageError if
-            the answer is invalid.
-
-    Returns:
-        The values for a launch file.
+    Defaults and some questions depend on the machine. `ask` repeats a question while reading the
+    answer raises click.UsageError.
     """
     answers: dict[str, Any] = {}
 
-    def answer(path: str, *fields: Any, **more: Any) -> Any:
-        question = Question(path, *fields, **more)
+    def answer(
+        path: str,
+        text: str,
+        default: Any = None,
+        kind: click.ParamType = click.STRING,
+        choices: Mapping[str, str] = MappingProxyType({}),
+    ) -> Any:
+        offer = ("yes" if default else "no") if kind is YES else default
+        shown_default = "" if offer in (None, "", []) else f" [{offer}]"
+        meanings = [f"  {name}: {meaning}" for name, meaning in choices.items()]
 
-        def read(text: str) -> Any:
-            value = read_answer(question, text)
+        def read(typed: str) -> Any:
+            value = default
+            if typed.strip():
+                form = click.Choice([*choices]) if choices else kind
+                value = form.convert(typed.strip(), None, None)
             try:
                 launch_config(values_of({**answers, path: value}))
             except PlanError as error:
                 raise click.UsageError(error.message.partition(": ")[2]) from None
             return value
 
-        answers[path] = ask(question, read)
+        answers[path] = ask(path, "\n".join([text, *meanings, shown_default]), read)
         return answers[path]
 
     ranks = _ask_launch(machine, answer)
@@ -414,19 +385,6 @@ def _ask_plan(machine: Machine, answer: Callable[..., Any], ranks: int) -> None:
     answer("plan.compile", "Compile the model with torch.compile?", kind=YES)
 
 
-def read_answer(question: Question, text: str) -> Any:
-    """The value of a typed answer; that of an empty one is the default.
-
-    Raises:
-        click.BadParameter: it does not answer the question; the message says what would.
-    """
-    text = text.strip()
-    if not text:
-        return question.default
-    kind = click.Choice([*question.choices]) if question.choices else question.kind
-    return kind.convert(text, None, None)
-
-
 def values_of(answers: Mapping[str, Any]) -> Tables:
     """What the answers put into a launch file: everything but defaults, and the ranks."""
     fields = [("launch", attrs.fields(LaunchSpec)), ("plan", attrs.fields(Plan))]
@@ -443,15 +401,6 @@ def values_of(answers: Mapping[str, Any]) -> Tables:
     return values
 
 
-def prompt(question: Question, read: Callable[[str], Any]) -> Any:
+def prompt(path: str, text: str, read: Callable[[str], Any]) -> Any:
     """Ask on the terminal, or read the lines of a pipe."""
-    click.echo(question.text)
-    for name, meaning in question.choices.items():
-        click.echo(f"  {name}: {meaning}")
-    default = question.default
-    if question.kind is YES:
-        default = "yes" if default else "no"
-    shown_default = "" if default in (None, "", []) else f" [{default}]"
-    return click.prompt(
-        shown_default, default="", show_default=False, prompt_suffix="> ", value_proc=read
-    )
+    return click.prompt(text, default="", show_default=False, prompt_suffix="> ", value_proc=read)

@@ -8,7 +8,7 @@ import click
 
 from fxtrain import errors
 from fxtrain._other_names import closest
-from fxtrain.cli.output import as_json, print_json, print_table, say
+from fxtrain.cli.output import as_json, print_table, report, say
 
 _PAGE = Path(__file__).with_name("error_codes.md")
 _WIDTH = 80
@@ -52,24 +52,27 @@ def _read_section(section: str) -> ErrorCode:
 @click.command("explain")
 @click.argument("code", required=False)
 @as_json
-def EXPLAIN(code: str | None, json_: bool) -> None:  # noqa: FBT001
+def EXPLAIN(code: str | None) -> None:
     """Explain the code at the end of an error: its cause and its cure.
 
     CODE is a code such as FX602, or a class such as CheckpointError. Without it, all codes are
     listed. The page of errors in the documentation has the same text.
     """
     codes = read_codes() if code is None else _codes_of(code)
-    codes = [each._replace(title=_title(each)) for each in codes]
-    if json_:
-        print_json([each._asdict() for each in codes])
-    elif code is None:
+    # For the code of a class, the first sentence of its docstring says what happened.
+    codes = [each._replace(title=each.title or _about(each.error)) for each in codes]
+    report([each._asdict() for each in codes], lambda: _print(codes, listed=code is None))
+
+
+def _print(codes: list[ErrorCode], *, listed: bool) -> None:
+    if listed:
         print_table(("Code", "Error", "What happened"), [each[:3] for each in codes])
-    else:
-        first, *finer = codes
-        say(_text(first))
-        if finer:
-            say(f"\nMore precise codes of {first.error}:\n")
-            print_table(("Code", "What happened"), [(each.code, each.title) for each in finer])
+        return
+    first, *finer = codes
+    say(_text(first))
+    if finer:
+        say(f"\nMore precise codes of {first.error}:\n")
+        print_table(("Code", "What happened"), [(each.code, each.title) for each in finer])
 
 
 def _codes_of(word: str) -> list[ErrorCode]:
@@ -90,10 +93,8 @@ def _codes_of(word: str) -> list[ErrorCode]:
     )
 
 
-def _title(code: ErrorCode) -> str:
-    """What happened; for the code of a class, the first sentence of its docstring."""
-    about: str = getattr(errors, code.error).__doc__
-    return code.title or about.partition("\n")[0].rstrip(".")
+def _about(error: str) -> str:
+    return getattr(errors, error).__doc__.partition("\n")[0].rstrip(".")
 
 
 def _text(code: ErrorCode) -> str:

@@ -2,41 +2,34 @@
 
 import importlib
 import os
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
 from click.shell_completion import CompletionItem
 
-from fxtrain.errors import LaunchError, escape_unprintable
+from fxtrain.cli.output import NOT_NEGATIVE, PAIR, Words, as_json, report, warn
+from fxtrain.errors import LaunchError
 from fxtrain.launchers import (
-    FLAGS,
     LAUNCHERS,
-    Flag,
     LaunchSpec,
-    as_json,
     check_target,
     describe,
     find_launcher,
-    keep_tracebacks,
-    plan_variable,
     prepare,
     run,
     show,
 )
-from fxtrain.launchers.flags import PLAN_FLAGS
+from fxtrain.launchers.flags import FLAGS, PLAN_FLAGS, Flag, find_file
 from fxtrain.launchers.machine import default_ranks
-from fxtrain.launchers.program import check_mesh
+from fxtrain.launchers.outcome import keep_tracebacks
+from fxtrain.launchers.program import check_mesh, plan_variable
 
 if TYPE_CHECKING:
     from fxtrain.launchers.config import LaunchConfig
 
-# Default places of a launch file; parsing one takes time, looking for one does not.
-_FILES = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
-_VARIABLES = ("FXTRAIN_CONFIG", "FXTRAIN_LAUNCH__", "FXTRAIN_PLAN__")
+_VARIABLES = ("FXTRAIN_LAUNCH__", "FXTRAIN_PLAN__")
 
 
 def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
@@ -55,7 +48,7 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
     if "target" not in said:
         raise click.UsageError("Missing program. Name a script, or a module after -m.")
     spec = LaunchSpec(**flags) if config is None else config.launch
-    if given := dict(map(_pair, options["option"])):
+    if given := dict(options["option"]):
         before = spec.options if isinstance(spec.options, Mapping) else {}
         spec = attrs.evolve(spec, options={**before, **given})
     if find_launcher(spec).here:
@@ -73,42 +66,27 @@ def _launch(**options: Any) -> int:
     spec = spec_of(options)
     if options["dry"]:
         invocation = prepare(spec)
-        click.echo(as_json(invocation) if options["json_"] else show(invocation))
+        report(attrs.asdict(invocation), show(invocation))
         return 0
     ending = run(spec)
     if ending.code:
         kept = keep_tracebacks(ending, spec.log_dir)
         more = f"\nThe tracebacks of all ranks are in {kept}." if kept else ""
-        sys.stderr.write(escape_unprintable(f"fxtrain launch: {describe(ending)}{more}\n"))
+        warn(f"fxtrain launch: {describe(ending)}{more}")
     return ending.code
 
 
 def _given_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     """Fields set on the command line."""
     said = {
-        flag.field: _value(flag, options[flag.field])
+        flag.field: tuple(value) if flag.many else value
         for flag in FLAGS
-        if options[flag.field] is not None and options[flag.field] not in ("", ())
-        if flag.metavar or options[flag.field]
+        if (value := options[flag.field]) not in (None, "", ()) and value is not False
     }
+    if "env" in said:
+        said["env"] = tuple(map(_variable, said["env"]))
     target, *args = options["program"] or [""]
     return {**said, "target": target, "args": tuple(args)} if target else said
-
-
-def _value(flag: Flag, value: Any) -> Any:
-    if flag.field == "env":
-        return tuple(map(_variable, value))
-    if flag.many != ",":
-        return value
-    words = [word.strip() for word in value.split(",") if word.strip()]
-    if flag.field != "show_ranks":
-        return tuple(words)
-    if not all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words):
-        raise LaunchError(
-            f"{flag.flag}={value if len(value) < 80 else value[:80] + '...'}: expected rank "
-            f"numbers separated by commas."
-        )
-    return tuple(int(word) for word in words)
 
 
 def _variable(word: str) -> str:
@@ -123,14 +101,12 @@ def _variable(word: str) -> str:
 
 
 def _is_configured(options: Mapping[str, Any]) -> bool:
-    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    files = (*map(Path, _FILES), Path(home, "fxtrain", "launch.toml"))
     return bool(
         options["config"]
         or options["words"]
         or any(options[_name(flag)] for flag in PLAN_FLAGS)
         or any(name.startswith(_VARIABLES) for name in os.environ)
-        or any(path.is_file() for path in files)
+        or find_file(os.environ)
     )
 
 
@@ -150,13 +126,6 @@ def _config(options: Mapping[str, Any], flags: Mapping[str, Any]) -> "LaunchConf
     )
 
 
-def _pair(word: str) -> tuple[str, str]:
-    name, equals, value = word.partition("=")
-    if not equals:
-        raise LaunchError(f"-o {word}: write an option of a launcher as -o NAME=VALUE.")
-    return name, value
-
-
 def _files(ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
     return [CompletionItem(start, type="file")]
 
@@ -169,13 +138,15 @@ def _name(flag: Flag) -> str:
 def _option(flag: Flag) -> click.Option:
     names = ["-n", flag.flag] if flag.field == "ranks" else [flag.flag]
     kinds = {field.name: field.type for field in attrs.fields(LaunchSpec)}
-    number = {int: int, float: float, int | None: int}.get(kinds.get(flag.field, str))
+    kind: Any = {int: int, float: float, int | None: int}.get(kinds.get(flag.field, str), str)
+    if flag.many == ",":
+        kind = Words(NOT_NEGATIVE if flag.field == "show_ranks" else click.STRING)
     if not flag.metavar:
         return click.Option([*names, _name(flag)], is_flag=True, help=flag.help)
     choices = list(LAUNCHERS) if flag.field == "launcher" else []
     return click.Option(
         [*names, _name(flag)],
-        type=number or str,
+        type=kind,
         multiple=flag.many == "again",
         metavar=flag.metavar,
         help=flag.help + (f": {', '.join(choices)}" if choices else ""),
@@ -198,14 +169,14 @@ LAUNCH = click.Command(
             help="any other field of the launch or the plan, such as plan.seed=7",
         ),
         click.Option(
-            ["-o", "--option", "option"], multiple=True, metavar="NAME=VALUE",
+            ["-o", "--option", "option"], type=PAIR, multiple=True, metavar="NAME=VALUE",
             help="an option of this launcher only",
         ),
         click.Option(["--dry"], is_flag=True, help="print what would be started, and exit"),
-        click.Option(["--json", "json_"], is_flag=True, help="with --dry: as JSON"),
         click.Argument(
             ["program"], nargs=-1, type=click.UNPROCESSED, shell_complete=_files,
             metavar="(SCRIPT | -m MODULE) [ARGS ...]",
         ),
     ],
 )  # fmt: skip
+as_json(LAUNCH)

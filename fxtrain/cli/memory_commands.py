@@ -1,7 +1,6 @@
 """`fxtrain estimate-memory` and `place`: the memory of a model, and where it goes."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,15 @@ import attrs
 import click
 
 from fxtrain import big
-from fxtrain._display import read_bytes
+from fxtrain._display import read_bytes, show_bytes
 from fxtrain.cli.output import (
     COUNT,
     NOT_NEGATIVE,
+    PAIR,
     as_json,
     option,
-    print_json,
-    print_renderable,
     print_table,
+    report,
     say,
     warn,
 )
@@ -59,7 +58,6 @@ _WORDS = {
 @as_json
 def ESTIMATE(
     model: str,
-    json_: bool,  # noqa: FBT001
     download: bool,  # noqa: FBT001
     plan: str | None,
     precision: tuple[str, ...],
@@ -90,12 +88,10 @@ def ESTIMATE(
         weights = read_hub(model) if away else read_weights(model)
         dtypes = precision or ("bf16",)
         reports = [_report(weights, dtype, stored=False, **chosen) for dtype in dtypes]
-    if json_:
-        print_json(reports if len(reports) > 1 else reports[0])
-    elif len(reports) > 1:
-        _print_table(reports)
+    if len(reports) > 1:
+        report(reports, lambda: _print_table(reports))
     else:
-        _print(reports[0], chosen)
+        report(reports[0], lambda: _print(reports[0], chosen))
 
 
 def _report(
@@ -135,55 +131,50 @@ def _print_table(reports: list[dict[str, Any]]) -> None:
     first = reports[0]
     say(f"{first['source']}: {first['parameters']:,} parameters.\n")
     rows: list[list[str]] = []
-    for report in reports:
-        inferred = report["inference_bytes"]
+    for dtype in reports:
+        inferred = dtype["inference_bytes"]
         total = inferred["weights"] + (inferred["cache"] or 0)
-        sizes = (inferred["weights"], total, report["training_bytes"]["total"])
-        rows.append([report["inference_precision"], *map(_size, sizes)])
+        sizes = (inferred["weights"], total, dtype["training_bytes"]["total"])
+        rows.append([dtype["inference_precision"], *map(show_bytes, sizes)])
     print_table(["precision", ">weights", ">inference", ">training, each rank"], rows)
 
 
-def _print(report: dict[str, Any], chosen: dict[str, Any]) -> None:
-    largest, sizes = report["largest_layer"], report["training_bytes"]
+def _print(model: dict[str, Any], chosen: dict[str, Any]) -> None:
+    largest, sizes = model["largest_layer"], model["training_bytes"]
     say(
-        f"{report['source']}: {report['parameters']:,} parameters, {report['trained']:,} trained, "
-        f"{_size(report['stored_bytes'])} as stored.\nLargest layer: {largest['name']}, "
-        f"{largest['parameters']:,} parameters, {_size(largest['bytes'])}.\n"
+        f"{model['source']}: {model['parameters']:,} parameters, {model['trained']:,} trained, "
+        f"{show_bytes(model['stored_bytes'])} as stored.\nLargest layer: {largest['name']}, "
+        f"{largest['parameters']:,} parameters, {show_bytes(largest['bytes'])}.\n"
     )
-    rows = [[words, _size(sizes[name])] for name, words in _WORDS.items()]
+    rows = [[words, show_bytes(sizes[name])] for name, words in _WORDS.items()]
     print_table(
         ["training, each rank", ">size"],
-        [*rows, ["total, without activations", _size(sizes["total"])]],
+        [*rows, ["total, without activations", show_bytes(sizes["total"])]],
     )
     say(
         f"With {chosen['optimizer']}, sharding {chosen['sharding']}, {chosen['ranks']} ranks, "
-        f"{report['compute']} compute. Activations depend on the batch and on the code.\n"
+        f"{model['compute']} compute. Activations depend on the batch and on the code.\n"
     )
-    weight_bytes, cache = report["inference_bytes"]["weights"], report["inference_bytes"]["cache"]
+    weight_bytes, cache = (
+        model["inference_bytes"]["weights"],
+        model["inference_bytes"]["cache"],
+    )
     rows = [
-        [f"weights ({report['inference_precision']})", _size(weight_bytes)],
+        [f"weights ({model['inference_precision']})", show_bytes(weight_bytes)],
         [
             f"keys and values of {chosen['batch']} x {chosen['tokens']} tokens",
-            "unknown shape" if cache is None else _size(cache),
+            "unknown shape" if cache is None else show_bytes(cache),
         ],
-        ["total", _size(weight_bytes + (cache or 0))],
+        ["total", show_bytes(weight_bytes + (cache or 0))],
     ]
     print_table(["inference, one device", ">size"], rows)
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
-        count /= 1024
-    return f"{count:,.2f} TiB"
-
-
 @click.command("place")
 @click.argument("model")
-@option("--memory", "limit, as cpu=50% or disk=0; else measured", str, "DEVICE=SIZE", multiple=True)
+@option("--memory", "limit, as cpu=50%; else measured", PAIR, "DEVICE=SIZE", multiple=True)
 @option("--policy", "how to fill devices", click.Choice(_POLICIES), default="auto")
-@option("--device devices", "where a part is, before --policy", str, "NAME=DEVICE", multiple=True)
+@option("--device devices", "where parts are, before --policy", PAIR, "NAME=DEVICE", multiple=True)
 @option("--no-split", "modules that stay whole", metavar="CLASS", multiple=True)
 @option("--dtype", "hold parameters in this dtype, as bfloat16", metavar="DTYPE")
 @option("--quantize", "measure layers as bnb8, bnb4, torchao or a plan has them", str, "NAME|FILE")
@@ -194,7 +185,7 @@ def _size(count: float) -> str:
 @option("--tokens", "their length", NOT_NEGATIVE, default=0)
 @option("--output -o", "write the placement: .json, .toml or .yaml", metavar="FILE")
 @as_json
-def PLACE(model: str, json_: bool, output: str | None, **chosen: Any) -> None:  # noqa: FBT001
+def PLACE(model: str, output: str | None, **chosen: Any) -> None:
     """Place a model that does not fit a device: what is held where, and what streams.
 
     MODEL is a folder with safetensors files, one such file or its index, a config.json of
@@ -209,8 +200,7 @@ def PLACE(model: str, json_: bool, output: str | None, **chosen: Any) -> None:  
         dtype=chosen["dtype"],
         quantize=_quantize(chosen["quantize"]),
     )
-    limits = _pairs("--memory", chosen["memory"], "cuda:0=10GiB")
-    devices = _pairs("--device", chosen["devices"], "model.layers.3=disk")
+    limits, devices = dict(chosen["memory"]), dict(chosen["devices"])
     budget = big.budget(limits) if limits or not devices else None
     placement = big.place(
         sizes, budget, policy=devices or chosen["policy"], prefetch=chosen["prefetch"],
@@ -222,17 +212,13 @@ def PLACE(model: str, json_: bool, output: str | None, **chosen: Any) -> None:  
     if output is not None:
         write_record(placement, output)
         warn(f"Wrote {output}.")
-    if json_:
-        print_json(
-            {
-                "placement": unstructure(placement),
-                "bytes": {device: placement.bytes_on(device) for device in placement.devices},
-                "forward": attrs.asdict(big.estimate(placement, speed)),
-                "disk_speed": speed,
-            }
-        )
-    else:
-        print_renderable(big.table(placement, budget=budget, disk_speed=speed))
+    data = {
+        "placement": unstructure(placement),
+        "bytes": {device: placement.bytes_on(device) for device in placement.devices},
+        "forward": attrs.asdict(big.estimate(placement, speed)),
+        "disk_speed": speed,
+    }
+    report(data, big.table(placement, budget=budget, disk_speed=speed))
 
 
 def _quantize(word: str | None) -> Quantize | None:
@@ -251,18 +237,6 @@ def _quantize(word: str | None) -> Quantize | None:
             f"--quantize {record}: this plan has no quantize. Set it, or omit --quantize."
         )
     return quantize
-
-
-def _pairs(option: str, words: Sequence[str], example: str) -> dict[str, str]:
-    pairs: dict[str, str] = {}
-    for word in words:
-        name, equals, value = word.rpartition("=")
-        if not equals or not value:
-            raise PlanError(f"{option} {word}: write it as {example}.")
-        if name in pairs:
-            raise PlanError(f"{option} {word}: {name!r} is given twice. Keep one.")
-        pairs[name] = value
-    return pairs
 
 
 def _disk_speed(model: str, placement: Placement) -> float | None:

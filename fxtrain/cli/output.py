@@ -5,7 +5,7 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,13 +25,51 @@ NOT_NEGATIVE = click.IntRange(min=0)
 POSITIVE = click.FloatRange(min=0, min_open=True)
 # Width of a table in a file or a pipe, which have none.
 _PAGE = 120
+_JSON = "fxtrain.json"  # whether --json was passed, in click's context
+
+
+class Words(click.ParamType):
+    """Texts, or values of another type, separated by commas."""
+
+    name = "words"
+
+    def __init__(self, kind: click.ParamType = click.STRING) -> None:
+        self._kind = kind
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[Any]:
+        words = (word.strip() for word in value.split(","))
+        return [self._kind.convert(word, param, ctx) for word in words if word]
+
+
+class _Pair(click.ParamType):
+    """NAME=VALUE."""
+
+    name = "pair"
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str]:
+        name, equals, text = value.partition("=")
+        if not equals:
+            self.fail(f"{value!r} is not of the form NAME=VALUE.", param, ctx)
+        return name, text
+
+
+PAIR = _Pair()
 
 
 def as_json(command: F) -> F:
-    """The option --json, passed to a command as `json_`."""
-    return click.option("--json", "json_", is_flag=True, help="print JSON on standard output")(
-        command
-    )
+    """The option --json, which `report` looks at."""
+
+    def note(ctx: click.Context, _: click.Parameter, asked: bool) -> None:  # noqa: FBT001
+        ctx.meta[_JSON] = asked
+
+    text = "print JSON on standard output"
+    return click.option(
+        "--json", is_flag=True, expose_value=False, is_eager=True, callback=note, help=text
+    )(command)
 
 
 def option(
@@ -45,13 +83,33 @@ def option(
     return click.option(*flags.split(), help=help, type=kind, metavar=metavar, **more)
 
 
-def print_json(data: Any) -> None:
-    """Print plain data."""
-    click.echo(json.dumps(data, indent=2))
+def json_asked() -> bool:
+    """Whether --json was passed to the command."""
+    return click.get_current_context().meta[_JSON]
+
+
+def report(data: Any, shown: str | RenderableType | Callable[[], None]) -> None:
+    """Print what a command found: after --json plain data, otherwise what a person reads.
+
+    That is text, what rich lays out, or a function that prints it.
+    """
+    if json_asked():
+        click.echo(json.dumps(data, indent=2))
+    elif callable(shown):
+        shown()
+    elif isinstance(shown, str):
+        say(shown)
+    else:
+        print_renderable(shown)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
-    """Print a table, in colour in a terminal only. A column whose name starts with > is numeric."""
+    """Print a table, in colour in a terminal only."""
+    print_renderable(make_table(columns, rows, title=title))
+
+
+def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> Table:
+    """A table of text. A column whose name starts with > is numeric."""
     table = Table(
         title=Text(escape_unprintable(title)) if title else None,
         title_justify="left",
@@ -65,7 +123,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
         )
     for row in rows:
         table.add_row(*(Text(escape_unprintable(cell)) for cell in row))
-    print_renderable(table)
+    return table
 
 
 def print_renderable(table: RenderableType) -> None:
@@ -79,18 +137,18 @@ def print_renderable(table: RenderableType) -> None:
     click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
-def check_picture(path: str | None) -> None:
-    """Refuse a picture that cannot be drawn, before anything else runs.
+def picture_option(flag: str, help: str) -> Callable[[F], F]:
+    """An option for a picture, which is refused before anything runs if it cannot be drawn."""
 
-    Raises:
-        PlanError: the suffix is not that of a picture.
-        MissingPackageError: matplotlib is not installed.
-    """
-    if path is None:
-        return
-    if Path(path).suffix not in PICTURES:
-        raise PlanError(f"--picture {path}: the name of a picture ends in {', '.join(PICTURES)}.")
-    optional("matplotlib", extra="plots", needed_by="--picture")
+    def check(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
+        if path is not None:
+            if Path(path).suffix not in PICTURES:
+                kinds = ", ".join(PICTURES)
+                raise PlanError(f"{flag} {path}: the name of a picture ends in {kinds}.")
+            optional("matplotlib", extra="plots", needed_by=flag)
+        return path
+
+    return option(flag, f"{help}: {', '.join(PICTURES)}", metavar="FILE", callback=check)
 
 
 def save_picture(figure: Any, path: str | Path) -> None:

@@ -12,17 +12,16 @@ import click
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
 from fxtrain._display import show_bytes
 from fxtrain._reading import write_file
 from fxtrain.cli.output import (
     PICTURES,
-    Exit,
     as_json,
+    make_table,
     option,
-    print_json,
     print_renderable,
+    report,
     save_picture,
     say,
 )
@@ -36,7 +35,6 @@ from fxtrain.curves import (
     read_curves,
     sparkline,
 )
-from fxtrain.errors import escape_unprintable
 
 _BARS = 30
 _MOST_ROWS = 500
@@ -116,20 +114,10 @@ def _table(reader: RunReader) -> Table:
     ago = f", last entry {max(time.time() - max(times), 0):,.0f} s ago" if times else ""
     damaged = f", {count:,} damaged lines" if count else ""
     title = f"{reader.path.parent}: {max(steps, default=0):,.0f} updates{ago}{damaged}"
-    table = Table(title=_text(title), title_justify="left", box=None, pad_edge=False)
-    table.add_column("Metric", overflow="fold")
-    for name in ("Last", "Lowest", "Highest"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("Curve", no_wrap=True)
-    for name, curve in islice(curves.items(), _MOST_ROWS):
-        table.add_row(_text(name), *_cells(curve))
+    rows = [(name, *_cells(curve)) for name, curve in islice(curves.items(), _MOST_ROWS)]
     if (left := len(curves) - _MOST_ROWS) > 0:
-        table.add_row(f"{left:,} more metrics")
-    return table
-
-
-def _text(text: str) -> Text:
-    return Text(escape_unprintable(text))
+        rows.append((f"{left:,} more metrics",))
+    return make_table(("Metric", ">Last", ">Lowest", ">Highest", "Curve"), rows, title=title)
 
 
 def _cells(curve: Curve) -> tuple[str, ...]:
@@ -141,13 +129,9 @@ def _cells(curve: Curve) -> tuple[str, ...]:
 @click.command("profile")
 @as_json
 @click.argument("path")
-def PROFILE(path: str, json_: bool) -> int:  # noqa: FBT001
+def PROFILE(path: str) -> None:
     """Split the time of a step by rank, from the folder PATH of a profile."""
     from fxtrain.profiling import summary
 
     times = summary(path)
-    if json_:
-        print_json({"slowest": times.slowest, **attrs.asdict(times)})
-    else:
-        print_renderable(times)
-    return Exit.WELL
+    report({"slowest": times.slowest, **attrs.asdict(times)}, times)

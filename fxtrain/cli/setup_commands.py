@@ -16,19 +16,13 @@ import click
 
 from fxtrain._display import counted
 from fxtrain._reading import read_text
-from fxtrain.cli.output import Exit, as_json, option, print_json, print_table, warn
+from fxtrain.cli.output import Exit, as_json, json_asked, option, print_table, report, warn
 from fxtrain.diagnosis import collect, fact_problems, facts_here
 from fxtrain.errors import LaunchError
-from fxtrain.launchers import (
-    LAUNCHERS,
-    LaunchSpec,
-    describe,
-    find_launcher,
-    options_from,
-    run,
-)
+from fxtrain.launchers import LAUNCHERS, LaunchSpec, describe, find_launcher, run
 from fxtrain.launchers.built_in.tpu import setup_command
 from fxtrain.launchers.config import from_flags, resolve
+from fxtrain.launchers.spec import options_from
 from fxtrain.state import Plan, dumps
 
 _TRIAL = "fxtrain.diagnosis.trial"
@@ -37,21 +31,18 @@ _TRIAL = "fxtrain.diagnosis.trial"
 @click.command("env")
 @click.option("--config", "-c", "file", default="", help="the launch file to show")
 @as_json
-def ENV(file: str, json_: bool) -> None:  # noqa: FBT001
+def ENV(file: str) -> None:
     """Show the setup of this machine, ready to paste into an issue.
 
     Versions, devices, topology, communication, and the configuration. Values of secrets are
     hidden.
     """
     groups = collect({**os.environ, "FXTRAIN_CONFIG": file} if file else os.environ)
-    if json_:
-        print_json(groups)
-        return
-    for group, facts in groups.items():
-        click.echo(f"### {group}")
-        for name, value in facts.items():
-            click.echo(f"- {name}: {value}")
-        click.echo()
+    parts = [
+        "\n".join([f"### {group}", *(f"- {name}: {value}" for name, value in facts.items()), ""])
+        for group, facts in groups.items()
+    ]
+    report(groups, "\n".join(parts))
 
 
 @click.command("test")
@@ -60,13 +51,7 @@ def ENV(file: str, json_: bool) -> None:  # noqa: FBT001
 @click.option("--set", "words", multiple=True, metavar="PATH=VALUE", help="such as launch.nodes=2")
 @option("--mib", "size of tensors for bandwidth, in MiB", click.FloatRange(min=0.01), default=4.0)
 @as_json
-def TEST(
-    file: str,
-    ranks: int | None,
-    words: tuple[str, ...],
-    mib: float,
-    json_: bool,  # noqa: FBT001
-) -> int:
+def TEST(file: str, ranks: int | None, words: tuple[str, ...], mib: float) -> int:
     """Test the configured setup on all of its ranks.
 
     Runs every collective and a short training, and prints latency and bandwidth. The exit code
@@ -83,10 +68,7 @@ def TEST(
         told = _try_out(spec, config.plan, Path(folder) / "told.json", mib=mib)
     if isinstance(told, int):
         return told
-    if json_:
-        print_json(told)
-    else:
-        _print(told)
+    report(told, lambda: _print(told))
     return Exit.FOUND if told["problems"] else Exit.WELL
 
 
@@ -160,7 +142,6 @@ def TPU(
     command_file: str | None,
     install: str,
     dry: bool,  # noqa: FBT001
-    json_: bool,  # noqa: FBT001
 ) -> int:
     """Prepare the hosts of a TPU pod.
 
@@ -178,11 +159,8 @@ def TPU(
         commands=[*commands, *(line for line in lines if line.strip() and line[:1] != "#")],
         install=install,
     )
-    if json_:
-        print_json({"argv": argv})
-    elif dry:
-        click.echo(shlex.join(argv))
-    if dry or json_:
+    if dry or json_asked():
+        report({"argv": argv}, shlex.join(argv))
         return Exit.WELL
     if not shutil.which(argv[0]):
         raise LaunchError("gcloud is not on the PATH. Install the Google Cloud CLI, or add --dry.")

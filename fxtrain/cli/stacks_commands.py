@@ -5,7 +5,7 @@ from pathlib import Path
 import attrs
 import click
 
-from fxtrain.cli.output import as_json, print_json, say
+from fxtrain.cli.output import as_json, report, say
 from fxtrain.diagnosis.flight_recorder import read_dumps
 from fxtrain.ops.stacks import DUMPS, Stand, ask, described, has_records, read_stands
 
@@ -17,20 +17,20 @@ _FOLDER = "stacks"  # in the folder of a launch's output
 @click.option("--patience-s", type=click.FloatRange(min=0.1), default=3.0, show_default=True,
               help="how long to wait for all ranks")  # fmt: skip
 @as_json
-def STACKS(run: str, patience_s: float, json_: bool) -> None:  # noqa: FBT001
+def STACKS(run: str, patience_s: float) -> None:
     """Ask all ranks of a run where they stand, without stopping it.
 
     RUN is the folder given to `fxtrain launch --log-dir`, or in the variable FXTRAIN_STACKS. The
     signal SIGUSR2 to the launcher does the same.
     """
     folder = _folder(run)
-    _show(ask(folder, patience_s=patience_s), folder, json_=json_)
+    _show(ask(folder, patience_s=patience_s), folder)
 
 
 @click.command("diagnose")
 @click.argument("run", nargs=-1, required=True, metavar="RUN")
 @as_json
-def DIAGNOSE(run: tuple[str, ...], json_: bool) -> None:  # noqa: FBT001
+def DIAGNOSE(run: tuple[str, ...]) -> None:
     """Show where the ranks of a run stood when they last wrote it.
 
     RUN is as for `fxtrain stacks`. Ranks write it when the run makes no progress for three quarters
@@ -39,9 +39,9 @@ def DIAGNOSE(run: tuple[str, ...], json_: bool) -> None:  # noqa: FBT001
     """
     folder = _folder(run[0])
     if len(run) == 1 and (has_records(folder) or folder != Path(run[0])):
-        _show(read_stands(folder), folder, json_=json_)
+        _show(read_stands(folder), folder)
     else:
-        _show(read_dumps([*map(Path, run)]), None, json_=json_)
+        _show(read_dumps([*map(Path, run)]), None)
 
 
 def _folder(run: str) -> Path:
@@ -49,10 +49,11 @@ def _folder(run: str) -> Path:
     return inside if inside.is_dir() else Path(run)
 
 
-def _show(stands: list[Stand], folder: Path | None, *, json_: bool) -> None:
-    if json_:
-        print_json([attrs.asdict(stand) for stand in stands])
-        return
+def _show(stands: list[Stand], folder: Path | None) -> None:
+    report([attrs.asdict(stand) for stand in stands], lambda: _print(stands, folder))
+
+
+def _print(stands: list[Stand], folder: Path | None) -> None:
     say(described(stands))
     if folder is None:
         return

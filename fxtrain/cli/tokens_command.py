@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fxtrain._display import counted
-from fxtrain.cli.output import COUNT, as_json, option, print_json, print_table, say, warn
+from fxtrain.cli.output import COUNT, as_json, option, print_table, report, say, warn
 from fxtrain.data.token_summary import decoded, find_source, summarize
 from fxtrain.data.tokenizing import complete_file, tokenize_parts
 
@@ -42,7 +42,6 @@ def TOKENS(
     workers: int,
     show: bool,  # noqa: FBT001
     length: int | None,
-    json_: bool,  # noqa: FBT001
 ) -> None:
     """Tokenize text for fx.tokens, or show what files of tokens hold.
 
@@ -54,7 +53,7 @@ def TOKENS(
     .parquet or .arrow file, or a folder of them or of MDS shards.
     """
     if show:
-        _show(inputs, column, end, dtype, length, tokenizer, json_=json_)
+        _show(inputs, column, end, dtype, length, tokenizer)
         return
     if to is None or tokenizer is None:
         raise click.UsageError("Pass --to and --tokenizer, or --show to look at a file.")
@@ -72,15 +71,11 @@ def TOKENS(
     )
     wrote = complete_file(to, format)
     counts = [(), *_shown(parts)][-1]
-    if json_ and counts:
-        names = ("documents", "tokens", "empty")
-        print_json({"wrote": wrote, **dict(zip(names, counts, strict=True))})
-    elif json_:
-        print_json({"wrote": None})
-    elif not counts:
-        say(f"{wrote} is complete already.")
-    else:
-        say(f"Wrote {wrote}: {_text_of(*counts)}.")
+    if not counts:
+        report({"wrote": None}, f"{wrote} is complete already.")
+        return
+    named = dict(zip(("documents", "tokens", "empty"), counts, strict=True))
+    report({"wrote": wrote, **named}, f"Wrote {wrote}: {_text_of(*counts)}.")
 
 
 def _text_of(documents: int, tokens: int, empty: int) -> str:
@@ -114,8 +109,6 @@ def _show(
     dtype: Any,
     length: int | None,
     tokenizer: str | None,
-    *,
-    json_: bool,
 ) -> None:
     if end is not None and not end.isdecimal():
         raise click.BadParameter(f"with --show, {end!r} is no number.", param_hint="'--end'")
@@ -126,9 +119,10 @@ def _show(
         if tokenizer is not None:
             summary["sample"] = decoded(tokenizer, path, summary["sample"])
         summaries.append(summary)
-    if json_:
-        print_json(summaries)
-        return
+    report(summaries, lambda: _print(summaries))
+
+
+def _print(summaries: list[dict[str, Any]]) -> None:
     for summary in summaries:
         lengths = summary.pop("lengths")
         rows = [(name.replace("_", " "), _text(value)) for name, value in summary.items()]

@@ -7,18 +7,11 @@ from fxtrain.launchers.built_in.ray import RayOptions
 from fxtrain.launchers.built_in.sagemaker import SageMakerOptions
 from fxtrain.launchers.built_in.slurm import SlurmOptions
 from fxtrain.launchers.built_in.tpu import TpuPodOptions
-from fxtrain.launchers.flags import FLAGS, Flag, flag_words
 from fxtrain.launchers.launcher import Launcher
 from fxtrain.launchers.machine import Machine
-from fxtrain.launchers.outcome import Failure, LaunchResult, by_cause, describe, keep_tracebacks
-from fxtrain.launchers.program import given_plan, plan_variable
-from fxtrain.launchers.spec import (
-    Invocation,
-    LaunchSpec,
-    as_json,
-    options_from,
-    show,
-)
+from fxtrain.launchers.outcome import Failure, LaunchResult, by_cause, describe
+from fxtrain.launchers.program import given_plan
+from fxtrain.launchers.spec import Invocation, LaunchSpec, show
 from fxtrain.launchers.table import (
     LAUNCHERS,
     check_target,
@@ -30,9 +23,7 @@ from fxtrain.launchers.table import (
 
 __all__ = [
     "DeepSpeedOptions",
-    "FLAGS",
     "Failure",
-    "Flag",
     "Invocation",
     "KubernetesOptions",
     "LAUNCHERS",
@@ -45,17 +36,12 @@ __all__ = [
     "SageMakerOptions",
     "SlurmOptions",
     "TpuPodOptions",
-    "as_json",
     "by_cause",
     "check_target",
     "describe",
     "find_launcher",
-    "flag_words",
     "given_plan",
-    "keep_tracebacks",
     "known_launchers",
-    "options_from",
-    "plan_variable",
     "prepare",
     "run",
     "show",

@@ -55,7 +55,7 @@ def main() -> dict[str, object]:
     atexit.register(_end_at_once)  # registered first, so it runs last
     sys.argv[:] = [target, *args]
     try:
-        return _become(how, target)
+        return become(how, target)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             # mpirun may not pass it on, and torch's launcher may see another rank end first.
@@ -111,7 +111,8 @@ def _wait_until_needed() -> None:
     os.close(null)
 
 
-def _become(how: str, target: str) -> dict[str, object]:
+def become(how: str, target: str) -> dict[str, object]:
+    """Run a script or a module as Python itself would; what its names refer to at its end."""
     _set_own_path(how, target)
     if how == "module":
         return runpy.run_module(target, run_name="__main__", alter_sys=True)

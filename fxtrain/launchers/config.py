@@ -1,5 +1,6 @@
 """Launch files: reading, checking and writing them, and their values after variables and flags."""
 
+import json
 import os
 import re
 import textwrap
@@ -13,6 +14,7 @@ from fxtrain._optional import optional
 from fxtrain._other_names import hint
 from fxtrain._record import few, shown
 from fxtrain.errors import LaunchError, PlanError
+from fxtrain.launchers.flags import FLAGS, find_file
 from fxtrain.launchers.spec import LaunchSpec
 from fxtrain.launchers.table import with_options
 from fxtrain.state import Plan, structure, unstructure
@@ -21,8 +23,6 @@ from fxtrain.state.parsing import Format, from_environment, leaves, merge, near,
 
 # The script while checking a file that names none.
 NO_TARGET = "train.py"
-# In the current folder; these come before the user's own file.
-HERE = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
 _TEMPLATE = Path(__file__).with_name("launch_template.toml")
 _TABLES: Mapping[str, type] = {"launch": LaunchSpec, "plan": Plan}
 
@@ -68,11 +68,6 @@ def launch_config(values: Any, *, file: str = "") -> LaunchConfig:
     Raises:
         PlanError: it has fields that neither a launch nor a plan has, a value is invalid, or the
             launcher does not support it; one line per problem, each with its path.
-
-    Example:
-        >>> from fxtrain.launchers.config import launch_config
-        >>> launch_config({"launch": {"ranks": 2}}).launch.ranks
-        2
     """
     values = {} if values is None else values
     if not isinstance(values, Mapping):
@@ -127,15 +122,6 @@ def read_launch_file(path: str | Path) -> LaunchConfig:
 
     Raises:
         PlanError: it does not exist, is not TOML, YAML or JSON, or as `launch_config`.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from fxtrain.launchers.config import read_launch_file
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = pathlib.Path(folder, "fxtrain.toml")
-        ...     _ = path.write_text("[launch]\\nranks = 2\\n")
-        ...     read_launch_file(path).launch.ranks
-        2
     """
     if not os.path.exists(path):
         raise PlanError(
@@ -146,20 +132,6 @@ def read_launch_file(path: str | Path) -> LaunchConfig:
         return launch_config(data, file=str(path))
     except PlanError as error:
         raise PlanError(f"{path}:\n{error}") from None
-
-
-def find_file(env: Mapping[str, str], *, folder: Path | None = None) -> str:
-    """The launch file to use if no flag names one; empty if there is none.
-
-    FXTRAIN_CONFIG, else `fxtrain.toml` or `.yaml` in the current folder, else
-    `fxtrain/launch.toml` in the user's configuration folder (XDG_CONFIG_HOME, ~/.config).
-    """
-    if env.get("FXTRAIN_CONFIG"):
-        return env["FXTRAIN_CONFIG"]
-    home = env.get("XDG_CONFIG_HOME") or (env["HOME"] + "/.config" if env.get("HOME") else "")
-    own = [Path(home, "fxtrain", "launch.toml")] if home else []
-    here = [(folder or Path()) / name for name in HERE]
-    return next((str(path) for path in (*here, *own) if path.is_file()), "")
 
 
 def from_flags(words: Sequence[str]) -> dict[str, Any]:
@@ -188,10 +160,7 @@ def resolve(
 ) -> LaunchConfig:
     """Resolve values: flags override the environment, which overrides the file.
 
-    Args:
-        file: Path of the launch file; empty finds one, see `find_file`.
-        env: Variables by name; not changed. None for none.
-        flags: Values by path, see `from_flags`.
+    `find_file` finds a file if none is named. Flags are values by path, see `from_flags`.
 
     Raises:
         PlanError: the file or a value is invalid; one line per problem, each with its path.
@@ -219,33 +188,36 @@ def render(
     notes: Sequence[str] = (),
     brief: bool = False,
 ) -> str:
-    """The text of a launch file.
+    """The text of a launch file with the tables `launch` and `plan`, as plain data.
 
-    Args:
-        values: Its tables `launch` and `plan`, as plain data.
-        form: toml, with a comment on every field, or yaml or json, with values only.
-        notes: Sentences for the top of the file, where the format has comments.
-        brief: Write values only, also in TOML.
+    TOML has a comment on every field, unless `brief`; yaml and json have values only. Notes are
+    sentences for the top of the file, where the format has comments.
 
     Raises:
         MissingPackageError: TOML needs tomlkit and YAML pyyaml (the extra `files`).
-
-    Example:
-        >>> from fxtrain.launchers.config import render
-        >>> print(render({"launch": {"ranks": 2}}, "toml", brief=True))
-        [launch]
-        ranks = 2
     """
     if brief or form != "toml":
         text = text_of({name: table for name, table in values.items() if table}, form)
     else:
         text = _TEMPLATE.read_text(encoding="utf-8")
+        text = text.replace("[launch]\n", f"[launch]\n{_launch_fields()}", 1)
         for table, fields in values.items():
             for name, value in fields.items():
                 text = _with_value(text, table, name, value)
     head = () if brief or form == "json" else notes
     lines = [textwrap.fill(note, 96, initial_indent="# ", subsequent_indent="# ") for note in head]
     return "\n".join([*lines, text.strip("\n")]) + "\n"
+
+
+def _launch_fields() -> str:
+    """The fields of a launch as comments: what the flag of each does, and its default."""
+    defaults = {field.name: field.default for field in attrs.fields(LaunchSpec)}
+    lines: list[str] = []
+    for flag in FLAGS:
+        default = defaults[flag.field]
+        offer = "(not set)" if default is None else json.dumps(default)
+        lines.append(f"# {flag.help}\n# {flag.field} = {offer}\n")
+    return "".join(lines)
 
 
 def _with_value(text: str, table: str, name: str, value: Any) -> str:

@@ -1,5 +1,10 @@
-"""The fields of a spec as flags of `fxtrain launch`, in both directions."""
+"""The fields of a spec as flags of `fxtrain launch`, in both directions, and its launch file.
 
+Reading that file takes time, so a launch without one does not import what reads it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -9,6 +14,10 @@ from fxtrain.launchers.spec import LaunchSpec
 
 def _flag_of(row: Any) -> str:
     return f"--{row.field.rpartition('.')[2].replace('_', '-')}"
+
+
+# In the current folder; these come before the user's own file.
+HERE = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
 
 
 @attrs.frozen
@@ -53,7 +62,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("shutdown_s", "SECONDS", "time for ranks to exit after a signal", flag="--shutdown"),
     Flag("role", "NAME", "name of the ranks in their log"),
     Flag("log_dir", "FOLDER", "folder for the ranks' output"),
-    Flag("redirect", "STREAMS", "out, err or both: write to files only"),
+    Flag("redirect", "STREAMS", "out, err or both: write to files in the log folder only"),
     Flag("tee", "STREAMS",
          "out, err or both: write to files and here, with the rank before each line"),
     Flag("show_ranks", "K,...", "show the output of these ranks of each node only", many=","),
@@ -63,7 +72,7 @@ FLAGS: tuple[Flag, ...] = (
          "cores for each rank: node, socket, exclusive or core-complex", flag="--numa-binding"),
     Flag("threads", "N", "OMP_NUM_THREADS of each rank; by default an equal share of the cores"),
     Flag("env", "NAME[=VALUE]",
-         "a variable for the ranks; NAME alone takes the value from here", many="again"),
+         "a variable for the ranks; --env NAME takes the value from here", many="again"),
     Flag("executable", "", "the program is not a Python script", flag="--no-python"),
     Flag("module", "", "the program is a module, not a script", flag="-m"),
 )  # fmt: skip
@@ -78,14 +87,22 @@ PLAN_FLAGS: tuple[Flag, ...] = (
 )  # fmt: skip
 
 
-def flag_words(spec: LaunchSpec) -> tuple[str, ...]:
-    """The words after `fxtrain launch` that describe a spec, without the launcher's own options.
+def find_file(env: Mapping[str, str], *, folder: Path | None = None) -> str:
+    """The launch file to use if no flag names one; empty if there is none.
 
-    Example:
-        >>> from fxtrain.launchers import LaunchSpec, flag_words
-        >>> flag_words(LaunchSpec(target="train.py", ranks=2, gpus=["0", "1"], args=["--lr=1"]))
-        ('--ranks=2', '--gpus=0,1', '--', 'train.py', '--lr=1')
+    FXTRAIN_CONFIG, else `fxtrain.toml` or `.yaml` in the current folder, else
+    `fxtrain/launch.toml` in the user's configuration folder (XDG_CONFIG_HOME, ~/.config).
     """
+    if env.get("FXTRAIN_CONFIG"):
+        return env["FXTRAIN_CONFIG"]
+    home = env.get("XDG_CONFIG_HOME") or (env["HOME"] + "/.config" if env.get("HOME") else "")
+    own = [Path(home, "fxtrain", "launch.toml")] if home else []
+    here = [(folder or Path()) / name for name in HERE]
+    return next((str(path) for path in (*here, *own) if path.is_file()), "")
+
+
+def flag_words(spec: LaunchSpec) -> tuple[str, ...]:
+    """The words after `fxtrain launch` that describe a spec, without the launcher's own options."""
     defaults = {field.name: field.default for field in attrs.fields(LaunchSpec)}
     words: list[str] = []
     for flag in FLAGS:

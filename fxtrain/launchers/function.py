@@ -148,7 +148,10 @@ def _check(fn: Any, timeout_s: Any) -> None:
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """What `function_worker.py` needs: how a new process becomes like this one, and the call."""
-    interactive = is_interactive()
+    main = vars(sys.modules["__main__"])
+    file = main.get("__file__")
+    # A notebook, a prompt or standard input, whose definitions another process cannot import.
+    interactive = main.get("__spec__") is None and (file is None or not Path(file).exists())
     try:
         call = pack((fn, args), interactive=interactive)
     except UNPICKLABLE as error:
@@ -157,7 +160,6 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             f"launch: {name} and its arguments cannot be sent to other processes: {error}. "
             f"Create these objects inside the function."
         ) from error
-    main = vars(sys.modules["__main__"])
     # As multiprocessing's own new processes. A session has no file that they could import.
     hidden = main.pop("__file__", None) if interactive else None
     try:
@@ -184,17 +186,6 @@ def _result(path: Path) -> Any:
     if not path.exists():
         raise LaunchError(f"Rank {path.name} of this node exited before the function returned.")
     return pickle.loads(path.read_bytes())
-
-
-def is_interactive(main: ModuleType | None = None) -> bool:
-    """Whether the main module is a notebook, a prompt or standard input, not a file.
-
-    Another process cannot import its definitions.
-    """
-    module = sys.modules["__main__"] if main is None else main
-    file = getattr(module, "__file__", None)
-    named = getattr(module, "__spec__", None) is not None
-    return not named and (file is None or not Path(file).exists())
 
 
 def pack(value: Any, *, interactive: bool) -> bytes:

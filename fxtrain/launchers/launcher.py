@@ -20,11 +20,9 @@ from fxtrain.launchers.child import end_with_parent
 from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.outcome import (
     LaunchResult,
-    by_cause,
     count_memory_kills,
-    read_reports,
+    find_failures,
     tell_memory_kills,
-    to_failures,
 )
 from fxtrain.launchers.spec import Invocation, LaunchSpec
 
@@ -70,14 +68,17 @@ def run_program(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
     write_files(invocation)
     kills = count_memory_kills()
     with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
-        errors = _errors_in(spec.log_dir) if spec.log_dir else folder
+        errors = folder
+        if spec.log_dir:
+            Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
+            errors = os.path.abspath(tempfile.mkdtemp(prefix="errors-", dir=spec.log_dir))
         argv = [word.replace(ERRORS, errors) for word in invocation.argv]
         code, stopped = _wait(argv, {**os.environ, **invocation.env}, Path(errors))
         # Ranks on other machines see this folder only where log_dir is shared.
-        reports = read_reports(sorted(Path(errors).glob("*.json")))
+        failures = find_failures({}, Path(errors).glob("*.json")) if code else ()
     return LaunchResult(
         ranks=spec.world_size,
-        failures=by_cause(to_failures({}, reports)) if code else (),
+        failures=failures,
         signal=stopped,
         left=code,
         launcher=invocation.argv[0],
@@ -126,11 +127,6 @@ def write_files(invocation: Invocation) -> None:
         with open(number, "w", encoding="utf-8") as file:
             os.chmod(path, 0o600)
             file.write(text)
-
-
-def _errors_in(folder: str) -> str:
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return os.path.abspath(tempfile.mkdtemp(prefix="errors-", dir=folder))
 
 
 def _wait(argv: list[str], env: dict[str, str], errors: Path) -> tuple[int, int | None]:

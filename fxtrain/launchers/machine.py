@@ -115,13 +115,7 @@ def cores_of_ranks(mode: str, ranks: int, machine: Machine) -> tuple[tuple[int, 
 
 
 def read_cores(text: str) -> tuple[int, ...]:
-    """Numbers of cores from the kernel's short form.
-
-    Example:
-        >>> from fxtrain.launchers.machine import read_cores
-        >>> read_cores("0-2,8")
-        (0, 1, 2, 8)
-    """
+    """Numbers of cores from the kernel's short form, such as 0-2,8."""
     bounds = [[int(end) for end in part.split("-")] for part in text.split(",") if part.strip()]
     return tuple(core for bound in bounds for core in range(bound[0], bound[-1] + 1))
 

@@ -43,20 +43,12 @@ def kept(mark: str, *, patience_s: float) -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    with _keeper(str(os.getpid()), mark, str(patience_s)) as keeper:
-        try:
-            yield
-        finally:
-            keeper.kill()
-
-
-def _keeper(*words: str) -> "subprocess.Popen[bytes]":
     # A process inherits its parent's blocked signals. Those that a launcher forwards to its
     # children are for the ranks, and would end this process.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
     try:
-        return subprocess.Popen(
-            (sys.executable, "-I", "-S", __file__, *words),
+        keeper = subprocess.Popen(
+            (sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, str(patience_s)),
             env={},  # so that it does not carry the marks of outer launches
             cwd="/",
             stdin=subprocess.DEVNULL,
@@ -66,6 +58,11 @@ def _keeper(*words: str) -> "subprocess.Popen[bytes]":
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with keeper:
+        try:
+            yield
+        finally:
+            keeper.kill()
 
 
 def end_strays(mark: str, *, patience_s: float, ask: bool) -> None:

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,11 @@ def describe(result: LaunchResult) -> str:
     if result.signal is not None:
         return f"Stopped by {_signal_name(result.signal)}."
     if not result.failures:
-        return result.culprit or _launcher_failed(result)
+        if result.culprit or not result.left:
+            return result.culprit or f"{result.ranks} ranks succeeded."
+        if result.left < 0:
+            return f"{result.launcher} was ended by {_signal_name(-result.left)}."
+        return f"{result.launcher} exited with code {result.left}."
     first, *others = result.failures
     lines = [result.culprit] if result.culprit else []
     lines.append(one_line(first, result, most_lines=None))
@@ -153,14 +157,6 @@ def distance(failure: Failure) -> int:
 
 def _own_code(failure: Failure) -> bool:
     return failure.code not in (None, 0, -signal.SIGTERM, -signal.SIGINT)
-
-
-def _launcher_failed(result: LaunchResult) -> str:
-    if not result.left:
-        return f"{result.ranks} ranks succeeded."
-    if result.left < 0:
-        return f"{result.launcher} was ended by {_signal_name(-result.left)}."
-    return f"{result.launcher} exited with code {result.left}."
 
 
 def _frames(failure: Failure) -> str:
@@ -232,25 +228,19 @@ def tell_memory_kills(before: int | None) -> str:
     return _MEMORY if after > before else _NOT_MEMORY
 
 
-def read_reports(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
-    """By rank, what the ranks wrote, in the format of `child.py`."""
-    errors: dict[int, dict[str, Any]] = {}
+def find_failures(codes: Mapping[int, int], paths: Iterable[Path]) -> tuple[Failure, ...]:
+    """What the launcher observed, and what ranks wrote in the format of `child.py`, combined.
+
+    A rank that has written its end may still be closing, and is ended by the launcher meanwhile.
+    """
+    reports: dict[int, dict[str, Any]] = {}
     for path in paths:
         message = json.loads(path.read_text())["message"]
         if isinstance(message, dict):  # otherwise torch wrote it, for its own errors
             extra = message.get("extraInfo", {})
-            rank = int(extra.get("rank", 0))
-            errors[rank] = {"error": message.get("message", ""), **extra}
-    return errors
-
-
-def to_failures(codes: dict[int, int], reports: dict[int, dict[str, Any]]) -> list[Failure]:
-    """What the launcher observed and what ranks wrote, combined.
-
-    A rank that has written its end may still be closing, and is ended by the launcher meanwhile.
-    """
+            reports[int(extra.get("rank", 0))] = {"error": message.get("message", ""), **extra}
     ended = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
-    return [
+    failures = [
         Failure(
             rank=rank,
             code=ended.get(rank, report.get("code", codes.get(rank))),
@@ -259,23 +249,16 @@ def to_failures(codes: dict[int, int], reports: dict[int, dict[str, Any]]) -> li
             traceback=report.get("py_callstack", ""),
             time_ns=int(report.get("time_ns", 0)),
         )
-        for rank in sorted(codes.keys() | reports.keys())
+        for rank in codes.keys() | reports.keys()
         for report in [reports.get(rank, {})]
     ]
+    return by_cause(failures)
 
 
 def keep_tracebacks(result: LaunchResult, folder: str) -> Path | None:
-    """Write failures to a file of each rank, unless there is one that is printed as a whole.
+    """Write failures to RANK.txt for each rank, unless there is one that is printed as a whole.
 
-    Args:
-        result: How a launch ended.
-        folder: Where to write; a fresh temporary folder if empty.
-
-    Returns:
-        The folder, or None if there was nothing to write.
-
-    Effects:
-        Writes RANK.txt for each rank with a traceback, including the first.
+    They are written to a fresh folder, which is returned, in `folder` or among temporary files.
     """
     written = [failure for failure in result.failures if failure.traceback]
     if len(written) < 2 and not any(map(is_own, written)):

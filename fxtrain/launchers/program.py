@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from fxtrain.state import Plan
 
 
-# torch's C++ code warns of names without reverse DNS, and of closed connections at every end.
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _CHILD = Path(__file__).with_name("child.py")
 
 # With these, a rank finds no such device. ROCm's torch reads CUDA's variable.
@@ -33,13 +31,9 @@ def rank_command(
 ) -> tuple[str, ...]:
     """The command that becomes one rank, with its error recorded for the launcher.
 
-    Output is unbuffered, so that lines of several ranks keep their order.
-
-    Args:
-        spec: What to launch.
-        python: The interpreter for it.
-        errors: Folder for the errors of ranks whose launcher does not name a file.
-        cores: Cores of each local rank between slashes, such as 0,1/2,3.
+    Output is unbuffered, so that lines of several ranks keep their order. Errors go to the folder
+    `errors` if the launcher does not name a file for them. Cores are those of each local rank
+    between slashes, such as 0,1/2,3.
     """
     how = "module" if spec.module else "program" if spec.executable else "script"
     given = [f"--errors={errors}"] if errors else []
@@ -102,15 +96,7 @@ def given_plan(default: "Plan | None" = None, *, env: Mapping[str, str] | None =
 
 
 def plan_variable(plan: "Plan") -> str:
-    """NAME=VALUE of the variable that passes a plan to ranks.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> from fxtrain.launchers import plan_variable
-        >>> name, _, value = plan_variable(fx.Plan(seed=3)).partition("=")
-        >>> fx.given_plan(env={name: value}).seed
-        3
-    """
+    """NAME=VALUE of the variable that passes a plan to ranks."""
     files = importlib.import_module("fxtrain.state.files")
     data = json.loads(files.dumps(plan))
     return f"{files.PLAN_VARIABLE}={json.dumps(data, separators=(',', ':'))}"

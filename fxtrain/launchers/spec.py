@@ -1,6 +1,5 @@
 """What to launch, and what a launch will start: a command line, variables and files."""
 
-import json
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -16,11 +15,7 @@ T = TypeVar("T")
 
 
 LONGEST_S = 1_000_000  # maximum timeout: systems count milliseconds in 31 bits
-
-
 _LARGEST = 2**31 - 1  # maximum of processes, ports and seconds
-
-
 _SAID = {"true": True, "yes": True, "false": False, "no": False}
 Streams = Literal["none", "out", "err", "both"]
 _PORT = 29_500  # torch's default
@@ -50,14 +45,7 @@ def each(fits: Callable[[str], object], *, expected: str) -> Callable[[Any, Any,
     return check
 
 
-def is_host(text: str) -> bool:
-    """Whether a text can be the name or address of a machine.
-
-    Example:
-        >>> from fxtrain.launchers.spec import is_host
-        >>> [is_host(text) for text in ("node-1.local", "[::1]", "a..b", "x" * 300)]
-        [True, True, False, False]
-    """
+def _is_host(text: str) -> bool:
     try:
         text.encode("idna")
     except UnicodeError:  # a part between dots is empty or too long
@@ -77,7 +65,7 @@ _device = each(
     re.compile(r"[0-9]+|[A-Z]+-[\w\-/]+").fullmatch, expected="a number or an identifier of a GPU"
 )
 _argument = each(lambda text: "\0" not in text, expected="an argument without a null character")
-_host = each(is_host, expected="a host name or address")
+_host = each(_is_host, expected="a host name or address")
 _setting = each(re.compile(r"\w+=[^,\0]+").fullmatch, expected="KEY=VALUE without a comma")
 _word = each(re.compile(r"[\w.-]+").fullmatch, expected="a word of letters, digits, . _ and -")
 
@@ -175,6 +163,11 @@ class LaunchSpec:
         return self.rendezvous or ("static" if fixed else "c10d")
 
     @property
+    def elastic(self) -> bool:
+        """Whether nodes join and leave."""
+        return self.nodes > 1 and self.meets == "c10d"
+
+    @property
     def port(self) -> int:
         """The port at the main address; 0 for a free one."""
         return self.main_port or (_PORT if self.nodes > 1 else 0)
@@ -222,10 +215,8 @@ def name_values(pairs: tuple[str, ...]) -> dict[str, str]:
 def options_from(kind: type | None, options: Mapping[str, Any], *, launcher: str) -> Any:
     """Convert words of a command line, or values of a file, into a launcher's own options.
 
-    Args:
-        kind: The record, or None for a launcher without options.
-        options: By name; a string is parsed as the option's type.
-        launcher: Its name, for messages.
+    `kind` is their record, or None for a launcher without options. A string is parsed as the
+    option's type.
 
     Raises:
         LaunchError: the launcher has no such option, or a value is invalid.
@@ -299,14 +290,3 @@ def _quoted(word: str) -> str:
 def _code(letter: str) -> str:
     number = ord(letter)
     return f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
-
-
-def as_json(invocation: Invocation) -> str:
-    """The invocation for other programs: an object with argv, env and files.
-
-    Example:
-        >>> from fxtrain.launchers import Invocation, as_json
-        >>> as_json(Invocation(argv=("true",)))
-        '{"argv": ["true"], "env": {}, "files": {}}'
-    """
-    return json.dumps(attrs.asdict(invocation))

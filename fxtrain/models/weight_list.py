@@ -240,7 +240,7 @@ def import_function(source: str, returns: str = "a model") -> Any:
         returns: What the function should return, for messages.
 
     Raises:
-        PlanError: there is no such module, or it has no such name.
+        PlanError: there is no such module, importing it fails, or it has no such name.
     """
     module, _, function = source.partition(":")
     here = str(Path.cwd())
@@ -248,8 +248,10 @@ def import_function(source: str, returns: str = "a model") -> Any:
         sys.path.insert(0, here)  # as `python -m` does
     try:
         target: Any = importlib.import_module(module)
-    except (ModuleNotFoundError, ValueError) as error:
-        raise PlanError(f"{source}: {error}. Pass {returns} as module:function.") from error
+    except (Exception, SystemExit) as error:  # any error of code outside fxtrain
+        raise PlanError(
+            f"{source}: {type(error).__name__}: {error}. Pass {returns} as module:function."
+        ) from error
     for part in function.split("."):
         if not hasattr(target, part):
             raise PlanError(f"{source}: {module} has no {function!r}.{closest(part, dir(target))}")

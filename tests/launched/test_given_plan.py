@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.cli.launch_command import LAUNCH, spec_of
-from fxtrain.launchers import plan_variable
+from fxtrain.launchers.program import plan_variable
 from tests.launched._run import FXTRAIN, run_fork
 
 SCRIPT = """

@@ -11,7 +11,7 @@ import fxtrain as fx
 from fxtrain import ops
 from fxtrain.cli import main
 from fxtrain.cli.launch_command import LAUNCH, spec_of
-from fxtrain.launchers import plan_variable
+from fxtrain.launchers.program import plan_variable
 from fxtrain.state.mesh import resolve_mesh
 from fxtrain.testing import fake_world
 from tests.launched._run import FXTRAIN, run_fork

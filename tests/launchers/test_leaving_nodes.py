@@ -6,7 +6,7 @@ import pytest
 
 from fxtrain.launchers import LaunchSpec
 from fxtrain.launchers.built_in.native.agent import _Agent
-from fxtrain.launchers.built_in.native.rendezvous import _CleaningRendezvous
+from fxtrain.launchers.built_in.native.rendezvous import ElasticRendezvous
 
 
 def _agent(*, failures=2, count=2, least=1, reserve=0, serves=False, elastic=True):
@@ -16,10 +16,10 @@ def _agent(*, failures=2, count=2, least=1, reserve=0, serves=False, elastic=Tru
     )
     agent.serves, agent._in_a_row = serves, failures
     agent._ends = SimpleNamespace(count=count)
-    handler = _CleaningRendezvous.__new__(_CleaningRendezvous)
+    handler = ElasticRendezvous.__new__(ElasticRendezvous)
     state = SimpleNamespace(wait_list=set(range(reserve)), redundancy_list={"last"})
     handler._backend = SimpleNamespace(seen=state if reserve else None)
-    agent._rdzv_handler = handler
+    agent.handler = handler
     return agent
 
 

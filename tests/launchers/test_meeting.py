@@ -18,7 +18,12 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from fxtrain.launchers.built_in.native import rendezvous
-from fxtrain.launchers.built_in.native.rendezvous import StateBackend, read_state, write_state
+from fxtrain.launchers.built_in.native.rendezvous import (
+    Clock,
+    StateBackend,
+    read_state,
+    write_state,
+)
 
 KEY = "fxtrain.rendezvous.run"
 NODES = st.builds(
@@ -51,7 +56,8 @@ def _states(draw):
 
 @given(state=_states())
 def test_a_state_travels_as_json(state):
-    assert vars(read_state(write_state(state))) == vars(state)
+    clock = Clock()
+    assert vars(read_state(write_state(state, clock), clock, 30)) == vars(state)
 
 
 def _got(answer):
@@ -141,22 +147,23 @@ JSON = st.recursive(
     lambda part: st.lists(part, max_size=4) | st.dictionaries(st.text(max_size=5), part),
     max_leaves=8,
 )
-FIELDS = tuple(json.loads(write_state(dynamic_rendezvous._RendezvousState())))
+FIELDS = tuple(json.loads(write_state(dynamic_rendezvous._RendezvousState(), Clock())))
 
 
 @given(found=JSON | st.fixed_dictionaries(dict.fromkeys(FIELDS, JSON)))
 def test_any_other_json_is_an_error_of_the_state(found):
+    clock = Clock()
     try:
-        state = read_state(json.dumps(found))
+        state = read_state(json.dumps(found), clock, 30)
     except RendezvousStateError:
         return
-    assert vars(read_state(write_state(state))) == vars(state)
+    assert vars(read_state(write_state(state, clock), clock, 30)) == vars(state)
 
 
 @given(text=st.text() | st.integers(3000, 6000).map(lambda depth: "[" * depth))
 def test_any_other_text_is_an_error_of_the_state(text):
     with pytest.raises(RendezvousStateError):
-        read_state(text)
+        read_state(text, Clock(), 30)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +181,7 @@ def test_any_other_text_is_an_error_of_the_state(text):
     ],
 )
 def test_a_state_is_read_strictly(old, new):
-    text = write_state(dynamic_rendezvous._RendezvousState())
+    text = write_state(dynamic_rendezvous._RendezvousState(), Clock())
     assert old in text
     with pytest.raises(RendezvousStateError, match="invalid rendezvous state"):
-        read_state(text.replace(old, new))
+        read_state(text.replace(old, new), Clock(), 30)

@@ -4,7 +4,8 @@ import signal
 
 import pytest
 
-from fxtrain.launchers import Failure, LaunchResult, describe, keep_tracebacks, outcome
+from fxtrain.launchers import Failure, LaunchResult, describe, outcome
+from fxtrain.launchers.outcome import keep_tracebacks
 
 
 @pytest.mark.parametrize(

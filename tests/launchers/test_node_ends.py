@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 from torch import distributed as dist
 
-from fxtrain.launchers.built_in.native.node_ends import NodeEnd, NodeEnds
+from fxtrain.launchers.built_in.native.agent import NodeEnd, NodeEnds
 
 
 def _nodes(count, store=None):
@@ -104,5 +104,6 @@ def test_a_store_that_ended_is_no_answer():
 def test_a_node_alone_waits_for_nobody():
     (node,) = _nodes(1)
     node.begin()
+    assert node.culprit_of(_end(0)) == "" and node.told() == "" and not node.interrupted()
     assert node.wait() == "" and node.name == ""
     node.leave()

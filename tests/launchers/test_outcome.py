@@ -5,7 +5,8 @@ import traceback
 import torch
 
 import fxtrain as fx
-from fxtrain.launchers import Failure, LaunchResult, describe, keep_tracebacks
+from fxtrain.launchers import Failure, LaunchResult, describe
+from fxtrain.launchers.outcome import keep_tracebacks
 
 
 def _failure(call):

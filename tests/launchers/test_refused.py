@@ -6,13 +6,8 @@ import attrs
 import pytest
 
 from fxtrain.errors import LaunchError
-from fxtrain.launchers import (
-    LaunchSpec,
-    MpiOptions,
-    SlurmOptions,
-    options_from,
-    prepare,
-)
+from fxtrain.launchers import LaunchSpec, MpiOptions, SlurmOptions, prepare
+from fxtrain.launchers.spec import options_from
 from tests.launchers._specs import HERE, SAGEMAKER, VALUE, spec_of
 
 

@@ -12,7 +12,8 @@ import attrs
 import fxtrain as fx
 from fxtrain.cli import main
 from fxtrain.cli.launch_command import LAUNCH
-from fxtrain.launchers import FLAGS, LAUNCHERS, LaunchSpec
+from fxtrain.launchers import LAUNCHERS, LaunchSpec
+from fxtrain.launchers.flags import FLAGS
 from fxtrain.state import structure, unstructure
 from fxtrain.state.parsing import put
 

@@ -6,9 +6,13 @@ another agent was stopped or lost its machine, and says nothing about ranks that
 
 import atexit
 import contextlib
+import json
 import os
+import platform
+import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +26,31 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousParameters,
-)
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
 from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.native.elastic import FAREWELL, FAREWELL_S
-from fxtrain.launchers.built_in.native.node_ends import NodeEnd, NodeEnds
-from fxtrain.launchers.built_in.native.rendezvous import BACKEND, open_handler, say
+from fxtrain.launchers.built_in.native.rendezvous import open_handler, say
+from fxtrain.launchers.orphans import MARK, end_strays
 from fxtrain.launchers.outcome import (
     LaunchResult,
-    by_cause,
     count_memory_kills,
     describe,
     distance,
+    find_failures,
     one_line,
-    read_reports,
     tell_memory_kills,
-    to_failures,
 )
 from fxtrain.launchers.spec import LaunchSpec
+from fxtrain.ops.closing import answered
 from fxtrain.ops.rendezvous_store import first_line
+from fxtrain.state.parsing import parse_json
 
+_HEARTBEAT_INTERVAL_S = 1.0
+_SILENT_S = 10.0  # after which a node that sends no heartbeat is considered lost
+_LOOK_S = 0.5  # for another node to tell that it failed first
+_POLL_INTERVAL_S = 0.1
+_LONGEST_TEXT = 4000
 _FAILURES = 2  # in a row, of ranks of one node, after which it leaves the run
 _WAITING_S = 20.0  # for nodes that start their ranks again to be seen waiting
 _MAIN_LOST = (
@@ -54,6 +59,209 @@ _MAIN_LOST = (
 )
 # Fields of torch's records that older versions lack.
 _NEWER = ("duplicate_stdout_filters", "duplicate_stderr_filters", "virtual_local_rank")
+
+
+@attrs.frozen(kw_only=True)
+class NodeEnd:
+    """How a node ended.
+
+    Attributes:
+        text: What failed or stopped it, with the name of the node; empty if its ranks succeeded.
+        distance: That of its first failure, as `outcome.distance` has it.
+        stopped: Whether its launcher got a signal to end, which is not a failure of the run.
+        number: How many nodes had told their end when this one did, itself included.
+    """
+
+    text: str = ""
+    distance: int = 0
+    stopped: bool = False
+    number: int = 0
+
+
+@attrs.frozen
+class NodeEnds:
+    """What the nodes of one attempt tell each other; a node alone tells nothing.
+
+    Attributes:
+        store: Their store.
+        node: This node's number.
+        count: Number of nodes.
+        serves: Whether this process serves the store, and therefore leaves last.
+    """
+
+    store: Any
+    node: int
+    count: int
+    serves: bool
+
+    @property
+    def name(self) -> str:
+        """This node in messages; empty if it is the only one."""
+        return f"node {self.node} ({platform.node()})" if self.count > 1 else ""
+
+    def begin(self) -> None:
+        """Tell the others the host, and that this launcher lives, to the end of the process."""
+        if self.count > 1:
+            self.store.set(f"host/{self.node}", platform.node())
+            self.store.delete_key(f"ended/{self.node}")  # of an attempt before
+            _start_heartbeats(self.store, self.node)
+
+    def tell(self, end: NodeEnd) -> NodeEnd:
+        """Tell the others how this node ended; the end with its number."""
+        end = attrs.evolve(end, text=end.text[:_LONGEST_TEXT], number=self.store.add("ends", 1))
+        self.store.set(f"ended/{self.node}", json.dumps(attrs.asdict(end)))
+        return end
+
+    def culprit_of(self, mine: NodeEnd) -> str | None:
+        """Tell that ranks of this node failed; what failed before on another node.
+
+        Returns:
+            The other node's text; empty if this node failed first, or if none has told in time.
+            None if the store does not answer.
+        """
+        if self.count == 1:
+            return ""
+        return self._asked(2 * _LOOK_S, lambda: self._first(self.tell(mine)))
+
+    def _first(self, mine: NodeEnd) -> str:
+        start = time.monotonic()
+        while True:
+            others = [end for node in self._others() if (end := self._end_of(node))]
+            causes = [end for end in others if end.text and end.distance == 0]
+            # Nodes that told their end before may still be writing it.
+            before = mine.number - 1 <= sum(end.number < mine.number for end in others)
+            decided = before if mine.distance == 0 else bool(causes)
+            late = time.monotonic() - start > _LOOK_S
+            if decided or late or len(others) == self.count - 1:
+                break
+            time.sleep(_POLL_INTERVAL_S)
+        # Of several that only lost a peer, each tells which one.
+        first = min([*causes, mine], key=lambda end: (end.distance, end.number))
+        return "" if first is mine else first.text
+
+    def wait(self, until: Callable[[], bool] = lambda: False) -> str | None:
+        """Tell that the ranks of this node succeeded, and wait for those of the others.
+
+        Args:
+            until: Ends waiting for nodes that have not ended, such as when another one has come in
+                the place of one that was lost.
+
+        Returns:
+            What failed on another node; empty if nothing did. None if the store does not answer.
+
+        Effects:
+            Writes a line to standard error for each node that was stopped by a signal.
+        """
+        if self.count == 1:
+            return ""
+        beats = {node: (-1, time.monotonic()) for node in self._others()}
+        ends: dict[int, NodeEnd] = {}
+        if not answered(_SILENT_S, lambda: self.tell(NodeEnd())):
+            return None
+        while beats:
+            if not answered(_SILENT_S, lambda: self._look(beats, ends)):
+                return None
+            if beats and until():
+                break
+            time.sleep(_POLL_INTERVAL_S if beats else 0)
+        failed = [end for end in ends.values() if end.text and not end.stopped]
+        first = min(failed, key=lambda end: (end.distance, end.number), default=NodeEnd())
+        return first.text
+
+    def _look(self, beats: dict[int, tuple[int, float]], ends: dict[int, NodeEnd]) -> None:
+        """Move nodes that have ended, or are no longer heard of, from `beats` to `ends`."""
+        for node, (seen, since) in [*beats.items()]:
+            beat, now = self.store.add(f"alive/{node}", 0), time.monotonic()
+            if end := self._end_of(node):
+                if end.stopped:
+                    say(end.text)
+                ends[node] = end
+            elif beat != seen:
+                beats[node] = beat, now
+            elif now - since > _SILENT_S:
+                host = self.store.get(f"host/{node}").decode()[:_LONGEST_TEXT]
+                text = (
+                    f"Node {node} ({host}) sent nothing for {_SILENT_S:.0f} s, so this node does "
+                    f"not wait for it: its launcher or machine ended, or the network between them "
+                    f"is down."
+                )
+                # Under torch 2.9, a node that works sends none either.
+                known = hasattr(self.store, "clone")
+                ends[node] = NodeEnd(text=text, distance=1, stopped=not known)
+                if known:  # so that `leave` does not wait for it again
+                    self.store.set(f"left/{node}", "")
+            if node in ends:
+                del beats[node]
+
+    def interrupt(self) -> None:
+        """Tell the others that ranks of this node are ended to start again."""
+        self._asked(_LOOK_S, lambda: self.store.set("interrupted", ""))
+
+    def interrupted(self) -> bool:
+        """Whether another node ends its ranks to start them again."""
+        return bool(self._asked(_LOOK_S, lambda: self.store.check(["interrupted"])))
+
+    def told(self) -> str:
+        """What other nodes told of their failures; empty if they told nothing."""
+        ends = self._asked(_LOOK_S, lambda: [*map(self._end_of, self._others())])
+        return min((end.text for end in ends or () if end and end.text), default="")
+
+    def _asked(self, patience_s: float, question: Callable[[], Any]) -> Any:
+        """The answer of the store; None if there is none in time, or no other node."""
+        answers: list[Any] = []
+        if self.count > 1:
+            answered(patience_s, lambda: answers.append(question()))
+        return answers[0] if answers else None
+
+    def leave(self) -> None:
+        """End the use of the store; the node that serves it waits `FAREWELL_S` for the others."""
+        if self.count == 1:
+            return
+        self.store.set(f"left/{self.node}", "")
+        start = time.monotonic()
+        while self.serves and time.monotonic() - start < FAREWELL_S:
+            if all(self.store.check([f"left/{node}"]) for node in self._others()):
+                return
+            time.sleep(_POLL_INTERVAL_S)
+
+    def _others(self) -> list[int]:
+        return [node for node in range(self.count) if node != self.node]
+
+    def _end_of(self, node: int) -> NodeEnd | None:
+        """What a node told; None if it has not ended."""
+        if not self.store.check([f"ended/{node}"]):
+            return None
+        try:
+            told = parse_json(self.store.get(f"ended/{node}"))
+            return NodeEnd(
+                text=str(told["text"])[:_LONGEST_TEXT],
+                distance=int(told["distance"]),
+                stopped=bool(told["stopped"]),
+                number=int(told["number"]),
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            return NodeEnd(text=f"Node {node} told its end in another format: {error}", distance=1)
+
+
+def _start_heartbeats(store: Any, node: int) -> None:
+    """Count up in the store to the end of this process."""
+    if not hasattr(store, "clone"):  # torch 2.9: calls of this thread would block the agent's
+        return
+    own = store.clone()
+
+    def beat() -> None:
+        try:
+            while True:
+                own.add(f"alive/{node}", 1)
+                time.sleep(_HEARTBEAT_INTERVAL_S)
+        except RuntimeError:
+            return  # the node that serves the store has ended
+
+    threading.Thread(target=beat, name="fxtrain heartbeats", daemon=True).start()
+
+
+# A node that has no others, or cannot reach them any more.
+_ALONE = NodeEnds(None, 0, 1, serves=False)
 
 
 class _LeavesError(Exception):
@@ -71,25 +279,48 @@ class LostRendezvousError(RendezvousError):
 def run_agent(
     launch: LaunchSpec,
     config: Any,
-    command: tuple[Any, ...],
-    logs: Path,
-    serves: bool,  # noqa: FBT001 - internal
+    program: Any,
+    arguments: Sequence[Any],
+    door: socket.socket | None,
     deadline: float | None,
+    replace_spares: Callable[[], None],
 ) -> LaunchResult:
     """Start the ranks of this node and wait until they and those of other nodes have ended.
 
-    `config` is torch's `LaunchConfig`, with the settings of our rendezvous. A node that serves the
-    store leaves last. At the deadline, on the monotonic clock, the ranks are ended.
+    `config` is torch's `LaunchConfig`. A node with a `door` serves the store, and leaves last. At
+    the deadline, on the monotonic clock, the ranks are ended.
 
     Raises:
         LaunchError: not all nodes have joined, or the machine that serves the rendezvous was lost.
         TimeoutError: the ranks did not finish before the deadline.
     """
     start = time.monotonic()
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     try:
-        agent = _make_agent(config, command)
-        agent.launch, agent.logs, agent.serves, agent.deadline = launch, logs, serves, deadline
-        agent.begun, agent.kills = time.time(), count_memory_kills()
+        handler = open_handler(launch, config, door)
+        spec = WorkerSpec(
+            role=config.role,
+            local_world_size=config.nproc_per_node,
+            entrypoint=program,
+            args=tuple(arguments),
+            rdzv_handler=handler,
+            max_restarts=config.max_restarts,
+            monitor_interval=config.monitor_interval,
+            local_addr=config.local_addr,
+            event_log_handler=config.event_log_handler,
+            numa_options=config.numa_options,
+            **_where_known(config, *_NEWER),
+        )
+        agent = _Agent(
+            spec,
+            config.logs_specs,
+            start_method=config.start_method,
+            log_line_prefix_template=config.log_line_prefix_template,
+            **_where_known(config, "shutdown_timeout"),
+        )
+        agent.launch, agent.handler, agent.serves = launch, handler, door is not None
+        agent.deadline, agent.replace_spares = deadline, replace_spares
+        agent.kills = count_memory_kills()
         return agent.run_and_leave()
     except SignalException as error:
         return LaunchResult(ranks=launch.world_size, signal=int(error.sigval))
@@ -110,60 +341,22 @@ def run_agent(
         ) from error
 
 
-def _make_agent(config: Any, command: tuple[Any, ...]) -> "_Agent":
-    handler = open_handler(
-        RendezvousParameters(
-            backend=BACKEND,
-            endpoint=config.rdzv_endpoint,
-            run_id=config.run_id,
-            min_nodes=config.min_nodes,
-            max_nodes=config.max_nodes,
-            local_addr=config.local_addr,
-            **config.rdzv_configs,
-        )
-    )
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
-    spec = WorkerSpec(
-        role=config.role,
-        local_world_size=config.nproc_per_node,
-        entrypoint=command[0],
-        args=command[1:],
-        rdzv_handler=handler,
-        max_restarts=config.max_restarts,
-        monitor_interval=config.monitor_interval,
-        local_addr=config.local_addr,
-        event_log_handler=config.event_log_handler,
-        numa_options=config.numa_options,
-        **{name: getattr(config, name) for name in _NEWER if hasattr(config, name)},
-    )
-    has_timeout = hasattr(config, "shutdown_timeout")
-    timeout = {"shutdown_timeout": config.shutdown_timeout} if has_timeout else {}
-    return _Agent(
-        spec,
-        config.logs_specs,
-        start_method=config.start_method,
-        log_line_prefix_template=config.log_line_prefix_template,
-        **timeout,
-    )
+def _where_known(config: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 class _Agent(LocalElasticAgent):
     launch: LaunchSpec
-    logs: Path
+    handler: Any
     serves: bool
     deadline: float | None
-    begun: float  # in seconds since 1970
+    replace_spares: Callable[[], None]
     kills: int | None  # by the kernel's out-of-memory killer, until then
     _failures: dict[int, Any]
     _in_a_row: int = 0  # attempts that failed since ranks of this node did
-    _ends: NodeEnds | None = None
+    _ends: NodeEnds = _ALONE
     _culprit: str | None = ""
     _stopped_at: float | None = None
-
-    @property
-    def elastic(self) -> bool:
-        """Whether nodes join and leave."""
-        return self.launch.nodes > 1 and self.launch.meets == "c10d"
 
     def run_and_leave(self) -> LaunchResult:
         """Run to the end; the other nodes learn how this one ended."""
@@ -183,7 +376,7 @@ class _Agent(LocalElasticAgent):
             return error.ending
         except LostRendezvousError as error:
             if isinstance(error.__cause__, RendezvousConnectionError):  # nobody can be told
-                self._ends, closes = None, False
+                self._ends, closes = _ALONE, False
             raise
         except Exception as error:
             end = NodeEnd(text=f"ended with an error: {first_line(error)}")
@@ -198,48 +391,45 @@ class _Agent(LocalElasticAgent):
 
     def _ended(self, failures: dict[int, Any]) -> LaunchResult:
         codes = {rank: failure.exitcode for rank, failure in failures.items()}
-        reports = read_reports(_last_attempt(self.logs, since=self.begun)) if codes else {}
+        files = self._pcontext.error_files.values() if codes and self._pcontext else ()
         return LaunchResult(
             ranks=self.launch.world_size,
-            failures=by_cause(to_failures(codes, reports)),
-            node=self._ends.name if self._ends else "",
+            failures=find_failures(codes, (path for path in map(Path, files) if path.exists())),
+            node=self._ends.name,
             memory=tell_memory_kills(self.kills),
         )
 
     def _told(self, ending: LaunchResult) -> LaunchResult:
-        if self._ends is None or self._ends.count == 1:
-            return ending
         first = ending.failures[0]
         mine = NodeEnd(text=one_line(first, ending), distance=distance(first))
         if (culprit := self._ends.culprit_of(mine)) is None:
-            self._ends = None
+            self._ends = _ALONE
         return attrs.evolve(ending, culprit=culprit or "")
 
     def _farewell(self, end: NodeEnd | None, closes: bool) -> None:  # noqa: FBT001 - internal
-        if self._ends is not None:
-            with contextlib.suppress(RuntimeError):  # the node that serves the store has ended
-                if end is not None:
-                    name = self._ends.name[:1].upper() + self._ends.name[1:]
-                    self._ends.tell(attrs.evolve(end, text=f"{name} {end.text}"))
-                self._ends.leave()
+        with contextlib.suppress(RuntimeError):  # the node that serves the store has ended
+            if end is not None and self._ends.count > 1:
+                self._ends.tell(attrs.evolve(end, text=f"N{self._ends.name[1:]} {end.text}"))
+            self._ends.leave()
         if closes:
-            self._rdzv_handler.shutdown()
+            self.handler.shutdown()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         look: Any = super()._monitor_workers
         result: RunResult = look(worker_group)
         self._failures = result.failures
+        self.replace_spares()
         running = result.state is WorkerState.HEALTHY
         if running and self.deadline is not None and time.monotonic() > self.deadline:
             raise TimeoutError("The ranks did not finish in time.")
-        if self.elastic and result.state is WorkerState.SUCCEEDED and self._starts_again():
+        if self.launch.elastic and result.state is WorkerState.SUCCEEDED and self._starts_again():
             return RunResult(state=WorkerState.HEALTHY)
         return result
 
     def _nodes_wait(self) -> bool:
         """Whether nodes wait to join, such as a launcher that was killed and started again."""
         with contextlib.suppress(RendezvousError):
-            return self._rdzv_handler.num_nodes_waiting() > 0
+            return self.handler.num_nodes_waiting() > 0
         return False
 
     def _starts_again(self) -> bool:
@@ -249,11 +439,11 @@ class _Agent(LocalElasticAgent):
         it, or lost its launcher. The agent starts them again once it sees that nodes wait; if none
         does, its ranks have ended.
         """
-        if self._stopped_at is None and self._ends and self._ends.interrupted():
+        if self._stopped_at is None and self._ends.interrupted():
             self._stopped_at = time.monotonic()
         if self._stopped_at is not None and time.monotonic() - self._stopped_at < _WAITING_S:
             return True
-        self._culprit = self._ends.wait(self._nodes_wait) if self._ends else ""
+        self._culprit = self._ends.wait(self._nodes_wait)
         return self._culprit is not None and self._nodes_wait()
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -262,24 +452,25 @@ class _Agent(LocalElasticAgent):
         if worker_group.state.name != "HEALTHY":
             attempt = spec.max_restarts - self._remaining_restarts - 1
             ending = self._ended(self._failures)
-            if self.elastic:  # where numbered nodes start their ranks again, each does by itself
+            if self.launch.elastic:  # numbered nodes start their ranks again each by itself
                 ending = self._told(ending)
-            self._in_a_row = 0 if ending.culprit or self._ends is None else self._in_a_row + 1
-            if self._ends and self._can_leave():
+            lost = self._ends is _ALONE
+            self._in_a_row = 0 if ending.culprit or lost else self._in_a_row + 1
+            if self._can_leave():
                 say(
-                    f"{self._ends.name[:1].upper()}{self._ends.name[1:]} leaves the run: its ranks "
-                    f"failed {_FAILURES} times in a row, and enough other nodes remain."
+                    f"N{self._ends.name[1:]} leaves the run: its ranks failed {_FAILURES} times in "
+                    f"a row, and enough other nodes remain."
                 )
                 self._ends.interrupt()
                 raise _LeavesError(ending)
             why = describe(ending) if ending.failures else "A rank of another node ended."
             left = self.launch.restarts - attempt
             say(f"Attempt {attempt + 1} failed; {left} more to come. {why}")
-        elif self._ends:
+        else:
             why = self._ends.told()
             self._in_a_row = 0 if why else self._in_a_row
             say(f"The ranks of this node start again. {why or 'Nodes join or leave.'}")
-        if self.elastic and self._ends:
+        if self.launch.elastic:
             self._ends.interrupt()
         restart: Any = super()._restart_workers  # decorated without types
         try:
@@ -292,33 +483,25 @@ class _Agent(LocalElasticAgent):
 
         The node that serves the rendezvous stays, since the others could not go on without it.
         """
-        if not self.elastic or self.serves or not self._ends or self._in_a_row < _FAILURES:
+        if not self.launch.elastic or self.serves or self._in_a_row < _FAILURES:
             return False
-        handler: Any = self._rdzv_handler
         fewest = self.launch.min_nodes or self.launch.nodes
-        return self._ends.count - 1 + handler.nodes_in_reserve() >= fewest
+        return self._ends.count - 1 + self.handler.nodes_in_reserve() >= fewest
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # Remaining children of ranks, before the next attempt starts.
+        end_strays(os.environ[MARK], patience_s=self.launch.shutdown_s, ask=True)
         join: Any = super()._rendezvous
         join(worker_group)
         count = worker_group.group_world_size or 1
-        if self._ends and count < self._ends.count:
+        if count < self._ends.count:
             say(f"The run continues with {count} of {self._ends.count} nodes.")
         self._ends = NodeEnds(self._store, worker_group.group_rank or 0, count, self.serves)
         self._ends.begin()
         self._stopped_at = None
 
     def _exit_barrier(self) -> None:
-        if not self.elastic:  # where nodes join and leave, it has waited for the others
-            self._culprit = self._ends.wait() if self._ends else ""
+        if not self.launch.elastic:  # where nodes join and leave, it has waited for the others
+            self._culprit = self._ends.wait()
         if self._culprit is None:
-            self._ends, self._culprit = None, _MAIN_LOST
-
-
-def _last_attempt(logs: Path, *, since: float) -> list[Path]:
-    """Output of the last attempt: folders are RUN/attempt_N/LOCAL_RANK."""
-    attempts = [path for path in logs.glob("*/attempt_*") if path.stat().st_mtime >= since - 1]
-    if not attempts:
-        return []
-    last = max(attempts, key=lambda path: (path.stat().st_mtime, int(path.name.split("_")[-1])))
-    return sorted(last.glob("*/error.json"))
+            self._ends, self._culprit = _ALONE, _MAIN_LOST

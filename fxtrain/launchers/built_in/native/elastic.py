@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from fxtrain._addresses import is_local, listen
-from fxtrain._secret import SECRET, derive_key, fresh_secret, key_proof
+from fxtrain._secret import SECRET, fresh_secret
 from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.native.spares import spares_kept
 from fxtrain.launchers.launcher import (
@@ -30,7 +30,7 @@ from fxtrain.launchers.launcher import (
 from fxtrain.launchers.machine import Machine, cores_of_ranks
 from fxtrain.launchers.orphans import MARK, end_strays, kept, mark_within
 from fxtrain.launchers.outcome import LaunchResult
-from fxtrain.launchers.program import QUIET, rank_command, shared_environment
+from fxtrain.launchers.program import rank_command, shared_environment
 from fxtrain.launchers.spec import Invocation, LaunchSpec
 
 FAREWELL = "fxtrain farewell"  # the thread in which a launcher tells other nodes of its end
@@ -71,18 +71,10 @@ def native(spec: LaunchSpec, machine: Machine) -> Invocation:
         # The elastic launcher replaces ${local_rank} in arguments; a user's $ must stay a $.
         *(word.replace("$", "$$") for word in arguments),
     ]
-    return Invocation(argv=argv, env=shared_environment(spec, machine) | _store(spec))
-
-
-def _store(spec: LaunchSpec) -> dict[str, str]:
-    """Which process serves the store of the ranks, if nodes may be replaced.
-
-    In torch 2.13, a launcher that serves it publishes its address only once, so that a node that
-    joins a later round waits for it in vain. Rank 0 publishes it in every round.
-    """
-    if spec.meets == "c10d" and spec.nodes > 1:
-        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return {}
+    # In torch 2.13, a launcher that serves the store of the ranks publishes its address only once,
+    # so that a node that joins a later round waits for it in vain. Rank 0 does in every round.
+    store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if spec.elastic else {}
+    return Invocation(argv=argv, env=shared_environment(spec, machine) | store)
 
 
 def _rendezvous(spec: LaunchSpec, machine: Machine) -> list[str]:
@@ -139,11 +131,7 @@ def run_elastic(
 ) -> LaunchResult:
     """Run the elastic launcher until all ranks of this machine have exited.
 
-    Args:
-        spec: What to launch.
-        invocation: What `native` made of it.
-        deadline: When to end the ranks, on the monotonic clock; None for never.
-        checks_devices: Check that each rank has an accelerator, if there are any.
+    At the deadline, on the monotonic clock, they are ended.
 
     Effects:
         Imports torch; adds the invocation's variables to those of this process, which the ranks
@@ -158,8 +146,8 @@ def run_elastic(
     os.environ.update(invocation.env)
     if spec.nodes == 1:  # no other machine to agree with
         os.environ.setdefault(SECRET, fresh_secret())
-    for name, level in QUIET.items():
-        os.environ.setdefault(name, level)
+    # torch's C++ code warns of names without reverse DNS, and of closed connections at every end.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ[MARK] = mark_within(os.environ)
     for thread in threading.enumerate():
         if thread.name == FAREWELL:  # an earlier launch of this process may still use the port
@@ -176,19 +164,17 @@ def run_elastic(
         with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
             stacks = Path(spec.log_dir or folder, "stacks").absolute()
             os.environ.setdefault(_standing().STACKS, str(stacks))
-            config, program, arguments = _config(api, invocation.argv[3:], folder)
-            _use_store_rendezvous(config, spec, door)
+            config, *command = _config(api, invocation.argv[3:], folder)
             agent = importlib.import_module("fxtrain.launchers.built_in.native.agent")
-            logs = Path(spec.log_dir or folder)
             ask = True
             with (
                 kept(os.environ[MARK], patience_s=spec.shutdown_s),
                 forward_signals(FORWARDED_SIGNALS, _forward),
             ):
                 try:
-                    with spares_kept(spec.spares):
+                    with spares_kept(spec.spares) as replace_spares:
                         ending = agent.run_agent(
-                            spec, config, (program, *arguments), logs, door is not None, deadline
+                            spec, config, *command, door, deadline, replace_spares
                         )
                     ask = ending.code != 0
                 finally:  # of ranks, which may still finish something after a success
@@ -224,21 +210,21 @@ def _open_rendezvous(spec: LaunchSpec) -> socket.socket | None:
     """Listen at the main address, or check that it is reachable, before torch waits for it."""
     host = "127.0.0.1" if spec.nodes == 1 else spec.main_address.strip("[]")
     who = f"Node {spec.node_rank} of {spec.nodes}"
-    joins = spec.meets == "c10d" and spec.nodes > 1  # whichever launcher comes first serves
     door = None
-    if is_local(host) if joins else spec.node_rank == 0:
+    # Where nodes join, whichever launcher comes first serves.
+    if is_local(host) if spec.elastic else spec.node_rank == 0:
         try:
             door = listen(host, spec.port)
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
-            if not (joins and in_use):
+            if not (spec.elastic and in_use):
                 why = "is in use by another program" if in_use else f"fails: {error.strerror}"
                 raise LaunchError(
                     f"Port {spec.port} of this machine {why}. Choose another main_port, the same "
                     f"on every node.",
                     code="FX701",
                 ) from error
-    hint = _main_hint(spec)
+    hint = main_hint(spec)
     if door is not None and not hint:
         return door
     try:
@@ -289,24 +275,7 @@ def _why(address: str, error: OSError) -> str:
     return "the connection failed: " + (error.strerror or str(error)).lower()
 
 
-def _use_store_rendezvous(config: Any, spec: LaunchSpec, door: socket.socket | None) -> None:
-    """Replace torch's rendezvous, which listens on every interface and unpickles, by ours."""
-    host = "127.0.0.1" if spec.nodes == 1 else spec.main_address
-    port = spec.port if door is None else door.getsockname()[1]
-    config.rdzv_endpoint = f"{host}:{port}"
-    config.rdzv_configs |= {
-        "meets": "static" if spec.nodes == 1 else spec.meets,
-        "rank": spec.node_rank,
-        "door": None if door is None else door.fileno(),
-        "connect_timeout_s": spec.connect_timeout_s,
-        "shutdown_s": spec.shutdown_s,
-        "mark": os.environ[MARK],
-        "proof": key_proof(derive_key(os.environ.get(SECRET, ""))),
-        "hint": _main_hint(spec),
-    }
-
-
-def _main_hint(spec: LaunchSpec) -> str:
+def main_hint(spec: LaunchSpec) -> str:
     """What is odd about a node 0 whose machine does not have the main address."""
     host = spec.main_address.strip("[]")
     if spec.nodes == 1 or spec.meets != "static" or spec.node_rank or is_local(host):

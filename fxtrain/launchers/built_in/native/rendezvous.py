@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStateError,
@@ -31,8 +30,9 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from fxtrain._secret import SECRET
-from fxtrain.launchers.orphans import end_strays
+from fxtrain._secret import SECRET, derive_key, key_proof
+from fxtrain.launchers.built_in.native.elastic import main_hint
+from fxtrain.launchers.spec import LaunchSpec
 from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state.parsing import parse_json
 
@@ -47,97 +47,84 @@ _SILENT_S = 5.0  # until the launcher says for which nodes it waits
 _WRONG = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
 
-def open_handler(params: RendezvousParameters) -> Any:
-    """The handler for a launch; the settings are those that `elastic.py` writes.
+def open_handler(launch: LaunchSpec, config: Any, door: socket.socket | None) -> Any:
+    """The handler for a launch, with torch's `LaunchConfig` for it.
+
+    The store is served by the process with a `door`, a listening socket.
 
     Raises:
         RendezvousConnectionError: the store cannot be reached.
         RendezvousStateError: the nodes have different secrets.
     """
-    host, _, port = params.endpoint.rpartition(":")
-    wait_s = float(params.config["connect_timeout_s"])
-    door = params.config["door"]
-    listening = None if door is None else socket.socket(fileno=os.dup(door))
+    host = config.rdzv_endpoint.rpartition(":")[0].strip("[]")
+    port = launch.port if door is None else door.getsockname()[1]
     try:
-        store = TCPStore(
-            host.strip("[]"),
-            int(port),
-            is_master=listening is not None,
+        store: Any = TCPStore(
+            host,
+            port,
+            is_master=door is not None,
             wait_for_workers=False,
-            timeout=timedelta(seconds=wait_s),
+            timeout=timedelta(seconds=launch.connect_timeout_s),
             # Without a socket of ours, it would listen on every interface.
-            master_listen_fd=None if listening is None else listening.detach(),
+            master_listen_fd=None if door is None else os.dup(door.fileno()),
         )
     except (RuntimeError, ValueError) as error:
-        raise RendezvousConnectionError(f"The store at {params.endpoint}: {error}") from error
-    proof = params.config["proof"]
-    _compare_secrets(store, params.run_id, proof)
-    if proof:  # so that others cannot guess the keys of this run
-        store = PrefixStore(proof, store)
-    if params.config["meets"] == "c10d":
-        last_call_s = float(params.config.get("last_call_timeout", 30))
-        backend = StateBackend(store, params.run_id, last_call_s)
-        handler = dynamic.create_handler(store, backend, params)
-        return _CleaningRendezvous(handler, params, backend)
-    return _CleaningRendezvous(
-        _StaticRendezvous(store, params, (host.strip("[]"), int(port))), params
-    )
-
-
-def _compare_secrets(store: Any, run_id: str, proof: str) -> None:
+        raise RendezvousConnectionError(f"The store at {host}:{port}: {error}") from error
+    proof = key_proof(derive_key(os.environ.get(SECRET, "")))
     mine = proof or "none"
-    if store.compare_set(f"fxtrain.secret.{run_id}", "", mine).decode() != mine:
+    if store.compare_set(f"fxtrain.secret.{config.run_id}", "", mine).decode() != mine:
         raise RendezvousStateError(
             f"{SECRET} on this node differs from that on another, or is set on one of them only."
         )
+    if proof:  # so that others cannot guess the keys of this run
+        store = PrefixStore(proof, store)
+    if launch.elastic:
+        return ElasticRendezvous(store, launch, config)
+    return _StaticRendezvous(store, launch, config.run_id, (host, port))
 
 
-class _CleaningRendezvous:
-    """A handler that ends remaining children of ranks before the next attempt starts.
-
-    It does not end ranks that still run where the store does not answer: they notice by themselves
-    if they have lost each other, within the time that their script allows.
+class ElasticRendezvous:
+    """torch's handler for nodes that join and leave, which says for which nodes it waits.
 
     Effects:
         Writes a line to standard error if nodes that join and leave are missing after a few
-        seconds.
+        seconds, or once if the store does not answer.
     """
 
-    def __init__(
-        self,
-        handler: RendezvousHandler,
-        params: RendezvousParameters,
-        backend: "StateBackend | None" = None,
-    ) -> None:
-        self._handler = handler
+    def __init__(self, store: Any, launch: LaunchSpec, config: Any) -> None:
+        options = config.rdzv_configs
+        backend = StateBackend(store, config.run_id, float(options.get("last_call_timeout", 30)))
+        params = RendezvousParameters(
+            BACKEND,
+            config.rdzv_endpoint,
+            config.run_id,
+            config.min_nodes,
+            config.max_nodes,
+            config.local_addr,
+            **options,
+        )
+        self._handler = dynamic.create_handler(store, backend, params)
         self._backend = backend
         self._before: dict[Any, int] = {}  # nodes of the attempt before
-        self._nodes = params.min_nodes
-        self._wait_s = float(params.config["connect_timeout_s"])
-        self._mark = params.config["mark"]
-        self._patience_s = float(params.config["shutdown_s"])
-        self._place, self._run_id = params.endpoint, params.run_id
+        self._fewest, self._wait_s = config.min_nodes, launch.connect_timeout_s
+        self._place, self._run_id = config.rdzv_endpoint, config.run_id
         self._lost = False
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See `RendezvousHandler`."""
-        end_strays(self._mark, patience_s=self._patience_s, ask=True)
-        if self._backend is None:  # numbered nodes, which say themselves for whom they wait
-            return self._handler.next_rendezvous()
         self._backend.settle()
-        timer = threading.Timer(_SILENT_S, self._tell_missing, [self._backend])
+        timer = threading.Timer(_SILENT_S, self._tell_missing)
         timer.daemon = True
         timer.start()
         try:
             info = self._handler.next_rendezvous()
         finally:
             timer.cancel()
-        if self._backend.seen is not None:
-            self._before = dict(self._backend.seen.participants)
+        self._before = dict(self._backend.seen.participants)
         return info
 
-    def _tell_missing(self, backend: "StateBackend") -> None:
-        state = backend.seen
+    def _tell_missing(self) -> None:
+        state = self._backend.seen
         if state is None:
             return
         if state.redundancy_list and not self._before:
@@ -156,9 +143,9 @@ class _CleaningRendezvous:
                 f"Waiting for node{'s' * (len(missing) > 1)} {nodes} of the attempt before, or for "
                 f"others in their place, for up to {self._wait_s:.0f} s."
             )
-        elif len(joined) < self._nodes:
+        elif len(joined) < self._fewest:
             say(
-                f"{len(joined)} of {self._nodes} nodes have joined; waiting for the others for up "
+                f"{len(joined)} of {self._fewest} nodes have joined; waiting for the others for up "
                 f"to {self._wait_s:.0f} s."
             )
 
@@ -177,7 +164,7 @@ class _CleaningRendezvous:
 
     def nodes_in_reserve(self) -> int:
         """Nodes that have come since the attempt began: they wait, or replace one that leaves."""
-        state = self._backend.seen if self._backend else None
+        state = self._backend.seen
         return len(state.wait_list) + len(state.redundancy_list) if state else 0
 
     def __getattr__(self, name: str) -> Any:
@@ -187,18 +174,18 @@ class _CleaningRendezvous:
 class _StaticRendezvous(StaticTCPRendezvous):
     """Numbered nodes, or a single node, which meet once in the given store."""
 
-    def __init__(self, store: Any, params: RendezvousParameters, place: tuple[str, int]) -> None:
-        self._wait_s = float(params.config["connect_timeout_s"])
-        node = int(params.config["rank"])
-        super().__init__(*place, node, params.max_nodes, params.run_id, math.ceil(self._wait_s))
-        self._shared = PrefixStore(params.run_id, store)
-        self._hint = params.config["hint"]
-        self._met = params.max_nodes == 1
+    def __init__(self, store: Any, launch: LaunchSpec, run_id: str, place: tuple[str, int]) -> None:
+        wait_s = math.ceil(launch.connect_timeout_s)
+        super().__init__(*place, launch.node_rank, launch.nodes, run_id, wait_s)
+        self._shared = PrefixStore(run_id, store)
+        self._launch = launch
+        self._met = launch.nodes == 1
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See base class; the ranks use the same store."""
         if not self._met:
-            meet(self._shared, self.rank, self.world_size, self._wait_s, self._hint)
+            wait_s, hint = self._launch.connect_timeout_s, main_hint(self._launch)
+            meet(self._shared, self.rank, self.world_size, wait_s, hint)
             self._met = True
         place = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(self._shared, self.rank, self.world_size, place)
@@ -248,7 +235,7 @@ class StateBackend(dynamic.RendezvousBackend):
     def __init__(self, store: Any, run_id: str, last_call_s: float = 30.0) -> None:
         self._store = store
         self._key = f"fxtrain.rendezvous.{run_id}"
-        self._clock = _Clock(last_call_s)
+        self._clock, self._last_call_s = Clock(), last_call_s
         self._question: threading.Thread | None = None
         self.seen: Any = None  # the state that was read last
         # A store waits for a key that does not exist.
@@ -266,7 +253,7 @@ class StateBackend(dynamic.RendezvousBackend):
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """See base class."""
         # Created by this process's own handler.
-        text = write_state(self._clock.of_writers(pickle.loads(state)))
+        text = write_state(pickle.loads(state), self._clock)
         expected = _EMPTY if token is None else token
         stored = self._exchange(expected, text)
         # A store answers so for a key that does not exist, and torch's handler would ask forever.
@@ -279,7 +266,7 @@ class StateBackend(dynamic.RendezvousBackend):
         """A state as torch's handler takes it, and the text by which the store compares it."""
         if stored == _EMPTY.encode():
             return None
-        self.seen = self._clock.of_here(read_state(stored))
+        self.seen = read_state(stored, self._clock, self._last_call_s)
         return pickle.dumps(self.seen), stored.decode()
 
     def _get(self) -> bytes:
@@ -332,69 +319,58 @@ def _deleted() -> RendezvousStateError:
     )
 
 
-class _Clock:
+class Clock:
     """Times that other machines have written, in the time of this one.
 
     Clocks may differ by minutes, and torch's handler considers a node dead whose last heartbeat is
     too old. Here, a heartbeat is as old as this machine knows it.
     """
 
-    def __init__(self, last_call_s: float) -> None:
-        self._last_call = timedelta(seconds=last_call_s)
-        self._seen: dict[Any, tuple[datetime, datetime]] = {}  # as written, and here
+    def __init__(self) -> None:
+        self._seen: dict[Any, tuple[str, datetime]] = {}  # as written, and here
 
-    def of_here(self, state: Any) -> Any:
-        """A state that was read, with times of this machine."""
-        now = datetime.now(UTC)
-        for node, written in state.last_heartbeats.items():
-            state.last_heartbeats[node] = self._here(node, written, now)
-        if state.deadline is not None:
-            state.deadline = self._here(None, state.deadline, now + self._last_call)
-        return state
-
-    def of_writers(self, state: Any) -> Any:
-        """A state to write, with the times of others as they have written them."""
-        for node, here in state.last_heartbeats.items():
-            state.last_heartbeats[node] = self._written(node, here)
-        if state.deadline is not None:
-            state.deadline = self._written(None, state.deadline)
-        return state
-
-    def _here(self, key: Any, written: datetime, new: datetime) -> datetime:
+    def here(self, key: Any, written: str, new: datetime) -> datetime:
+        """The time of this machine for a text that was read, which is `new` for another text."""
         if key not in self._seen or self._seen[key][0] != written:
             self._seen[key] = written, new
         return self._seen[key][1]
 
-    def _written(self, key: Any, here: datetime) -> datetime:
+    def written(self, key: Any, here: datetime) -> str:
+        """The text for a time: as it was written, if that was on another machine."""
         if key not in self._seen or self._seen[key][1] != here:
-            self._seen[key] = here, here  # of this machine
+            self._seen[key] = here.isoformat(), here  # of this machine
         return self._seen[key][0]
 
 
-def write_state(state: Any) -> str:
+def write_state(state: Any, clock: Clock) -> str:
     """torch's record of a rendezvous as JSON."""
+    deadline = state.deadline
     return json.dumps(
         {
             "round": state.round,
             "complete": state.complete,
-            "deadline": None if state.deadline is None else state.deadline.isoformat(),
+            "deadline": None if deadline is None else clock.written(None, deadline),
             "closed": state.closed,
             "participants": [[*_words(node), rank] for node, rank in state.participants.items()],
             "wait_list": [_words(node) for node in sorted(state.wait_list)],
             "redundancy_list": [_words(node) for node in sorted(state.redundancy_list)],
             "last_heartbeats": [
-                [*_words(node), at.isoformat()] for node, at in state.last_heartbeats.items()
+                [*_words(node), clock.written(node, at)]
+                for node, at in state.last_heartbeats.items()
             ],
         }
     )
 
 
-def read_state(text: str | bytes) -> Any:
-    """torch's record of a rendezvous from JSON.
+def read_state(text: str | bytes, clock: Clock, last_call_s: float) -> Any:
+    """torch's record of a rendezvous from JSON, with times of this machine.
+
+    A new deadline is `last_call_s` away.
 
     Raises:
         RendezvousStateError: the JSON has another structure.
     """
+    now = datetime.now(UTC)
     try:
         data = parse_json(text)
         state = dynamic._RendezvousState()
@@ -402,14 +378,16 @@ def read_state(text: str | bytes) -> Any:
         state.complete = _exactly(bool, data["complete"])
         state.closed = _exactly(bool, data["closed"])
         if data["deadline"] is not None:
-            state.deadline = datetime.fromisoformat(data["deadline"])
+            until = now + timedelta(seconds=last_call_s)
+            state.deadline = clock.here(None, _exactly(str, data["deadline"]), until)
         state.participants = {
             _node(*node): _exactly(int, rank) for *node, rank in data["participants"]
         }
         state.wait_list = {_node(*node) for node in data["wait_list"]}
         state.redundancy_list = {_node(*node) for node in data["redundancy_list"]}
         state.last_heartbeats = {
-            _node(*node): datetime.fromisoformat(at) for *node, at in data["last_heartbeats"]
+            _node(*node): clock.here(_node(*node), _exactly(str, at), now)
+            for *node, at in data["last_heartbeats"]
         }
     except _WRONG as error:
         raise RendezvousStateError(
