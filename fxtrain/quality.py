@@ -399,29 +399,30 @@ def _plain(text: str) -> Text:
 
 
 def _plans(comparison: Comparison) -> Table:
-    columns = {
-        "best agrees": [_number(plan.agreement, ".2%") for plan in comparison.plans],
-        "smallest cosine": [_number(plan.cosine, ".5f") for plan in comparison.plans],
-        "last loss": [
-            _number(plan.losses[-1], ".4f") if plan.losses else "" for plan in comparison.plans
-        ],
-    }
-    shown = {title: cells for title, cells in columns.items() if any(cells)}
-    grid = Table("plan", box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("weights", "error", "SNR", "largest difference", *shown):
-        grid.add_column(title, justify="right")
-    last = _number(comparison.losses[-1], ".4f") if comparison.losses else ""
-    blank = [last if title == "last loss" else "" for title in shown]
-    weights = show_bytes(comparison.weight_bytes)
-    grid.add_row(_plain(comparison.reference), weights, "reference", "", "", *blank)
-    for number, plan in enumerate(comparison.plans):
+    reference = comparison.reference, show_bytes(comparison.weight_bytes), "reference"
+    rows = [[*reference, "", "", "", "", _last(comparison.losses)]]
+    for plan in comparison.plans:
         outputs = plan.outputs
-        cells = [cells[number] for cells in shown.values()]
-        grid.add_row(
-            _plain(plan.name), show_bytes(plan.weight_bytes), _number(outputs.relative, ".3g"),
-            _db(outputs.snr_db), _number(outputs.largest, ".3g"), *cells,
-        )  # fmt: skip
+        rows.append([
+            plan.name, show_bytes(plan.weight_bytes), _number(outputs.relative, ".3g"),
+            _db(outputs.snr_db), _number(outputs.largest, ".3g"), _number(plan.agreement, ".2%"),
+            _number(plan.cosine, ".5f"), _last(plan.losses),
+        ])  # fmt: skip
+    titles = (
+        "plan", "weights", "error", "SNR", "largest difference", "best agrees", "smallest cosine",
+        "last loss",
+    )  # fmt: skip
+    columns = [cells for cells in zip(titles, *rows, strict=True) if any(cells[1:])]
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title, *_ in columns:
+        grid.add_column(title, justify="left" if title == "plan" else "right")
+    for row in list(zip(*columns, strict=True))[1:]:
+        grid.add_row(*map(_plain, row))
     return grid
+
+
+def _last(losses: Sequence[float]) -> str:
+    return f"{losses[-1]:.4f}" if losses else ""
 
 
 def _layers(plan: Compared, count: int) -> Table:

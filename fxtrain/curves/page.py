@@ -9,12 +9,12 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from difflib import get_close_matches
 from importlib.resources import files
 from string import Template
 from typing import Any, Literal
 
 from fxtrain._optional import optional
+from fxtrain._other_names import closest
 from fxtrain._version import __version__
 from fxtrain.curves.reading import Curve, RunCurves
 from fxtrain.errors import PlanError, escape_unprintable
@@ -162,11 +162,10 @@ def picture_of(
     """
     names = list(dict.fromkeys(name for run in runs for name in run.curves))
     if metric not in names:
-        near = get_close_matches(metric, names, n=1)
-        advice = f"Choose {near[0]!r}" if near else f"Choose one of: {', '.join(names[:_SHOWN])}"
+        some = ", ".join(names[:_SHOWN]) or "none"
         raise PlanError(
-            f"report: the curve {metric!r} was requested, but no run has logged it. "
-            + (f"{advice}." if names else "No metric has been logged.")
+            f"report: no run has logged the curve {metric!r}.{closest(metric, names)} Metrics that "
+            f"have been logged: {some}."
         )
     figure = optional("matplotlib.figure", extra="plots", needed_by="--curve")
     drawn = figure.Figure(figsize=(8, 4.5), layout="constrained")

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain._reading import LONGEST_LINE, open_file
+from fxtrain._reading import lines_of, open_file
 from fxtrain._record import shown
 from fxtrain.errors import PlanError
 
@@ -250,7 +250,6 @@ class RunReader:
         default=attrs.Factory(lambda self: RunCurves(folder=self.path.parent), takes_self=True),
     )
     end: int = attrs.field(default=0, init=False)  # bytes read, up to the end of a line
-    inside: bool = attrs.field(default=False, init=False)  # a line too long, which is skipped
     # The file's identity, which changes when a resumed run rewrites it.
     file: tuple[int, int] = attrs.field(default=(0, 0), init=False)
 
@@ -270,18 +269,17 @@ class RunReader:
             identity = (facts.st_dev, facts.st_ino)
             if identity != self.file or facts.st_size < self.end:
                 self.run = RunCurves(folder=self.path.parent)
-                self.end, self.inside, self.file = 0, False, identity
+                self.end, self.file = 0, identity
             file.seek(self.end)
-            while line := file.readline(LONGEST_LINE + 1):
-                complete = line.endswith(b"\n")
-                if self.inside or (len(line) > LONGEST_LINE and not complete):
-                    self.run.damaged += not self.inside
-                    self.inside = not complete
-                elif complete or ended:
+            for line in lines_of(file):
+                if line is None:
+                    self.run.damaged += 1
+                    self.end = file.tell()
+                elif ended or line.endswith(b"\n"):
                     self.run.add(line, self._limit())
+                    self.end += len(line)
                 else:
                     break
-                self.end += len(line)
         limit = self._limit()
         for curve in self.run.curves.values():
             if len(curve.values) > 2 * limit:

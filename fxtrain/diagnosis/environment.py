@@ -142,18 +142,11 @@ def _communication(torch: Any, env: Mapping[str, str]) -> dict[str, Any]:
     facts: dict[str, Any] = {"back ends": ", ".join(there) or "none"}
     if "nccl" in there:
         facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    facts["interfaces"] = ", ".join(_interfaces())
+    facts["interfaces"] = ", ".join(name for _, name in socket.if_nameindex())
     for tool in ("mpirun", "srun"):
         if shutil.which(tool, path=env.get("PATH")):
             facts[tool] = _tool(tool, "--version").partition("\n")[0]
     return facts
-
-
-def _interfaces() -> list[str]:
-    """Names and states, without addresses."""
-    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
-    states = {name: _text(f"/sys/class/net/{name}/operstate").strip() for name in names}
-    return [f"{name} ({state})" if state else name for name, state in states.items()]
 
 
 def _config(env: Mapping[str, str]) -> dict[str, Any]:

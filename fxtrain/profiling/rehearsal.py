@@ -404,25 +404,25 @@ def _ending(error: BaseException) -> Problem:
     operator = getattr(error, "func", None)
     if operator is None and isinstance(error, UnsupportedOperatorException):
         operator = error.args[0] if error.args else None
-    what = "This line" if operator is None else f"The operator {operator}"
     kind = "value"
     if isinstance(error, DynamicOutputShapeException):
-        text = (
-            f"{what} returns a shape that depends on values, which a dry run does not have. Use "
-            f"a fixed shape, for example by multiplying with a mask, or skip it in a dry run."
+        problem = (
+            "returns a shape that depends on values, which a dry run does not have. Use a fixed "
+            "shape, for example by multiplying with a mask, or skip it in a dry run."
         )
     elif isinstance(error, UnsupportedOperatorException):
         kind = "unsupported"
-        text = (
-            f"{what} has no fake implementation. Register one with "
-            f"torch.library.register_fake, or skip it in a dry run."
+        problem = (
+            "has no fake implementation. Register one with torch.library.register_fake, or skip it "
+            "in a dry run."
         )
     else:
-        text = (
-            f"{what} reads values, which a dry run does not have ({str(error).splitlines()[0]}). "
-            f"Skip it in a dry run, for example if ctx.comm.simulated."
+        problem = (
+            f"reads values, which a dry run does not have ({str(error).splitlines()[0]}). Skip it "
+            f"in a dry run, for example if ctx.comm.simulated."
         )
-    return Problem(kind=kind, text=text, where=where, fatal=True)
+    what = "This line" if operator is None else f"The operator {operator}"
+    return Problem(kind=kind, text=f"{what} {problem}", where=where, fatal=True)
 
 
 _ADVICE = {

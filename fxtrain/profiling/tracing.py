@@ -187,14 +187,6 @@ class Trace:
 
         Source:
             torch.profiler.profile.key_averages.
-
-        Example:
-            >>> import fxtrain as fx, tempfile, torch
-            >>> spec = fx.Profile(folder=tempfile.mkdtemp(), active=None, flops=True)
-            >>> with fx.detect(env={}, device="cpu") as ctx, fx.profile(ctx, spec) as trace:
-            ...     _ = torch.ones(8, 8) @ torch.ones(8, 8)
-            >>> [each.flops for each in trace.key_averages() if each.key == "aten::mm"]
-            [1024]
         """
         if self._recorded is None:
             return EventList()

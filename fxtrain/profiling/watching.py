@@ -3,12 +3,12 @@
 Tests record real tensors in the same way, to compare a dry run with a real one.
 """
 
+import functools
 import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import attrs
@@ -30,36 +30,17 @@ from fxtrain.profiling.fake_tensors import FakeValuesMode
 from fxtrain.state import Memory, Traffic, Wrapped
 from fxtrain.state.dry_runs import PARTS
 
-# torch's operators by kind: those of c10d, and the functional ones (_c10d_functional). The latter
-# call the former below a dispatch mode, so none is counted twice.
+# Kinds by the beginning of the names of torch's operators: those of c10d, and the functional ones,
+# which call the former below a dispatch mode, so that none is counted twice.
 _KINDS = {
-    "all_gather": (
-        "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_",
-        "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced",
-    ),
-    "all_reduce": (
-        "allreduce_ allreduce_coalesced_",
-        "all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_",
-    ),
-    "all_to_all": ("alltoall_ alltoall_base_", "all_to_all_single"),
-    "barrier": ("barrier monitored_barrier_", ""),
-    "broadcast": ("broadcast_", "broadcast broadcast_"),
-    "gather": ("gather_", ""),
-    "recv": ("recv_ recv_any_source_", "irecv"),
-    "reduce": ("reduce_", ""),
-    "reduce_scatter": (
-        "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_",
-        "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced",
-    ),
-    "scatter": ("scatter_", ""),
-    "send": ("send", "isend"),
+    **dict.fromkeys(("allgather", "all_gather"), "all_gather"),
+    **dict.fromkeys(("allreduce", "all_reduce"), "all_reduce"),
+    **dict.fromkeys(("alltoall", "all_to_all", "shard_dim_alltoall"), "all_to_all"),
+    **dict.fromkeys(("barrier", "monitored_barrier"), "barrier"),
+    **dict.fromkeys(("recv", "irecv"), "recv"),
+    **dict.fromkeys(("send", "isend"), "send"),
+    **{kind: kind for kind in ("broadcast", "gather", "reduce_scatter", "reduce", "scatter")},
 }
-_OPERATORS = {
-    f"{space}::{name}": kind
-    for kind, operators in _KINDS.items()
-    for space, names in zip(("c10d", "_c10d_functional"), operators, strict=True)
-    for name in names.split()
-} | {"_dtensor::shard_dim_alltoall": "all_to_all"}
 # c10d operators of these kinds take their output first.
 _OUTPUT_FIRST = ("all_gather", "all_to_all", "gather", "reduce_scatter", "scatter")
 _BATCH = "_c10d_functional::batch_p2p_ops"
@@ -76,15 +57,25 @@ class Collective:
     bytes: int
 
 
+@functools.cache
+def _kind(operator: str) -> str:
+    """The kind of collective that an operator is; empty for other operators."""
+    space, _, name = operator.partition("::")
+    if space not in ("c10d", "_c10d_functional", "_dtensor"):
+        return ""
+    starts = (start for start in _KINDS if name.lstrip("_").startswith(start))
+    return _KINDS.get(next(starts, ""), "")
+
+
 def sent(operator: str, args: tuple[Any, ...]) -> list[tuple[str, int]]:
     """Kind and bytes of each collective that an operator performs; empty for most."""
     if operator == _BATCH:
         return [
             (_P2P_KINDS[way], _bytes(tensor)) for way, tensor in zip(args[0], args[3], strict=True)
         ]
-    if operator not in _OPERATORS:
+    kind = _kind(operator)
+    if not kind:
         return []
-    kind = _OPERATORS[operator]
     value = args[operator.startswith("c10d::") and kind in _OUTPUT_FIRST]
     return [(kind, 0 if kind == "barrier" else _bytes(value))]
 
@@ -374,7 +365,7 @@ class MemoryLog:
         if number is None:
             number = self._numbers[key] = len(self._sizes)
             self._sizes.append(0)
-            self._refs[number] = weakref.ref(storage, partial(self._gone, number, key))
+            self._refs[number] = weakref.ref(storage, functools.partial(self._gone, number, key))
             self._change(number, storage.nbytes())
         return number
 
