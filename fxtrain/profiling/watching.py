@@ -267,7 +267,6 @@ def _holder(optimizer: Optimizer) -> Wrapped | None:
     return None
 
 
-_SMALL = 1000  # changes below 1/1000 of the peak are invisible in a plot
 _ACTIVATIONS, _OTHER = PARTS.index("activations"), PARTS.index("other")
 
 
@@ -329,15 +328,8 @@ class MemoryLog:
         return Memory(**dict(zip(PARTS, map(max, columns), strict=True)))
 
     def moments(self, start: int, stop: int, *, most: int) -> tuple[Memory, ...]:
-        """The peaks of at most `most` intervals between two positions in the log.
-
-        Changes too small to be visible in a plot are ignored.
-        """
-        sizes_at: list[tuple[int, ...]] = []
-        least = self.peak(start, stop) // _SMALL
-        for sizes in self._moments(start, stop):
-            if not sizes_at or abs(sum(sizes) - sum(sizes_at[-1])) > least:
-                sizes_at.append(sizes)
+        """The peaks of at most `most` intervals between two positions in the log."""
+        sizes_at = [*self._moments(start, stop)]
         width = max(1, -(-len(sizes_at) // most))
         fullest = [max(sizes_at[i : i + width], key=sum) for i in range(0, len(sizes_at), width)]
         return tuple(Memory(**dict(zip(PARTS, sizes, strict=True))) for sizes in fullest)
