@@ -232,12 +232,6 @@ def permutation(n: int, keys: Keys) -> Callable[[Tensor], Tensor]:
 
     Returns:
         Function of int64 indices in 0..n-1, any shape, to int64 of that shape.
-
-    Example:
-        >>> import torch
-        >>> find = permutation(5, round_keys(7, 0))
-        >>> sorted(find(torch.arange(5)).tolist())
-        [0, 1, 2, 3, 4]
     """
     if n <= _TABLE:
         # Half the rounds: keys for sorting need not be a good permutation themselves.
@@ -271,12 +265,6 @@ def permutation_in_blocks(n: int, block: int, *words: int | str) -> Callable[[Te
 
     Returns:
         As `permutation` does.
-
-    Example:
-        >>> find = permutation_in_blocks(7, 3, "seed", 0)
-        >>> found = find(torch.arange(7)).tolist()
-        >>> sorted(found), sorted(number // 3 for number in found) == [0, 0, 0, 1, 1, 1, 2]
-        ([0, 1, 2, 3, 4, 5, 6], True)
     """
     if block >= n:
         return permutation(n, round_keys(*words))

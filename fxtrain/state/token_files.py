@@ -213,13 +213,7 @@ class Blend:
 
 
 def weight_at(weight: Weight, update: int) -> float:
-    """A weight at an update of the run, counted from 0.
-
-    Example:
-        >>> from fxtrain.state.token_files import weight_at
-        >>> [weight_at(((2, 0.0), (4, 1.0)), update) for update in range(6)]
-        [0.0, 0.0, 0.0, 0.5, 1.0, 1.0]
-    """
+    """A weight at an update of the run, counted from 0."""
     points = _points(weight)
     if update <= points[0][0]:
         return points[0][1]
