@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fxtrain as fx
+from fxtrain.state.token_files import weight_at
 from tests.data._loaders import world
 from tests.data._token_files import write_megatron, write_nanogpt
 
@@ -134,3 +135,8 @@ def test_wrong_weights_are_errors(weights, message):
 def test_two_parts_of_one_name_are_an_error(parts):
     with pytest.raises(fx.PlanError, match="a name of its own"):
         fx.data.Blend(parts=[parts[0], parts[0]])
+
+
+def test_a_weight_is_linear_between_its_points():
+    weights = [weight_at(((2, 0.0), (4, 1.0)), update) for update in range(6)]
+    assert weights == [0.0, 0.0, 0.0, 0.5, 1.0, 1.0] and weight_at(3.0, 7) == 3.0
