@@ -6,7 +6,6 @@ import mmap
 import re
 import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,8 +66,8 @@ def process_memory() -> tuple[int, int]:
     `getrusage` may also be that of a parent process.
     """
     if sys.platform == "linux":
-        status = Path("/proc/self/status").read_text()
-        sizes = dict(re.findall(r"^(VmHWM|VmRSS):\s+(\d+) kB$", status, re.MULTILINE))
+        with open("/proc/self/status", encoding="utf-8") as file:
+            sizes = dict(re.findall(r"^(VmHWM|VmRSS):\s+(\d+) kB$", file.read(), re.MULTILINE))
         if now := int(sizes.get("VmRSS", 0)) << 10:
             return now, max(now, int(sizes.get("VmHWM", 0)) << 10)
     if sys.platform == "win32":

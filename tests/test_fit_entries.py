@@ -178,5 +178,5 @@ def test_the_profile_of_the_plan_is_recorded_once(ctx, tmp_path):
     summary = fx.profiling.summary(spec.folder)
     assert len(summary.ranks[0].steps) == 2
     table = read_curves([tmp_path / "run"])[0].tables["ms per step by phase"]
-    assert list(table.columns) == list(summary.columns)
-    assert table.rows == [[one for (one,) in summary.columns.values()]]
+    assert list(table["columns"]) == list(summary.columns)
+    assert table["rows"] == [[one for (one,) in summary.columns.values()]]

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 
-LIMIT = 40  # of Python functions entered
-FIT_LIMIT, LOADER_LIMIT = 9, 15  # the same, per step and per batch
+LIMIT = 36  # of Python functions entered
+FIT_LIMIT, LOADER_LIMIT = 9, 11  # the same, per step and per batch
 X, Y = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
 
 
