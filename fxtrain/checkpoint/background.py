@@ -101,11 +101,7 @@ class Saving:
 
 
 def wait_for_earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving | None:
-    """Wait for a save in progress, or return it if the new save is to be skipped.
-
-    Raises:
-        CheckpointError: the earlier save failed.
-    """
+    """Wait for a save in progress, or return it if the new one is skipped; raises its error."""
     tasks = ctx.comm.state.background_tasks
     if not tasks:
         return None

@@ -257,11 +257,7 @@ def _numbers(name: str) -> tuple[int, int]:
 
 
 def check_rule(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> None:
-    """Check the arguments of `save` that say which checkpoints are kept.
-
-    Raises:
-        CheckpointError: one is invalid.
-    """
+    """Raise if an argument of `save` that says which checkpoints are kept is invalid."""
     for name, value in (("keep_last", last), ("keep_every", every), ("keep_best", best)):
         if value is not None and (type(value) is not int or value < 1):
             raise CheckpointError(f"save({name}={value!r}): pass a positive integer.")

@@ -203,11 +203,7 @@ def _body(raw: bytes) -> memoryview:
 
 
 def _check(manifest: Manifest) -> None:
-    """Check what the fields say about each other.
-
-    Raises:
-        ValueError: they contradict each other.
-    """
+    """Raise a ValueError if fields contradict each other."""
     ranks = manifest.topology["world_size"]
     if type(ranks) is not int or not ranks or ranks != len(manifest.own):
         raise ValueError(f"{str(ranks)[:80]} ranks, with states of {len(manifest.own)}")

@@ -170,11 +170,7 @@ def open_reader(storage: Storage, manifest: Manifest) -> Iterator[Reader]:
 
 
 def check_header(read: Any, name: str, file: DataFile) -> None:
-    """Compare the header of a data file with its digest.
-
-    Raises:
-        CheckpointError: it is not as written.
-    """
+    """Raise if the header of a data file is not as it was written."""
     header = bytearray(file.header)
     read(0, memoryview(header))
     if digest_of(header) != file.digest:

@@ -164,11 +164,7 @@ def save_alone(path: StrPath, captured: Snapshot) -> str:
 
 
 def _position(position: Any, models: Mapping[str, Wrapped]) -> Position:
-    """The position to save.
-
-    Raises:
-        CheckpointError: it is missing or of another type.
-    """
+    """The position to save; raises if it is missing or of another type."""
     if position is None:
         for name, model in models.items():
             if model.window.updates or model.window.micro:
@@ -359,11 +355,7 @@ class _Job:
         )
 
     def _check_shared(self, rows: Sequence[tuple[str, Written]]) -> None:
-        """Check that rank 0 sees the files of all ranks, as they were written.
-
-        Raises:
-            CheckpointError: it does not, since the folder belongs to each machine.
-        """
+        """Raise if rank 0 does not see the files of all ranks: each machine has its own folder."""
         draft, deadline = self.folder.begin(self.name, self.token), time.monotonic()
         deadline += _VISIBLE_AFTER_S
         while True:

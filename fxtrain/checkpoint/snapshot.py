@@ -50,11 +50,7 @@ class Snapshot:
 
 
 def by_name(model: Any) -> dict[str, Wrapped]:
-    """Return a wrapped model, or several by name, as a dict.
-
-    Raises:
-        CheckpointError: a value is not a wrapped model, or was unwrapped.
-    """
+    """Return a wrapped model, or several by name, as a dict; raises for anything else."""
     models = dict(model) if isinstance(model, Mapping) else {MODEL: model}
     for name, wrapped in models.items():
         if not isinstance(wrapped, Wrapped):
@@ -77,11 +73,7 @@ def snapshot(
     extra: Any,
     metric: float | None,
 ) -> Snapshot:
-    """Collect the state, without copying a tensor.
-
-    Raises:
-        CheckpointError: a value cannot be saved; the message names it.
-    """
+    """Collect the state, without copying a tensor; raises for a value that cannot be saved."""
     tensors: dict[str, Tensor | FlatShard] = {}
     own = random_state(ctx)
     facts: dict[str, Any] = {}
@@ -118,11 +110,7 @@ def snapshot(
 
 
 def model_facts(plan: Plan, values: Any) -> dict[str, Any]:
-    """What a checkpoint says of a model beside its tensors.
-
-    Args:
-        values: The values of its state, as `encode` wrote them.
-    """
+    """What a checkpoint says of a model beside its tensors; its values as `encode` wrote them."""
     return {"plan": unstructure(plan), "fingerprint": fingerprint(plan), "values": values}
 
 

@@ -67,11 +67,7 @@ def writable_chunks(tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, Tens
 
 
 def check_arguments(arguments: Sequence[Mapping[str, object]]) -> None:
-    """Check that the arguments of all ranks, by rank, are equal.
-
-    Raises:
-        CheckpointError: they differ; the message has those of every rank.
-    """
+    """Raise if the arguments of the ranks differ, with those of every rank."""
     first = arguments[0]
     different = {name: None for other in arguments for name in first if other[name] != first[name]}
     if not different:

@@ -112,11 +112,7 @@ def _flat(data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _outcome(key: str, value: Any, facts: Facts) -> tuple[Sets, str]:
-    """What a key sets, and the note on it; empty if there is nothing to say.
-
-    Raises:
-        ValueError, TypeError, OverflowError: the value is none of this key.
-    """
+    """What a key sets, and the note on it; empty if there is nothing to say."""
     section, _, name = key.rpartition(".")
     kind, rule = facts["distributed_type"], RULES.get(key)
     unset = (None, "", [], {}) if rule else (None, "", [], {}, False, "no")
@@ -265,13 +261,6 @@ def _if(path: str, result: Any = True) -> Rule:  # noqa: FBT002 - the value of a
     return lambda value, _: {path: result} if _number(value) else {}
 
 
-def _sized(axis: str, also: Sets | None = None) -> Rule:
-    """A rule for the size of a mesh axis, with what uses the axis in a plan."""
-    return lambda value, _: (
-        {f"plan.mesh.{axis}": size, **(also or {})} if (size := _number(value)) > 1 else {}
-    )
-
-
 def _degree(key: str, facts: Facts) -> int:
     """Ranks of one of Megatron-LM's axes."""
     return max(1, _number(facts.get(f"megatron_lm.{key}") or 1))
@@ -291,17 +280,30 @@ def _rendezvous(value: Any, facts: Facts) -> Sets | None:
     return {"launch.rendezvous": value} if value in ("static", "c10d") else None
 
 
-def _fsdp_mode(value: Any, _: Facts) -> Sets | tuple[Sets, str] | None:
-    word = str(value).upper()
-    for mode, plain, hybrid in (
-        ("full", ("FULL_SHARD", "1", "TRUE"), ("HYBRID_SHARD", "4")),
-        ("grads_and_optimizer", ("SHARD_GRAD_OP", "2", "FALSE"), ("HYBRID_SHARD_ZERO2", "5")),
-        ("none", ("NO_SHARD", "3"), ()),
-    ):
-        if word in (*plain, *hybrid):
-            note = "set plan.strategy.shard to the ranks of a node" if word in hybrid else ""
-            return {"plan.strategy.mode": mode}, note
-    return None
+_HYBRID = "set plan.strategy.shard to the ranks of a node"
+_FSDP_MODES: Mapping[str, tuple[Sets, str]] = {
+    word: ({"plan.strategy.mode": mode}, note)
+    for mode, words, note in (
+        ("full", "full_shard 1 true", ""),
+        ("full", "hybrid_shard 4", _HYBRID),
+        ("grads_and_optimizer", "shard_grad_op 2 false", ""),
+        ("grads_and_optimizer", "hybrid_shard_zero2 5", _HYBRID),
+        ("none", "no_shard 3", ""),
+    )
+    for word in words.split()
+}
+
+
+def _choice(known: Mapping[str, Sets | tuple[Sets, str]]) -> Rule:
+    """A rule for a value that is one of some words, in any case."""
+    return lambda value, _: known.get(str(value).lower())
+
+
+def _over(path: str, least: float, also: Sets | None = None) -> Rule:
+    """A rule for a number, which sets nothing unless it is larger; and what it implies."""
+    return lambda value, _: (
+        {path: number, **(also or {})} if (number := _number(value)) > least else {}
+    )
 
 
 def _recompute(value: Any, facts: Facts) -> Sets | None:
@@ -312,8 +314,7 @@ def _recompute(value: Any, facts: Facts) -> Sets | None:
 
 
 def _offload(field: str) -> Rule:
-    known = {"none": {}, **{name: {f"plan.strategy.{field}": name} for name in ("cpu", "nvme")}}
-    return lambda value, _: known.get(_lower(value))
+    return _choice({"none": {}, **{to: {f"plan.strategy.{field}": to} for to in ("cpu", "nvme")}})
 
 
 _RECIPES = {"te": "te", "ao": "float8", "torchao": "float8", "msamp": "float8"}
@@ -365,8 +366,8 @@ def _ipex(value: Any, _: Facts) -> tuple[Sets, str]:
 _O, _S = "launch.options", "plan.strategy"
 
 _RULES: Mapping[str, Rule] = {  # by names
-    "compute_environment": lambda value, _: (
-        {"launch.launcher": "sagemaker"} if str(value).upper() == "AMAZON_SAGEMAKER" else {}
+    "compute_environment": _choice(
+        {"local_machine": {}, "amazon_sagemaker": {"launch.launcher": "sagemaker"}}
     ),
     "num_processes": _ranks,
     "num_machines": _to("launch.nodes", _number),
@@ -388,7 +389,7 @@ _RULES: Mapping[str, Rule] = {  # by names
     "tpu_use_sudo": _if(f"{_O}.sudo"),
     "tpu_env": _to("launch.env", _words),
     "commands": _to(f"{_O}.setup", _words),
-    "fsdp.sharding_strategy fsdp.reshard_after_forward": _fsdp_mode,
+    "fsdp.sharding_strategy fsdp.reshard_after_forward": _choice(_FSDP_MODES),
     "fsdp.offload_params": _if(f"{_S}.offload"),
     "fsdp.cpu_offload_pin_memory": _to(f"{_S}.pin", _number),
     "fsdp.auto_wrap_policy": lambda value, _: None if str(value).upper() == "NO_WRAP" else {},
@@ -409,10 +410,9 @@ _RULES: Mapping[str, Rule] = {  # by names
     "deepspeed.gradient_clipping": _to("plan.clip_norm", _number),
     "deepspeed.zero3_save_16bit_model": _if(f"{_S}.gather_16bit_weights"),
     "deepspeed.deepspeed_moe_layer_cls_names": _to(f"{_S}.leaf_modules", _words),
-    "deepspeed.deepspeed_multinode_launcher": lambda value, _: {
-        "STANDARD": {},
-        "SLURM": {"launch.launcher": "slurm"},
-    }.get(_text(value).upper()),
+    "deepspeed.deepspeed_multinode_launcher": _choice(
+        {"standard": {}, "slurm": {"launch.launcher": "slurm"}}
+    ),
     "dynamo.backend": _to("plan.compile.backend", _lower),
     "dynamo.mode": lambda value, _: (
         {} if value == "default" else {"plan.compile.mode": _text(value)}
@@ -421,24 +421,20 @@ _RULES: Mapping[str, Rule] = {  # by names
     "dynamo.use_dynamic": _if("plan.compile.dynamic"),
     "ipex.ipex ipex.use_xpu": _ipex,
     "mpirun.hostfile": lambda value, _: {"launch.launcher": "mpi", f"{_O}.hostfile": _text(value)},
-    "mpirun.ccl": lambda value, _: (
-        {f"{_O}.ccl_workers": _number(value)} if _number(value) > 1 else {}
-    ),
-    "parallelism.dp_replicate_size": _sized("replicate"),
-    "parallelism.dp_shard_size": _sized("shard"),
-    "parallelism.tp_size": _sized("tensor", {f"{_S}.tensor": {}}),
-    "megatron_lm.tp_degree": _sized("tensor"),
-    "megatron_lm.pp_degree": _sized("pipeline"),
-    "parallelism.cp_size parallelism.sp_size megatron_lm.context_parallel_size": _sized(
-        "context", {"plan.context": {}}
+    "mpirun.ccl": _over(f"{_O}.ccl_workers", 1),
+    "parallelism.dp_replicate_size": _over("plan.mesh.replicate", 1),
+    "parallelism.dp_shard_size": _over("plan.mesh.shard", 1),
+    "parallelism.tp_size": _over("plan.mesh.tensor", 1, {f"{_S}.tensor": {}}),
+    "megatron_lm.tp_degree": _over("plan.mesh.tensor", 1),
+    "megatron_lm.pp_degree": _over("plan.mesh.pipeline", 1),
+    "parallelism.cp_size parallelism.sp_size megatron_lm.context_parallel_size": _over(
+        "plan.mesh.context", 1, {"plan.context": {}}
     ),
     # Under pipeline parallelism, the strategy sets them.
     "megatron_lm.num_micro_batches": lambda value, facts: (
         {"plan.accumulate": _number(value)} if _degree("pp_degree", facts) == 1 else {}
     ),
-    "megatron_lm.gradient_clipping": lambda value, _: (
-        {"plan.clip_norm": _number(value)} if _number(value) > 0 else {}
-    ),
+    "megatron_lm.gradient_clipping": _over("plan.clip_norm", 0),
     "megatron_lm.sequence_parallelism": lambda value, facts: (
         None if _number(value) and _degree("tp_degree", facts) == 1 else {}
     ),

@@ -166,14 +166,7 @@ def fused_name(name: str) -> str:
 
 
 def family_of(names: Sequence[str]) -> Family:
-    """The family whose table has all names.
-
-    Args:
-        names: Patterns of names.
-
-    Raises:
-        CheckpointError: no family has them.
-    """
+    """The family whose table has all patterns of names."""
     unknown: list[str] = []
     for family in FAMILIES.values():
         others = sorted(set(names) - {row.megatron for row in family.rows})
@@ -232,11 +225,7 @@ def config_of(family: Family, args: Mapping[str, Any], *, vocab: int, tied: bool
 
 
 def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's arguments for a model of transformers.
-
-    Raises:
-        CheckpointError: the model computes something that Megatron's does not.
-    """
+    """Megatron's arguments for a model of transformers; raises if it computes something else."""
     args: dict[str, Any] = {name: config.get(field) for name, field in family.fields.items()}
     heads, width = count(args, "num_attention_heads"), count(args, "hidden_size")
     groups = args.get("num_query_groups") or heads
@@ -262,11 +251,7 @@ def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge(row: Row, parts: Sequence[Tensor]) -> Tensor:
-    """Join the parts that tensor-parallel ranks have.
-
-    Raises:
-        CheckpointError: ranks have different values of a tensor that is not cut.
-    """
+    """Join the parts that tensor-parallel ranks have; raises if ranks differ in what is not cut."""
     if row.cut is None:
         if not all(torch.equal(part, parts[0]) for part in parts[1:]):
             raise CheckpointError(f"Tensor-parallel ranks have different values of {row.megatron}.")
