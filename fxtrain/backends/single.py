@@ -69,7 +69,7 @@ def make_handle(
         change: As `make_optimizers` takes it.
         replicas: Likewise.
     """
-    objects, optimizers = make_optimizers(optimizer, module, strategy, change, replicas)
+    objects, optimizers = make_optimizers(optimizer, module, ctx, strategy, change, replicas)
     if ctx.world_size > 1:
         refuse_later_parameters(optimizers, module)
     planned, schedulers = make_schedulers(scheduler, objects)

@@ -61,9 +61,9 @@ def test_updates_on_the_host_are_refused_by_other_strategies(ctx, name):
 
 
 @pytest.mark.parametrize("strategy", [DEEPSPEED_STRATEGY, XLA_STRATEGY], ids=lambda one: one.name)
-def test_updates_on_the_host_are_refused_by_engines(strategy):
+def test_updates_on_the_host_are_refused_by_engines(ctx, strategy):
     with pytest.raises(fx.PlanError, match=f"{strategy.name} does not support torchao"):
-        make_optimizers(_Offloaded, _net(), strategy)
+        make_optimizers(_Offloaded, _net(), ctx, strategy)
 
 
 def test_another_version_of_torchao_is_refused(ctx):

@@ -28,7 +28,7 @@ class MeshState:
         meshes: torch's meshes of these ranks, by the context's mesh, the number of ranks that
             share a replica, and that of those which spread experts.
         groups: Groups opened for models that split ranks differently from the mesh, by how they
-            split them.
+            split them, and those of all ranks of a mesh.
     """
 
     meshes: dict[tuple[Mesh, int, int], DeviceMesh] = attrs.field(factory=dict)
@@ -74,6 +74,24 @@ def _new_mesh(ctx: DistContext, shard: int, expert: int) -> DeviceMesh:
     clear_sharding_caches()
     kind = ctx.device.type
     return DeviceMesh.from_group(groups, kind, layout, mesh_dim_names=tuple(shown))
+
+
+def group_of_mesh(mesh: DeviceMesh, ctx: DistContext) -> Any:
+    """A process group of all ranks of a mesh, in the mesh's order.
+
+    Effects:
+        Opens it if the context lacks it; every rank of the mesh calls this.
+    """
+    if mesh.ndim == 1:
+        return mesh.get_group(0)
+    ranks = mesh.mesh.flatten().tolist()
+    if len(ranks) == ctx.world_size:
+        return ctx.comm.group
+    groups, key = ctx.comm.slot(MeshState).groups, str(ranks)
+    if key not in groups:
+        groups[key] = open_by_members(ranks, timeout=timedelta(seconds=ctx.comm.timeout_s))
+        ctx.comm.state.opened_groups.append(groups[key])
+    return groups[key]
 
 
 def distribute_parameter(

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -23,56 +22,48 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.optim import _muon
 
 from fxtrain._display import counted
+from fxtrain.backends.core.device_mesh import group_of_mesh
 from fxtrain.errors import PlanError
 from fxtrain.ops.whole_tensors import local_values
+from fxtrain.state import DistContext
 
-Place = tuple[int, ...]  # the index of a rank in each of several groups
+_Shard = tuple[tuple[slice, slice], int]  # rows and columns, and which replica they belong to
 
 
-@attrs.frozen(eq=False)
 class _Matrix:
     """A parameter, and the ranks that share the work on it.
 
-    Attributes:
+    Args:
         parameter: As the strategy holds it.
-        device: Of the groups, also where shards are offloaded to the host.
-        groups: Process groups of this rank, one for each dimension of a mesh.
-        here: This rank.
-        is_sharded: Of each group, whether its ranks hold shards; otherwise they hold replicas.
-        shards: The rows and columns of each shard, by the place of the ranks that hold it.
+        replicas: A process group whose ranks all hold it, unless it is a DTensor.
+
+    Attributes:
+        device: Of the group, also where shards are offloaded to the host.
+        group: The process group; None if this rank computes alone.
+        here: This rank of it.
+        shards: What each of its ranks holds.
+        is_sharded: Whether several ranks hold one replica.
     """
 
-    parameter: Tensor
-    device: torch.device
-    groups: tuple[Any, ...]
-    here: Place
-    is_sharded: tuple[bool, ...]
-    shards: Mapping[Place, tuple[slice, slice]]
+    def __init__(self, parameter: Tensor, ctx: DistContext, replicas: Any) -> None:
+        self.parameter, self.device, self.group = parameter, parameter.device, replicas
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            self.device, self.group = torch.device(mesh.device_type), group_of_mesh(mesh, ctx)
+            self.shards = _shards(parameter.shape, tuple(mesh.shape), parameter.placements)
+        else:
+            whole = slice(0, parameter.shape[0]), slice(0, parameter.shape[1])
+            self.shards = tuple((whole, n) for n in range(replicas.size() if replicas else 1))
+        self.here: int = self.group.rank() if self.group else 0
+        self.is_sharded = len({replica for _, replica in self.shards}) < len(self.shards)
 
-    def place(self, rank: Place) -> Place:
-        """The key in `shards` of a rank: its index is 0 in groups of replicas."""
-        return tuple(i if s else 0 for i, s in zip(rank, self.is_sharded, strict=True))
+    def shape(self, rank: int) -> list[int]:
+        """The shape of a rank's shard."""
+        return [at.stop - at.start for at in self.shards[rank][0]]
 
-    def shape(self, place: Place) -> tuple[int, ...]:
-        return tuple(at.stop - at.start for at in self.shards[place])
-
-    def sends(self, owner: Place, dim: int = 0) -> bool:
-        """Whether this rank has shards for an owner after exchanges in the groups before `dim`.
-
-        Of replicas, only those in the owner's place of the group send theirs.
-        """
-        return all(
-            mine == index or (d >= dim and self.is_sharded[d])
-            for d, (mine, index) in enumerate(zip(self.here, owner, strict=True))
-        )
-
-    def reached(self, dim: int, to: int) -> list[Place]:
-        """The shards that this rank passes on to rank `to` of its group `dim`, in a fixed order.
-
-        They are those of the ranks that are reached from there through the groups before `dim`.
-        """
-        fixed = self.place((*self.here[:dim], to, *self.here[dim + 1 :]))[dim:]
-        return [place for place in self.shards if place[dim:] == fixed]
+    def sends(self, rank: int, owner: int) -> bool:
+        """Whether the owner needs the shard of a rank, and not that of another replica."""
+        return self.shards[rank][1] == self.shards[owner][1]
 
 
 class Muon(torch.optim.Muon):
@@ -84,13 +75,13 @@ class Muon(torch.optim.Muon):
             DTensor, with equal gradients; None if there is none.
     """
 
-    def __init__(self, made: torch.optim.Muon, replicas: Any = None) -> None:
+    def __init__(self, made: torch.optim.Muon, ctx: DistContext, replicas: Any) -> None:
         # Checked by torch's own constructor before; schedulers read the defaults.
         torch.optim.Optimizer.__init__(self, made.param_groups, made.defaults)
         self.state.update(made.state)
         self._optimizer_step_pre_hooks.update(made._optimizer_step_pre_hooks)
         self._optimizer_step_post_hooks.update(made._optimizer_step_post_hooks)
-        self._replicas = replicas
+        self._ctx, self._replicas = ctx, replicas
         self._matrices: dict[Tensor, _Matrix] = {}
 
     @torch.no_grad()
@@ -98,44 +89,42 @@ class Muon(torch.optim.Muon):
         """Update the parameters that have a gradient, the same ones on every rank.
 
         Effects:
-            Two all-to-all exchanges for each dimension of the mesh in which the matrices are
-            sharded, and one for each in which they are replicated, all of bf16.
+            Between the ranks of a mesh over which matrices are sharded, an all-to-all of shards and
+            one of results, and between replicas one of results, all of bf16.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            together: dict[tuple[Any, ...], list[_Matrix]] = {}
+            together: dict[Any, list[_Matrix]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     matrix = self._matrix(parameter)
-                    together.setdefault(matrix.groups, []).append(matrix)
+                    together.setdefault(matrix.group, []).append(matrix)
             for matrices in together.values():
                 owners = _owners(matrices)
-                held = [
+                momenta = [
                     self._momentum(matrix, owner, group)
                     for matrix, owner in zip(matrices, owners, strict=True)
                 ]
-                _orthogonalize(matrices, owners, held, group)
-                for matrix, shards in zip(matrices, held, strict=True):
-                    self._change(matrix.parameter, shards[matrix.place(matrix.here)], group)
+                updates = _orthogonalized(matrices, owners, momenta, group)
+                for matrix, update in zip(matrices, updates, strict=True):
+                    self._change(matrix.parameter, update, group)
         return loss
 
-    def _momentum(
-        self, matrix: _Matrix, owner: Place, group: Mapping[str, Any]
-    ) -> dict[Place, Tensor]:
-        """Update the momentum; what is orthogonalized of it, in bf16, if this rank sends it."""
+    def _momentum(self, matrix: _Matrix, owner: int, group: Mapping[str, Any]) -> Tensor | None:
+        """Update the momentum; what is orthogonalized of it, in bf16, if the owner needs it."""
         state, gradient = self.state[matrix.parameter], matrix.parameter.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         grad, buffer = local_values(gradient), local_values(state["momentum_buffer"])
         buffer.lerp_(grad, 1 - group["momentum"])
-        if not matrix.sends(owner):
-            return {}
+        if not matrix.sends(matrix.here, owner):
+            return None
         update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-        return {matrix.place(matrix.here): update.to(matrix.device, torch.bfloat16, copy=True)}
+        return update.to(matrix.device, torch.bfloat16, copy=True)
 
     def _change(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
         lr = float(group["lr"])
@@ -146,16 +135,16 @@ class Muon(torch.optim.Muon):
 
     def _matrix(self, parameter: Tensor) -> _Matrix:
         if parameter not in self._matrices:
-            self._matrices[parameter] = _placed(parameter, self._replicas)
+            self._matrices[parameter] = _Matrix(parameter, self._ctx, self._replicas)
         return self._matrices[parameter]
 
 
-def divide_muon(made: Any, replicas: Any = None) -> Any:
+def divide_muon(made: Any, ctx: DistContext, replicas: Any = None) -> Any:
     """An optimizer that divides its work over ranks if it is torch's Muon; else the same one."""
     if type(made) is not torch.optim.Muon:
         return made
     sharded = any(isinstance(p, DTensor) for group in made.param_groups for p in group["params"])
-    return Muon(made, replicas) if sharded or replicas is not None else made
+    return Muon(made, ctx, replicas) if sharded or replicas is not None else made
 
 
 @contextmanager
@@ -177,132 +166,92 @@ def matrices_named(named: Sequence[tuple[str, Tensor]]) -> Iterator[None]:
         ) from error
 
 
-def _placed(parameter: Tensor, replicas: Any) -> _Matrix:
-    """Which ranks share the work on a parameter, and where its shards are."""
-    if not isinstance(parameter, DTensor):
-        everything = (slice(0, parameter.shape[0]), slice(0, parameter.shape[1]))
-        groups = () if replicas is None else (replicas,)
-        device = parameter.device
-        is_sharded = (False,) * len(groups)
-        shards: Mapping[Place, tuple[slice, slice]] = {(0,) * len(groups): everything}
-    else:
-        mesh = parameter.device_mesh
-        device = torch.device(mesh.device_type)
-        is_sharded = tuple(not placement.is_replicate() for placement in parameter.placements)
-        groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
-        shards = _shards(parameter.shape, tuple(mesh.shape), parameter.placements)
-    here = tuple(group.rank() for group in groups)
-    return _Matrix(parameter, device, groups, here, is_sharded, shards)
-
-
 @functools.lru_cache(maxsize=64)  # a model has many matrices of few shapes, on up to 1000s of ranks
 def _shards(
     whole: torch.Size, sizes: tuple[int, ...], placements: tuple[Any, ...]
-) -> Mapping[Place, tuple[slice, slice]]:
-    """Rows and columns of each shard of a matrix on a mesh of these sizes."""
-    counts = [
-        1 if placement.is_replicate() else n for n, placement in zip(sizes, placements, strict=True)
-    ]
-    shards: dict[Place, tuple[slice, slice]] = {}
-    for place in itertools.product(*map(range, counts)):
+) -> tuple[_Shard, ...]:
+    """What each rank of a mesh of these sizes holds of a matrix."""
+    shards: list[_Shard] = []
+    replicas: dict[tuple[int, ...], int] = {}
+    for place in itertools.product(*map(range, sizes)):
         shape, start = _compute_local_shape_and_global_offset(whole, sizes, list(place), placements)
         rows, columns = (slice(at, at + n) for at, n in zip(start, shape, strict=True))
-        shards[place] = (rows, columns)
-    return shards
+        replica = tuple(i for i, how in zip(place, placements, strict=True) if how.is_replicate())
+        shards.append(((rows, columns), replicas.setdefault(replica, len(replicas))))
+    return tuple(shards)
 
 
-def _orthogonalize(
-    matrices: Sequence[_Matrix],
-    owners: Sequence[Place],
-    held: Sequence[dict[Place, Tensor]],
-    options: Mapping[str, Any],
-) -> None:
-    """Exchange this rank's shard of each matrix for that of the orthogonalized one.
-
-    Args:
-        matrices: All of the same groups.
-        held: The shards of each matrix that this rank holds, by place; changed in place.
-    """
-    dims = range(len(matrices[0].groups))
-    for dim in dims:
-        _move(matrices, owners, held, dim, back=False)
-    for matrix, owner, shards in zip(matrices, owners, held, strict=True):
-        if owner == matrix.here:
-            update = _muon._zeropower_via_newtonschulz(
-                _assembled(matrix, shards),
-                options["ns_coefficients"],
-                options["ns_steps"],
-                options["eps"],
-            ).contiguous()  # of a tall matrix it is transposed, and slow to add
-            shards.update((place, update[at]) for place, at in matrix.shards.items())
-    for dim in reversed(dims):
-        _move(matrices, owners, held, dim, back=True)
-
-
-def _owners(matrices: Sequence[_Matrix]) -> list[Place]:
+def _owners(matrices: Sequence[_Matrix]) -> list[int]:
     """For each matrix, the rank that computes it: the one with the least work so far."""
     # Multiplications of one iteration, up to a constant.
     work = [min(m.parameter.shape) ** 2 * max(m.parameter.shape) for m in matrices]
-    ranks = itertools.product(*(range(group.size()) for group in matrices[0].groups))
-    load = dict.fromkeys(ranks, 0)
-    owners: dict[int, Place] = {}
+    load = [0] * len(matrices[0].shards)
+    owners = [0] * len(matrices)
     for index in sorted(range(len(matrices)), key=lambda index: -work[index]):
-        owners[index] = min(load, key=lambda place: load[place])
+        owners[index] = load.index(min(load))
         load[owners[index]] += work[index]
-    return [owners[index] for index in range(len(matrices))]
+    return owners
 
 
-def _assembled(matrix: _Matrix, shards: Mapping[Place, Tensor]) -> Tensor:
-    if len(shards) == 1:  # replicas
-        return next(iter(shards.values()))
-    whole = torch.empty(matrix.parameter.shape, dtype=torch.bfloat16, device=matrix.device)
-    for place, part in shards.items():
-        whole[matrix.shards[place]] = part
-    return whole
-
-
-def _move(
+def _orthogonalized(
     matrices: Sequence[_Matrix],
-    owners: Sequence[Place],
-    held: Sequence[dict[Place, Tensor]],
-    dim: int,
-    *,
-    back: bool,
-) -> None:
-    """Send shards to the ranks of a group through which their owners are reached, or back."""
-    group, me = matrices[0].groups[dim], matrices[0].here[dim]
-    passing = [
-        i
-        for i, (matrix, owner) in enumerate(zip(matrices, owners, strict=True))
-        if (
-            owner[:dim] == matrix.here[:dim]
-            if back
-            else matrix.is_sharded[dim] and matrix.sends(owner, dim)
-        )
-    ]
-    if not passing:
-        return
+    owners: Sequence[int],
+    momenta: Sequence[Tensor | None],
+    options: Mapping[str, Any],
+) -> list[Tensor]:
+    """This rank's shard of each orthogonalized matrix.
 
-    def shards(owner: int, rank: int) -> list[tuple[int, Place]]:
-        """Those of a rank of the group, of the matrices whose owner another one reaches."""
-        if owner == rank:  # they stay
-            return []
-        reached = [i for i in passing if owners[i][dim] == owner]
-        return [(i, place) for i in reached for place in matrices[i].reached(dim, rank)]
+    Args:
+        matrices: All of the same group.
+        momenta: This rank's shards; None where the owner does not need it.
+    """
+    one, ranks = matrices[0], range(len(matrices[0].shards))
+    sent: list[list[Any]] = [[] for _ in ranks]
+    results: list[list[Any]] = [[] for _ in ranks]
+    shapes: list[list[list[int]]] = [[] for _ in ranks]
+    for matrix, owner, momentum in zip(matrices, owners, momenta, strict=True):
+        shapes[owner].append(matrix.shape(one.here))
+        if matrix.sends(one.here, owner):
+            sent[owner].append(momentum)
+    mine = [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == one.here]
+    parts = [[each.shape(rank) for each in mine if each.sends(rank, one.here)] for rank in ranks]
+    arrived = _exchange(one, sent, parts, apart=not any(each.is_sharded for each in matrices))
+    for matrix in mine:
+        whole = torch.empty(matrix.parameter.shape, dtype=torch.bfloat16, device=matrix.device)
+        for rank, (at, _) in enumerate(matrix.shards):
+            if matrix.sends(rank, one.here):
+                whole[at] = next(arrived[rank])
+        update = _muon._zeropower_via_newtonschulz(
+            whole, options["ns_coefficients"], options["ns_steps"], options["eps"]
+        ).contiguous()  # of a tall matrix it is transposed, and slow to add
+        for result, (at, _) in zip(results, matrix.shards, strict=True):
+            result.append(update[at])
+    arrived = _exchange(one, results, shapes, apart=len(ranks) == 1)
+    return [next(arrived[owner]) for owner in owners]
 
-    given = [shards(rank, me) for rank in range(group.size())]
-    taken = [shards(me, rank) for rank in range(group.size())]
-    sent, received = (taken, given) if back else (given, taken)
-    out = [[held[i][place].reshape(-1) for i, place in keys] for keys in sent]
-    lengths = [[math.prod(matrices[i].shape(place)) for i, place in keys] for keys in received]
-    values = torch.empty(sum(map(sum, lengths)), dtype=torch.bfloat16, device=matrices[0].device)
+
+def _exchange(
+    one: _Matrix, sent: list[list[Tensor]], shapes: list[list[list[int]]], *, apart: bool
+) -> list[Iterator[Tensor]]:
+    """Send tensors to each rank of a group; those received from each rank, of these shapes.
+
+    Args:
+        apart: Whether all are for this rank itself.
+    """
+    own, sent[one.here], shapes[one.here] = iter(sent[one.here]), [], []
+    if apart:
+        return [own if rank == one.here else iter(()) for rank in range(len(sent))]
+    out = [[tensor.reshape(-1) for tensor in tensors] for tensors in sent]
+    lengths = [[*map(math.prod, of_rank)] for of_rank in shapes]
+    values = torch.empty(sum(map(sum, lengths)), dtype=torch.bfloat16, device=one.device)
     dist.all_to_all_single(
         values.view(torch.uint8),  # as bytes, since gloo has no bf16
         torch.cat([values[:0], *itertools.chain(*out)]).view(torch.uint8),
         [2 * sum(of_rank) for of_rank in lengths],
-        [2 * sum(part.numel() for part in parts) for parts in out],
-        group,
+        [2 * sum(map(len, tensors)) for tensors in out],
+        one.group,
     )
-    pieces = values.split([*itertools.chain(*lengths)])
-    for (i, place), piece in zip(itertools.chain(*received), pieces, strict=True):
-        held[i][place] = piece.view(matrices[i].shape(place))
+    pieces = iter(values.split([*itertools.chain(*lengths)]))
+    received = [iter([next(pieces).view(shape) for shape in of_rank]) for of_rank in shapes]
+    received[one.here] = own
+    return received

@@ -20,7 +20,7 @@ from fxtrain.backends.core.muon import divide_muon, matrices_named
 from fxtrain.backends.core.packed_states import has_packed_states, shard_problem, step_without_cache
 from fxtrain.errors import PlanError, StepError
 from fxtrain.ops.whole_tensors import plain_name
-from fxtrain.state import Strategy
+from fxtrain.state import DistContext, Strategy
 
 Optimizers = (
     torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
@@ -63,6 +63,7 @@ def place_of_states(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tens
 def make_optimizers(
     factory: Any,
     module: nn.Module,
+    ctx: DistContext,
     strategy: Strategy,
     change: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None = None,
     replicas: Any = None,
@@ -97,7 +98,7 @@ def make_optimizers(
             every.append(on_host(each, module, strategy, change))
         else:
             _prepare_small_states(each)
-            every.append(divide_muon(each, replicas) if change is None else change(each))
+            every.append(divide_muon(each, ctx, replicas) if change is None else change(each))
     if all(new is old for new, old in zip(every, optimizers, strict=True)):
         return objects, optimizers
     if isinstance(objects, Mapping):

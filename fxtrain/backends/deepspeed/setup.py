@@ -155,7 +155,7 @@ def _with_engine(
     if is_from_config(optimizer):
         prepare_section(config, plan.strategy, ctx)
     else:
-        given, several = make_optimizers(optimizer, module, model.strategy)
+        given, several = make_optimizers(optimizer, module, ctx, model.strategy)
         if several:
             first = single_optimizer(several)
             mine = compiled_on_cpu(first, config, plan.strategy, ctx)
