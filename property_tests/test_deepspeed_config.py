@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.backends.deepspeed.config import Inputs, resolve
+from fxtrain.backends.deepspeed.config import resolve
 
 COUNTS = st.integers(1, 64)
 PLANS = st.builds(
@@ -25,11 +25,8 @@ PLANS = st.builds(
     st.sampled_from(["fp32", "bf16", "fp16"]),
     st.none() | st.integers(1, 10**9),
 )
-FACTS = st.builds(
-    lambda ranks, rows, hidden: Inputs(ranks=ranks, rows=rows, hidden=hidden),
-    COUNTS,
-    st.none() | COUNTS,
-    st.integers(1, 10_000),
+FACTS = st.fixed_dictionaries(
+    {"ranks": COUNTS, "rows": st.none() | COUNTS, "hidden": st.integers(1, 10_000)}
 )
 # Entries that nobody here knows about.
 PLAIN = st.booleans() | st.integers(-5, 5) | st.text("xyz", max_size=3)
@@ -70,13 +67,13 @@ def _file(autos, others):
 def test_an_auto_is_as_good_as_nothing_and_all_else_stays(plan, facts, autos, others):
     file = _file(autos, others)
     before = copy.deepcopy(file)
-    got = resolve(plan, file, facts)
+    got = resolve(plan, file, **facts)
     assert file == before
     assert "auto" not in json.dumps(got)
     for name, value in others.items():
         assert got[name] == value
     rows = got["train_micro_batch_size_per_gpu"]
-    assert got["train_batch_size"] == rows * plan.accumulate * facts.ranks
+    assert got["train_batch_size"] == rows * plan.accumulate * facts["ranks"]
     assert got["gradient_accumulation_steps"] == plan.accumulate
     assert got.get("gradient_clipping", 0.0) == (plan.clip_norm or 0.0)
     for name in ("bf16", "fp16"):
@@ -88,27 +85,27 @@ def test_an_auto_is_as_good_as_nothing_and_all_else_stays(plan, facts, autos, ot
 
 @given(plan=PLANS, facts=FACTS, autos=AUTOS, others=OTHERS)
 def test_a_resolved_config_resolves_to_itself(plan, facts, autos, others):
-    got = resolve(plan, _file(autos, others), facts)
-    assert resolve(plan, got, facts) == got
+    got = resolve(plan, _file(autos, others), **facts)
+    assert resolve(plan, got, **facts) == got
 
 
 @given(plan=PLANS, facts=FACTS, wrong=COUNTS)
 def test_a_default_is_that_of_the_file(plan, facts, wrong):
-    file = resolve(plan, {}, facts)
+    file = resolve(plan, {}, **facts)
     file["gradient_accumulation_steps"] = wrong
-    file["train_batch_size"] = file["train_micro_batch_size_per_gpu"] * wrong * facts.ranks
-    found = resolve(fx.Plan(strategy=plan.strategy), file, facts)
-    assert found == resolve(attrs.evolve(plan, accumulate=wrong), file, facts) == file
+    file["train_batch_size"] = file["train_micro_batch_size_per_gpu"] * wrong * facts["ranks"]
+    found = resolve(fx.Plan(strategy=plan.strategy), file, **facts)
+    assert found == resolve(attrs.evolve(plan, accumulate=wrong), file, **facts) == file
 
 
 @given(plan=PLANS, facts=FACTS, wrong=COUNTS)
 def test_what_differs_is_named_and_nothing_else(plan, facts, wrong):
     plan = attrs.evolve(plan, accumulate=plan.accumulate + 1)  # not the default
-    got = resolve(plan, {}, facts)
+    got = resolve(plan, {}, **facts)
     changed = copy.deepcopy(got)
     changed["gradient_accumulation_steps"] = plan.accumulate + wrong
     with pytest.raises(fx.PlanError) as found:
-        resolve(plan, changed, facts)
+        resolve(plan, changed, **facts)
     lines = [line for line in str(found.value).splitlines() if line.startswith("  ")]
     assert len(lines) == 1 and "gradient_accumulation_steps" in lines[0]
     assert f"has {plan.accumulate}, the config has {plan.accumulate + wrong}" in lines[0]

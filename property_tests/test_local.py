@@ -60,23 +60,16 @@ class _ByHand:
             self.outer = torch.optim.SGD(self.anchor, **options, nesterov=local.nesterov)
         self.weights = [0.0] * ranks
 
-    def update(self, rows, *, alone, weighted):
+    def update(self, rows, *, weighted):
         """Rows are (x, y, w) of each rank."""
-        everything = [torch.cat(parts) for parts in zip(*rows, strict=True)]
         for rank, (net, optimizer) in enumerate(zip(self.nets, self.inner, strict=True)):
-            mine = rows[rank] if alone else everything
-            if not len(mine[0]):
+            if not len(rows[rank][0]):
                 continue
-            total, weight = _loss(net, *mine, weighted=weighted)
+            total, weight = _loss(net, *rows[rank], weighted=weighted)
             (total / weight).backward()
             optimizer.step()
             optimizer.zero_grad()
-            self.weights[rank] += float(weight) * alone
-
-    def begin(self):
-        with torch.no_grad():
-            for anchor, parameter in zip(self.anchor, self.nets[0].parameters(), strict=True):
-                anchor.copy_(parameter)
+            self.weights[rank] += float(weight)
 
     def average(self):
         total = sum(self.weights)
@@ -112,12 +105,9 @@ def _by_hand(ranks, n, size, plan, weighted):
                 for r in range(ranks)
             ]
             updates += 1
-            run.update(rows, alone=updates > local.warmup, weighted=weighted)
-            if updates == local.warmup:
-                run.begin()
+            run.update(rows, weighted=weighted)
             ends = first + plan.accumulate >= len(lows)
-            due = ends or (updates - local.warmup) % local.every == 0
-            if updates > local.warmup and due:
+            if ends or updates % local.every == 0:
                 run.average()
     return list(run.nets[0].parameters()), updates
 
@@ -127,24 +117,21 @@ def _by_hand(ranks, n, size, plan, weighted):
     n=st.integers(3, 60),
     size=st.integers(1, 3),
     every=st.integers(1, 4),
-    warmup=st.integers(0, 3),
     outer=st.sampled_from([None, (0.7, 0.9, True), (0.5, 0.4, False), (1.0, 0.0, False)]),
     accumulate=st.integers(1, 3),
     weighted=st.booleans(),
 )
-@example(n=37, size=2, every=3, warmup=1, outer=(0.7, 0.9, True), accumulate=1, weighted=False)
-@example(n=33, size=2, every=2, warmup=0, outer=None, accumulate=2, weighted=True)
+@example(n=37, size=2, every=3, outer=(0.7, 0.9, True), accumulate=1, weighted=False)
+@example(n=33, size=2, every=2, outer=None, accumulate=2, weighted=True)
 def test_copies_train_and_are_averaged_as_by_hand(
-    cluster, n, size, every, warmup, outer, accumulate, weighted
+    cluster, n, size, every, outer, accumulate, weighted
 ):
-    local = fx.LocalSGD(every=every, warmup=warmup)
+    local = fx.LocalSGD(every=every)
     if outer is not None:
         lr, momentum, nesterov = outer
-        local = fx.DiLoCo(
-            every=every, warmup=warmup, outer_lr=lr, outer_momentum=momentum, nesterov=nesterov
-        )
+        local = fx.DiLoCo(every=every, outer_lr=lr, outer_momentum=momentum, nesterov=nesterov)
     if cluster.n == 1:  # one copy trains as if there were no such plan
-        local = fx.LocalSGD(every=every, warmup=10**6)
+        local = fx.LocalSGD(every=every)
     plan = fx.Plan(local=local, accumulate=accumulate, even="uneven")
     wanted, updates = _by_hand(cluster.n, n, size, plan, weighted)
     answers = cluster.run(_train, n, size, plan, weighted)

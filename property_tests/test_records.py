@@ -50,7 +50,7 @@ compiles = st.builds(
     dynamic=st.sampled_from([None, True, False]),
 )
 local = st.one_of(
-    st.builds(fx.LocalSGD, every=positive, warmup=st.integers(0, 9)),
+    st.builds(fx.LocalSGD, every=positive),
     st.builds(fx.DiLoCo, every=positive, outer_lr=reals, outer_momentum=st.floats(0, 0.99)),
 )
 plans = st.builds(

@@ -50,7 +50,7 @@ def _resume(ctx, folder, kind, plan, before, after, background, workers):
 HOW = {
     "together": {},
     "sharded optimizer": {"strategy": fx.DDP(shard_optimizer=True)},
-    "alone": {"local": fx.LocalSGD(every=3, warmup=1)},
+    "alone": {"local": fx.LocalSGD(every=3)},
     "alone with an outer optimizer": {"local": fx.DiLoCo(every=2)},
     "fragments": {"local": fx.DiLoCo(every=4, fragments=2, delay=3, compress="int8")},
     "late": {"local": fx.DiLoCo(every=3, delay=2)},

@@ -51,7 +51,7 @@ def _check(pool, data):
     fields = data.draw(st.fixed_dictionaries({}, optional=OPTIONS), label="plan")
     strategy = data.draw(st.sampled_from(STRATEGIES[pool.n]), label="strategy")
     if strategy == "local":
-        fields["local"] = fx.LocalSGD(every=2, warmup=data.draw(st.integers(0, 2)))
+        fields["local"] = fx.LocalSGD(every=2)
     else:
         fields["strategy"] = strategy
     batches = st.integers(0, 5)

@@ -1,22 +1,16 @@
 """A model under a plan, and the module again."""
 
 import functools
-import importlib
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import attrs
 import torch
 from torch import nn
 
-from fxtrain.backends.core.converted_layers import (
-    convert_as_planned,
-    quantized_as_planned,
-    quantized_problems,
-    recipe_problems,
-)
 from fxtrain.backends.core.local_sgd import local_problems
 from fxtrain.backends.core.module_changes import model_signature
 from fxtrain.backends.core.optimizers import (
@@ -30,14 +24,31 @@ from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.core.weights import raise_to_fp32
 from fxtrain.backends.registry import strategy_of
 from fxtrain.errors import MeshError, PlanError
+from fxtrain.models.quantized_loading import put_stored_layers
+from fxtrain.models.tensor_sources import open_source
 from fxtrain.ops.logs import log
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.standing import Windows
 from fxtrain.ops.transport.pace import share_pace
 from fxtrain.ops.whole_tensors import plain_name
-from fxtrain.precision.quantizing import gradient_problem
-from fxtrain.state import DeepSpeed, DistContext, FromConfig, Plan, Strategy, Wrapped
+from fxtrain.precision.plain_tensors import is_quantized, quantized_tensors, stream_later
+from fxtrain.precision.quantizing import gradient_problem, quantize_layers, sharding_problem
+from fxtrain.precision.recipe_layers import convert_layers, recipe_targets
+from fxtrain.precision.transformer_engine import engine_region
+from fxtrain.state import (
+    FSDP,
+    TE,
+    DeepSpeed,
+    DistContext,
+    FromConfig,
+    Offload,
+    Plan,
+    Strategy,
+    Wrapped,
+)
 from fxtrain.state.context import check_connected
+from fxtrain.state.deepspeed import is_enabled, read_config
 from fxtrain.state.mesh import resolve_mesh
 from fxtrain.state.wrapped import check_open
 
@@ -45,13 +56,8 @@ N = TypeVar("N", bound=nn.Module)
 O = TypeVar("O", bound=Optimizers | FromConfig)  # noqa: E741
 
 
-@attrs.define(eq=False)
-class _WrappedModules:
+class _WrappedModules(weakref.WeakKeyDictionary[nn.Module, weakref.ref[Wrapped]]):
     """The handle of each module that was wrapped for a communicator, as its `slot`."""
-
-    handles: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Wrapped]] = attrs.field(
-        factory=weakref.WeakKeyDictionary
-    )
 
 
 def wrap(
@@ -121,12 +127,12 @@ def wrap(
     if optimizer is not None and (problem := gradient_problem(model)) is not None:
         raise PlanError(f"wrap(optimizer=...): {problem}", code="FX202")
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
-    with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
+    with _quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
         changes_since, dtypes = record_module(model), _dtypes(model)
         raises = optimizer is not None and not _keeps_masters(plan)
         lower = raise_to_fp32(model, ctx, plan) if raises else _nothing
         try:
-            convert_as_planned(model, ctx, plan)
+            _convert_as_planned(model, ctx, plan)
             wrapped: Any = strategy.wrap(strategy, model, ctx, plan, optimizer, scheduler)
         except BaseException:
             changes_since().undo()
@@ -145,7 +151,7 @@ def wrap(
         undo()
         raise
     wrapped = attrs.evolve(wrapped, undo=undo, hide_changes=changes.hide, dtypes=dtypes)
-    ctx.comm.slot(_WrappedModules).handles[model] = weakref.ref(wrapped)
+    ctx.comm.slot(_WrappedModules)[model] = weakref.ref(wrapped)
     ctx.comm.slot(Windows).add(wrapped.window)
     share_pace(ctx)
     return wrapped
@@ -189,21 +195,21 @@ def _compare_options(ctx: DistContext, plan: Plan, wrapped: Any) -> None:
         check_same_plan("wrap", among, plan, settings_of(wrapped.optimizers, wrapped.schedulers))
 
 
+def _in_order(*steps: Callable[[], None]) -> None:
+    for step in steps:
+        step()
+
+
 def _keeps_masters(plan: Plan) -> bool:
     """Whether the strategy keeps parameters in fp32 beside those that compute."""
-    if not isinstance(plan.strategy, DeepSpeed):
+    config = plan.strategy
+    if not isinstance(config, DeepSpeed):
         return False
-    setup = importlib.import_module("fxtrain.backends.deepspeed.setup")
-    return setup.keeps_masters(plan)
+    return not is_enabled(read_config(config), "torch_autocast")
 
 
 def _nothing() -> None:
     """Undo nothing."""
-
-
-def _in_order(*steps: Callable[[], None]) -> None:
-    for step in steps:
-        step()
 
 
 def _dtypes(module: nn.Module) -> dict[str, torch.dtype]:
@@ -222,8 +228,8 @@ def problems_of(
         return mismatch
     problems = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
     problems = (*problems, *_replica_problems(strategy, plan))
-    problems = (*problems, *quantized_problems(strategy, ctx, plan, module))
-    problems = (*problems, *recipe_problems(strategy, ctx, plan, module))
+    problems = (*problems, *_quantized_problems(strategy, ctx, plan, module))
+    problems = (*problems, *_recipe_problems(strategy, ctx, plan, module))
     return (*problems, *local_problems(ctx, plan))
 
 
@@ -308,9 +314,129 @@ def _check_types(model: Any, ctx: Any, plan: Any, strategy: Any) -> None:
             f"wrap(strategy=...) takes a Strategy record, found {type(strategy).__name__}. Put a "
             f"config such as fx.FSDP() into the plan: fx.Plan(strategy=fx.FSDP())."
         )
-    handle = ctx.comm.slot(_WrappedModules).handles.get(model, _nothing)()
+    handle = ctx.comm.slot(_WrappedModules).get(model, _nothing)()
     if isinstance(handle, Wrapped) and handle.status.closed not in ("unwrap", "release"):
         raise PlanError(
             f"wrap: this {type(model).__name__} is wrapped already, and the two handles would "
             f"change the same parameters. Use the first one, or call fx.unwrap on it before."
         )
+
+
+def _recipe_problems(
+    strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
+) -> list[str]:
+    """What does not fit of a plan with precision="fp8". No traffic, equal on all ranks."""
+    recipe = plan.precision.recipe
+    if recipe is None:
+        return []
+    problems: list[str] = []
+    if not strategy.converts_layers:
+        problems.append(
+            f"{strategy.name} does not support precision='fp8', for which layers are converted "
+            f"before they are wrapped. Use precision='bf16', or Single(), DDP() or FSDP()."
+        )
+    if plan.quantize is not None or is_quantized(module):
+        problems.append(
+            "Plan(precision='fp8'): quantised weights compute in their own format. Use "
+            "precision='bf16', or the unquantised model."
+        )
+    if getattr(recipe, "gather", "plan") == "fp8" and type(plan.strategy) is not FSDP:
+        problems.append("Float8(gather='fp8'): only FSDP gathers weights. Use gather='plan'.")
+    if isinstance(recipe, TE) and ctx.mesh.tensor > 1:
+        problems.append(
+            "TE(...): Transformer Engine splits layers over ranks by its own means, and not by "
+            "FSDP(tensor=...). Use Float8(...), or omit the tensor axis."
+        )
+    if not problems:
+        try:
+            recipe_targets(module, recipe)
+        except PlanError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _convert_as_planned(module: nn.Module, ctx: DistContext, plan: Plan) -> None:
+    """Convert the layers that the plan's recipe names; `wrap` reverts that as all it changes.
+
+    Raises:
+        PlanError: as `convert_layers`, on every rank.
+    """
+    recipe = plan.precision.recipe
+    if recipe is None:
+        return
+    with fail_together(ctx):
+        checked = not ctx.comm.simulated
+        convert_layers(module, recipe, ctx.device, seed=plan.seed, checked=checked)
+        if isinstance(recipe, TE):
+            # In the library's region, with scales of all data ranks.
+            data = ctx.axis("data")
+            group = data.comm.group if data.world_size > 1 else None
+            module.forward = engine_region(module, recipe, group, module.forward)
+
+
+def _quantized_problems(
+    strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
+) -> list[str]:
+    """What does not fit of a plan and a model with quantised or frozen weights."""
+    problems: list[str] = []
+    if plan.frozen == "digests" and not (strategy.full_parameters or strategy.splits_quantized):
+        problems.append(
+            f"Plan(frozen='digests') needs full parameters, and {strategy.name} may hold parts of "
+            f"them."
+        )
+    if plan.quantize is None and not is_quantized(module):
+        return problems
+    quantized_tensors(module)  # raises for weights that bitsandbytes packed
+    split = strategy.splits_quantized and ctx.world_size > 1
+    if split and (problem := sharding_problem(module, plan.quantize)) is not None:
+        problems.append(f"Quantised weights under {strategy.name}: {problem}.")
+    if not (strategy.splits_quantized or strategy.full_parameters) or (
+        split and ctx.mesh.tensor > 1
+    ):
+        problems.append(
+            f"{strategy.name} cannot split quantised weights here. Use DDP(), with a replica of "
+            f"them on each rank, Single(), or FSDP() without a tensor axis."
+        )
+    if plan.local is not None:
+        problems.append(
+            "Replicas that train independently (Plan.local) average every parameter, which "
+            "quantised ones do not allow. Leave local out."
+        )
+    return problems
+
+
+@contextmanager
+def _quantized_as_planned(
+    module: nn.Module, ctx: DistContext, plan: Plan, *, trains: bool
+) -> Iterator[None]:
+    """Around wrapping: quantise what the plan says, and undo that if wrapping fails.
+
+    A streamed model gets quantised layers without memory: those of the plan, if its weights are
+    on the meta device, and those of its files.
+
+    Raises:
+        PlanError: as `quantize_layers`, on every rank.
+        CheckpointError: the quantised layers of the files do not fit the model, on every rank.
+    """
+    config = plan.strategy
+    if plan.quantize is None and not isinstance(config, Offload):
+        yield
+        return
+    undo: list[Callable[[], None]] = []
+    try:
+        with fail_together(ctx):
+            if plan.quantize is not None:
+                # Shards move to the device one unit at a time; the whole model may not fit there.
+                split = isinstance(config, FSDP) and ctx.world_size > 1
+                device = torch.device("cpu") if split else ctx.device
+                undo.append(quantize_layers(module, plan.quantize, device, trains=trains)[1])
+            if isinstance(config, Offload):
+                if config.source is not None and not is_quantized(module):
+                    with open_source(config.source) as source:
+                        undo.append(put_stored_layers(config.source, source, module))
+                undo.append(stream_later(module, torch.device("cpu")))
+        yield
+    except BaseException:
+        for take_back in reversed(undo):
+            take_back()
+        raise

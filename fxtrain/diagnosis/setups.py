@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain.backends.deepspeed.config import Inputs, config_problems, resolve
+from fxtrain.backends.deepspeed.config import config_problems, resolve
 from fxtrain.backends.registry import strategies
 from fxtrain.backends.wrapping import problems_of
 from fxtrain.errors import FxError, LaunchError, MissingPackageError, PlanError
@@ -118,7 +118,7 @@ def plan_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
         base = read_config(plan.strategy)
         plan = fill_from_config(plan, base, ranks)
         base = {name: base[name] for name in base if name not in ("optimizer", "scheduler")}
-        config = resolve(plan, base, Inputs(ranks=ranks, partial=True))
+        config = resolve(plan, base, ranks=ranks, partial=True)
         if problems := config_problems(config, ranks):
             return problems
     return problems_of(row, ctx, without_names(plan), stand_in(ctx.mesh))

@@ -29,7 +29,6 @@ from fxtrain.state import (
     Weighted,
     WeightedLoss,
     Wrapped,
-    round_of,
 )
 from fxtrain.state.context import check_connected
 from fxtrain.state.wrapped import check_open
@@ -328,7 +327,7 @@ def _refuse(fns: object) -> NoReturn:
 def _average_or_verify(model: Wrapped, position: Position) -> None:
     """End an averaging round, and compare replicas, if it is time at the model's updates."""
     micro, updates = model.window.micro, model.window.updates
-    if round_of(model) is not None:
+    if model.status.replica is not None:
         model.strategy.average(model, attrs.evolve(position, updates=updates, micro=micro))
     if model.plan.verify_replicas and not (micro or updates % model.plan.verify_replicas):
         verify_replicas(model)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fxtrain._record import shown
 from fxtrain.errors import PlanError
 from fxtrain.ops.whole_tensors import local_values
-from fxtrain.state import Report, Wrapped, round_of
+from fxtrain.state import Report, Wrapped
 from fxtrain.state.wrapped import check_open
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -146,7 +146,7 @@ def ema(model: Wrapped, *, decay: float = 0.999, warmup: bool = False) -> EMA:
     check_open(model, "ema", PlanError)
     if not isinstance(decay, int | float) or not 0 <= decay < 1:
         raise PlanError(f"ema(decay={shown(decay)}): choose a number from 0 to less than 1.")
-    if round_of(model) is not None:
+    if model.status.replica is not None:
         raise PlanError(
             "ema: with Plan(local=...), replicas have different parameters between averages. "
             "Train without local."

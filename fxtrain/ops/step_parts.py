@@ -16,7 +16,7 @@ from fxtrain._record import shown
 from fxtrain.errors import StepError
 from fxtrain.ops.collectives import reduce
 from fxtrain.ops.devices import as_scalar
-from fxtrain.state import Position, UpdateResult, UpdateSpec, Wrapped, round_of
+from fxtrain.state import Position, UpdateResult, UpdateSpec, Wrapped
 from fxtrain.state.wrapped import check_open
 
 # Of the formats that a plan names.
@@ -229,7 +229,7 @@ def average(model: Wrapped, position: Position | None = None) -> None:
         ...     fx.ops.average(model, fx.Position(updates=8))
     """
     check_open(model, "ops.average")
-    if round_of(model) is not None:
+    if model.status.replica is not None:
         model.strategy.average(model, position)
 
 

@@ -81,12 +81,6 @@ class Replicas:
                 f"Replicas(min_count={self.min_count}): a run of {self.count} replicas never has "
                 f"that many. Use at most count={self.count}."
             )
-        if self.local is not None and self.local.warmup:
-            raise PlanError(
-                f"Replicas(local={self.local!r}): no update is made together where replicas are "
-                f"averaged. Use warmup=0. Train the first updates with local=None and a folder, "
-                f"and continue from there."
-            )
         if not urlsplit(self.lighthouse).hostname:
             raise PlanError(
                 f"Replicas(lighthouse={self.lighthouse!r}) is no address. Start "

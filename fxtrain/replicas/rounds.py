@@ -14,7 +14,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fxtrain.backends.core.fragments import Exchange, means_of, pack_means, send
 from fxtrain.backends.core.local_sgd import (
     buffers_of,
     check_parameters,
@@ -24,13 +23,17 @@ from fxtrain.backends.core.local_sgd import (
 )
 from fxtrain.backends.core.rounds import (
     MIN_WEIGHT,
+    Exchange,
     apply_means,
     averaged_parts,
     copy_all,
     first_round,
     load_outer_state,
+    means_of,
     outer_state,
     pack_fragment,
+    pack_means,
+    send,
 )
 from fxtrain.replicas.healing import Progress
 from fxtrain.replicas.members import Members

@@ -29,7 +29,6 @@ from fxtrain.state.strategy import (
     UpdateResult,
     UpdateSpec,
     WeightedLoss,
-    round_of,
     unsupported,
 )
 from fxtrain.state.strategy_configs import (
@@ -45,7 +44,6 @@ from fxtrain.state.strategy_configs import (
     PowerSGD,
     Single,
     Style,
-    is_alone,
     round_ends,
     token_ranges,
 )
@@ -125,12 +123,10 @@ __all__ = [
     "dumps",
     "fingerprint",
     "from_config",
-    "is_alone",
     "loads",
     "read_plan",
     "read_record",
     "round_ends",
-    "round_of",
     "structure",
     "token_ranges",
     "unstructure",

@@ -228,14 +228,15 @@ def _window(plan: "Plan", data: Mapping[str, Any], ranks: int) -> int | None:
 
 
 def _compute(data: Mapping[str, Any]) -> str | None:
-    if _enabled(data, "torch_autocast"):
+    if is_enabled(data, "torch_autocast"):
         return autocast_dtype(data)
     names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
-    chosen = {compute for name, compute in names.items() if _enabled(data, name)}
+    chosen = {compute for name, compute in names.items() if is_enabled(data, name)}
     return chosen.pop() if len(chosen) == 1 else None
 
 
-def _enabled(data: Mapping[str, Any], name: str) -> bool:
+def is_enabled(data: Mapping[str, Any], name: str) -> bool:
+    """Whether a section of a config is there and enabled."""
     section = data.get(name)
     return isinstance(section, Mapping) and section.get("enabled") is True
 

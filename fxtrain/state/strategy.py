@@ -66,12 +66,10 @@ class Round:
         parameters: The averaged parameters, by name; buffers are averaged as well.
         fragments: Names of the parameters that are averaged together.
         rows: On the CPU, int64, shape (fragments, 3): rows of this replica, those of all replicas
-            together, and micro-batches with a `Weighted` loss, in the updates since the last
-            average of the fragment.
-        weight: On the device, shape (fragments,): the weight of this rank's `Weighted` losses in
-            them.
-        open_rows: Shape (3,): the same as `rows`, for the open accumulation window.
-        open_weight: A number: the same as `weight`, for the open accumulation window.
+            together, and micro-batches with a `Weighted` loss, since the last average of the
+            fragment.
+        weight: On the device, shape (fragments,): the weight of this rank's `Weighted` losses
+            since then.
         anchor: Parameters after the last average, by name; only with an outer optimizer.
         momentum: Momentum of the outer optimizer, by name.
         residual: What compression has lost so far, by name; only with compression.
@@ -86,8 +84,6 @@ class Round:
     fragments: tuple[tuple[str, ...], ...] = attrs.field(repr=False)
     rows: torch.Tensor = attrs.field(repr=False)
     weight: torch.Tensor = attrs.field(repr=False)
-    open_rows: torch.Tensor = attrs.field(repr=False)
-    open_weight: torch.Tensor = attrs.field(repr=False)
     anchor: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
     momentum: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
     residual: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
@@ -213,12 +209,6 @@ class Strategy:
         lambda: unsupported("average", by="This strategy")
     )
     fused: tuple[tuple[str, Callable[..., Any]], ...] = ()
-
-
-def round_of(model: Wrapped) -> Round | None:
-    """The averaging state of independent replicas; None if all updates are made together."""
-    state = model.strategy_state
-    return state if isinstance(state, Round) else None
 
 
 def unsupported(what: str, *, by: str) -> Callable[..., NoReturn]:

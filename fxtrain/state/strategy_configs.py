@@ -317,12 +317,10 @@ class LocalSGD:
 
     Attributes:
         every: Optimizer updates between averages. The end of an epoch also averages.
-        warmup: First updates of the run that all replicas make together, as under DDP.
     """
 
     kind: Literal["local_sgd"] = attrs.field(default="local_sgd", init=False)
     every: int = attrs.field(validator=at_least(1))
-    warmup: int = attrs.field(default=0, validator=at_least(0))
 
 
 @record
@@ -334,7 +332,6 @@ class DiLoCo:
 
     Attributes:
         every: Optimizer updates in a round. The end of an epoch also ends one.
-        warmup: First updates of the run that all replicas make together, as under DDP.
         outer_lr: Learning rate of the outer SGD.
         outer_momentum: Its momentum.
         nesterov: Whether to use Nesterov momentum.
@@ -348,7 +345,6 @@ class DiLoCo:
 
     kind: Literal["diloco"] = attrs.field(default="diloco", init=False)
     every: int = attrs.field(validator=at_least(1))
-    warmup: int = attrs.field(default=0, validator=at_least(0))
     outer_lr: float = attrs.field(default=0.7, validator=above(0))
     outer_momentum: float = attrs.field(default=0.9, validator=at_least_and_below(0, 1))
     nesterov: bool = True
@@ -369,22 +365,6 @@ class DiLoCo:
             )
 
 
-def is_alone(local: LocalSGD | DiLoCo, position: Position) -> bool:
-    """Whether each replica makes the update of the batch before a position independently.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> is_alone(fx.LocalSGD(every=4, warmup=2), fx.Position(updates=2, micro=1))
-        True
-    """
-    return position.updates + (position.micro > 0) > local.warmup
-
-
-def round_begins(local: LocalSGD | DiLoCo, position: Position) -> bool:
-    """Whether the warm-up ends at a position."""
-    return position.updates == local.warmup and position.micro == 0
-
-
 def fragments_due(local: LocalSGD | DiLoCo, position: Position) -> tuple[int, ...]:
     """The fragments of a model whose average starts at a position, before the end of the data.
 
@@ -394,8 +374,8 @@ def fragments_due(local: LocalSGD | DiLoCo, position: Position) -> tuple[int, ..
         >>> [fragments_due(local, fx.Position(updates=n)) for n in range(1, 7)]
         [(), (0,), (), (1,), (), (0,)]
     """
-    updates = position.updates - local.warmup
-    if updates <= 0 or position.micro:
+    updates = position.updates
+    if not updates or position.micro:
         return ()
     count = local.fragments if isinstance(local, DiLoCo) else 1
     starts = [(number + 1) * local.every // count for number in range(count)]
@@ -410,14 +390,12 @@ def round_ends(local: LocalSGD | DiLoCo, position: Position) -> bool:
 
     Example:
         >>> import fxtrain as fx
-        >>> local = fx.LocalSGD(every=4, warmup=2)
+        >>> local = fx.LocalSGD(every=4)
         >>> [n for n in range(12) if round_ends(local, fx.Position(updates=n))]
-        [6, 10]
+        [4, 8]
         >>> round_ends(local, fx.Position(updates=7, is_last=True))
         True
     """
-    if not is_alone(local, position):
-        return False
     delay = local.delay if isinstance(local, DiLoCo) else 0
     begun = attrs.evolve(position, updates=max(0, position.updates - delay))
     return position.is_last or bool(fragments_due(local, begun))

@@ -32,8 +32,8 @@ class ModelStatus:
         scheduled_update: The number of the last update that stepped the schedulers, or None.
         schedule_counts: What each scheduler had counted then. By these a step notices that the
             loop advanced them as well.
-        replica: The replica that makes the next update independently of the others (`Plan.local`);
-            None if all ranks make it together.
+        replica: The averaging state of a replica that trains independently (`Plan.local`); None
+            if all ranks make updates together.
         without_rows: Whether that replica has no row in the window that closes.
     """
 

@@ -15,7 +15,7 @@ from fxtrain.testing import LAWS, count_collectives, fake_world
 from fxtrain.testing.training import on_mesh
 
 JUMPS = fx.DiLoCo(every=1, outer_lr=1.0, outer_momentum=0.0)
-# Each copy clips its own gradient, so only a warm-up clips that of all rows.
+# Each copy clips its own gradient.
 HOLD = [law for law in LAWS if law.__name__ != "same_clipped"]
 
 
@@ -24,11 +24,8 @@ def test_rounds_of_one_update_are_ddp(pair, law):
     law(pair, fx.Plan(local=fx.LocalSGD(every=1)))
 
 
-def test_an_outer_optimizer_may_jump_and_a_warm_up_is_ddp(pair):
+def test_an_outer_optimizer_may_jump(pair):
     LAWS[0](pair, fx.Plan(local=JUMPS))
-    for law in LAWS:
-        if law not in HOLD:
-            law(pair, fx.Plan(local=fx.LocalSGD(every=3, warmup=4)))
 
 
 @pytest.mark.slow
@@ -79,8 +76,9 @@ def _counted(ctx, plan):
 
 
 def test_between_averages_nothing_is_sent(pair):
-    size = sum(p.numel() for p in _net().parameters()) + 12 + 1  # running statistics, the weight
-    round_end = ({"all_reduce": 2}, {"all_reduce": 4 * size + 8})
+    # Running statistics, and twice the weight.
+    size = sum(p.numel() for p in _net().parameters()) + 1 + 12 + 1
+    round_end = ({"all_reduce": 3}, {"all_reduce": 4 * size + 8})
     alone = ({}, {})
     for outer in (fx.LocalSGD(every=4), fx.DiLoCo(every=4)):
         answers = pair.run(_counted, fx.Plan(local=outer))
@@ -90,14 +88,6 @@ def test_between_averages_nothing_is_sent(pair):
             assert counts == wanted + [alone] * 3 + [round_end]
             assert all(torch.equal(value, answers[0][1][name]) for name, value in values.items())
             assert values["1.num_batches_tracked"] == 12
-
-
-def test_warm_up_is_ddp_and_then_nothing(pair):
-    plan = fx.Plan(strategy=fx.DDP(sync_buffers=False), local=fx.LocalSGD(every=9, warmup=2))
-    for counts, _ in pair.run(_counted, plan):
-        kinds = [found for found, _ in counts]
-        assert kinds[:2] == [{"all_reduce": 1}] * 2
-        assert kinds[2:6] == [{}, {}, {}, {"all_reduce": 2}]
 
 
 def test_fragments_are_sent_in_turn_and_in_eight_bits(pair):
@@ -159,8 +149,7 @@ def _hand_loop(ctx, plan):
     model, loader, _ = _start(ctx, plan)
     for epoch in loader.epochs(1):
         for batch in epoch:
-            alone = fx.state.is_alone(plan.local, batch.position)
-            with fx.ops.sync(model, enabled=not alone):
+            with fx.ops.sync(model):
                 fx.ops.backward(_loss(model, batch[0]), model)
             fx.ops.apply(model)
             fx.ops.average(model, batch.position)
@@ -172,29 +161,27 @@ def _hand_loop(ctx, plan):
 
 
 def test_a_loop_by_hand_is_the_step(pair):
-    assert pair.run(_hand_loop, fx.Plan(local=fx.DiLoCo(every=2, warmup=1))) == [[], []]
+    assert pair.run(_hand_loop, fx.Plan(local=fx.DiLoCo(every=2))) == [[], []]
 
 
 BAD = {
-    "one copy": (fx.FSDP(), fx.Mesh(shard=4), {}, "replicate=1 and shard=4"),
-    "no mesh": (fx.FSDP(shard=2), None, {}, "shard=1. Use fx.detect"),
-    "warm-up": (fx.FSDP(), fx.Mesh(shard=2), {"warmup": 3}, "cannot make updates together"),
-    "ignored": (fx.FSDP(ignore=("0.bias",)), fx.Mesh(shard=2), {}, "Remove one of them"),
-    "deepspeed": (fx.DeepSpeed(), None, {}, "does not support that"),
-    "mesh": (fx.DDP(), fx.Mesh(tensor=2), {}, "the mesh has tensor=2"),
-    "zero": (fx.DDP(shard_optimizer=True), None, {}, "Remove one of them"),
-    "graph": (fx.DDP(static_graph=True), None, {"warmup": 3}, "Remove one of them"),
+    "one copy": (fx.FSDP(), fx.Mesh(shard=4), "replicate=1 and shard=4"),
+    "no mesh": (fx.FSDP(shard=2), None, "shard=1. Use fx.detect"),
+    "ignored": (fx.FSDP(ignore=("0.bias",)), fx.Mesh(shard=2), "Remove one of them"),
+    "deepspeed": (fx.DeepSpeed(), None, "does not support that"),
+    "mesh": (fx.DDP(), fx.Mesh(tensor=2), "the mesh has tensor=2"),
+    "zero": (fx.DDP(shard_optimizer=True), None, "Remove one of them"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_plan_that_does_not_fit_is_refused_once_plans_are_compared(name):
-    strategy, mesh, options, words = BAD[name]
+    strategy, mesh, words = BAD[name]
     if name == "deepspeed" and find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     with fake_world(4, mesh=mesh) as ctx:
         calls = ctx.comm.slot(CallState).count
-        plan = fx.Plan(strategy=strategy, local=fx.LocalSGD(every=2, **options))
+        plan = fx.Plan(strategy=strategy, local=fx.LocalSGD(every=2))
         with pytest.raises(fx.PlanError, match=words):
             fx.wrap(_net(), ctx, plan)
         assert ctx.comm.slot(CallState).count == calls + 1

@@ -33,7 +33,6 @@ def _train(ctx, plan, team, updates=3, folder=None, loss=None, *, optimizer=True
         ({"count": 2, "batch": "grow"}, "batch"),
         ({"count": 2, "timeout_s": 0}, "timeout_s"),
         ({"count": 2, "lighthouse": "node0"}, "is no address"),
-        ({"count": 2, "local": fx.LocalSGD(every=2, warmup=3)}, "Use warmup=0"),
     ],
 )
 def test_settings(settings, text):

@@ -6,7 +6,6 @@ so that a round of one update of plain SGD equals one update on all rows.
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import attrs
@@ -15,18 +14,22 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fxtrain import ops
-from fxtrain.backends.core.fragments import Exchange, by_dtype, finish_exchange, pack_means, send
 from fxtrain.backends.core.optimizer_state import as_bytes, from_bytes
 from fxtrain.backends.core.rounds import (
     MIN_WEIGHT,
+    Exchange,
     apply_means,
     averaged_parts,
+    by_dtype,
     copy_all,
+    finish_exchange,
     first_round,
     load_outer_state,
     outer_state,
     pack_fragment,
+    pack_means,
     parts_of,
+    send,
 )
 from fxtrain.backends.core.weights import from_first_rank
 from fxtrain.errors import StepError
@@ -54,9 +57,8 @@ from fxtrain.state import (
     Weight,
     WeightedLoss,
     Wrapped,
-    round_of,
 )
-from fxtrain.state.strategy_configs import fragments_due, is_alone, round_begins
+from fxtrain.state.strategy_configs import fragments_due
 
 _WEIGHTED = 2  # the index of weighted micro-batches in `Round.rows`
 _RANKS_OF_REPLICA = "copy"  # among the values of a checkpoint
@@ -85,17 +87,12 @@ def local_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
             f"Plan(local={name}(...)) gives each replica its own optimizer, but "
             f"DDP(shard_optimizer=True) shares one. Remove one of them."
         )
-    if isinstance(config, DDP) and config.static_graph and local.warmup:
-        problems.append(
-            f"DDP(static_graph=True) with {name}(warmup={local.warmup}): gradients are reduced "
-            f"during the warm-up only, so the graph is not static. Remove one of them."
-        )
     if isinstance(config, FSDP):
-        problems += _fsdp_problems(ctx, config, name, local.warmup)
+        problems += _fsdp_problems(ctx, config, name)
     return tuple(problems)
 
 
-def _fsdp_problems(ctx: DistContext, config: FSDP, name: str, warmup: int) -> list[str]:
+def _fsdp_problems(ctx: DistContext, config: FSDP, name: str) -> list[str]:
     problems: list[str] = []
     ranks, shard = ctx.axis("data").world_size, ctx.mesh.shard
     if config.mode == "none" or shard in (1, ranks) or config.shard not in (None, shard):
@@ -104,12 +101,6 @@ def _fsdp_problems(ctx: DistContext, config: FSDP, name: str, warmup: int) -> li
             f"shards each replica over its shard axis; both need several ranks, but the mesh has "
             f"replicate={ctx.mesh.replicate} and shard={shard}. Use fx.detect(mesh=fx.Mesh("
             f"shard=...)) or fxtrain launch --mesh shard=..., or DDP()."
-        )
-    if warmup:
-        problems.append(
-            f"{name}(warmup={warmup}) with FSDP: replicas that are sharded separately cannot make "
-            f"updates together. Train under a plan without local first, and restore that "
-            f"checkpoint."
         )
     if config.ignore:
         problems.append(
@@ -133,7 +124,6 @@ def independent_replicas(model: Wrapped, size: int = 1) -> Wrapped:
     inner, data = model.strategy, model.ctx.axis("data")
     strategy = attrs.evolve(
         inner,
-        sync=functools.partial(_sync, inner),
         run=functools.partial(_run, inner),
         apply=functools.partial(_apply, inner),
         state=functools.partial(_state, inner),
@@ -144,27 +134,13 @@ def independent_replicas(model: Wrapped, size: int = 1) -> Wrapped:
     within = only_this_rank(data) if size == 1 else model.ctx.axis("shard")
     first = data.rank // size * size
     peers = tuple(range(first, first + size))
-    now = first_round(model.module, model.plan.local, copies, within, peers)
-    model = attrs.evolve(model, strategy=strategy, strategy_state=now)
-    _end_warmup(model, now)
-    return model
+    model.status.replica = first_round(model.module, model.plan.local, copies, within, peers)
+    return attrs.evolve(model, strategy=strategy)
 
 
 def only_this_rank(ctx: DistContext) -> DistContext:
     """A context of one rank, on the same device."""
     return attrs.evolve(ctx, rank=0, world_size=1, comm=Comm(), mesh=Mesh(replicate=1))
-
-
-def _end_warmup(model: Wrapped, now: Round) -> None:
-    """Have the next update made by replicas, unless it belongs to the warm-up."""
-    local = model.plan.local
-    assert local is not None
-    model.status.replica = now if model.window.updates >= local.warmup else None
-
-
-def _sync(inner: Strategy, model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
-    replica = model.status.replica
-    return inner.sync(model, enabled and (replica is None or len(replica.peers) > 1))
 
 
 def _run(
@@ -175,20 +151,23 @@ def _run(
     reduce: bool,  # noqa: FBT001
 ) -> WeightedLoss:
     """One micro-batch, and what the replica trained on in it."""
-    weighted, replica = inner.run(model, batch, compute_loss, reduce), model.status.replica
-    if replica is None:
-        return weighted
-    rows = sum(replica.sizes(batch))
+    weighted, now = inner.run(model, batch, compute_loss, reduce), _round(model)
+    rows = sum(now.sizes(batch))
     model.status.without_rows = not (model.window.rows if model.window.micro else rows)
     if weighted.explicit:
         weight = weighted.weight
         if not isinstance(weight, Tensor):
             weight = torch.tensor(weight, device="cpu")
-        replica.open_weight.add_(weight.detach().reshape(()))
-        replica.open_rows[_WEIGHTED] += 1
+        now.weight.add_(weight.detach().reshape(()))
+        now.rows[:, _WEIGHTED] += 1
     else:
-        replica.open_rows[:2] += torch.tensor([rows, sum(batch.sizes)], device="cpu")
+        now.rows[:, :2] += torch.tensor([rows, sum(batch.sizes)], device="cpu")
     return weighted
+
+
+def _round(model: Wrapped) -> Round:
+    assert model.status.replica is not None
+    return model.status.replica
 
 
 def _apply(inner: Strategy, model: Wrapped, update: UpdateSpec) -> UpdateResult:
@@ -200,8 +179,7 @@ def _apply(inner: Strategy, model: Wrapped, update: UpdateSpec) -> UpdateResult:
 
 def _state(inner: Strategy, model: Wrapped) -> ModelState:
     """Every tensor and every optimizer differs between replicas."""
-    state, now = inner.state(model), round_of(model)
-    assert now is not None
+    state, now = inner.state(model), _round(model)
     optimizers = {
         f"optimizer.{index}.state": as_bytes(values["state"], f"optimizer.{index}")
         for index, values in enumerate(state.values["optimizers"])
@@ -221,8 +199,7 @@ def _state(inner: Strategy, model: Wrapped) -> ModelState:
 
 def _load_state(inner: Strategy, model: Wrapped, saved: StateReader) -> None:
     """Each replica as it was, if it has the same ranks; otherwise their mean."""
-    now = round_of(model)
-    assert now is not None
+    now = _round(model)
     names = [list(names) for names in now.fragments]
     resumes = (
         saved.ranks == saved.loading_ranks
@@ -231,7 +208,6 @@ def _load_state(inner: Strategy, model: Wrapped, saved: StateReader) -> None:
     )
     inner.load_state(model, _of_this_replica(saved) if resumes else saved)
     _load_round(now, saved, resumes=resumes)
-    _end_warmup(model, now)
 
 
 def _of_this_replica(saved: StateReader) -> StateReader:
@@ -260,8 +236,7 @@ def _of_this_replica(saved: StateReader) -> StateReader:
 
 def _weights(inner: Strategy, model: Wrapped) -> dict[str, Weight]:
     """The first replica's; what is filled in begins a new round of an outer optimizer."""
-    weights, now = inner.weights(model), round_of(model)
-    assert now is not None
+    weights, now = inner.weights(model), _round(model)
     for name, weight in weights.items():
         if isinstance(weight.like, nn.Parameter):
             weights[name] = from_first_rank(weight, now.copies)
@@ -281,40 +256,23 @@ def _fill_both(
     anchor.copy_(weight.like)
 
 
+@torch.no_grad()
 def average(model: Wrapped, position: Position | None) -> None:
     """End a round, if it ends here: every replica gets the mean, or the outer optimizer's result.
 
     Floating-point buffers are averaged as well; of others, the first replica's values are used.
 
     Effects:
-        One all-reduce of all floating-point tensors (two, if only some are float64) and one of
-        all other buffers, if there are any.
+        One all-reduce of all parameters (two, if only some are float64), one of floating-point
+        buffers and one of all other buffers, if there are any.
     """
-    now, local = round_of(model), model.plan.local
-    assert now is not None and local is not None
-    if position is not None and position.micro == 0:
-        # A window still open where the data ends belongs to the round of its update.
-        now.rows.add_(now.open_rows)
-        now.weight.add_(now.open_weight)
-        torch._foreach_zero_([now.open_rows, now.open_weight])
-    with torch.no_grad():
-        if position is not None and round_begins(local, position):
-            for name, value in now.anchor.items():
-                value.copy_(now.parameters[name])
-        else:
-            _exchange(model, now, local, position)
-    _end_warmup(model, now)
-
-
-def _exchange(
-    model: Wrapped, now: Round, local: LocalSGD | DiLoCo, position: Position | None
-) -> None:
-    """Apply the exchanges that are due, and start those of other fragments."""
-    everything = position is None or (position.is_last and is_alone(local, position))
+    now, local = _round(model), model.plan.local
+    assert local is not None
+    everything = position is None or position.is_last
     update = 0 if position is None else position.updates
     due = [n for n, exchange in now.under_way.items() if everything or exchange.due <= update]
     for fragment in due:
-        _finish(model, now, local, fragment)
+        _finish(now, local, fragment)
     if everything:
         begin = [n for n in range(len(now.fragments)) if n not in due]
     else:
@@ -326,7 +284,7 @@ def _exchange(
         _start(model, now, local, fragment, update + delay, at_once=not delay)
     if not delay:
         for fragment in begin:
-            _finish(model, now, local, fragment)
+            _finish(now, local, fragment)
     if len(now.fragments) - 1 in begin:
         _take_counters(model, now)
 
@@ -353,7 +311,7 @@ def check_parameters(model: Wrapped, now: Round) -> None:
         )
 
 
-def averaging_weight(rows: Tensor, weight: Tensor, copies: int) -> Tensor | float:
+def _averaging_weight(rows: Tensor, weight: Tensor, copies: int) -> Tensor | float:
     """The weight of a replica: 1 if all trained on equally many rows."""
     mine, every, weighted = rows.tolist()
     if weighted:
@@ -374,29 +332,21 @@ def _start(
     weight = now.weight[fragment]
     if now.rows[fragment, _WEIGHTED]:
         weight = ops.reduce(weight, now.within, op="sum")
-    weight = averaging_weight(now.rows[fragment], weight, now.copies.world_size) + MIN_WEIGHT
-    buffers: list[Tensor] = []
-    if fragment == len(now.fragments) - 1:
-        buffers = buffers_of(model, floating=True)
-        if buffers and (now.residual or not at_once):
-            packed = pack_means(buffers, weight, now.copies.device, due=due)
-            exchange = send(packed, now.copies, keep=False)
-            copy_all(buffers, finish_exchange(exchange, buffers, now.copies))
-            buffers = []
-    packed = pack_fragment(now, local, fragment, weight, due, buffers)
+    weight = _averaging_weight(now.rows[fragment], weight, now.copies.world_size) + MIN_WEIGHT
+    if fragment == len(now.fragments) - 1 and (buffers := buffers_of(model, floating=True)):
+        packed = pack_means(buffers, weight, now.copies.device, due=due)
+        exchange = send(packed, now.copies, keep=False)
+        copy_all(buffers, finish_exchange(exchange, buffers, now.copies))
+    packed = pack_fragment(now, local, fragment, weight, due)
     keep = not at_once or bool(now.residual)
     now.under_way[fragment] = send(packed, now.copies, keep=keep)
 
 
-def _finish(model: Wrapped, now: Round, local: LocalSGD | DiLoCo, fragment: int) -> None:
+def _finish(now: Round, local: LocalSGD | DiLoCo, fragment: int) -> None:
     """Wait for the mean of a fragment, and give every replica what follows from it."""
     exchange = now.under_way.pop(fragment)
-    tensors = averaged_parts(now, fragment)
-    if exchange.count > len(tensors):
-        tensors = [*tensors, *buffers_of(model, floating=True)]
-    means = finish_exchange(exchange, tensors, now.copies)
-    held = apply_means(now, local, fragment, means)
-    copy_all(tensors[held:], means[held:])
+    means = finish_exchange(exchange, averaged_parts(now, fragment), now.copies)
+    apply_means(now, local, fragment, means)
 
 
 def _take_counters(model: Wrapped, now: Round) -> None:
@@ -429,8 +379,6 @@ def _accounts(now: Round) -> dict[str, Tensor]:
     return {
         "round.rows": now.rows,
         "round.weight": now.weight,
-        "round.open_rows": now.open_rows,
-        "round.open_weight": now.open_weight,
         **{f"round.residual.{name}": value for name, value in now.residual.items()},
     }
 
@@ -506,4 +454,4 @@ def _saved_weight(saved: StateReader, ranks: range, fragment: int) -> float:
         [tensor.reshape(-1)[fragment] for tensor in weights if tensor is not None]
     ).sum()
     rows = rows.view(-1, 3)[fragment]
-    return float(averaging_weight(rows, weight, saved.ranks // len(ranks))) + MIN_WEIGHT
+    return float(_averaging_weight(rows, weight, saved.ranks // len(ranks))) + MIN_WEIGHT

@@ -25,7 +25,7 @@ from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.transport.exchange import exchange_payloads, rank_loss_guard, settle
 from fxtrain.ops.transport.mismatches import by_rank, ranges
 from fxtrain.ops.whole_tensors import local_values
-from fxtrain.state import DistContext, Wrapped, round_of
+from fxtrain.state import DistContext, Wrapped
 
 _CALL = ("verify_replicas", "")
 _KEY, _DIGEST = 8, 16  # bytes of each in a packet
@@ -149,7 +149,7 @@ def _tensors_by_part(model: Wrapped) -> dict[str, dict[str, Tensor]]:
     Others may hold replicas of them. A name is that of a parameter, or `optimizer.0.` with that of
     a parameter and a state.
     """
-    now = round_of(model)
+    now = model.status.replica
     # Stages have tensors of their own, and so do replicas that train independently.
     where = f"{model.ctx.axis('pipeline').rank} {() if now is None else now.peers}"
     tensors: dict[str, Any] = dict(model.module.named_parameters())

@@ -1,21 +1,224 @@
-"""What independent replicas keep from one average to the next, what they send, and what follows."""
+"""What independent replicas keep from one average to the next, what they send, and what follows.
+
+A mean over replicas of a fragment of a model may be under way during training.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn import functional as F
 
-from fxtrain.backends.core.fragments import (
-    Exchange,
-    accumulation_dtype,
-    pack_int8,
-    pack_means,
-    real,
-)
+from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.state import DiLoCo, DistContext, LocalSGD, Round, StateReader
 
+BLOCK = 1024  # values that share a scale
+_SCALE_BYTES, _WEIGHT_BYTES = 4, 8
 # Added to every weight: too small to change one, but gives replicas of weight zero a mean.
 MIN_WEIGHT = 2.0**-60
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Exchange:
+    """A weighted mean over the replicas, which may be under way. Equality and hash are by identity.
+
+    Attributes:
+        due: The update at which it is applied.
+        places: By dtype of the sums, in the order of `sent`, the numbers of its tensors.
+        sent: What this replica sends; empty once it is under way, if no checkpoint needs it.
+        received: What the collectives fill; empty until they have begun.
+        works: The collectives that are under way.
+    """
+
+    due: int
+    places: dict[torch.dtype, list[int]]
+    sent: list[Tensor]
+    received: list[Tensor] = attrs.field(factory=list)
+    works: list[Any] = attrs.field(factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything was received."""
+        return len(self.received) == len(self.places) and not self.works
+
+
+def pack_means(
+    tensors: Sequence[Tensor], weight: Tensor | float, device: torch.device, *, due: int
+) -> Exchange:
+    """What a replica sends for a mean of each tensor over the replicas, weighted by one number.
+
+    Args:
+        tensors: Of the same shapes and dtypes on every replica.
+        device: Where the replicas communicate.
+    """
+    sent: list[Tensor] = []
+    places = by_dtype(tensors)
+    for dtype, numbers in places.items():
+        parts = [real(tensors[n]).reshape(-1).to(device, dtype) for n in numbers]
+        flat = torch.cat([*parts, torch.ones(1, dtype=dtype, device=parts[0].device)])
+        sent.append(flat.mul_(weight))
+    return Exchange(due=due, places=places, sent=sent)
+
+
+def pack_int8(
+    tensors: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+    weight: Tensor | float,
+    device: torch.device,
+    *,
+    due: int,
+) -> Exchange:
+    """Like `pack_means`, with values of eight bits; what they lose is sent the next time.
+
+    Args:
+        residuals: What earlier exchanges have lost of each tensor; replaced in place.
+    """
+    sent: list[Tensor] = []
+    places = by_dtype(tensors)
+    for dtype, numbers in places.items():
+        exact = torch.cat(
+            [(real(tensors[n]).to(device, dtype) + residuals[n]).reshape(-1) for n in numbers]
+        )
+        payload = quantize(exact)
+        lost = exact - dequantize(payload, len(exact), dtype)
+        sizes = [residuals[n].numel() for n in numbers]
+        for n, part in zip(numbers, lost.split(sizes), strict=True):
+            residuals[n].copy_(part.view_as(residuals[n]))
+        share = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(1)
+        sent.append(torch.cat([payload, share.view(torch.uint8)]))
+    return Exchange(due=due, places=places, sent=sent)
+
+
+def send(exchange: Exchange, copies: DistContext, *, keep: bool) -> Exchange:
+    """Start the collectives of an exchange.
+
+    Args:
+        copies: The ranks that hold the same part of each replica.
+        keep: Whether to keep what is sent, to send it again.
+
+    Effects:
+        Starts one all-reduce per dtype in which sums are computed; of eight bits, an all-gather.
+    """
+    group = copies.comm.group
+    received: list[Tensor] = []
+    works: list[Any] = []
+    for flat in exchange.sent:
+        if flat.dtype == torch.uint8:
+            received.append(flat.new_empty(copies.world_size * len(flat)))
+            parts = [*received[-1].view(copies.world_size, -1)]
+            # As a list, since torchft's groups have no gather into one tensor.
+            works.append(dist.all_gather(parts, flat, group=group, async_op=True))
+        else:
+            received.append(flat.clone() if keep else flat)
+            works.append(dist.all_reduce(received[-1], group=group, async_op=True))
+    sent = exchange.sent if keep else []
+    return attrs.evolve(exchange, sent=sent, received=received, works=works)
+
+
+def finish_exchange(
+    exchange: Exchange, tensors: Sequence[Tensor], copies: DistContext
+) -> list[Tensor]:
+    """Wait for the collectives; see `means_of`.
+
+    Raises:
+        CollectiveError: a replica never sent its part.
+    """
+    for received, work in zip(exchange.received, exchange.works, strict=True):
+        with rank_loss_guard(copies, ("average", f"{len(received)} numbers of {received.dtype}")):
+            work.wait()
+    return means_of(exchange, tensors)
+
+
+def means_of(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The mean of each tensor, with its shape, dtype and device, after everything was received."""
+    means: list[Tensor] = [*tensors]
+    for (dtype, numbers), received in zip(exchange.places.items(), exchange.received, strict=True):
+        sizes = [real(tensors[number]).numel() for number in numbers]
+        flat = _mean_of(received, sum(sizes), dtype)
+        for number, part in zip(numbers, flat.split(sizes), strict=True):
+            means[number] = _like(part, tensors[number]).to(tensors[number].device)
+    return means
+
+
+def _mean_of(received: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    if received.dtype != torch.uint8:
+        return received[:-1] / received[-1]
+    total = torch.zeros(count, dtype=dtype, device=received.device)
+    weights = torch.zeros(1, dtype=dtype, device=received.device)
+    # Every replica adds in the same order, and so gets the same bits.
+    for payload in received.view(-1, payload_bytes(count)):
+        weight = payload[-_WEIGHT_BYTES:].clone().view(torch.float64).to(dtype)
+        total += dequantize(payload[:-_WEIGHT_BYTES], count, dtype) * weight
+        weights += weight
+    return total / weights
+
+
+def payload_bytes(count: int) -> int:
+    """What a replica sends for so many values in eight bits: with scales, and its weight.
+
+    Example:
+        >>> payload_bytes(1025)
+        2064
+    """
+    return -(-count // BLOCK) * (BLOCK + _SCALE_BYTES) + _WEIGHT_BYTES
+
+
+def quantize(values: Tensor) -> Tensor:
+    """Values as integers of eight bits, and a scale for each 1024 of them.
+
+    Args:
+        values: Floating-point, 1-D.
+
+    Returns:
+        uint8, 1-D: the integers, then the scales as fp32.
+
+    Example:
+        >>> import torch
+        >>> dequantize(quantize(torch.tensor([127.0, -3.0, 0.2])), 3, torch.float32).tolist()
+        [127.0, -3.0, 0.0]
+    """
+    blocks = F.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+    scales = (blocks.abs().amax(1, keepdim=True) / 127).float()
+    safe = torch.where(scales == 0, 1.0, scales).to(values.dtype)
+    integers = (blocks / safe).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat([integers.view(-1).view(torch.uint8), scales.view(-1).view(torch.uint8)])
+
+
+def dequantize(payload: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """The first values that `quantize` was given, as far as eight bits hold them."""
+    blocks = -(-count // BLOCK)
+    integers = payload[: blocks * BLOCK].view(torch.int8).view(blocks, BLOCK)
+    scales = payload[blocks * BLOCK :].clone().view(torch.float32)  # aligned
+    return (integers.to(dtype) * scales.to(dtype)[:, None]).view(-1)[:count]
+
+
+def by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
+    """By dtype in which their sums are computed, the numbers of the tensors."""
+    numbers_of: dict[torch.dtype, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        numbers_of.setdefault(accumulation_dtype(tensor.dtype), []).append(number)
+    return numbers_of
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which means are computed: half precision would lose the update."""
+    if dtype.is_complex:
+        return dtype.to_real()
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+def real(tensor: Tensor) -> Tensor:
+    """A complex tensor as one of pairs of real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _like(flat: Tensor, tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return torch.view_as_complex(flat.view(*tensor.shape, 2).clone())  # aligned
+    return flat.view(tensor.shape)
 
 
 def first_round(
@@ -53,8 +256,6 @@ def first_round(
         fragments=fragments,
         rows=torch.zeros(shape, dtype=torch.int64, device="cpu"),
         weight=torch.zeros(shape[:1], dtype=dtype, device=device),
-        open_rows=torch.zeros(3, dtype=torch.int64, device="cpu"),
-        open_weight=torch.zeros((), dtype=dtype, device=device),
         anchor=anchor,
         momentum={name: torch.zeros_like(value) for name, value in anchor.items()},
         residual=residual,
@@ -95,14 +296,12 @@ def pack_fragment(
     fragment: int,
     weight: Tensor | float,
     due: int,
-    buffers: Sequence[Tensor] = (),
 ) -> Exchange:
     """What this replica sends of a fragment; counting for its next average begins.
 
     Args:
         weight: Of this replica.
         due: The update at which the mean is applied.
-        buffers: Averaged with the parameters, where nothing is compressed.
     """
     names = now.fragments[fragment]
     tensors = parts_of(now.parameters, names)
@@ -114,7 +313,7 @@ def pack_fragment(
         residuals = [now.residual[name] for name in names]
         packed = pack_int8(tensors, residuals, weight, now.copies.device, due=due)
     else:
-        packed = pack_means([*tensors, *buffers], weight, now.copies.device, due=due)
+        packed = pack_means(tensors, weight, now.copies.device, due=due)
     now.weight[fragment].zero_()
     return packed
 
@@ -124,17 +323,12 @@ def averaged_parts(now: Round, fragment: int) -> list[Tensor]:
     return parts_of(now.anchor or now.parameters, now.fragments[fragment])
 
 
-def apply_means(
-    now: Round, local: LocalSGD | DiLoCo, fragment: int, means: Sequence[Tensor]
-) -> int:
-    """Replace the parameters of a fragment by what follows from their means; how many there are."""
+def apply_means(now: Round, local: LocalSGD | DiLoCo, fragment: int, means: list[Tensor]) -> None:
+    """Replace the parameters of a fragment by what follows from their means."""
     names = now.fragments[fragment]
-    held = parts_of(now.parameters, names)
-    values = [*means[: len(held)]]
     if isinstance(local, DiLoCo):
-        values = _outer_step(now, names, values, local)
-    copy_all(held, values)
-    return len(held)
+        means = _outer_step(now, names, means, local)
+    copy_all(parts_of(now.parameters, names), means)
 
 
 def _outer_step(

@@ -133,12 +133,10 @@ def _wrap(
     plain = wrap_without_engine(
         strategy, module, ctx, plan, optimizer, scheduler, change=change, replicas=replicas
     )
-    alone = plan.local is not None and plan.local.warmup == 0
-    if alone or not any(parameter.requires_grad for parameter in module.parameters()):
+    if plan.local is not None or not any(p.requires_grad for p in module.parameters()):
         send_values(model_values(module), data)
         return independent_replicas(plain)
-    engine = _replicate(module, ctx, data, plan.strategy)
-    return independent_replicas(attrs.evolve(plain, engine=engine))
+    return attrs.evolve(plain, engine=_replicate(module, ctx, data, plan.strategy))
 
 
 def _shards_states(

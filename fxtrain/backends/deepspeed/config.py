@@ -14,7 +14,13 @@ from torch import nn
 
 from fxtrain.errors import PlanError
 from fxtrain.state import DeepSpeed, FromConfig, LossScale, Plan
-from fxtrain.state.deepspeed import WINDOW_ENTRIES, autocast_dtype, fill_from_config, read_config
+from fxtrain.state.deepspeed import (
+    WINDOW_ENTRIES,
+    autocast_dtype,
+    fill_from_config,
+    is_enabled,
+    read_config,
+)
 
 AUTO = "auto"
 ZERO = "zero_optimization"
@@ -44,25 +50,6 @@ _WIDTHS: dict[str, Callable[[int], int]] = {
     _PREFETCH: lambda hidden: int(0.9 * hidden * hidden),
     _THRESHOLD: lambda hidden: 10 * hidden,
 }
-
-
-@attrs.frozen(kw_only=True)
-class Inputs:
-    """What a config depends on in addition to the plan.
-
-    Attributes:
-        ranks: Ranks over which data is split.
-        rows: Rows of a micro-batch on one rank, if known.
-        hidden: The model's hidden size, if known.
-        values: Values for `"auto"` in the optimizer and scheduler sections.
-        partial: Whether the model does not exist yet: entries that depend on it are omitted.
-    """
-
-    ranks: int = 1
-    rows: int | None = None
-    hidden: int | None = None
-    values: FromConfig = attrs.field(factory=FromConfig)
-    partial: bool = False
 
 
 def deepspeed_config(
@@ -103,13 +90,14 @@ def deepspeed_config(
     rows = getattr(loader, "batch_size", None)
     if rows is not None and plan.batch == "global":
         rows //= ranks
-    facts = Inputs(
+    config = resolve(
+        plan,
+        read_config(plan.strategy),
         ranks=ranks,
         rows=rows,
         hidden=hidden_size(model),
         values=FromConfig() if values is None else values,
     )
-    config = resolve(plan, read_config(plan.strategy), facts)
     if problems := config_problems(config, ranks):
         raise PlanError("\n".join(problems))
     return config
@@ -138,7 +126,7 @@ def _entries(plan: Plan, file: Mapping[str, Any]) -> Iterator[_Entry]:
     yield _Entry(
         "gradient_clipping", norm, f"Plan.clip_norm has {norm}", plan.clip_norm is not None
     )
-    compute = "fp32" if autocasts(file) else precision.compute
+    compute = "fp32" if is_enabled(file, "torch_autocast") else precision.compute
     for name in ("bf16", "fp16"):
         used = compute == name
         told = f"Plan.precision has {precision.compute!r}"
@@ -184,13 +172,26 @@ def _member(part: Any, name: str) -> Any:
     return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
 
 
-def resolve(plan: Plan, base: Mapping[str, Any], facts: Inputs) -> dict[str, Any]:
+def resolve(
+    plan: Plan,
+    base: Mapping[str, Any],
+    *,
+    ranks: int = 1,
+    rows: int | None = None,
+    hidden: int | None = None,
+    values: FromConfig | None = None,
+    partial: bool = False,
+) -> dict[str, Any]:
     """The config for DeepSpeed.
 
     Args:
         plan: A plan whose strategy is `DeepSpeed`.
         base: The file's content.
-        facts: Of model, loader and ranks.
+        ranks: Ranks over which data is split.
+        rows: Rows of a micro-batch on one rank, if known.
+        hidden: The model's hidden size, if known.
+        values: Values for `"auto"` in the optimizer and scheduler sections.
+        partial: Whether the model does not exist yet: entries that depend on it are omitted.
 
     Returns:
         New plain data; `base` is not changed.
@@ -199,12 +200,15 @@ def resolve(plan: Plan, base: Mapping[str, Any], facts: Inputs) -> dict[str, Any
         PlanError: the plan and the file differ, or an `"auto"` has no value; one line each.
     """
     config: dict[str, Any] = copy.deepcopy(dict(base))
-    plan = fill_from_config(plan, base, facts.ranks)
+    plan = fill_from_config(plan, base, ranks)
     if "bfloat16" in config:  # the former name
         config.setdefault("bf16", config.pop("bfloat16"))
     conflicts = [line for entry in _entries(plan, base) for line in _merge(config, entry)]
-    conflicts += _merge_sizes(config, plan, facts)
-    if autocasts(config) and (dtype := autocast_dtype(config)) != plan.precision.compute:
+    conflicts += _merge_sizes(config, plan, ranks, rows)
+    if (
+        is_enabled(config, "torch_autocast")
+        and (dtype := autocast_dtype(config)) != plan.precision.compute
+    ):
         conflicts.append(
             f"torch_autocast.dtype: Plan.precision has {plan.precision.compute!r}, "
             f"the config has {dtype!r}"
@@ -215,8 +219,8 @@ def resolve(plan: Plan, base: Mapping[str, Any], facts: Inputs) -> dict[str, Any
             f"The plan and its DeepSpeed config differ:\n{lines}\n"
             f'Set the same value in both, or write "auto" in the config.'
         )
-    _fill_widths(config, facts)
-    _fill_values(config, facts.values)
+    _fill_widths(config, hidden, partial=partial)
+    _fill_values(config, values or FromConfig())
     _check_autos(config)
     return _with_defaults(config, plan)
 
@@ -236,22 +240,22 @@ def _merge(config: dict[str, Any], entry: _Entry) -> list[str]:
     return []
 
 
-def _merge_sizes(config: dict[str, Any], plan: Plan, facts: Inputs) -> list[str]:
+def _merge_sizes(config: dict[str, Any], plan: Plan, ranks: int, rows: int | None) -> list[str]:
     """Micro-batch and global batch, each from the other; conflicts."""
-    rows, total = (_count(config, path) for path in (_MICRO, _TOTAL))
+    written, total = (_count(config, path) for path in (_MICRO, _TOTAL))
     named = {
-        "the loader": facts.rows,
+        "the loader": rows,
         "micro_batch": plan.strategy.micro_batch,
-        "the config": rows,
+        "the config": written,
     }
     said = {who: number for who, number in named.items() if number is not None}
     if len(set(said.values())) > 1:
         return [f"{_MICRO}: {', '.join(f'{who} has {number}' for who, number in said.items())}"]
-    parts = plan.accumulate * facts.ranks
+    parts = plan.accumulate * ranks
     known = next(iter(said.values()), max(1, (total or 1) // parts))
     if total is not None and total != known * parts:
         return [
-            f"{_TOTAL}: {known} rows x accumulate={plan.accumulate} x {facts.ranks} data ranks "
+            f"{_TOTAL}: {known} rows x accumulate={plan.accumulate} x {ranks} data ranks "
             f"make {known * parts}, the config has {total}"
         ]
     config.update({_MICRO: known, _TOTAL: known * parts})
@@ -269,10 +273,10 @@ def _count(config: Mapping[str, Any], path: str) -> int | None:
     return value
 
 
-def _fill_widths(config: dict[str, Any], facts: Inputs) -> None:
+def _fill_widths(config: dict[str, Any], hidden: int | None, *, partial: bool) -> None:
     """Bucket sizes from the hidden size, as users of `"auto"` expect."""
     left = [path for path in _WIDTHS if get(config, path) == AUTO]
-    if left and facts.hidden is None and not facts.partial:
+    if left and hidden is None and not partial:
         raise PlanError(
             f'The DeepSpeed config leaves {", ".join(left)} at "auto", which depends on '
             f"the hidden size, and the model has no config.hidden_size (nor hidden_sizes, nor "
@@ -280,10 +284,10 @@ def _fill_widths(config: dict[str, Any], facts: Inputs) -> None:
             f"stage3_param_persistence_threshold to numbers."
         )
     for path in left:
-        if facts.hidden is None or facts.partial:
+        if hidden is None or partial:
             drop(config, path)
         else:
-            put(config, path, _WIDTHS[path](facts.hidden))
+            put(config, path, _WIDTHS[path](hidden))
 
 
 def _fill_values(config: dict[str, Any], values: FromConfig) -> None:
@@ -419,11 +423,6 @@ def autos(data: Mapping[str, Any], prefix: str = "") -> list[str]:
 def device(zero: Mapping[str, Any], name: str) -> str:
     """Where a ZeRO section offloads to: none, cpu or nvme."""
     return str(section(zero, name).get("device") or "none")
-
-
-def autocasts(config: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed runs torch's autocast over full-precision weights."""
-    return section(config, "torch_autocast").get("enabled") is True
 
 
 def get(config: Mapping[str, Any], path: str) -> Any:

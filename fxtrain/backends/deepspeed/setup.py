@@ -19,8 +19,6 @@ from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.deepspeed import engine as engines
 from fxtrain.backends.deepspeed.config import (
     ZERO,
-    Inputs,
-    autocasts,
     config_problems,
     device,
     hidden_size,
@@ -77,17 +75,12 @@ def zero_init(ctx: DistContext, plan: Plan) -> AbstractContextManager[object]:
     base = read_config(plan.strategy)
     base.pop("optimizer", None)
     base.pop("scheduler", None)
-    config = resolve(plan, base, Inputs(ranks=ctx.axis("data").world_size, partial=True))
+    config = resolve(plan, base, ranks=ctx.axis("data").world_size, partial=True)
     if config[ZERO]["stage"] != 3:
         return nullcontext()
     library = engines.load()
     engines.connect(library, ctx)
     return library.zero.Init(config_dict_or_path=config)
-
-
-def keeps_masters(plan: Plan) -> bool:
-    """Whether an engine of DeepSpeed keeps parameters in fp32 beside those that compute."""
-    return isinstance(plan.strategy, DeepSpeed) and not autocasts(read_config(plan.strategy))
 
 
 def wrap_engine(
@@ -135,7 +128,7 @@ def _resolved_config(
     if problems := ownership_problems(base, optimizer, scheduler):
         raise PlanError("\n".join(problems))
     values = auto_values(optimizer, scheduler)
-    config = resolve(plan, base, Inputs(ranks=ranks, hidden=hidden_size(module), values=values))
+    config = resolve(plan, base, ranks=ranks, hidden=hidden_size(module), values=values)
     problems = [*config_problems(config, ranks)]
     if config.get("managed_gradient_accumulation", True) and plan.sync_each:
         problems.append(
