@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain.backends.context.ring_attention import PLAIN, Ring, RingAttention
+from fxtrain.backends.context.ring_attention import PLAIN, RingAttention
 from fxtrain.data.to_device import make_splitter
 from fxtrain.ops.sequence_tokens import positions_of
 from fxtrain.testing import Task, Transformer, count_collectives, fake_world, on_ranks, reference
@@ -61,7 +61,7 @@ def _around(ctx, kernel):
             count = x.shape[2] // axis.world_size
             return x[:, :, positions_of(count, placed, fx.Plan(context=config))]
 
-        ring = RingAttention(Ring(group=axis.comm.group, config=config, kernel=kernel))
+        ring = RingAttention(axis.comm.group, config, kernel)
         inputs = _inputs(heads, keys, *SIZES[name])
         with ring:
             got = _attention([mine(x) for x in inputs], options)

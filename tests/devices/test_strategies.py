@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import distributed as dist
 
 import fxtrain as fx
-from fxtrain.backends.context.ring_attention import Ring, RingAttention
+from fxtrain.backends.context.ring_attention import RingAttention
 from fxtrain.testing import LAWS, Terms, Transformer, all_at_once
 from tests.cluster._models import PIPELINES
 from tests.cluster.test_laws import CUTS, ROWS
@@ -48,7 +48,7 @@ def _ring(ctx, dtype, size, causal):
     """The largest error of outputs and gradients of a ring of one rank, and of torch's own."""
     torch.manual_seed(0)
     made = [torch.randn(2, 4, 40, size, dtype=dtype, device=ctx.device) for _ in range(4)]
-    ring = RingAttention(Ring(group=dist.group.WORLD, config=fx.CP(balance=False)))
+    ring = RingAttention(dist.group.WORLD, fx.CP(balance=False))
 
     def results(mode, kind):
         *leaves, weight = [one.detach().to(**kind).requires_grad_() for one in made]

@@ -14,7 +14,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,31 +60,21 @@ class AttentionKernel(NamedTuple):
     back: dict[str, Any]
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Ring:
-    """The ranks among which keys and values rotate.
+class RingAttention(TorchFunctionMode):
+    """While entered, attention in this thread is computed over a ring of ranks.
 
-    Attributes:
-        group: torch's process group.
+    Args:
+        group: torch's process group, among whose ranks keys and values rotate.
         config: The plan's settings.
         kernel: What computes attention on each of them; by default what fits the queries.
-    """
-
-    group: Any
-    config: CP
-    kernel: AttentionKernel | None = None
-
-
-class RingAttention(TorchFunctionMode):
-    """While entered, attention in this thread is computed over the ring.
 
     Attributes:
         calls: Number of intercepted calls.
     """
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, group: Any, config: CP, kernel: AttentionKernel | None = None) -> None:
         super().__init__()
-        self.ring, self.calls = ring, 0
+        self.group, self.config, self.kernel, self.calls = group, config, kernel, 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -137,7 +126,7 @@ def _attention_override(
     enable_gqa: bool = False,
 ) -> Tensor:
     mode.calls += 1
-    config = mode.ring.config
+    config = mode.config
     _refuse(query, key, attn_mask, dropout_p, config)
     causal = config.causal or is_causal
     if causal and query.shape[_TOKENS] != key.shape[_TOKENS]:
@@ -155,9 +144,9 @@ def _attention_override(
     # Zeros change neither the products nor the rest of the outputs.
     features, size = value.shape[-1], padded_size(query, value)
     query, key, value = (_widened(x, size) for x in (query, key, value))
-    kernel = mode.ring.kernel or choose_kernel(query)
-    turn = _AttentionCall(mode.ring, kernel, causal=causal, scale=factor, heads=heads)
-    out: Tensor = _Attention.apply(query, key, value, turn)  # type: ignore[assignment]
+    kernel = mode.kernel or choose_kernel(query)
+    options = {"is_causal": causal, "scale": factor}
+    out: Any = _Attention.apply(query, key, value, mode, kernel, heads, options)
     return out if size == features else out[..., :features]
 
 
@@ -188,59 +177,48 @@ def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, con
         )
 
 
-class _AttentionCall(NamedTuple):
-    """One call of attention.
-
-    Attributes:
-        ring: The ranks over which it is computed.
-        kernel: Forward and backward on each of them.
-        causal: Whether queries attend only to the keys before them.
-        scale: Scale of the products.
-        heads: Query heads that share one head of keys and values.
-    """
-
-    ring: Ring
-    kernel: AttentionKernel
-    causal: bool
-    scale: float
-    heads: int
-
-
 class _Attention(torch.autograd.Function):
-    """Attention of this rank's queries to all keys."""
+    """Attention of this rank's queries to all keys.
+
+    `heads` query heads share one head of keys and values; `options` are those of any kernel.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, turn: _AttentionCall
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mode: RingAttention,
+        kernel: AttentionKernel,
+        heads: int,
+        options: dict[str, Any],
     ) -> Tensor:
-        kernel = turn.kernel
-        op: Any = functools.partial(_many_heads, kernel.forward, turn.heads)
-        with _torch_options(turn, query.dtype):
+        op: Any = functools.partial(_many_heads, kernel.forward, heads)
+        with _torch_options(mode.config, options, query.dtype):
             out, sums, *rest = theirs._templated_ring_attention(
-                turn.ring.group,
+                mode.group,
                 _TOKENS,
                 op,
                 query=query,
                 key=key,
                 value=value,
-                is_causal=turn.causal,
-                scale=turn.scale,
+                **options,
                 **kernel.given,
             )
-        ctx.turn = turn
+        ctx.mode, ctx.kernel, ctx.heads, ctx.options = mode, kernel, heads, options
         ctx.kept = dict(zip(kernel.kept, rest, strict=False))
         ctx.save_for_backward(query, key, value, out, sums)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        turn: _AttentionCall = ctx.turn
         query, key, value, out, sums = ctx.saved_tensors
-        kernel = turn.kernel
-        op: Any = functools.partial(_many_heads_back, kernel.backward, turn.heads)
-        with _torch_options(turn, query.dtype):
+        kernel: AttentionKernel = ctx.kernel
+        op: Any = functools.partial(_many_heads_back, kernel.backward, ctx.heads)
+        with _torch_options(ctx.mode.config, ctx.options, query.dtype):
             grads = theirs._templated_ring_attention_backward(
-                turn.ring.group,
+                ctx.mode.group,
                 _TOKENS,
                 op,
                 grad_out=grad,
@@ -250,12 +228,11 @@ class _Attention(torch.autograd.Function):
                 value=value,
                 out=out,
                 logsumexp=sums,
-                is_causal=turn.causal,
-                scale=turn.scale,
+                **ctx.options,
                 **ctx.kept,
                 **kernel.back,
             )
-        return (*grads[:3], None)
+        return (*grads[:3], None, None, None, None)
 
 
 def _many_heads(
@@ -282,12 +259,13 @@ def _summed(x: Tensor, n: int) -> Tensor:
 
 
 @contextmanager
-def _torch_options(turn: _AttentionCall, dtype: torch.dtype) -> Iterator[None]:
+def _torch_options(config: CP, call: dict[str, Any], dtype: torch.dtype) -> Iterator[None]:
     """torch keeps the options of its loops per process; here each call sets its own."""
-    options, config = theirs._cp_options, turn.ring.config
+    options = theirs._cp_options
     before = (options.convert_to_f32, options.enable_load_balance, options.rotate_method)
     # Full attention needs no balancing: every query sees every key.
-    wanted = (dtype != torch.float64, config.balance and turn.causal, _ROTATE[config.rotate])
+    balance = config.balance and call["is_causal"]
+    wanted = (dtype != torch.float64, balance, _ROTATE[config.rotate])
     options.convert_to_f32, options.enable_load_balance, options.rotate_method = wanted
     try:
         yield

@@ -67,11 +67,10 @@ def with_context_parallel(strategy: Strategy, ctx: DistContext, plan: Plan) -> S
     if plan.context is None or ctx.mesh.context == 1:
         return strategy
     # Importing torch's part is slow, and other plans do not need it.
-    from fxtrain.backends.context.ring_attention import Ring, RingAttention
+    from fxtrain.backends.context.ring_attention import RingAttention
 
-    ring = Ring(group=ctx.axis("context").comm.group, config=plan.context)
     # One for the life of the model: compiled code guards on its identity.
-    mode = RingAttention(ring)
+    mode = RingAttention(ctx.axis("context").comm.group, plan.context)
     return attrs.evolve(
         strategy,
         forward=functools.partial(_forward, mode, strategy.forward),

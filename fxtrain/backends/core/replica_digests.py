@@ -22,13 +22,12 @@ from fxtrain.errors import StepError
 from fxtrain.models import tensor_bytes
 from fxtrain.ops.logs import log
 from fxtrain.ops.objects import gather_objects
-from fxtrain.ops.transport.exchange import exchange_payloads, rank_loss_guard, settle
+from fxtrain.ops.transport.exchange import rank_loss_guard, settle
 from fxtrain.ops.transport.mismatches import by_rank, ranges
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import DistContext, Wrapped
 
 _CALL = ("verify_replicas", "")
-_KEY, _DIGEST = 8, 16  # bytes of each in a packet
 _PIECE = 1 << 22  # elements of a tensor that are widened to int64 at a time
 _SHOWN = 10  # differences that a message lists
 _Digests = Mapping[str, Mapping[str, str]]  # by part, then by name of a tensor
@@ -57,8 +56,8 @@ def verify_replicas(model: Wrapped) -> None:
     Called by every rank at the same update, as `Plan.verify_replicas` says.
 
     Effects:
-        Reads every parameter and optimizer state once, and one exchange of packets; one exchange
-        of objects if there are differences. Under `Plan(replicas_differ="heal")`, tensors that
+        Reads every parameter and optimizer state once, and one exchange of objects; one more if
+        there are differences. Under `Plan(replicas_differ="heal")`, tensors that
         differ from those of most ranks are overwritten with theirs, which is logged.
 
     Raises:
@@ -72,7 +71,7 @@ def verify_replicas(model: Wrapped) -> None:
     differing = _differing_parts(ctx, digests)
     if not differing:
         return
-    mine = {part: found for part, found in digests.items() if _key_of(part) in differing}
+    mine = {part: found for part, found in digests.items() if part in differing}
     rows = gather_objects((platform.node(), mine), ctx)
     differences = differences_of([found for _, found in rows])
     hosts = {rank: host for rank, (host, _) in enumerate(rows) if ctx.num_nodes > 1}
@@ -174,26 +173,19 @@ def _shard(tensor: Tensor) -> str:
     return " ".join(f"{axis}={at} {how}" for axis, at, how in split if not how.is_replicate())
 
 
-def _key_of(part: str) -> bytes:
-    return hashlib.blake2b(part.encode(), digest_size=_KEY).digest()
-
-
-def _differing_parts(ctx: DistContext, digests: _Digests) -> set[bytes]:
-    """The keys of the parts whose digests differ on some ranks; equal on every rank."""
-    sent = b""
-    for part, found in digests.items():
-        text = "\n".join(f"{name} {found[name]}" for name in sorted(found))
-        sent += _key_of(part) + hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
-    sent = sent or bytes(1)
-    rows = exchange_payloads(ctx, _CALL, torch.frombuffer(bytearray(sent), dtype=torch.uint8))
-    seen: dict[bytes, bytes] = {}
-    differing: set[bytes] = set()
-    for row in map(bytes, (row.tolist() for row in rows)):
-        for start in range(0, len(row) - _KEY, _KEY + _DIGEST):
-            key, found = row[start : start + _KEY], row[start + _KEY :][:_DIGEST]
-            if seen.setdefault(key, found) != found:
-                differing.add(key)
-    return differing
+def _differing_parts(ctx: DistContext, digests: _Digests) -> set[str]:
+    """The parts whose digests differ on some ranks; equal on every rank."""
+    sums = {
+        part: hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=16).digest()
+        for part, found in digests.items()
+    }
+    seen: dict[str, bytes] = {}
+    return {
+        part
+        for row in gather_objects(sums, ctx)
+        for part, found in row.items()
+        if seen.setdefault(part, found) != found
+    }
 
 
 def differences_of(rows: Sequence[_Digests]) -> list[Difference]:
