@@ -150,11 +150,9 @@ def _is_broad(kind: ast.expr | None) -> bool:
 # The records that may change, each with the reason.
 MUTABLE = {
     "fxtrain.state.context.CommState": "whether a communicator can be used",
-    "fxtrain.backends.core.device_mesh.MeshState": "the meshes and groups of one communicator",
     "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
     "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
     "fxtrain.ops.transport.pace.Pace": "how long a rank computed in its last steps",
-    "fxtrain.backends.wrapping._WrappedModules": "the handle of each module that was wrapped",
     "fxtrain.checkpoint.background.CheckpointState": "what the last save and restore left",
     "fxtrain.checkpoint.folder_lock.Lock": "the thread that shows that its holder is alive",
     "fxtrain.checkpoint.saving._Job": "copies in place of the live tensors, or why there are none",
@@ -179,7 +177,6 @@ MUTABLE = {
     "fxtrain.backends.offload.units.PlacedTensor": "where the values of a tensor are",
     "fxtrain.backends.offload.units.StreamedUnit": "where the values of a unit are",
     "fxtrain.big.swapping.Turns": "which of several models is on the device",
-    "fxtrain.backends.pipeline.execute._GivenOutputs": "whether the loss has called the model",
     "fxtrain.replicas.members.Members": "which replicas take part in an update",
     "fxtrain.replicas.rounds.Rounds": "what a replica has trained since the last average",
     "fxtrain.replicas.training._Run": "how far a replica got",

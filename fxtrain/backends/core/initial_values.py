@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -18,20 +17,9 @@ from fxtrain.ops.splitting import chunk_of
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.state import DistContext, UpdateResult, UpdateSpec, Wrapped
 
-
-@attrs.frozen(kw_only=True, eq=False)
-class InitialValues:
-    """The initial values of a sharded model.
-
-    Attributes:
-        meta: Whether this rank's model is on the meta device.
-        fresh: Whether every rank's is: values come from the modules' own functions.
-        values: On rank 0, full values of parameters by name, unless they are fresh.
-    """
-
-    meta: bool
-    fresh: bool
-    values: dict[str, Tensor]
+# On rank 0, full values of parameters by name. None if no rank has any: they come from the modules'
+# own functions.
+InitialValues = dict[str, Tensor] | None
 
 
 def record_initial_values(module: nn.Module, ctx: DistContext) -> InitialValues:
@@ -59,8 +47,9 @@ def record_initial_values(module: nn.Module, ctx: DistContext) -> InitialValues:
             f"Define it (empty, if fx.load_model fills the model next), or build the model "
             f"with values on rank 0, and on the meta device on the others."
         )
-    values = {} if fresh or ctx.rank else {n: p.detach() for n, p in module.named_parameters()}
-    return InitialValues(meta=meta > 0, fresh=fresh, values=values)
+    if fresh:
+        return None
+    return {} if ctx.rank else {name: p.detach() for name, p in module.named_parameters()}
 
 
 def fill_sharded(
@@ -72,7 +61,7 @@ def fill_sharded(
         From rank 0's values: each rank receives one full parameter at a time. Fresh values: every
         rank computes the values of one module at a time from the plan's seed. It keeps its shards.
     """
-    if start.meta:
+    if any(tensor.device.type == "meta" for tensor in (*module.parameters(), *module.buffers())):
         module.to_empty(device=torch.device("cpu") if offload else ctx.device)
     if offload:
         for part in module.modules():
@@ -116,14 +105,14 @@ def _fill_materialized(
     module: nn.Module, start: InitialValues, ctx: DistContext, seed: int
 ) -> None:
     """Fill the allocated tensors of a module: from the seed, or from rank 0."""
-    if start.fresh:
+    if start is None:
         with ops.fork_rng(ctx), torch.no_grad():
             ops.seed(seed, ctx)
             _reset(module, ctx)
         return
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            _send(start.values.get(name), parameter, ctx)
+            _send(start.get(name), parameter, ctx)
         buffers = list(module.buffers())
         for buffer, sent in zip(buffers, ops.broadcast(buffers, ctx), strict=True):
             buffer.copy_(sent)

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -118,40 +117,22 @@ def shard_experts(
     return True
 
 
-@attrs.frozen(eq=False)
-class _Routes:
-    """Where the tokens of one forward went.
-
-    Attributes:
-        order: The routes (token, choice) in the order in which they were sent.
-        sent: Tokens sent to each rank.
-        received: Tokens that each rank sent here.
-        weights: (T, K), of each token's experts.
-        dtype: Of the tokens.
-    """
-
-    order: Tensor
-    sent: list[int]
-    received: list[int]
-    weights: Tensor
-    dtype: torch.dtype
-
-
 def _add_hooks(
     part: nn.Module, names: Sequence[str], mesh: DeviceMesh, here: int, ctx: DistContext
 ) -> None:
     signature, group = inspect.signature(part.forward), mesh.get_group()
     count: Any = part.num_experts
-    open_forwards: list[_Routes] = []
+    open_forwards: list[tuple[Tensor, list[int], list[int], Tensor, torch.dtype]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         tokens, index, weights, *rest = signature.bind(*args, **kwargs).args
         show_local(module, names)
         vars(module)["num_experts"] = here
-        routes, per_expert = _routes(index, weights, tokens.dtype, here, group, ctx)
-        open_forwards.append(routes)
-        sent = tokens[routes.order // index.shape[1]]
-        arrived = _AllToAll.apply(sent, routes.sent, routes.received, group, float(mesh.size()))
+        order = index.flatten().argsort(stable=True)
+        sent, received, per_expert = _counts(index, here, group, ctx)
+        open_forwards.append((order, sent, received, weights, tokens.dtype))
+        rows = tokens[order // index.shape[1]]
+        arrived = _AllToAll.apply(rows, sent, received, group, float(mesh.size()))
         local = torch.arange(here, device=index.device).repeat(mesh.size())
         local = local.repeat_interleave(per_expert, output_size=len(arrived))
         return (arrived, local[:, None], weights.new_ones(len(arrived), 1), *rest), {}
@@ -159,37 +140,38 @@ def _add_hooks(
     def after(module: nn.Module, args: Any, _: Any, out: Any) -> Any:
         local = hide_local(module, names)
         vars(module)["num_experts"] = count
-        routes = open_forwards.pop() if open_forwards else None
-        if not isinstance(out, Tensor) or routes is None:
+        if not open_forwards:
+            return out
+        order, sent, received, weights, dtype = open_forwards.pop()
+        if not isinstance(out, Tensor):
             return out  # forward failed, and this hook was called to clean up
         if not len(out):  # backward runs the same collectives and reductions on all ranks
             out = out + sum([unused[:0].sum() for unused in (args[0], *local)])
-        back = _AllToAll.apply(out, routes.received, routes.sent, group, 1 / mesh.size())
-        each = torch.empty_like(back).index_copy(0, routes.order, back)
-        weighted = each.view(*routes.weights.shape, -1) * routes.weights[..., None]
-        return weighted.to(routes.dtype).sum(1)
+        back = _AllToAll.apply(out, received, sent, group, 1 / mesh.size())
+        each = torch.empty_like(back).index_copy(0, order, back)
+        weighted = each.view(*weights.shape, -1) * weights[..., None]
+        return weighted.to(dtype).sum(1)
 
     part.register_forward_pre_hook(before, with_kwargs=True)
     part.register_forward_hook(after, with_kwargs=True, always_call=True)
 
 
-def _routes(
-    index: Tensor, weights: Tensor, dtype: torch.dtype, here: int, group: Any, ctx: DistContext
-) -> tuple[_Routes, Tensor]:
-    """Where to send the tokens, and how many arrive, by sender and expert: (ranks · experts)."""
+def _counts(
+    index: Tensor, here: int, group: Any, ctx: DistContext
+) -> tuple[list[int], list[int], Tensor]:
+    """How many tokens go to each rank, how many arrive from it, and those by sender and expert."""
     ranks, flat = group.size(), index.flatten()
-    order = flat.argsort(stable=True)
     if ctx.comm.simulated:  # as if all ranks and experts were used alike
         each = [len(flat) // ranks] * ranks
         each[-1] += len(flat) % ranks
         arriving = torch.zeros(ranks, here, dtype=torch.int64, device=index.device)
         arriving[:, 0] = torch.tensor(each, device=index.device)
-        return _Routes(order, each, each, weights, dtype), arriving.flatten()
+        return each, each, arriving.flatten()
     counts = torch.bincount(flat, minlength=ranks * here)
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=group)
     sent, received = torch.stack([counts, arriving]).view(2, ranks, here).sum(2).tolist()
-    return _Routes(order, sent, received, weights, dtype), arriving
+    return sent, received, arriving
 
 
 class _AllToAll(torch.autograd.Function):

@@ -22,7 +22,7 @@ where another rank continues:
 3. A hook on the stage's own first module replaces its arguments by the received tensors. Everything
    before it that depends on other stages' parameters has a shape, but no values.
 4. On the last stage the loss function runs a second time, with the same random numbers. Its call of
-   the model returns the outputs (`_GivenOutputs`), and backward starts from its result.
+   the model returns the outputs (`_computed_loss`), and backward starts from its result.
 5. See `broadcast_loss` (`execute.py`).
 
 Both exceptions derive from BaseException, so that an `except Exception` in a loss function or in a

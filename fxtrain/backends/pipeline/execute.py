@@ -32,28 +32,6 @@ class _ModelCalled(BaseException):
         self.call = (args, kwargs)
 
 
-@attrs.define
-class _GivenOutputs:
-    """The forward of the model in the second run of the loss function.
-
-    Attributes:
-        outputs: The outputs that the stages have computed.
-        called: Whether the loss function has called the model; mutable.
-    """
-
-    outputs: Any
-    called: bool = False
-
-    def __call__(self, model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.called:
-            raise StepError(
-                "PP: the loss function called the model twice, but a pipeline runs it once. Put "
-                "both inputs into one batch."
-            )
-        self.called = True
-        return self.outputs
-
-
 def run(
     model: Wrapped,
     batch: Batch,
@@ -232,8 +210,18 @@ def _computed_loss(
 ) -> WeightedLoss:
     if model.plan.precision.output == "fp32":
         out = _tree.map_leaves(step_functions.to_float, out)
+    outputs = [out]
+
+    def given(*_: Any) -> Any:
+        if not outputs:
+            raise StepError(
+                "PP: the loss function called the model twice, but a pipeline runs it once. Put "
+                "both inputs into one batch."
+            )
+        return outputs.pop()
+
     with ops.fork_rng(model.ctx, seed):
-        return compute_loss(_replaced_forward(model, _GivenOutputs(out)), micro_batch)
+        return compute_loss(_replaced_forward(model, given), micro_batch)
 
 
 def _replaced_forward(model: Wrapped, called: Callable[..., Any]) -> Wrapped:
@@ -250,21 +238,6 @@ def _seed(model: Wrapped, micro_batch: Batch) -> int:
 def _whole(leaf: Any) -> Any:
     full = getattr(leaf, "full_tensor", None)  # a sharded logit
     return leaf if full is None else full()
-
-
-@attrs.frozen
-class _LossForm:
-    """A description of the last stage's losses, broadcast once.
-
-    Attributes:
-        dtype: Of the loss.
-        provisional: Whether they are weighted, and corrected when the window closes.
-        aux: The aux metrics of one micro-batch, with fake tensors; None without any.
-    """
-
-    dtype: torch.dtype
-    provisional: bool
-    aux: Any
 
 
 def broadcast_loss(
@@ -289,7 +262,7 @@ def broadcast_loss(
         silent = model.ctx.comm.simulated and not shares
         own = [fake()] if silent else shares
         ready.form = _broadcast_object(model, _form_of(own[0]) if own else None)
-    form: _LossForm = ready.form
+    dtype, provisional, form_of_aux = ready.form
     numbers = torch.zeros_like(window.sums)
     if shares:
         weights = torch.stack([_as(weighted.weight, numbers) for weighted in shares])
@@ -303,10 +276,10 @@ def broadcast_loss(
     window.scale.copy_(numbers[2])
     window.weight.copy_(numbers[3])
     rows = batch.sizes[model.ctx.axis("data").rank]
-    aux = None if form.aux is None else _broadcast_aux(model, ready, shares, rows // ready.parts)
-    mean = numbers[0].to(form.dtype)
-    weight = numbers[1] if form.provisional else rows
-    return WeightedLoss(loss=mean, mean=mean, weight=weight, aux=aux, provisional=form.provisional)
+    aux = None if form_of_aux is None else _broadcast_aux(model, ready, shares, rows // ready.parts)
+    mean = numbers[0].to(dtype)
+    weight = numbers[1] if provisional else rows
+    return WeightedLoss(loss=mean, mean=mean, weight=weight, aux=aux, provisional=provisional)
 
 
 def broadcast_outputs(model: Wrapped, ready: Any, whole: Any, fake: Callable[[], Any]) -> Any:
@@ -334,10 +307,10 @@ def fake_output(model: Wrapped, ready: Any, call: Any) -> Any:
         return model.engine.fake_stages[last].visit(call, received, ())[1]
 
 
-def _form_of(weighted: WeightedLoss) -> _LossForm:
-    return _LossForm(
-        weighted.mean.dtype, weighted.provisional, _tree.map_leaves(_emptied, weighted.aux)
-    )
+def _form_of(weighted: WeightedLoss) -> tuple[torch.dtype, bool, Any]:
+    """What is equal for all micro-batches; of aux metrics, with fake tensors, None without any."""
+    aux = _tree.map_leaves(_emptied, weighted.aux)
+    return weighted.mean.dtype, weighted.provisional, aux
 
 
 def _broadcast_aux(model: Wrapped, ready: Any, shares: list[WeightedLoss], rows: int) -> Any:
@@ -345,7 +318,7 @@ def _broadcast_aux(model: Wrapped, ready: Any, shares: list[WeightedLoss], rows:
     device = model.ctx.device
     own = [_tree.map_leaves(_detached, weighted.aux) for weighted in shares]
     if model.ctx.comm.simulated and not own:
-        fake = _tree.map_leaves(lambda leaf: _made(leaf, device), ready.form.aux)
+        fake = _tree.map_leaves(lambda leaf: _made(leaf, device), ready.form[2])
         own = [fake] * ready.parts
     aux = _broadcast_object(model, join(own, rows) if own else None)
     return _tree.map_leaves(lambda leaf: _on(leaf, device), aux)
