@@ -9,8 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
+from fxtrain.backends.pipeline.assemble import own_units
 from fxtrain.backends.pipeline.partition import partition_of
-from fxtrain.backends.pipeline.sharded_stages import own_units
 from fxtrain.testing import LAWS, Task, Transformer, all_at_once, count_collectives, on_ranks
 from fxtrain.testing.training import backward_once, on_mesh, reference
 from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP, synced_each

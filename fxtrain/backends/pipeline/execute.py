@@ -14,9 +14,9 @@ from fxtrain import _tree, ops
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.gradients import has_no_row, uncounted
 from fxtrain.backends.fsdp.strategy import loss_on_parts, splits_logits
-from fxtrain.backends.pipeline.fake_stages import ReceivedFakes
 from fxtrain.backends.pipeline.partition import parts_for
-from fxtrain.backends.pipeline.stage_gradients import reduce_grads
+from fxtrain.backends.pipeline.stage import ReceivedFakes
+from fxtrain.backends.pipeline.weights import reduce_grads
 from fxtrain.errors import PlanError, StepError
 from fxtrain.ops.devices import as_scalar
 from fxtrain.state import PP, Batch, WeightedLoss, Wrapped

@@ -13,8 +13,15 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from fxtrain import _tree, ops
 from fxtrain.backends.pipeline.partition import Partition, fitting_kind
-from fxtrain.backends.pipeline.sharded_stages import reshard_stage
-from fxtrain.backends.pipeline.stage import Call, Probe, Stage, TensorMeta, kind_of, probe
+from fxtrain.backends.pipeline.stage import (
+    Call,
+    Probe,
+    Stage,
+    TensorMeta,
+    kind_of,
+    probe,
+    reshard_stage,
+)
 from fxtrain.backends.pipeline.weights import TensorSlot
 from fxtrain.errors import FxError, PlanError
 from fxtrain.state import PP, DistContext, Wrapped

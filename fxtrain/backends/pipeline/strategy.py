@@ -12,8 +12,7 @@ from fxtrain.backends.core.optimizers import disable_foreach
 from fxtrain.backends.fsdp.strategy import sharding_problems, undone_together
 from fxtrain.backends.pipeline.execute import forward, run
 from fxtrain.backends.pipeline.partition import SCHEDULES, pipeline_problems
-from fxtrain.backends.pipeline.stage_gradients import clip_norm
-from fxtrain.backends.pipeline.weights import load_state, pipeline_weights, state_of
+from fxtrain.backends.pipeline.weights import clip_norm, load_state, pipeline_weights, state_of
 from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor import region
 from fxtrain.state import PP, DistContext, Plan, Strategy, Wrapped, unsupported
