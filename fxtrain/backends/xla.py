@@ -21,6 +21,7 @@ from fxtrain.backends.core.module_changes import (
     send_values,
     unmatched_names,
 )
+from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.core.weights import in_user_dtypes, torch_weights
 from fxtrain.backends.single import SINGLE, make_handle
 from fxtrain.models.block_names import block_names
@@ -229,7 +230,7 @@ def shard_parameters(
     mesh = xla_runtime.device_mesh(ctx.mesh)
     around = xla_runtime.load("experimental.spmd_fully_sharded_data_parallel")
     sharding = xla_runtime.load("distributed.spmd.xla_sharding")
-    hooks = _Hooks(module)
+    changes_since = record_module(module)
     engine = around.SpmdFullyShardedDataParallel(
         module,
         mesh=mesh,
@@ -238,13 +239,12 @@ def shard_parameters(
     )
     # Its hook on the whole model has no effect here, and torch warns that the model's inputs do not
     # require grad.
-    hooks.undo()
+    changes_since().undo()
     for block in [part for part in module.modules() if type(part).__name__ in blocks]:
         sharding.apply_backward_optimization_barrier(block)
         block.register_forward_hook(lambda _, __, out: _split_rows(out, mesh))
 
     def undo() -> None:
-        hooks.undo()
         for parameter in module.parameters():
             sharding.clear_sharding(parameter)
 
@@ -276,23 +276,6 @@ def _split_rows(out: Any, mesh: Any) -> None:
     for leaf in _tree.flatten(out)[0]:
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.is_floating_point():
             spmd.mark_sharding(leaf, mesh, xla_runtime.batch_sharding(leaf))
-
-
-class _Hooks:
-    """The hooks that modules have now, to remove those added later."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._had = [
-            (part, set(part._forward_hooks), set(part._backward_hooks), part._is_full_backward_hook)
-            for part in module.modules()
-        ]
-
-    def undo(self) -> None:
-        for part, forward, backward, full in self._had:
-            for hooks, had in ((part._forward_hooks, forward), (part._backward_hooks, backward)):
-                for key in hooks.keys() - had:
-                    del hooks[key]
-            part._is_full_backward_hook = full
 
 
 def _checkpointed(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callable[..., Any]:
