@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from fxtrain.backends.context.positions import expose_positions
-from fxtrain.backends.context.split_sequences import with_context_parallel
+from fxtrain.backends.context.split_sequences import expose_positions, with_context_parallel
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.initial_values import fill_replica
 from fxtrain.backends.core.model_state import load_state, state_of

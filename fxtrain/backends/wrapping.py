@@ -1,6 +1,7 @@
-"""A model under a plan, and the module again."""
+"""A model under a plan, by the strategy that carries it out, and the module again."""
 
 import functools
+import importlib
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from fxtrain.backends.core.local_sgd import local_problems
-from fxtrain.backends.core.module_changes import model_signature
+from fxtrain.backends.core.module_changes import model_signature, record_module
 from fxtrain.backends.core.optimizers import (
     Optimizers,
     Params,
@@ -20,9 +21,7 @@ from fxtrain.backends.core.optimizers import (
     as_factories,
     settings_of,
 )
-from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.core.weights import raise_to_fp32
-from fxtrain.backends.registry import strategy_of
 from fxtrain.errors import MeshError, PlanError
 from fxtrain.models.quantized_loading import put_stored_layers
 from fxtrain.models.tensor_sources import open_source
@@ -50,6 +49,7 @@ from fxtrain.state import (
 from fxtrain.state.context import check_connected
 from fxtrain.state.deepspeed import is_enabled, read_config
 from fxtrain.state.mesh import resolve_mesh
+from fxtrain.state.registry import BUILT_IN, installed_strategies
 from fxtrain.state.wrapped import check_open
 
 N = TypeVar("N", bound=nn.Module)
@@ -58,6 +58,61 @@ O = TypeVar("O", bound=Optimizers | FromConfig)  # noqa: E741
 
 class _WrappedModules(weakref.WeakKeyDictionary[nn.Module, weakref.ref[Wrapped]]):
     """The handle of each module that was wrapped for a communicator, as its `slot`."""
+
+
+def built_in(config: type) -> Strategy:
+    """fxtrain's own strategy of a config.
+
+    Raises:
+        KeyError: it has none.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> from fxtrain.backends import built_in
+        >>> built_in(fx.DDP).name
+        'DDP'
+    """
+    module, _, name = BUILT_IN[config].rpartition(".")
+    return getattr(importlib.import_module(f"fxtrain.backends.{module}"), name)
+
+
+def strategies() -> dict[type, Strategy]:
+    """Every strategy by its config type: fxtrain's own, then those of installed packages.
+
+    A package adds one with an entry point in the group `fxtrain.strategies` that loads a
+    `Strategy`. `fx.wrap(..., strategy=entry)` takes one without an entry point. A module that an
+    entry point names takes fxtrain's own from `built_in`, since this function imports it.
+
+    Effects:
+        Imports all of them.
+
+    Raises:
+        PlanError: an entry point does not load, loads something else, or loads a second strategy
+            for the same config.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> from fxtrain.backends import strategies
+        >>> strategies()[fx.DDP].name
+        'DDP'
+    """
+    own = {config: built_in(config) for config in BUILT_IN}
+    return own | {strategy.config: strategy for strategy in installed_strategies()}
+
+
+def _strategy_of(plan: Plan) -> Strategy:
+    """The strategy that carries out a plan."""
+    config = type(plan.strategy)
+    if config in BUILT_IN:
+        return built_in(config)
+    installed = {strategy.config: strategy for strategy in installed_strategies()}
+    if config not in installed:
+        known = ", ".join(sorted(each.__name__ for each in (*BUILT_IN, *installed)))
+        raise PlanError(
+            f"Plan(strategy={plan.strategy!r}): no strategy is registered for {config.__name__}. "
+            f"Choose one of {known}, or install the package that provides it."
+        )
+    return installed[config]
 
 
 def wrap(
@@ -121,7 +176,7 @@ def wrap(
             "strategy": "the plan's" if strategy is None else strategy.name,
         }
         check_same_plan("wrap", ctx, plan, arguments)
-    strategy = strategy_of(plan) if strategy is None else strategy
+    strategy = _strategy_of(plan) if strategy is None else strategy
     if problems := problems_of(strategy, ctx, plan, model):
         raise PlanError("\n".join(problems), code="FX202")
     if optimizer is not None and (problem := gradient_problem(model)) is not None:

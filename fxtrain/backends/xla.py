@@ -18,10 +18,10 @@ from fxtrain.backends.core.model_state import load_state
 from fxtrain.backends.core.module_changes import (
     move_module,
     prepare_module,
+    record_module,
     send_values,
     unmatched_names,
 )
-from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.core.weights import in_user_dtypes, torch_weights
 from fxtrain.backends.single import SINGLE, make_handle
 from fxtrain.models.block_names import block_names

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from fxtrain.backends.deepspeed.config import config_problems, resolve
-from fxtrain.backends.registry import strategies
-from fxtrain.backends.wrapping import problems_of
+from fxtrain.backends.wrapping import problems_of, strategies
 from fxtrain.errors import FxError, LaunchError, MissingPackageError, PlanError
 from fxtrain.launchers import LaunchSpec, prepare
 from fxtrain.launchers.config import LaunchConfig

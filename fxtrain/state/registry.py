@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BUILT_IN: Mapping[type, str] = MappingProxyType(
     {
         Single: "single.SINGLE",
-        DDP: "ddp.strategy.DDP_STRATEGY",
+        DDP: "ddp.DDP_STRATEGY",
         FSDP: "fsdp.strategy.FSDP_STRATEGY",
         DeepSpeed: "deepspeed.strategy.DEEPSPEED_STRATEGY",
         PP: "pipeline.strategy.PIPELINE_STRATEGY",

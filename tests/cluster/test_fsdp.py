@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from fxtrain.backends.core.wrap_units import units
+from fxtrain.backends.fsdp.strategy import units
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.testing import Task, Transformer, count_collectives, fake_world, on_ranks
 from tests.cluster._models import is_block

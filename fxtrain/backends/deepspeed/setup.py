@@ -13,9 +13,13 @@ from torch import nn
 
 from fxtrain import ops
 from fxtrain.backends.core import step_functions
-from fxtrain.backends.core.module_changes import move_module, prepare_module, send_values
+from fxtrain.backends.core.module_changes import (
+    move_module,
+    prepare_module,
+    record_module,
+    send_values,
+)
 from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
-from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.deepspeed import engine as engines
 from fxtrain.backends.deepspeed.config import (
     ZERO,

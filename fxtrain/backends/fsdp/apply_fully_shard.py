@@ -17,12 +17,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from fxtrain.backends.context.positions import expose_positions
+from fxtrain.backends.context.split_sequences import expose_positions
 from fxtrain.backends.core.device_mesh import device_mesh
 from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module, send_values
-from fxtrain.backends.core.wrap_units import ignored_names, units
 from fxtrain.backends.fsdp.experts import expert_modules, shard_experts
+from fxtrain.backends.fsdp.strategy import ignored_names, units
 from fxtrain.backends.tensor import split_layers
 from fxtrain.ops.step_parts import DTYPES
 from fxtrain.ops.whole_tensors import full_values

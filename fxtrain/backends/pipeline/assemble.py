@@ -18,9 +18,8 @@ from fxtrain import _tree
 from fxtrain.backends.core.device_mesh import DistributedParameters, device_mesh
 from fxtrain.backends.core.initial_values import fill_full, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module
-from fxtrain.backends.core.wrap_units import ignored_names, units
 from fxtrain.backends.fsdp.apply_fully_shard import gather_precision, shard_parts
-from fxtrain.backends.fsdp.strategy import shard_size
+from fxtrain.backends.fsdp.strategy import ignored_names, shard_size, units
 from fxtrain.backends.pipeline.partition import Partition, partition_of
 from fxtrain.backends.pipeline.schedules import Pipeline
 from fxtrain.backends.pipeline.stage import OwnFakes, Stage, reshard_stage

@@ -11,6 +11,7 @@ from fxtrain.backends.core.module_changes import unmatched_names
 from fxtrain.backends.core.optimizers import disable_foreach
 from fxtrain.backends.fsdp.strategy import sharding_problems, undone_together
 from fxtrain.backends.pipeline.execute import forward, run
+from fxtrain.backends.pipeline.generation import generate
 from fxtrain.backends.pipeline.partition import SCHEDULES, pipeline_problems
 from fxtrain.backends.pipeline.weights import clip_norm, load_state, pipeline_weights, state_of
 from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
@@ -136,12 +137,6 @@ def _backward(loss: Tensor, model: Wrapped) -> None:
     step_functions.backward(loss, model)
 
 
-def _generate(model: Wrapped, method: Any, args: Any, kwargs: Any) -> Any:
-    from fxtrain.backends.pipeline.generation import generate
-
-    return generate(model, method, args, kwargs)
-
-
 PIPELINE_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="PP",
@@ -153,7 +148,7 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     check=_check,
     wrap=_wrap,
     forward=forward,
-    generate=_generate,
+    generate=generate,
     backward=_backward,
     run=run,
     clip_norm=clip_norm,
