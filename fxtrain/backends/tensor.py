@@ -72,7 +72,6 @@ def split_layers(
         splits = {name: how for name, how in splits.items() if own(module.get_submodule(name))}
         blocks = [(name, block) for name, block in blocks if own(block)]
     gathering = _gathering(splits, [name for name, _ in blocks])
-    ties = _ties(module)
     for name, style in splits.items():
         layer = module.get_submodule(name)
         inside = any(_within(name, block) for block, _ in blocks)
@@ -95,8 +94,6 @@ def split_layers(
         enter = functools.partial(_enter, mesh)
         blocks[0][1].register_forward_pre_hook(enter, with_kwargs=True)
         blocks[-1][1].register_forward_hook(functools.partial(_leave, mesh))
-    for places in ties:
-        _tie(places)
 
 
 def _split_layer(
@@ -217,20 +214,6 @@ def _on_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tup
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
-
-
-def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((part, name))
-    return [names for names in places.values() if len(names) > 1]
-
-
-def _tie(places: list[tuple[nn.Module, str]]) -> None:
-    (first, name), *others = places
-    for part, other in others:
-        part.register_parameter(other, first.get_parameter(name))
 
 
 def _parent(name: str) -> str:

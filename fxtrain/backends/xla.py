@@ -140,7 +140,7 @@ def _wrap(
     undos.callback(move_to_device(module, ctx, downcast=config.downcast))
     if data.world_size > 1:
         send_values((*module.parameters(), *module.buffers()), data)
-    recompute(module, plan, ctx)
+    prepare_module(module, plan, ctx, _checkpointed)
     engine = module
     if ctx.devices > 1 and ctx.mesh.shard > 1:
         engine, undo = shard_parameters(module, ctx, config.blocks or block_names(module))
@@ -216,11 +216,6 @@ def move_to_device(module: nn.Module, ctx: DistContext, *, downcast: bool) -> Un
                 tensor.data = tensor.data.to(formats[name])
 
     return undo if downcast else _nothing
-
-
-def recompute(module: nn.Module, plan: Plan, ctx: DistContext) -> None:
-    """Recompute activations with torch_xla's functions, and compile, as the plan says."""
-    prepare_module(module, plan, ctx, _checkpointed)
 
 
 def shard_parameters(

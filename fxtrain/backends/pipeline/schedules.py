@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -97,27 +96,20 @@ class Pipeline:
     def run(self, ready: PreparedSchedule, job: StageTask) -> None:
         """Run a job on every micro-batch of every stage of this rank, in the schedule's order."""
         index = torch.arange(ready.parts, device="cpu")
-        with self._working(job):
-            kwargs = {} if ready.schedule._loss_fn is None else {"target": index}
-            try:
-                ready.schedule.step(index=index, return_outputs=False, **kwargs)
-            except RuntimeError as error:  # torch wraps errors
-                if isinstance(error.__cause__, FxError):
-                    raise error.__cause__ from None
-                raise
-        for stage in self.stages.values():
-            reshard_stage(stage)
-
-    @contextmanager
-    def _working(self, job: StageTask) -> Iterator[None]:
-        before = {number: stage.job for number, stage in self.stages.items()}
+        kwargs = {} if ready.schedule._loss_fn is None else {"target": index}
         for stage in self.stages.values():
             stage.job = job
         try:
-            yield
+            ready.schedule.step(index=index, return_outputs=False, **kwargs)
+        except RuntimeError as error:  # torch wraps errors
+            if isinstance(error.__cause__, FxError):
+                raise error.__cause__ from None
+            raise
         finally:
-            for number, stage in self.stages.items():
-                stage.job = before[number]
+            for stage in self.stages.values():
+                stage.job = None
+        for stage in self.stages.values():
+            reshard_stage(stage)
 
 
 def prepare(model: Wrapped, calls: Sequence[Call], *, train: bool) -> PreparedSchedule:

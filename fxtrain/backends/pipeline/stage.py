@@ -204,7 +204,7 @@ class Stage(nn.Module):
         self.first, self.last = index == 0, index == len(partition.ranks) - 1
         # In a tuple, hidden from parameters(): most of it is fake.
         self._inside = (_shell(module, partition, index, ctx, self._hollow, formats),)
-        self.job: Callable[..., Any] = _no_task
+        self.job: Callable[..., Any] | None = None  # while a schedule runs
 
     @property
     def shell(self) -> nn.Module:
@@ -254,6 +254,7 @@ class Stage(nn.Module):
 
     def forward(self, *received: Tensor, index: int) -> Any:
         """Run one micro-batch, by the current job."""
+        assert self.job is not None
         return self.job(self, received, index)
 
     def visit(
@@ -494,7 +495,3 @@ def as_sent(tensor: Tensor, meta: TensorMeta) -> Tensor:
         )
     tensor = tensor.contiguous()
     return tensor.clone() if tensor._is_view() or tensor.is_leaf else tensor
-
-
-def _no_task(*_: Any) -> Any:
-    raise AssertionError("a stage only runs inside a schedule")
