@@ -13,7 +13,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.backends import built_in
-from fxtrain.backends.deepspeed import engine
+from fxtrain.backends.deepspeed import setup
 from fxtrain.backends.wrapping import problems_of
 from fxtrain.ops import xla_runtime
 from fxtrain.state.registry import BUILT_IN
@@ -113,8 +113,8 @@ def _page():
     before, _, rest = PAGE.read_text().partition(BEGIN)
     with pytest.MonkeyPatch.context() as patch:
         # Checks look whether an engine is installed before they look at a plan.
-        patch.setattr(engine, "load", lambda *_, **__: None)
-        patch.setattr(engine, "device_problems", lambda *_: ())
+        patch.setattr(setup, "load", lambda *_, **__: None)
+        patch.setattr(setup, "device_problems", lambda *_: ())
         patch.setattr(xla_runtime, "load", lambda *_, **__: None)
         return f"{before}{BEGIN}\n{_table()}\n{END}{rest.partition(END)[2]}"
 

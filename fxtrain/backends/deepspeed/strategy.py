@@ -11,9 +11,8 @@ from fxtrain import _tree
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.initial_values import send_buffers
 from fxtrain.backends.core.module_changes import unknown_classes, unmatched_names
-from fxtrain.backends.deepspeed import engine as engines
+from fxtrain.backends.deepspeed import setup
 from fxtrain.backends.deepspeed.engine_state import engine_state, engine_weights, load_engine_state
-from fxtrain.backends.deepspeed.setup import wrap_engine
 from fxtrain.errors import StepError
 from fxtrain.state import (
     DeepSpeed,
@@ -28,8 +27,8 @@ from fxtrain.state import (
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
-    engines.load()
-    problems = [*unmatched_names(module, plan), *engines.device_problems(ctx, plan)]
+    setup.load()
+    problems = [*unmatched_names(module, plan), *setup.device_problems(ctx, plan)]
     if plan.clip_value is not None:
         problems.append(
             f"DeepSpeed cannot clip single entries: Plan(clip_value={plan.clip_value}). "
@@ -276,7 +275,7 @@ DEEPSPEED_STRATEGY = Strategy(
     name="DeepSpeed",
     config=DeepSpeed,
     check=_check,
-    wrap=wrap_engine,
+    wrap=setup.wrap_engine,
     forward=_forward,
     sync=_sync,
     backward=_backward,
