@@ -20,7 +20,6 @@ from fxtrain.backends.core.rounds import (
     Exchange,
     apply_means,
     averaged_parts,
-    by_dtype,
     copy_all,
     finish_exchange,
     first_round,
@@ -28,7 +27,6 @@ from fxtrain.backends.core.rounds import (
     outer_state,
     pack_fragment,
     pack_means,
-    parts_of,
     send,
 )
 from fxtrain.backends.core.weights import from_first_rank
@@ -414,11 +412,10 @@ def _under_way(now: Round) -> dict[str, Tensor]:
 def _resume_exchanges(now: Round, saved: StateReader) -> None:
     due = saved.own("round.due", saved.rank)
     for fragment, update in [] if due is None else due.tolist():
-        anchor, sent = parts_of(now.anchor, now.fragments[fragment]), []
+        sent: list[Tensor] = []
         while (flat := saved.own(f"round.sent.{fragment}.{len(sent)}", saved.rank)) is not None:
             sent.append(flat.to(now.copies.device))
-        packed = Exchange(due=update, places=by_dtype(anchor), sent=sent)
-        now.under_way[fragment] = send(packed, now.copies, keep=True)
+        now.under_way[fragment] = send(Exchange(due=update, sent=sent), now.copies, keep=True)
 
 
 def weighted_mean(saved: StateReader, name: str) -> Tensor | None:

@@ -99,6 +99,8 @@ def make_optimizers(
         else:
             _prepare_small_states(each)
             every.append(divide_muon(each, ctx, replicas) if change is None else change(each))
+    for each in every:
+        _disable_foreach(each)
     if all(new is old for new, old in zip(every, optimizers, strict=True)):
         return objects, optimizers
     if isinstance(objects, Mapping):
@@ -175,7 +177,7 @@ def make_schedulers(factory: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]
     return objects, tuple(each for each in every if not isinstance(each, ReduceLROnPlateau))
 
 
-def disable_foreach(optimizer: torch.optim.Optimizer) -> None:
+def _disable_foreach(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer update one parameter at a time if their layouts differ.
 
     torch's fast updates take a list of parameters with one layout only.

@@ -27,22 +27,21 @@ class Exchange:
 
     Attributes:
         due: The update at which it is applied.
-        places: By dtype of the sums, in the order of `sent`, the numbers of its tensors.
-        sent: What this replica sends; empty once it is under way, if no checkpoint needs it.
+        sent: What this replica sends, by dtype of the sums; empty once it is under way, if no
+            checkpoint needs it.
         received: What the collectives fill; empty until they have begun.
         works: The collectives that are under way.
     """
 
     due: int
-    places: dict[torch.dtype, list[int]]
     sent: list[Tensor]
     received: list[Tensor] = attrs.field(factory=list)
     works: list[Any] = attrs.field(factory=list)
 
     @property
     def complete(self) -> bool:
-        """Whether everything was received."""
-        return len(self.received) == len(self.places) and not self.works
+        """Whether everything was received that was sent and kept."""
+        return len(self.received) == len(self.sent) and not self.works
 
 
 def pack_means(
@@ -55,12 +54,11 @@ def pack_means(
         device: Where the replicas communicate.
     """
     sent: list[Tensor] = []
-    places = by_dtype(tensors)
-    for dtype, numbers in places.items():
+    for dtype, numbers in _by_dtype(tensors).items():
         parts = [real(tensors[n]).reshape(-1).to(device, dtype) for n in numbers]
         flat = torch.cat([*parts, torch.ones(1, dtype=dtype, device=parts[0].device)])
         sent.append(flat.mul_(weight))
-    return Exchange(due=due, places=places, sent=sent)
+    return Exchange(due=due, sent=sent)
 
 
 def pack_int8(
@@ -77,8 +75,7 @@ def pack_int8(
         residuals: What earlier exchanges have lost of each tensor; replaced in place.
     """
     sent: list[Tensor] = []
-    places = by_dtype(tensors)
-    for dtype, numbers in places.items():
+    for dtype, numbers in _by_dtype(tensors).items():
         exact = torch.cat(
             [(real(tensors[n]).to(device, dtype) + residuals[n]).reshape(-1) for n in numbers]
         )
@@ -89,7 +86,7 @@ def pack_int8(
             residuals[n].copy_(part.view_as(residuals[n]))
         share = torch.as_tensor(weight, dtype=torch.float64, device=device).reshape(1)
         sent.append(torch.cat([payload, share.view(torch.uint8)]))
-    return Exchange(due=due, places=places, sent=sent)
+    return Exchange(due=due, sent=sent)
 
 
 def send(exchange: Exchange, copies: DistContext, *, keep: bool) -> Exchange:
@@ -135,7 +132,8 @@ def finish_exchange(
 def means_of(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The mean of each tensor, with its shape, dtype and device, after everything was received."""
     means: list[Tensor] = [*tensors]
-    for (dtype, numbers), received in zip(exchange.places.items(), exchange.received, strict=True):
+    numbers_of = _by_dtype(tensors).items()
+    for (dtype, numbers), received in zip(numbers_of, exchange.received, strict=True):
         sizes = [real(tensors[number]).numel() for number in numbers]
         flat = _mean_of(received, sum(sizes), dtype)
         for number, part in zip(numbers, flat.split(sizes), strict=True):
@@ -195,7 +193,7 @@ def dequantize(payload: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     return (integers.to(dtype) * scales.to(dtype)[:, None]).view(-1)[:count]
 
 
-def by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
+def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
     """By dtype in which their sums are computed, the numbers of the tensors."""
     numbers_of: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):

@@ -22,7 +22,6 @@ from fxtrain.backends.core.module_changes import (
     unmatched_names,
     xla_problems,
 )
-from fxtrain.backends.core.optimizers import disable_foreach
 from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor import split_problems
 from fxtrain.models.block_names import block_names
@@ -280,8 +279,6 @@ def _wrap(
     model = undone_together(
         lambda: make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo), undo, ctx
     )
-    for each in model.optimizers:
-        disable_foreach(each)
     return independent_replicas(model, size)
 
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.initial_values import apply_with_buffers
 from fxtrain.backends.core.module_changes import unmatched_names
-from fxtrain.backends.core.optimizers import disable_foreach
 from fxtrain.backends.fsdp.strategy import sharding_problems, undone_together
 from fxtrain.backends.pipeline.execute import forward, run
 from fxtrain.backends.pipeline.generation import generate
@@ -126,8 +125,6 @@ def _wrap(
         )
 
     model = undone_together(make, undo, ctx)
-    for each in model.optimizers:
-        disable_foreach(each)
     return attrs.evolve(model, engine=engine)
 
 
