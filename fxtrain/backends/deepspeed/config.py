@@ -5,9 +5,10 @@ such files know from other libraries.
 """
 
 import copy
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import attrs
 from torch import nn
@@ -103,51 +104,6 @@ def deepspeed_config(
     return config
 
 
-class _Entry(NamedTuple):
-    """What a plan says about one entry; None leaves it open."""
-
-    path: str
-    value: Any
-    told: str  # by whom, in a message
-    write: bool = True  # also where the file does not have the entry
-
-
-def _entries(plan: Plan, file: Mapping[str, Any]) -> Iterator[_Entry]:
-    """Every entry that a plan may set, except the batch sizes."""
-    config, precision = plan.strategy, plan.precision
-
-    def of(path: str, field: str) -> _Entry:
-        value = getattr(config, field)
-        return _Entry(path, value, f"{field} has {value!r}")
-
-    told = f"Plan.accumulate has {plan.accumulate}"
-    yield _Entry("gradient_accumulation_steps", plan.accumulate, told)
-    norm = plan.clip_norm or 0.0
-    yield _Entry(
-        "gradient_clipping", norm, f"Plan.clip_norm has {norm}", plan.clip_norm is not None
-    )
-    compute = "fp32" if is_enabled(file, "torch_autocast") else precision.compute
-    for name in ("bf16", "fp16"):
-        used = compute == name
-        told = f"Plan.precision has {precision.compute!r}"
-        yield _Entry(f"{name}.enabled", used, told, used)
-    if compute == "fp16" and precision.scale != LossScale():
-        for name, value in _scale_entries(precision.scale).items():
-            yield _Entry(f"fp16.{name}", value, f"Plan.precision.scale has {value}")
-    for name, field in _ZERO_FIELDS.items():
-        yield of(f"{ZERO}.{name}", field)
-    leaves = list(config.leaf_modules) or None
-    yield _Entry(f"{ZERO}.leaf_module.classes", leaves, f"leaf_modules has {leaves}")
-    for field, name in _OFFLOADED.items():
-        yield of(f"{ZERO}.{name}.device", field)
-        used = getattr(config, field) or device(section(file, ZERO), name)
-        for setting, where in (("nvme_path", ("nvme",)), ("pin_memory", ("cpu", "nvme"))):
-            entry = of(f"{ZERO}.{name}.{setting}", setting)
-            yield entry if used in where else entry._replace(value=None)
-    yield of("tensor_parallel.autotp_size", "tensor_parallel")
-    yield of("sequence_parallel_size", "sequence_parallel")
-
-
 def _scale_entries(scale: LossScale) -> dict[str, int]:
     return {
         "loss_scale": 0,
@@ -203,7 +159,7 @@ def resolve(
     plan = fill_from_config(plan, base, ranks)
     if "bfloat16" in config:  # the former name
         config.setdefault("bf16", config.pop("bfloat16"))
-    conflicts = [line for entry in _entries(plan, base) for line in _merge(config, entry)]
+    conflicts = _merge_plan(config, plan, base)
     conflicts += _merge_sizes(config, plan, ranks, rows)
     if (
         is_enabled(config, "torch_autocast")
@@ -225,19 +181,65 @@ def resolve(
     return _with_defaults(config, plan)
 
 
-def _merge(config: dict[str, Any], entry: _Entry) -> list[str]:
-    """Write the plan's value unless the file has one; return the line of a conflict."""
-    written, value = get(config, entry.path), entry.value
+def _merge(
+    config: dict[str, Any],
+    conflicts: list[str],
+    path: str,
+    value: Any,
+    told: str,
+    *,
+    write: bool = True,
+) -> None:
+    """Write a plan's value, unless it is None or the file has one; note a conflict.
+
+    Args:
+        write: Whether to write it also where the file does not have the entry.
+    """
+    written = get(config, path)
     if value is None:
-        if written == AUTO and entry.path not in _WIDTHS:
-            drop(config, entry.path)
-    elif written == AUTO or (written is None and entry.write):
-        put(config, entry.path, value)
+        if written == AUTO and path not in _WIDTHS:
+            drop(config, path)
+    elif written == AUTO or (written is None and write):
+        put(config, path, value)
     elif written is not None and (
         written != value or (type(written) is bool) is not (type(value) is bool)
     ):
-        return [f"{entry.path}: {entry.told}, the config has {written!r}"]
-    return []
+        conflicts.append(f"{path}: {told}, the config has {written!r}")
+
+
+def _merge_plan(config: dict[str, Any], plan: Plan, file: Mapping[str, Any]) -> list[str]:
+    """Write every entry that a plan sets, except the batch sizes; conflicts."""
+    strategy, precision = plan.strategy, plan.precision
+    conflicts: list[str] = []
+    merge = functools.partial(_merge, config, conflicts)
+
+    def merge_field(path: str, field: str, *, used: bool = True) -> None:
+        value = getattr(strategy, field) if used else None
+        merge(path, value, f"{field} has {value!r}")
+
+    merge("gradient_accumulation_steps", plan.accumulate, f"Plan.accumulate has {plan.accumulate}")
+    norm, clips = plan.clip_norm or 0.0, plan.clip_norm is not None
+    merge("gradient_clipping", norm, f"Plan.clip_norm has {norm}", write=clips)
+    compute = "fp32" if is_enabled(file, "torch_autocast") else precision.compute
+    for name in ("bf16", "fp16"):
+        used = compute == name
+        told = f"Plan.precision has {precision.compute!r}"
+        merge(f"{name}.enabled", used, told, write=used)
+    if compute == "fp16" and precision.scale != LossScale():
+        for name, value in _scale_entries(precision.scale).items():
+            merge(f"fp16.{name}", value, f"Plan.precision.scale has {value}")
+    for name, field in _ZERO_FIELDS.items():
+        merge_field(f"{ZERO}.{name}", field)
+    leaves = list(strategy.leaf_modules) or None
+    merge(f"{ZERO}.leaf_module.classes", leaves, f"leaf_modules has {leaves}")
+    for field, name in _OFFLOADED.items():
+        merge_field(f"{ZERO}.{name}.device", field)
+        where = getattr(strategy, field) or device(section(file, ZERO), name)
+        merge_field(f"{ZERO}.{name}.nvme_path", "nvme_path", used=where == "nvme")
+        merge_field(f"{ZERO}.{name}.pin_memory", "pin_memory", used=where in ("cpu", "nvme"))
+    merge_field("tensor_parallel.autotp_size", "tensor_parallel")
+    merge_field("sequence_parallel_size", "sequence_parallel")
+    return conflicts
 
 
 def _merge_sizes(config: dict[str, Any], plan: Plan, ranks: int, rows: int | None) -> list[str]:
