@@ -124,7 +124,7 @@ def _anchored(ctx):
     fx.load_model(
         {name: torch.ones_like(t) for name, t in sequential().state_dict().items()}, model
     )
-    return [bool((anchor == 1).all()) for anchor in model.strategy_state.anchor.values()]
+    return [bool((anchor == 1).all()) for anchor in model.status.replica.anchor.values()]
 
 
 def test_an_outer_optimizer_starts_from_what_is_loaded(pair):
