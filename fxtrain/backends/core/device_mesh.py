@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -20,19 +19,12 @@ from fxtrain.state.mesh import AXES
 DistributedParameters = dict[int, nn.Parameter]
 
 
-@attrs.define
-class MeshState:
-    """What models need of the ranks of one communicator, opened once for all of them.
+class _Meshes(dict[tuple[Mesh, int, int], DeviceMesh]):
+    """Meshes by that of the context, ranks that share a replica, and ranks that spread experts."""
 
-    Attributes:
-        meshes: torch's meshes of these ranks, by the context's mesh, the number of ranks that
-            share a replica, and that of those which spread experts.
-        groups: Groups opened for models that split ranks differently from the mesh, by how they
-            split them, and those of all ranks of a mesh.
-    """
 
-    meshes: dict[tuple[Mesh, int, int], DeviceMesh] = attrs.field(factory=dict)
-    groups: dict[str, Any] = attrs.field(factory=dict)
+class _Groups(dict[str, Any]):
+    """Groups opened for models, by how they split the ranks, or by the ranks of a mesh."""
 
 
 def device_mesh(ctx: DistContext, shard: int, expert: int = 1) -> DeviceMesh:
@@ -54,7 +46,7 @@ def device_mesh(ctx: DistContext, shard: int, expert: int = 1) -> DeviceMesh:
         Opens the groups that the context lacks, on every rank: those of `replicate` and
         `shard` where the context's own mesh splits the data ranks differently.
     """
-    meshes = ctx.comm.slot(MeshState).meshes
+    meshes = ctx.comm.slot(_Meshes)
     if (ctx.mesh, shard, expert) not in meshes:
         meshes[ctx.mesh, shard, expert] = _new_mesh(ctx, shard, expert)
         ctx.comm.state.at_close.append(clear_sharding_caches)
@@ -87,7 +79,7 @@ def group_of_mesh(mesh: DeviceMesh, ctx: DistContext) -> Any:
     ranks = mesh.mesh.flatten().tolist()
     if len(ranks) == ctx.world_size:
         return ctx.comm.group
-    groups, key = ctx.comm.slot(MeshState).groups, str(ranks)
+    groups, key = ctx.comm.slot(_Groups), str(ranks)
     if key not in groups:
         groups[key] = open_by_members(ranks, timeout=timedelta(seconds=ctx.comm.timeout_s))
         ctx.comm.state.opened_groups.append(groups[key])
@@ -159,7 +151,7 @@ def _group(
     own = ctx.mesh.context == 1 or axis not in ("replicate", "shard")
     if own and whole and split[axis] == ctx.mesh.sizes[axis] and split[axis] > 1:
         return ctx.axis(axis).comm.group
-    groups, key = ctx.comm.slot(MeshState).groups, f"{axis}.{split}"
+    groups, key = ctx.comm.slot(_Groups), f"{axis}.{split}"
     if key not in groups:  # several models share one
         wait = timedelta(seconds=ctx.comm.timeout_s)
         if split[axis] == 1:

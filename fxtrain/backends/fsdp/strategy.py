@@ -276,31 +276,26 @@ def _wrap(
         gather()
         put_back()
 
-    model = undone_together(
-        lambda: make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo), undo, ctx
-    )
+    with undone_together(undo, ctx):
+        model = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo)
     return independent_replicas(model, size)
 
 
-def undone_together(
-    make: Callable[[], Wrapped], undo: Callable[[], None], ctx: DistContext
-) -> Wrapped:
-    """Build the handle; if that fails on a rank, all of them gather the parameters again.
+@contextmanager
+def undone_together(undo: Callable[[], None], ctx: DistContext) -> Iterator[None]:
+    """A block after which, if it fails on a rank, all of them gather the parameters again.
 
     Raises:
         Exception: this rank's own.
         CollectiveError: another rank's failed.
     """
-    wrapped = None
     try:
         with fail_together(ctx):
-            wrapped = make()
+            yield
     except Exception:
         if ctx.comm.state.failure is None:  # otherwise a rank is gone
             undo()
         raise
-    assert wrapped is not None
-    return wrapped
 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001

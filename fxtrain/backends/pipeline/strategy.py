@@ -118,13 +118,10 @@ def _wrap(
     engine, undo = split_into_stages(module, ctx, plan)
     data = ctx.axis("data")
     copies = data.comm.group if plan.strategy.stages is None and data.world_size > 1 else None
-
-    def make() -> Wrapped:
-        return make_handle(
+    with undone_together(undo, ctx):
+        model = make_handle(
             strategy, module, ctx, plan, optimizer, scheduler, undo=undo, replicas=copies
         )
-
-    model = undone_together(make, undo, ctx)
     return attrs.evolve(model, engine=engine)
 
 
