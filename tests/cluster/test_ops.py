@@ -258,6 +258,17 @@ def test_results_of_repeated_gathers_are_separate(pair):
             assert [one.tolist() for one in got["double"][k]] == [[low, high]] * 2
 
 
+def _in_and_after_inference(ctx):
+    other = ops.duplicate(ctx)  # whose first exchange makes its packets
+    with torch.inference_mode():
+        first = ops.gather(torch.tensor([ctx.rank]), other)
+    return first.tolist(), ops.gather(torch.tensor([ctx.rank, 7]), other).tolist()
+
+
+def test_a_context_first_used_in_inference_mode_can_be_used_outside_of_it(pair):
+    assert pair.run(_in_and_after_inference) == [([0, 1], [0, 7, 1, 7])] * 2
+
+
 def _padded_in_front(ctx):
     x = torch.arange(1, ctx.rank + 2)
     padded = ops.pad(x, ctx, first=True)
