@@ -1,5 +1,6 @@
 """How records and sizes print: one line by default, more in rich terminals and notebooks."""
 
+import contextlib
 import html
 import re
 import reprlib
@@ -123,15 +124,9 @@ def number(value: object) -> str:
         ('0.25', '3', 'float32[2]')
     """
     if getattr(value, "shape", None) == () and type(value).__module__ in ("torch", "numpy"):
-        value = _read(value)
+        with contextlib.suppress(RuntimeError):  # no values, or a device that has failed
+            value = getattr(value, "item")()  # noqa: B009
     return f"{value:.4g}" if isinstance(value, float) else describe(value)
-
-
-def _read(scalar: Any) -> object:
-    try:
-        return scalar.item()
-    except RuntimeError:  # no values, or a device that has failed
-        return scalar
 
 
 def _container(value: Any, depth: int) -> str:

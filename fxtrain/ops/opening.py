@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import torch
@@ -224,38 +224,25 @@ def duplicate(ctx: DistContext) -> DistContext:
     # Equal on every rank, since all have made the same calls and opened the same groups.
     name = f"{comm.name}+{comm.slot(CallState).count}.{len(comm.state.opened_groups)}"
     with rank_loss_guard(ctx, ("duplicate", "")):
-        group = _open(ctx)
-        _connected(ctx, name)
+        world: Any = dist.group.WORLD
+        new_group = open_by_members if ctx.world_size < world.size() else dist.new_group
+        wait = timedelta(seconds=comm.timeout_s)
+        group: Any = new_group(
+            list(comm.ranks), timeout=wait, backend="gloo", group_desc="fxtrain duplicate"
+        )
+        comm.state.opened_groups.append(group)
+        # Closing a group early would break ranks that still connect. An earlier context may have
+        # used the key, so arrivals are counted in rounds.
+        store, key = comm.store, f"{name}/connected"
+        arrived = store.add(key, 1)
+        if arrived % ctx.world_size == 0:
+            store.set(f"{key}/{arrived}", "")
+        last = -(-arrived // ctx.world_size) * ctx.world_size
+        store.wait([f"{key}/{last}"], wait)
     copy = attrs.evolve(
         comm, group=group, control=group, name=name, close=Comm().close, state=fresh
     )
     return attrs.evolve(ctx, comm=copy, device=torch.device("cpu"))
-
-
-def _open(ctx: DistContext) -> dist.ProcessGroup:
-    comm, world = ctx.comm, cast(dist.ProcessGroup, dist.group.WORLD)
-    new_group = open_by_members if ctx.world_size < world.size() else dist.new_group
-    group: Any = new_group(
-        list(comm.ranks),
-        timeout=timedelta(seconds=comm.timeout_s),
-        backend="gloo",
-        group_desc="fxtrain duplicate",
-    )
-    comm.state.opened_groups.append(group)
-    return group
-
-
-def _connected(ctx: DistContext, name: str) -> None:
-    """Wait for every rank: closing a group early would break ranks that still connect.
-
-    An earlier context may have used the key, so arrivals are counted in rounds.
-    """
-    store, key = ctx.comm.store, f"{name}/connected"
-    arrived = store.add(key, 1)
-    if arrived % ctx.world_size == 0:
-        store.set(f"{key}/{arrived}", "")
-    last = -(-arrived // ctx.world_size) * ctx.world_size
-    store.wait([f"{key}/{last}"], timedelta(seconds=ctx.comm.timeout_s))
 
 
 def open_by_members(ranks: list[int], **options: Any) -> Any:

@@ -406,7 +406,9 @@ def _answer(ctx: Any, request: bytes) -> bytes:
             )
             # torch.compile reads the gradients of everything that it traces.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is")
-            _drop_compiled()
+            if "torch._dynamo" in sys.modules:
+                # Without compiled code: torch limits how often a function is compiled again.
+                sys.modules["torch"].compiler.reset()
             value = fn(ctx, *args)
         return _returned(value, healthy=ctx.comm.state.failure is None)
     except BaseException as error:
@@ -416,12 +418,6 @@ def _answer(ctx: Any, request: bytes) -> bytes:
 
         healthy = isinstance(error, CollectiveError) and ctx.comm.state.failure is None
         return _failed(error, healthy=healthy)
-
-
-def _drop_compiled() -> None:
-    """Start a call without compiled code: torch limits how often a function is compiled again."""
-    if "torch._dynamo" in sys.modules:
-        sys.modules["torch"].compiler.reset()
 
 
 def _returned(value: Any, *, healthy: bool) -> bytes:
