@@ -162,7 +162,7 @@ def _parts(source: TokenSource, states: tuple[FileState, ...]) -> list[_Key]:
         for number in range(
             len(_arrow_chunks(path, source.column))
             if path.endswith(".arrow")
-            else _parquet(path).num_row_groups
+            else open_parquet(path).num_row_groups
         )
     ]
 
@@ -171,7 +171,7 @@ def _size(source: TokenSource, states: tuple[FileState, ...], key: _Key) -> int:
     """Tokens of a part; of a Parquet file, without reading more than its footer."""
     path, number = key
     if isinstance(source, ColumnTokens) and not path.endswith(".arrow"):
-        group = _parquet(path).metadata.row_group(number)
+        group = open_parquet(path).metadata.row_group(number)
         for column in map(group.column, range(group.num_columns)):
             statistics = column.statistics
             named = column.path_in_schema.split(".")[0] == source.column
@@ -326,13 +326,17 @@ def _mds_arrays(
     return begins, sizes, kept
 
 
-def _parquet(path: str) -> Any:
+def open_parquet(path: str) -> Any:
+    """A Parquet file.
+
+    Raises:
+        DataError: it is damaged.
+    """
     pyarrow = _arrow()
+    parquet: Any = optional("pyarrow.parquet", extra="arrow", needed_by=f"reading {path}")
     try:
-        return optional("pyarrow.parquet", extra="arrow", needed_by="ColumnTokens").ParquetFile(
-            path
-        )
-    except pyarrow.ArrowException as error:
+        return parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
         raise damaged(path, f"is no Parquet file that can be read ({error})") from error
 
 
@@ -359,7 +363,7 @@ def _column(source: ColumnTokens, path: str, number: int) -> Opened:
         if path.endswith(".arrow"):
             lists = _arrow_chunks(path, source.column)[number]
         else:
-            file = _parquet(path)
+            file = open_parquet(path)
             if source.column not in file.schema_arrow.names:
                 raise damaged(
                     path, f'has no column "{source.column}" but {file.schema_arrow.names}'

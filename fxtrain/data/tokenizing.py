@@ -23,7 +23,8 @@ from typing import Any, Literal
 
 from fxtrain._optional import optional
 from fxtrain._reading import StrPath, write_file
-from fxtrain.data.token_maps import CODES, HEAD, MAGIC
+from fxtrain.data.token_folders import open_parquet
+from fxtrain.data.token_maps import CODES, HEAD, MAGIC, load_numpy
 from fxtrain.errors import DataError
 from fxtrain.state.token_files import MegatronTokens, NanoGPTTokens
 
@@ -277,7 +278,7 @@ def _token_type(encoder: Encoder, tokenizer: str, format: Format, dtype: TokenTy
         raise DataError(f"tokens: Megatron's format has no {dtype}. Use uint16, int32 or int64.")
     wide = "int32" if format == "megatron" else "uint32"
     chosen = dtype or ("uint16" if encoder.size <= 1 << 16 else wide)
-    if encoder.size - 1 > _numpy().iinfo(chosen).max:
+    if encoder.size - 1 > load_numpy().iinfo(chosen).max:
         raise DataError(
             f"tokens: the vocabulary of {tokenizer} has numbers up to {encoder.size - 1}, more "
             f"than {dtype} holds. Leave the dtype out, or use int32 or int64."
@@ -360,7 +361,7 @@ def _tokenize_part(
     tokenizer: str, field: str, end: int | None, dtype: str, pieces: list[_Piece], to: Path
 ) -> tuple[int, int, int]:
     """Write a part completely: counts, the tokens of each document, and all tokens."""
-    numpy = _numpy()
+    numpy = load_numpy()
     encoder, sizes, arrays, empty = _encoder(tokenizer), [], [], 0
     little = numpy.dtype(dtype).newbyteorder("<")
     ends = [] if end is None else [end]
@@ -381,7 +382,7 @@ def _tokenize_part(
 
 def _join(stem: str, parts: list[Path], description: dict[str, Any]) -> None:
     """Make the output of the parts; the file that completes it appears last."""
-    numpy = _numpy()
+    numpy = load_numpy()
     sizes: list[Any] = []
     # Another process may run the same command.
     binary = parts[0].with_name(secrets.token_hex(4))
@@ -470,7 +471,7 @@ def _files(inputs: Iterable[str]) -> Iterator[str]:
 def _pieces(path: str, size: int, most: int) -> Iterator[tuple[int, _Piece]]:
     """(bytes, piece) of a file."""
     if path.endswith(".parquet"):
-        groups = _parquet(path).num_row_groups
+        groups = open_parquet(path).num_row_groups
         for number in range(groups):
             yield size // groups, (path, number, number + 1)
         return
@@ -479,17 +480,8 @@ def _pieces(path: str, size: int, most: int) -> Iterator[tuple[int, _Piece]]:
         yield min(step, size - start), (path, start, min(start + step, size))
 
 
-def _parquet(path: str) -> Any:
-    module: Any = optional("pyarrow.parquet", extra="arrow", needed_by=f"reading {path}")
-    arrow: Any = optional("pyarrow", extra="arrow", needed_by=f"reading {path}")
-    try:
-        return module.ParquetFile(path)
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"tokens: {path} is no Parquet file that can be read: {error}") from error
-
-
 def _rows(path: str, group: int, field: str) -> Iterator[str]:
-    file = _parquet(path)
+    file = open_parquet(path)
     names = file.schema_arrow.names
     if field not in names:
         raise DataError(
@@ -564,7 +556,3 @@ def _line_number(path: str, at: int) -> int:
         while at > 0 and (data := file.read(min(at, 1 << 20))):
             number, at = number + data.count(b"\n"), at - len(data)
     return number
-
-
-def _numpy() -> Any:
-    return optional("numpy", extra="text", needed_by="fxtrain tokens")
