@@ -11,9 +11,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from fxtrain import _tree
-from fxtrain.data.order import hash_key
+from fxtrain.data.order import BorrowedGenerators, hash_key, seed_all
 from fxtrain.data.rank_slices import Batching, GlobalBatch, global_batch
-from fxtrain.data.user_code import BorrowedGenerators, seed_all
 from fxtrain.errors import DataError
 
 

@@ -3,12 +3,13 @@
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree, ops
 from fxtrain.data.blends import BlendOrder
@@ -30,13 +31,16 @@ from fxtrain.data.rank_slices import (
     batches_of_order,
     batches_of_stream,
 )
-from fxtrain.data.user_code import named_errors
 from fxtrain.data.user_loader import FedSampler, rebuild
 from fxtrain.errors import DataError
 from fxtrain.ops.objects import Opaque
 from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext, Plan, Position
+
+# How torch's messages begin for an error inside a worker, and for a worker that ended.
+_CAUGHT = "Caught "
+_ENDED = "DataLoader worker"
 
 # A step, and the data of each served rank.
 Loaded = tuple[Step, Sequence[Any]]
@@ -107,7 +111,7 @@ def row_source(
 
         feed.give(indices())
         _seed_workers(over, plan, epoch, ranks)
-        with named_errors(loader):
+        with _named_errors(loader):
             for data in over:
                 yield steps.popleft(), data if asks else (data,)
 
@@ -140,7 +144,7 @@ def stream_source(
         feed.give((opened, step, state if step < first else None) for step in itertools.count())
         _seed_workers(over, plan, position.epoch, ranks)
         try:
-            with named_errors(loader):
+            with _named_errors(loader):
                 for read in over:
                     if read is None:
                         return
@@ -161,6 +165,52 @@ def stream_source(
         apart=loader.num_workers > 0,
         stateful=True,  # only reading tells whether an iterator keeps a state
     )
+
+
+class _MissingRowError(DataError, IndexError):
+    """A row that does not exist; still an IndexError, as the dataset raised."""
+
+
+@contextmanager
+def _named_errors(loader: DataLoader[Any]) -> Iterator[None]:
+    """Name the errors of reading a loader in the block.
+
+    Raises:
+        DataError: a worker process ended, or the dataset has fewer rows than its length. Any
+            other error of the dataset is raised unchanged.
+    """
+    try:
+        yield
+    except IndexError as error:
+        if isinstance(loader.dataset, IterableDataset):
+            raise
+        dataset: Any = loader.dataset
+        reason = str(error).strip().rpartition("\n")[2]
+        raise _MissingRowError(
+            f"iterating: {type(dataset).__name__} raised IndexError: {reason}. len(dataset) is "
+            f"{len(dataset)}. If it has fewer rows, return their number from __len__; if a sampler "
+            f"chose the row, make it choose from those."
+        ) from error
+    except (OSError, EOFError, RuntimeError) as error:
+        if not loader.num_workers or not _worker_ended(error):
+            raise
+        raise DataError(
+            f"iterating: a worker process of this DataLoader (num_workers={loader.num_workers}) "
+            f"ended while reading. The system kills workers when memory runs out, and a crash in "
+            f"native code ends them: use fewer workers or smaller batches, or num_workers=0 to see "
+            f"the crash in this process.",
+            code="FX402",
+        ) from error
+
+
+def _worker_ended(error: Exception) -> bool:
+    """Whether torch lost a worker; an error that a dataset raised there reads differently."""
+    text = str(error)
+    if text.startswith(_CAUGHT):
+        return False
+    if isinstance(error, FileNotFoundError):  # a worker's socket has no name in this process
+        return error.filename is None
+    return isinstance(error, ConnectionError | EOFError) or text.startswith(_ENDED)
 
 
 def _over_rows(loader: DataLoader[Any], feed: FedSampler, *, asks: bool) -> DataLoader[Any]:
