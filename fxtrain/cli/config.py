@@ -14,7 +14,7 @@ import click
 
 from fxtrain._reading import read_text, write_file
 from fxtrain._record import shown
-from fxtrain.cli.output import Exit, Words, as_json, json_asked, make_table, report, say, warn
+from fxtrain.cli.output import Exit, Words, as_json, json_asked, print_table, report, say, warn
 from fxtrain.diagnosis.setups import launch_file_problems
 from fxtrain.errors import PlanError
 from fxtrain.interop.accelerate_config import convert_accelerate
@@ -83,9 +83,13 @@ def show(file: str, words: tuple[str, ...], said: bool) -> None:  # noqa: FBT001
     """Show all values, as the launch file, variables and flags set them."""
     config = resolve(file=file, env=os.environ, flags=from_flags(words))
     values = config.by_path(set_only=said)
-    title = f"launch file: {config.file or 'none (all defaults)'}\n"
     rows = [[path, _shown(value)] for path, value in values.items()]
-    report({"file": config.file, "values": values}, make_table(["value", "is"], rows, title=title))
+
+    def display() -> None:
+        say(f"launch file: {config.file or 'none (all defaults)'}\n")
+        print_table(["value", "is"], rows)
+
+    report({"file": config.file, "values": values}, display)
 
 
 @CONFIG.command()

@@ -138,7 +138,10 @@ def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
     row, spec = find_launcher(spec), with_options(spec)
     if machine is None:
         if hostfile := getattr(spec.options, "hostfile", ""):
-            _check_hostfile(hostfile)
+            try:  # DeepSpeed's runner would start the program here without it
+                open_file(hostfile).close()
+            except OSError as error:
+                raise LaunchError(f"Cannot read the hostfile: {error}.") from error
         machine = look(
             os.environ,
             mpi=spec.options.program if "mpi" in row.needs else "",
@@ -146,14 +149,6 @@ def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
             route=_route(spec, far="route" in row.needs),
         )
     return row.invocation(spec, machine)
-
-
-def _check_hostfile(path: str) -> None:
-    """Refuse a hostfile that cannot be read, without which DeepSpeed's runner would start here."""
-    try:
-        open_file(path).close()
-    except OSError as error:
-        raise LaunchError(f"Cannot read the hostfile: {error}.") from error
 
 
 def _route(spec: LaunchSpec, *, far: bool) -> Route | None:
