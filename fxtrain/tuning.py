@@ -141,7 +141,7 @@ def predict_batch_size(
         ...     fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
         ...     for batch in fx.shard(loader, ctx, plan):
         ...         fx.step(ctx, batch, fns)
-        >>> size, plan = fx.tuning.predict_batch_size(train, 64, world=8, device_memory="200kB")
+        >>> size, plan = fx.tuning.predict_batch_size(train, 64, world=8, device_memory="300kB")
         >>> size, plan.accumulate
         (16, 4)
     """
@@ -318,8 +318,8 @@ class RateCurve:
     Example:
         >>> import fxtrain as fx
         >>> curve = fx.tuning.RateCurve(rates=(1e-3, 1e-2, 1e-1, 1.0), losses=(9.0, 8.0, 1.0, 9.0))
-        >>> curve.suggestion, curve.tenth_of_minimum
-        (0.01, 0.001)
+        >>> curve.suggestion
+        0.01
     """
 
     rates: tuple[float, ...]
@@ -343,12 +343,6 @@ class RateCurve:
         slopes = {n: losses[n + 1] - losses[n - 1] for n in range(first, len(losses) - 1)}
         best = min(slopes, key=lambda n: slopes[n], default=None)
         return None if best is None or slopes[best] >= 0 else self.rates[best]
-
-    @property
-    def tenth_of_minimum(self) -> float | None:
-        """A tenth of the rate with the smallest smoothed loss; None without losses."""
-        losses = self.smoothed
-        return self.rates[losses.index(min(losses))] / 10 if losses else None
 
 
 def find_lr(

@@ -132,16 +132,12 @@ def _replay(orders: Mapping[str, Any]) -> None:
 
 
 def _tell(ctx: Any, report: Any) -> None:
-    def number(value: Any) -> Any:
-        return None if value is None else float(value)
-
+    numbers = {name: getattr(report, name) for name in ("loss", "weight", "grad_norm")}
     told = {
         "rank": ctx.rank,
         "update": report.position.updates,
         "micro": report.position.micro,
-        "loss": number(report.loss),
-        "weight": number(report.weight),
-        "grad_norm": number(report.grad_norm),
+        **{name: None if number is None else float(number) for name, number in numbers.items()},
         "applied": report.applied,
         "skipped": report.skipped,
     }

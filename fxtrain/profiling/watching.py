@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -144,7 +145,7 @@ class LoopRecorder:
         fakes: The mode whose tensors represent real ones.
     """
 
-    def __init__(self, *, most: int | None = None, fakes: FakeTensorMode | None = None) -> None:
+    def __init__(self, *, most: int, fakes: FakeTensorMode | None = None) -> None:
         self.memory = MemoryLog(fakes)
         self.traffic: list[Collective] = []
         self.started: Mark | None = None  # at the first forward
@@ -208,21 +209,14 @@ class LoopRecorder:
         if self._clock is optimizer:
             self.marks.append(self._here())
             self.wrapped = self.wrapped or _holder(optimizer)
-            if self._most is not None and (len(self.marks) >= self._most or self._settled()):
+            if len(self.marks) >= self._most or self._settled():
                 raise StepsConverged
-
-    def step_traffic(self, step: int) -> list[Collective]:
-        """Collectives of one step, counted from 0, which begins with the first forward."""
-        first = self.started or Mark(0, 0)
-        start = self.marks[step - 1] if step else first
-        return self.traffic[start.traffic : self.marks[step].traffic]
 
     def _settled(self) -> bool:
         """Whether the last two steps had the same collectives, so that the next would too."""
-        count = len(self.marks)
-        if count < 2:
-            return False
-        return Counter(self.step_traffic(count - 1)) == Counter(self.step_traffic(count - 2))
+        edges = [self.started or Mark(0, 0), *self.marks][-3:]
+        steps = [Counter(self.traffic[a.traffic : b.traffic]) for a, b in pairwise(edges)]
+        return len(steps) == 2 and steps[0] == steps[1]
 
     def _here(self) -> Mark:
         return Mark(len(self.memory.changes), len(self.traffic))

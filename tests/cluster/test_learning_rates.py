@@ -108,14 +108,13 @@ def test_suggestions_of_a_curve_with_noise():
     )
     curve = fx.tuning.RateCurve(rates=rates, losses=losses)
     assert 0.005 < curve.suggestion < 0.02
-    assert 0.005 < curve.tenth_of_minimum < 0.08
 
 
 def test_a_loss_that_never_falls_suggests_nothing():
     curve = fx.tuning.RateCurve(rates=(0.1, 1.0, 10.0), losses=(1.0, 2.0, 3.0))
     assert curve.suggestion is None
     empty = fx.tuning.RateCurve(rates=(), losses=())
-    assert empty.suggestion is None and empty.tenth_of_minimum is None
+    assert empty.suggestion is None
 
 
 @pytest.mark.parametrize("how", [{"start": 0.0}, {"stop": 1e-9}, {"updates": 1}, {"diverged": 1}])
