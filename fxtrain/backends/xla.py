@@ -20,6 +20,7 @@ from fxtrain.backends.core.module_changes import (
     prepare_module,
     record_module,
     send_values,
+    unknown_classes,
     unmatched_names,
 )
 from fxtrain.backends.core.weights import in_user_dtypes, torch_weights
@@ -111,12 +112,7 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
         problems.append("XLA recomputes all of a module: remove recompute_keep from the plan.")
     if plan.local is not None:
         problems.append("XLA() averages gradients in every update: remove local from the plan.")
-    known = {type(part).__name__ for part in module.modules()}
-    if unknown := [name for name in config.blocks if name not in known]:
-        problems.append(
-            f"XLA(blocks=...) names {', '.join(unknown)}, but no submodule of "
-            f"{type(module).__name__} has this class. It has {', '.join(sorted(known)[:10])}."
-        )
+    problems += unknown_classes(module, config.blocks, field="XLA(blocks=...)")
     used = {"replicate", "shard"} if ctx.devices > 1 else {"replicate"}
     problems += [
         f"The mesh has {axis}={size}, over which XLA() does not split. {_HINTS.get(axis, '')}"

@@ -9,9 +9,9 @@ from torch.optim import _muon
 
 import fxtrain as fx
 from fxtrain.backends.deepspeed.setup import single_optimizer
-from fxtrain.testing import count_collectives
+from fxtrain.testing import Transformer, count_collectives
 from fxtrain.testing.training import on_mesh
-from tests.cluster._models import PIPELINES
+from tests.cluster._models import DOWN, PIPELINES, UP
 
 SHAPES = [(8, 8), (8, 4), (4, 8), (6, 4)]
 PLANS = {
@@ -226,6 +226,24 @@ def test_a_dry_run_counts_its_exchanges():
 
     found = fx.dry_run(loop, world=8)
     assert [(one.count, one.ranks) for one in found.step if one.kind == "all_to_all"] == [(2, 8)]
+
+
+@PIPELINES
+def test_a_stage_that_is_sharded_and_split_has_a_group_of_its_own():
+    split = fx.TP(styles=(UP, DOWN))
+    stages = fx.FSDP(wrap=("Block",), tensor=split, mode="grads_and_optimizer")
+    plan = fx.Plan(strategy=fx.PP(stages=stages))
+
+    def loop(ctx):
+        model = fx.wrap(Transformer(), ctx, plan, optimizer=_pair_of_optimizers)
+        fns = fx.StepFns(model, lambda model, batch: model(batch.data).square().mean())
+        for _ in range(2):
+            rows = torch.zeros(4, Transformer.LENGTH, dtype=torch.int64)
+            fx.step(ctx, fx.batch(rows, ctx, plan), fns)
+
+    found = fx.dry_run(loop, world=8, mesh=fx.Mesh(pipeline=2, shard=2, tensor=2))
+    sent = {one.ranks: one.count for one in found.step if one.kind == "all_to_all"}
+    assert sent == {2: 2, 4: 2}  # of a matrix that is not split, and of one that is
 
 
 def test_parameters_that_are_no_matrices_are_named(ctx):

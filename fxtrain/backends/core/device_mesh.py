@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor, Placement, _redistribute, debug, d
 
 from fxtrain.ops.opening import open_by_members
 from fxtrain.state import DistContext, Mesh
-from fxtrain.state.mesh import AXES
+from fxtrain.state.mesh import AXES, axis_groups
 
 # By id of a parameter, what replaced it: the same wherever the parameter occurs again.
 DistributedParameters = dict[int, nn.Parameter]
+_STAGE = "ranks of a stage"  # among the groups
 
 
 class _Meshes(dict[tuple[Mesh, int, int], DeviceMesh]):
@@ -24,7 +25,7 @@ class _Meshes(dict[tuple[Mesh, int, int], DeviceMesh]):
 
 
 class _Groups(dict[str, Any]):
-    """Groups opened for models, by how they split the ranks, or by the ranks of a mesh."""
+    """Groups opened for models, by how they split the ranks."""
 
 
 def device_mesh(ctx: DistContext, shard: int, expert: int = 1) -> DeviceMesh:
@@ -69,21 +70,31 @@ def _new_mesh(ctx: DistContext, shard: int, expert: int) -> DeviceMesh:
 
 
 def group_of_mesh(mesh: DeviceMesh, ctx: DistContext) -> Any:
-    """A process group of all ranks of a mesh, in the mesh's order.
-
-    Effects:
-        Opens it if the context lacks it; every rank of the mesh calls this.
-    """
+    """A process group of all ranks of a mesh, in the mesh's order; see `open_stage_group`."""
     if mesh.ndim == 1:
         return mesh.get_group(0)
-    ranks = mesh.mesh.flatten().tolist()
-    if len(ranks) == ctx.world_size:
-        return ctx.comm.group
-    groups, key = ctx.comm.slot(_Groups), str(ranks)
-    if key not in groups:
-        groups[key] = open_by_members(ranks, timeout=timedelta(seconds=ctx.comm.timeout_s))
-        ctx.comm.state.opened_groups.append(groups[key])
-    return groups[key]
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    for known in (ctx, ctx.axis("loss")):
+        if known.comm.ranks == ranks:
+            return known.comm.group
+    return ctx.comm.slot(_Groups)[_STAGE]
+
+
+def open_stage_group(ctx: DistContext) -> None:
+    """Open a group of the ranks of one stage, if they are neither all ranks nor those of an axis.
+
+    Effects:
+        Every rank opens the groups of all stages: NCCL splits communicators on all ranks at once.
+    """
+    groups, data = ctx.comm.slot(_Groups), ctx.axis("loss").world_size
+    if ctx.mesh.pipeline == 1 or ctx.mesh.tensor == 1 or data == 1 or _STAGE in groups:
+        return
+    groups[_STAGE], _ = dist.new_subgroups_by_enumeration(
+        axis_groups(ctx.mesh, ("replicate", "shard", "context", "tensor")),
+        timeout=timedelta(seconds=ctx.comm.timeout_s),
+        backend="fake" if ctx.comm.simulated else None,
+    )
+    ctx.comm.state.opened_groups.append(groups[_STAGE])
 
 
 def distribute_parameter(

@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.optim import _muon
 
 from fxtrain._display import counted
-from fxtrain.backends.core.device_mesh import group_of_mesh
+from fxtrain.backends.core.device_mesh import group_of_mesh, open_stage_group
 from fxtrain.errors import PlanError
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import DistContext
@@ -143,6 +143,7 @@ def divide_muon(made: Any, ctx: DistContext, replicas: Any = None) -> Any:
     """An optimizer that divides its work over ranks if it is torch's Muon; else the same one."""
     if type(made) is not torch.optim.Muon:
         return made
+    open_stage_group(ctx)
     sharded = any(isinstance(p, DTensor) for group in made.param_groups for p in group["params"])
     return Muon(made, ctx, replicas) if sharded or replicas is not None else made
 
