@@ -29,10 +29,11 @@ def _replaced(path):
     fx.export(Transformer(seed=1), path.parent)
 
 
+CHANGED = "the file was changed or replaced since it was opened"
 DAMAGES = {
-    "truncated": (_truncated, "the file had .* bytes when it was opened"),
-    "rewritten": (_rewritten, "was written to since"),
-    "replaced": (_replaced, "another file has taken its place"),
+    "truncated": (_truncated, CHANGED),
+    "rewritten": (_rewritten, CHANGED),
+    "replaced": (_replaced, CHANGED),
     "deleted": (os.remove, "No such file"),
 }
 

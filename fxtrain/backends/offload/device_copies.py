@@ -29,7 +29,6 @@ class DeviceCopies:
         units: All streamed units.
         prefetch: Units that are copied while one is in use.
         pin: Use pinned host memory; False once the system has refused it.
-        prepared: `prepare` has run.
         loaded: Units that are on their devices.
         streams: On each device, the stream on which units are copied.
         left: On each device, an event after the last use of a unit that has left it.
@@ -39,7 +38,6 @@ class DeviceCopies:
     units: tuple[StreamedUnit, ...]
     prefetch: int
     pin: bool
-    prepared: bool = attrs.field(default=False, init=False)
     loaded: list[StreamedUnit] = attrs.field(factory=list, init=False)
     streams: dict[torch.device, Any] = attrs.field(factory=dict, init=False)
     left: dict[torch.device, Any] = attrs.field(factory=dict, init=False)
@@ -48,13 +46,7 @@ class DeviceCopies:
     )
 
     def prepare(self) -> None:
-        """Find out where values are held, and make the buffers through which disk units pass.
-
-        Does nothing the second time.
-        """
-        if self.prepared:
-            return
-        self.prepared = True
+        """Find out where values are held, and make the buffers through which disk units pass."""
         passing: list[int] = []
         for unit in self.units:
             unit.homes = tuple(_dense(placed.tensors[0].data) for placed in unit.tensors)
@@ -124,9 +116,8 @@ class DeviceCopies:
         unit.flat, unit.copied = flat, copied
         self.loaded.append(unit)
         _point(unit, unit.views(flat))
-        if unit.was_trained:  # a thread may have copied it before it was changed
-            for here, home in _buffers_of(unit):
-                here.copy_(home)
+        for here, home in _buffers_of(unit):  # a thread may have copied it before it was changed
+            here.copy_(home)
 
     def end(self, unit: StreamedUnit) -> None:
         """A module of the unit ends; without others, it may leave when another unit comes.
@@ -135,7 +126,7 @@ class DeviceCopies:
         held: torch counts no version of what batch normalization updates.
         """
         unit.users -= 1
-        if unit.was_trained and unit.flat is not None and not unit.users:
+        if unit.flat is not None and not unit.users and any(p.training for p in unit.owners):
             for here, home in _buffers_of(unit):
                 home.copy_(here)
 

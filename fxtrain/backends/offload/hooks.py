@@ -29,8 +29,7 @@ def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> _Undo:
     @_outside_graphs
     def check_values(_: nn.Module, __: Any) -> None:
         streaming.ready()
-        if not streaming.units:
-            check.remove()  # once is enough
+        check.remove()  # once is enough
 
     check = module.register_forward_pre_hook(check_values)
     undo.append(check.remove)
@@ -88,7 +87,6 @@ def _use_copies(streaming: Streaming, copies: DeviceCopies, unit: StreamedUnit) 
     @_outside_graphs
     def enter(_: nn.Module, __: Any) -> None:
         unit.users += 1  # it stays on its device until `leave`
-        unit.was_trained = unit.was_trained or any(part.training for part in unit.owners)
         within = any(running)
         running.append(None)
         streaming.use(unit)

@@ -13,7 +13,6 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ except ImportError:  # Windows
 
 _POPULATE_READ = 22  # madvise: read pages and map them; an error is returned, not a signal
 _PIECE = 1 << 20  # bytes read at once
-_MEMORY_SPEED = 8e9  # bytes per second that no disk reaches
 _ALIGNMENT = 16  # bytes; on some CPUs, products with a matrix at other addresses round differently
 
 
@@ -52,23 +50,6 @@ class MappedFile:
     status: tuple[int, ...]
     memory: mmap.mmap = attrs.field(repr=False)
     address: int
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Span:
-    """Bytes of a file that are read as one.
-
-    Attributes:
-        file: The file.
-        start: Offset of the first byte.
-        stop: Offset after the last byte.
-        tensors: (name, offset of its first byte) of the tensors in it, ascending.
-    """
-
-    file: MappedFile
-    start: int
-    stop: int
-    tensors: tuple[tuple[str, int], ...]
 
 
 def map_file(path: Path) -> MappedFile:
@@ -108,58 +89,43 @@ def mapped(file: MappedFile, location: Location) -> Tensor:
     return flat.view(location.dtype).view(location.shape)
 
 
-def spans_of(tensors: Iterable[tuple[str, MappedFile, Location]]) -> tuple[Span, ...]:
-    """The bytes to read for some tensors; those next to each other are one span."""
-    spans: list[Span] = []
-    for name, file, place in sorted(tensors, key=_place_in_files):
-        stop = place.start + place.nbytes
-        last = spans[-1] if spans else None
-        if last is not None and last.file is file and place.start <= last.stop:
-            known = (*last.tensors, (name, place.start))
-            spans[-1] = attrs.evolve(last, stop=max(stop, last.stop), tensors=known)
-        elif place.nbytes:
-            spans.append(
-                Span(file=file, start=place.start, stop=stop, tensors=((name, place.start),))
-            )
-    return tuple(spans)
+def check(file: MappedFile, tensor: str, start: int) -> None:
+    """Check that a file is the one that was mapped.
 
-
-def _place_in_files(tensor: tuple[str, MappedFile, Location]) -> tuple[str, int]:
-    _, file, location = tensor
-    return str(file.path), location.start
-
-
-def check(spans: Sequence[Span]) -> None:
-    """Check that the files are those that were mapped.
+    Args:
+        tensor: The name of a tensor in it, for messages.
+        start: Offset of its first byte.
 
     Raises:
-        CheckpointError: a file was changed, replaced or deleted; it names the first tensor.
+        CheckpointError: the file was changed, replaced or deleted.
     """
-    for span in spans:
-        try:
-            status = _status(os.stat(span.file.path))
-        except OSError as error:
-            raise _failure(span, span.start, f"{error.strerror or error}") from error
-        if status != span.file.status:
-            raise _failure(span, span.start, _difference(span.file.status, status))
+    try:
+        status = _status(os.stat(file.path))
+    except OSError as error:
+        raise _failure(file, tensor, start, f"{error.strerror or error}") from error
+    if status != file.status:
+        raise _failure(file, tensor, start, "the file was changed or replaced since it was opened")
 
 
-def read(span: Span, start: int, stop: int) -> bool:
-    """Bring bytes of a span into memory; other threads run meanwhile.
-
-    Returns:
-        Whether they were in memory before, as far as can be told.
+def read(file: MappedFile, tensor: str, start: int, stop: int) -> None:
+    """Bring bytes of a tensor into memory; other threads run meanwhile.
 
     Raises:
         CheckpointError: the disk cannot be read; it names the file, the tensor and the offset.
     """
-    waits, begin = disk_waits(), time.perf_counter()
-    if not _populate(span.file, start, stop):
-        for low in range(start, stop, _PIECE):
-            _read_through(span, low, min(low + _PIECE, stop))
-    elif waits is not None:  # not by the clock, which also counts waiting for Python's lock
-        return disk_waits() == waits
-    return (stop - start) / _MEMORY_SPEED > time.perf_counter() - begin
+    if _populate(file, start, stop):
+        return
+    # By way of a buffer, for systems that cannot populate a mapping. It is also what finds out
+    # why populating failed.
+    for low in range(start, stop, _PIECE):
+        size = min(_PIECE, stop - low)
+        try:
+            with open_file(file.path) as opened:
+                data = os.pread(opened.fileno(), size, low)
+        except OSError as error:
+            raise _failure(file, tensor, low, f"{error.strerror or error}") from error
+        if len(data) != size:
+            raise _failure(file, tensor, low, f"{len(data)} of {size} bytes could be read")
 
 
 def disk_waits() -> int | None:
@@ -178,35 +144,12 @@ def _populate(file: MappedFile, start: int, stop: int) -> bool:
     return advise(file.address + first, stop - first, _POPULATE_READ) == 0
 
 
-def _read_through(span: Span, start: int, stop: int) -> None:
-    """Read into the page cache by way of a buffer, for systems that cannot populate a mapping.
-
-    It is also what finds out why populating failed.
-    """
-    try:
-        with open_file(span.file.path) as file:
-            data = os.pread(file.fileno(), stop - start, start)
-    except OSError as error:
-        raise _failure(span, start, f"{error.strerror or error}") from error
-    if len(data) != stop - start:
-        raise _failure(span, start, f"{len(data)} of {stop - start} bytes could be read")
-
-
-def _failure(span: Span, offset: int, why: str) -> CheckpointError:
-    name, start = [tensor for tensor in span.tensors if tensor[1] <= offset][-1]
+def _failure(file: MappedFile, tensor: str, offset: int, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{span.file.path}: the tensor {name!r} at offset {start} cannot be read: {why}. The "
+        f"{file.path}: the tensor {tensor!r} at offset {offset} cannot be read: {why}. The "
         f"files of a streamed model have to stay as they were when it was wrapped. Wrap the "
         f"model again."
     )
-
-
-def _difference(before: tuple[int, ...], now: tuple[int, ...]) -> str:
-    if before[:2] != now[:2]:
-        return "another file has taken its place"
-    if before[2] != now[2]:
-        return f"the file had {before[2]} bytes when it was opened, and has {now[2]} now"
-    return "the file was written to since it was opened"
 
 
 def _status(status: os.stat_result) -> tuple[int, ...]:

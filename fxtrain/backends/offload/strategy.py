@@ -20,12 +20,12 @@ from fxtrain.backends.core.module_changes import (
     xla_problems,
 )
 from fxtrain.backends.core.weights import torch_weights
+from fxtrain.backends.offload.device_copies import DeviceCopies
 from fxtrain.backends.offload.hooks import attach
 from fxtrain.backends.offload.mapped_files import digest_of
 from fxtrain.backends.offload.streaming import (
     Streaming,
     keep_in_folder,
-    new_streaming,
     place,
     set_values,
 )
@@ -35,7 +35,7 @@ from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.models import load_model
 from fxtrain.models.quantized_loading import quantized_source
 from fxtrain.ops.same_errors import fail_together
-from fxtrain.precision.plain_tensors import quantized_layers
+from fxtrain.precision.plain_tensors import has_no_memory, quantized_layers
 from fxtrain.state import (
     DistContext,
     ModelState,
@@ -122,13 +122,17 @@ def wrap_streamed(
     tensors = placed_tensors(module, placement)
     if optimizer is not None:
         _refuse_training(tensors)
-    streaming = new_streaming(
-        tensors,
-        streamed_units(module, tensors, placement),
+    units = streamed_units(module, tensors, placement)
+    prefetch = placement.prefetch if config.prefetch is None else config.prefetch
+    if copy is None:  # the CPU uses units where they are
+        copy = any(unit.device.type != "cpu" for unit in units)
+    streaming = Streaming(
+        tensors={tensor.names[0]: tensor for tensor in tensors},
+        units=units,
         folder=None if config.offload_folder is None else Path(config.offload_folder),
-        prefetch=placement.prefetch if config.prefetch is None else config.prefetch,
-        pin=config.pin,
-        copy=copy,
+        prefetch=prefetch,
+        copies=DeviceCopies(units=units, prefetch=prefetch, pin=config.pin) if copy else None,
+        empty={tensor.names[0] for tensor in tensors if has_no_memory(tensor.tensors[0])},
     )
     undo: list[Callable[[], None]] = [streaming.close]
 

@@ -1,6 +1,5 @@
 """A model whose units stream: where their values are, and what brings them to their device."""
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,14 +12,12 @@ from torch import Tensor, nn
 from fxtrain.backends.offload.device_copies import DeviceCopies
 from fxtrain.backends.offload.mapped_files import (
     MappedFile,
-    Span,
     check,
     disk_waits,
     fits,
     map_file,
     mapped,
     read,
-    spans_of,
     write_tensor,
 )
 from fxtrain.backends.offload.units import PlacedTensor, StreamedUnit
@@ -31,93 +28,30 @@ from fxtrain.state.placement import DISK
 
 _Read = Callable[[TensorIndex | None], Tensor]
 _THREADS = 4
-# Parts of a unit, which threads take in order: small ones, so that what is read at the same time is
-# close together, as the system's own read-ahead expects.
-_PARTS = 64
-_SMALLEST = 1 << 20  # bytes
-
-
-@attrs.define(kw_only=True, eq=False)
-class Prefetcher:
-    """Threads that prepare units in the order in which they were used before.
-
-    Units are numbered in the order of the model. The next unit is predicted from the last two in
-    use, which distinguishes forward from backward, and the first use of a unit from its second. A
-    wrong prediction only costs time.
-
-    Attributes:
-        work: (unit) → functions that prepare it, each called in a thread.
-        count: Units.
-        prefetch: Units to prepare while one is in use.
-        pool: The threads; the first begins with the first unit in use.
-        following: The unit that followed two others the last time.
-        pending: By unit, what prepares it.
-        last: The two units that were used last, in order.
-    """
-
-    work: Callable[[int], list[Callable[[], Any]]]
-    count: int
-    prefetch: int
-    pool: ThreadPoolExecutor = attrs.field(
-        init=False, factory=lambda: ThreadPoolExecutor(_THREADS, "fxtrain-offload")
-    )
-    following: dict[tuple[int, int], int] = attrs.field(factory=dict, init=False)
-    pending: dict[int, list[Future[Any]]] = attrs.field(factory=dict, init=False)
-    last: tuple[int, int] = attrs.field(default=(-1, -1), init=False)
-
-    def use(self, unit: int) -> list[Any]:
-        """Wait until a unit is prepared, and begin with those that come next.
-
-        Returns:
-            The results of its functions.
-
-        Raises:
-            CheckpointError: as its functions.
-        """
-        self.following[self.last] = unit
-        self.last = (self.last[1], unit)
-        running = self.pending.pop(unit, None) or self._begin(unit)
-        coming = list(dict.fromkeys(self._predict()))
-        for stale in self.pending.keys() - coming:
-            for future in self.pending.pop(stale):
-                future.cancel()
-        for other in coming:
-            if other not in self.pending:
-                self.pending[other] = self._begin(other)
-        try:
-            return [future.result() for future in running]
-        except Exception:
-            self.pending.clear()  # what failed in advance is tried again when it is needed
-            raise
-
-    def close(self) -> None:
-        """End the threads."""
-        self.pending.clear()
-        self.pool.shutdown(wait=True, cancel_futures=True)
-
-    def _begin(self, unit: int) -> list[Future[Any]]:
-        return [self.pool.submit(function) for function in self.work(unit)]
-
-    def _predict(self) -> Iterator[int]:
-        before, now = self.last
-        for _ in range(min(self.prefetch, self.count - 1)):
-            step = 1 if now >= before else -1
-            before, now = now, self.following.get((before, now), (now + step) % self.count)
-            if now != self.last[1]:
-                yield now
+# Bytes that a thread reads at once: few, so that what is read at the same time is close together,
+# as the read-ahead of the system expects.
+_PART = 1 << 20
 
 
 @attrs.define(kw_only=True, eq=False)
 class Streaming:
     """The state of a streamed model beside its module.
 
+    Threads prepare units in the order in which they were used before. The next unit is predicted
+    from the last two in use, which distinguishes forward from backward, and the first use of a unit
+    from its second. A wrong prediction only costs time.
+
     Attributes:
         tensors: Every parameter and buffer, by its first name.
-        units: Units that stream.
+        units: Units that stream, in the order of the model.
         folder: Where tensors on disk are written that no file contains as they are needed.
-        empty: First names of tensors without values.
+        prefetch: Units to prepare while one is in use.
         copies: Copies of units on a device; None if they compute on the CPU.
-        prefetcher: Reads units ahead.
+        empty: First names of tensors without values.
+        pool: The threads; the first begins with the first unit in use.
+        following: The number of the unit that followed two others the last time.
+        pending: By number of a unit, what prepares it.
+        last: The numbers of the two units that were used last, in order.
         digests: Of files, by path, once a checkpoint was saved.
         files: Mapped files by path.
         waits: The value of `disk_waits` when units were last known to be in memory.
@@ -126,9 +60,15 @@ class Streaming:
     tensors: dict[str, PlacedTensor]
     units: tuple[StreamedUnit, ...]
     folder: Path | None
-    empty: set[str]
+    prefetch: int
     copies: DeviceCopies | None
-    prefetcher: Prefetcher = attrs.field(init=False)
+    empty: set[str]
+    pool: ThreadPoolExecutor = attrs.field(
+        init=False, factory=lambda: ThreadPoolExecutor(_THREADS, "fxtrain-offload")
+    )
+    following: dict[tuple[int, int], int] = attrs.field(factory=dict, init=False)
+    pending: dict[int, list[Future[Any]]] = attrs.field(factory=dict, init=False)
+    last: tuple[int, int] = attrs.field(default=(-1, -1), init=False)
     digests: dict[Path, str] = attrs.field(factory=dict, init=False)
     files: dict[Path, MappedFile] = attrs.field(factory=dict, init=False)
     waits: int | None = attrs.field(default=None, init=False)
@@ -139,23 +79,24 @@ class Streaming:
         Raises:
             CheckpointError: a file cannot be read, or was changed.
         """
-        check(self._spans(unit))
+        for location, name in {place.path: (place, n) for n, place in _stored(unit)}.values():
+            check(self.files[location.path], name, location.start)
         copies = self.copies
         if copies is not None:
             if unit.flat is None:
                 copies.leave()
-                ((flat, copied),) = self.prefetcher.use(unit.number)
+                ((flat, copied),) = self._prepared(unit.number)
                 copies.install(unit, flat, copied)
             return
         if (waits := disk_waits()) != self.waits:
             for other in self.units:
                 other.in_memory = False  # the system has taken pages back
             self.waits = waits
-        if all(self.prefetcher.use(unit.number)) and waits is not None:
-            unit.in_memory = True
+        self._prepared(unit.number)
+        unit.in_memory = waits is not None
 
     def ready(self) -> None:
-        """Check before a forward that every tensor has values.
+        """Check before the first forward that every tensor has values.
 
         Raises:
             CheckpointError: tensors have no values.
@@ -169,70 +110,61 @@ class Streaming:
         if self.copies is not None:
             self.copies.prepare()
 
-    def work(self, number: int) -> list[Callable[[], Any]]:
-        """What threads do for a unit: read it, or copy it to its device."""
-        unit = self.units[number]
-        spans = self._spans(unit)
-        if self.copies is not None:
-            return [functools.partial(_read_and_copy, spans, self.copies, unit)]
-        parts: list[Callable[[], Any]] = []
-        for span in () if unit.in_memory else spans:
-            size = max(_SMALLEST, -(-(span.stop - span.start) // _PARTS))
-            parts += [
-                functools.partial(read, span, low, min(low + size, span.stop))
-                for low in range(span.start, span.stop, size)
-            ]
-        return parts
-
-    def _spans(self, unit: StreamedUnit) -> tuple[Span, ...]:
-        """The bytes to read for a unit, from where its tensors are."""
-        if unit.spans is None:
-            unit.spans = spans_of(
-                (tensor.names[0], self.files[tensor.location.path], tensor.location)
-                for tensor in unit.tensors
-                if tensor.location is not None
-            )
-        return unit.spans
-
     def close(self) -> None:
         """End the threads, and leave values where they are held."""
-        self.prefetcher.close()
+        self.pending.clear()
+        self.pool.shutdown(wait=True, cancel_futures=True)
         if self.copies is not None:
             self.copies.close()
 
+    def _prepared(self, number: int) -> list[Any]:
+        """Wait until a unit is prepared, and begin with those that come next."""
+        self.following[self.last] = number
+        self.last = (self.last[1], number)
+        running = self.pending.pop(number, None) or self._begin(number)
+        coming = list(dict.fromkeys(self._predict()))
+        for stale in self.pending.keys() - coming:
+            for future in self.pending.pop(stale):
+                future.cancel()
+        for other in coming:
+            if other not in self.pending:
+                self.pending[other] = self._begin(other)
+        try:
+            return [future.result() for future in running]
+        except Exception:
+            self.pending.clear()  # what failed in advance is tried again when it is needed
+            raise
 
-def new_streaming(
-    tensors: Iterable[PlacedTensor],
-    units: tuple[StreamedUnit, ...],
-    *,
-    folder: Path | None,
-    prefetch: int,
-    pin: bool = True,
-    copy: bool | None = None,
-) -> Streaming:
-    """Prepare to stream units; nothing is read or moved yet.
+    def _predict(self) -> Iterator[int]:
+        before, now = self.last
+        for _ in range(min(self.prefetch, len(self.units) - 1)):
+            step = 1 if now >= before else -1
+            before, now = now, self.following.get((before, now), (now + step) % len(self.units))
+            if now != self.last[1]:
+                yield now
 
-    Args:
-        copy: Copy units to their device. By default only if that is not the CPU, which uses them
-            where they are.
-    """
-    if copy is None:
-        copy = any(unit.device.type != "cpu" for unit in units)
-    by_name = {tensor.names[0]: tensor for tensor in tensors}
-    streaming = Streaming(
-        tensors=by_name,
-        units=units,
-        folder=folder,
-        empty={name for name, tensor in by_name.items() if has_no_memory(tensor.tensors[0])},
-        copies=DeviceCopies(units=units, prefetch=prefetch, pin=pin) if copy else None,
-    )
-    streaming.prefetcher = Prefetcher(work=streaming.work, count=len(units), prefetch=prefetch)
-    return streaming
+    def _begin(self, number: int) -> list[Future[Any]]:
+        """Let threads read a unit, or copy it to its device."""
+        unit = self.units[number]
+        stored = sorted(_stored(unit), key=lambda named: (named[1].path, named[1].start))
+        parts = [
+            (self.files[place.path], name, low, min(low + _PART, place.start + place.nbytes))
+            for name, place in (() if unit.in_memory else stored)
+            for low in range(place.start, place.start + place.nbytes, _PART)
+        ]
+        if self.copies is not None:
+            return [self.pool.submit(_read_and_copy, parts, self.copies, unit)]
+        return [self.pool.submit(read, *part) for part in parts]
 
 
-def _read_and_copy(spans: Iterable[Span], copies: DeviceCopies, unit: StreamedUnit) -> Any:
-    for span in spans:
-        read(span, span.start, span.stop)
+def _stored(unit: StreamedUnit) -> list[tuple[str, Location]]:
+    """The tensors of a unit that are on disk, and where."""
+    return [(held.names[0], held.location) for held in unit.tensors if held.location is not None]
+
+
+def _read_and_copy(parts: Iterable[Any], copies: DeviceCopies, unit: StreamedUnit) -> Any:
+    for part in parts:
+        read(*part)
     return copies.fetch(unit)
 
 
@@ -278,9 +210,6 @@ def _link(streaming: Streaming, placed: PlacedTensor, location: Location) -> Non
     for tensor in placed.tensors:
         set_values(tensor, value)
     placed.location, placed.source = location, path
-    for unit in streaming.units:
-        if unit.name in placed.units:
-            unit.spans = None
 
 
 @torch.no_grad()

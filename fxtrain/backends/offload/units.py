@@ -8,7 +8,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain.backends.offload.mapped_files import Span
 from fxtrain.ops.whole_tensors import identity
 from fxtrain.precision.plain_tensors import live_tensors
 from fxtrain.state import Location, Placement, Unit
@@ -56,9 +55,6 @@ class PlacedTensor:
 class StreamedUnit:
     """Tensors that are brought to their device together.
 
-    What is known of their values changes: `Streaming` writes the part on disk, and `DeviceCopies`
-    the part on an accelerator.
-
     Attributes:
         number: Its place among the units that stream.
         name: As in the placement.
@@ -66,14 +62,12 @@ class StreamedUnit:
         tensors: Its tensors.
         root: The module that is the unit, if it has a forward of its own.
         owners: The modules with one of its tensors.
-        spans: The bytes to read for it; None before they are known.
-        in_memory: It was in memory when it was used last, so that no thread reads it.
+        in_memory: It is in memory since it was used last, so that no thread reads it.
         homes: Where the values of its tensors are held.
         starts: Offset of each tensor in the bytes of the unit.
         nbytes: Of the unit.
         host: One buffer with all of it, if no part is on disk.
         users: How many of its modules run.
-        was_trained: One of its modules has run in training mode.
         flat: The bytes of all its tensors on the device, while it is there.
         copied: An event when they have arrived; None where copies are not asynchronous.
     """
@@ -84,14 +78,12 @@ class StreamedUnit:
     tensors: tuple[PlacedTensor, ...]
     root: nn.Module | None
     owners: tuple[nn.Module, ...]
-    spans: tuple[Span, ...] | None = None
     in_memory: bool = False
     homes: tuple[Tensor, ...] = ()
     starts: tuple[int, ...] = ()
     nbytes: int = 0
     host: Tensor | None = None
     users: int = 0
-    was_trained: bool = False
     flat: Tensor | None = None
     copied: Any = None
 
