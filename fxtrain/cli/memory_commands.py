@@ -105,21 +105,14 @@ def _report(
     about = estimate(weights)
     return {
         "source": weights.source,
-        "parameters": about.numel,
-        "trained": about.trained,
-        "stored_bytes": about.nbytes,
-        "largest_layer": {
-            "name": about.largest,
-            "parameters": about.largest_numel,
-            "bytes": about.largest_nbytes,
-        },
+        **about,
         "compute": dtype if stored else compute,
         "training_bytes": {
-            **{name: round(size) for name, size in attrs.asdict(trained).items()},
-            "total": round(trained.total),
+            **{name: round(size) for name, size in trained.items()},
+            "total": round(sum(trained.values())),
         },
         "inference_bytes": {
-            "weights": round(about.nbytes if stored else converted),
+            "weights": round(about["stored_bytes"] if stored else converted),
             "cache": None if cache is None else round(cache),
         },
         "inference_precision": "as stored" if stored else dtype,

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 from torch import nn
@@ -39,57 +39,15 @@ SHARDING = ("none", "optimizer", "gradients", "parameters")
 BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "int4": 0.5, "int2": 0.25}
 
 
-@attrs.frozen(kw_only=True)
-class Training:
-    """Bytes on each rank during training, without activations.
-
-    Attributes:
-        parameters: Trained parameters in fp32, and frozen ones as they are stored.
-        gradients: Gradients of all trained parameters.
-        optimizer: Optimizer state.
-        working: Copies for computation: autocast's in half precision or, if parameters are
-            sharded, the full weights of the largest layer and of the next one.
-        buffers: Tensors that are stored but not trained; equal on every rank.
-    """
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    working: float
-    buffers: float
-
-    @property
-    def total(self) -> float:
-        """The sum of all fields."""
-        return sum(attrs.astuple(self))
-
-
-@attrs.frozen(kw_only=True)
-class Estimate:
-    """The size of a model and of its largest layer.
-
-    Attributes:
-        numel: Elements of all tensors.
-        trained: Elements with a gradient.
-        nbytes: Bytes as stored.
-        largest: Name of the largest layer.
-        largest_numel: Elements of the largest layer.
-        largest_nbytes: Bytes of the largest layer as stored.
-    """
-
-    numel: int
-    trained: int
-    nbytes: int
-    largest: str
-    largest_numel: int
-    largest_nbytes: int
-
-
-def estimate(weights: Weights) -> Estimate:
-    """Count elements and bytes in total and in the largest layer.
+def estimate(weights: Weights) -> dict[str, Any]:
+    """Elements and bytes of a model, in total and of its largest layer.
 
     A layer is an item of a numbered sequence, such as `model.layers.7`, or otherwise the module
     that a tensor belongs to.
+
+    Returns:
+        Elements of all tensors, and of those with a gradient; bytes as stored; name, elements and
+        bytes of the largest layer.
 
     Raises:
         PlanError: the model has no tensors.
@@ -97,7 +55,7 @@ def estimate(weights: Weights) -> Estimate:
     Example:
         >>> from fxtrain.models.memory_estimates import estimate
         >>> from fxtrain.models.weight_list import read_weights
-        >>> estimate(read_weights("torch.nn:PReLU")).numel
+        >>> estimate(read_weights("torch.nn:PReLU"))["parameters"]
         1
     """
     layers: dict[str, list[Weight]] = {}
@@ -106,14 +64,16 @@ def estimate(weights: Weights) -> Estimate:
     if not layers:
         raise PlanError(f"{weights.source} contains no tensors.")
     name, largest = max(layers.items(), key=lambda layer: sum(weight.nbytes for weight in layer[1]))
-    return Estimate(
-        numel=sum(weight.numel for weight in weights.tensors),
-        trained=sum(weight.numel for weight in weights.tensors if weight.trained),
-        nbytes=sum(weight.nbytes for weight in weights.tensors),
-        largest=name,
-        largest_numel=sum(weight.numel for weight in largest),
-        largest_nbytes=sum(weight.nbytes for weight in largest),
-    )
+    return {
+        "parameters": sum(weight.numel for weight in weights.tensors),
+        "trained": sum(weight.numel for weight in weights.tensors if weight.trained),
+        "stored_bytes": sum(weight.nbytes for weight in weights.tensors),
+        "largest_layer": {
+            "name": name,
+            "parameters": sum(weight.numel for weight in largest),
+            "bytes": sum(weight.nbytes for weight in largest),
+        },
+    }
 
 
 def training(
@@ -123,8 +83,8 @@ def training(
     precision: Literal["fp32", "bf16", "fp16"] = "bf16",
     sharding: str = "none",
     ranks: int = 1,
-) -> Training:
-    """Bytes on each rank during training under autocast.
+) -> dict[str, float]:
+    """Bytes on each rank during training under autocast, without activations.
 
     Trained parameters are in fp32, unless `weights.keep` is set.
 
@@ -135,10 +95,15 @@ def training(
         sharding: One of SHARDING.
         ranks: Ranks to shard over.
 
+    Returns:
+        Bytes of parameters, of their gradients, and of optimizer states; "working", copies for
+        computation: autocast's in half precision or, if parameters are sharded, the full weights of
+        the largest layer and of the next one; "buffers", tensors that are stored but not trained.
+
     Example:
         >>> from fxtrain.models.memory_estimates import training
         >>> from fxtrain.models.weight_list import read_weights
-        >>> training(read_weights("torch.nn:PReLU"), precision="fp32").total
+        >>> sum(training(read_weights("torch.nn:PReLU"), precision="fp32").values())
         16.0
     """
     level, per_entry = SHARDING.index(sharding), OPTIMIZERS[optimizer]
@@ -152,13 +117,13 @@ def training(
     )
     other = sum(weight.nbytes for weight in weights.tensors if not weight.floating)
     parts = [1 / ranks if level >= least else 1.0 for least in (1, 2, 3)]
-    return Training(
-        parameters=float(trained + frozen) * parts[2],
-        gradients=trained * parts[1],
-        optimizer=trained / 4 * per_entry * parts[0],
-        working=_working(weights.tensors, BYTES[precision], full=level < 3 or ranks == 1),
-        buffers=float(other),
-    )
+    return {
+        "parameters": float(trained + frozen) * parts[2],
+        "gradients": trained * parts[1],
+        "optimizer": trained / 4 * per_entry * parts[0],
+        "working": _working(weights.tensors, BYTES[precision], full=level < 3 or ranks == 1),
+        "buffers": float(other),
+    }
 
 
 def inference(
