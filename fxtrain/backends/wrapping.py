@@ -484,7 +484,7 @@ def _quantized_as_planned(
                 # Shards move to the device one unit at a time; the whole model may not fit there.
                 split = isinstance(config, FSDP) and ctx.world_size > 1
                 device = torch.device("cpu") if split else ctx.device
-                undo.append(quantize_layers(module, plan.quantize, device, trains=trains)[1])
+                undo.append(quantize_layers(module, plan.quantize, device, trains=trains))
             if isinstance(config, Offload):
                 if config.source is not None and not is_quantized(module):
                     with open_source(config.source) as source:

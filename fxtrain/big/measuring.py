@@ -14,12 +14,11 @@ from fxtrain.errors import MissingPackageError, PlanError
 from fxtrain.models.block_names import names_among, own_names
 from fxtrain.models.memory_estimates import layer_of
 from fxtrain.models.quantized_loading import put_stored_layers
-from fxtrain.models.safetensors_files import Entry
 from fxtrain.models.tensor_sources import Source, open_source
 from fxtrain.models.weight_list import KvCache, build_on_meta, cache_of, read_json
 from fxtrain.precision.plain_tensors import live_tensors
 from fxtrain.precision.quantizing import quantize_on_meta
-from fxtrain.state import Quantize, Unit
+from fxtrain.state import FileTensor, Quantize, Unit
 from fxtrain.state.placement import dtype_of
 
 _CONFIG = "config.json"
@@ -251,7 +250,7 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _tensors_of(
-    module: nn.Module, kinds: set[str], stored: Mapping[str, Entry]
+    module: nn.Module, kinds: set[str], stored: Mapping[str, FileTensor]
 ) -> Iterator[_Tensor]:
     inside: str | None = None  # what the names of modules in the open unit start with
     unit = kind = ""
@@ -296,7 +295,7 @@ def _identity(tensor: Tensor, numel: int) -> Any:
     return storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def _tensors_of_files(stored: Mapping[str, Entry]) -> Iterator[_Tensor]:
+def _tensors_of_files(stored: Mapping[str, FileTensor]) -> Iterator[_Tensor]:
     """Units by names alone: the layers of numbered sequences, and modules outside of them."""
     for name, entry in stored.items():
         yield _Tensor(layer_of(name), "", name, name, entry.dtype, entry.nbytes, buffer=False)

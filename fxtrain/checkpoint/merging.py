@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 from torch import Tensor
 
 from fxtrain._display import read_bytes
@@ -22,10 +23,10 @@ from fxtrain.models.folder import (
     staging,
     write_index,
 )
-from fxtrain.models.safetensors_files import Entry, writing
+from fxtrain.models.safetensors_files import writing
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.models.tensor_sources import Source, WeightSource, read_hull
-from fxtrain.state import Location, TensorIndex
+from fxtrain.state import FileTensor, TensorIndex
 
 
 def merge(
@@ -132,29 +133,22 @@ def saved_weights(path: StrPath, *, model: str | None = None) -> WeightSource:
 @contextmanager
 def _open(storage: Storage, manifest: Manifest, prefix: str) -> Iterator[Source]:
     """The tensors of a checkpoint whose names have a prefix, without it."""
-    entries = {
-        name: Entry(name=name, dtype=DTYPES[stored.dtype], shape=stored.shape)
-        for full, stored in manifest.tensors.items()
-        if (name := full.removeprefix(prefix)) != full
-    }
+    entries: dict[str, FileTensor] = {}
+    for full, stored in manifest.tensors.items():
+        name = full.removeprefix(prefix)
+        if name == full:
+            continue
+        entry = FileTensor(name=name, dtype=DTYPES[stored.dtype], shape=stored.shape)
+        if len(stored.parts) == 1 and isinstance(storage, LocalStorage):
+            (part,) = stored.parts  # one local file contains all of it
+            place = {"path": Path(storage.path).absolute() / part.file, "start": part.offset}
+            entry = attrs.evolve(entry, **place)
+        entries[name] = entry
     others = {
         name.removeprefix(prefix): stored_name.removeprefix(prefix)
         for name, stored_name in manifest.aliases.items()
         if name.startswith(prefix)
     }
-
-    def locate(name: str) -> Location | None:
-        """Where a tensor is in a file, if one local file contains all of it."""
-        parts, entry = manifest.tensors[prefix + name].parts, entries[name]
-        if len(parts) != 1 or not isinstance(storage, LocalStorage):
-            return None
-        return Location(
-            path=Path(storage.path) / parts[0].file,
-            start=parts[0].offset,
-            nbytes=entry.nbytes,
-            dtype=entry.dtype,
-            shape=entry.shape,
-        )
 
     with open_reader(storage, manifest) as reader:
 
@@ -165,4 +159,4 @@ def _open(storage: Storage, manifest: Manifest, prefix: str) -> Iterator[Source]
                 part, entries[name].dtype, functools.partial(reader.box, prefix + name)
             )
 
-        yield Source(what=str(storage), entries=entries, others=others, read=read, locate=locate)
+        yield Source(what=str(storage), entries=entries, others=others, read=read)

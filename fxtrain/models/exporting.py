@@ -25,11 +25,12 @@ from fxtrain.models.folder import (
     staging,
     write_index,
 )
-from fxtrain.models.safetensors_files import Entry, writing
+from fxtrain.models.safetensors_files import writing
 from fxtrain.models.stored_layers import file_metadata, file_weights
 from fxtrain.models.tensor_bytes import (
     WRITABLE_DTYPES,
     context_of,
+    ignored_names,
     module_of,
     problems_of,
     weights_by_name,
@@ -38,26 +39,9 @@ from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.precision.plain_tensors import quantized_layers
 from fxtrain.precision.torchao_layers import TORCHAO, torchao_config
-from fxtrain.state import DistContext, Weight, Wrapped
+from fxtrain.state import DistContext, FileTensor, Weight, Wrapped
 
 _MAX_SHOWN = 10
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class _Job:
-    """An export that is checked and not yet written.
-
-    Attributes:
-        module: The module, unless a mapping is exported.
-        weights: Its tensors by name.
-        sharded: Names of the sharded tensors of an unwrapped model; equal on every rank.
-        files: The files to write.
-    """
-
-    module: nn.Module | None
-    weights: Mapping[str, Weight]
-    sharded: frozenset[str]
-    files: tuple[ModelFile, ...]
 
 
 def export(
@@ -111,10 +95,12 @@ def export(
     with fail_together(ranks, action):
         if problem := path_problem(folder):
             raise CheckpointError(f"export(folder=...): {problem}.")
-        job = _plan(model, max_shard, alone=ranks is None)
-    warn_of_readers(job.module)
+        module = None if isinstance(model, Mapping) else module_of(model, "export")
+        weights = _weights(model, module)
+        files, digest = _files(model, module, weights, max_shard, alone=ranks is None)
+    warn_of_readers(module)
     if ranks is not None:
-        ops.agree(f"{action}, {sharded=}, {_job_digest(job)}", ranks, name="export")
+        ops.agree(f"{action}, {sharded=}, {digest}", ranks, name="export")
     with contextlib.ExitStack() as stack:
         source = target = None
         with fail_together(ranks, action):
@@ -124,32 +110,44 @@ def export(
         if ranks is not None:
             source, target = ops.broadcast_object((source, target), ranks)
         assert source is not None and target is not None
-        _write(job, source, ranks, action, sharded=sharded)
+        _write(weights, files, source, ranks, action, sharded=sharded)
         with fail_together(ranks, action):
             if ranks is None or ranks.is_main:
-                _write_companions(job, source)
+                write_index(source, files)
+                _write_config(module, weights, source)
                 commit(source, target)
-    return tuple(target / file.name for file in job.files)
+    return tuple(target / file.name for file in files)
 
 
-def _plan(model: Any, max_shard: str | int, *, alone: bool) -> _Job:
-    limit: Any = read_bytes(max_shard, "max_shard")
-    module = None if isinstance(model, Mapping) else module_of(model, "export")
-    ignored = {
-        f"{path}.{name}" if path else name
-        for path, part in (module.named_modules() if module is not None else ())
-        for name in getattr(part, "_keys_to_ignore_on_save", None) or ()
-    }
-    all_weights = weights_by_name(model, module)
+def _weights(model: Any, module: nn.Module | None) -> dict[str, Weight]:
+    """The tensors to export by name.
+
+    Raises:
+        CheckpointError: one of them cannot be stored.
+    """
+    weights = weights_by_name(model, module)
     if module is not None:
-        all_weights = file_weights(module, all_weights)
-    weights = {name: weight for name, weight in all_weights.items() if name not in ignored}
+        ignored = ignored_names(module)
+        weights = file_weights(module, weights)
+        weights = {name: weight for name, weight in weights.items() if name not in ignored}
     if problems := problems_of(weights, WRITABLE_DTYPES):
         more = [f"and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         raise CheckpointError(
             "export: these tensors cannot be written to a safetensors file:\n  "
             + "\n  ".join([*problems[:_MAX_SHOWN], *more])
         )
+    return weights
+
+
+def _files(
+    model: Any,
+    module: nn.Module | None,
+    weights: Mapping[str, Weight],
+    max_shard: str | int,
+    *,
+    alone: bool,
+) -> tuple[tuple[ModelFile, ...], str]:
+    """The files to write, and a digest of everything that must be equal on every rank."""
     bare = not isinstance(model, Wrapped)
     sharded = [name for name, weight in weights.items() if bare and is_sharded(weight.like)]
     if alone and sharded:
@@ -158,12 +156,22 @@ def _plan(model: Any, max_shard: str | int, *, alone: bool) -> _Job:
         )
     stored, others = _stored_once(weights, module)
     entries = [
-        Entry(name=name, dtype=weights[name].dtype, shape=weights[name].shape) for name in stored
+        FileTensor(name=name, dtype=weights[name].dtype, shape=weights[name].shape)
+        for name in stored
     ]
+    limit: Any = read_bytes(max_shard, "max_shard")
     files = split(entries, limit, others)
     if module is not None and (more := file_metadata(module, stored)):
         files = tuple(attrs.evolve(file, metadata={**file.metadata, **more}) for file in files)
-    return _Job(module=module, weights=weights, sharded=frozenset(sharded), files=files)
+    gathered = set(sharded)
+    lines = [
+        f"{file.name} {entry.name} {entry.dtype} {entry.shape} {entry.name in gathered}"
+        for file in files
+        for entry in file.entries
+    ]
+    digest = hashlib.blake2b("\n".join(lines).encode("utf-8", "backslashreplace"), digest_size=6)
+    sizes = f"{counted(len(lines), 'tensor')} in {counted(len(files), 'file')}"
+    return files, f"{sizes}, {digest.hexdigest()}"
 
 
 def _stored_once(
@@ -190,19 +198,15 @@ def _stored_once(
     return [name for name in weights if name not in others], others
 
 
-def _job_digest(job: _Job) -> str:
-    """A digest of everything that must be equal on every rank."""
-    lines = [
-        f"{file.name} {entry.name} {entry.dtype} {entry.shape} {entry.name in job.sharded}"
-        for file in job.files
-        for entry in file.entries
-    ]
-    digest = hashlib.blake2b("\n".join(lines).encode("utf-8", "backslashreplace"), digest_size=6)
-    sizes = f"{counted(len(lines), 'tensor')} in {counted(len(job.files), 'file')}"
-    return f"{sizes}, {digest.hexdigest()}"
-
-
-def _write(job: _Job, source: Path, ctx: DistContext | None, action: str, *, sharded: bool) -> None:
+def _write(
+    weights: Mapping[str, Weight],
+    files: tuple[ModelFile, ...],
+    source: Path,
+    ctx: DistContext | None,
+    action: str,
+    *,
+    sharded: bool,
+) -> None:
     """Write all files, one per writer at a time."""
     rank, world = (0, 1) if ctx is None else (ctx.rank, ctx.world_size)
     writers = world if sharded else 1
@@ -213,25 +217,27 @@ def _write(job: _Job, source: Path, ctx: DistContext | None, action: str, *, sha
                     f"{action}: rank {rank} cannot see the folder that rank 0 created. Use a "
                     f"folder that all ranks share, or pass sharded=False."
                 )
-    for first in range(0, len(job.files), writers):
-        files = job.files[first : first + writers]
-        arriving = _gathered_tensors(job, files, rank)
+    for first in range(0, len(files), writers):
+        round_files = files[first : first + writers]
+        arriving = _gathered_tensors(weights, round_files, rank)
         with fail_together(ctx, action):
             try:
-                if rank < len(files):
-                    _write_file(source / files[rank].name, files[rank], arriving)
+                if rank < len(round_files):
+                    _write_file(source / round_files[rank].name, round_files[rank], arriving)
             finally:
                 for _ in arriving:  # the other ranks still need this rank's gathers
                     pass
 
 
-def _gathered_tensors(job: _Job, files: Sequence[ModelFile], rank: int) -> Iterator[Tensor]:
+def _gathered_tensors(
+    weights: Mapping[str, Weight], files: Sequence[ModelFile], rank: int
+) -> Iterator[Tensor]:
     """The tensors of this rank's file, gathered one by one in the same order on every rank."""
     for step in range(max(len(file.entries) for file in files)):
         own = None
         for writer, file in enumerate(files):
             if step < len(file.entries):
-                full = job.weights[file.entries[step].name].gather()
+                full = weights[file.entries[step].name].gather()
                 own = full if writer == rank else own
                 del full
         if own is not None:
@@ -245,16 +251,14 @@ def _write_file(path: Path, file: ModelFile, tensors: Iterator[Tensor]) -> None:
             del tensor  # freed before the next one is gathered
 
 
-def _write_companions(job: _Job, source: Path) -> None:
-    """Write the index and, for transformers models, the configuration."""
-    write_index(source, job.files)
-    module = job.module
+def _write_config(module: Any, weights: Mapping[str, Weight], source: Path) -> None:
+    """Write the configuration of a transformers model."""
     config = getattr(module, "config", None)
     if not hasattr(module, "from_pretrained") or not hasattr(config, "save_pretrained"):
         return
     described: Any = copy.deepcopy(config)
     described.architectures = [_class_name(module)]
-    floating = (weight.dtype for weight in job.weights.values() if weight.dtype.is_floating_point)
+    floating = (weight.dtype for weight in weights.values() if weight.dtype.is_floating_point)
     described.dtype = str(next(floating, torch.float32)).removeprefix("torch.")
     if (quantized := transformers_config(module)) is not None:
         described.quantization_config = quantized

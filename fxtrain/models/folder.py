@@ -18,7 +18,8 @@ import attrs
 
 from fxtrain._reading import read_file
 from fxtrain.errors import CheckpointError
-from fxtrain.models.safetensors_files import Entry, aligned_first, parse_json
+from fxtrain.models.safetensors_files import aligned_first, parse_json
+from fxtrain.state import FileTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -41,18 +42,20 @@ class ModelFile:
     """
 
     name: str
-    entries: tuple[Entry, ...]
+    entries: tuple[FileTensor, ...]
     metadata: Mapping[str, str]
 
 
-def split(entries: Sequence[Entry], limit: int, others: Mapping[str, str]) -> tuple[ModelFile, ...]:
+def split(
+    entries: Sequence[FileTensor], limit: int, others: Mapping[str, str]
+) -> tuple[ModelFile, ...]:
     """Divide tensors into files of at most `limit` bytes of values, as transformers does.
 
     Args:
         others: For each name that is not stored, the stored name of the same tensor.
     """
-    groups: list[list[Entry]] = []
-    group: list[Entry] = []
+    groups: list[list[FileTensor]] = []
+    group: list[FileTensor] = []
     filled = 0
     for entry in entries:
         if entry.nbytes > limit:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -11,8 +12,7 @@ from fxtrain._optional import optional
 from fxtrain._reading import open_file
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
-from fxtrain.models.safetensors_files import Entry
-from fxtrain.state import Location
+from fxtrain.state import FileTensor
 
 # Types of tensors that torch has; all others are quantised.
 _DTYPES = {
@@ -59,14 +59,12 @@ def gguf_name(name: str, architecture: str) -> str:
             return name
 
 
-def read_gguf(
-    path: Path,
-) -> tuple[Mapping[str, Entry], Callable[[str], Tensor], Callable[[str], Location | None]]:
+def read_gguf(path: Path) -> tuple[dict[str, FileTensor], Callable[[str], Tensor]]:
     """Read the header of a GGUF file, and map its tensors into memory.
 
     Returns:
-        Its tensors by name, quantised ones in fp32; (name) → values; (name) → where these are in
-        the file, or None where they are quantised or in another order there.
+        Its tensors by name, quantised ones in fp32; those that are neither quantised nor in another
+        order there have a place in the file. And (name) → values.
 
     Raises:
         CheckpointError: the file is damaged, or has a type that `gguf` does not know.
@@ -83,7 +81,7 @@ def read_gguf(
         if architecture in _NAMED:
             listed = {name: listed[name] for name in listed if name not in _COMPUTED}
         entries = {
-            name: Entry(
+            name: FileTensor(
                 name=name,
                 dtype=_DTYPES.get(tensor.tensor_type.name, torch.float32),
                 shape=tuple(tensor.shape.tolist()[::-1]),
@@ -91,6 +89,10 @@ def read_gguf(
             for name, tensor in listed.items()
         }
         interleaved = _interleaved(reader, entries) if architecture == "llama" else {}
+        for name, tensor in listed.items():
+            if tensor.tensor_type.name in _DTYPES and name not in interleaved:
+                place = {"path": path.absolute(), "start": tensor.data_offset}
+                entries[name] = attrs.evolve(entries[name], **place)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
     except _WRONG as error:
@@ -114,19 +116,7 @@ def read_gguf(
         full = full.reshape(entry.shape)
         return _separated(full, interleaved[name]) if name in interleaved else full
 
-    def locate(name: str) -> Location | None:
-        tensor, entry = listed[name], entries[name]
-        if tensor.tensor_type.name not in _DTYPES or name in interleaved:
-            return None
-        return Location(
-            path=path.absolute(),
-            start=tensor.data_offset,
-            nbytes=tensor.n_bytes,
-            dtype=entry.dtype,
-            shape=entry.shape,
-        )
-
-    return entries, values, locate
+    return entries, values
 
 
 def _bounded(reader: Any) -> Any:
@@ -151,7 +141,7 @@ def _value(reader: Any, key: str) -> Any:
     return raw.tobytes().decode() if field.types[0].name == "STRING" else raw.tolist()[0]
 
 
-def _interleaved(reader: Any, entries: Mapping[str, Entry]) -> dict[str, int]:
+def _interleaved(reader: Any, entries: Mapping[str, FileTensor]) -> dict[str, int]:
     """The queries and keys of a Llama, each with its number of heads."""
     heads = _value(reader, "llama.attention.head_count")
     groups = _value(reader, "llama.attention.head_count_kv") or heads

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxtrain.errors import CheckpointError
 from fxtrain.models.quantized_loading import prepare_layers, quantized_while_read
-from fxtrain.models.tensor_bytes import context_of, module_of, weights_by_name
+from fxtrain.models.tensor_bytes import context_of, ignored_names, module_of, weights_by_name
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source, renamed
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import part_of, plain_name
@@ -168,11 +168,7 @@ def _match_names(module: nn.Module, weights: Mapping[str, Weight], source: Sourc
         pairs[matches[0][0]] = matches[0][1]
         doubles += [(name, matches[0][1], stored) for name, stored in matches[1:]]
     used = {*pairs.values(), *(stored for _, _, stored in doubles)}
-    ignored = {
-        f"{path}.{name}" if path else name
-        for path, part in module.named_modules()
-        for name in getattr(part, "_keys_to_ignore_on_save", None) or ()
-    }
+    ignored = ignored_names(module)
     return _NameMatch(
         pairs=pairs,
         doubles=tuple(doubles),
@@ -198,7 +194,7 @@ def _refuse(
         )
     if strict and fit.unexpected:
         problems += _list("not in the model", fit.unexpected, lambda name: _near(name, fit.missing))
-        problems += _prefix_hint(source, fit)
+        problems += _prefix_hint(fit)
     if strict:
         empty = [
             name
@@ -303,7 +299,7 @@ def _fill(
     for name, stored in pairs.items():
         weight = weights[name]
         if weight.place is not None:
-            weight.place(functools.partial(source.read, stored), source.locate(stored))
+            weight.place(functools.partial(source.read, stored), source.entries[stored])
         elif weight.here and id(weight.like) not in own and name not in quantized:
             computed[name] = source.read(stored, None)
         elif weight.together:
@@ -346,20 +342,11 @@ def _near(name: str, others: tuple[str, ...]) -> str:
     return f"{name} (nearest: {close[0]})" if close else name
 
 
-def _prefix_hint(source: Source, fit: _NameMatch) -> list[str]:
-    """What to pass if all names differ by the same prefix."""
-    if not fit.missing:
-        return []
-    first = fit.missing[0]
-    for name in fit.unexpected:
-        longer, shorter = (name, first) if len(name) > len(first) else (first, name)
-        head = longer.removesuffix(shorter)
-        if not head.endswith(".") or head == longer:
-            continue
-        if longer is name and all(head + wanted in source.entries for wanted in fit.missing):
-            return [f"  Every missing name exists with the prefix {head!r}: pass prefix={head!r}."]
-        if longer is first and all(
-            name.removeprefix(head) in fit.unexpected for name in fit.missing
-        ):
-            return [f"  The model prepends {head!r}: pass rename=lambda name: {head!r} + name."]
+def _prefix_hint(fit: _NameMatch) -> list[str]:
+    """What to pass if the names of the source have a prefix."""
+    for wanted in fit.missing[:1]:
+        for name in fit.unexpected:
+            if name.endswith(f".{wanted}"):
+                prefix = name.removesuffix(wanted)
+                return [f"  The source has {wanted} as {name}: pass prefix={prefix!r}."]
     return []

@@ -51,12 +51,6 @@ def estimate(weights: Weights) -> dict[str, Any]:
 
     Raises:
         PlanError: the model has no tensors.
-
-    Example:
-        >>> from fxtrain.models.memory_estimates import estimate
-        >>> from fxtrain.models.weight_list import read_weights
-        >>> estimate(read_weights("torch.nn:PReLU"))["parameters"]
-        1
     """
     layers: dict[str, list[Weight]] = {}
     for tensor in weights.tensors:
@@ -99,12 +93,6 @@ def training(
         Bytes of parameters, of their gradients, and of optimizer states; "working", copies for
         computation: autocast's in half precision or, if parameters are sharded, the full weights of
         the largest layer and of the next one; "buffers", tensors that are stored but not trained.
-
-    Example:
-        >>> from fxtrain.models.memory_estimates import training
-        >>> from fxtrain.models.weight_list import read_weights
-        >>> sum(training(read_weights("torch.nn:PReLU"), precision="fp32").values())
-        16.0
     """
     level, per_entry = SHARDING.index(sharding), OPTIMIZERS[optimizer]
     trained = sum(
@@ -140,12 +128,6 @@ def inference(
 
     Returns:
         Bytes of the weights; bytes of the cache, or None if its shape is unknown.
-
-    Example:
-        >>> from fxtrain.models.memory_estimates import inference
-        >>> from fxtrain.models.weight_list import read_weights
-        >>> inference(read_weights("torch.nn:PReLU"), precision="bf16")
-        (2, None)
     """
     each = BYTES[precision]
     total = sum(
@@ -194,12 +176,6 @@ def plan_weights(source: str, plan: Plan) -> Weights:
     Raises:
         PlanError: the source is none of these, or the plan does not fit the model.
         MissingPackageError: the library of the format is not installed.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> from fxtrain.models.memory_estimates import plan_weights
-        >>> plan_weights("torch.nn:PReLU", fx.Plan()).tensors[0].nbytes
-        4
     """
     module: nn.Module = build_on_meta(source)
     record = plan.quantize

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fxtrain._reading import read_file
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError, FxError
-from fxtrain.models.safetensors_files import Entry, parse_json
+from fxtrain.models.safetensors_files import parse_json
 from fxtrain.models.stored_layers import StoredLayer, record_of, shape_problem
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source
 from fxtrain.precision.library import linear_like
@@ -25,7 +25,7 @@ from fxtrain.precision.quantizing import (
     planned_layers,
     put_layers,
 )
-from fxtrain.state import Quantize, TensorIndex, Wrapped
+from fxtrain.state import FileTensor, Quantize, TensorIndex, Wrapped
 
 _CONV1D = " Read this model with from_pretrained of transformers, and pass it to fx.wrap."
 _LARGEST_CONFIG = 10_000_000  # bytes
@@ -193,7 +193,7 @@ def _quantizing(opened: Source, module: nn.Module, record: Quantize) -> Source:
         for key, tensor in tensors.items():
             name = f"{layer}.{key}"
             owners[name] = layer, key
-            entries[name] = Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+            entries[name] = FileTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
     last: dict[str, Mapping[str, Tensor]] = {}
 
     def read(name: str, part: TensorIndex | None) -> Tensor:
@@ -211,13 +211,7 @@ def _quantizing(opened: Source, module: nn.Module, record: Quantize) -> Source:
         value = last[layer][key]
         return value if part is None else value[part]
 
-    return attrs.evolve(
-        opened,
-        entries=entries,
-        read=read,
-        locate=lambda name: None if name in owners else opened.locate(name),
-        layers=layers,
-    )
+    return attrs.evolve(opened, entries=entries, read=read, layers=layers)
 
 
 def _built(

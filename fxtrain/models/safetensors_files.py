@@ -6,22 +6,19 @@ a length, a JSON header and the bytes of the tensors, so one tensor at a time su
 
 import contextlib
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
-import torch
 from torch import Tensor
 
 from fxtrain._reading import open_file
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
 from fxtrain.models.tensor_bytes import DTYPE_NAMES, WRITABLE_DTYPES, contiguous, memory_of
-from fxtrain.state import Location
+from fxtrain.state import FileTensor
 from fxtrain.state.parsing import parse_json as parse
 
 _MAX_BYTES = 100_000_000  # bytes of a header, the limit of the safetensors package
@@ -29,56 +26,11 @@ _METADATA = "__metadata__"
 _ALIGNMENT = 64  # bytes; where memory is mapped, some products round differently at other addresses
 
 
-@attrs.frozen(kw_only=True)
-class Entry:
-    """A tensor in a file.
-
-    Attributes:
-        name: Its name.
-        dtype: Its dtype.
-        shape: Its shape.
-        start: Offset of its first byte from the end of the header.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@attrs.frozen(kw_only=True)
-class Header:
-    """A validated header: the tensors fill the file without gaps or overlaps.
-
-    Attributes:
-        entries: The tensors by name.
-        metadata: Free-form metadata of the file.
-        size: Bytes before the first tensor.
-    """
-
-    entries: Mapping[str, Entry]
-    metadata: Mapping[str, str]
-    size: int
-
-    def location(self, path: Path, name: str) -> Location:
-        """Where a tensor is in the file, which is at this path."""
-        entry = self.entries[name]
-        return Location(
-            path=path.absolute(),
-            start=self.size + entry.start,
-            nbytes=entry.nbytes,
-            dtype=entry.dtype,
-            shape=entry.shape,
-        )
-
-
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     """Read the header of a safetensors file, and check it against the size of the file.
+
+    Returns:
+        The tensors by name, which fill the file without gaps or overlaps; and its metadata.
 
     Raises:
         CheckpointError: the file does not exist, is truncated, or has an invalid header.
@@ -92,15 +44,19 @@ def read_header(path: Path) -> Header:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
     table = parse_json(raw, path)
     metadata = table.pop(_METADATA, {})
-    entries: dict[str, Entry] = {}
-    stop = 0
+    entries: dict[str, FileTensor] = {}
+    stop = 0  # from the end of the header
     try:
         if {*map(type, metadata.values())} - {str}:
             raise ValueError("its metadata contains values that are not text")
         for name, fields in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
             start, end = fields["data_offsets"]
-            entry = Entry(
-                name=name, dtype=DTYPE_NAMES[fields["dtype"]], shape=(*fields["shape"],), start=stop
+            entry = FileTensor(
+                name=name,
+                dtype=DTYPE_NAMES[fields["dtype"]],
+                shape=(*fields["shape"],),
+                path=path.absolute(),
+                start=8 + length + stop,
             )
             # Every byte belongs to one tensor.
             if (start, end - start) != (stop, entry.nbytes) or min(entry.shape, default=0) < 0:
@@ -110,12 +66,12 @@ def read_header(path: Path) -> Header:
             raise ValueError(f"its tensors have {stop} bytes, and the file {size - length}")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise _damaged(path, f"{type(error).__name__}: {str(error)[:500]}") from error
-    return Header(entries=entries, metadata=metadata, size=8 + length)
+    return entries, metadata
 
 
 @contextlib.contextmanager
 def writing(
-    path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]
+    path: Path, entries: Sequence[FileTensor], metadata: Mapping[str, str]
 ) -> Iterator[Callable[[Tensor], None]]:
     """Write a new safetensors file; yields a function that writes the next tensor.
 
@@ -204,7 +160,7 @@ def to_header(
     return len(text).to_bytes(8, "little") + text, ends
 
 
-def _header(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+def _header(path: Path, entries: Sequence[FileTensor], metadata: Mapping[str, str]) -> bytes:
     seen = {_METADATA}
     for entry in entries:
         if entry.name in seen:

@@ -6,7 +6,7 @@ JSON text beside the tensors of a four-bit layer; torchao stores one in the file
 
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError, FxError
-from fxtrain.models.safetensors_files import Entry
+from fxtrain.ops.whole_tensors import weight_of
 from fxtrain.precision.bnb_layers import BNB4, BNB8, NESTED_BLOCK, float_dtype, sizes4
 from fxtrain.precision.library import Library, Tensors
 from fxtrain.precision.plain_tensors import quantized_layers
 from fxtrain.precision.torchao_layers import TORCHAO
-from fxtrain.state import Bnb4, Bnb8, Quantize, Weight, structure
+from fxtrain.state import Bnb4, Bnb8, FileTensor, Quantize, Weight, structure
 from fxtrain.state.parsing import parse_json
 
 # Metadata of a file: fields of a record that tensors do not tell.
@@ -53,7 +53,7 @@ class StoredLayer:
 
 def stored_layers(
     what: str,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, FileTensor],
     metadata: Mapping[str, str],
     read: Callable[[str], Tensor],
 ) -> dict[str, StoredLayer]:
@@ -117,10 +117,10 @@ def file_weights(module: nn.Module, weights: Mapping[str, Weight]) -> dict[str, 
             offset = tensors.pop(prefix + _OFFSET, None)
             text = _summary4(library.facts(part), offset)
             summary = f"{name}{_SUMMARY}{library.facts(part)['quant_type']}".lstrip(".")
-            tensors[summary] = _constant(text, summary)
+            tensors[summary] = weight_of(text)
         elif library is BNB8:
-            row = f"{prefix}weight_format"
-            tensors[row] = _constant(torch.zeros((), dtype=torch.uint8, device="cpu"), row)
+            row_major = torch.zeros((), dtype=torch.uint8, device="cpu")
+            tensors[f"{prefix}weight_format"] = weight_of(row_major)
     return tensors
 
 
@@ -158,7 +158,7 @@ def _stored4(
     what: str,
     layer: str,
     name: str,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, FileTensor],
     read: Callable[[str], Tensor],
 ) -> StoredLayer:
     try:
@@ -191,7 +191,7 @@ def _stored4(
 
 
 def _stored_torchao(
-    what: str, entries: Mapping[str, Entry], metadata: Mapping[str, str]
+    what: str, entries: Mapping[str, FileTensor], metadata: Mapping[str, str]
 ) -> dict[str, StoredLayer]:
     layers: dict[str, StoredLayer] = {}
     name = _NAMES
@@ -218,17 +218,6 @@ def _summary4(facts: Mapping[str, Any], offset: Weight | None) -> Tensor:
         data["nested_offset"] = float(offset.gather())
     text = json.dumps(data).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def _constant(value: Tensor, key: Hashable) -> Weight:
-    return Weight(
-        like=value,
-        shape=tuple(value.shape),
-        dtype=value.dtype,
-        key=key,
-        gather=lambda: value,
-        fill=lambda read: None,
-    )
 
 
 # Shapes and dtypes; no dtypes for any.

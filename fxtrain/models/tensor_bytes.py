@@ -140,6 +140,15 @@ def weights_by_name(model: Any, module: nn.Module | None) -> dict[str, Weight]:
     return {name: weight for name, weight in weights.items() if weight.stored}
 
 
+def ignored_names(module: nn.Module) -> set[str]:
+    """Names of tensors that a transformers model computes, and files do not contain."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules()
+        for name in getattr(part, "_keys_to_ignore_on_save", None) or ()
+    }
+
+
 def problems_of(weights: Mapping[str, Weight], allowed: Mapping[torch.dtype, str]) -> list[str]:
     """Reasons why tensors cannot be written, one line each."""
     return [

@@ -18,10 +18,10 @@ from fxtrain.errors import CheckpointError
 from fxtrain.models.folder import INDEX, LARGEST_INDEX, MARKER, SINGLE
 from fxtrain.models.gguf_files import read_gguf
 from fxtrain.models.pickles import load_weights_only
-from fxtrain.models.safetensors_files import Entry, parse_json, read_header
+from fxtrain.models.safetensors_files import parse_json, read_header
 from fxtrain.models.stored_layers import StoredLayer, stored_layers
 from fxtrain.ops.whole_tensors import full_values
-from fxtrain.state import Location, TensorIndex
+from fxtrain.state import FileTensor, TensorIndex
 
 _PICKLES = (".bin", ".pt", ".pth")
 _MODEL_SUFFIXES = (".safetensors", *_PICKLES, ".gguf")
@@ -30,7 +30,6 @@ _CHECKPOINT = "manifest.json"
 _OTHER_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "index.json")
 
 Read = Callable[[str, TensorIndex | None], Tensor]
-Locate = Callable[[str], Location | None]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -42,17 +41,14 @@ class Source:
         entries: The tensors by name.
         others: Additional names, each with the name in `entries`.
         read: (name, part) → values, on any device; valid while the source is open.
-        locate: (name) → where its values are in a file, or None where no file contains them as
-            they are.
         metadata: Free-form metadata of the files.
         layers: The quantised layers by name.
     """
 
     what: str
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, FileTensor]
     others: Mapping[str, str]
     read: Read
-    locate: Locate = lambda _: None
     metadata: Mapping[str, str] = attrs.Factory(dict)
     layers: Mapping[str, StoredLayer] = attrs.Factory(dict)
 
@@ -141,7 +137,6 @@ def renamed(source: Source, prefix: str, rename: Callable[[str], str | None] | N
         entries={now: source.entries[name] for now, name in before.items()},
         others={now: stored for now, stored in others.items() if now is not None},
         read=lambda name, part: source.read(before[name], part),
-        locate=lambda name: source.locate(before[name]),
         metadata=source.metadata,
         layers=_renamed_layers(source, after),
     )
@@ -177,15 +172,12 @@ def with_layers(source: Source) -> Source:
         for key, value in stored.values.items():
             name = f"{layer}.{key}"
             offsets[name] = value
-            entries[name] = Entry(name=name, dtype=value.dtype, shape=tuple(value.shape))
+            entries[name] = FileTensor(name=name, dtype=value.dtype, shape=tuple(value.shape))
 
     def read(name: str, part: TensorIndex | None) -> Tensor:
         return offsets[name] if name in offsets else source.read(name, part)
 
-    def locate(name: str) -> Location | None:
-        return None if name in offsets else source.locate(name)
-
-    return attrs.evolve(source, entries=entries, read=read, locate=locate, layers=layers)
+    return attrs.evolve(source, entries=entries, read=read, layers=layers)
 
 
 def _in_folder(folder: Path) -> Path:
@@ -280,7 +272,7 @@ def _open_file(path: Path, names: list[str] | None, stack: contextlib.ExitStack)
 
 
 def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
-    header = read_header(path)
+    entries, metadata = read_header(path)
 
     @functools.cache  # mapped when the first value is needed
     def opened() -> Any:
@@ -292,29 +284,22 @@ def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
             ) from error
 
     def read(name: str, part: TensorIndex | None) -> Tensor:
-        entry = header.entries[name]
+        entry = entries[name]
         if part is None or not part or not entry.nbytes:
             full = opened().get_tensor(name)
             return full if part is None else _select(full, part)
         return read_hull(part, entry.dtype, lambda hull: opened().get_slice(name)[hull])
 
-    return Source(
-        what=str(path),
-        entries=header.entries,
-        others=header.metadata,
-        read=read,
-        metadata=header.metadata,
-        locate=functools.partial(header.location, path),
-    )
+    return Source(what=str(path), entries=entries, others=metadata, read=read, metadata=metadata)
 
 
 def _of_gguf(path: Path) -> Source:
-    entries, values, locate = read_gguf(path)
+    entries, values = read_gguf(path)
 
     def read(name: str, part: TensorIndex | None) -> Tensor:
         return values(name) if part is None else _select(values(name), part)
 
-    return Source(what=str(path), entries=entries, others={}, read=read, locate=locate)
+    return Source(what=str(path), entries=entries, others={}, read=read)
 
 
 def _of_pickle(path: Path) -> Source:
@@ -339,7 +324,7 @@ def _of_tensors(tensors: dict[Any, Any], what: str) -> Source:
         return full if part is None else _select(full, part)
 
     entries = {
-        name: Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+        name: FileTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
         for name, tensor in tensors.items()
     }
     return Source(what=what, entries=entries, others={}, read=read)
@@ -359,7 +344,6 @@ def _join(what: str, files: list[Source]) -> Source:
         entries={name: file.entries[name] for name, file in homes.items()},
         others=others,
         read=lambda name, part: homes[name].read(name, part),
-        locate=lambda name: homes[name].locate(name),
         metadata={key: text for file in files for key, text in file.metadata.items()},
     )
 

@@ -97,11 +97,6 @@ def read_weights(source: str) -> Weights:
         PlanError: the source is none of these.
         CheckpointError: a file is damaged, or no model file.
         MissingPackageError: transformers or timm is needed.
-
-    Example:
-        >>> from fxtrain.models.weight_list import read_weights
-        >>> sum(tensor.numel for tensor in read_weights("torch.nn:PReLU").tensors)
-        1
     """
     path = Path(source)
     is_config = path.suffix == ".json" and not path.name.endswith(".index.json")
@@ -123,11 +118,6 @@ def build_on_meta(source: str | os.PathLike[str]) -> Any:
     Raises:
         PlanError: the source is none of these, or its code fails.
         MissingPackageError: transformers or timm is needed.
-
-    Example:
-        >>> from fxtrain.models.weight_list import build_on_meta
-        >>> build_on_meta("torch.nn:PReLU").weight.device
-        device(type='meta')
     """
     path = Path(source)
     if path.is_dir():

@@ -66,11 +66,6 @@ def linear_like(part: nn.Linear, weight: Tensor | None = None) -> nn.Linear:
     return layer.train(part.training)
 
 
-def like_on(tensors: Tensors, device: torch.device) -> dict[str, Tensor]:
-    """Tensors without values, like others, on a device."""
-    return {name: torch.empty_like(tensor, device=device) for name, tensor in tensors.items()}
-
-
 @contextlib.contextmanager
 def quiet(*names: str) -> Iterator[None]:
     """Around an import: loggers of these names report errors only.

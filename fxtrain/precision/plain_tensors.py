@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain.precision.bnb_layers import BNB4, BNB8
-from fxtrain.precision.library import Library, like_on
+from fxtrain.precision.library import Library
 from fxtrain.precision.torchao_layers import TORCHAO
 
 LIBRARIES = (BNB4, BNB8, TORCHAO)
@@ -26,14 +26,7 @@ def quantized_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Librar
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether a model has a quantised layer.
-
-    Example:
-        >>> import torch
-        >>> from fxtrain.precision.plain_tensors import is_quantized
-        >>> is_quantized(torch.nn.Linear(2, 1))
-        False
-    """
+    """Whether a model has a quantised layer."""
     return next(quantized_layers(module), None) is not None
 
 
@@ -46,12 +39,6 @@ def quantized_tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def quantized_weight(part: nn.Module) -> dict[str, Tensor]:
-    """The live tensors of the quantised weight of one layer; none of any other module."""
-    library = next((known for known in LIBRARIES if known.owns(part)), None)
-    return {} if library is None else library.tensors(part)
-
-
 def quantized_facts(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Format and settings of each quantised weight, beside its tensors, by layer."""
     return {
@@ -61,14 +48,7 @@ def quantized_facts(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def stored_tensors(module: nn.Module) -> dict[str, Any]:
-    """The state dict of a model, with plain, live tensors for quantised weights.
-
-    Example:
-        >>> import torch
-        >>> from fxtrain.precision.plain_tensors import stored_tensors
-        >>> list(stored_tensors(torch.nn.Linear(2, 1)))
-        ['weight', 'bias']
-    """
+    """The state dict of a model, with plain, live tensors for quantised weights."""
     stored: dict[str, Any] = dict(module.state_dict(keep_vars=True))
     for name, part, library in quantized_layers(module):
         bias, prefix = _join(name, "bias"), _join(name, "")
@@ -107,8 +87,12 @@ def has_no_memory(tensor: Tensor) -> bool:
 
 
 def live_tensors(part: nn.Module) -> dict[str, Tensor]:
-    """The tensor objects of a quantised weight, whose `.data` a strategy may replace."""
-    tensors = quantized_weight(part)
+    """The tensor objects of a quantised weight, whose `.data` a strategy may replace.
+
+    None of any other module.
+    """
+    library = next((known for known in LIBRARIES if known.owns(part)), None)
+    tensors = {} if library is None else library.tensors(part)
     if "weight" in tensors:  # bitsandbytes' parameter, of which this is another object
         tensors["weight"] = part.get_parameter("weight")
     return tensors
@@ -125,7 +109,8 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     for _, part, library in quantized_layers(module):
         tensors = library.tensors(part)
         if any(tensor.is_meta for tensor in tensors.values()):
-            library.put(part, like_on(tensors, device))
+            empty = {key: torch.empty_like(like, device=device) for key, like in tensors.items()}
+            library.put(part, empty)
 
 
 def _join(name: str, key: str) -> str:

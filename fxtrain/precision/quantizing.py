@@ -71,33 +71,24 @@ def _quantized_already(module: nn.Module, record: Quantize) -> bool:
 
 def quantize_layers(
     module: nn.Module, record: Quantize, device: torch.device, *, trains: bool = False
-) -> tuple[Targets, Callable[[], None]]:
+) -> Callable[[], None]:
     """Quantise the layers of a model in place, one at a time.
 
     Args:
         trains: Skip layers whose weight requires grad.
 
     Returns:
-        The layers, and a function that puts the original ones back, which stay in memory as long as
-        it is referenced.
+        A function that puts the original layers back, which stay in memory as long as it is
+        referenced.
 
     Effects:
         Replaces layers; the new ones are frozen and on the device.
 
     Raises:
         PlanError: as `planned_layers`; the model is as it was, then and after any other error.
-
-    Example:
-        >>> import torch
-        >>> import fxtrain as fx
-        >>> from fxtrain.precision.quantizing import quantize_layers
-        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
-        >>> targets, undo = quantize_layers(net, fx.Torchao(), torch.device("cpu"))
-        >>> targets.names
-        ('0',)
     """
-    targets = planned_layers(module, record, device, trains=trains)
-    return targets, _replaced(module, targets.names, record, device)
+    names = planned_layers(module, record, device, trains=trains).names
+    return _replaced(module, names, record, device)
 
 
 def quantize_on_meta(
@@ -261,19 +252,7 @@ NO_GRADIENT = (
 
 
 def difference(part: nn.Module, library: Library, record: Quantize) -> tuple[str, str] | None:
-    """The first field that a record asks for and a layer has otherwise, and what it has; or None.
-
-    Example:
-        >>> import torch
-        >>> import fxtrain as fx
-        >>> from fxtrain.precision.quantizing import quantize_layers
-        >>> from fxtrain.precision.torchao_layers import TORCHAO
-        >>> from fxtrain.precision.quantizing import difference
-        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
-        >>> _ = quantize_layers(net, fx.Torchao(), torch.device("cpu"))
-        >>> difference(net[0], TORCHAO, fx.Torchao(activations="int8"))
-        ("activations='int8'", 'activations=None')
-    """
+    """The first field that a record asks for and a layer has otherwise, and what it has."""
     asked = attrs.asdict(record)
     for name, value in library.settings(part).items():
         if asked.get(name) != value:

@@ -1,4 +1,4 @@
-"""Linear layers that compute as a recipe says: chosen, converted in place, and converted back.
+"""Linear layers that compute as a recipe says: chosen, and converted in place.
 
 A converted layer is the user's module with another class, so that its parameters, names, hooks and
 the references to it stay as they are.
@@ -6,10 +6,9 @@ the references to it stay as they are.
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
 
@@ -132,14 +131,6 @@ def recipe_targets(module: nn.Module, recipe: Recipe) -> Targets:
 
     Raises:
         PlanError: a pattern or class name matches nothing, or no layer is left.
-
-    Example:
-        >>> import torch
-        >>> import fxtrain as fx
-        >>> from fxtrain.precision.recipe_layers import recipe_targets
-        >>> net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 2))
-        >>> recipe_targets(net, fx.Float8(head=True))
-        Targets(names=('0',), skipped={'1': 'its size (32, 2) is below min_features=16'})
     """
     unit = _BY_RECORD[type(recipe)].multiple(recipe)
 
@@ -156,7 +147,7 @@ def recipe_targets(module: nn.Module, recipe: Recipe) -> Targets:
 
 def convert_layers(
     module: nn.Module, recipe: Recipe, device: torch.device, *, seed: int = 0, checked: bool = True
-) -> tuple[Targets, Callable[[], None]]:
+) -> None:
     """Convert the linear layers of a model in place, as a recipe says.
 
     Args:
@@ -164,56 +155,24 @@ def convert_layers(
         seed: For recipes that draw random numbers: the same on every rank.
         checked: Whether to refuse a device that cannot compute in the format.
 
-    Returns:
-        The layers, and a function that gives them their classes and attributes back.
-
     Effects:
-        Changes the class of the layers, and adds the attributes that it needs. Parameters,
+        Gives the layers the class of the library's, and the attributes that it needs. Parameters,
         buffers and hooks stay as they are.
 
     Raises:
         PlanError: as `recipe_targets`, or the device cannot compute in this format. The model
             is as it was, then and after any other error.
         MissingPackageError: the library is not installed.
-
-    Example:
-        >>> import torch
-        >>> import fxtrain as fx
-        >>> from fxtrain.precision.recipe_layers import convert_layers
-        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
-        >>> recipe = fx.Float8(emulate=True)
-        >>> targets, undo = convert_layers(net, recipe, torch.device("cpu"))
-        >>> targets.names
-        ('0',)
     """
     how = _BY_RECORD[type(recipe)]
     if checked and (problem := how.check(recipe, device)) is not None:
         raise PlanError(f"Plan(precision=fx.Precision(compute='fp8', ...)): {problem}")
-    targets = recipe_targets(module, recipe)
-    names = (*targets.names, *how.others(module, recipe))
+    names = (*recipe_targets(module, recipe).names, *how.others(module, recipe))
     parts = [module.get_submodule(name) for name in names]
     library_layers = [
         how.like(part, recipe, device, seed + index) for index, part in enumerate(parts)
     ]
-    undos = [_become(part, like) for part, like in zip(parts, library_layers, strict=True)]
-
-    def undo() -> None:
-        for undo_layer in undos:
-            undo_layer()
-
-    return attrs.evolve(targets, names=names), undo
-
-
-def _become(part: nn.Module, like: nn.Module) -> Callable[[], None]:
-    """Give a module the class of another, and the attributes that it lacks."""
-    before = type(part)
-    added = {name: value for name, value in vars(like).items() if name not in vars(part)}
-    part.__class__ = type(like)
-    vars(part).update(added)
-
-    def undo() -> None:
-        part.__class__ = before
-        for name in added:
-            vars(part).pop(name, None)
-
-    return undo
+    for part, like in zip(parts, library_layers, strict=True):
+        added = {name: value for name, value in vars(like).items() if name not in vars(part)}
+        part.__class__ = type(like)
+        vars(part).update(added)

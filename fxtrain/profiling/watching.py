@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from fxtrain.precision.plain_tensors import quantized_weight
+from fxtrain.precision.plain_tensors import live_tensors
 from fxtrain.profiling.fake_tensors import FakeValuesMode
 from fxtrain.state import Memory, Traffic, Wrapped
 from fxtrain.state.dry_runs import PARTS
@@ -196,7 +196,7 @@ class LoopRecorder:
             self.memory.hold("gradients", [p.grad for p in own if p is not None])
             self.memory.hold("buffers", module._buffers.values())
         for module in tuple(self._modules):  # scales that are no parameters
-            self.memory.hold("parameters", quantized_weight(module).values())
+            self.memory.hold("parameters", live_tensors(module).values())
 
     def after_update(self, optimizer: Optimizer, *_: Any) -> None:
         """Called after an update, when the optimizer has its state."""

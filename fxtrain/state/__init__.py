@@ -49,8 +49,8 @@ from fxtrain.state.strategy_configs import (
 )
 from fxtrain.state.window import (
     AccumulationWindow,
+    FileTensor,
     FlatShard,
-    Location,
     ModelState,
     ModelStatus,
     StateReader,
@@ -78,11 +78,11 @@ __all__ = [
     "DistContext",
     "DryRun",
     "FSDP",
+    "FileTensor",
     "FlatShard",
     "Float8",
     "FromConfig",
     "LocalSGD",
-    "Location",
     "LossScale",
     "MX",
     "Memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -157,22 +158,27 @@ class StateReader:
 
 
 @attrs.frozen(kw_only=True)
-class Location:
-    """Where the values of a tensor are in a file: contiguous and little-endian.
+class FileTensor:
+    """A tensor of a source, or to be written to a file, without its values.
 
     Attributes:
-        path: The file.
-        start: Offset of its first byte in the file.
-        nbytes: Bytes of its values.
-        dtype: As they are stored.
-        shape: Of the tensor.
+        name: Its name in the file.
+        dtype: As it is stored.
+        shape: Its shape.
+        path: The file with its values, contiguous and little-endian; None if no file has them so.
+        start: Offset of the first byte in that file.
     """
 
-    path: Path
-    start: int
-    nbytes: int
+    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    path: Path | None = None
+    start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -190,9 +196,8 @@ class Weight:
             share memory with the model.
         fill: (read) → None: sets this rank's part. `read(part)` returns the values of a part of
             the full tensor, or with None all of them.
-        place: (read, location) → None: as `fill`, for strategies that choose where values are kept:
-            one may leave them in their file. `location` is None if no file contains them. `like`
-            may be on the meta device until then.
+        place: (read, stored) → None: as `fill`, for strategies that choose where values are kept:
+            one may leave them in the file of `stored`. `like` may be on the meta device until then.
         together: Whether all ranks have to call `fill` at once.
         stored: Whether the module's state dict contains it.
     """
@@ -204,8 +209,8 @@ class Weight:
     here: bool = True
     gather: Callable[[], torch.Tensor] = attrs.field(repr=False)
     fill: Callable[[Callable[[TensorIndex | None], torch.Tensor]], None] = attrs.field(repr=False)
-    place: (
-        Callable[[Callable[[TensorIndex | None], torch.Tensor], Location | None], None] | None
-    ) = attrs.field(default=None, repr=False)
+    place: Callable[[Callable[[TensorIndex | None], torch.Tensor], FileTensor], None] | None = (
+        attrs.field(default=None, repr=False)
+    )
     together: bool = False
     stored: bool = True

@@ -86,8 +86,8 @@ def test_a_unit_on_disk_is_used_where_it_is_in_a_gguf_file(tmp_path):
     net = Decoder()
     write(tmp_path / "a.gguf", net)
     with open_source(tmp_path / "a.gguf") as source:
-        place = source.locate("model.layers.0.mlp.down_proj.weight")
-        assert source.locate("model.layers.0.self_attn.q_proj.weight") is None
+        place = source.entries["model.layers.0.mlp.down_proj.weight"]
+        assert source.entries["model.layers.0.self_attn.q_proj.weight"].path is None
     raw = bytearray((tmp_path / "a.gguf").read_bytes()[place.start : place.start + place.nbytes])
     values = torch.frombuffer(raw, dtype=place.dtype).reshape(place.shape)
     assert torch.equal(values, net.model["layers"][0].mlp["down_proj"].weight)

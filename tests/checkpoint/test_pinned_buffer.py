@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fxtrain._host_memory import pinned_buffer
-from fxtrain.backends.offload.device_copies import DeviceCopies
+from fxtrain.backends.offload.streaming import DeviceCopies
 from fxtrain.checkpoint import background
 from fxtrain.state import DistContext
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.backends.offload import device_copies, streaming
+from fxtrain.backends.offload import streaming
 from fxtrain.backends.offload.strategy import OFFLOAD
 from fxtrain.testing import Transformer
 from tests.offload._memory import peak_bytes
@@ -101,13 +101,13 @@ def test_units_in_memory_are_not_read_again_while_other_threads_run(ctx, four_bl
 def test_host_buffers_of_copied_units_are_those_of_the_placement(
     ctx, four_blocks, monkeypatch, prefetch
 ):
-    sizes, make = [], device_copies.pinned_buffer
+    sizes, make = [], streaming.pinned_buffer
 
     def noted(nbytes, kind):
         sizes.append(nbytes)
         return make(nbytes, kind)
 
-    monkeypatch.setattr(device_copies, "pinned_buffer", noted)
+    monkeypatch.setattr(streaming, "pinned_buffer", noted)
     measured = fx.big.sizes(four_blocks)
     budget = fx.big.budget({"cuda:0": "1GiB", "cpu": "1GiB"})
     policy = {"": "cuda:0"} | dict.fromkeys(BLOCKS, "disk")

@@ -43,7 +43,7 @@ def test_files_of_quantised_models_stream(ctx, name, row, tmp_path):
             assert torch.equal(model(X), resident(X))
     tensors = model.strategy_state.tensors.values()
     assert {one.source.name for one in tensors if one.source} == {"model.safetensors"}
-    assert sum(one.location is not None for one in tensors) >= 4
+    assert sum(one.file is not None for one in tensors) >= 4
     _same(_values(model.module), _values(resident))
     assert fx.unwrap(model) is net
     assert torch.equal(net(X), resident(X))

@@ -10,8 +10,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxtrain as fx
-from fxtrain.backends.offload.device_copies import DeviceCopies
 from fxtrain.backends.offload.strategy import OFFLOAD
+from fxtrain.backends.offload.streaming import DeviceCopies
 from fxtrain.state import Unit
 from fxtrain.testing import Transformer
 from tests.offload._streamed import BLOCKS, COPIES, TOKENS, empty, placement, streamed

@@ -1,30 +1,30 @@
 """Hooks that bring units to their device before forward and backward need them."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fxtrain import _tree
-from fxtrain.backends.offload.device_copies import DeviceCopies
-from fxtrain.backends.offload.streaming import Streaming
+from fxtrain.backends.offload.streaming import DeviceCopies, Streaming
 from fxtrain.backends.offload.units import StreamedUnit
 from fxtrain.errors import PlanError
 
 _CACHES = ("past_key_values", "past_key_value", "cache_params")  # where layers put them
-_Undo = Callable[[], None]
 _outside_graphs: Any = torch.compiler.disable
 
 
-def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> _Undo:
+def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> Callable[[], None]:
     """Register hooks on a module; returns a function that removes them.
 
     Args:
         backward: Whether units are also needed in backward.
     """
-    undo: list[_Undo] = []
+    undo = contextlib.ExitStack()
 
     @_outside_graphs
     def check_values(_: nn.Module, __: Any) -> None:
@@ -32,28 +32,26 @@ def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> _Undo:
         check.remove()  # once is enough
 
     check = module.register_forward_pre_hook(check_values)
-    undo.append(check.remove)
+    hooks = [check]
     if any(tensor.device.type != "cpu" for tensor in streaming.tensors.values()):
-        undo += _move_values(module, streaming)
+        hooks += _move_values(module, streaming)
     for unit in streaming.units:
         if streaming.copies is not None:
-            undo += _use_copies(streaming, streaming.copies, unit)
+            hooks += _use_copies(streaming, streaming.copies, unit)
         else:
-            undo += _use_in_place(streaming, unit, backward=backward)
+            hooks += _use_in_place(streaming, unit, backward=backward)
+    for hook in hooks:
+        undo.callback(hook.remove)
     streamed = [owner for unit in streaming.units for owner in unit.owners]
     for part in dict.fromkeys([module, *streamed] if streamed else ()):
         vars(part)["_apply"] = _refuse_move
-        undo.append(functools.partial(vars(part).pop, "_apply", None))
-
-    def undo_all() -> None:
-        for take_back in reversed(undo):
-            take_back()
-        undo.clear()
-
-    return undo_all
+        undo.callback(vars(part).pop, "_apply", None)
+    return undo.close
 
 
-def _use_in_place(streaming: Streaming, unit: StreamedUnit, *, backward: bool) -> list[_Undo]:
+def _use_in_place(
+    streaming: Streaming, unit: StreamedUnit, *, backward: bool
+) -> list[RemovableHandle]:
     """Read a unit before its module, and again before its backward."""
 
     @_outside_graphs
@@ -69,15 +67,17 @@ def _use_in_place(streaming: Streaming, unit: StreamedUnit, *, backward: bool) -
                     leaf.register_hook(lambda _: streaming.use(unit))
                     return
 
-    undo: list[_Undo] = []
+    hooks: list[RemovableHandle] = []
     for part in unit.owners if unit.root is None else (unit.root,):
-        undo.append(part.register_forward_pre_hook(enter).remove)
+        hooks.append(part.register_forward_pre_hook(enter))
         if backward:
-            undo.append(part.register_forward_hook(leave).remove)
-    return undo
+            hooks.append(part.register_forward_hook(leave))
+    return hooks
 
 
-def _use_copies(streaming: Streaming, copies: DeviceCopies, unit: StreamedUnit) -> list[_Undo]:
+def _use_copies(
+    streaming: Streaming, copies: DeviceCopies, unit: StreamedUnit
+) -> list[RemovableHandle]:
     """Load a unit before its module and before any module with one of its tensors.
 
     The second is for a forward that calls only a part of the unit, as recomputation does.
@@ -104,12 +104,12 @@ def _use_copies(streaming: Streaming, copies: DeviceCopies, unit: StreamedUnit) 
             saved.__exit__(None, None, None)
         copies.end(unit)
 
-    undo: list[_Undo] = []
+    hooks: list[RemovableHandle] = []
     parts = unit.owners if unit.root is None else (unit.root, *unit.owners)
     for part in dict.fromkeys(parts):
-        undo.append(part.register_forward_pre_hook(enter).remove)
-        undo.append(part.register_forward_hook(leave, always_call=True).remove)
-    return undo
+        hooks.append(part.register_forward_pre_hook(enter))
+        hooks.append(part.register_forward_hook(leave, always_call=True))
+    return hooks
 
 
 def _saved_by_place(streaming: Streaming, copies: DeviceCopies) -> Any:
@@ -131,7 +131,7 @@ def _saved_by_place(streaming: Streaming, copies: DeviceCopies) -> Any:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def _move_values(module: nn.Module, streaming: Streaming) -> list[_Undo]:
+def _move_values(module: nn.Module, streaming: Streaming) -> list[RemovableHandle]:
     """Move inputs to where they are used, and the model's outputs to where its inputs were."""
     first = next(iter(streaming.tensors.values())).device
     before: list[torch.device | None] = []
@@ -144,12 +144,12 @@ def _move_values(module: nn.Module, streaming: Streaming) -> list[_Undo]:
         device = before.pop() if before else None
         return outputs if device is None or outputs is None else _moved(outputs, device)
 
-    undo = [
-        module.register_forward_pre_hook(enter, with_kwargs=True).remove,
-        module.register_forward_hook(leave, always_call=True).remove,
+    hooks = [
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, always_call=True),
     ]
     if len({tensor.device for tensor in streaming.tensors.values()}) == 1:
-        return undo
+        return hooks
 
     def move_inputs(device: torch.device, _: nn.Module, args: Any, kwargs: Any) -> Any:
         return _moved(args, device), _moved(kwargs, device)
@@ -162,8 +162,8 @@ def _move_values(module: nn.Module, streaming: Streaming) -> list[_Undo]:
         placed = [devices[name] for name in names if name in devices]
         if placed and part is not module:
             move = functools.partial(move_inputs, placed[-1])
-            undo.append(part.register_forward_pre_hook(move, with_kwargs=True).remove)
-    return undo
+            hooks.append(part.register_forward_pre_hook(move, with_kwargs=True))
+    return hooks
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fxtrain._reading import open_file
 from fxtrain.errors import CheckpointError
-from fxtrain.models.safetensors_files import Entry, read_header, writing
-from fxtrain.state import Location
+from fxtrain.models.safetensors_files import read_header, writing
+from fxtrain.state import FileTensor
 
 try:
     import resource
@@ -69,24 +69,24 @@ def map_file(path: Path) -> MappedFile:
     return MappedFile(path=path, status=status, memory=memory, address=address)
 
 
-def fits(location: Location, dtype: torch.dtype, *, exact: bool) -> bool:
-    """Whether a tensor can be used where it is: dtype and alignment are as torch needs them.
+def fits(stored: FileTensor, dtype: torch.dtype, *, exact: bool) -> bool:
+    """Whether a tensor can be used where it is in a file: its dtype and alignment fit.
 
     Args:
         exact: Require the alignment with which products have the bits of those in torch's memory.
     """
-    needed = _ALIGNMENT if exact else min(location.dtype.itemsize, 8)
-    return location.dtype == dtype and location.start % needed == 0
+    needed = _ALIGNMENT if exact else min(stored.dtype.itemsize, 8)
+    return stored.dtype == dtype and stored.start % needed == 0
 
 
-def mapped(file: MappedFile, location: Location) -> Tensor:
-    """The tensor at a location of a file, on the CPU, without a copy."""
-    if not location.nbytes:
-        return torch.empty(location.shape, dtype=location.dtype, device="cpu")
+def mapped(file: MappedFile, stored: FileTensor) -> Tensor:
+    """A tensor of a file, on the CPU, without a copy."""
+    if not stored.nbytes:
+        return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
     flat = torch.frombuffer(
-        file.memory, dtype=torch.uint8, count=location.nbytes, offset=location.start
+        file.memory, dtype=torch.uint8, count=stored.nbytes, offset=stored.start
     )
-    return flat.view(location.dtype).view(location.shape)
+    return flat.view(stored.dtype).view(stored.shape)
 
 
 def check(file: MappedFile, tensor: str, start: int) -> None:
@@ -172,7 +172,7 @@ _PART = ".part"  # the end of the name of a file that is being written
 _ABANDONED_S = 3600.0  # without a write, after which a file is that of a killed process
 
 
-def write_tensor(folder: Path, name: str, tensor: Tensor) -> Location:
+def write_tensor(folder: Path, name: str, tensor: Tensor) -> tuple[Path, FileTensor]:
     """Write a tensor to a safetensors file in the offload folder, named after its digest.
 
     A file that is there already is used again if its bytes still have that digest.
@@ -182,7 +182,7 @@ def write_tensor(folder: Path, name: str, tensor: Tensor) -> Location:
         processes that were killed while writing have left there an hour ago or more.
 
     Returns:
-        Where the tensor is.
+        The file, and the tensor in it.
 
     Raises:
         CheckpointError: the folder cannot be written, or the disk is full.
@@ -192,7 +192,7 @@ def write_tensor(folder: Path, name: str, tensor: Tensor) -> Location:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder)
-        entry = Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+        entry = FileTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
         with writing(temporary, [entry], {"format": "pt"}) as put:
             put(tensor)
         digest = digest_of(temporary)
@@ -217,7 +217,7 @@ def write_tensor(folder: Path, name: str, tensor: Tensor) -> Location:
             f"Offload(offload_folder={str(folder)!r}): the {tensor.nbytes} bytes of {name!r} "
             f"cannot be written: {error.strerror or error}. {advice}."
         ) from error
-    return read_header(path).location(path, name)
+    return path, read_header(path)[0][name]
 
 
 def _remove_abandoned(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from fxtrain.backends.core.module_changes import (
     xla_problems,
 )
 from fxtrain.backends.core.weights import torch_weights
-from fxtrain.backends.offload.device_copies import DeviceCopies
 from fxtrain.backends.offload.hooks import attach
 from fxtrain.backends.offload.mapped_files import digest_of
 from fxtrain.backends.offload.streaming import (
+    DeviceCopies,
     Streaming,
     keep_in_folder,
     place,
@@ -134,20 +134,15 @@ def wrap_streamed(
         copies=DeviceCopies(units=units, prefetch=prefetch, pin=config.pin) if copy else None,
         empty={tensor.names[0] for tensor in tensors if has_no_memory(tensor.tensors[0])},
     )
-    undo: list[Callable[[], None]] = [streaming.close]
-
-    def undo_all() -> None:
-        for take_back in reversed(undo):
-            take_back()
-        undo.clear()
-
+    undo = ExitStack()
+    undo.callback(streaming.close)
     try:
-        undo.append(_freeze(tensors))
+        undo.callback(_freeze(tensors))
         _hold(streaming, placement, filled_later=config.source is not None)
         _send(streaming, ctx)
         prepare_module(module, plan, ctx, hooked=True)
-        undo.append(attach(module, streaming, backward=optimizer is not None))
-        wrapped = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo_all)
+        undo.callback(attach(module, streaming, backward=optimizer is not None))
+        wrapped = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo.close)
         wrapped = attrs.evolve(wrapped, strategy_state=streaming, placement=placement)
         if config.source is not None:
             source: Any = config.source
@@ -155,7 +150,7 @@ def wrap_streamed(
                 source = quantized_source(config.source, module, plan.quantize)
             load_model(source, wrapped, cast=bool(placement.dtypes))
     except BaseException:
-        undo_all()
+        undo.close()
         raise
     return wrapped
 

@@ -8,9 +8,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from fxtrain.backends.offload.mapped_files import MappedFile
 from fxtrain.ops.whole_tensors import identity
 from fxtrain.precision.plain_tensors import live_tensors
-from fxtrain.state import Location, Placement, Unit
+from fxtrain.state import Placement, Unit
 from fxtrain.state.placement import DISK, owner_of
 
 
@@ -27,7 +28,8 @@ class PlacedTensor:
         held: Where it is held: a device, "cpu" or "disk".
         device: Where it is used.
         trained: It is a parameter that requires a gradient, or a buffer.
-        location: Where its values are in a file, if it is on disk.
+        file: The file with its values, if it is on disk.
+        start: Offset of the first byte there.
         source: The file from which it was filled.
     """
 
@@ -37,7 +39,8 @@ class PlacedTensor:
     held: str
     device: torch.device
     trained: bool
-    location: Location | None = None
+    file: MappedFile | None = None
+    start: int = 0
     source: Path | None = None
 
     @property
