@@ -66,11 +66,6 @@ def device_name(device: Any) -> str:
 
     Raises:
         PlanError: torch knows no such device.
-
-    Example:
-        >>> from fxtrain.big.budgets import device_name
-        >>> device_name(1), device_name("cuda"), device_name("disk")
-        ('cuda:1', 'cuda:0', 'disk')
     """
     text = str(device)
     if text == DISK:

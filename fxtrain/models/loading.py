@@ -15,7 +15,7 @@ from fxtrain.models.quantized_loading import prepare_layers, quantized_while_rea
 from fxtrain.models.tensor_bytes import context_of, ignored_names, module_of, weights_by_name
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source, renamed
 from fxtrain.ops.same_errors import fail_together
-from fxtrain.ops.whole_tensors import part_of, plain_name
+from fxtrain.ops.whole_tensors import part_of, plain_name, set_values
 from fxtrain.precision.plain_tensors import allocate, quantized_tensors
 from fxtrain.precision.quantizing import put_layers
 from fxtrain.state import DistContext, Quantize, TensorIndex, Weight, Wrapped
@@ -278,12 +278,7 @@ def _materialise(module: nn.Module, tensors: Iterable[Tensor], device: torch.dev
         module._apply(lambda t: torch.empty_like(t, device=device) if id(t) in todo else t)
         return
     for tensor in todo.values():
-        with torch.no_grad():
-            fresh: Tensor = torch.empty_like(tensor, device=device)
-        if isinstance(tensor, nn.Parameter):
-            fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
-        vars(fresh).update(vars(tensor))
-        torch.utils.swap_tensors(tensor, fresh)
+        set_values(tensor, torch.empty_like(tensor, device=device, requires_grad=False))
 
 
 def _fill(

@@ -141,6 +141,18 @@ def full_values(tensor: Any) -> Tensor:
     return full.full_tensor()
 
 
+def set_values(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor other memory; it stays the same object, for ties and optimizers."""
+    if not tensor.is_meta:
+        tensor.data = value
+        return
+    fresh = value
+    if isinstance(tensor, nn.Parameter):
+        fresh = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    vars(fresh).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, fresh)
+
+
 @torch.no_grad()
 def _fill(tensor: Any, read: Callable[[TensorIndex | None], Tensor]) -> None:
     value = read(part_of(tensor))

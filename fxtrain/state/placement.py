@@ -150,14 +150,7 @@ def owner_of(units: Mapping[str, T], tensor: str) -> T:
 
 
 def dtype_of(rules: Iterable[tuple[str, str]], tensor: str) -> str | None:
-    """The dtype that rules give a parameter; None if it keeps its own.
-
-    Example:
-        >>> from fxtrain.state.placement import dtype_of
-        >>> rules = (("*norm*", "float32"),)
-        >>> dtype_of(rules, "layers.0.norm.weight"), dtype_of(rules, "head.weight")
-        ('float32', None)
-    """
+    """The dtype that rules give a parameter; None if it keeps its own."""
     return next((dtype for match, dtype in rules if fnmatchcase(tensor, match)), None)
 
 

@@ -87,7 +87,7 @@ def test_a_full_disk_leaves_nothing_behind(ctx, tmp_path, monkeypatch, threads):
 def test_a_folder_that_cannot_be_written(ctx, tmp_path):
     (tmp_path / "file").write_text("")
     config = fx.Offload(placement=BLOCKS, offload_folder=str(tmp_path / "file" / "offload"))
-    with pytest.raises(fx.CheckpointError, match="Choose a folder that this process can write"):
+    with pytest.raises(fx.CheckpointError, match="choose a folder that this process can write"):
         fx.wrap(Transformer(), ctx, fx.Plan(strategy=config))
 
 

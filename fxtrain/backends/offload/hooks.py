@@ -1,13 +1,10 @@
 """Hooks that bring units to their device before forward and backward need them."""
 
-import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from fxtrain import _tree
 from fxtrain.backends.offload.streaming import DeviceCopies, Streaming
@@ -18,13 +15,12 @@ _CACHES = ("past_key_values", "past_key_value", "cache_params")  # where layers 
 _outside_graphs: Any = torch.compiler.disable
 
 
-def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> Callable[[], None]:
-    """Register hooks on a module; returns a function that removes them.
+def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> None:
+    """Register hooks on a module, which `fx.wrap` removes as all that it changes.
 
     Args:
         backward: Whether units are also needed in backward.
     """
-    undo = contextlib.ExitStack()
 
     @_outside_graphs
     def check_values(_: nn.Module, __: Any) -> None:
@@ -32,26 +28,19 @@ def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> Callab
         check.remove()  # once is enough
 
     check = module.register_forward_pre_hook(check_values)
-    hooks = [check]
     if any(tensor.device.type != "cpu" for tensor in streaming.tensors.values()):
-        hooks += _move_values(module, streaming)
+        _move_values(module, streaming)
     for unit in streaming.units:
         if streaming.copies is not None:
-            hooks += _use_copies(streaming, streaming.copies, unit)
+            _use_copies(streaming, streaming.copies, unit)
         else:
-            hooks += _use_in_place(streaming, unit, backward=backward)
-    for hook in hooks:
-        undo.callback(hook.remove)
+            _use_in_place(streaming, unit, backward=backward)
     streamed = [owner for unit in streaming.units for owner in unit.owners]
     for part in dict.fromkeys([module, *streamed] if streamed else ()):
         vars(part)["_apply"] = _refuse_move
-        undo.callback(vars(part).pop, "_apply", None)
-    return undo.close
 
 
-def _use_in_place(
-    streaming: Streaming, unit: StreamedUnit, *, backward: bool
-) -> list[RemovableHandle]:
+def _use_in_place(streaming: Streaming, unit: StreamedUnit, *, backward: bool) -> None:
     """Read a unit before its module, and again before its backward."""
 
     @_outside_graphs
@@ -67,17 +56,13 @@ def _use_in_place(
                     leaf.register_hook(lambda _: streaming.use(unit))
                     return
 
-    hooks: list[RemovableHandle] = []
     for part in unit.owners if unit.root is None else (unit.root,):
-        hooks.append(part.register_forward_pre_hook(enter))
+        part.register_forward_pre_hook(enter)
         if backward:
-            hooks.append(part.register_forward_hook(leave))
-    return hooks
+            part.register_forward_hook(leave)
 
 
-def _use_copies(
-    streaming: Streaming, copies: DeviceCopies, unit: StreamedUnit
-) -> list[RemovableHandle]:
+def _use_copies(streaming: Streaming, copies: DeviceCopies, unit: StreamedUnit) -> None:
     """Load a unit before its module and before any module with one of its tensors.
 
     The second is for a forward that calls only a part of the unit, as recomputation does.
@@ -104,12 +89,10 @@ def _use_copies(
             saved.__exit__(None, None, None)
         copies.end(unit)
 
-    hooks: list[RemovableHandle] = []
     parts = unit.owners if unit.root is None else (unit.root, *unit.owners)
     for part in dict.fromkeys(parts):
-        hooks.append(part.register_forward_pre_hook(enter))
-        hooks.append(part.register_forward_hook(leave, always_call=True))
-    return hooks
+        part.register_forward_pre_hook(enter)
+        part.register_forward_hook(leave, always_call=True)
 
 
 def _saved_by_place(streaming: Streaming, copies: DeviceCopies) -> Any:
@@ -131,7 +114,7 @@ def _saved_by_place(streaming: Streaming, copies: DeviceCopies) -> Any:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def _move_values(module: nn.Module, streaming: Streaming) -> list[RemovableHandle]:
+def _move_values(module: nn.Module, streaming: Streaming) -> None:
     """Move inputs to where they are used, and the model's outputs to where its inputs were."""
     first = next(iter(streaming.tensors.values())).device
     before: list[torch.device | None] = []
@@ -144,12 +127,10 @@ def _move_values(module: nn.Module, streaming: Streaming) -> list[RemovableHandl
         device = before.pop() if before else None
         return outputs if device is None or outputs is None else _moved(outputs, device)
 
-    hooks = [
-        module.register_forward_pre_hook(enter, with_kwargs=True),
-        module.register_forward_hook(leave, always_call=True),
-    ]
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave, always_call=True)
     if len({tensor.device for tensor in streaming.tensors.values()}) == 1:
-        return hooks
+        return
 
     def move_inputs(device: torch.device, _: nn.Module, args: Any, kwargs: Any) -> Any:
         return _moved(args, device), _moved(kwargs, device)
@@ -162,8 +143,7 @@ def _move_values(module: nn.Module, streaming: Streaming) -> list[RemovableHandl
         placed = [devices[name] for name in names if name in devices]
         if placed and part is not module:
             move = functools.partial(move_inputs, placed[-1])
-            hooks.append(part.register_forward_pre_hook(move, with_kwargs=True))
-    return hooks
+            part.register_forward_pre_hook(move, with_kwargs=True)
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

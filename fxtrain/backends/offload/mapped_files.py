@@ -7,7 +7,6 @@ a tensor stays in this process.
 
 import contextlib
 import ctypes
-import errno
 import hashlib
 import mmap
 import os
@@ -187,7 +186,6 @@ def write_tensor(folder: Path, name: str, tensor: Tensor) -> tuple[Path, FileTen
     Raises:
         CheckpointError: the folder cannot be written, or the disk is full.
     """
-    is_new = not folder.exists()
     temporary = folder / f".{secrets.token_hex(8)}{_PART}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -197,26 +195,18 @@ def write_tensor(folder: Path, name: str, tensor: Tensor) -> tuple[Path, FileTen
             put(tensor)
         digest = digest_of(temporary)
         path = folder / f"{digest}.safetensors"
-        if path.exists() and digest_of(path) == digest:
-            temporary.unlink()
-        else:
+        if not path.exists() or digest_of(path) != digest:
             temporary.replace(path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-            if is_new:
-                folder.rmdir()  # only if it is empty
-        if not isinstance(error, OSError):
-            raise
-        advice = (
-            "Free some space, or choose a folder on another disk"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT)
-            else "Choose a folder that this process can write"
-        )
+    except OSError as error:
         raise CheckpointError(
             f"Offload(offload_folder={str(folder)!r}): the {tensor.nbytes} bytes of {name!r} "
-            f"cannot be written: {error.strerror or error}. {advice}."
+            f"cannot be written: {error.strerror or error}. Free some space, or choose a folder "
+            f"that this process can write."
         ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+            folder.rmdir()  # only if it is empty
     return path, read_header(path)[0][name]
 
 

@@ -27,7 +27,6 @@ from fxtrain.backends.offload.streaming import (
     Streaming,
     keep_in_folder,
     place,
-    set_values,
 )
 from fxtrain.backends.offload.units import PlacedTensor, placed_tensors, streamed_units
 from fxtrain.backends.single import SINGLE, make_handle
@@ -35,6 +34,7 @@ from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.models import load_model
 from fxtrain.models.quantized_loading import quantized_source
 from fxtrain.ops.same_errors import fail_together
+from fxtrain.ops.whole_tensors import set_values
 from fxtrain.precision.plain_tensors import has_no_memory, quantized_layers
 from fxtrain.state import (
     DistContext,
@@ -141,7 +141,7 @@ def wrap_streamed(
         _hold(streaming, placement, filled_later=config.source is not None)
         _send(streaming, ctx)
         prepare_module(module, plan, ctx, hooked=True)
-        undo.callback(attach(module, streaming, backward=optimizer is not None))
+        attach(module, streaming, backward=optimizer is not None)
         wrapped = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo.close)
         wrapped = attrs.evolve(wrapped, strategy_state=streaming, placement=placement)
         if config.source is not None:

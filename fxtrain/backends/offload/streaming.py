@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxtrain._host_memory import pinned_buffer
 from fxtrain.backends.offload.mapped_files import (
@@ -25,6 +25,7 @@ from fxtrain.backends.offload.mapped_files import (
 )
 from fxtrain.backends.offload.units import PlacedTensor, StreamedUnit
 from fxtrain.errors import CheckpointError, PlanError
+from fxtrain.ops.whole_tensors import set_values
 from fxtrain.precision.plain_tensors import has_no_memory
 from fxtrain.state import FileTensor, TensorIndex
 from fxtrain.state.placement import DISK
@@ -391,15 +392,3 @@ def _fill(tensor: Tensor, read: _Read, device: torch.device) -> None:
     if has_no_memory(tensor):
         set_values(tensor, torch.empty_like(tensor.data, device=device))
     tensor.copy_(read(None))
-
-
-def set_values(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor other memory; it stays the same object, for ties and optimizers."""
-    if not tensor.is_meta:
-        tensor.data = value
-        return
-    fresh = value
-    if isinstance(tensor, nn.Parameter):
-        fresh = nn.Parameter(value, requires_grad=tensor.requires_grad)
-    vars(fresh).update(vars(tensor))
-    torch.utils.swap_tensors(tensor, fresh)
