@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -22,7 +21,6 @@ _ANSWER_S = 1.0  # for the store to answer at all
 _ASK_S = 1.75  # for the other ranks to fail too, and to write where they waited
 _LAST_ANSWER_S = 0.15
 _POLL_INTERVAL_S = 0.05
-_NOWHERE: Mapping[int, str] = MappingProxyType({})
 
 
 def check_is_context(op: str, ctx: object) -> None:
@@ -122,10 +120,7 @@ def lost_rank_error(
     """The error for a rank that never joined or left; informs the other ranks.
 
     Args:
-        ctx: The context of the call.
-        call: The op and its arguments.
-        site: Where the call is made.
-        waited_s: Seconds since the call began; None if that is unknown.
+        waited_s: Since the call began; None if that is unknown.
         error: What torch raised.
 
     Effects:
@@ -225,13 +220,15 @@ def _read_others(
     return len(views) + len(words) < ctx.world_size
 
 
-def by_rank(entries: Iterable[tuple[int, str]], hosts: Mapping[int, str] = _NOWHERE) -> list[str]:
+def by_rank(
+    entries: Iterable[tuple[int, str]], hosts: Mapping[int, str] | None = None
+) -> list[str]:
     """One line per view, listing the ranks that share it, and their machines if there are many."""
     ranks: dict[str, list[int]] = {}
     for rank, text in entries:
         ranks.setdefault(text, []).append(rank)
     return [
-        f"  {ranks_on(who, hosts)}: {text}"
+        f"  {ranks_on(who, hosts or {})}: {text}"
         for text, who in sorted(ranks.items(), key=lambda item: item[1])
     ]
 
