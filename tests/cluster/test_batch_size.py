@@ -122,9 +122,9 @@ def _predicted(memory, train=None, **how):
 
 @pytest.mark.slow
 def test_dry_runs_predict_what_fits():
-    sizes = [_predicted(memory)[0] for memory in ("100kB", "200kB", "1GB")]
+    sizes = [_predicted(memory)[0] for memory in ("150kB", "250kB", "1GB")]
     assert sizes == [8, 16, 64]
-    size, plan = _predicted("200kB", plan=fx.Plan(accumulate=2))
+    size, plan = _predicted("250kB", plan=fx.Plan(accumulate=2))
     assert size * plan.accumulate == 128 and size < 64
 
 
