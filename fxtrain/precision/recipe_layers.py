@@ -115,15 +115,15 @@ def _like_mx(part: nn.Linear, recipe: MX, device: torch.device, seed: int) -> nn
     return layer
 
 
-FLOAT8_LAYERS = LayerFormat(check=_check_float8, multiple=lambda _: 16, like=_like_float8)
-MX_LAYERS = LayerFormat(
-    check=_check_mx,
-    multiple=lambda recipe: 128 if recipe.format == "nvfp4" else 32,
-    like=_like_mx,
-)
-
-
-_BY_RECORD: Mapping[type, LayerFormat] = {Float8: FLOAT8_LAYERS, MX: MX_LAYERS, TE: TE_LAYERS}
+_BY_RECORD: Mapping[type, LayerFormat] = {
+    Float8: LayerFormat(check=_check_float8, multiple=lambda _: 16, like=_like_float8),
+    MX: LayerFormat(
+        check=_check_mx,
+        multiple=lambda recipe: 128 if recipe.format == "nvfp4" else 32,
+        like=_like_mx,
+    ),
+    TE: TE_LAYERS,
+}
 
 
 def recipe_targets(module: nn.Module, recipe: Recipe) -> Targets:
