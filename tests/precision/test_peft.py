@@ -1,5 +1,7 @@
 """Adapters of peft over quantised layers: merged after an evaluation, and exported."""
 
+import importlib.util
+
 import pytest
 import torch
 from torch import nn
@@ -8,8 +10,10 @@ import fxtrain as fx
 from fxtrain.precision.plain_tensors import stored_tensors
 from fxtrain.precision.quantizing import quantize_layers
 
-peft = pytest.importorskip("peft", reason="needs peft")
-pytest.importorskip("bitsandbytes", reason="needs fxtrain[quant]")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
+    for package in ("peft", "bitsandbytes")
+]
 
 X = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
 
@@ -37,6 +41,8 @@ def _outputs(model):
     ids=["4 bits", "8 bits"],
 )
 def test_adapters_are_merged_into_quantised_layers(ctx, record, flag, tmp_path):
+    import peft  # takes every process that collects tests seconds
+
     net = _net().requires_grad_(False)
     quantize_layers(net, record, torch.device("cpu"))
     setattr(net, flag, True)  # where peft looks
