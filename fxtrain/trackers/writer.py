@@ -118,6 +118,8 @@ class Writer:
         calls = [(each, "close", each.tracker.close, (failed,)) for each in self.opened]
         self._wait(call for call in calls if not call[0].tracker.closed_by_caller)
         self._put(None)
+        self._awaited.set()
+        self._thread.join(self._patience_s)
         for call in calls:
             opened, name = call[0], call[0].tracker.name
             if opened.tracker.closed_by_caller:
@@ -170,7 +172,8 @@ class Writer:
 
     def _start_thread(self) -> None:
         # A daemon: a tracker that hangs must not keep the process from exiting.
-        threading.Thread(target=self._work, name="fxtrain trackers", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="fxtrain trackers", daemon=True)
+        self._thread.start()
 
     def _work(self) -> None:
         for call in self._calls:
