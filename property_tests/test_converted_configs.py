@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.backends import built_in
-from fxtrain.backends.deepspeed import engine
+from fxtrain.backends.deepspeed import setup
 from fxtrain.backends.wrapping import problems_of
 from fxtrain.cli import main
 from fxtrain.diagnosis.setups import planned_context, stand_in, without_names
@@ -168,8 +168,8 @@ JOBS = st.fixed_dictionaries(
 def _packages():
     """Checks look whether an engine is installed before they look at a plan."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "load", lambda *_, **__: None)
-        patch.setattr(engine, "device_problems", lambda *_: ())
+        patch.setattr(setup, "load", lambda *_, **__: None)
+        patch.setattr(setup, "device_problems", lambda *_: ())
         patch.setattr(xla_runtime, "load", lambda *_, **__: None)
         yield
 

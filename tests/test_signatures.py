@@ -33,7 +33,7 @@ _PLACES = {
         "Wrapped.generate.return evaluate.return"
     ),
     _TREE: (
-        "Case.batches RankLogger.log.args RankLogger.log.more Report.aux Report.metrics "
+        "Case.batches RankLogger.log.args RankLogger.log.exc_info Report.aux Report.metrics "
         "Restored.extra WeightedLoss.aux fit.extra map.fn Cluster.outcomes.return"
     ),
     _JSON: (

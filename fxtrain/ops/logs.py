@@ -1,6 +1,7 @@
 """Logging that knows its rank."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from fxtrain._record import shown
@@ -19,20 +20,30 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         super().__init__(logger, {})
         self._ctx = ctx
 
-    def log(
+    def log(  # the keywords of `logging.Logger.log`, so that others fail on every rank
         self,
         level: int,
         msg: object,
         *args: Any,
         everyone: bool = False,
         rank: int = 0,
+        exc_info: Any = None,
+        stack_info: bool = False,
         stacklevel: int = 1,
-        **more: Any,
+        extra: Mapping[str, object] | None = None,
     ) -> None:
         """Log on the chosen ranks; the others return without formatting the message."""
         if (everyone or self._ctx.rank == rank) and self.isEnabledFor(level):
             text = f"[rank {self._ctx.rank}] {msg}" if everyone or rank else msg
-            self.logger.log(level, text, *args, stacklevel=stacklevel + 1, **more)
+            self.logger.log(
+                level,
+                text,
+                *args,
+                exc_info=exc_info,
+                stack_info=stack_info,
+                stacklevel=stacklevel + 1,
+                extra=extra,
+            )
 
 
 def log(ctx: DistContext, name: str = "fxtrain.run") -> RankLogger:

@@ -70,6 +70,8 @@ class Round:
             fragment.
         weight: On the device, shape (fragments,): the weight of this rank's `Weighted` losses
             since then.
+        open_rows: Shape (3,): the same as `rows`, for the open accumulation window.
+        open_weight: A number: the same as `weight`, for the open accumulation window.
         anchor: Parameters after the last average, by name; only with an outer optimizer.
         momentum: Momentum of the outer optimizer, by name.
         residual: What compression has lost so far, by name; only with compression.
@@ -84,6 +86,8 @@ class Round:
     fragments: tuple[tuple[str, ...], ...] = attrs.field(repr=False)
     rows: torch.Tensor = attrs.field(repr=False)
     weight: torch.Tensor = attrs.field(repr=False)
+    open_rows: torch.Tensor = attrs.field(repr=False)
+    open_weight: torch.Tensor = attrs.field(repr=False)
     anchor: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
     momentum: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
     residual: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)

@@ -7,7 +7,7 @@ import torch
 from torch import distributed as dist
 
 import fxtrain as fx
-from fxtrain.ops import connecting, opening, xla_runtime
+from fxtrain.ops import opening, xla_runtime
 from fxtrain.ops.transport.large import broadcast_piece, gather_piece
 from fxtrain.state.topology import Topology
 
@@ -87,7 +87,10 @@ def _opened(ctx):
         problem = str(error)
     opening.open_group(Topology(), ctx.device, dist.HashStore(), wait)
     try:
-        control = connecting._new_group(None, wait=wait, simulated=False)
+        # As `fx.detect`: torch_xla's own takes fewer arguments.
+        control = dist.distributed_c10d.new_group(
+            timeout=wait, backend="gloo", group_desc="control"
+        )
         kinds = dist.get_backend(), dist.get_backend(control)
         x = torch.arange(2.0, device=ctx.device)
         rows = gather_piece([x], 1, dist.group.WORLD, joined=True)

@@ -156,10 +156,10 @@ def _run(
         weight = weighted.weight
         if not isinstance(weight, Tensor):
             weight = torch.tensor(weight, device="cpu")
-        now.weight.add_(weight.detach().reshape(()))
-        now.rows[:, _WEIGHTED] += 1
+        now.open_weight.add_(weight.detach().reshape(()))
+        now.open_rows[_WEIGHTED] += 1
     else:
-        now.rows[:, :2] += torch.tensor([rows, sum(batch.sizes)], device="cpu")
+        now.open_rows[:2] += torch.tensor([rows, sum(batch.sizes)], device="cpu")
     return weighted
 
 
@@ -266,6 +266,11 @@ def average(model: Wrapped, position: Position | None) -> None:
     """
     now, local = _round(model), model.plan.local
     assert local is not None
+    if position is not None and position.micro == 0:
+        # A window still open where the data ends belongs to the round of its update.
+        now.rows.add_(now.open_rows)
+        now.weight.add_(now.open_weight)
+        torch._foreach_zero_([now.open_rows, now.open_weight])
     everything = position is None or position.is_last
     update = 0 if position is None else position.updates
     due = [n for n, exchange in now.under_way.items() if everything or exchange.due <= update]
@@ -377,6 +382,8 @@ def _accounts(now: Round) -> dict[str, Tensor]:
     return {
         "round.rows": now.rows,
         "round.weight": now.weight,
+        "round.open_rows": now.open_rows,
+        "round.open_weight": now.open_weight,
         **{f"round.residual.{name}": value for name, value in now.residual.items()},
     }
 

@@ -254,6 +254,8 @@ def first_round(
         fragments=fragments,
         rows=torch.zeros(shape, dtype=torch.int64, device="cpu"),
         weight=torch.zeros(shape[:1], dtype=dtype, device=device),
+        open_rows=torch.zeros(3, dtype=torch.int64, device="cpu"),
+        open_weight=torch.zeros((), dtype=dtype, device=device),
         anchor=anchor,
         momentum={name: torch.zeros_like(value) for name, value in anchor.items()},
         residual=residual,
