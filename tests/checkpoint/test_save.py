@@ -266,7 +266,7 @@ def test_a_url(tmp_path):
     assert names == ["update-0000000002", "update-0000000003", "update-0000000009"]
 
 
-def test_restored_states_have_memory_of_their_own(tmp_path):
+def test_states_that_are_there_are_filled_unless_their_memory_is_shared(tmp_path):
     with fx.detect(env={}, device="cpu") as ctx:
         net = nn.Linear(2, 3)
         model = fx.wrap(net, ctx, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
@@ -275,12 +275,12 @@ def test_restored_states_have_memory_of_their_own(tmp_path):
         states = model.optimizers[0].state
         model.optimizers[0].step()
         fx.save(tmp_path, ctx, model)
-        wanted = net.weight.detach().clone()
+        wanted, kept = net.weight.detach().clone(), states[net.weight]["momentum_buffer"]
         model.optimizers[0].step()
         fx.restore(tmp_path, ctx, model)
-        assert torch.equal(states[net.weight]["momentum_buffer"], torch.ones(3, 2))
-        assert torch.equal(net.weight, wanted)
+        assert states[net.weight]["momentum_buffer"] is kept
+        assert torch.equal(kept, torch.ones(3, 2)) and torch.equal(net.weight, wanted)
         states[net.weight]["momentum_buffer"] = net.weight.data
         fx.restore(tmp_path, ctx, model)
         assert torch.equal(net.weight, wanted)
-        assert torch.equal(states[net.weight]["momentum_buffer"], torch.ones(3, 2))
+        assert torch.equal(states[net.weight]["momentum_buffer"], kept)

@@ -67,19 +67,21 @@ def _loaded(ctx, folder):
     weight = model.module[0].weight
     fx.step(ctx, batches[0], fns)
     fx.save(folder, ctx, model, position=fx.Position())
+    before = model.optimizer.state[weight]["exp_avg"].data_ptr()
     fx.step(ctx, batches[1], fns)
     wanted = values(model.module)
     fx.restore(folder, ctx, model)
-    kinds = [model.optimizer.state[weight]["exp_avg"].device.type]
+    restored = model.optimizer.state[weight]["exp_avg"]
+    kinds = [restored.device.type]
     model.optimizer.load_state_dict(model.optimizer.state_dict())
     fx.step(ctx, batches[1], fns)
     kinds.append(model.optimizer.state[weight]["exp_avg"].device.type)
-    return kinds, same(values(model.module), wanted)
+    return kinds, restored.data_ptr() == before, same(values(model.module), wanted)
 
 
 def test_states_stay_on_the_host_when_they_are_loaded(one, tmp_path):
-    ((kinds, trained_alike),) = one.run(_loaded, str(tmp_path))
-    assert kinds == ["cpu", "cpu"] and trained_alike
+    ((kinds, in_place, trained_alike),) = one.run(_loaded, str(tmp_path))
+    assert kinds == ["cpu", "cpu"] and in_place and trained_alike
 
 
 def _searched(ctx):

@@ -105,7 +105,7 @@ def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()
             if name in saved.shapes:
                 saved.fill(name, tensor)
     if model.optimizers:
-        load_optimizers(model, saved)
+        load_optimizers(model, saved, tensors.values())
     sends_buffers = saved.values.get("sends_buffers")
     if sends_buffers is not None and hasattr(model.engine, _SENDS_BUFFERS):
         setattr(model.engine, _SENDS_BUFFERS, bool(sends_buffers))

@@ -1,16 +1,18 @@
 """The state of optimizers by the names of parameters: read and restored."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fxtrain.backends.core.optimizers import flattened, kind_of, local_optimizer, place_of_states
 from fxtrain.backends.core.packed_states import is_packed, pack, unpack
 from fxtrain.errors import CheckpointError
+from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import StateReader, Wrapped
 
 
@@ -54,8 +56,12 @@ def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
     return tensors, values
 
 
-def load_optimizers(model: Wrapped, saved: StateReader) -> None:
-    """Restore a model's optimizers, schedulers and loss scale."""
+def load_optimizers(model: Wrapped, saved: StateReader, kept: Iterable[Tensor]) -> None:
+    """Restore a model's optimizers, schedulers and loss scale.
+
+    Args:
+        kept: Tensors with which no optimizer state may share memory.
+    """
     states = saved.values["optimizers"]
     if len(states) != len(model.optimizers):
         raise CheckpointError(
@@ -64,10 +70,11 @@ def load_optimizers(model: Wrapped, saved: StateReader) -> None:
             code="FX603",
         )
     names = names_of(model.module)
+    taken = {_data_pointer(tensor) for tensor in kept}
     for index, (optimizer, values) in enumerate(zip(model.optimizers, states, strict=True)):
         prefix = f"optimizer.{index}"
         whole = {**values, "state": _states(values["state"], prefix, saved)}
-        _load_optimizer(optimizer, whole, prefix, names, saved)
+        _load_optimizer(optimizer, whole, prefix, names, saved, taken)
     load_schedulers(model, saved)
     if model.scaler is not None and saved.values["scaler"] is not None:
         model.scaler.load_state_dict(saved.values["scaler"])
@@ -107,6 +114,7 @@ def _load_optimizer(
     prefix: str,
     names: Mapping[int, str],
     saved: StateReader,
+    taken: set[int],
 ) -> None:
     """Restore an optimizer directly: torch's loading would cast states to the parameters' dtype."""
     part = local_optimizer(optimizer)
@@ -130,10 +138,12 @@ def _load_optimizer(
         fast = bool(group.get("capturable")) or bool(group.get("fused"))
         for name, parameter in named:
             state = values["state"].get(name)
-            part.state.pop(parameter, None)  # before the new one takes memory
             if state is None or id(parameter) not in parameters:
+                part.state.pop(parameter, None)
                 continue
-            read = _reader(place_of_states(optimizer, parameter), saved, fast=fast)
+            old = part.state.get(parameter, {})
+            place = place_of_states(optimizer, parameter)
+            read = _reader(place, old, saved, taken, fast=fast)
             part.state[parameter] = {
                 key: _read_value(state, key, partial(read, f"{prefix}.{name}"), parameter)
                 for key in state["keys"]
@@ -165,13 +175,27 @@ def from_bytes(raw: Tensor) -> dict[str, Any]:
     return json.loads(bytes(raw.tolist()))
 
 
-def _reader(parameter: Tensor, saved: StateReader, *, fast: bool) -> Callable[[str, str], Tensor]:
-    """How to create a parameter's state: sharded like the parameter, if it has its shape."""
+def _reader(
+    parameter: Tensor,
+    old: Mapping[str, Any],
+    saved: StateReader,
+    taken: set[int],
+    *,
+    fast: bool,
+) -> Callable[[str, str], Tensor]:
+    """How to create a parameter's state: sharded like the parameter, if it has its shape.
+
+    An existing state is filled in place, which saves memory, unless its memory is already
+    `taken`; `taken` is extended.
+    """
 
     def read(prefix: str, key: str) -> Tensor:
         name = f"{prefix}.{key}"
         shape, dtype = saved.shapes[name]
-        if shape == tuple(parameter.shape):
+        current: Any = old.get(key)
+        if shape == tuple(parameter.shape) and _reusable(current, parameter, dtype, taken):
+            tensor = current
+        elif shape == tuple(parameter.shape):
             tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:
             # torch counts steps on the host, unless a kernel reads the count.
@@ -181,6 +205,28 @@ def _reader(parameter: Tensor, saved: StateReader, *, fast: bool) -> Callable[[s
         return tensor
 
     return read
+
+
+def _reusable(state: Any, parameter: Tensor, dtype: torch.dtype, taken: set[int]) -> bool:
+    """Whether a state is laid out as its parameter is, in memory of its own."""
+    if not isinstance(state, Tensor) or _layout(state) != _layout(parameter):
+        return False
+    memory = _data_pointer(state)
+    if state.dtype != dtype or not memory or memory in taken:
+        return False
+    taken.add(memory)
+    return True
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    spread = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+    return (tensor.shape, tensor.device, *spread)
+
+
+def _data_pointer(tensor: Tensor) -> int:
+    """The address of its storage; 0 for tensors without one, such as on XLA devices."""
+    local = local_values(tensor)
+    return local.untyped_storage().data_ptr() if local.data_ptr() else 0
 
 
 def _like(value: Any, old: Any) -> Any:
