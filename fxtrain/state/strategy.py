@@ -66,10 +66,10 @@ class Round:
         parameters: The averaged parameters, by name; buffers are averaged as well.
         fragments: Names of the parameters that are averaged together.
         rows: On the CPU, int64, shape (fragments, 3): rows of this replica, those of all replicas
-            together, and micro-batches with a `Weighted` loss, since the last average of the
-            fragment.
-        weight: On the device, shape (fragments,): the weight of this rank's `Weighted` losses
-            since then.
+            together, and micro-batches with a `Weighted` loss, in the updates since the last
+            average of the fragment.
+        weight: On the device, shape (fragments,): the weight of this rank's `Weighted` losses in
+            them.
         open_rows: Shape (3,): the same as `rows`, for the open accumulation window.
         open_weight: A number: the same as `weight`, for the open accumulation window.
         anchor: Parameters after the last average, by name; only with an outer optimizer.
