@@ -113,7 +113,7 @@ def _bitsandbytes(net, record):
             made = bnb.nn.Linear4bit(
                 part.in_features,
                 part.out_features,
-                quant_type=record.format,
+                quant_type=record.quant_type,
                 compute_dtype=torch.bfloat16,
                 **sizes,
             )

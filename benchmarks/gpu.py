@@ -70,7 +70,9 @@ def _peers(build, loss, *, half):
 
 def _accelerate(net, loss, *, half):
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state()  # of the part before, which may have had another precision
     accelerator = Accelerator(mixed_precision="bf16" if half else "no", cpu=SMALL)
     model, optimizer = accelerator.prepare(net, adam(net.parameters()))
 
@@ -211,7 +213,7 @@ def save():
         fx.step(ctx, batch, fns)
         synchronize()
         started = time.perf_counter()
-        saving = fx.save(folder, ctx, model, background=background)
+        saving = fx.save(folder, ctx, model, position=batch.position, background=background)
         times[name] = time.perf_counter() - started
         started = time.perf_counter()
         fx.step(ctx, batch, fns)

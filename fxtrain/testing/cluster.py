@@ -398,6 +398,10 @@ def _close_others(before: tuple[int, list[Any]], own: list[Any]) -> None:
 def _answer(ctx: Any, request: bytes) -> bytes:
     try:
         fn, args = pickle.loads(request)
+        if "torch._dynamo" in sys.modules:
+            # Without compiled code: torch limits how often a function is compiled again. The first
+            # call imports the compiler, parts of which warn.
+            sys.modules["torch"].compiler.reset()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             # Loaders fork their workers from a rank, which has gloo threads, as in any run.
@@ -406,9 +410,6 @@ def _answer(ctx: Any, request: bytes) -> bytes:
             )
             # torch.compile reads the gradients of everything that it traces.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is")
-            if "torch._dynamo" in sys.modules:
-                # Without compiled code: torch limits how often a function is compiled again.
-                sys.modules["torch"].compiler.reset()
             value = fn(ctx, *args)
         return _returned(value, healthy=ctx.comm.state.failure is None)
     except BaseException as error:

@@ -20,7 +20,10 @@ CYCLES = 2_000_000_000  # of a GPU in a second, about
 EXPECTED = (
     "Synchronization debug mode is a prototype",
     "TensorFloat32 tensor cores",
+    "Please use the new API settings to control TF32",
     "Not enough SMs to use max_autotune",
+    "The CUDA Graph is empty",
+    "Warning: Profiler clears events",
     "Online softmax is disabled",
 )
 
@@ -88,6 +91,7 @@ def kernels(ctx, run):
             run()
         return seen.count
     synchronize(ctx)
+    expect_warnings()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         run()
         synchronize(ctx)

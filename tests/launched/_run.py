@@ -54,7 +54,8 @@ def start_fork(*command: str, cwd: Path | None = None, env: dict[str, str] | Non
 
 
 def _variables(env: dict[str, str] | None) -> dict[str, str]:
-    ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    ours = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     return {**os.environ, **ours, **(env or {})}
 
 

@@ -295,7 +295,6 @@ def run_agent(
         TimeoutError: the ranks did not finish before the deadline.
     """
     start = time.monotonic()
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     try:
         handler = open_handler(launch, config, door)
         spec = WorkerSpec(
