@@ -117,3 +117,12 @@ class Linear8bitLt(bnb.nn.Linear8bitLt):
         """Keep the scales at the weight, where moving the module finds them."""
         weight: Any = self.weight
         self.state.CB, self.state.SCB = weight.data, getattr(weight, "SCB", self.state.SCB)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
+        """Move the scales too: they are an attribute of the weight, which torch does not move."""
+        weight: Any = self.weight
+        scales = getattr(weight, "SCB", None)
+        super()._apply(fn, recurse)
+        if scales is not None and self.weight is weight:
+            weight.CB, weight.SCB = weight.data, scales.to(weight.device)
+        return self

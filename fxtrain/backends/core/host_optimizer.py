@@ -135,6 +135,9 @@ class HostOptimizer(torch.optim.Optimizer):
         try:
             library.step()  # waits for the copies, one by one
         finally:
+            # An update that raised an error left copies under way, which the next one must not
+            # overtake.
+            library.stream.synchronize()
             self._receive()
         return loss
 
