@@ -56,8 +56,12 @@ def unflatten(shape: TreeSpec, leaves: list[Any]) -> Any:
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to every leaf and rebuild the tree."""
-    leaves, shape = flatten(tree)
-    return unflatten(shape, [fn(leaf) for leaf in leaves])
+    if isinstance(tree, _LEAF_TYPES):
+        return fn(tree)
+    if tree is None:
+        return None
+    node = _children(tree)
+    return fn(tree) if node is None else node[3]([map_leaves(fn, child) for child in node[2]])
 
 
 def leaf_paths(shape: TreeSpec, prefix: str = "") -> list[str]:

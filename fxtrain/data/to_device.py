@@ -46,21 +46,21 @@ def _on_copy_stream(
 
     A copy from pageable memory makes the host wait for that stream alone.
     """
-    stream = torch.cuda.Stream(ctx.device)
+    stream, copied = torch.cuda.Stream(ctx.device), torch.cuda.Event()
 
-    def move(leaf: Tensor) -> Tensor:
-        current = torch.cuda.current_stream(ctx.device)
-        if leaf.device.type != "cpu":  # what the loader computed on the device, on this stream
-            return _moved(leaf, ctx, plan)
-        with torch.cuda.stream(stream):
-            copy = _moved(leaf, ctx, plan)
-        # Its memory belongs to the copy stream: not reused before the kernels that read it end.
-        copy.record_stream(current)
+    def move(leaf: Any) -> Any:
+        copy = _moved(leaf, ctx, plan)
+        if copy is not leaf:
+            # Its memory is the copy stream's: not reused before the kernels that read it end.
+            copy.record_stream(current)
         return copy
 
     for step, data in loaded:
-        moved = _map_tensors(move, data[0])
-        torch.cuda.current_stream(ctx.device).wait_stream(stream)
+        current = torch.cuda.current_stream(ctx.device)  # the loop may change it between batches
+        with stream:
+            moved = _tree.map_leaves(move, data[0])
+        copied.record(stream)
+        copied.wait(current)
         yield step, (moved,)
 
 
@@ -87,16 +87,14 @@ def to_device(data: Any, ctx: DistContext, plan: Plan) -> Any:
     """
     if ctx.device.type == "xla":
         return xla_runtime.to_device(data, ctx)
-    return _map_tensors(lambda leaf: _moved(leaf, ctx, plan), data)
+    return _tree.map_leaves(lambda leaf: _moved(leaf, ctx, plan), data)
 
 
-def _map_tensors(change: Callable[[Tensor], Tensor], data: Any) -> Any:
-    return _tree.map_leaves(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, data)
-
-
-def _moved(leaf: Tensor, ctx: DistContext, plan: Plan) -> Tensor:
-    lazily = plan.data.non_blocking and leaf.is_pinned()
-    return leaf.to(ctx.device, non_blocking=lazily)
+def _moved(leaf: Any, ctx: DistContext, plan: Plan) -> Any:
+    """A leaf on the device; the same object if it is there already, or is no tensor."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.to(ctx.device, non_blocking=plan.data.non_blocking and leaf.is_pinned())
 
 
 def valid_mask(size: int, real: int, ctx: DistContext, plan: Plan) -> Tensor:
