@@ -6,7 +6,6 @@ import sys
 import types
 import warnings
 
-import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,14 +76,6 @@ def test_a_misshapen_state_of_dcp_is_imported_or_refused(folder, data):
     only(fx.CheckpointError, _import, made)
 
 
-RANDOM = {
-    "step": 3,
-    "random_state": (3, (1, 2, 3), None),
-    "numpy_random_seed": ("MT19937", numpy.arange(4, dtype=numpy.uint32), 3, 0, 0.0),
-    "torch_manual_seed": torch.zeros(8, dtype=torch.uint8),
-}
-
-
 def _accelerate():
     net, optimizer = _trained()
     return {
@@ -92,8 +83,6 @@ def _accelerate():
         "optimizer.bin": optimizer.state_dict(),
         "scheduler.bin": {"last_epoch": 1, "_last_lr": [0.1]},
         "scaler.pt": {"scale": 8.0},
-        "random_states_0.pkl": RANDOM,
-        "custom_checkpoint_0.pkl": {"count": 7},
     }
 
 

@@ -108,7 +108,7 @@ def _read(path: Path) -> list[_Call]:
     """The collectives of a dump, the oldest first."""
     try:
         raw = read_file(path, _MAX_BYTES)
-        dump = json.loads(raw) if raw.lstrip()[:1] == b"{" else load_records(raw, {})
+        dump = json.loads(raw) if raw.lstrip()[:1] == b"{" else load_records(raw)
         groups = dump["pg_config"]
         everyone = next(iter(groups.values()), {"ranks": "[]"})
         calls = [

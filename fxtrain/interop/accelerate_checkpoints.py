@@ -5,9 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fxtrain._optional import optional
 from fxtrain.errors import CheckpointError
 from fxtrain.interop.dcp_checkpoints import lists_of, read_tree, tensors_of
 from fxtrain.interop.imported import Imported, in_order
@@ -21,15 +18,12 @@ _KINDS = {
     ),
     "optimizer": re.compile(r"optimizer(?:_(\d+))?(?:\.bin)?"),
     "scheduler": re.compile(r"scheduler(?:_(\d+))?\.bin"),
-    "loader": re.compile(r"dl_state_dict(?:_(\d+))?\.bin"),
     "scaler": re.compile(r"scaler()\.pt"),
-    "random states": re.compile(r"random_states_(\d+)\.pkl"),
-    "custom checkpoint": re.compile(r"custom_checkpoint_(\d+)\.pkl"),
 }
 
 
 def read_accelerate(root: Path, *, optimizer: bool) -> Imported:
-    """Read models from safetensors, and everything else with `weights_only=True`.
+    """Read models from safetensors, and optimizers and the like with `weights_only=True`.
 
     Also reads the sharded format of the FSDP plugin.
     """
@@ -52,12 +46,10 @@ def read_accelerate(root: Path, *, optimizer: bool) -> Imported:
             code="FX601",
         )
     models, optimizers, schedulers = (
-        in_order(numbered.pop(kind), root, kind) for kind in ("model", "optimizer", "scheduler")
+        in_order(numbered[kind], root, kind) for kind in ("model", "optimizer", "scheduler")
     )
-    scaler = numbered.pop("scaler").get(0)
-    return Imported(
-        models=models, optimizers=optimizers, schedulers=schedulers, scaler=scaler, others=numbered
-    )
+    scaler = numbered["scaler"].get(0)
+    return Imported(models=models, optimizers=optimizers, schedulers=schedulers, scaler=scaler)
 
 
 def _contents(root: Path, path: Path, kind: str) -> Any:
@@ -69,28 +61,7 @@ def _contents(root: Path, path: Path, kind: str) -> Any:
             return {name: source.read(name, None) for name in source.entries} | {
                 other: source.read(stored, None) for other, stored in source.others.items()
             }
-    with torch.serialization.safe_globals(_numpy_types() if path.suffix == ".pkl" else []):
-        contents = _tensors(load_weights_only(inside(root, path.name), str(path)))
-    if kind != "custom checkpoint" and not isinstance(contents, Mapping):
+    contents = load_weights_only(inside(root, path.name), str(path))
+    if not isinstance(contents, Mapping):
         raise CheckpointError(f"{path} contains a {type(contents).__name__}, not a state dict.")
     return contents
-
-
-def _numpy_types() -> list[Any]:
-    """The types in a pickled NumPy array: only numbers, no code."""
-    numpy = optional("numpy", extra="test", needed_by="reading Accelerate's random states")
-    codecs = optional("_codecs", extra="test", needed_by="reading Accelerate's random states")
-    core = getattr(numpy, "_core", None) or numpy.core
-    plain = [core.multiarray._reconstruct, numpy.ndarray, numpy.dtype, codecs.encode]
-    return plain + [type(numpy.dtype(kind)) for kind in ("u4", "u8", "i8", "f8")]
-
-
-def _tensors(tree: Any) -> Any:
-    """A tree with tensors in place of arrays."""
-    if type(tree).__module__ == "numpy":
-        return torch.tensor(tree.tolist(), dtype=getattr(torch, str(tree.dtype)), device="cpu")
-    if isinstance(tree, dict):
-        return {key: _tensors(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_tensors(value) for value in tree)
-    return tree

@@ -1,6 +1,7 @@
 """Read checkpoints of other libraries, and convert them into fxtrain's."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ def read_checkpoint(
         CheckpointError: the folder has none of these formats, is damaged or incomplete, uses
             parallelism whose parts cannot be merged, or has values that torch rejects with
             `weights_only=True`.
-        MissingPackageError: NumPy is missing; Accelerate stores random states as arrays.
 
     Example:
         >>> import fxtrain as fx
@@ -53,17 +53,15 @@ def read_checkpoint(
     root = Path(folder)
     if not root.is_dir():
         raise CheckpointError(f"No folder {root}.", code="FX601")
+    layout, read = "Accelerate", partial(read_accelerate, optimizer=optimizer)
     if is_megatron(root):
-        with expected_layout(root, "Megatron-core 0.16"):
-            return read_megatron(root, args or {})
-    if is_dcp(root):
-        with expected_layout(root, "torch.distributed.checkpoint"):
-            return read_dcp(root, optimizer=optimizer)
-    if is_deepspeed(root):
-        with expected_layout(root, "DeepSpeed 0.19"):
-            return read_deepspeed(root, optimizer=optimizer)
-    with expected_layout(root, "Accelerate"):
-        return read_accelerate(root, optimizer=optimizer)
+        layout, read = "Megatron-core 0.16", partial(read_megatron, overrides=args or {})
+    elif is_dcp(root):
+        layout, read = "torch.distributed.checkpoint", partial(read_dcp, optimizer=optimizer)
+    elif is_deepspeed(root):
+        layout, read = "DeepSpeed 0.19", partial(read_deepspeed, optimizer=optimizer)
+    with expected_layout(root, layout):
+        return read(root)
 
 
 def import_checkpoint(

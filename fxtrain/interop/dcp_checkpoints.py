@@ -23,17 +23,8 @@ from fxtrain.models.tensor_sources import inside
 _METADATA = ".metadata"
 _OPTIMIZERS = ("optimizer.", "optim.")
 _MAX_BYTES = 1_000_000_000  # bytes of an index
-_RECORDS = {
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    # Megatron keeps its plans for saving in the index.
-    "torch.distributed.checkpoint.planner": (
-        "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
-    ),
-}  # fmt: skip
+# Of its index; Megatron keeps its plans for saving there too.
+_RECORDS = "torch.distributed.checkpoint."
 
 
 _Read = Callable[[], Any]

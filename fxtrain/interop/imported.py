@@ -32,8 +32,7 @@ class Imported:
         updates: Updates so far, or None if the files do not say.
         config: Of Megatron, fields of the config of transformers, for
             `AutoConfig.for_model(**config)`.
-        others: What else was read, by name: random states, data loaders and custom objects of
-            Accelerate, further entries of a `torch.distributed.checkpoint`.
+        others: Further entries of a `torch.distributed.checkpoint`, by name.
     """
 
     models: tuple[Mapping[str, Tensor], ...] = attrs.field(repr=describe)

@@ -9,10 +9,11 @@ import argparse
 import itertools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -29,12 +30,10 @@ from fxtrain.interop.megatron_names import (
     check_arguments,
     config_of,
     count,
-    cut,
     family_of,
     from_transformers,
     fused_name,
     heads_of,
-    merge,
     pattern_of,
     to_transformers,
 )
@@ -51,7 +50,8 @@ _LONGEST = 100  # bytes of the file that names an iteration
 _MODEL = ("embedding.", "decoder.", "output_layer.")
 
 
-_Whole = dict[tuple[str, int | None], Tensor]  # full tensors by pattern of their names and layer
+# By pattern of their names and layer, the parts of tensors that tensor-parallel ranks have.
+_Parts = dict[tuple[str, int | None], list[Any]]
 
 
 def is_megatron(folder: Path) -> bool:
@@ -69,16 +69,16 @@ def read_megatron(folder: Path, overrides: Mapping[str, Any]) -> Imported:
     """
     root = _checkpoint(folder)
     if (root / "metadata.json").is_file():
-        common, whole = _stored_dist(root)
-        return _named(_arguments(common, overrides), common.get("iteration"), whole)
+        common, tensors = _stored_dist(root)
+        return _named(_arguments(common, overrides), common.get("iteration"), tensors)
     paths = _rank_files(root)
     files = {
         place: load_weights_only(path, str(path), mmap=True, placeholders=None)
         for place, path in paths.items()
     }
     arguments = _arguments(files[0, 0], overrides)
-    whole = _joined(root, arguments, files)
-    return _named(arguments, files[0, 0].get("iteration"), whole)
+    tensors = _of_stages(root, arguments, files)
+    return _named(arguments, files[0, 0].get("iteration"), tensors)
 
 
 def _checkpoint(folder: Path) -> Path:
@@ -101,7 +101,7 @@ def _checkpoint(folder: Path) -> Path:
     )
 
 
-def _stored_dist(root: Path) -> tuple[Mapping[str, Any], _Whole]:
+def _stored_dist(root: Path) -> tuple[Mapping[str, Any], _Parts]:
     """The common part of a checkpoint in `torch_dist`, and its tensors."""
     common = load_weights_only(inside(root, _COMMON), str(root / _COMMON), placeholders=None)
     whole: dict[str, Tensor] = {}
@@ -117,7 +117,7 @@ def _stored_dist(root: Path) -> tuple[Mapping[str, Any], _Whole]:
     for name in [name for name in whole if name.endswith("weight_w")]:  # both halves apart
         halves = [whole.pop(name), whole.pop(name[:-1] + "v")]
         whole[name.removesuffix("_w")] = torch.cat(halves)
-    return common, {pattern_of(name): tensor for name, tensor in whole.items()}
+    return common, {pattern_of(name): [tensor] for name, tensor in whole.items()}
 
 
 def _rank_files(root: Path) -> dict[tuple[int, int], Path]:
@@ -134,10 +134,10 @@ def _rank_files(root: Path) -> dict[tuple[int, int], Path]:
     return files
 
 
-def _joined(
+def _of_stages(
     root: Path, args: Mapping[str, Any], files: Mapping[tuple[int, int], Mapping[str, Any]]
-) -> _Whole:
-    """Full tensors with the numbers of layers in the model."""
+) -> _Parts:
+    """The tensors of all stages, with the numbers of layers in the model."""
     tensor, stages = (
         count({name: 1, **args}, name)
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -151,16 +151,14 @@ def _joined(
         )
     # One table of layers for each rank, or several with virtual stages, which take turns.
     chunks = {place: _chunks(contents) for place, contents in files.items()}
-    names = {pattern_of(n)[0] for tables in chunks.values() for table in tables for n in table}
-    rows = {row.megatron: row for row in family_of(sorted(names)).rows}
-    whole: _Whole = {}
+    whole: _Parts = {}
     first = 0  # layer of the next chunk
     for turn, stage in itertools.product(range(len(chunks[0, 0])), range(stages)):
         parts = [chunks[rank, stage][turn] for rank in range(tensor)]
-        places = {name: pattern_of(name) for name in parts[0]}
+        places = {name: pattern_of(name) for part in parts for name in part}
         for name, (pattern, layer) in places.items():
             place = None if layer is None else first + layer
-            whole[pattern, place] = merge(rows[pattern], [part[name] for part in parts])
+            whole[pattern, place] = [part.get(name) for part in parts]
         first += 1 + max((n for _, n in places.values() if n is not None), default=-1)
     if args.get("untie_embeddings_and_output_weights") is not True:
         whole.pop(("output_layer.weight", None), None)  # the last stage's copy of the embedding
@@ -192,16 +190,18 @@ def _chunks(contents: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     ]
 
 
-def _named(args: dict[str, Any], iteration: Any, left: _Whole) -> Imported:
+def _named(args: dict[str, Any], iteration: Any, left: _Parts) -> Imported:
     """A model as transformers names its tensors."""
     family = family_of(sorted({pattern for pattern, _ in left}))
     check_arguments(family, args)
     layers, heads = count(args, "num_layers"), heads_of(args)
+    if layers > len({layer for _, layer in left}):  # before as many are listed
+        raise LookupError(f"fewer than {layers} layers")
     output, embedding = family.tied
     tied = ("output_layer.weight", None) not in left
     if tied and args.get("untie_embeddings_and_output_weights") is True:
         raise LookupError("there is no output_layer.weight")
-    padded = len(left["embedding.word_embeddings.weight", None])
+    padded = sum(map(len, left["embedding.word_embeddings.weight", None]))
     vocab = args.get("vocab_size") or padded
     if type(vocab) is not int or not 0 < vocab <= padded:
         raise CheckpointError(f"vocab_size={vocab}: the model has {padded} rows of a vocabulary.")
@@ -286,35 +286,50 @@ def write_megatron(
                 f"write_megatron(tensor={tensor}, pipeline={pipeline}): {name} is "
                 f"{arguments[name]}, which {ranks} ranks do not divide. Choose a divisor."
             )
-    whole, vocab = _whole(family, tensors, arguments, tensor * vocab_multiple, config)
-    embedding = whole["embedding.word_embeddings.weight", None]
-    untied = ("output_layer.weight", None) in whole
+    left = {name: value.detach() for name, value in tensors.items()}
+    output, embedding = family.tied
+    tied = output not in left or bool(config.get("tie_word_embeddings", family is FAMILIES["gpt2"]))
+    if tied:
+        left.pop(output, None)
+    places = _places(family, arguments["num_layers"], tied=tied)
+    _check_names(family, places, left)
+    vocab, multiple = len(left[embedding]), tensor * vocab_multiple
+    padded = -(-vocab // multiple) * multiple
     arguments |= {
         "tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline,
         "transformer_impl": implementation, "make_vocab_size_divisible_by": vocab_multiple,
-        "vocab_size": vocab, "padded_vocab_size": len(embedding),
-        "untie_embeddings_and_output_weights": untied, **(args or {}),
+        "vocab_size": vocab, "padded_vocab_size": padded,
+        "untie_embeddings_and_output_weights": not tied, **(args or {}),
     }  # fmt: skip
-    if not untied and pipeline > 1:
-        whole["output_layer.weight", None] = embedding
-    models: dict[tuple[int, int], dict[str, Tensor]] = {}
-    here, rows = arguments["num_layers"] // pipeline, {row.megatron: row for row in family.rows}
-    for (pattern, layer), full in whole.items():
-        last = pattern.startswith(("decoder.final_layernorm", "output_layer"))
+    if tied and pipeline > 1:  # the last stage has a copy
+        places.append((attrs.evolve(places[0][0], megatron="output_layer.weight"), None))
+    heads = (arguments["num_attention_heads"], arguments["num_query_groups"])
+    here = arguments["num_layers"] // pipeline
+    models: dict[str, dict[str, Tensor]] = {}
+    for row, layer in places:
+        last = row.megatron.startswith(("decoder.final_layernorm", "output_layer"))
         stage = (pipeline - 1 if last else 0) if layer is None else layer // here
-        name = pattern.format(None if layer is None else layer % here)
+        name = row.megatron.format(None if layer is None else layer % here)
         name = fused_name(name) if implementation == "transformer_engine" else name
-        for rank, part in enumerate(cut(rows[pattern], full, tensor)):
-            # A view would be stored with all that it is part of.
-            models.setdefault((rank, stage), {})[name] = part.clone()
-    target = Path(folder).absolute()
+        named = [left[each.format(layer)] for each in row.names]
+        for rank, part in enumerate(from_transformers(row, named, heads, padded, tensor)):
+            suffix = f"_{stage:03d}" if pipeline > 1 else ""
+            models.setdefault(f"mp_rank_{rank:02d}{suffix}", {})[name] = part
+    return _write(Path(folder).absolute(), arguments, models)
+
+
+def _write(target: Path, args: Mapping[str, Any], models: Mapping[str, Any]) -> Path:
+    """Write the files of all ranks, whose folders are given by name, and the name of the latest."""
+    contents = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": 0}
     with staging(target) as fresh:
         if (target / _RELEASE).exists():
             raise CheckpointError(f"{target / _RELEASE} exists. Write into another folder.")
-        for (rank, stage), model in models.items():
-            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline > 1 else "")
+        for name, model in models.items():
             (fresh / _RELEASE / name).mkdir(parents=True)
-            _save(fresh / _RELEASE / name / _FILE, arguments, model)
+            with (fresh / _RELEASE / name / _FILE).open("wb") as file:
+                torch.save({**contents, "model": model}, file)
+                file.flush()
+                os.fsync(file.fileno())
         write_text(fresh / _LATEST, _RELEASE)
         for name in (_RELEASE, _LATEST):
             os.replace(fresh / name, target / name)
@@ -322,48 +337,14 @@ def write_megatron(
     return target / _RELEASE
 
 
-def _whole(
-    family: Family,
-    tensors: Mapping[str, Tensor],
-    args: Mapping[str, Any],
-    multiple: int,
-    config: Mapping[str, Any],
-) -> tuple[_Whole, int]:
-    """Full tensors of Megatron, and the rows of the vocabulary without padding."""
-    left = {name: tensor.detach() for name, tensor in tensors.items()}
-    output, embedding = family.tied
-    tied = output not in left or bool(
-        config.get("tie_word_embeddings", family.model_type == "gpt2")
-    )
-    if tied:
-        left.pop(output, None)
-    places = _places(family, args["num_layers"], tied=tied)
+def _check_names(
+    family: Family, places: Sequence[tuple[Row, int | None]], tensors: Mapping[str, Tensor]
+) -> None:
     names = {name.format(layer) for row, layer in places for name in row.names}
-    if wrong := sorted(names ^ set(left)):
+    if wrong := sorted(names ^ set(tensors)):
+        layers = 1 + max(layer for _, layer in places if layer is not None)
         raise CheckpointError(
-            f"write_megatron: {family.model_type} with {args['num_layers']} layers has "
+            f"write_megatron: {family.model_type} with {layers} layers has "
             f"{'a tensor' if wrong[0] in names else 'no tensor'} {shown(wrong[0])}, unlike the "
             f"tensors passed. Pass net.state_dict() and net.config.to_dict()."
         )
-    vocab = len(left[embedding])
-    padded = -(-vocab // multiple) * multiple
-    heads = (args["num_attention_heads"], args["num_query_groups"])
-    try:
-        return {
-            (row.megatron, layer): from_transformers(
-                row, [left[name.format(layer)] for name in row.names], heads, padded
-            )
-            for row, layer in places
-        }, vocab
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"write_megatron: the shapes of the tensors are not those of the config ({error})."
-        ) from error
-
-
-def _save(path: Path, args: Mapping[str, Any], model: Mapping[str, Tensor]) -> None:
-    contents = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": 0}
-    with path.open("wb") as file:
-        torch.save({**contents, "model": dict(model)}, file)
-        file.flush()
-        os.fsync(file.fileno())

@@ -250,56 +250,59 @@ def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**args, **family.fixed, **_PLAIN, "add_position_embedding": True}
 
 
-def merge(row: Row, parts: Sequence[Tensor]) -> Tensor:
-    """Join the parts that tensor-parallel ranks have; raises if ranks differ in what is not cut."""
-    if row.cut is None:
-        if not all(torch.equal(part, parts[0]) for part in parts[1:]):
-            raise CheckpointError(f"Tensor-parallel ranks have different values of {row.megatron}.")
-        return parts[0].clone()
+def to_transformers(
+    row: Row, parts: Sequence[Tensor], heads: tuple[int, int], vocab: int
+) -> list[Tensor]:
+    """The tensors of `row.names`, from the parts that tensor-parallel ranks have.
+
+    Raises:
+        CheckpointError: ranks differ in what is not cut.
+    """
+    if row.cut is None and not all(torch.equal(part, parts[0]) for part in parts[1:]):
+        raise CheckpointError(f"Tensor-parallel ranks have different values of {row.megatron}.")
+    parts = parts[:1] if row.cut is None else parts
+    apart: list[Sequence[Tensor]] = [(part,) for part in parts]
     if row.layout == "gated":
-        halves = [part.chunk(2) for part in parts]
-        return torch.cat([half[i] for i in (0, 1) for half in halves])
-    return torch.cat(list(parts), row.cut)
-
-
-def cut(row: Row, whole: Tensor, ranks: int) -> list[Tensor]:
-    """The part of each tensor-parallel rank."""
-    if row.cut is None:
-        return [whole] * ranks
-    if row.layout == "gated":
-        gate, up = (half.chunk(ranks) for half in whole.chunk(2))
-        return [torch.cat(pair) for pair in zip(gate, up, strict=True)]
-    return list(whole.chunk(ranks, row.cut))
-
-
-def to_transformers(row: Row, whole: Tensor, heads: tuple[int, int], vocab: int) -> list[Tensor]:
-    """The tensors of `row.names`."""
-    parts = [whole]
-    if row.layout == "vocab":
-        parts = [whole[:vocab]]
-    elif row.layout == "gated":
-        parts = list(whole.chunk(2))
+        apart = [part.chunk(2) for part in parts]
     elif row.layout == "qkv":
         queries, groups = heads
-        grouped = whole.unflatten(0, (groups, queries // groups + 2, -1))
-        parts = [grouped[:, :-2].flatten(0, 2), *(grouped[:, at].flatten(0, 1) for at in (-2, -1))]
+        shape = (groups // len(parts), queries // groups + 2, -1)
+        grouped = [part.unflatten(0, shape) for part in parts]
+        apart = [
+            (g[:, :-2].flatten(0, 2), *(g[:, at].flatten(0, 1) for at in (-2, -1))) for g in grouped
+        ]
+    whole = [torch.cat(of_ranks, row.cut or 0) for of_ranks in zip(*apart, strict=True)]
+    if row.layout == "vocab":
+        whole = [whole[0][:vocab]]
     if len(row.names) == 1:
-        parts = [torch.cat(parts)]
-    return [(part.t() if row.transposed else part).contiguous() for part in parts]
+        whole = [torch.cat(whole)]
+    return [(tensor.t() if row.transposed else tensor).contiguous() for tensor in whole]
 
 
 def from_transformers(
-    row: Row, parts: Sequence[Tensor], heads: tuple[int, int], padded: int
-) -> Tensor:
-    """Megatron's tensor, from those of `row.names`."""
-    whole = torch.cat([part.t() if row.transposed else part for part in parts])
-    if row.layout == "vocab":
-        padding = whole.new_zeros(padded - len(whole), *whole.shape[1:])
-        return torch.cat([whole, padding])
-    if row.layout != "qkv":
-        return whole
+    row: Row, tensors: Sequence[Tensor], heads: tuple[int, int], padded: int, ranks: int
+) -> list[Tensor]:
+    """Megatron's tensor from those of `row.names`: the part of each tensor-parallel rank."""
+    tensors = [tensor.t() if row.transposed else tensor for tensor in tensors]
     queries, groups = heads
-    size = len(whole) // (queries + 2 * groups)
-    each = whole.split([queries * size, groups * size, groups * size])
-    stacked = [part.unflatten(0, (groups, -1, size)) for part in each]
-    return torch.cat(stacked, 1).flatten(0, 2)
+    if row.layout == "vocab":
+        (rows,) = tensors
+        tensors = [torch.cat([rows, rows.new_zeros(padded - len(rows), *rows.shape[1:])])]
+    elif row.layout == "qkv" and len(tensors) == 1:
+        size = len(tensors[0]) // (queries + 2 * groups)
+        tensors = tensors[0].split([queries * size, groups * size, groups * size])
+    if row.cut is None:
+        return [torch.cat(list(tensors))] * ranks
+    parts = zip(*(tensor.tensor_split(ranks, row.cut) for tensor in tensors), strict=True)
+    if row.layout != "qkv":
+        return [torch.cat(of_rank) for of_rank in parts]
+    shape = (groups // ranks, -1, len(tensors[0]) // queries)
+    try:
+        stacked = [
+            torch.cat([part.unflatten(0, shape) for part in of_rank], 1) for of_rank in parts
+        ]
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"write_megatron: the shapes of the tensors are not those of the config ({error})."
+        ) from error
+    return [of_rank.flatten(0, 2) for of_rank in stacked]

@@ -9,7 +9,7 @@ import os
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any, BinaryIO
 
 import torch
@@ -102,12 +102,12 @@ def load_weights_only(
 class _Records(pickle.Unpickler):
     """Maps records to placeholders, and rejects everything but torch's dtypes and shapes."""
 
-    def __init__(self, raw: bytes, records: Mapping[str, Collection[str]]) -> None:
+    def __init__(self, raw: bytes, records: str) -> None:
         super().__init__(io.BytesIO(raw))
         self.records = records
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in self.records.get(module, ()):
+        if self.records and module.startswith(self.records):
             return _placeholder_class(name)
         if module.split(".")[0] == "pathlib" and name in _PATHS:
             return _placeholder_class(name)
@@ -124,12 +124,12 @@ class _Records(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it requests {module}.{name}")
 
 
-def load_records(raw: bytes, records: Mapping[str, Collection[str]]) -> Any:
+def load_records(raw: bytes, records: str = "") -> Any:
     """Unpickle plain values and records, each of which becomes a placeholder.
 
     Args:
         raw: The pickle.
-        records: Names of classes, by module.
+        records: How the modules begin whose classes become placeholders.
 
     Raises:
         Exception: the pickle requests anything else, would allocate more than it contains, or is

@@ -132,7 +132,7 @@ def _apart(contents):
         ("00_000", _experts, "mlp.router.weight.*which none of the families"),
         ("00_000", lambda c: vars(c["args"]).update(apply_layernorm_1p=True), "layernorm_1p=True"),
         ("00_000", lambda c: vars(c["args"]).update(num_layers=3), "more than 3 layers"),
-        ("00_000", lambda c: vars(c["args"]).update(num_layers=5), "layout of Megatron-core"),
+        ("00_000", lambda c: vars(c["args"]).update(num_layers=10**12), "fewer than"),
         ("00_000", lambda c: vars(c["args"]).update(num_layers=None), "num_layers is None"),
         ("00_000", lambda c: c.update(model={"language_model": {}}), "--use-legacy-models"),
     ],
