@@ -1,7 +1,7 @@
 """`fx.profile`: records steps of a loop on every rank."""
 
 import contextlib
-import math
+import functools
 import os
 import threading
 import time
@@ -18,7 +18,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 from fxtrain import ops
 from fxtrain.errors import FxError, PlanError, StepError
 from fxtrain.ops.plan_agreement import check_same_plan
-from fxtrain.ops.same_errors import gather_or_raise
+from fxtrain.ops.same_errors import fail_together, gather_or_raise
 from fxtrain.profiling.step_times import RankTimes, StepTimes, Summary, events_of, step_times
 from fxtrain.state import DistContext, Plan, Profile, dumps
 from fxtrain.state.context import check_connected
@@ -56,33 +56,15 @@ def activities_of(profile: Profile, ctx: DistContext) -> list[ProfilerActivity]:
 class _Profiler(torch.profiler.profile):
     """torch's profiler of one rank, with what a context needs where it starts and stops."""
 
-    def __init__(self, spec: Profile, ctx: DistContext, **callbacks: Any) -> None:
-        verbose = _TORCH._profiler._ExperimentalConfig(verbose=True)  # else stacks are empty
-        super().__init__(
-            activities=activities_of(spec, ctx),
-            record_shapes=spec.shapes,
-            profile_memory=spec.memory,
-            with_stack=spec.stacks,
-            with_flops=spec.flops,
-            with_modules=spec.modules,
-            experimental_config=verbose if spec.stacks else None,
-            **callbacks,
-        )
-        self._ctx = ctx
-
-    def prepare_trace(self) -> None:
-        self.profiler = None  # of the last cycle, which torch would warn about
-        super().prepare_trace()
+    ctx: DistContext
 
     def start_trace(self) -> None:
-        if self._ctx.device.type == "cuda":
-            torch.cuda.synchronize(self._ctx.device)
-            if self.profile_memory:
-                torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
+        if self.ctx.device.type == "cuda":
+            torch.cuda.synchronize(self.ctx.device)
         super().start_trace()
 
     def stop_trace(self) -> None:
-        if self._ctx.world_size > 1:
+        if self.ctx.world_size > 1:
             _settle()
         super().stop_trace()
 
@@ -137,18 +119,17 @@ class Trace:
     """
 
     ctx: DistContext = attrs.field(repr=False)
-    _spec: Profile | None = attrs.field(default=None, repr=False)
+    _spec: Profile = attrs.field(alias="spec", repr=False)
     _on_trace_ready: "Callable[[Trace], object] | None" = attrs.field(
         default=None, alias="on_trace_ready", repr=False
     )
-    _torch_profiler: _Profiler | None = attrs.field(default=None, repr=False)
-    _due: float = math.inf  # the first step before which something changes
-    _cycle: int = 0
-    _ended: bool = False  # whether the block has ended, and the last step is incomplete
-    _error: Exception | None = None  # of `_on_trace_ready`
-    _recorded: Profiler | None = attrs.field(default=None, repr=False)  # of the last cycle
-    _steps: list[StepTimes] = attrs.field(factory=list[StepTimes], repr=False)
-    _flops: int = 0
+    _profiler: _Profiler | None = attrs.field(default=None, init=False, repr=False)
+    _is_ending: bool = attrs.field(default=False, init=False, repr=False)
+    _is_ready: bool = attrs.field(default=False, init=False, repr=False)  # a trace, just now
+    _recorded: Profiler | None = attrs.field(default=None, init=False, repr=False)  # last cycle
+    _steps: list[StepTimes] = attrs.field(factory=list[StepTimes], init=False, repr=False)
+    _flops: int = attrs.field(default=0, init=False, repr=False)
+    _cycle: int = attrs.field(default=0, init=False, repr=False)
     count: int = 0
     files: tuple[Path, ...] = ()
     summary: Summary | None = None
@@ -157,17 +138,15 @@ class Trace:
         """Record that a step of the loop is complete.
 
         Effects:
-            Starts and stops the profiler when the schedule says so, with one exchange of packets
-            between the ranks each time. Otherwise none.
+            Starts and stops the profiler when the schedule says so.
 
         Raises:
-            StepError: another profiler of torch is running, or has ended this one.
-            Exception: of `on_trace_ready`, on its rank; a CollectiveError on the others.
-            CollectiveError: another rank failed, or never called `step` as often.
+            Exception: of `on_trace_ready`, on its rank.
         """
         self.count += 1
-        if self.count >= self._due:
-            self._continue()
+        if self._profiler is not None:
+            self._profiler.step()
+            self._tell()
 
     def key_averages(
         self, *, group_by_input_shape: bool = False, group_by_stack_n: int = 0
@@ -192,69 +171,52 @@ class Trace:
             return EventList()
         return self._recorded.key_averages(group_by_input_shape, group_by_stack_n)
 
-    def _begin(self, spec: Profile) -> None:
-        self._spec = spec
-        self._due = 0 if spec.active is None else spec.skip_first + spec.wait
-        if _is_recorded(spec, self.ctx):
-            self._torch_profiler = _Profiler(
-                spec,
-                self.ctx,
-                schedule=lambda _: _action(spec, self.count),
-                on_trace_ready=lambda profiler: self._keep(spec, profiler),
-            )
-            self._torch_profiler.start()
+    def _start(self) -> None:
+        spec = self._spec
+        verbose = _TORCH._profiler._ExperimentalConfig(verbose=True)  # else stacks are empty
+        self._profiler = _Profiler(
+            activities=activities_of(spec, self.ctx),
+            record_shapes=spec.shapes,
+            profile_memory=spec.memory,
+            with_stack=spec.stacks,
+            with_flops=spec.flops,
+            with_modules=spec.modules,
+            experimental_config=verbose if spec.stacks else None,
+            schedule=functools.partial(_action, spec),
+            on_trace_ready=self._keep,
+        )
+        self._profiler.ctx = self.ctx
+        if self.ctx.device.type == "cuda" and spec.memory:
+            torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
+        self._profiler.start()
 
-    def _continue(self) -> None:
-        assert self._spec is not None  # otherwise nothing is due
-        before, after = (_action(self._spec, step) for step in (self.count - 1, self.count))
-        if before is not after and before in (ProfilerAction.NONE, ProfilerAction.WARMUP):
-            ops.raise_together(_refusal("trace.step") if is_profiling() else None, self.ctx)
-        if before is ProfilerAction.RECORD_AND_SAVE:
-            ops.raise_together(self._complete(), self.ctx)
-        elif self._torch_profiler is not None:
-            self._torch_profiler.step()
-
-    def _complete(self) -> Exception | None:
-        """Complete a cycle; returns what went wrong, such as an error of `on_trace_ready`."""
-        profiler = self._torch_profiler
-        if profiler is None:
-            return None
-        if profiler.current_action in _RECORDS and not is_profiling():
-            self._torch_profiler = None
-            return StepError(
-                f"trace.step: another profiler of torch has ended this one, in cycle "
-                f"{self._cycle}. A process can run one profiler at a time: remove the other."
-            )
-        if self._ended:
-            profiler.stop()
-        else:
-            profiler.step()
-        return self._error
-
-    def _keep(self, spec: Profile, profiler: Any) -> None:
+    def _keep(self, profiler: Any) -> None:
         """Keep what a cycle has recorded; torch's profiler, which has stopped, calls this."""
         results = profiler.profiler.kineto_results
         steps = step_times(events_of(results))
-        if self._ended and self.count:
-            steps.pop()
+        if self._is_ending and self.count:
+            steps.pop()  # which is incomplete
         if not steps:
             return
         self._recorded = profiler.profiler
         self._steps += steps
-        if spec.flops:
+        if self._spec.flops:
             self._flops += sum(event.flops() for event in results.events())
-        file = Path(spec.folder) / f"cycle-{self._cycle:03}" / f"rank-{self.ctx.rank:05}.json.gz"
+        folder = Path(self._spec.folder) / f"cycle-{self._cycle:03}"
+        file = folder / f"rank-{self.ctx.rank:05}.json.gz"
         self._cycle += 1
         if self._write(file, profiler.export_chrome_trace):
             self.files = (*self.files, file)
-        if self.ctx.device.type == "cuda" and spec.memory:
-            snapshot = file.with_name(file.name.replace(".json.gz", ".pickle"))
+        if self.ctx.device.type == "cuda" and self._spec.memory:
+            snapshot = folder / f"rank-{self.ctx.rank:05}.pickle"
             self._write(snapshot, torch.cuda.memory._dump_snapshot)
-        try:
-            if self._on_trace_ready is not None:
-                self._on_trace_ready(self)
-        except Exception as error:  # any error of the user's function: other ranks must receive it
-            self._error = error
+        self._is_ready = True
+        profiler.profiler = None  # of which torch would warn in the next cycle
+
+    def _tell(self) -> None:
+        if self._is_ready and self._on_trace_ready is not None:
+            self._on_trace_ready(self)
+        self._is_ready = False
 
     def _write(self, file: Path, export: Callable[[str], object]) -> bool:
         """Let a function write a file completely or not at all; False, with a warning, if not."""
@@ -278,37 +240,33 @@ class Trace:
 
     def _abandon(self) -> None:
         """Stop the profiler after an error; keep nothing."""
-        profiler = self._torch_profiler
+        profiler = self._profiler
         if profiler is not None and (is_profiling() or profiler.current_action not in _RECORDS):
             profiler.on_trace_ready = None
             profiler.stop()
 
-    def _finish(self, spec: Profile) -> None:
-        self._ended = True
-        ops.raise_together(self._complete(), self.ctx)
+    def _finish(self) -> None:
+        with fail_together(self.ctx):
+            if self._profiler is not None:
+                self._is_ending = True
+                self._profiler.stop()
+                self._tell()
         mine = None
         if self._steps:
-            flops = self._flops if spec.flops else None
+            flops = self._flops if self._spec.flops else None
             mine = RankTimes(rank=self.ctx.rank, steps=tuple(self._steps), flops=flops)
         ranks = tuple(times for times in ops.gather_objects(mine, self.ctx) if times is not None)
-        self._warn_if_short(spec)
         if not ranks:
+            ops.log(self.ctx, "fxtrain.profiling").warning(
+                "Nothing was recorded in %d steps: the loop is too short for skip_first, wait and "
+                "warmup, or another profiler of torch has ended this one.",
+                self.count,
+            )
             return
         self.summary = Summary(ranks=ranks)
         if self.ctx.is_main:
-            file, text = Path(spec.folder) / "summary.json", dumps(self.summary)
+            file, text = Path(self._spec.folder) / "summary.json", dumps(self.summary)
             self._write(file, lambda part: Path(part).write_text(text))
-
-    def _warn_if_short(self, spec: Profile) -> None:
-        if spec.active is None or (not self.count and self.files):
-            return
-        needed = spec.skip_first + spec.repeat * (spec.wait + spec.warmup + spec.active)
-        if self.count < needed:
-            ops.log(self.ctx, "fxtrain.profiling").warning(
-                "The loop ended after %d steps; %d cycles of this profile take %d. Use fewer "
-                "cycles, a smaller skip_first or wait, or active=None for the whole block.",
-                *(self.count, spec.repeat, needed),
-            )
 
 
 @contextlib.contextmanager
@@ -334,9 +292,9 @@ def profile(
 
     Effects:
         Writes `cycle-000/rank-00000.json.gz` and so on into the profile's folder, and at the end
-        of the block `summary.json`, on rank 0. Two exchanges of packets when the block begins, two
-        when it ends, and up to three per cycle; none at one rank. Parameters and random generators
-        are not affected. A dry run records nothing.
+        of the block `summary.json`, on rank 0. Two exchanges of packets when the block begins, and
+        two when it ends; none at one rank. Parameters and random generators are not affected. A
+        dry run records nothing.
 
     Raises:
         PlanError: an argument is invalid, the ranks disagree, a device cannot be recorded, or the
@@ -359,22 +317,22 @@ def profile(
     if ctx.comm.simulated:
         spec = None
     check_same_plan("profile", ctx, Plan(profile=spec), {})
-    if spec is not None:
-        gather_or_raise(None, _problem(spec, ctx), ctx)
-    trace = Trace(ctx, on_trace_ready=on_trace_ready)
     if spec is None:
-        yield trace
+        yield Trace(ctx, Profile())
         return
+    gather_or_raise(None, _problem(spec, ctx), ctx)
+    trace = Trace(ctx, spec, on_trace_ready)
     try:
-        trace._begin(spec)
+        if _is_recorded(spec, ctx):
+            trace._start()
         yield trace
-        trace._finish(spec)
+        trace._finish()
     except BaseException:
         trace._abandon()
         raise
     finally:
         # torch's profiler is part of a reference cycle, which Python's collector may free late.
-        trace._torch_profiler, trace._due = None, math.inf
+        trace._profiler = None
         if ctx.device.type == "cuda" and spec.memory:
             torch.cuda.memory._record_memory_history(enabled=None)
 
@@ -383,17 +341,13 @@ def _is_recorded(spec: Profile, ctx: DistContext) -> bool:
     return spec.ranks is None or ctx.rank in spec.ranks
 
 
-def _refusal(call: str) -> StepError:
-    return StepError(
-        f"{call}: another profiler of torch is running, which this one would end. A process can "
-        f"run one profiler at a time: end the other one first."
-    )
-
-
 def _problem(spec: Profile, ctx: DistContext) -> FxError | None:
     """Why this rank cannot record."""
     if is_profiling():
-        return _refusal("profile")
+        return StepError(
+            "profile: another profiler of torch is running, which this one would end. A process "
+            "can run one profiler at a time: end the other one first."
+        )
     beyond = [rank for rank in spec.ranks or () if rank >= ctx.world_size]
     if beyond:
         return PlanError(

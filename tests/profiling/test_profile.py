@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import sys
 import time
 
 import attrs
@@ -154,30 +153,20 @@ def test_a_plan_without_a_profile_records_nothing(ctx, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_waiting_profile_enters_one_function(ctx, tmp_path):
-    with fx.profile(ctx, _spec(tmp_path, skip_first=100)) as trace:
-        entered = []
-        sys.setprofile(lambda frame, event, _: entered.append(event))
-        trace.step()
-        sys.setprofile(None)
-    assert entered.count("call") == 1
-    assert not any(event == "c_call" for event in entered[:-1])
-
-
-def test_a_short_loop_keeps_what_it_recorded(ctx, tmp_path, caplog):
+def test_a_short_loop_keeps_what_it_recorded(ctx, tmp_path):
     with fx.profile(ctx, _spec(tmp_path, wait=0, warmup=0, active=5)) as trace:
         for _ in range(2):
             trace.step()
     assert len(_steps(trace)) == 2
-    assert "ended after 2 steps; 1 cycles of this profile take 5" in caplog.text
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_loop_that_ends_in_the_warm_up_leaves_no_profiler(ctx, tmp_path, steps):
+def test_a_loop_that_ends_in_the_warm_up_leaves_no_profiler(ctx, tmp_path, steps, caplog):
     with fx.profile(ctx, _spec(tmp_path, wait=0, warmup=2)) as trace:
         for _ in range(steps):
             trace.step()
     assert trace.summary is None
+    assert f"Nothing was recorded in {steps} steps" in caplog.text
     assert not torch._C._autograd._profiler_enabled()
 
 
@@ -190,20 +179,18 @@ def test_an_error_in_the_loop_ends_the_profiler(ctx, tmp_path):
     assert len(_steps(trace)) == 1
 
 
-def test_a_nested_profiler_is_refused(ctx, tmp_path):
+def test_a_nested_profiler_is_refused(ctx, tmp_path, caplog):
     cpu = [torch.profiler.ProfilerActivity.CPU]
     running = pytest.raises(fx.errors.StepError, match="another profiler of torch is running")
     with torch.profiler.profile(activities=cpu), running:
         fx.profile(ctx, _spec(tmp_path)).__enter__()
-    ended = pytest.raises(fx.errors.StepError, match="another profiler of torch has ended this one")
     outer = fx.Profile(folder=str(tmp_path / "outer"), wait=0, warmup=0, active=1)
-    with ended, fx.profile(ctx, outer) as trace:
+    with fx.profile(ctx, outer) as trace:
         with torch.profiler.profile(activities=cpu):
             pass
         trace.step()
-    waiting = fx.Profile(folder=str(tmp_path / "waiting"), wait=1, warmup=0, active=1)
-    with fx.profile(ctx, waiting) as trace, running, torch.profiler.profile(activities=cpu):
-        trace.step()
+    assert trace.summary is None
+    assert "another profiler of torch has ended this one" in caplog.text
     assert not torch._C._autograd._profiler_enabled()
 
 
