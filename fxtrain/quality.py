@@ -10,29 +10,24 @@ from typing import Any, Literal
 import attrs
 import torch
 import torch.nn.functional as F
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fxtrain import _tree, ops
 from fxtrain._display import counted, describe, show_bytes
-from fxtrain._optional import optional
+from fxtrain._drawing import COLOURS, make_figure, make_table
 from fxtrain._record import record
 from fxtrain.backends import unwrap, wrap
 from fxtrain.data import shard
-from fxtrain.errors import DataError, PlanError, escape_unprintable
+from fxtrain.errors import DataError, PlanError
 from fxtrain.loop import StepFns, step
 from fxtrain.precision.plain_tensors import stored_tensors
 from fxtrain.state import DistContext, Plan, Wrapped
 from fxtrain.state.context import check_connected
 
 __all__ = ["Case", "Compared", "Comparison", "LayerError", "compare", "plot", "table"]
-
-# The palette of Okabe and Ito, which colour-blind people can tell apart.
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
 
 
 @record
@@ -390,12 +385,10 @@ def table(comparison: Comparison, *, layers: int = 5) -> RenderableType:
         layers: How many layers with the largest errors to show per plan.
     """
     parts: list[RenderableType] = [_plans(comparison)]
-    parts += [_layers(plan, layers) for plan in comparison.plans if layers and plan.layers]
+    for plan in comparison.plans if layers else ():
+        if plan.layers:
+            parts += ["", _layers(plan, layers)]
     return Group(*parts)
-
-
-def _plain(text: str) -> Text:
-    return Text(escape_unprintable(text))
 
 
 def _plans(comparison: Comparison) -> Table:
@@ -409,16 +402,12 @@ def _plans(comparison: Comparison) -> Table:
             _number(plan.cosine, ".5f"), _last(plan.losses),
         ])  # fmt: skip
     titles = (
-        "plan", "weights", "error", "SNR", "largest difference", "best agrees", "smallest cosine",
-        "last loss",
+        "plan", ">weights", ">error", ">SNR", ">largest difference", ">best agrees",
+        ">smallest cosine", ">last loss",
     )  # fmt: skip
     columns = [cells for cells in zip(titles, *rows, strict=True) if any(cells[1:])]
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title, *_ in columns:
-        grid.add_column(title, justify="left" if title == "plan" else "right")
-    for row in list(zip(*columns, strict=True))[1:]:
-        grid.add_row(*map(_plain, row))
-    return grid
+    titles, *cells = zip(*columns, strict=True)
+    return make_table(titles, cells)
 
 
 def _last(losses: Sequence[float]) -> str:
@@ -426,14 +415,9 @@ def _last(losses: Sequence[float]) -> str:
 
 
 def _layers(plan: Compared, count: int) -> Table:
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    grid.add_column(_plain(f"{plan.name}: largest errors"))
-    grid.add_column("error", justify="right")
-    grid.add_column("SNR", justify="right")
     worst = sorted(plan.layers, key=lambda layer: (not math.isnan(layer.relative), -layer.relative))
-    for layer in worst[:count]:
-        grid.add_row(_plain(layer.name), _number(layer.relative, ".3g"), _db(layer.snr_db))
-    return grid
+    rows = [(layer.name, f"{layer.relative:.3g}", _db(layer.snr_db)) for layer in worst[:count]]
+    return make_table((f"{plan.name}: largest errors", ">error", ">SNR"), rows)
 
 
 def _number(value: float | None, form: str) -> str:
@@ -455,10 +439,10 @@ def plot(comparison: Comparison) -> Any:
     Raises:
         MissingPackageError: matplotlib is not installed (the extra `plots`).
     """
-    figure = optional("matplotlib.figure", extra="plots", needed_by="fxtrain.quality.plot")
-    drawn = figure.Figure(figsize=(8, 7 if comparison.losses else 4), layout="constrained")
-    every = drawn.subplots(2 if comparison.losses else 1, squeeze=False)[:, 0]
-    every[0].set_title(f"error relative to {comparison.reference}", loc="left", parse_math=False)
+    count = 2 if comparison.losses else 1
+    title = f"error relative to {comparison.reference}"
+    drawn = make_figure("fxtrain.quality.plot", title, height=1 + 3 * count, rows=count)
+    every = drawn.axes
     every[0].set_xlabel("layers, in the order of the model")
     every[0].set_yscale("log")
     if comparison.losses:
@@ -466,7 +450,7 @@ def plot(comparison: Comparison) -> Any:
         every[1].set_xlabel("updates")
         every[1].plot(comparison.losses, label=comparison.reference, color="black", linestyle="--")
     for number, plan in enumerate(comparison.plans):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = COLOURS[number % len(COLOURS)]
         # A logarithmic axis has no place for an exact layer.
         errors = [layer.relative or math.nan for layer in plan.layers]
         every[0].plot(errors, label=plan.name, color=colour)

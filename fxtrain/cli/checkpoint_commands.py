@@ -11,7 +11,8 @@ import attrs
 import click
 
 from fxtrain._display import counted
-from fxtrain.cli.output import COUNT, Exit, as_json, make_table, option, report, warn
+from fxtrain._drawing import make_table
+from fxtrain.cli.output import COUNT, Exit, as_json, option, report, warn
 from fxtrain.errors import CheckpointError, LaunchError
 from fxtrain.launchers import LaunchSpec, check_target, describe, run
 

@@ -5,15 +5,14 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console, RenderableType
-from rich.table import Table
-from rich.text import Text
 
+from fxtrain._drawing import make_table
 from fxtrain._optional import optional
 from fxtrain._reading import write_file
 from fxtrain.errors import PlanError, escape_unprintable
@@ -106,24 +105,6 @@ def report(data: Any, shown: str | RenderableType | Callable[[], None]) -> None:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
     """Print a table, in colour in a terminal only."""
     print_renderable(make_table(columns, rows, title=title))
-
-
-def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> Table:
-    """A table of text. A column whose name starts with > is numeric."""
-    table = Table(
-        title=Text(escape_unprintable(title)) if title else None,
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
-    for column in columns:
-        number = column.startswith(">")
-        table.add_column(
-            column.removeprefix(">"), justify="right" if number else "left", overflow="fold"
-        )
-    for row in rows:
-        table.add_row(*(Text(escape_unprintable(cell)) for cell in row))
-    return table
 
 
 def print_renderable(table: RenderableType) -> None:

@@ -14,11 +14,11 @@ from rich.live import Live
 from rich.table import Table
 
 from fxtrain._display import show_bytes
+from fxtrain._drawing import make_table
 from fxtrain._reading import write_file
 from fxtrain.cli.output import (
     PICTURES,
     as_json,
-    make_table,
     option,
     print_renderable,
     report,

@@ -13,7 +13,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any, Literal
 
-from fxtrain._optional import optional
+from fxtrain._drawing import COLOURS, make_figure
 from fxtrain._other_names import closest
 from fxtrain._version import __version__
 from fxtrain.curves.reading import Curve, RunCurves
@@ -25,8 +25,6 @@ _FIRST = (
     "loss", "eval", "grad_norm", "skipped", "lr", "rows_per_s", "tokens_per_s", "waiting", "time",
     "memory_gib", "memory_peak_gib",
 )  # fmt: skip
-# The palette of Okabe and Ito, which colour-blind people can tell apart.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _SHOWN = 5
 _CENTURY_S = 3600 * 24 * 36_500
 
@@ -167,9 +165,8 @@ def picture_of(
             f"report: no run has logged the curve {metric!r}.{closest(metric, names)} Metrics that "
             f"have been logged: {some}."
         )
-    figure = optional("matplotlib.figure", extra="plots", needed_by="--curve")
-    drawn = figure.Figure(figsize=(8, 4.5), layout="constrained")
-    axes = drawn.subplots()
+    drawn = make_figure("--curve", height=4.5)
+    (axes,) = drawn.axes
     for number, run in enumerate(runs):
         if metric in run.curves:
             xs = run.curves[metric].axis(over)
@@ -178,7 +175,7 @@ def picture_of(
             (line,) = axes.plot(
                 [x - start for x in xs],
                 run.curves[metric].values,
-                color=_COLOURS[number % len(_COLOURS)],
+                color=COLOURS[number % len(COLOURS)],
                 linewidth=1.5,
             )
             line.set_label(run.label.replace("$", r"\$").removeprefix("_"))

@@ -14,10 +14,9 @@ from typing import Any
 
 import attrs
 from attrs import validators
-from rich import box
 from rich.table import Table
 
-from fxtrain._optional import optional
+from fxtrain._drawing import make_figure, make_table
 from fxtrain._record import above, record
 from fxtrain.errors import PlanError
 from fxtrain.state import DDP, FSDP, PP, DryRun
@@ -231,19 +230,15 @@ class Goodput:
             f"Goodput of {setup.ranks} ranks: a failure every {_shown(setup.mtbf_s)}, a "
             f"checkpoint of {_shown(setup.checkpoint_s)} every"
         )
-        grid = Table(
-            "spares", box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left"
-        )
-        for interval in self.intervals_s:
-            grid.add_column(_shown(interval), justify="right")
         formula = [setup.daly_goodput(interval) for interval in self.intervals_s]
-        rows = dict(zip(map(str, self.spares), self.rows, strict=True))
-        for name, row in {**rows, "Daly, no waiting": formula}.items():
-            grid.add_row(name, *(f"{100 * share:.1f} %" for share in row))
+        rows = {**dict(zip(self.spares, self.rows, strict=True)), "Daly, no waiting": formula}
         young, daly = _shown(setup.young_interval_s), _shown(setup.daly_interval_s)
-        grid.caption = f"Best interval: {young} by Young's formula, {daly} by Daly's."
-        grid.caption_justify = "left"
-        return grid
+        return make_table(
+            ("spares", *(f">{_shown(interval)}" for interval in self.intervals_s)),
+            [(str(name), *(f"{100 * x:.1f} %" for x in row)) for name, row in rows.items()],
+            title=title,
+            caption=f"Best interval: {young} by Young's formula, {daly} by Daly's.",
+        )
 
     def plot(self) -> Any:
         """Goodput over intervals, with Daly's formula, as a `matplotlib.figure.Figure`.
@@ -252,12 +247,9 @@ class Goodput:
             MissingPackageError: matplotlib is not installed (the extra `plots`).
         """
         setup = self.failures
-        figure = optional("matplotlib.figure", extra="plots", needed_by="Goodput.plot")
-        drawn = figure.Figure(figsize=(8, 4), layout="constrained")
-        axes = drawn.subplots()
-        axes.set_title(
-            f"{setup.ranks} ranks: a failure every {setup.mtbf_s / _HOUR:.2g} h", loc="left"
-        )
+        title = f"{setup.ranks} ranks: a failure every {setup.mtbf_s / _HOUR:.2g} h"
+        drawn = make_figure("Goodput.plot", title)
+        (axes,) = drawn.axes
         minutes = [interval / 60 for interval in self.intervals_s]
         for number, row in zip(self.spares, self.rows, strict=True):
             axes.plot(minutes, [100 * share for share in row], marker="o", label=f"{number} spares")

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import attrs
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from torch.autograd import DeviceType
 
+from fxtrain._drawing import make_table
 from fxtrain._record import at_least, record
 from fxtrain.state import read_record
 
@@ -134,18 +133,17 @@ class Summary:
 
     def __rich__(self) -> RenderableType:
         """A table of milliseconds per step."""
-        grid = Table("rank", box=box.SIMPLE_HEAD, pad_edge=False, title="ms per step")
-        for column in _COLUMNS:
-            grid.add_column(column, justify="right")
-        counted = any(rank.flops is not None for rank in self.ranks)
-        if counted:
-            grid.add_column("GFLOP", justify="right")
-        for rank in self.ranks:
-            cells = [f"{_ms_per_step(rank, column):.3f}" for column in _COLUMNS]
-            if counted:
-                flops = "" if rank.flops is None else f"{rank.flops / len(rank.steps) / 1e9:.3g}"
-                cells.append(flops)
-            grid.add_row(str(rank.rank), *cells)
+        columns = ["rank", *(f">{column}" for column in _COLUMNS)]
+        rows = [
+            [str(rank.rank), *(f"{_ms_per_step(rank, column):.3f}" for column in _COLUMNS)]
+            for rank in self.ranks
+        ]
+        if any(rank.flops is not None for rank in self.ranks):
+            columns.append(">GFLOP")
+            for row, rank in zip(rows, self.ranks, strict=True):
+                each = None if rank.flops is None else rank.flops / len(rank.steps) / 1e9
+                row.append("" if each is None else f"{each:.3g}")
+        grid = make_table(columns, rows, title="ms per step")
         if self.slowest is None:
             return grid
         ranks = sorted(self.ranks, key=lambda rank: _ms_per_step(rank, "own"))
@@ -227,15 +225,12 @@ def step_times(events: Iterable[Event]) -> list[StepTimes]:
         on_host = _host_spans(host, phases)
         # What a device computes counts there; what the host does beside it is reading data.
         within = _COLLECTIVE + 1 + _DATA
-        spans += [span for span in on_host if not kernels or span.part == within]
+        spans += [span for span in on_host if not kernels or span[2] == within]
     spans += [_kernel_span(kernel, phases) for kernel in kernels]
     return list(_attributed(spans, sorted(steps, key=lambda step: step.begin)))
 
 
-class _Span(NamedTuple):
-    begin: int
-    end: int
-    part: int  # index of _PARTS
+_Span = tuple[int, int, int]  # begin, end, and the index of its part among _PARTS
 
 
 def _host_spans(events: list[Event], phases: dict[int, int]) -> Iterator[_Span]:
@@ -249,14 +244,14 @@ def _host_spans(events: list[Event], phases: dict[int, int]) -> Iterator[_Span]:
         phase = _PHASES.index(own) if own else around[-1][1] if around else _FORWARD
         phases[event.id] = phase
         if _COLLECTIVES.match(event.name):
-            yield _Span(event.begin, event.end, _COLLECTIVE)
+            yield event.begin, event.end, _COLLECTIVE
             continue
         around.append((event.end, phase))
         is_leaf = follower is None or follower.begin >= event.end
         if is_leaf and not event.is_range:
-            yield _Span(event.begin, event.end, phase)
+            yield event.begin, event.end, phase
         elif own or not event.is_range:
-            yield _Span(event.begin, event.end, _COLLECTIVE + 1 + phase)
+            yield event.begin, event.end, _COLLECTIVE + 1 + phase
 
 
 def _kernel_span(kernel: Event, phases: dict[int, int]) -> _Span:
@@ -266,13 +261,13 @@ def _kernel_span(kernel: Event, phases: dict[int, int]) -> _Span:
         part = _DATA
     else:
         part = phases.get(kernel.launcher or 0, _FORWARD)
-    return _Span(kernel.begin, kernel.end, part)
+    return kernel.begin, kernel.end, part
 
 
 def _attributed(spans: list[_Span], steps: list[Event]) -> Iterator[StepTimes]:
     """Each step with the time of the first part that was active at each of its moments."""
-    edges = [(span.begin, span.part, 1) for span in spans]
-    edges += [(span.end, span.part, -1) for span in spans]
+    edges = [(begin, part, 1) for begin, _, part in spans]
+    edges += [(end, part, -1) for _, end, part in spans]
     edges.sort()
     active = [0] * (len(_PARTS) - 1) + [1]  # always idle, if nothing else
     at = 0

@@ -208,5 +208,5 @@ def test_the_table_shows_the_largest_errors(ctx):
     lines = shown.get().splitlines()
     start = next(n for n, line in enumerate(lines) if "largest errors" in line)
     worst = sorted(found.plans[0].layers, key=lambda one: -one.relative)[:2]
-    named = [line.split()[0] for line in lines[start + 2 :] if line.strip()]
+    named = [line.split()[0] for line in lines[start + 1 :] if line.strip()]
     assert named == [one.name for one in worst]
