@@ -167,7 +167,15 @@ def compare(
         >>> found.plans[0].outputs.relative < 0.01
         True
     """
-    _check(case, ctx, updates)
+    check_connected("quality.compare", ctx)
+    if updates and (case.loss is None or case.optimizer is None):
+        raise PlanError(f"quality.compare(updates={updates}) needs Case(loss=..., optimizer=...).")
+    ranks = ctx.axis("data").world_size
+    if len(case.batches) < ranks:
+        raise DataError(
+            f"quality.compare: {counted(len(case.batches), 'batch')} for "
+            f"{counted(ranks, 'data rank')}. Pass at least one batch for each."
+        )
     with ops.fork_rng(ctx, reference.seed):
         base = _wrapped(case, ctx, reference)
         outcomes = [
@@ -179,33 +187,13 @@ def compare(
         del base
         losses = _losses(case, ctx, reference, updates)
         curves = [_losses(case, ctx, plan, updates) for plan in plans.values()]
+    quantize = "" if reference.quantize is None else f", {type(reference.quantize).__name__}"
     return Comparison(
-        reference=_name_of(reference),
+        reference=f"{reference.precision.compute}{quantize}",
         weight_bytes=size,
         losses=losses,
         plans=tuple(map(lambda plan, curve: attrs.evolve(plan, losses=curve), outcomes, curves)),
     )
-
-
-def _check(case: Case, ctx: DistContext, updates: int) -> None:
-    check_connected("quality.compare", ctx)
-    if updates and (case.loss is None or case.optimizer is None):
-        raise PlanError(
-            f"quality.compare(updates={updates}): the case has no "
-            f"{'loss' if case.loss is None else 'optimizer'}, which training needs. Use "
-            f"Case(loss=lambda model, batch: ..., optimizer=lambda params: ...)."
-        )
-    ranks = ctx.axis("data").world_size
-    if len(case.batches) < ranks:
-        raise DataError(
-            f"quality.compare: {counted(len(case.batches), 'batch')} for "
-            f"{counted(ranks, 'data rank')}. Pass at least one batch for each."
-        )
-
-
-def _name_of(plan: Plan) -> str:
-    quantize = "" if plan.quantize is None else f", {type(plan.quantize).__name__}"
-    return f"{plan.precision.compute}{quantize}"
 
 
 def _wrapped(case: Case, ctx: DistContext, plan: Plan, optimizer: Any = None) -> Wrapped:

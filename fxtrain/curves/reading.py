@@ -359,32 +359,21 @@ def _labelled(runs: Sequence[RunCurves]) -> tuple[RunCurves, ...]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Values as a line of bars: the mean of each part; a part without finite values is a space.
+    """Values as a line of bars, each the last of a part; values that are not finite are spaces.
 
     Example:
         >>> sparkline([0.0, 1.0, 2.0, float("nan"), 7.0], 5)
         '▁▂▃ █'
     """
     width = min(width, len(values))
-    parts = [
-        values[at * len(values) // width : (at + 1) * len(values) // width] for at in range(width)
-    ]
-    finite = [[value for value in part if math.isfinite(value)] for part in parts]
-    means = [_mean(part) if part else math.nan for part in finite]
-    known = [mean for mean in means if not math.isnan(mean)]
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    return "".join(_bar(mean, low, high) for mean in means)
+    last = [values[(at + 1) * len(values) // width - 1] for at in range(width)]
+    finite = [value for value in last if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    span = high / 2 - low / 2  # halved, since large values overflow
 
+    def bar(value: float) -> str:
+        if not math.isfinite(value):
+            return " "
+        return _BARS[round((value / 2 - low / 2) / (span or 1.0) * (len(_BARS) - 1))]
 
-def _mean(values: Sequence[float]) -> float:
-    # Divided before they are added, so that large values do not overflow; rounding must not make
-    # bars of equal values differ.
-    mean = sum(value / len(values) for value in values)
-    return min(max(mean, min(values)), max(values))
-
-
-def _bar(value: float, low: float, high: float) -> str:
-    if math.isnan(value):
-        return " "
-    span = high / 2 - low / 2
-    return _BARS[round((value / 2 - low / 2) / span * (len(_BARS) - 1))] if span > 0 else _BARS[0]
+    return "".join(map(bar, last))

@@ -8,7 +8,7 @@ import os
 import runpy
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -61,12 +61,7 @@ def _redirect(folder: Path, stop: int, first: str | None) -> None:
         inside = str(path)
         return path if inside.startswith(str(folder)) else str(folder / quote(inside, safe=""))
 
-    save, restore, latest, verify = (
-        checkpoint.save,
-        checkpoint.restore,
-        checkpoint.latest,
-        checkpoint.verify,
-    )
+    save = checkpoint.save
 
     def save_and_count(path: Any, *args: Any, **options: Any) -> Saving:
         saving = save(elsewhere(path), *args, **options)
@@ -83,11 +78,15 @@ def _redirect(folder: Path, stop: int, first: str | None) -> None:
         return saving
 
     _put(save, save_and_count)
-    _put(restore, lambda path, *args, **more: restore(elsewhere(path), *args, **more))
-    _put(latest, lambda path: latest(elsewhere(path)))
-    _put(verify, lambda path: verify(elsewhere(path)))
+    for function in (checkpoint.restore, checkpoint.latest, checkpoint.verify):
+        _put(function, lambda path, *args, of=function, **more: of(elsewhere(path), *args, **more))
+    _silence(elsewhere)
+
+
+def _silence(elsewhere: Callable[[Any], Any], **changes: Any) -> None:
+    """Have runs write to another folder, to no tracker."""
     fit, track = loop.fit, trackers.track
-    silent: Any = {"to": ()}
+    silent: Any = {"to": (), **changes}
     _put(fit, lambda a, b, c, path, **more: fit(a, b, c, elsewhere(path), **more | silent))
     _put(track, lambda path, ctx, to=(), **more: track(elsewhere(path), ctx, (), **more))
 
@@ -95,8 +94,7 @@ def _redirect(folder: Path, stop: int, first: str | None) -> None:
 def _replay(orders: Mapping[str, Any]) -> None:
     """Restore a given checkpoint, save none, and report the micro-batches up to an update."""
     chosen, update, records = orders["checkpoint"], orders["update"], orders["records"]
-    restore, step, fit, track = checkpoint.restore, loop.step, loop.fit, trackers.track
-    scratch = orders["folder"]
+    restore, step, scratch = checkpoint.restore, loop.step, orders["folder"]
     losses: list[str] = []
 
     def report_and_stop(ctx: Any, batch: Any, fns: Any) -> Any:
@@ -126,9 +124,7 @@ def _replay(orders: Mapping[str, Any]) -> None:
     _put(checkpoint.latest, lambda path: chosen)
     _put(checkpoint.save, lambda path, *args, **options: Saving(path=os.fspath(path)))
     _put(verify_replicas, lambda model: None)  # which would end the run where they differ
-    quiet: Any = {"to": (), "checkpoints": scratch}
-    _put(fit, lambda a, b, c, path, **more: fit(a, b, c, scratch, **more | quiet))
-    _put(track, lambda path, ctx, to=(), **more: track(scratch, ctx, (), **more))
+    _silence(lambda path: scratch, checkpoints=scratch)
 
 
 def _tell(ctx: Any, report: Any) -> None:
@@ -168,14 +164,30 @@ def read_replays(folders: Sequence[Path]) -> list[Replayed]:
         CheckpointError: a script has recorded no update, or not the same ones each time.
     """
     times = [_recorded(folder) for folder in folders]
-    updates = [sorted(row) for ranks in times for row in ranks.values()]
+    updates = [sorted(rows) for ranks in times for rows in ranks.values()]
     if not updates or any(numbers != updates[0] for numbers in updates):
         raise CheckpointError(
             "replay: the script did not run the same updates each time. It should train with "
             "fx.fit, or restore with fx.restore and train with fx.step, and depend on nothing "
             "that has changed since.",
         )
-    return [_replayed(update, times) for update in updates[0]]
+    first, *others = times
+
+    def differing(key: str, update: int) -> tuple[int, ...]:
+        return tuple(
+            rank
+            for rank, rows in sorted(first.items())
+            if any(again[rank][update][key] != rows[update][key] for again in others)
+        )
+
+    replays: list[Replayed] = []
+    for update in updates[0]:
+        losses, tensors = differing("losses", update), differing("digests", update)
+        digests = [rows[update]["digests"] for _, rows in sorted(first.items())]
+        same = not (losses or tensors)
+        replicas = tuple(described(differences_of(digests), {})) if same else ()
+        replays.append(Replayed(update=update, losses=losses, tensors=tensors, replicas=replicas))
+    return replays
 
 
 def _recorded(folder: Path) -> dict[int, _Rows]:
@@ -185,22 +197,6 @@ def _recorded(folder: Path) -> dict[int, _Rows]:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         lines_of[int(path.stem.removeprefix("rank-"))] = {line["update"]: line for line in lines}
     return lines_of
-
-
-def _replayed(update: int, times: Sequence[Mapping[int, _Rows]]) -> Replayed:
-    first, *others = ({rank: rows[update] for rank, rows in repeated.items()} for repeated in times)
-
-    def differing(key: str) -> tuple[int, ...]:
-        ranks = sorted(first)
-        return tuple(
-            r for r in ranks if any(repeated[r][key] != first[r][key] for repeated in others)
-        )
-
-    losses, tensors = differing("losses"), differing("digests")
-    replicas: list[str] = []
-    if not (losses or tensors):
-        replicas = described(differences_of([first[rank]["digests"] for rank in sorted(first)]), {})
-    return Replayed(update=update, losses=losses, tensors=tensors, replicas=tuple(replicas))
 
 
 if __name__ == "__main__":

@@ -141,8 +141,8 @@ def test_the_case_says_what_to_compare(ctx):
     ("change", "more", "words"),
     [
         ({"outputs": "best"}, {}, "choose one of 'values', 'logits', 'embeddings'"),
-        ({"loss": None}, {"updates": 1}, "has no loss"),
-        ({"optimizer": None}, {"updates": 1}, "has no optimizer"),
+        ({"loss": None}, {"updates": 1}, "needs Case"),
+        ({"optimizer": None}, {"updates": 1}, "needs Case"),
     ],
 )
 def test_what_cannot_be_compared(ctx, change, more, words):
