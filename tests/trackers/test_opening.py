@@ -15,7 +15,6 @@ from fxtrain.state.registry import kind_of
 from fxtrain.trackers import (
     TRACKERS,
     Aim,
-    ClearML,
     Comet,
     DVCLive,
     SwanLab,
@@ -165,16 +164,8 @@ def test_an_unknown_tracker_is_named_with_the_nearest(ctx, tmp_path, to, words):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        fx.TensorBoard(), fx.WandB(project="p"), fx.MLflow(experiment="p"), DVCLive(),
-        Trackio(project="p"), Comet(project="p"), Aim(experiment="p"), ClearML(project="p"),
-        SwanLab(project="p"),
-    ],
-    ids=lambda config: config.kind,
-)  # fmt: skip
-def test_a_package_that_is_missing_is_named_with_its_extra(ctx, tmp_path, monkeypatch, config):
+@pytest.mark.parametrize("tracker", LIBRARIES, ids=lambda tracker: tracker.name)
+def test_a_package_that_is_missing_is_named_with_its_extra(ctx, tmp_path, monkeypatch, tracker):
     find = importlib.import_module
 
     def missing(name):
@@ -183,9 +174,10 @@ def test_a_package_that_is_missing_is_named_with_its_extra(ctx, tmp_path, monkey
         return find(name)
 
     monkeypatch.setattr("fxtrain._optional.importlib.import_module", missing)
-    words = rf"^fx\.(trackers\.)?{type(config).__name__}\(.*pip install 'fxtrain\[{config.kind}\]'"
+    name, extra = tracker.config.__name__, kind_of(tracker.config)
+    words = rf"^fx\.(trackers\.)?{name}\(.*pip install 'fxtrain\[{extra}\]'"
     with pytest.raises(fx.errors.MissingPackageError, match=words):
-        fx.track(tmp_path, ctx, [config])
+        fx.track(tmp_path, ctx, [tracker.config()])
 
 
 def test_configs_are_values_that_files_hold():

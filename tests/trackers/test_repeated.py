@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import fxtrain as fx
 from fxtrain.trackers import read_run
-from fxtrain.trackers.libraries.clearml import CLEARML
+from fxtrain.trackers.services import CLEARML
 from tests.trackers._trackers import own_tracker
 
 
