@@ -123,7 +123,7 @@ class Trace:
     _on_trace_ready: "Callable[[Trace], object] | None" = attrs.field(
         default=None, alias="on_trace_ready", repr=False
     )
-    _profiler: _Profiler | None = attrs.field(default=None, init=False, repr=False)
+    _recorder: _Profiler | None = attrs.field(default=None, init=False, repr=False)
     _is_ending: bool = attrs.field(default=False, init=False, repr=False)
     _is_ready: bool = attrs.field(default=False, init=False, repr=False)  # a trace, just now
     _recorded: Profiler | None = attrs.field(default=None, init=False, repr=False)  # last cycle
@@ -144,8 +144,8 @@ class Trace:
             Exception: of `on_trace_ready`, on its rank.
         """
         self.count += 1
-        if self._profiler is not None:
-            self._profiler.step()
+        if self._recorder is not None:
+            self._recorder.step()
             self._tell()
 
     def key_averages(
@@ -174,7 +174,7 @@ class Trace:
     def _start(self) -> None:
         spec = self._spec
         verbose = _TORCH._profiler._ExperimentalConfig(verbose=True)  # else stacks are empty
-        self._profiler = _Profiler(
+        self._recorder = _Profiler(
             activities=activities_of(spec, self.ctx),
             record_shapes=spec.shapes,
             profile_memory=spec.memory,
@@ -185,10 +185,10 @@ class Trace:
             schedule=functools.partial(_action, spec),
             on_trace_ready=self._keep,
         )
-        self._profiler.ctx = self.ctx
+        self._recorder.ctx = self.ctx
         if self.ctx.device.type == "cuda" and spec.memory:
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
-        self._profiler.start()
+        self._recorder.start()
 
     def _keep(self, profiler: Any) -> None:
         """Keep what a cycle has recorded; torch's profiler, which has stopped, calls this."""
@@ -240,16 +240,16 @@ class Trace:
 
     def _abandon(self) -> None:
         """Stop the profiler after an error; keep nothing."""
-        profiler = self._profiler
+        profiler = self._recorder
         if profiler is not None and (is_profiling() or profiler.current_action not in _RECORDS):
             profiler.on_trace_ready = None
             profiler.stop()
 
     def _finish(self) -> None:
         with fail_together(self.ctx):
-            if self._profiler is not None:
+            if self._recorder is not None:
                 self._is_ending = True
-                self._profiler.stop()
+                self._recorder.stop()
                 self._tell()
         mine = None
         if self._steps:
@@ -332,7 +332,7 @@ def profile(
         raise
     finally:
         # torch's profiler is part of a reference cycle, which Python's collector may free late.
-        trace._profiler = None
+        trace._recorder = None
         if ctx.device.type == "cuda" and spec.memory:
             torch.cuda.memory._record_memory_history(enabled=None)
 
