@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn.parameter import is_lazy
 
 from fxtrain._reading import StrPath, path_problem, write_file
@@ -130,6 +131,9 @@ def full_values(tensor: Any) -> Tensor:
     full: Any = tensor.detach()
     if not is_sharded(full):
         return full
+    device, mesh = full.device, full.device_mesh
+    if device.type != "cpu" and f"{device.type}:gloo" in dist.get_backend_config(mesh.get_group(0)):
+        full = _shards_on_host(full)
     # Shards of shards are gathered first, each in a call of its own: torch cannot merge these
     # gathers with those of the other dimensions, and logs so.
     placements = [*full.placements]
@@ -138,7 +142,27 @@ def full_values(tensor: Any) -> Tensor:
             package = importlib.import_module("torch.distributed.tensor")
             placements[dim] = package.Replicate()
             full = full.redistribute(placements=placements)
-    return full.full_tensor()
+    return full.full_tensor().to(device)
+
+
+def _shards_on_host(tensor: Any) -> Any:
+    """The same shards on the CPU: torch's gather of a DTensor crashes over gloo on a GPU (2.11)."""
+    package = importlib.import_module("torch.distributed.tensor")
+    mesh = tensor.device_mesh
+    host = package.DeviceMesh.from_group(
+        mesh.get_all_groups(),
+        "cpu",
+        mesh=mesh.mesh,
+        mesh_dim_names=mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim))),
+    )
+    return package.DTensor.from_local(
+        tensor.to_local().cpu(),
+        host,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def set_values(tensor: Tensor, value: Tensor) -> None:
