@@ -142,8 +142,11 @@ def _of_stages(
         count({name: 1, **args}, name)
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     )
-    if absent := set(itertools.product(range(tensor), range(stages))) ^ set(files):
-        ranks = ", ".join(f"{t}/{p}" for t, p in sorted(absent)[:5])
+    # Without a table of all ranks, whose number may be any in a damaged file.
+    wanted = ((t, p) for t in range(tensor) for p in range(stages))
+    absent = [*itertools.islice((place for place in wanted if place not in files), 5)]
+    if absent := absent or [(t, p) for t, p in files if t >= tensor or p >= stages]:
+        ranks = ", ".join(f"{t}/{p}" for t, p in absent[:5])
         raise CheckpointError(
             f"{root}: the model was cut over {tensor} tensor-parallel and {stages} pipeline-"
             f"parallel ranks, but the files of the ranks {ranks} are missing, or are from another "

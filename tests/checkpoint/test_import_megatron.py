@@ -134,6 +134,11 @@ def _apart(contents):
         ("00_000", lambda c: vars(c["args"]).update(num_layers=3), "more than 3 layers"),
         ("00_000", lambda c: vars(c["args"]).update(num_layers=10**12), "fewer than"),
         ("00_000", lambda c: vars(c["args"]).update(num_layers=None), "num_layers is None"),
+        (
+            "00_000",
+            lambda c: vars(c["args"]).update(tensor_model_parallel_size=2**62),
+            "files of the ranks 2/0, 2/1, 3/0, 3/1, 4/0 are missing",
+        ),
         ("00_000", lambda c: c.update(model={"language_model": {}}), "--use-legacy-models"),
     ],
 )
