@@ -54,7 +54,7 @@ def _weights(values, anchor):
 CONSTANT = _weights(st.just(0.0) | POSITIVE, POSITIVE)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     weights=_weights(POSITIVE | SCHEDULES, POSITIVE),
     accumulate=st.integers(1, 3),
@@ -107,7 +107,7 @@ PARTS = st.lists(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(parts=PARTS, seed=st.integers(0, 3), batch=st.sampled_from(["per_rank", "global"]))
 def test_no_row_is_repeated_or_lost_when_a_blend_changes(sources, parts, seed, batch):
     rows = _run(sources, parts, fx.Plan(seed=seed, batch=batch))
@@ -135,7 +135,7 @@ def test_ranks_batches_and_cuts_do_not_change_a_blend(sources, weights, parts):
     assert cut == _run(sources, [(weights, 1, 1, len(cut))], fx.Plan())
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     weights=CONSTANT,
     ranks=st.integers(1, 3),

@@ -1,7 +1,7 @@
 """The log of memory and the text forms of a dry run, for any history."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
@@ -83,6 +83,7 @@ runs = st.builds(
 )
 
 
+@settings(max_examples=15)  # a picture takes a while
 @given(run=runs)
 def test_a_dry_run_survives_its_text(run):
     assert fx.state.loads(fx.state.dumps(run), fx.state.DryRun) == run

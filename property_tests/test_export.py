@@ -120,7 +120,7 @@ entry = st.fixed_dictionaries(
 headers = st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), entry | json_values)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     header=st.binary(max_size=40) | headers.map(lambda table: json.dumps(table).encode()),
     body=st.binary(max_size=12),

@@ -3,7 +3,7 @@
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxtrain.profiling import Failures, failures, simulate_run
@@ -23,6 +23,7 @@ SETUPS = st.builds(
 
 
 @mock.patch.object(failures, "_MOST_FAILURES", MOST)
+@settings(max_examples=20)
 @given(setup=SETUPS, interval=st.floats(1, 1e5), work=st.floats(1, 1e6), seed=st.integers(0, 99))
 def test_time_is_conserved(setup, interval, work, seed):
     run = simulate_run(setup, interval_s=interval, work_s=work, seed=seed)

@@ -25,7 +25,7 @@ def test_what_was_written_is_read(saved):
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_changed_structure_is_refused_or_holds_together(saved, data):
     changed = data.draw(mutated(saved[1]))
@@ -39,7 +39,7 @@ def test_changed_structure_is_refused_or_holds_together(saved, data):
     assert all("/" not in name and ".." not in name for name in manifest.files)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_changed_bytes_under_a_right_digest(saved, data):
     body = bytearray(json.dumps(saved[1]).encode())

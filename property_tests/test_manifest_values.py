@@ -52,7 +52,7 @@ def _boxes(draw):
     return shape, boxes
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(_boxes())
 def test_parts_cover_a_tensor_if_they_have_as_many_cells(drawn):
     shape, boxes = drawn
@@ -157,7 +157,7 @@ JSON = st.recursive(
 HELD = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.bfloat16)}
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(JSON)
 @example({"$": "dtype", "value": "_dynamo"})
 @example({"$": ["tuple"], "items": []})

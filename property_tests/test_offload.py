@@ -74,7 +74,7 @@ def _placement(net, data):
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(net=models, data=st.data(), copies=st.booleans(), from_memory=st.booleans())
 def test_streamed_equals_resident(net, data, copies, from_memory):
     resident = copy.deepcopy(net)
@@ -100,7 +100,7 @@ def test_streamed_equals_resident(net, data, copies, from_memory):
         assert torch.equal(net(x, order), resident(x, order))
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(net=models, data=st.data(), copies=st.booleans(), recompute=st.booleans())
 def test_gradients_of_resident_parameters_equal_those_of_the_resident_model(
     net, data, copies, recompute

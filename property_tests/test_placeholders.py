@@ -134,7 +134,7 @@ def _tensor(*rows):
 PARTS = [[_tensor([1, 2]), _tensor([0, 1], [2, 1])], [_tensor([3, 1], [1, 1]), _tensor()]]
 
 
-@settings(max_examples=24, phases=NO_SHRINK)
+@settings(max_examples=12, phases=NO_SHRINK)
 @example(PARTS, fx.DDP(), 1, "uneven", False)
 @example(PARTS, fx.FSDP(), 2, "batch", True)
 @given(

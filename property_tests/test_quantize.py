@@ -65,7 +65,7 @@ def nets(draw, unit):
     return net
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data(), record=records(), max_shard=st.sampled_from(["1KB", "5GB"]))
 def test_quantise_save_load_is_the_identity_on_bytes(data, record, max_shard, tmp_path_factory):
     net = data.draw(nets(_unit(record)))
@@ -104,7 +104,7 @@ ACTIONS = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=st.integers(1, 4).map(lambda n: 32 * n),
     columns=st.integers(1, 3).map(lambda n: 64 * n),

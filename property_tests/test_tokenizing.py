@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.data.tokenizing import tokenize_parts
+from fxtrain.testing.cluster import starter
 from tests.data._texts import WORDS, documents_of, tokens_of, write_lines, write_tokenizer
 
 NUMBERS = itertools.count()
@@ -36,7 +37,7 @@ def _written(place, files, settings, *, part, stops=(), workers=1):
     return source, [Path(name).read_bytes() for name in names]
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     files=st.lists(TEXTS, min_size=1, max_size=3).filter(
         lambda files: any(text for texts in files for text in texts)
@@ -68,4 +69,7 @@ def test_processes_write_the_bytes_of_one(folder):
     files = [["a b c", "d", "z z", ""] * 5, ["b"], ["c c c c"] * 7]
     how = {"format": "megatron", "end": "<end>"}
     alone = _written(place, files, how, part=40)[1]
-    assert _written(place, files, how, part=40, stops=[2], workers=2)[1] == alone
+    # As processes that have torch loaded; tests/data/test_tokenizing.py has real starts.
+    context = starter()
+    with mock.patch("fxtrain.data.tokenizing.multiprocessing.get_context", lambda _: context):
+        assert _written(place, files, how, part=40, stops=[2], workers=2)[1] == alone

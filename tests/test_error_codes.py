@@ -20,6 +20,11 @@ CLASSES = [getattr(fx, name) for name in fx.__all__ if name.endswith("Error")]
 CODES = [one.code for one in ERROR_CODES]
 
 
+@pytest.fixture(scope="module")
+def page():
+    return site_reference.generated_pages()["reference/errors"]
+
+
 def _codes_in(source: str) -> set[str]:
     return {
         node.value
@@ -44,8 +49,7 @@ def test_a_class_has_a_code_of_its_own_before_those_of_its_errors(kind):
 
 
 @pytest.mark.parametrize("one", ERROR_CODES, ids=CODES)
-def test_a_code_has_cause_and_cure_on_the_page_and_in_the_terminal(one, capsys):
-    page = site_reference.generated_pages()["reference/errors"]
+def test_a_code_has_cause_and_cure_on_the_page_and_in_the_terminal(one, page, capsys):
     section = page.partition(f"({one.code.lower()})=\n")[2].partition("\n(fx")[0]
     assert main(["explain", one.code]) == Exit.WELL
     shown = " ".join(capsys.readouterr().out.split())

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.testing import Transformer
@@ -111,35 +110,3 @@ def test_another_strategy_and_number_of_ranks(clusters, first, then, tmp_path):
         assert then[1] == "zero1" or found.keys() == wanted.keys()
         for name, tensor in found.items():
             assert torch.equal(wanted[name], tensor), name
-
-
-def _open_window(ctx, folder, sync_each):
-    plan = fx.Plan(strategy=fx.FSDP(wrap=("Block",)), accumulate=2, sync_each=sync_each)
-
-    def start():
-        return fx.wrap(Transformer(), ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-
-    def loss(model, batch):
-        return model(batch.data).square().mean()
-
-    rows = torch.arange(32 * 6).reshape(32, 6) % 24
-    loader = fx.shard(DataLoader(rows, batch_size=2), ctx, plan)
-    model = start()
-    fns = fx.StepFns(model=model, loss=loss)
-    batches = iter(loader)
-    for _ in range(3):
-        report = fx.step(ctx, next(batches), fns)
-    assert report.position.micro == 1
-    fx.save(folder, ctx, model, position=report.position)
-    fx.step(ctx, next(batches), fns)
-    again = start()
-    restored = fx.restore(folder, ctx, again)
-    batches = iter(loader.at(restored.position))
-    fx.step(ctx, next(batches), fx.StepFns(model=again, loss=loss))
-    wanted, found = _whole(model), _whole(again)
-    return [name for name in wanted if not torch.equal(wanted[name], found[name])]
-
-
-@pytest.mark.parametrize("sync_each", [False, True])
-def test_an_open_window_under_fsdp_is_exact(pair, sync_each, tmp_path):
-    assert pair.run(_open_window, str(tmp_path), sync_each) == [[], []]

@@ -1,14 +1,14 @@
 """`fxtrain diagnose` and `fxtrain stacks` on records of ranks in files."""
 
 import json
+import logging
 import os
 import pickle
 import platform
-import subprocess
-import sys
 import time
 
 import pytest
+from torch.distributed.flight_recorder import fr_trace
 
 from fxtrain.cli import main
 from fxtrain.ops.stacks import Frame, ask, groups_of, process_start, read_stands, unreported
@@ -104,15 +104,23 @@ def test_missing_ranks_and_those_of_an_earlier_attempt(tmp_path, capsys):
     assert "read_rows" not in shown
 
 
-def _torchfrtrace(*words):
-    tool = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
-    done = subprocess.run([*tool, *map(str, words)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+@pytest.fixture
+def torchfrtrace(caplog):
+    """What torch's command logs, called in this process."""
+
+    def call(*words):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="Flight Recorder"):
+            fr_trace.main([*map(str, words)])
+        return caplog.text
+
+    return call
 
 
 @pytest.mark.parametrize("oldest", [9, 10, 12])
-def test_torchfrtrace_names_the_rank_that_has_not_started_a_collective(run, capsys, oldest):
+def test_torchfrtrace_names_the_rank_that_has_not_started_a_collective(
+    run, capsys, torchfrtrace, oldest
+):
     """A rank that has forgotten the oldest calls is not missing in them."""
     for rank in (0, 1, 3):
         _write(run / "stacks", rank, [WAIT, MAIN], calls=_calls(*range(10, 18)))
@@ -121,14 +129,14 @@ def test_torchfrtrace_names_the_rank_that_has_not_started_a_collective(run, caps
     main(["diagnose", str(run)])
     dumps = run / "stacks" / "flight_recorder"
     assert f"torchfrtrace {dumps}\n" in capsys.readouterr().out
-    said = _torchfrtrace(dumps)
+    said = torchfrtrace(dumps)
     assert said.count("Not all ranks joining collective, sequence number: 17") == 1
     assert said.count("sequence number") == 1
     assert "collective: gloo:all_gather gather\n" in said and "missing ranks: {2}" in said
     assert f"{MAIN[2]} at {MAIN[0]}:{MAIN[1]}" in said
 
 
-def test_torchfrtrace_reads_the_dumps_of_ranks_that_are_not_all_there(run, capsys):
+def test_torchfrtrace_reads_the_dumps_of_ranks_that_are_not_all_there(run, capsys, torchfrtrace):
     for rank in (0, 1, 3):
         _write(run / "stacks", rank, [WAIT, MAIN], calls=_calls(16, 17))
     (run / "stacks" / "rank-2.json").unlink()
@@ -136,7 +144,7 @@ def test_torchfrtrace_reads_the_dumps_of_ranks_that_are_not_all_there(run, capsy
     main(["diagnose", str(run)])
     dumps = run / "stacks" / "flight_recorder"
     assert f"torchfrtrace --allow-incomplete-ranks {dumps}\n" in capsys.readouterr().out
-    assert "we missed FR dumps from ranks ({2})" in _torchfrtrace("--allow-incomplete-ranks", dumps)
+    assert "we missed FR dumps from ranks ({2})" in torchfrtrace("--allow-incomplete-ranks", dumps)
 
 
 def test_frames_of_the_script_are_shown_however_deep_libraries_are(tmp_path, capsys):

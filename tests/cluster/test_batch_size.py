@@ -13,6 +13,13 @@ import fxtrain as fx
 from fxtrain.tuning import is_out_of_memory
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """Leave everything else out of the collections of garbage after every try."""
+    gc.collect()
+    gc.freeze()
+
+
 def _found(ctx, start, limits, accumulate, shrink):
     tried = []
 
@@ -51,10 +58,8 @@ def test_ranks_agree_on_the_smallest(pair, limits, shrink):
     st.sampled_from([0.5, 0.9]),
 )
 def test_the_rows_of_an_update_stay(start, limit, accumulate, shrink):
-    gc.freeze()  # everything else, which every try would look through
     ctx = fx.DistContext()
     size, scaled, tried = _found(ctx, start, (limit,), accumulate, shrink)
-    gc.unfreeze()
     assert size * scaled == start * accumulate
     assert size <= min(start, limit)
     sizes = [one for one, _ in tried]

@@ -184,29 +184,6 @@ def test_a_loader_that_rank_0_cannot_share_is_an_error_everywhere(pair):
 # Results of all ranks
 
 
-def _gathered(ctx, n, size, plan):
-    rows = [(i, f"row{i}") for i in range(n)]
-    found = {"x": [], "text": [], "sum": [], "tag": []}
-    for batch in fx.shard(DataLoader(rows, batch_size=size), ctx, plan):
-        x, text = batch
-        tree = {"x": x * 1.0, "text": list(text), "sum": x.sum(), "tag": f"r{ctx.rank}"}
-        got = ops.gather_valid(tree, batch, ctx)
-        for name, values in found.items():
-            values += got[name].tolist() if isinstance(got[name], torch.Tensor) else got[name]
-    return found
-
-
-@pytest.mark.parametrize(("n", "size"), [(7, 3), (8, 2), (1, 4), (13, 5)])
-@pytest.mark.parametrize("source", ["shard", "dispatch"])
-def test_gather_valid_returns_exactly_the_rows(cluster, n, size, source):
-    plan = fx.Plan(data=fx.Data(source=source))
-    for found in cluster.run(_gathered, n, size, plan):
-        assert found["x"] == [float(i) for i in range(n)]
-        assert found["text"] == [f"row{i}" for i in range(n)]
-        # Once for every rank that had a real row.
-        assert len(found["sum"]) == len(found["tag"]) == -(-n // size)
-
-
 def _gathered_own(ctx):
     rows = torch.arange(5 if ctx.is_main else 2) + 10 * ctx.rank
     loader = fx.shard(DataLoader(rows, batch_size=2), ctx, fx.Plan(data=DECLARED))

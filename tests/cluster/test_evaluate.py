@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import fxtrain as fx
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh, token_rows
+from tests._slow import slow_after
 from tests.cluster._metrics import Share
 from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP
 
@@ -129,18 +130,18 @@ STRATEGIES = {
     "accumulated": (2, None, {"accumulate": 3}),
     "global batch": (2, None, {"batch": "global"}),
     "dispatched": (2, None, {"data": fx.Data(source="dispatch"), "even": "drop"}),
-    "more ranks than rows": (4, None, {}),
-    "replicas and shards": (4, fx.Mesh(replicate=2, shard=2), {"strategy": fx.FSDP()}),
     "tensor": (
         2,
         fx.Mesh(tensor=2),
         {"strategy": fx.FSDP(tensor=fx.TP(styles=(UP, DOWN, *ATTENTION)))},
     ),
     "sharded optimizer": (2, None, {"strategy": fx.DDP(shard_optimizer=True)}),
+    "more ranks than rows": (4, None, {}),
+    "replicas and shards": (4, fx.Mesh(replicate=2, shard=2), {"strategy": fx.FSDP()}),
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", slow_after(6, STRATEGIES))
 def test_every_strategy_gives_the_metrics_of_one_process(clusters, name):
     ranks, mesh, options = STRATEGIES[name]
     _check(clusters[ranks], 3 if ranks == 4 else 7, 2, mesh, options)

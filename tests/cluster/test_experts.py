@@ -11,6 +11,7 @@ import fxtrain as fx
 from fxtrain.testing import count_collectives, fake_world
 from fxtrain.testing.training import on_mesh
 from property_tests.test_experts import WIDTH, Block
+from tests._slow import slow_after
 from tests.cluster._models import PIPELINES
 from tests.cluster.test_tensor import MIXED, by_hand, train
 
@@ -83,7 +84,7 @@ def _resumed(ctx, plan, folder, start, stop):
     return {name: value.clone() for name, value in fx.weights(model)}
 
 
-@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(PLANS, 2)])
+@pytest.mark.parametrize(("before", "after"), slow_after(2, itertools.permutations(PLANS, 2)))
 def test_checkpoints_are_resharded(pair, tmp_path, before, after):
     wanted = pair.run(_resumed, PLANS["sharded"], str(tmp_path / "whole"), 0, 4)[0]
     folder = str(tmp_path / "run")
@@ -214,7 +215,7 @@ def _exported(ctx, name, folder):
     return {key: value.clone() for key, value in fx.weights(model)}
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", slow_after(1, MIXED))
 def test_plain_transformers_reads_an_export(pair, tmp_path, name):
     transformers = pytest.importorskip("transformers")
     weights = pair.run(_exported, name, str(tmp_path))[0]

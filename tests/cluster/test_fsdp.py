@@ -11,6 +11,7 @@ import fxtrain as fx
 from fxtrain.backends.fsdp.strategy import units
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.testing import Task, Transformer, count_collectives, fake_world, on_ranks
+from tests._slow import slow_after
 from tests.cluster._models import is_block
 
 FSDP = fx.Plan(strategy=fx.FSDP())
@@ -134,7 +135,7 @@ def _halves(ctx, compute, reduce):
 
 
 @pytest.mark.parametrize(
-    ("compute", "reduce"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32")]
+    ("compute", "reduce"), slow_after(1, [("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32")])
 )
 def test_parameters_are_gathered_in_the_plans_precision(pair, compute, reduce):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[compute]

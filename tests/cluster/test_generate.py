@@ -7,6 +7,7 @@ import torch
 import fxtrain as fx
 from fxtrain.testing import count_collectives
 from fxtrain.testing.training import on_mesh
+from tests._slow import slow_after
 from tests.cluster._models import PIPELINES, gpt2, llama, mixtral, t5
 
 pytest.importorskip("transformers")
@@ -51,8 +52,9 @@ def _generated(ctx, strategy, mesh, order):
             return fx.ops.map(lambda prompt: _tokens(net, prompt), PROMPTS, data, order=order)
 
 
-@pytest.mark.parametrize("order", ["static", "dynamic"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    ("name", "order"), [("DDP", "static"), *((name, "dynamic") for name in PLANS)]
+)
 def test_tokens_are_those_of_one_process(pair, name, order, tmp_path):
     net = llama()
     wanted = [_tokens(net, prompt) for prompt in PROMPTS]
@@ -89,10 +91,7 @@ def _together(ctx, strategy, mesh):
         return prompt, first, traffic.counts
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if TOGETHER[n][0] == 4 else []) for n in TOGETHER],
-)
+@pytest.mark.parametrize("name", slow_after(2, TOGETHER))
 def test_ranks_generate_together(clusters, name):
     ranks, strategy, mesh = TOGETHER[name]
     net = llama()
@@ -165,9 +164,7 @@ PIPES = {
 
 
 @PIPELINES
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if PIPES[n][0] == 4 else []) for n in PIPES]
-)
+@pytest.mark.parametrize("name", slow_after(1, PIPES))
 def test_a_pipeline_generates_by_stages(clusters, name):
     ranks, config, mesh, kind, (cached,) = PIPES[name]
     net = _decoder(kind)

@@ -28,6 +28,7 @@ def _from_rank_0(ctx, config):
     return tied, same, {str(p.device) for p in whole.parameters()}
 
 
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize(
     "config",
     [
@@ -40,9 +41,8 @@ def _from_rank_0(ctx, config):
     ],
     ids=["full", "hybrid", "ignored", "offload", "replicas", "zero1"],
 )
-def test_values_of_rank_0_reach_models_on_the_meta_device(clusters, config):
-    for n in (2, 4):
-        assert clusters[n].run(_from_rank_0, config) == [(True, True, {"cpu"})] * n
+def test_values_of_rank_0_reach_models_on_the_meta_device(clusters, config, n):
+    assert clusters[n].run(_from_rank_0, config) == [(True, True, {"cpu"})] * n
 
 
 def _plain_net():

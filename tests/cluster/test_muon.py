@@ -11,6 +11,7 @@ import fxtrain as fx
 from fxtrain.backends.deepspeed.setup import single_optimizer
 from fxtrain.testing import Transformer, count_collectives
 from fxtrain.testing.training import on_mesh
+from tests._slow import slow_after
 from tests.cluster._models import DOWN, PIPELINES, UP
 
 SHAPES = [(8, 8), (8, 4), (4, 8), (6, 4)]
@@ -106,7 +107,7 @@ def _resumed(ctx, plan, folder, start, stop):
     return {name: value.clone() for name, value in fx.weights(model)}, rates
 
 
-@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(PLANS, 2)])
+@pytest.mark.parametrize(("before", "after"), slow_after(2, itertools.permutations(PLANS, 2)))
 def test_a_checkpoint_is_that_of_torch(pair, ctx, tmp_path, before, after):
     wanted, rates = _resumed(ctx, fx.Plan(), tmp_path / "alone", 0, 4)
     folder = str(tmp_path / "run")

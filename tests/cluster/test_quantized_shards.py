@@ -85,7 +85,7 @@ def _packs(part):
     return isinstance(part, nn.Linear) and not part.weight.is_floating_point()
 
 
-@pytest.mark.parametrize(("mode", "name"), slow_after(2, SPLIT))
+@pytest.mark.parametrize(("mode", "name"), slow_after(1, SPLIT))
 def test_shards_compute_and_train_as_replicas_do(pair, name, mode, tmp_path):
     wanted = pair.run(_run, fx.DDP(), name, str(tmp_path / "ddp"))
     found = pair.run(_run, fx.FSDP(mode=mode), name, str(tmp_path / "fsdp"))
@@ -147,7 +147,7 @@ def _held(ctx, plan):
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("name", marked(["bnb8", "nf4"]))
+@pytest.mark.parametrize("name", slow_after(1, marked(["nf4", "bnb8"])))
 def test_a_dry_run_counts_what_a_rank_holds(pair, name):
     plan = _plan(fx.FSDP(), name)
     told = fx.dry_run(functools.partial(_rehearsed, plan), world=2)

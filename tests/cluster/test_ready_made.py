@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh, token_rows
+from tests._slow import slow_after
 from tests.cluster._models import PIPELINES
 
 CUTS = (
@@ -88,7 +89,9 @@ def _both(ctx, plan, mesh):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[PIPELINES] if name == "stages" else []) for name in STRATEGIES],
+    slow_after(
+        4, [pytest.param(name, marks=PIPELINES if name == "stages" else ()) for name in STRATEGIES]
+    ),
 )
 def test_a_ready_made_optimizer_and_scheduler_train_as_factories_do(clusters, name):
     n, plan, mesh = STRATEGIES[name]

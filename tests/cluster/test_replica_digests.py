@@ -16,6 +16,7 @@ from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.testing import Transformer, fake_world
 from fxtrain.testing.training import on_mesh
+from tests._slow import slow_after
 from tests.cluster._models import DOWN, PIPELINES, UP
 
 HYBRID = fx.Mesh(replicate=2, shard=2)
@@ -29,6 +30,7 @@ CASES = {
     "tensor and shards": (4, fx.Mesh(replicate=1, shard=2, tensor=2), TENSOR),
     "pipeline": (4, fx.Mesh(replicate=2, pipeline=2), fx.PP()),
 }
+SLOW = ("four", "hybrid", "tensor and shards", "state", "pipeline")
 
 
 def _adamw(params):
@@ -79,9 +81,14 @@ def _train(ctx, case, name="blocks.1.down.weight", ranks=(), how="raise"):
         return seen, exchanges
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[PIPELINES] if name == "pipeline" else []) for name in CASES]
-)
+def _cases(names):
+    """With marks: what runs on four ranks is slow where the same runs on two as well."""
+    slow = {name: [pytest.mark.slow] if name in SLOW else [] for name in names}
+    stages = {"pipeline": [PIPELINES]}
+    return [pytest.param(name, marks=slow[name] + stages.get(name, [])) for name in names]
+
+
+@pytest.mark.parametrize("name", _cases(CASES))
 def test_equal_replicas_pass_in_one_exchange(clusters, name):
     for seen, exchanges in clusters[CASES[name][0]].run(_train, name):
         assert len(seen) == 3
@@ -109,9 +116,7 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[PIPELINES] if name == "pipeline" else []) for name in FOUND]
-)
+@pytest.mark.parametrize("name", _cases(FOUND))
 def test_a_changed_bit_is_named_on_every_rank(clusters, name):
     case, tensor, ranks, line = FOUND[name]
     answers = clusters[CASES[case][0]].run(_train, case, tensor, ranks)
@@ -133,7 +138,7 @@ def test_ranks_of_several_nodes_are_named_with_their_hosts(clusters):
 
 @pytest.mark.parametrize(
     ("tensor", "ranks"),
-    [("blocks.1.down.weight", [0]), ("norm.weight:exp_avg", [3]), ("gain", [2])],
+    slow_after(1, [("norm.weight:exp_avg", [3]), ("blocks.1.down.weight", [0]), ("gain", [2])]),
 )
 def test_healed_replicas_have_the_bits_of_most_ranks(clusters, tensor, ranks):
     answers = clusters[4].run(_train, "four", tensor, ranks, "heal")

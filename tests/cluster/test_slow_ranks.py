@@ -13,6 +13,7 @@ import fxtrain as fx
 from fxtrain.curves import read_curves
 from fxtrain.curves.page import page_of
 from fxtrain.ops.transport.pace import _FACTOR, KEPT, Pace
+from tests._slow import slow_after
 
 SLOW_S = 0.01
 WHERE = ("loss", "data", "optimizer")
@@ -61,7 +62,7 @@ def _train(ctx, strategy, where, slow, updates, folder=None):
     return sorted(pace.slow), pace.micros / 1e6, [str(one) for one in pace.slow.values()]
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", slow_after(1, WHERE))
 def test_a_slow_rank_is_named(clusters, where):
     found = clusters[4].run(_train, fx.DDP(), where, (2,), 4 * KEPT)
     assert found[0][0] == [2]
@@ -76,7 +77,7 @@ def test_a_slow_rank_is_named_under_fsdp(pair):
     assert found[0][0] == [1]
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", slow_after(1, WHERE))
 def test_nobody_is_named_where_all_are_equally_slow(pair, where):
     found = pair.run(_train, fx.DDP(), where, (0, 1), 3 * KEPT)
     assert [slow for slow, *_ in found] == [[], []]

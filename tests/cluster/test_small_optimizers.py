@@ -11,6 +11,7 @@ from torch._functorch import config as functorch_config
 
 import fxtrain as fx
 from fxtrain.backends.core.packed_states import unpack
+from tests._slow import slow_after
 
 OPTIMIZERS = {
     "bitsandbytes AdamW8bit": ("bitsandbytes.optim", "AdamW8bit", {"min_8bit_size": 4096}),
@@ -164,7 +165,7 @@ def _resharded(ctx, name, folder, act):
     return states, kinds, _train(ctx, model, batches[3:5]), _full_states(model)
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", slow_after(1, SHARDED))
 def test_sharded_states_resume_and_reshard_bit_for_bit(pair, ctx, name, tmp_path):
     folder = str(tmp_path / "two")
     (states, kinds, losses, after), _ = pair.run(_resharded, name, folder, "save")

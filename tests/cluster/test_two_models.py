@@ -96,8 +96,10 @@ def test_adversaries_equal_the_raw_loop(cluster, name):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("way", ["step", "update"])
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*((name, "step") for name in WINDOWS), ("ddp", "update"), ("fsdp, kept whole", "update")],
+)
 def test_adversaries_in_turns_of_windows_equal_the_raw_loop(clusters, name, way):
     plan = WINDOWS[name]
     wanted = _adversaries_by_hand(plan)

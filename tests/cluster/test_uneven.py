@@ -29,6 +29,8 @@ PLANS = {
     "there and back": ((2,), fx.PP(**STAGES, schedule="dualpipe_v"), fx.Mesh(pipeline=2)),
     "alone": ((2, 4), fx.DDP(), None),
 }
+# Which share their code with another plan here.
+REPEATED = ("sharded optimizer", "grads and optimizer", "there and back")
 
 
 def _sgd(params):
@@ -84,6 +86,7 @@ def _by_hand(ranks, plan, weighted):
 def cases():
     for name, (ranks, strategy, _) in PLANS.items():
         marks = [PIPELINES] if isinstance(strategy, fx.PP) else []
+        marks += [pytest.mark.slow] if name in REPEATED else []
         for n in ranks:
             yield pytest.param(n, name, marks=marks, id=f"{n}-{name}")
 

@@ -9,6 +9,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.errors import MissingPackageError, StepError
 from fxtrain.precision.recipe_layers import convert_layers, recipe_targets
+from tests._slow import slow_after
 from tests.cluster._float8 import RECIPES, batches, kinds, net, plan_of, train, wrapped
 from tests.precision._records import mlp
 
@@ -38,7 +39,7 @@ def curve():
 
 
 @needs_torchao
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", slow_after(3, RECIPES))
 def test_training_follows_bf16(ctx, curve, name):
     plan = plan_of(RECIPES[name], fx.Single())
     model = wrapped(ctx, plan)
