@@ -20,7 +20,7 @@ from benchmarks._gpu import (
     synchronize,
     timed,
 )
-from fxtrain.precision.plain_tensors import stored_tensors
+from fxtrain.precision.quantizing import stored_tensors
 from fxtrain.precision.recipe_layers import recipe_targets
 
 _NEW = 4 if SMALL else 64
@@ -64,7 +64,7 @@ def _float8_by_hand(net, scaling):
     """As the library's documentation converts a model, for the layers that fxtrain converts."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    names = set(recipe_targets(net, fx.Float8(scaling=scaling)).names)
+    names = set(recipe_targets(net, fx.Float8(scaling=scaling))[0])
     config = Float8LinearConfig.from_recipe_name(scaling)
     if SMALL:
         object.__setattr__(config, "emulate", True)

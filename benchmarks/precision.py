@@ -154,7 +154,7 @@ def _targets(model: nn.Module) -> set[str]:
     """The layers that fxtrain quantises, so that both have the same."""
     from fxtrain.precision.quantizing import planned_layers
 
-    return set(planned_layers(model, fx.Torchao(), torch.device("cpu"), trains=False).names)
+    return set(planned_layers(model, fx.Torchao(), torch.device("cpu"), trains=False))
 
 
 def _bnb8(part: nn.Linear) -> nn.Module:
@@ -257,7 +257,7 @@ def _decoded(model: Any, net: nn.Module, by_hand: Callable[[nn.Module], Any], na
 
 
 def _megabytes(module: nn.Module) -> float:
-    from fxtrain.precision.plain_tensors import stored_tensors
+    from fxtrain.precision.quantizing import stored_tensors
 
     return sum({id(one): one.nbytes for one in stored_tensors(module).values()}.values()) / 1e6
 

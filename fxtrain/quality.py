@@ -23,7 +23,7 @@ from fxtrain.backends import unwrap, wrap
 from fxtrain.data import shard
 from fxtrain.errors import DataError, PlanError
 from fxtrain.loop import StepFns, step
-from fxtrain.precision.plain_tensors import stored_tensors
+from fxtrain.precision.quantizing import stored_tensors
 from fxtrain.state import DistContext, Plan, Wrapped
 from fxtrain.state.context import check_connected
 

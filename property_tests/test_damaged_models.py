@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.models.weight_list import read_weights
+from fxtrain.big.memory_estimates import read_weights
 from tests._damage import (
     damaged,
     damaged_inside,

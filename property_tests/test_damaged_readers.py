@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
+from fxtrain.big.memory_estimates import read_weights
 from fxtrain.cli import main
 from fxtrain.curves import RunReader, page_of, read_curves
 from fxtrain.interop import import_checkpoint
 from fxtrain.launchers.config import read_launch_file
-from fxtrain.models.weight_list import read_weights
 from fxtrain.profiling import summary
 from fxtrain.state import read_record
 from fxtrain.trackers import read_run

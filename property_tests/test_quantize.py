@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.precision.plain_tensors import stored_tensors
-from fxtrain.precision.quantizing import planned_layers, quantize_layers
+from fxtrain.precision.quantizing import planned_layers, quantize_layers, stored_tensors
 
 pytest.importorskip("bitsandbytes", reason="needs fxtrain[quant]")
 pytest.importorskip("torchao", reason="needs fxtrain[quant]")
@@ -71,7 +70,7 @@ def test_quantise_save_load_is_the_identity_on_bytes(data, record, max_shard, tm
     net = data.draw(nets(_unit(record)))
     before = {name: part.weight for name, part in net.named_children()}
     sizes = [(part.in_features, part.out_features) for part in net]
-    names = planned_layers(net, record, CPU, trains=False).names
+    names = planned_layers(net, record, CPU, trains=False)
     quantize_layers(net, record, CPU)
     for name, part in net.named_children():
         if name not in names:

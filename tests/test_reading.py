@@ -13,10 +13,10 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain._reading import open_file, read_file, read_text
+from fxtrain.big.memory_estimates import read_weights
 from fxtrain.cli import main
 from fxtrain.errors import escape_unprintable
 from fxtrain.interop import read_checkpoint
-from fxtrain.models.weight_list import read_weights
 
 NOT_FILES = {
     **dict.fromkeys(("fifo", "socket", "device"), "a device, not a regular file"),

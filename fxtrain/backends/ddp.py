@@ -34,7 +34,7 @@ from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.single import SINGLE, wrap_without_engine
 from fxtrain.errors import StepError
 from fxtrain.ops.transport.exchange import compare
-from fxtrain.precision.plain_tensors import quantized_layers, quantized_tensors
+from fxtrain.precision.quantizing import quantized_layers, quantized_tensors
 from fxtrain.state import (
     DDP,
     CommHook,

@@ -31,10 +31,15 @@ from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.standing import Windows
 from fxtrain.ops.transport.pace import share_pace
 from fxtrain.ops.whole_tensors import plain_name
-from fxtrain.precision.plain_tensors import is_quantized, quantized_tensors, stream_later
-from fxtrain.precision.quantizing import gradient_problem, quantize_layers, sharding_problem
-from fxtrain.precision.recipe_layers import convert_layers, recipe_targets
-from fxtrain.precision.transformer_engine import engine_region
+from fxtrain.precision.quantizing import (
+    gradient_problem,
+    is_quantized,
+    quantize_layers,
+    quantized_tensors,
+    sharding_problem,
+    stream_later,
+)
+from fxtrain.precision.recipe_layers import convert_layers, engine_region, recipe_targets
 from fxtrain.state import (
     FSDP,
     TE,

@@ -1,8 +1,10 @@
 """The sizes of a model's units, measured on a module, on code that builds one, or on files."""
 
+import math
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +14,10 @@ from torch import Tensor, nn
 
 from fxtrain.errors import MissingPackageError, PlanError
 from fxtrain.models.block_names import names_among, own_names
-from fxtrain.models.memory_estimates import layer_of
+from fxtrain.models.code_models import KvCache, build_on_meta, cache_of, read_json
 from fxtrain.models.quantized_loading import put_stored_layers
-from fxtrain.models.tensor_sources import Source, open_source
-from fxtrain.models.weight_list import KvCache, build_on_meta, cache_of, read_json
-from fxtrain.precision.plain_tensors import live_tensors
-from fxtrain.precision.quantizing import quantize_on_meta
+from fxtrain.models.tensor_sources import open_source
+from fxtrain.precision.quantizing import live_tensors, quantize_on_meta
 from fxtrain.state import FileTensor, Quantize, Unit
 from fxtrain.state.placement import dtype_of
 
@@ -100,13 +100,13 @@ def sizes(
         60
     """
     rules: _Rules = tuple(dict[str, str](dtypes).items())
-    module, files, source = _open(model)
+    module, stored = open_model(model)
+    source = str(model) if isinstance(model, str | os.PathLike) else type(module).__name__
     parts = [] if module is None else [part for _, part in _walk(module)]
     if dtype is not None:
         in_fp32 = sorted(set[str]().union(*(own_names(parts, words) for words in _IN_FP32)))
         rules += tuple((f"*{name}*", "float32") for name in in_fp32)
         rules += (("*", dtype),)
-    stored = {} if files is None else files.entries
     if module is None:
         if no_split or quantize is not None:
             field = "no_split" if no_split else "quantize"
@@ -115,7 +115,7 @@ def sizes(
                 f"or pass the model's config or code. The layers of numbered sequences are not "
                 f"split."
             )
-        return _sizes(_tensors_of_files(stored), source, rules, None)
+        return _sizes(tensors_of_files(stored), source, rules, None)
     kinds = set(names_among(parts) if no_split is None else no_split)
     classes = {type(part).__name__ for part in parts}
     if no_split is not None and (unknown := sorted(kinds - classes)):
@@ -123,36 +123,48 @@ def sizes(
             f"sizes(no_split=...): the model has no module of the class {', '.join(unknown)}. It "
             f"has {', '.join(sorted(classes)[:20])}."
         )
-    config: Any = getattr(module, "config", None)
-    cache = cache_of(config.to_dict()) if hasattr(config, "to_dict") else None
     undo = None if quantize is None else quantize_on_meta(module, quantize)
     try:
-        return _sizes(_tensors_of(module, kinds, stored), source, rules, cache)
+        return _sizes(tensors_of(module, kinds, stored), source, rules, cache_of_model(module))
     finally:
         if undo is not None:
             undo()
 
 
-class _Tensor(NamedTuple):
+class TensorSize(NamedTuple):
     """One name of a tensor; names with equal keys are one tensor, which is held once.
 
     Attributes:
+        name: Dotted name in the model.
+        key: Identifies the tensor.
+        numel: Number of elements; of a quantised weight, those that it stands for, counted in the
+            first of its tensors.
+        nbytes: Bytes as held.
+        dtype: None for the tensors of a quantised weight.
+        trained: Whether it requires a gradient.
+        buffer: Whether it is a buffer.
         unit: Name of its unit.
         kind: Class of the unit; empty for a tensor.
-        dtype: None where no rule changes it: of buffers and packed weights.
     """
 
-    unit: str
-    kind: str
     name: str
     key: Any
-    dtype: torch.dtype | None
+    numel: int
     nbytes: int
+    dtype: torch.dtype | None
+    trained: bool
     buffer: bool
+    unit: str
+    kind: str = ""
+
+    @property
+    def floating(self) -> bool:
+        """Whether it can be converted to another floating-point dtype."""
+        return self.dtype is not None and self.dtype.is_floating_point
 
 
 def _sizes(
-    tensors: Iterable[_Tensor],
+    tensors: Iterable[TensorSize],
     source: str,
     rules: _Rules,
     cache: KvCache | None,
@@ -169,13 +181,13 @@ def _sizes(
     buffers: list[str] = []
     for tensor in tensors:
         size = tensor.nbytes
-        if tensor.dtype is not None:
+        if tensor.dtype is not None and not tensor.buffer:
             width = tensor.dtype.itemsize
-            count = size // width
             rule = dtype_of(rules, tensor.name) if tensor.dtype.is_floating_point else None
             if rule is not None:
-                width, size = widths[rule], count * widths[rule]
-            elements[width] += count
+                width = widths[rule]
+                size = tensor.numel * width
+            elements[width] += tensor.numel
         unit = units.setdefault(tensor.unit, [0, 0, 0])
         kinds[tensor.unit] = tensor.kind
         if not tensor.buffer and (tensor.unit, tensor.key) not in read:
@@ -205,24 +217,41 @@ def _sizes(
     )
 
 
-def _open(model: Any) -> tuple[nn.Module | None, Source | None, str]:
-    """The module of a model, its files, and a description of the source."""
+def open_model(
+    model: Any, *, build: bool = True
+) -> tuple[nn.Module | None, Mapping[str, FileTensor]]:
+    """The module of a model, if there is code for it, and the tensors in its files.
+
+    Args:
+        model: As for `sizes`.
+        build: Build the model of a config that is beside its files.
+    """
     if isinstance(model, nn.Module):
-        return model, None, type(model).__name__
-    if isinstance(model, str | os.PathLike):
-        path = Path(model)
-        folder = path if path.is_dir() else path.parent
-        is_file = path.name.endswith((".safetensors", ".safetensors.index.json"))
-        if not is_file and not (path.is_dir() and any(path.glob("*.safetensors*"))):
-            return build_on_meta(str(model)), None, str(model)
-        with open_source(model) as source:  # its entries stay valid when it is closed
-            built = _built(folder / _CONFIG)
-            if built is not None and source.layers:
-                put_stored_layers(model, source, built)
-            return built, source, str(model)
-    with torch.device("meta"):
-        built = model()
-    return built, None, type(built).__name__
+        return model, {}
+    if not isinstance(model, str | os.PathLike):
+        with torch.device("meta"):
+            return model(), {}
+    path = Path(model)
+    is_config = path.suffix == ".json" and not path.name.endswith(".index.json")
+    is_empty = path.is_dir() and not any(path.glob("*.safetensors*"))
+    if is_config or is_empty or not os.path.exists(path):
+        return build_on_meta(model), {}
+    with open_source(model) as source:  # its entries stay valid when it is closed
+        built = _built(config_beside(path)) if build else None
+        if built is not None and source.layers:
+            put_stored_layers(model, source, built)
+        return built, source.entries
+
+
+def config_beside(path: Path) -> Path:
+    """Where the config of a model is that has these files."""
+    return (path if path.is_dir() else path.parent) / _CONFIG
+
+
+def cache_of_model(module: Any) -> KvCache | None:
+    """The shape of a model's key-value cache; None if unknown."""
+    config: Any = getattr(module, "config", None)
+    return cache_of(config.to_dict()) if hasattr(config, "to_dict") else None
 
 
 def _built(config: Path) -> nn.Module | None:
@@ -249,9 +278,16 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             )
 
 
-def _tensors_of(
-    module: nn.Module, kinds: set[str], stored: Mapping[str, FileTensor]
-) -> Iterator[_Tensor]:
+def tensors_of(
+    module: nn.Module, kinds: Collection[str] = (), stored: Mapping[str, FileTensor] | None = None
+) -> Iterator[TensorSize]:
+    """Every name of every parameter and buffer of a module, and of its quantised weights.
+
+    Args:
+        kinds: Classes of modules that are one unit.
+        stored: Tensors in files, whose dtypes the module's will have.
+    """
+    stored = stored or {}
     inside: str | None = None  # what the names of modules in the open unit start with
     unit = kind = ""
     for name, part in _walk(module):
@@ -269,14 +305,21 @@ def _tensors_of(
                 home = (path, "") if alone else (unit, kind)
                 plain, numel = type(tensor) in _PLAIN, tensor.numel()
                 if not plain and (packed := live_tensors(part)):
+                    linear: Any = part
+                    count = linear.in_features * linear.out_features
                     for inner, value in packed.items():
                         own = f"{name}.{inner}" if name else inner
-                        yield _Tensor(*home, own, id(value), None, value.nbytes, buffer=False)
+                        yield TensorSize(
+                            own, id(value), count, value.nbytes, dtype=None, trained=False,
+                            buffer=False, unit=home[0], kind=home[1],
+                        )  # fmt: skip
+                        count = 0
                     continue
                 dtype = tensor.dtype if path not in stored else stored[path].dtype
                 size = numel * dtype.itemsize if plain or path in stored else _nbytes(tensor)
                 identity = _identity(tensor, numel) if plain and numel else id(tensor)
-                yield _Tensor(*home, path, identity, None if buffer else dtype, size, buffer=buffer)
+                trained = tensor.requires_grad
+                yield TensorSize(path, identity, numel, size, dtype, trained, buffer, *home)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -295,10 +338,19 @@ def _identity(tensor: Tensor, numel: int) -> Any:
     return storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def _tensors_of_files(stored: Mapping[str, FileTensor]) -> Iterator[_Tensor]:
+def tensors_of_files(stored: Mapping[str, FileTensor]) -> Iterator[TensorSize]:
     """Units by names alone: the layers of numbered sequences, and modules outside of them."""
     for name, entry in stored.items():
-        yield _Tensor(layer_of(name), "", name, name, entry.dtype, entry.nbytes, buffer=False)
+        yield TensorSize(
+            name, name, math.prod(entry.shape), entry.nbytes, entry.dtype,
+            trained=entry.dtype.is_floating_point, buffer=False, unit=layer_of(name),
+        )  # fmt: skip
+
+
+def layer_of(name: str) -> str:
+    """The layer that a tensor belongs to: an item of a numbered sequence, or else its module."""
+    numbered = re.match(r"(.*?(?:^|\.)\d+)\.", name)
+    return numbered[1] if numbered else name.rpartition(".")[0] or name
 
 
 def _itemsize(name: str) -> int:

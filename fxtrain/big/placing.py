@@ -11,9 +11,8 @@ from fxtrain._display import show_bytes
 from fxtrain._record import closest, few
 from fxtrain.big.budgets import device_name
 from fxtrain.big.estimating import seconds_of
-from fxtrain.big.measuring import Sizes
+from fxtrain.big.measuring import Sizes, layer_of
 from fxtrain.errors import PlanError
-from fxtrain.models.memory_estimates import cache_bytes, layer_of
 from fxtrain.state import Placement, Unit
 from fxtrain.state.placement import DISK, POLICIES, names_above, owner_of
 
@@ -125,7 +124,7 @@ def _cache_of_units(sizes: Sizes, tokens: int) -> dict[str, int]:
             f"place(tokens=...): the shape of the key-value cache of {sizes.source} is unknown, "
             f"because it has no config. Pass activations=... with room for the cache instead."
         )
-    total = round(cache_bytes(sizes.cache, max(2, sizes.itemsize), tokens))
+    total = round(sizes.cache.nbytes(max(2, sizes.itemsize), tokens))
     layers: dict[str, list[str]] = {}
     for unit in sizes.units:
         if layer_of(f"{unit.name}.weight") == unit.name:

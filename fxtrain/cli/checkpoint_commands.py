@@ -90,7 +90,7 @@ def IMPORT(
 ) -> None:
     """Convert a checkpoint of Accelerate, DeepSpeed, Megatron or torch's DCP in SOURCE."""
     from fxtrain.interop import import_checkpoint
-    from fxtrain.models.weight_list import build_on_meta
+    from fxtrain.models.code_models import build_on_meta
     from fxtrain.state import Position
 
     path = import_checkpoint(

@@ -18,7 +18,7 @@ from fxtrain.cli.output import (
     save_picture,
 )
 from fxtrain.errors import PlanError
-from fxtrain.models.weight_list import import_function
+from fxtrain.models.code_models import import_function
 from fxtrain.state import TE, Plan, Precision, read_plan
 from fxtrain.state.precision import FORMATS, recipe_of
 

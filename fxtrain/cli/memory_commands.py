@@ -9,6 +9,17 @@ import click
 
 from fxtrain import big
 from fxtrain._display import read_bytes, show_bytes
+from fxtrain.big.memory_estimates import (
+    BYTES,
+    OPTIMIZERS,
+    SHARDING,
+    Weights,
+    estimate,
+    inference,
+    read_hub,
+    read_weights,
+    training,
+)
 from fxtrain.cli.output import (
     COUNT,
     NOT_NEGATIVE,
@@ -21,16 +32,6 @@ from fxtrain.cli.output import (
     warn,
 )
 from fxtrain.errors import PlanError
-from fxtrain.models.memory_estimates import (
-    BYTES,
-    OPTIMIZERS,
-    SHARDING,
-    estimate,
-    inference,
-    plan_weights,
-    training,
-)
-from fxtrain.models.weight_list import Weights, read_hub, read_weights
 from fxtrain.state import Placement, Quantize, read_plan, unstructure, write_record
 from fxtrain.state.precision import quantize_of
 
@@ -82,7 +83,7 @@ def ESTIMATE(
                 f"builds the model from code that is here. Omit {other}."
             )
         planned = read_plan(plan)
-        weights = plan_weights(model, planned)
+        weights = read_weights(model, planned)
         reports = [_report(weights, planned.precision.compute, stored=True, **chosen)]
     else:
         weights = read_hub(model) if away else read_weights(model)

@@ -37,7 +37,7 @@ from fxtrain.models.tensor_bytes import (
 )
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import is_sharded
-from fxtrain.precision.plain_tensors import quantized_layers
+from fxtrain.precision.quantizing import format_of, quantized_layers
 from fxtrain.precision.torchao_layers import TORCHAO, torchao_config
 from fxtrain.state import DistContext, FileTensor, Weight, Wrapped
 
@@ -340,9 +340,9 @@ def _problem(module: nn.Module) -> str | None:
         )
     formats: set[str] = set()
     for name, part, library in quantized_layers(module):
-        formats.add(library.format(part))
+        formats.add(form := format_of(part, library))
         if library is TORCHAO and torchao_config(part) is None:
-            return f"from_pretrained does not read layers in {library.format(part)}, such as {name}"
+            return f"from_pretrained does not read layers in {form}, such as {name}"
     if len(formats) < 2:
         return None
     return f"from_pretrained reads one format, and this model has {' and '.join(sorted(formats))}"

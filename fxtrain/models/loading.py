@@ -16,8 +16,7 @@ from fxtrain.models.tensor_bytes import context_of, ignored_names, module_of, we
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source, renamed
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import part_of, plain_name, set_values
-from fxtrain.precision.plain_tensors import allocate, quantized_tensors
-from fxtrain.precision.quantizing import put_layers
+from fxtrain.precision.quantizing import allocate, put_layers, quantized_tensors
 from fxtrain.state import DistContext, Quantize, TensorIndex, Weight, Wrapped
 
 _MAX_SHOWN = 10

@@ -17,13 +17,15 @@ from fxtrain.models.safetensors_files import parse_json
 from fxtrain.models.stored_layers import StoredLayer, record_of, shape_problem
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source
 from fxtrain.precision.library import linear_like
-from fxtrain.precision.plain_tensors import is_quantized, quantized_layers
 from fxtrain.precision.quantizing import (
     converted_to_fp32,
     difference,
+    format_of,
+    is_quantized,
     library_of,
     planned_layers,
     put_layers,
+    quantized_layers,
 )
 from fxtrain.state import FileTensor, Quantize, TensorIndex, Wrapped
 
@@ -71,7 +73,7 @@ def prepare_layers(
     if opened.layers:
         undo.callback(put_stored_layers(source, opened, module, record))
     elif record is not None:
-        names = planned_layers(module, record, device, trains=False).names
+        names = planned_layers(module, record, device, trains=False)
         weights = {f"{name}.weight": name for name in names}
     if record is None:
         return {}, frozenset()
@@ -118,9 +120,10 @@ def _check_quantized(opened: Source, record: Quantize | None, module: nn.Module)
         ):
             continue
         what = "not quantised" if stored is None else f"of another format of {stored.library.name}"
+        form = format_of(part, library)
         raise CheckpointError(
-            f"load_model: {name} is quantised as {library.format(part)} in the model, and {what} "
-            f"in the source. Load into the unquantised model, with quantize=... to quantise it."
+            f"load_model: {name} is quantised as {form} in the model, and {what} in the source. Load "
+            f"into the unquantised model, with quantize=... to quantise it."
         )
 
 

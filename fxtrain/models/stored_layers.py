@@ -18,7 +18,7 @@ from fxtrain.errors import CheckpointError, FxError
 from fxtrain.ops.whole_tensors import weight_of
 from fxtrain.precision.bnb_layers import BNB4, BNB8, NESTED_BLOCK, float_dtype, sizes4
 from fxtrain.precision.library import Library, Tensors
-from fxtrain.precision.plain_tensors import quantized_layers
+from fxtrain.precision.quantizing import quantized_layers
 from fxtrain.precision.torchao_layers import TORCHAO
 from fxtrain.state import Bnb4, Bnb8, FileTensor, Quantize, Weight, structure
 from fxtrain.state.parsing import parse_json

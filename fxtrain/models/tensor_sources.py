@@ -191,6 +191,7 @@ def _in_folder(folder: Path) -> Path:
         if (folder / name).exists() or (folder / name).is_symlink():
             return inside(folder, name)
     others = [*folder.glob("*.index.json"), *folder.glob("*.gguf")]
+    others = others or [*folder.glob("*.safetensors")]
     if len(others) == 1:
         return inside(folder, others[0].name)
     if any(folder.glob(_CHECKPOINT)) or any(folder.glob(f"*/{_CHECKPOINT}")):

@@ -17,7 +17,7 @@ from fxtrain.errors import CheckpointError
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.precision.library import is_sharded
-from fxtrain.precision.plain_tensors import quantized_layers, stored_tensors
+from fxtrain.precision.quantizing import quantized_layers, stored_tensors
 from fxtrain.state import DistContext, TensorIndex, Weight
 from fxtrain.state.context import check_connected
 

@@ -347,7 +347,6 @@ BNB4 = Library(
     facts=_facts4,
     build=_build4,
     settings=_settings4,
-    format=lambda part: f"bitsandbytes {_facts4(part)['quant_type']}",
     split=_split4,
 )
 BNB8 = Library(
@@ -360,6 +359,5 @@ BNB8 = Library(
     facts=lambda part: {},
     build=_build8,
     settings=_settings8,
-    format=lambda part: "bitsandbytes int8",
     split=_split8,
 )

@@ -29,7 +29,6 @@ class Library:
         facts: (layer) → settings of its weight that a file stores beside the tensors.
         build: (layer, tensors, facts, record) → a quantised layer for a plain one.
         settings: (layer) → the fields of a record that it tells, with its kind.
-        format: (layer) → library and format of its weight, as text.
         split: (layer, device) → None: makes its weight a plain parameter, whose rows can be split
             over ranks, and moves its other tensors to the device. None if the library cannot
             compute with such a weight.
@@ -44,7 +43,6 @@ class Library:
     facts: Callable[[nn.Module], dict[str, Any]]
     build: Callable[[nn.Linear, Tensors, Mapping[str, Any], Quantize | None], nn.Module]
     settings: Callable[[nn.Module], dict[str, Any]]
-    format: Callable[[nn.Module], str]
     split: Callable[[Any, torch.device], None] | None = None
 
 
@@ -81,21 +79,3 @@ def quiet(*names: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class LayerFormat:
-    """How one kind of recipe converts layers.
-
-    Attributes:
-        check: (recipe, device) → why the device cannot compute in the format, or None.
-        multiple: (recipe) → what must divide input and output features.
-        like: (layer, recipe, device, seed) → a layer of the library's class, whose own attributes
-            a converted layer takes; its parameters are not used.
-        others: (module, recipe) → names of layers to convert that are not linear.
-    """
-
-    check: Callable[[Any, torch.device], str | None]
-    multiple: Callable[[Any], int]
-    like: Callable[[Any, Any, torch.device, int], nn.Module]
-    others: Callable[[nn.Module, Any], tuple[str, ...]] = lambda *_: ()

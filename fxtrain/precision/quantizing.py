@@ -1,6 +1,6 @@
-"""Replace the layers of a model by quantised ones, undo it, and split them over ranks."""
+"""Quantised layers of a model: found, made and undone, and their tensors by name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from fxtrain.errors import PlanError
 from fxtrain.precision.bnb_layers import BNB4, BNB8
 from fxtrain.precision.library import Library, is_sharded, linear_like
-from fxtrain.precision.plain_tensors import is_quantized, quantized_layers
-from fxtrain.precision.targets import Targets, choose_layers, modules_to_keep
+from fxtrain.precision.targets import choose_layers, matches
 from fxtrain.precision.torchao_layers import TORCHAO
 from fxtrain.state import Bnb4, Bnb8, Quantize, Torchao
 
@@ -34,10 +33,129 @@ def library_of(record: Quantize) -> Library:
     return _BY_RECORD[type(record)]
 
 
+def quantized_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Library]]:
+    """The quantised layers of a model by name, each with its library.
+
+    Layers are known by their classes and tensors, so that models that another program quantised
+    are included. No library is imported.
+    """
+    for name, part in module.named_modules():
+        if (library := _owner(part)) is not None:
+            yield name, part, library
+
+
+def _owner(part: nn.Module) -> Library | None:
+    return next((library for library in _BY_RECORD.values() if library.owns(part)), None)
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a model has a quantised layer."""
+    return next(quantized_layers(module), None) is not None
+
+
+def plain_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a model that are not those of quantised weights."""
+    hidden = {id(part.weight) for _, part, _ in quantized_layers(module)}
+    return [parameter for parameter in module.parameters() if id(parameter) not in hidden]
+
+
+def quantized_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The live tensors of all quantised weights, by name."""
+    return {
+        _join(name, key): tensor
+        for name, part, library in quantized_layers(module)
+        for key, tensor in library.tensors(part).items()
+    }
+
+
+def quantized_facts(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Format and settings of each quantised weight, beside its tensors, by layer."""
+    return {
+        name: {"format": format_of(part, library), **library.facts(part)}
+        for name, part, library in quantized_layers(module)
+    }
+
+
+def format_of(part: nn.Module, library: Library) -> str:
+    """Library and format of a quantised layer, as text."""
+    fields = library.settings(part)
+    return f"{library.name} {fields.get('weights') or fields.get('quant_type', 'int8')}"
+
+
+def stored_tensors(module: nn.Module) -> dict[str, Any]:
+    """The state dict of a model, with plain, live tensors for quantised weights."""
+    stored: dict[str, Any] = dict(module.state_dict(keep_vars=True))
+    for name, part, library in quantized_layers(module):
+        bias, prefix = _join(name, "bias"), _join(name, "")
+        for key in [key for key in stored if key.startswith(prefix) and key != bias]:
+            del stored[key]
+        stored |= {_join(name, key): tensor for key, tensor in library.tensors(part).items()}
+    return stored
+
+
+def stream_later(module: nn.Module, device: torch.device) -> Callable[[], None]:
+    """Prepare quantised weights for a strategy that allocates their tensors one by one.
+
+    Weights on the meta device move to `device`, without memory.
+
+    Returns:
+        A function that puts them back onto the meta device.
+    """
+    before: list[tuple[Library, nn.Module, dict[str, Tensor]]] = []
+    for _, part, library in quantized_layers(module):
+        vars(part)["keeps_copy"] = False  # of weights in bitsandbytes' layout for CPUs
+        tensors = library.tensors(part)
+        if any(tensor.is_meta for tensor in tensors.values()):
+            before.append((library, part, tensors))
+            library.put(part, {name: _unfilled(tensor, device) for name, tensor in tensors.items()})
+
+    def undo() -> None:
+        for library, part, tensors in before:
+            library.put(part, tensors)
+
+    return undo
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has no values: on the meta device, or prepared by `stream_later`."""
+    return tensor.is_meta or (tensor.numel() > 0 and not tensor.untyped_storage().nbytes())
+
+
+def live_tensors(part: nn.Module) -> dict[str, Tensor]:
+    """The tensor objects of a quantised weight, whose `.data` a strategy may replace.
+
+    None of any other module.
+    """
+    library = _owner(part)
+    tensors = {} if library is None else library.tensors(part)
+    if "weight" in tensors:  # bitsandbytes' parameter, of which this is another object
+        tensors["weight"] = part.get_parameter("weight")
+    return tensors
+
+
+def _unfilled(like: Tensor, device: torch.device) -> Tensor:
+    tensor = torch.empty_like(like, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give quantised weights on the meta device memory, without values."""
+    for _, part, library in quantized_layers(module):
+        tensors = library.tensors(part)
+        if any(tensor.is_meta for tensor in tensors.values()):
+            empty = {key: torch.empty_like(like, device=device) for key, like in tensors.items()}
+            library.put(part, empty)
+
+
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
 def planned_layers(
     module: nn.Module, record: Quantize, device: torch.device, *, trains: bool
-) -> Targets:
-    """The layers that a record quantises; none in a model that is quantised in its format.
+) -> tuple[str, ...]:
+    """Names of the layers that a record quantises; none in a model that has its format already.
 
     Effects:
         None on the module. Imports the library.
@@ -53,8 +171,8 @@ def planned_layers(
     if problem is not None:
         raise PlanError(f"Plan(quantize=...): {problem}")
     if _quantized_already(module, record):
-        return Targets(names=(), skipped={})
-    return choose_layers(module, record, trains=trains)
+        return ()
+    return choose_layers(module, record, trains=trains)[0]
 
 
 def _quantized_already(module: nn.Module, record: Quantize) -> bool:
@@ -87,7 +205,7 @@ def quantize_layers(
     Raises:
         PlanError: as `planned_layers`; the model is as it was, then and after any other error.
     """
-    names = planned_layers(module, record, device, trains=trains).names
+    names = planned_layers(module, record, device, trains=trains)
     return _replaced(module, names, record, device)
 
 
@@ -109,7 +227,7 @@ def quantize_on_meta(
     if isinstance(record, Torchao):
         record = attrs.evolve(record, activations=None)
     device = torch.device("meta")
-    names = planned_layers(module, record, device, trains=trains).names
+    names = planned_layers(module, record, device, trains=trains)
     return _replaced(module, names, record, device)
 
 
@@ -167,8 +285,9 @@ def put_layers(module: nn.Module, layers: dict[str, nn.Module]) -> Callable[[], 
 def converted_to_fp32(module: nn.Module, record: Quantize) -> Callable[[], None]:
     """Convert the modules that a record keeps in fp32; returns a function that undoes it."""
     changed: list[tuple[nn.Parameter, torch.Tensor]] = []
-    for part in modules_to_keep(module, record):
-        for parameter in part.parameters():
+    for name, part in module.named_modules():
+        kept = any(matches(pattern, name) for pattern in record.keep_fp32)
+        for parameter in part.parameters() if kept else ():
             if parameter.is_floating_point() and parameter.dtype != torch.float32:
                 changed.append((parameter, parameter.data))
                 parameter.data = parameter.data.float()

@@ -1,10 +1,10 @@
 """Which layers of a model a record quantises, and why it skips the others."""
 
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
 
@@ -20,24 +20,16 @@ _NAMED = "named in the plan"
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
-@attrs.frozen(kw_only=True)
-class Targets:
-    """The linear layers of a model, by what happens to them.
-
-    Attributes:
-        names: Those that are replaced or converted, in the order of the model.
-        skipped: For each other one, why it is skipped.
-    """
-
-    names: tuple[str, ...]
-    skipped: Mapping[str, str]
-
-
-def choose_layers(module: nn.Module, record: Quantize, *, trains: bool) -> Targets:
+def choose_layers(
+    module: nn.Module, record: Quantize, *, trains: bool
+) -> tuple[tuple[str, ...], dict[str, str]]:
     """Choose the layers of class `nn.Linear` that a record quantises.
 
     Args:
         trains: Skip layers whose weight requires grad: an optimizer will change them.
+
+    Returns:
+        As `choose_linears`.
 
     Raises:
         PlanError: a pattern or class name matches nothing, no layer is left, or the shape or dtype
@@ -47,12 +39,12 @@ def choose_layers(module: nn.Module, record: Quantize, *, trains: bool) -> Targe
     def computed(part: nn.Linear) -> str | None:  # as by torch's pruning
         return None if "weight" in part._parameters else "its weight is computed from others"
 
-    targets = choose_linears(module, record, computed, trains=trains)
-    chosen = {name: module.get_submodule(name) for name in targets.names}
+    names, skipped = choose_linears(module, record, computed, trains=trains)
+    chosen = {name: module.get_submodule(name) for name in names}
     _check_dtypes(chosen, record)
     if isinstance(record, Torchao) and record.weights in ("int4", "int2"):
         _check_groups(chosen, record)
-    return targets
+    return names, skipped
 
 
 def choose_linears(
@@ -61,23 +53,47 @@ def choose_linears(
     misfit: Callable[[nn.Linear], str | None],
     *,
     trains: bool = False,
-) -> Targets:
+) -> tuple[tuple[str, ...], dict[str, str]]:
     """Choose the layers of class `nn.Linear` that a record replaces.
 
     Args:
         misfit: (layer) → why the format does not fit it, or None.
         trains: Skip layers whose weight requires grad.
 
+    Returns:
+        The names of the layers, in the order of the model; and for each other one, why it is
+        skipped.
+
     Raises:
         PlanError: a pattern or class name matches nothing, or no layer is left.
     """
+    _check_names(module, record)
     linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
-    misfits = {name: why for name, part in linears.items() if (why := misfit(part))}
-    skipped = misfits | _reasons(module, linears, record, trains=trains)
+    named = (*record.skip, *getattr(record, "keep_fp32", ()))
+    inside = _inside(module, record.skip_classes)
+    heads = () if record.head else _heads(module, linears)
+    owners = Counter(id(p) for part in module.modules() for p in part._parameters.values())
+
+    def reason(name: str, part: nn.Linear) -> str | None:
+        if any(matches(pattern, name) for pattern in named):
+            return _NAMED
+        if name in inside:
+            return f"inside a {inside[name]}"
+        if part is module:
+            return "the model itself"
+        if owners[id(part.weight)] > 1:
+            return "tied to another module"
+        if name in heads:
+            return "the output head"
+        return "trained" if trains and part.weight.requires_grad else misfit(part)
+
+    skipped = {name: why for name, part in linears.items() if (why := reason(name, part))}
     names = tuple(name for name in linears if name not in skipped)
-    if not names and not _all_named(skipped, record):
+    # A record that names every layer changes nothing, as asked.
+    asked = (_NAMED, *(f"inside a {kind}" for kind in record.skip_classes))
+    if not names and not (skipped and all(why in asked for why in skipped.values())):
         raise PlanError(_nothing_left(module, record, skipped))
-    return Targets(names=names, skipped=skipped)
+    return names, skipped
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -95,51 +111,6 @@ def matches(pattern: str, name: str) -> bool:
         all(map(fnmatch.fnmatchcase, parts[start : start + len(wanted)], wanted))
         for start in range(len(parts) - len(wanted) + 1)
     )
-
-
-def modules_to_keep(module: nn.Module, record: Quantize) -> tuple[nn.Module, ...]:
-    """The modules that a record keeps in fp32."""
-    named = module.named_modules()
-    return tuple(
-        p for name, p in named if any(matches(pattern, name) for pattern in record.keep_fp32)
-    )
-
-
-def _all_named(skipped: Mapping[str, str], record: Quantize | Recipe) -> bool:
-    """Whether the record itself skips every layer, which changes nothing, as asked."""
-    return bool(skipped) and all(
-        why == _NAMED or why.removeprefix("inside a ") in record.skip_classes
-        for why in skipped.values()
-    )
-
-
-def _reasons(
-    module: nn.Module,
-    linears: Mapping[str, nn.Linear],
-    record: Quantize | Recipe,
-    *,
-    trains: bool,
-) -> dict[str, str]:
-    _check_names(module, record)
-    named = (*record.skip, *getattr(record, "keep_fp32", ()))
-    inside = _inside(module, record.skip_classes)
-    heads = () if record.head else _heads(module, linears)
-    shared = _shared_weights(module)
-    reasons: dict[str, str] = {}
-    for name, part in linears.items():
-        if any(matches(pattern, name) for pattern in named):
-            reasons[name] = _NAMED
-        elif name in inside:
-            reasons[name] = f"inside a {inside[name]}"
-        elif part is module:
-            reasons[name] = "the model itself"
-        elif id(part.weight) in shared:
-            reasons[name] = "tied to another module"
-        elif name in heads:
-            reasons[name] = "the output head"
-        elif trains and part.weight.requires_grad:
-            reasons[name] = "trained"
-    return reasons
 
 
 def _inside(module: nn.Module, classes: Iterable[str]) -> dict[str, str]:
@@ -171,16 +142,6 @@ def _heads(module: nn.Module, linears: Mapping[str, nn.Linear]) -> set[str]:
     if last and (last == children[-1] or linears[last].out_features == max(tables, default=0)):
         heads.add(last)
     return heads
-
-
-def _shared_weights(module: nn.Module) -> set[int]:
-    """Parameters that several modules have."""
-    owners: dict[int, int] = {}
-    for part in module.modules():
-        for parameter in part._parameters.values():
-            if parameter is not None:
-                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    return {key for key, count in owners.items() if count > 1}
 
 
 def _check_names(module: nn.Module, record: Quantize | Recipe) -> None:

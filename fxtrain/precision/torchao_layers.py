@@ -219,5 +219,4 @@ TORCHAO = Library(
     facts=_facts,
     build=_build,
     settings=_settings,
-    format=lambda part: f"torchao {_settings(part)['weights']}",
 )

@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from fxtrain.precision.plain_tensors import live_tensors
+from fxtrain.precision.quantizing import live_tensors
 from fxtrain.profiling.fake_tensors import FakeValuesMode
 from fxtrain.state import Memory, Traffic, Wrapped
 from fxtrain.state.dry_runs import PARTS

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxtrain as fx
+from fxtrain.big.memory_estimates import estimate, inference, read_weights, training
 from fxtrain.cli import Exit, main
-from fxtrain.models.memory_estimates import estimate, inference, plan_weights, training
-from fxtrain.models.weight_list import KvCache, read_weights
+from fxtrain.models.code_models import KvCache
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
@@ -163,7 +163,7 @@ def test_training_in_half_precision_by_hand(monkeypatch):
     assert (raised["parameters"], raised["gradients"]) == (4 * trained + 2 * rest, 4 * trained)
     precision = fx.Precision(compute="bf16", params="keep")
     choices = {"precision": "bf16", "optimizer": "adamw", "sharding": "none", "ranks": 1}
-    kept = training(plan_weights("mymodels:Half", fx.Plan(precision=precision)), **choices)
+    kept = training(read_weights("mymodels:Half", fx.Plan(precision=precision)), **choices)
     assert (kept["parameters"], kept["gradients"]) == (2 * (trained + rest), 2 * trained)
     assert kept["optimizer"] == raised["optimizer"] / 2
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.precision.plain_tensors import stored_tensors
+from fxtrain.precision.quantizing import stored_tensors
 from fxtrain.testing import Transformer
 from tests.precision._records import RECORDS, TRAINABLE, marked, mlp
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.precision.plain_tensors import stored_tensors
+from fxtrain.precision.quantizing import stored_tensors
 from fxtrain.testing import Transformer
 from tests._slow import slow_after
 from tests.cluster._models import UP

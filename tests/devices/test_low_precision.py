@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.precision.plain_tensors import stored_tensors
+from fxtrain.precision.quantizing import stored_tensors
 from tests.cluster._float8 import batches, plan_of, train, wrapped
 from tests.devices._device import STAND_IN, expect_warnings, is_gpu
 from tests.precision._records import RECORDS, frozen_mlp, marked

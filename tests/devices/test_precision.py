@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.precision.plain_tensors import stored_tensors
+from fxtrain.precision.quantizing import stored_tensors
 from tests.devices._device import expect_warnings, synchronize
 from tests.devices._training import loss_of, net, rows
 from tests.precision._records import RECORDS, marked

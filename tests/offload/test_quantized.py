@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.precision.plain_tensors import stored_tensors
-from fxtrain.precision.quantizing import quantize_layers
+from fxtrain.precision.quantizing import quantize_layers, stored_tensors
 from tests.offload._streamed import COPIES, placement
 from tests.precision._records import RECORDS, TRAINABLE, frozen_mlp, marked, mlp
 

@@ -8,8 +8,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.precision.plain_tensors import stored_tensors
-from fxtrain.precision.quantizing import quantize_layers
+from fxtrain.precision.quantizing import quantize_layers, stored_tensors
 from fxtrain.precision.recipe_layers import recipe_targets
 from fxtrain.profiling.rehearsal import axis_namer, figures
 from fxtrain.profiling.watching import LoopRecorder, StepsConverged
@@ -130,7 +129,7 @@ def test_an_estimate_knows_layers_in_float8(tmp_path, capsys):
         words = ["estimate-memory", "tests.cluster._float8:net", "--json", "--plan"]
         assert main([*words, str(tmp_path / "plan.toml")]) == Exit.WELL
         found[name] = json.loads(capsys.readouterr().out)["training_bytes"]
-    names = recipe_targets(net(), fx.Float8()).names
+    names = recipe_targets(net(), fx.Float8())[0]
     linears = [net().get_submodule(name).weight.numel() for name in names]
     saved = found["bf16"]["working"] - found["fp8"]["working"]
     assert saved == 2 * sum(linears) - max(linears)

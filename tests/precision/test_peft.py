@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.precision.plain_tensors import stored_tensors
-from fxtrain.precision.quantizing import quantize_layers
+from fxtrain.precision.quantizing import quantize_layers, stored_tensors
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.precision.plain_tensors import stored_tensors
-from fxtrain.precision.quantizing import quantize_layers
+from fxtrain.precision.quantizing import quantize_layers, stored_tensors
 
 bnb = pytest.importorskip("bitsandbytes", reason="needs fxtrain[quant]")
 prepacked = pytest.importorskip("fxtrain.precision.bnb_modules")

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import fxtrain as fx
 from fxtrain.models import quantized_loading
-from fxtrain.precision.plain_tensors import live_tensors, stored_tensors
-from fxtrain.precision.quantizing import library_of, quantize_layers
+from fxtrain.precision.quantizing import library_of, live_tensors, quantize_layers, stored_tensors
 from tests.precision._records import RECORDS, TRAINABLE, frozen_mlp, marked, mlp
 
 CPU = torch.device("cpu")

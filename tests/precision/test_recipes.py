@@ -94,14 +94,14 @@ def test_layers_are_skipped_for_a_reason():
     module = nn.Sequential(
         nn.Linear(64, 48), nn.Linear(48, 40), nn.Linear(40, 16), nn.Linear(16, 64), nn.Linear(64, 8)
     )
-    assert recipe_targets(module, fx.Float8(min_features=20)).skipped == {
+    assert recipe_targets(module, fx.Float8(min_features=20))[1] == {
         "1": "its size (48, 40) is not divisible by 16",
         "2": "its size (40, 16) is below min_features=20",
         "3": "its size (16, 64) is below min_features=20",
         "4": "the output head",
     }
-    named = recipe_targets(module, fx.Float8(skip=("0",)))
-    assert named.names == ("3",) and named.skipped["0"] == "named in the plan"
+    names, skipped = recipe_targets(module, fx.Float8(skip=("0",)))
+    assert names == ("3",) and skipped["0"] == "named in the plan"
 
 
 @pytest.mark.parametrize("recipe", [fx.Float8(), fx.MX(), fx.MX(format="nvfp4")], ids=repr)

@@ -31,12 +31,12 @@ def test_patterns_match_whole_components(parts, data):
 
 def _skipped(net, **options):
     trains = options.pop("trains", False)
-    return choose_layers(net, fx.Torchao(**options), trains=trains).skipped
+    return choose_layers(net, fx.Torchao(**options), trains=trains)[1]
 
 
 def test_heads_and_ties_are_skipped_by_default():
     assert _skipped(mlp()) == {"3": "the output head"}
-    assert choose_layers(mlp(), fx.Torchao(head=True), trains=False).names == ("0", "2", "3")
+    assert choose_layers(mlp(), fx.Torchao(head=True), trains=False)[0] == ("0", "2", "3")
     net = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
     net[2].weight = net[0].weight
     assert _skipped(net, head=True) == {"2": "tied to another module"}
@@ -48,7 +48,7 @@ def test_heads_and_ties_are_skipped_by_default():
 
 def test_names_and_classes_are_skipped():
     net = Transformer(dtype=torch.float32)
-    every = choose_layers(net, fx.Torchao(), trains=False).names
+    every = choose_layers(net, fx.Torchao(), trains=False)[0]
     assert len(every) == 12
     assert set(_skipped(net, skip="blocks.1")) == {one for one in every if one[7] == "1"}
     assert set(_skipped(net, skip_classes="Attention")) == {o for o in every if "attention" in o}

@@ -10,8 +10,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.models.exporting import transformers_config, warn_of_readers
-from fxtrain.precision.plain_tensors import stored_tensors
-from fxtrain.precision.quantizing import quantize_layers
+from fxtrain.precision.quantizing import quantize_layers, stored_tensors
 from tests.precision._records import RECORDS, marked
 
 CPU = torch.device("cpu")

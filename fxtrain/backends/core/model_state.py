@@ -20,8 +20,8 @@ from fxtrain.backends.core.weights import HALF
 from fxtrain.errors import CheckpointError
 from fxtrain.models import tensor_bytes
 from fxtrain.ops.whole_tensors import full_values, local_values, plain_name
-from fxtrain.precision.plain_tensors import quantized_facts, quantized_tensors, stored_tensors
-from fxtrain.precision.transformer_engine import scaling_state
+from fxtrain.precision.quantizing import quantized_facts, quantized_tensors, stored_tensors
+from fxtrain.precision.recipe_layers import scaling_state
 from fxtrain.state import TE, DistContext, FlatShard, ModelState, StateReader, Wrapped
 
 _SENDS_BUFFERS = "require_forward_param_sync"

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from fxtrain import ops
 from fxtrain._display import counted
-from fxtrain.precision.plain_tensors import quantized_layers, quantized_tensors
+from fxtrain.precision.quantizing import plain_parameters, quantized_tensors
 from fxtrain.state import Compile, DistContext, Plan
 
 _aten = torch.ops.aten
@@ -112,9 +112,8 @@ def prepare_module(
 
 def model_values(module: nn.Module) -> tuple[Tensor, ...]:
     """The parameters and buffers of a model; of quantised weights, the tensors they consist of."""
-    hidden = {id(part.weight) for _, part, _ in quantized_layers(module)}
-    plain = [parameter for parameter in module.parameters() if id(parameter) not in hidden]
-    return (*plain, *module.buffers(), *quantized_tensors(module).values())
+    tensors = quantized_tensors(module).values()
+    return (*plain_parameters(module), *module.buffers(), *tensors)
 
 
 def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:

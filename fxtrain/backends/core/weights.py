@@ -13,7 +13,7 @@ from fxtrain import ops
 from fxtrain._display import counted
 from fxtrain.ops.logs import log
 from fxtrain.ops.whole_tensors import weights_of
-from fxtrain.precision.plain_tensors import quantized_layers
+from fxtrain.precision.quantizing import plain_parameters
 from fxtrain.state import DistContext, Plan, Weight, Wrapped
 
 HALF = (torch.bfloat16, torch.float16)
@@ -118,14 +118,10 @@ def _mixes_dtypes(plan: Plan) -> bool:
 
 def _trained_in_half(module: nn.Module) -> dict[int, nn.Parameter]:
     """By id, so that tied parameters count once."""
-    hidden = {id(part.weight) for _, part, _ in quantized_layers(module)}
     return {
         id(parameter): parameter
-        for parameter in module.parameters()
-        if parameter.requires_grad
-        and _is_half(parameter)
-        and id(parameter) not in hidden
-        and not is_lazy(parameter)
+        for parameter in plain_parameters(module)
+        if parameter.requires_grad and _is_half(parameter) and not is_lazy(parameter)
     }
 
 

@@ -20,11 +20,11 @@ from fxtrain.backends.core.module_changes import (
     xla_problems,
 )
 from fxtrain.backends.core.weights import torch_weights
-from fxtrain.backends.offload.hooks import attach
 from fxtrain.backends.offload.mapped_files import digest_of
 from fxtrain.backends.offload.streaming import (
     DeviceCopies,
     Streaming,
+    attach,
     keep_in_folder,
     place,
 )
@@ -35,7 +35,7 @@ from fxtrain.models import load_model
 from fxtrain.models.quantized_loading import quantized_source
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import set_values
-from fxtrain.precision.plain_tensors import has_no_memory, quantized_layers
+from fxtrain.precision.quantizing import has_no_memory, quantized_layers
 from fxtrain.state import (
     DistContext,
     ModelState,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fxtrain.backends.offload.mapped_files import MappedFile
 from fxtrain.ops.whole_tensors import identity
-from fxtrain.precision.plain_tensors import live_tensors
+from fxtrain.precision.quantizing import live_tensors
 from fxtrain.state import Placement, Unit
 from fxtrain.state.placement import DISK, owner_of
 

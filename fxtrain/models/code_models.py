@@ -1,11 +1,10 @@
-"""List the tensors of a model from file headers or code, without reading values."""
+"""Build models from configs and code, without memory for their tensors."""
 
 import importlib
 import importlib.util
-import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -17,36 +16,11 @@ from fxtrain._optional import optional
 from fxtrain._reading import read_file
 from fxtrain._record import closest
 from fxtrain.errors import PlanError
-from fxtrain.models.folder import INDEX
-from fxtrain.models.tensor_sources import open_source
 from fxtrain.state.parsing import parse_json
 
 _MAX_BYTES = 100_000_000  # bytes of an index or a config
 _MAX_REASON_LENGTH = 500  # characters of another library's message
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")  # no timm model name ends in these
-_FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-@attrs.frozen(kw_only=True)
-class Weight:
-    """One tensor of a model.
-
-    Attributes:
-        name: Dotted name in the model.
-        numel: Number of elements.
-        nbytes: Bytes as stored.
-        trained: Whether it has a gradient.
-        floating: Whether its dtype is floating point, so that it can be converted.
-        converted: Whether its layer computes in the format of a recipe, for which autocast makes no
-            copies.
-    """
-
-    name: str
-    numel: int
-    nbytes: int
-    trained: bool = True
-    floating: bool = True
-    converted: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -63,46 +37,9 @@ class KvCache:
     heads: int
     head_dim: int
 
-
-@attrs.frozen(kw_only=True)
-class Weights:
-    """The tensors of a model, for memory estimates.
-
-    Attributes:
-        source: Where it was read from.
-        tensors: Parameters and buffers; shared ones are listed once.
-        cache: Shape of its key-value cache; None if unknown.
-        keep: Whether trained parameters, their gradients and optimizer states keep the dtype of the
-            model in training, as `Precision(params="keep")` says.
-    """
-
-    source: str
-    tensors: tuple[Weight, ...]
-    cache: KvCache | None = None
-    keep: bool = False
-
-
-def read_weights(source: str) -> Weights:
-    """List the tensors of a model, without downloading it or reading values.
-
-    Args:
-        source: A model file that `load_model` reads, an index, or a folder with .safetensors
-            files; a transformers config.json or a folder with one; `module:function`, called with
-            the meta device as torch's default; or a timm model name.
-
-    Effects:
-        Reads file headers. For `module:function`, imports and runs that code.
-
-    Raises:
-        PlanError: the source is none of these.
-        CheckpointError: a file is damaged, or no model file.
-        MissingPackageError: transformers or timm is needed.
-    """
-    path = Path(source)
-    is_config = path.suffix == ".json" and not path.name.endswith(".index.json")
-    if is_config or not os.path.exists(path):
-        return weights_of(build_on_meta(source), source)
-    return _stored(path)
+    def nbytes(self, each: float, tokens: int) -> float:
+        """Bytes of the keys and values of this many tokens, with `each` bytes per element."""
+        return 2 * self.layers * self.heads * self.head_dim * each * tokens
 
 
 def build_on_meta(source: str | os.PathLike[str]) -> Any:
@@ -121,65 +58,17 @@ def build_on_meta(source: str | os.PathLike[str]) -> Any:
     """
     path = Path(source)
     if path.is_dir():
-        return _build_transformers(path / "config.json")
+        config = path / "config.json"
+        if not config.is_file():
+            raise PlanError(
+                f"{path} contains no .safetensors file and no config.json. Pass a model file, or "
+                f"module:function."
+            )
+        return _build_transformers(config)
     if os.path.exists(path):
         return _build_transformers(path)
     name = str(source)
     return _build_function(name) if ":" in name else _build_timm(name)
-
-
-def weights_of(model: Any, source: str) -> Weights:
-    """The tensors of a model, and the shape of its cache."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    config: Any = getattr(model, "config", None)
-    return Weights(
-        source=source,
-        tensors=tuple(
-            Weight(
-                name=name,
-                numel=tensor.numel(),
-                nbytes=tensor.nbytes,
-                trained=tensor.requires_grad,
-                floating=tensor.is_floating_point(),
-            )
-            for name, tensor in named
-        ),
-        cache=cache_of(config.to_dict()) if hasattr(config, "to_dict") else None,
-    )
-
-
-def _stored(path: Path) -> Weights:
-    """The tensors in model files; without any, of the config beside them."""
-    folder, files = path, [path]
-    if path.is_dir():
-        index = path / INDEX
-        files = [index] if index.is_file() else sorted(path.glob("*.safetensors"))
-    else:
-        folder = path.parent
-    config = folder / "config.json"
-    if not files and config.is_file():
-        return weights_of(build_on_meta(config), str(config))
-    if not files:
-        raise PlanError(
-            f"{path} contains no .safetensors file and no config.json. Pass a model file, or "
-            f"module:function."
-        )
-    tensors: list[Weight] = []
-    for file in files:
-        with open_source(file) as source:
-            tensors += [
-                stored_weight(entry.name, entry.dtype.is_floating_point, entry.shape, entry.nbytes)
-                for entry in source.entries.values()
-            ]
-    cache = cache_of(read_json(config)) if config.is_file() else None
-    return Weights(source=str(path), tensors=tuple(tensors), cache=cache)
-
-
-def stored_weight(name: str, floating: bool, shape: Sequence[int], nbytes: int) -> Weight:  # noqa: FBT001
-    """A tensor in a file."""
-    return Weight(
-        name=name, numel=math.prod(shape), nbytes=nbytes, floating=floating, trained=floating
-    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -296,38 +185,3 @@ def cache_of(config: Mapping[str, Any]) -> KvCache | None:
     if not (layers and heads and head_dim):
         return None
     return KvCache(layers=layers, heads=heads, head_dim=head_dim)
-
-
-def read_hub(name: str) -> Weights:
-    """List the tensors of a model on the hub, named as OWNER/NAME.
-
-    Effects:
-        Downloads the headers of its safetensors files and its config.json: kilobytes, and no
-        tensor.
-
-    Raises:
-        PlanError: the hub cannot be reached, or has no safetensors files of this model.
-        MissingPackageError: huggingface_hub is needed.
-    """
-    hub = optional("huggingface_hub", extra="models", needed_by=f"{name} with --download")
-    try:
-        files = hub.get_safetensors_metadata(name).files_metadata.values()
-    except Exception as error:  # from the hub, its HTTP library, or the system
-        lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
-        raise PlanError(f"{name} could not be fetched from the hub: {reason}") from error
-    tensors = tuple(
-        stored_weight(
-            tensor,
-            about.dtype in _FLOATS,
-            about.shape,
-            about.data_offsets[1] - about.data_offsets[0],
-        )
-        for file in files
-        for tensor, about in file.tensors.items()
-    )
-    try:
-        config = read_json(Path(hub.hf_hub_download(name, "config.json")))
-    except hub.errors.EntryNotFoundError:
-        config = {}
-    return Weights(source=name, tensors=tensors, cache=cache_of(config))
