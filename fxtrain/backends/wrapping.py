@@ -32,12 +32,12 @@ from fxtrain.ops.standing import Windows
 from fxtrain.ops.transport.pace import share_pace
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.precision.quantizing import (
+    allocate,
     gradient_problem,
     is_quantized,
     quantize_layers,
     quantized_tensors,
     sharding_problem,
-    stream_later,
 )
 from fxtrain.precision.recipe_layers import convert_layers, engine_region, recipe_targets
 from fxtrain.state import (
@@ -494,7 +494,7 @@ def _quantized_as_planned(
                 if config.source is not None and not is_quantized(module):
                     with open_source(config.source) as source:
                         undo.append(put_stored_layers(config.source, source, module))
-                undo.append(stream_later(module, torch.device("cpu")))
+                undo.append(allocate(module, torch.device("cpu"), memory=False))
         yield
     except BaseException:
         for take_back in reversed(undo):

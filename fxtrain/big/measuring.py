@@ -17,7 +17,7 @@ from fxtrain.models.block_names import names_among, own_names
 from fxtrain.models.code_models import KvCache, build_on_meta, cache_of, read_json
 from fxtrain.models.quantized_loading import put_stored_layers
 from fxtrain.models.tensor_sources import open_source
-from fxtrain.precision.quantizing import live_tensors, quantize_on_meta
+from fxtrain.precision.quantizing import live_tensors, quantize_layers
 from fxtrain.state import FileTensor, Quantize, Unit
 from fxtrain.state.placement import dtype_of
 
@@ -123,7 +123,7 @@ def sizes(
             f"sizes(no_split=...): the model has no module of the class {', '.join(unknown)}. It "
             f"has {', '.join(sorted(classes)[:20])}."
         )
-    undo = None if quantize is None else quantize_on_meta(module, quantize)
+    undo = None if quantize is None else quantize_layers(module, quantize, torch.device("meta"))
     try:
         return _sizes(tensors_of(module, kinds, stored), source, rules, cache_of_model(module))
     finally:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import attrs
+import torch
 
 from fxtrain._optional import optional
 from fxtrain.big.measuring import (
@@ -19,7 +20,7 @@ from fxtrain.big.measuring import (
 from fxtrain.errors import PlanError
 from fxtrain.models.code_models import KvCache, build_on_meta, cache_of, read_json
 from fxtrain.models.tensor_bytes import DTYPE_NAMES
-from fxtrain.precision.quantizing import quantize_on_meta
+from fxtrain.precision.quantizing import quantize_layers
 from fxtrain.precision.recipe_layers import recipe_targets
 from fxtrain.state import FileTensor, Plan
 
@@ -93,7 +94,7 @@ def read_weights(source: str, plan: Plan | None = None) -> Weights:
     if plan is not None:
         if plan.quantize is not None:
             frozen = any(not parameter.requires_grad for parameter in module.parameters())
-            quantize_on_meta(module, plan.quantize, trains=frozen)
+            quantize_layers(module, plan.quantize, torch.device("meta"), trains=frozen)
         if (recipe := plan.precision.recipe) is not None:
             names, _ = recipe_targets(module, recipe)
             converted = frozenset(f"{name}.weight".lstrip(".") for name in names)

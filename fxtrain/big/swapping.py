@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fxtrain._record import closest
 from fxtrain._tree import map_leaves
-from fxtrain.errors import PlanError
 from fxtrain.state import Wrapped
 
 
@@ -80,7 +78,7 @@ def bring(turns: Turns, name: str) -> nn.Module:
     """Move one model to the device, and the one that is there away; returns the model.
 
     Raises:
-        PlanError: no model has this name.
+        KeyError: no model has this name.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -89,16 +87,12 @@ def bring(turns: Turns, name: str) -> nn.Module:
         >>> both.resident
         'b'
     """
-    if name not in turns.models:
-        known = ", ".join(map(repr, turns.models))
-        raise PlanError(
-            f"bring: no model {name!r} takes turns here, but {known}.{closest(name, turns.models)}"
-        )
+    model = turns.models[name]
     if turns.resident != name:
         release(turns)
-        turns.models[name].to(turns.device)
+        model.to(turns.device)
         turns.resident = name
-    return turns.models[name]
+    return model
 
 
 def release(turns: Turns) -> None:

@@ -122,8 +122,8 @@ def _check_quantized(opened: Source, record: Quantize | None, module: nn.Module)
         what = "not quantised" if stored is None else f"of another format of {stored.library.name}"
         form = format_of(part, library)
         raise CheckpointError(
-            f"load_model: {name} is quantised as {form} in the model, and {what} in the source. Load "
-            f"into the unquantised model, with quantize=... to quantise it."
+            f"load_model: {name} is quantised as {form} in the model, and {what} in the source. "
+            f"Load into the unquantised model, with quantize=... to quantise it."
         )
 
 

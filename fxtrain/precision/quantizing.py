@@ -1,6 +1,6 @@
 """Quantised layers of a model: found, made and undone, and their tensors by name."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -93,21 +93,26 @@ def stored_tensors(module: nn.Module) -> dict[str, Any]:
     return stored
 
 
-def stream_later(module: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Prepare quantised weights for a strategy that allocates their tensors one by one.
+def allocate(module: nn.Module, device: torch.device, *, memory: bool = True) -> Callable[[], None]:
+    """Move quantised weights on the meta device to another one; they have no values there.
 
-    Weights on the meta device move to `device`, without memory.
+    Args:
+        memory: Give them memory; False for a strategy that allocates their tensors one by one.
 
     Returns:
         A function that puts them back onto the meta device.
     """
     before: list[tuple[Library, nn.Module, dict[str, Tensor]]] = []
     for _, part, library in quantized_layers(module):
-        vars(part)["keeps_copy"] = False  # of weights in bitsandbytes' layout for CPUs
+        if not memory:
+            vars(part)["keeps_copy"] = False  # of weights in bitsandbytes' layout for CPUs
         tensors = library.tensors(part)
         if any(tensor.is_meta for tensor in tensors.values()):
+            empty = {key: torch.empty_like(like, device=device) for key, like in tensors.items()}
+            for tensor in () if memory else empty.values():
+                tensor.untyped_storage().resize_(0)
             before.append((library, part, tensors))
-            library.put(part, {name: _unfilled(tensor, device) for name, tensor in tensors.items()})
+            library.put(part, empty)
 
     def undo() -> None:
         for library, part, tensors in before:
@@ -117,7 +122,7 @@ def stream_later(module: nn.Module, device: torch.device) -> Callable[[], None]:
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has no values: on the meta device, or prepared by `stream_later`."""
+    """Whether a tensor has no values: on the meta device, or from `allocate` without memory."""
     return tensor.is_meta or (tensor.numel() > 0 and not tensor.untyped_storage().nbytes())
 
 
@@ -131,21 +136,6 @@ def live_tensors(part: nn.Module) -> dict[str, Tensor]:
     if "weight" in tensors:  # bitsandbytes' parameter, of which this is another object
         tensors["weight"] = part.get_parameter("weight")
     return tensors
-
-
-def _unfilled(like: Tensor, device: torch.device) -> Tensor:
-    tensor = torch.empty_like(like, device=device)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give quantised weights on the meta device memory, without values."""
-    for _, part, library in quantized_layers(module):
-        tensors = library.tensors(part)
-        if any(tensor.is_meta for tensor in tensors.values()):
-            empty = {key: torch.empty_like(like, device=device) for key, like in tensors.items()}
-            library.put(part, empty)
 
 
 def _join(name: str, key: str) -> str:
@@ -166,7 +156,8 @@ def planned_layers(
         MissingPackageError: the library is not installed.
     """
     problem = library_of(record).check(record, device)
-    if problem is None and trains and _has_no_gradient(attrs.asdict(record)):
+    measured = device.type == "meta"
+    if problem is None and trains and not measured and _has_no_gradient(attrs.asdict(record)):
         problem = f"{record!r} {NO_GRADIENT}"
     if problem is not None:
         raise PlanError(f"Plan(quantize=...): {problem}")
@@ -193,6 +184,7 @@ def quantize_layers(
     """Quantise the layers of a model in place, one at a time.
 
     Args:
+        device: Where the new layers are; on the meta device they have no values, to measure them.
         trains: Skip layers whose weight requires grad.
 
     Returns:
@@ -206,35 +198,8 @@ def quantize_layers(
         PlanError: as `planned_layers`; the model is as it was, then and after any other error.
     """
     names = planned_layers(module, record, device, trains=trains)
-    return _replaced(module, names, record, device)
-
-
-def quantize_on_meta(
-    module: nn.Module, record: Quantize, *, trains: bool = False
-) -> Callable[[], None]:
-    """Replace layers of a model by quantised ones without values, to measure it.
-
-    Sizes do not depend on the device, so one that cannot compute in the format is not refused.
-
-    Returns:
-        A function that puts the original layers back.
-
-    Raises:
-        PlanError: as `planned_layers`, except for the device.
-    """
-    if _quantized_already(module, record):
-        return converted_to_fp32(module, record)
-    if isinstance(record, Torchao):
-        record = attrs.evolve(record, activations=None)
-    device = torch.device("meta")
-    names = planned_layers(module, record, device, trains=trains)
-    return _replaced(module, names, record, device)
-
-
-def _replaced(
-    module: nn.Module, names: Sequence[str], record: Quantize, device: torch.device
-) -> Callable[[], None]:
-    """Replace layers by quantised ones; returns a function that puts the original ones back."""
+    if device.type == "meta" and isinstance(record, Torchao):
+        record = attrs.evolve(record, activations=None)  # torchao asks for the GPU at once
     library, layers = library_of(record), dict[str, nn.Module]()
     for name in names:
         part = module.get_submodule(name)

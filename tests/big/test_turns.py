@@ -66,8 +66,3 @@ def test_a_wrapped_model_takes_turns():
         assert turns.resident == "model"
         other(X)
         assert turns.resident == "other"
-
-
-def test_an_unknown_name_says_the_nearest(three):
-    with pytest.raises(fx.PlanError, match="Did you mean 'unet'"):
-        big.bring(three[2], "unett")

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from fxtrain.state import Batch, Wrapped
+from fxtrain import ops
+from fxtrain.state import Batch, DistContext, Wrapped
 
 
 def is_distributed(parameters: Any) -> bool:
@@ -73,6 +74,12 @@ def total_norm(
     if largest:
         return total
     return total.sqrt() if norm_type == 2 else total ** (1 / norm_type)
+
+
+def average_grads(grads: list[Tensor], ranks: DistContext) -> None:
+    """Average gradients over ranks, in place."""
+    for grad, mean in zip(grads, ops.reduce(grads, ranks, op="mean"), strict=True):
+        grad.copy_(mean)
 
 
 def scale_local(parts: list[Tensor], factor: Any) -> None:

@@ -11,9 +11,9 @@ import attrs
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fxtrain import ops
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import step_functions
+from fxtrain.backends.core.gradients import average_grads
 from fxtrain.backends.core.initial_values import apply_with_buffers
 from fxtrain.backends.core.local_sgd import average, independent_replicas
 from fxtrain.backends.core.module_changes import (
@@ -357,8 +357,7 @@ def _reduce_ignored(model: Wrapped) -> Iterator[None]:
         for parameter in model.module.parameters()
         if parameter.grad is not None and not hasattr(parameter, "device_mesh")
     ]
-    for grad, mean in zip(grads, ops.reduce(grads, model.ctx.axis("loss"), op="mean"), strict=True):
-        grad.copy_(mean)
+    average_grads(grads, model.ctx.axis("loss"))
 
 
 def _generate(model: Wrapped, method: Any, args: Any, kwargs: Any) -> Any:

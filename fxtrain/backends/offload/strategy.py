@@ -10,7 +10,8 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain import big, ops
+from fxtrain import big
+from fxtrain.backends.core.gradients import average_grads
 from fxtrain.backends.core.initial_values import apply_with_buffers
 from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import (
@@ -259,9 +260,7 @@ def _sync(model: Wrapped, enabled: bool) -> Iterator[None]:  # noqa: FBT001
         for parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        grads = [parameter.grad for parameter in trained]
-        for grad, mean in zip(grads, ops.reduce(grads, data, op="mean"), strict=True):
-            grad.copy_(mean)
+        average_grads([parameter.grad for parameter in trained], data)
 
 
 def _weights(model: Wrapped) -> dict[str, Weight]:

@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from fxtrain import ops
 from fxtrain.backends.core import model_state, step_functions
-from fxtrain.backends.core.gradients import local_grads
+from fxtrain.backends.core.gradients import average_grads, local_grads
 from fxtrain.backends.core.open_windows import full_gradient
 from fxtrain.backends.core.weights import from_first_rank, in_loaded_dtypes, torch_weights
 from fxtrain.backends.pipeline.partition import Partition
@@ -303,9 +303,7 @@ def reduce_grads(model: Wrapped) -> None:
                 grad.copy_(part.view_as(grad))
     data = model.ctx.axis("data")
     if data.world_size > 1:
-        grads = local_grads(p for p in model.module.parameters() if not _is_sharded(p))
-        for grad, mean in zip(grads, ops.reduce(grads, data, op="mean"), strict=True):
-            grad.copy_(mean)
+        average_grads(local_grads(p for p in model.module.parameters() if not _is_sharded(p)), data)
 
 
 def _is_sharded(parameter: Any) -> bool:
