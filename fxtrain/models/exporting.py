@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fxtrain import ops
 from fxtrain._display import counted, read_bytes
 from fxtrain._reading import path_problem
+from fxtrain._record import few
 from fxtrain.errors import CheckpointError
 from fxtrain.models.folder import (
     ModelFile,
@@ -40,8 +41,6 @@ from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.precision.quantizing import format_of, quantized_layers
 from fxtrain.precision.torchao_layers import TORCHAO, torchao_config
 from fxtrain.state import DistContext, FileTensor, Weight, Wrapped
-
-_MAX_SHOWN = 10
 
 
 def export(
@@ -131,10 +130,9 @@ def _weights(model: Any, module: nn.Module | None) -> dict[str, Weight]:
         weights = file_weights(module, weights)
         weights = {name: weight for name, weight in weights.items() if name not in ignored}
     if problems := problems_of(weights, WRITABLE_DTYPES):
-        more = [f"and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         raise CheckpointError(
             "export: these tensors cannot be written to a safetensors file:\n  "
-            + "\n  ".join([*problems[:_MAX_SHOWN], *more])
+            + "\n  ".join(few(problems))
         )
     return weights
 
@@ -223,7 +221,11 @@ def _write(
         with fail_together(ctx, action):
             try:
                 if rank < len(round_files):
-                    _write_file(source / round_files[rank].name, round_files[rank], arriving)
+                    file = round_files[rank]
+                    with writing(source / file.name, file.entries, file.metadata) as put:
+                        for tensor in arriving:
+                            put(tensor)
+                            del tensor  # freed before the next one is gathered
             finally:
                 for _ in arriving:  # the other ranks still need this rank's gathers
                     pass
@@ -242,13 +244,6 @@ def _gathered_tensors(
                 del full
         if own is not None:
             yield own
-
-
-def _write_file(path: Path, file: ModelFile, tensors: Iterator[Tensor]) -> None:
-    with writing(path, file.entries, file.metadata) as put:
-        for tensor in tensors:
-            put(tensor)
-            del tensor  # freed before the next one is gathered
 
 
 def _write_config(module: Any, weights: Mapping[str, Weight], source: Path) -> None:

@@ -72,18 +72,27 @@ def _quantize4(like: nn.Linear, record: Bnb4) -> nn.Module:
     weight = like.weight.detach()
     functional = importlib.import_module("bitsandbytes.functional")
     if _has_no_values(weight):
-        _put4(layer, _empty4(weight, record), facts=_facts_of(weight, record))
-        return layer
-    packed, state = functional.quantize_4bit(
-        weight.contiguous(),
-        blocksize=record.blocksize,
-        compress_statistics=record.double_quant,
-        quant_type=record.quant_type,
-    )
-    tensors = {"weight": packed, **_of_state(state)}
-    # The library shares its tables between layers; a file that is read must not change them.
-    tensors |= {key: tensor.clone() for key, tensor in tensors.items() if key.endswith("quant_map")}
-    _put4(layer, tensors, facts=_facts_of(weight, record))
+        tensors = _empty4(weight, record)
+    else:
+        packed, state = functional.quantize_4bit(
+            weight.contiguous(),
+            blocksize=record.blocksize,
+            compress_statistics=record.double_quant,
+            quant_type=record.quant_type,
+        )
+        tensors = {"weight": packed, **_of_state(state)}
+        # The library shares its tables between layers; a file that is read must not change them.
+        tables = [key for key in tensors if key.endswith("quant_map")]
+        tensors |= {key: tensors[key].clone() for key in tables}
+    facts = {
+        "quant_type": record.quant_type,
+        "blocksize": record.blocksize,
+        "shape": list(weight.shape),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "nested_blocksize": NESTED_BLOCK,
+        "nested_dtype": "float32",
+    }
+    _put4(layer, tensors, facts=facts)
     return layer
 
 
@@ -105,17 +114,6 @@ def _empty4(weight: Tensor, record: Bnb4) -> dict[str, Tensor]:
     return {
         name: weight.new_empty(size, dtype=torch.uint8 if name in in_bytes else torch.float32)
         for name, size in sizes.items()
-    }
-
-
-def _facts_of(weight: Tensor, record: Bnb4) -> dict[str, Any]:
-    return {
-        "quant_type": record.quant_type,
-        "blocksize": record.blocksize,
-        "shape": list(weight.shape),
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "nested_blocksize": NESTED_BLOCK,
-        "nested_dtype": "float32",
     }
 
 
@@ -148,22 +146,24 @@ def _plain(weight: Tensor) -> Tensor:
     return plain if is_sharded(plain) else plain.as_subclass(Tensor)
 
 
-def _is_fake(tensor: Tensor) -> bool:
-    """Whether it is a tensor of a dry run; what defines those takes a while to import."""
-    return type(tensor).__name__ == "FakeTensor"
-
-
 def _has_no_values(weight: Tensor) -> bool:
     """Whether it is on the meta device or of a dry run.
 
     The library computes its tables with the first weight, and would keep ones without values.
     """
-    return weight.is_meta or _is_fake(weight)
+    return weight.is_meta or type(weight).__name__ == "FakeTensor"
 
 
-def _fake(weight: Tensor, **attributes: Any) -> nn.Parameter:
-    """A parameter for a dry run: the library's classes do not take tensors without values."""
-    parameter = nn.Parameter(weight, requires_grad=False)
+def _weight(kind: str, tensor: Tensor, attributes: dict[str, Any], **options: Any) -> nn.Parameter:
+    """A parameter of a class of the library, or a plain one for a dry run with fake tensors.
+
+    Args:
+        attributes: What both have; the class gets the options too.
+    """
+    if type(tensor).__name__ != "FakeTensor":
+        make = getattr(importlib.import_module("bitsandbytes").nn, kind)
+        return make(tensor, requires_grad=False, **attributes, **options)
+    parameter = nn.Parameter(tensor, requires_grad=False)
     vars(parameter).update(attributes)
     return parameter
 
@@ -191,13 +191,10 @@ def _put4(part: nn.Module, tensors: Tensors, facts: Mapping[str, Any] | None = N
     )
     layer: Any = part
     layer.quant_state = state
-    if _is_fake(tensors["weight"]):
-        layer.weight = _fake(tensors["weight"], quant_state=state)
-        return
-    layer.weight = bnb.nn.Params4bit(
+    layer.weight = _weight(
+        "Params4bit",
         tensors["weight"],
-        requires_grad=False,
-        quant_state=state,
+        {"quant_state": state},
         blocksize=state.blocksize,
         compress_statistics=state.nested,
         quant_type=state.quant_type,
@@ -279,10 +276,9 @@ def _quantize8(like: nn.Linear, record: Bnb8) -> nn.Module:
     if _has_no_values(weight):
         packed = weight.new_empty(weight.shape, dtype=torch.int8)
         scales = weight.new_empty(len(weight), dtype=torch.float32)
-        _put8(layer, {"weight": packed, "SCB": scales})
-        return layer
-    functional = importlib.import_module("bitsandbytes.functional")
-    packed, scales, _ = functional.int8_vectorwise_quant(weight.half().contiguous())
+    else:
+        functional = importlib.import_module("bitsandbytes.functional")
+        packed, scales, _ = functional.int8_vectorwise_quant(weight.half().contiguous())
     _put8(layer, {"weight": packed, "SCB": scales})
     return layer
 
@@ -303,20 +299,11 @@ def _tensors8(part: Any) -> dict[str, Tensor]:
 
 
 def _put8(part: nn.Module, tensors: Tensors) -> None:
-    bnb = importlib.import_module("bitsandbytes")
     layer: Any = part
-    layer.state.CB = layer.state.SCB = None
-    if _is_fake(tensors["weight"]):
-        layer.weight = _fake(tensors["weight"], SCB=tensors["SCB"])
-        layer.state.SCB = tensors["SCB"]
-        return
-    layer.weight = bnb.nn.Int8Params(
-        tensors["weight"],
-        requires_grad=False,
-        has_fp16_weights=False,
-        CB=tensors["weight"],
-        SCB=tensors["SCB"],
-    )
+    packed, scales = tensors["weight"], {"SCB": tensors["SCB"]}
+    # Moving a module in a dry run replaces parameters without their attributes.
+    layer.state.CB, layer.state.SCB = None, tensors["SCB"]
+    layer.weight = _weight("Int8Params", packed, scales, has_fp16_weights=False, CB=packed)
 
 
 def _settings8(part: Any) -> dict[str, Any]:

@@ -36,17 +36,6 @@ def _modules() -> Any:
 # float8.
 
 
-def _check_float8(recipe: Float8, device: torch.device) -> str | None:
-    _modules()
-    if recipe.emulate or has_float8(device):
-        return None
-    return (
-        f"Float8(scaling={recipe.scaling!r}) needs a GPU with float8 matrix products: CUDA 8.9 or "
-        f"newer (L4, H100, B200), MI300 or an Intel GPU; this device is {device.type}. Use "
-        f"precision='bf16', or Float8(emulate=True) to try the plan out here, slowly."
-    )
-
-
 def _float8_config(recipe: Float8, *, gather: bool = False) -> Any:
     config = importlib.import_module("torchao.float8").Float8LinearConfig.from_recipe_name(
         recipe.scaling
@@ -80,20 +69,6 @@ def gather_in_float8(module: nn.Module, recipe: Float8) -> None:
 
 
 # Microscaling formats.
-
-
-def _check_mx(recipe: MX, device: torch.device) -> str | None:
-    _modules()
-    blackwell = device.type == "cuda" and torch.version.hip is None
-    if recipe.emulate or (blackwell and torch.cuda.get_device_capability(device) >= (10, 0)):
-        return None
-    advice = "Use precision='bf16'"
-    if recipe.format != "nvfp4":
-        advice += f", or MX(format={recipe.format!r}, emulate=True) to try the plan out, slowly"
-    return (
-        f"MX(format={recipe.format!r}) needs a GPU with products in microscaling formats: CUDA "
-        f"10.0 or newer (B200, GB200); this device is {device.type}. {advice}."
-    )
 
 
 def _like_mx(part: nn.Linear, recipe: MX, device: torch.device, seed: int) -> nn.Module:
@@ -132,18 +107,6 @@ _KEYS = ("scale", "amax_history")
 def _engine() -> Any:
     optional("transformer_engine", extra="te", needed_by=_NEEDED_BY)
     return importlib.import_module("transformer_engine.pytorch")
-
-
-def _check_te(recipe: TE, device: torch.device) -> str | None:
-    library = _engine()
-    _, available, gpus = _SCALINGS[recipe.scaling]
-    fits, reason = getattr(library, available)(return_reason=True)
-    if fits:
-        return None
-    return (
-        f"TE(scaling={recipe.scaling!r}) needs a GPU with {gpus}; Transformer Engine says: "
-        f"{reason or 'not available'}. Use precision='bf16'."
-    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -241,9 +204,32 @@ def scaling_state(module: nn.Module, recipe: TE, *, create: bool = False) -> dic
     return scales
 
 
-_CHECKS: Mapping[type, Callable[[Any, torch.device], str | None]] = {
-    Float8: _check_float8, MX: _check_mx, TE: _check_te
-}  # fmt: skip
+def _device_problem(recipe: Recipe, device: torch.device) -> str | None:
+    """Why a device cannot compute in the format of a recipe, or None. Imports the library."""
+    told, advice = f"this device is {device.type}", "Use precision='bf16'"
+    if isinstance(recipe, TE):
+        scaling = _SCALINGS[recipe.scaling]
+        fits, reason = getattr(_engine(), scaling[1])(return_reason=True)
+        what, needs = f"TE(scaling={recipe.scaling!r})", scaling[2]
+        told = f"Transformer Engine says: {reason or 'not available'}"
+    elif isinstance(recipe, Float8):
+        _modules()
+        fits = recipe.emulate or has_float8(device)
+        what = f"Float8(scaling={recipe.scaling!r})"
+        needs = "float8 matrix products: CUDA 8.9 or newer (L4, H100, B200), MI300 or an Intel GPU"
+        advice += ", or Float8(emulate=True) to try the plan out here, slowly"
+    else:
+        _modules()
+        nvidia = device.type == "cuda" and torch.version.hip is None
+        fits = recipe.emulate
+        fits = fits or (nvidia and torch.cuda.get_device_capability(device) >= (10, 0))
+        what = f"MX(format={recipe.format!r})"
+        needs = "products in microscaling formats: CUDA 10.0 or newer (B200, GB200)"
+        if recipe.format != "nvfp4":
+            advice += f", or MX(format={recipe.format!r}, emulate=True) to try the plan out, slowly"
+    return None if fits else f"{what} needs a GPU with {needs}; {told}. {advice}."
+
+
 # A layer of the library's class, whose own attributes a converted layer takes; its parameters are
 # not used.
 _LIKE: Mapping[type, Callable[[Any, Any, torch.device, int], nn.Module]] = {
@@ -296,7 +282,7 @@ def convert_layers(
             is as it was, then and after any other error.
         MissingPackageError: the library is not installed.
     """
-    if checked and (problem := _CHECKS[type(recipe)](recipe, device)) is not None:
+    if checked and (problem := _device_problem(recipe, device)) is not None:
         raise PlanError(f"Plan(precision=fx.Precision(compute='fp8', ...)): {problem}")
     names = recipe_targets(module, recipe)[0]
     if isinstance(recipe, TE):
