@@ -1,5 +1,6 @@
 """Text that is tokenized and read again is the same, for any parts, stops and processes."""
 
+import contextlib
 import itertools
 from pathlib import Path
 from unittest import mock
@@ -9,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.data.tokenizing import tokenize_parts
 from fxtrain.testing.cluster import starter
-from tests.data._texts import WORDS, documents_of, tokens_of, write_lines, write_tokenizer
+from tests.data._texts import (
+    WORDS,
+    Stopped,
+    documents_of,
+    stop_after,
+    tokens_of,
+    write_lines,
+    write_tokenizer,
+)
 
 NUMBERS = itertools.count()
 LARGE = WORDS | {"z": 70_000}
@@ -30,8 +38,8 @@ def _written(place, files, settings, *, part, stops=(), workers=1):
     tokenizer = write_tokenizer(place, LARGE)
     with mock.patch("fxtrain.data.tokenizing._SMALLEST", part):
         for stop in stops:
-            run = tokenize_parts(inputs, output, tokenizer, **settings)
-            list(itertools.islice(run, stop))
+            with contextlib.suppress(Stopped):
+                fx.data.tokenize(inputs, output, tokenizer, **settings, progress=stop_after(stop))
         source = fx.data.tokenize(inputs, output, tokenizer, workers=workers, **settings)
     names = [output + suffix for suffix in (".bin", ".idx") if Path(output + suffix).exists()]
     return source, [Path(name).read_bytes() for name in names]

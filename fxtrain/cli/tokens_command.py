@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -12,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from fxtrain._display import counted
 from fxtrain.cli.output import COUNT, as_json, option, print_table, report, say, warn
 from fxtrain.data.token_summary import decoded, find_source, summarize
-from fxtrain.data.tokenizing import complete_file, tokenize_parts
+from fxtrain.data.tokenizing import tokenize
 
 _LINE_EVERY_S = 10.0
 _BAR = 40  # characters of the longest bar of a histogram
@@ -59,18 +60,20 @@ def TOKENS(
         raise click.UsageError("Pass --to and --tokenizer, or --show to look at a file.")
     if length is not None:
         raise click.UsageError("--length needs --show: rows are cut when they are read.")
-    parts = tokenize_parts(
-        inputs,
-        to,
-        tokenizer,
-        format=format,
-        field=column or "text",
-        end=end,
-        dtype=dtype,
-        workers=workers,
-    )
-    wrote = complete_file(to, format)
-    counts = [(), *_shown(parts)][-1]
+    counts: list[int] = []
+    with _progress(counts) as show_progress:
+        source = tokenize(
+            inputs,
+            to,
+            tokenizer,
+            format=format,
+            field=column or "text",
+            end=end,
+            dtype=dtype,
+            workers=workers,
+            progress=show_progress,
+        )
+    wrote = f"{source.path}.idx" if format == "megatron" else source.path
     if not counts:
         report({"wrote": None}, f"{wrote} is complete already.")
         return
@@ -83,23 +86,34 @@ def _text_of(documents: int, tokens: int, empty: int) -> str:
     return f"{text}; {counted(empty, 'empty document')} left out" if empty else text
 
 
-def _shown(parts: Iterator[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """The counts after each part, shown by a bar in a terminal, else by a line now and then."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        columns = DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.fields[counts]}")
-        with Progress(BarColumn(), *columns, console=console) as bar:
-            task = bar.add_task("tokens", total=None, counts="")
-            for done, total, *counts in parts:
-                bar.update(task, total=total, completed=done, counts=_text_of(*counts))
-                yield tuple(counts)
-        return
-    shown_s = time.monotonic()
-    for done, total, *counts in parts:
+@contextmanager
+def _progress(latest: list[int]) -> Iterator[Callable[..., None]]:
+    """What shows the counts after each part, by a bar in a terminal, else by a line now and then.
+
+    Args:
+        latest: Gets the counts of the last part.
+    """
+    console, shown_s = Console(stderr=True), time.monotonic()
+
+    def print_line(done: int, total: int, *counts: int) -> None:
+        nonlocal shown_s
+        latest[:] = counts
         if time.monotonic() - shown_s >= _LINE_EVERY_S:
             shown_s = time.monotonic()
             warn(f"{done / total:.1%}: {_text_of(*counts)}")
-        yield tuple(counts)
+
+    if not console.is_terminal:
+        yield print_line
+        return
+    columns = DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.fields[counts]}")
+    with Progress(BarColumn(), *columns, console=console) as bar:
+        task = bar.add_task("tokens", total=None, counts="")
+
+        def update(done: int, total: int, *counts: int) -> None:
+            latest[:] = counts
+            bar.update(task, total=total, completed=done, counts=_text_of(*counts))
+
+        yield update
 
 
 def _show(

@@ -12,25 +12,19 @@ from fxtrain import _tree, ops
 from fxtrain.data.fetch import StartWorker, StreamMemory, call_set_epoch
 from fxtrain.data.order import hash_key
 from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, Step, advance
-from fxtrain.data.sources import Source, cut_order, row_source
+from fxtrain.data.sources import Source, row_source
 from fxtrain.data.user_loader import read_loader, rebuild
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import check_same_plan
-from fxtrain.ops.same_errors import fail_together
 from fxtrain.state import DistContext, Plan, Position
 
 _HAS, _ENDED, _FAILED = range(3)  # states of a rank
-_CHUNK = 1 << 12  # batches whose sizes are exchanged at a time
 
-
-# One batch of a rank: its rows, its data, and the state of the rank's stream after it.
+# One batch of a rank: its rows, its data, and the state from which reading continues after it;
+# None for a stream that keeps none.
 _Loaded = tuple[int, Any, Any]
-# (epoch, units to skip, state or None) → every batch that follows; from a state on, nothing is
-# skipped.
-_Open = Callable[[int, int, Any], Iterator[_Loaded]]
-# (epoch) → (rows, units) of every batch, without reading it; None if only reading tells, and then
-# no units are skipped.
-_Sizes = Callable[[int], Iterator[tuple[int, int]]] | None
+# (epoch, state, or None for its start) → every batch that follows
+_Open = Callable[[int, Any], Iterator[_Loaded]]
 
 
 class _Turn(NamedTuple):
@@ -64,15 +58,15 @@ def presharded_source(
     even = "drop" if batching.even == "drop" else "pad"
     batching = attrs.evolve(batching, ranks=1, even=even)
     if isinstance(loader.dataset, IterableDataset):
-        read, sizes, rows = _stream(loader, batching, ctx, plan), None, None
+        read, rows = _stream(loader, batching, ctx, plan), None
     else:
-        read, sizes, rows = _rows(loader, sampler, batching, ctx, plan)
+        read, rows = _rows(loader, sampler, batching, ctx, plan)
     source = Source(
-        run=lambda cursor: uneven_batches(read, sizes, cursor, ctx, plan),
+        run=lambda cursor: uneven_batches(read, cursor, ctx, plan),
         length=lambda: None,
         # Only the author of a stream knows whether it shuffles.
         shuffled=lambda: rows is not None and rows.shuffled(),
-        stateful=rows is None and not loader.num_workers,
+        stateful=rows is not None or not loader.num_workers,
         endless=rows is not None and rows.endless,
     )
     return source, batching
@@ -80,20 +74,23 @@ def presharded_source(
 
 def _rows(
     loader: DataLoader[Any], sampler: Any, batching: Batching, ctx: DistContext, plan: Plan
-) -> tuple[_Open, _Sizes, Source]:
+) -> tuple[_Open, Source]:
     """A map-style dataset that holds only this rank's rows; their order differs between ranks."""
     own = attrs.evolve(plan, even="pad", seed=hash_key(plan.seed, "rank", ctx.rank))
     source = row_source(loader, sampler, batching, own, (0,))
 
-    def read(epoch: int, units: int, state: Any) -> Iterator[_Loaded]:
-        for (batch, _), (data,) in source.run(Cursor(Position(epoch=epoch, index=units))):
-            yield batch.rows[0], data, None
+    def read(epoch: int, state: Any) -> Iterator[_Loaded]:
+        start = Cursor(Position(epoch=epoch))
+        if state is not None:
+            start = Cursor(Position(**state["position"]), state["order"])
+        for (batch, after), (data,) in source.run(start):
+            yield (
+                batch.rows[0],
+                data,
+                {"position": attrs.asdict(after.position), "order": after.state},
+            )
 
-    def sizes(epoch: int) -> Iterator[tuple[int, int]]:
-        _, batches = cut_order(sampler, batching, Cursor(Position(epoch=epoch)), (), own)
-        return ((batch.rows[0], batch.units) for batch in batches)
-
-    return read, sizes, source
+    return read, source
 
 
 def _stream(loader: DataLoader[Any], batching: Batching, ctx: DistContext, plan: Plan) -> _Open:
@@ -110,8 +107,7 @@ def _stream(loader: DataLoader[Any], batching: Batching, ctx: DistContext, plan:
     drops = not items and batching.even == "drop"
     over = rebuild(loader, dataset, batch_size=size, drop_last=drops, **changes)
 
-    def read(epoch: int, units: int, state: Any) -> Iterator[_Loaded]:
-        assert units == 0, "a stream is read from its start, or from a state"
+    def read(epoch: int, state: Any) -> Iterator[_Loaded]:
         dataset.epoch.fill_(epoch)
         dataset.state = state
         assert isinstance(over.generator, torch.Generator)
@@ -153,13 +149,13 @@ class _Counted:
 
 
 def uneven_batches(
-    read: _Open, sizes: _Sizes, cursor: Cursor, ctx: DistContext, plan: Plan
+    read: _Open, cursor: Cursor, ctx: DistContext, plan: Plan
 ) -> Iterator[tuple[Step, tuple[Any]]]:
     """Global batches made of one batch of every rank.
 
     Under `pad`, a rank whose data has ended repeats it until all have ended. Under `uneven`
     likewise, but these batches have size 0 and count for nothing. Under `drop`, the first rank
-    that ends stops all.
+    that ends stops all. Without a state, what precedes the cursor is read again.
 
     Effects:
         Compares the plans; then one gather per global batch, one batch ahead, and two after some
@@ -172,16 +168,17 @@ def uneven_batches(
     """
     check_same_plan("iterating", ctx, plan, {})
     epoch, position = cursor.position.epoch, cursor.position
-    batches, behind = _seek(read, sizes, cursor, ctx)
-    own = _turns(batches, _HAS)
+    stream, behind, skipped = None, 0, position.index  # rows of all ranks to skip
+    if cursor.state is not None:
+        stream, behind, skipped = cursor.state["stream"], cursor.state["behind"], 0
+    over = cursor.state is not None and stream is None
+    own = _turns(iter(()) if over else read(epoch, stream), _HAS)
     # Padding, too, continues where it was.
     again = itertools.islice(_turns(_repeat(read, epoch), _ENDED), behind, None)
     ends = any if plan.even == "drop" else all
     now = next(own)
     table = _gather_sizes(now, ctx)
-    if ends(state != _HAS for state, _ in table):
-        return
-    for number in itertools.count():
+    while not ends(state != _HAS for state, _ in table):
         ended = now.state != _HAS
         if any(state != _HAS for state, _ in table):
             now = next(again) if ended else now
@@ -190,18 +187,28 @@ def uneven_batches(
             _refuse_empty(table, ctx)
         after = next(own)
         coming = _gather_sizes(after, ctx)
-        is_last = ends(state != _HAS for state, _ in coming)
         rows = tuple(size if state == _HAS else 0 for state, size in table)
-        padded = rows if plan.even == "uneven" else tuple(size for _, size in table)
-        batch = GlobalBatch(number, sum(rows), rows, padded, ())
-        position = advance(position, batch, plan, is_last=is_last)
-        state = None
-        if ended or now.stream is not None:
-            state = {"stream": None if ended else now.stream, "behind": behind}
-        yield (batch, Cursor(position, state)), (now.data,)
-        if is_last:
-            return
+        if skipped:
+            skipped -= sum(rows)
+            if skipped < 0:
+                break
+        else:
+            sizes = rows if plan.even == "uneven" else tuple(size for _, size in table)
+            batch = GlobalBatch(position.index, sum(rows), rows, sizes, ())
+            is_last = ends(state != _HAS for state, _ in coming)
+            position = advance(position, batch, plan, is_last=is_last)
+            state = None
+            if ended or now.stream is not None:
+                state = {"stream": None if ended else now.stream, "behind": behind}
+            yield (batch, Cursor(position, state)), (now.data,)
         now, table = after, coming
+    if skipped:
+        raise DataError(
+            f"The position has index {position.index}, which is not a boundary between two global "
+            f'batches of these loaders. Data(source="sharded") can only resume with the world '
+            f"size, batch size and data with which the position was made.",
+            code="FX401",
+        )
 
 
 def _turns(batches: Iterator[_Loaded], state: int) -> Iterator[_Turn]:
@@ -220,49 +227,9 @@ def _repeat(read: _Open, epoch: int) -> Iterator[_Loaded]:
     has_data = True
     while has_data:
         has_data = False
-        for batch in read(epoch, 0, None):
+        for batch in read(epoch, None):
             has_data = True
             yield batch
-
-
-def _seek(
-    read: _Open, sizes: _Sizes, cursor: Cursor, ctx: DistContext
-) -> tuple[Iterator[_Loaded], int]:
-    """This rank's batches from where all ranks together have seen this many rows.
-
-    Returns:
-        The batches, and how many padding batches preceded them.
-    """
-    epoch, wanted = cursor.position.epoch, cursor.position.index
-    if cursor.state is not None:
-        stream, behind = cursor.state["stream"], cursor.state["behind"]
-        return iter(()) if stream is None else read(epoch, 0, stream), behind
-    if wanted == 0:
-        return read(epoch, 0, None), 0
-    opened = None if sizes else read(epoch, 0, None)
-    # Of each batch, rows and units. What was read of a stream is gone, so one is read at a time.
-    source = sizes(epoch) if sizes else ((rows, rows) for rows, *_ in opened or ())
-    chunk = _CHUNK if sizes else 1
-    units = seen = behind = 0
-    while seen < wanted:
-        with fail_together(ctx):
-            mine = list(itertools.islice(source, chunk))
-        of_ranks = ops.gather_objects([rows for rows, _ in mine], ctx)
-        if not any(of_ranks):
-            break
-        for step, rows in enumerate(itertools.zip_longest(*of_ranks, fillvalue=0)):
-            if seen < wanted:
-                seen += sum(rows)
-                units += mine[step][1] if step < len(mine) else 0
-                behind += step >= len(mine)
-    if seen != wanted:
-        raise DataError(
-            f"The position has index {wanted}, which is not a boundary between two global batches "
-            f'of these loaders. Data(source="sharded") can only resume with the world size, batch '
-            f"size and data with which the position was made.",
-            code="FX401",
-        )
-    return (read(epoch, units, None) if opened is None else opened), behind
 
 
 def _gather_sizes(turn: _Turn, ctx: DistContext) -> list[tuple[int, int]]:

@@ -28,33 +28,29 @@ _NO_BATCH = (
 
 
 @attrs.define(eq=False)
-class Iteration:
-    """How far iteration got: mutable, as an iterator is."""
+class Reached:
+    """The batch that a loader or one of its epochs yielded last: mutable, as an iterator is."""
 
-    start: Cursor  # the cursor of the first batch; for a later epoch, only its number counts
-    # The iteration of the epoch before, which decides where a later epoch starts; None once
-    # this one has begun.
-    before: "Iteration | None" = None
+    # Just after it, with the state of the stream or blend on this rank; or where a loader
+    # starts that has yielded none.
+    cursor: Cursor
+    batch: Batch | None = None  # that batch
+
+
+@attrs.define(eq=False)
+class Iteration:
+    """How far iteration over an epoch got: mutable, as an iterator is."""
+
+    number: int = 0  # the epoch
+    start: Cursor | None = None  # where it starts; None until it begins, after those before it
+    # What the epochs of the same call have reached, which share it.
+    run: Reached = attrs.field(factory=lambda: Reached(Cursor(Position())))
     passes: int = 0  # passes that got further than one batch
-    reached: Position | None = None  # the position after the last batch that was yielded
 
     def cursor(self) -> Cursor:
         """Where the epoch starts, given what has been seen of those before it."""
-        if self.before is None:
-            return self.start
-        return Cursor(to_epoch(self.before.end(), self.start.position.epoch))
-
-    def begin(self) -> Cursor:
-        """Fix where the epoch starts, whatever happens to those before it afterwards."""
-        self.start, self.before = self.cursor(), None
-        return self.start
-
-    def end(self) -> Position:
-        """Where iteration got to; for an epoch that did not run, where the one before it got to."""
-        trail = self
-        while trail.reached is None and trail.before is not None:
-            trail = trail.before
-        return trail.start.position if trail.reached is None else trail.reached
+        before = self.run.cursor.position
+        return Cursor(to_epoch(before, self.number)) if self.start is None else self.start
 
 
 class _NoLengthError(DataError, TypeError):
@@ -66,16 +62,6 @@ def _no_length(call: str, instead: str) -> _NoLengthError:
         f"{call}: this loader has no length, because its dataset or sampler has none or its ranks "
         f"see only their own rows. {instead}"
     )
-
-
-@attrs.define(eq=False)
-class Reached:
-    """The batch that a loader or one of its epochs yielded last: mutable, as an iterator is."""
-
-    batch: Batch | None = None  # that batch
-    # Just after it, with the state of the stream or blend on this rank; or where a loader
-    # starts that has yielded none.
-    cursor: Cursor | None = None
 
 
 @attrs.frozen(kw_only=True, eq=False, repr=False)
@@ -96,10 +82,12 @@ class Sharded(Displayed, Generic[Data_co]):
     _loader: Any = attrs.field(alias="loader", repr=False)
     _split: Callable[[Any], Any] | None = attrs.field(default=None, alias="cut", repr=False)
     _trail: Iteration = attrs.field(
-        factory=lambda: Iteration(Cursor(Position())), alias="trail", repr=False
+        factory=lambda: Iteration(start=Cursor(Position())), alias="trail", repr=False
     )
     _run_updates: int | None = attrs.field(default=None, alias="run_updates")
-    _reached: Reached = attrs.field(factory=Reached, alias="reached", repr=False)
+    _reached: Reached = attrs.field(
+        factory=lambda: Reached(Cursor(Position())), alias="reached", repr=False
+    )
     _alone: bool = attrs.field(default=False, alias="alone")  # its ranks are in no group
 
     def __repr__(self) -> str:
@@ -220,13 +208,13 @@ class Sharded(Displayed, Generic[Data_co]):
         return self if known else attrs.evolve(self, run_updates=updates)
 
     def _epochs(self, n: int) -> Iterator["Sharded[Data_co]"]:
-        cursor, trail = self._trail.cursor(), None
+        cursor = self._trail.cursor()
         if cursor.position.is_last or (cursor.position.index and self._left() == 0):
             cursor = Cursor(to_epoch(cursor.position, cursor.position.epoch + 1))
-        for number in range(cursor.position.epoch, n):
-            later = Cursor(to_epoch(cursor.position, number))
-            trail = Iteration(later if trail else cursor, trail)
-            yield attrs.evolve(self, trail=trail)
+        run, first = Reached(cursor), cursor.position.epoch
+        for number in range(first, n):
+            start = cursor if number == first else None
+            yield attrs.evolve(self, trail=Iteration(number, start, run))
 
     def updates(self, n: int, *, epochs: int | None = None) -> Iterator[Batch[Data_co]]:
         """The batches until update n of the run, over as many epochs as that takes.
@@ -301,7 +289,8 @@ class Sharded(Displayed, Generic[Data_co]):
                 f"at({position!r}) takes a Position, found {type(position).__name__}. "
                 f"Use batch.position or report.position."
             )
-        return continued(attrs.evolve(self, reached=Reached()), position, state)
+        fresh = attrs.evolve(self, reached=Reached(Cursor(position)))
+        return continued(fresh, position, state)
 
     def state(self) -> dict[str, object] | None:
         """State of the data at the batch that iteration yielded last, for `loader.at`.
@@ -324,15 +313,14 @@ class Sharded(Displayed, Generic[Data_co]):
         """
         if not self._source.stateful:
             return None
-        cursor = self._reached.cursor
-        states = [None if cursor is None else cursor.state]
+        position, state = self._reached.cursor
+        states = [state]
         if self.plan.data.source == "sharded":
-            states = ops.gather_objects(states[0], self.ctx)
+            states = ops.gather_objects(state, self.ctx)
         elif self.plan.data.source == "dispatch":
-            states = [ops.broadcast_object(states[0], self.ctx)]
-        if cursor is None or any(state is None for state in states):
+            states = [ops.broadcast_object(state, self.ctx)]
+        if any(state is None for state in states):
             return None
-        position = cursor.position
         return {"epoch": position.epoch, "index": position.index, "states": states}
 
     def _stream_state(self, position: Position, state: Any) -> Any:
@@ -381,7 +369,7 @@ class Sharded(Displayed, Generic[Data_co]):
             return
         self._agree()
         trail, reached, plan, rank = self._trail, self._reached, self.plan, self.ctx.rank
-        cursor = trail.begin()
+        cursor = trail.start = trail.cursor()
         masks: dict[tuple[int, int], Tensor] = {}
         loaded, split, seen = self._source.run(cursor), self._split, 0
         if split is not None:
@@ -393,7 +381,6 @@ class Sharded(Displayed, Generic[Data_co]):
             shape = size, shared.rows[rank]
             if shape not in masks:
                 masks[shape] = valid_mask(*shape, self.ctx, plan)
-            trail.reached = after.position
             seen += 1
             if seen == 2:  # looking at the first batch only is not a pass
                 trail.passes += 1
@@ -406,7 +393,7 @@ class Sharded(Displayed, Generic[Data_co]):
                 plan=plan,
                 run_updates=self._run_updates,
             )
-            reached.batch, reached.cursor = batch, after
+            reached.batch, reached.cursor, trail.run.cursor = batch, after, after
             yield batch
         if seen == 1:
             trail.passes += 1
@@ -437,7 +424,7 @@ def continued(
     """As `loader.at`, whose `batch` and `state()` are those of the loader too."""
     cursor = Cursor(position, loader._stream_state(position, state))
     loader._reached.cursor = cursor
-    return attrs.evolve(loader, trail=Iteration(cursor))
+    return attrs.evolve(loader, trail=Iteration(position.epoch, cursor))
 
 
 def _named(name: str, generator: Any) -> Any:

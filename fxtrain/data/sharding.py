@@ -250,7 +250,8 @@ def in_windows(loader: Sharded[T], ctx: DistContext, plan: Plan) -> Sharded[T]:
 
 def _at_the_same_row(loader: Sharded[T], other: Sharded[T]) -> Sharded[T]:
     cursor = other._trail.cursor()
-    return attrs.evolve(loader, trail=Iteration(cursor), reached=Reached(cursor=cursor))
+    trail = Iteration(cursor.position.epoch, cursor)
+    return attrs.evolve(loader, trail=trail, reached=Reached(cursor))
 
 
 def _shard(loader: Any, ctx: DistContext, plan: Plan) -> Sharded:

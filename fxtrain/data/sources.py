@@ -59,26 +59,6 @@ class Source:
     endless: bool = False  # whether an epoch has no end
 
 
-def cut_order(
-    sampler: Any,
-    batching: Batching,
-    cursor: Cursor,
-    ranks: Sequence[int],
-    plan: Plan,
-) -> tuple[EpochOrder | CustomOrder | BlendOrder, Iterator[GlobalBatch]]:
-    """The order of an epoch, and its global batches from a cursor on, with keys for some ranks."""
-    epoch, start = cursor.position.epoch, cursor.position.index
-    if isinstance(sampler, BlendOrder):
-        seed, accumulate = plan.seed, plan.accumulate
-        batches = sampler.batches(batching, cursor, ranks, seed=seed, accumulate=accumulate)
-        return sampler, batches
-    order = find_order(sampler, plan.seed, epoch)
-    if order is not None:
-        return order, batches_of_order(batching, order, start, ranks)
-    order = CustomOrder(sampler, plan.seed, epoch)
-    return order, batches_of_stream(batching, order, start, ranks)
-
-
 def row_source(
     loader: DataLoader[Any], sampler: Any, batching: Batching, plan: Plan, ranks: Sequence[int]
 ) -> Source:
@@ -98,8 +78,15 @@ def row_source(
         epoch = cursor.position.epoch
         if not asks:
             call_set_epoch(loader.dataset, epoch)
-        order, batches = cut_order(sampler, batching, cursor, ranks, plan)
-        steps: deque[Step] = deque()
+        start, steps = cursor.position.index, deque[Step]()
+        if isinstance(sampler, BlendOrder):
+            order, seed, accumulate = sampler, plan.seed, plan.accumulate
+            batches = order.batches(batching, cursor, ranks, seed=seed, accumulate=accumulate)
+        elif (known := find_order(sampler, plan.seed, epoch)) is not None:
+            order, batches = known, batches_of_order(batching, known, start, ranks)
+        else:
+            order = CustomOrder(sampler, plan.seed, epoch)
+            batches = batches_of_stream(batching, order, start, ranks)
 
         def indices() -> Iterator[Any]:
             position, following = cursor.position, next(batches, None)

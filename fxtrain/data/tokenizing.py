@@ -14,7 +14,7 @@ import signal
 import struct
 import threading
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -54,6 +54,7 @@ def tokenize(
     end: str | None = None,
     dtype: TokenType | None = None,
     workers: int = 1,
+    progress: Callable[[int, int, int, int, int], object] | None = None,
 ) -> MegatronTokens | NanoGPTTokens:
     """Tokenize text into files that `fx.tokens` reads, as `fxtrain tokens` does.
 
@@ -74,6 +75,9 @@ def tokenize(
         dtype: Type of a token in the file. By default uint16, or one of 32 bits for vocabularies
             of more than 65,536.
         workers: Processes. With more than one, a script needs `if __name__ == "__main__":`.
+        progress: Called after each part with the bytes of the input that are done, and all of
+            them; documents with text, their tokens, and documents without text, which are left
+            out.
 
     Returns:
         The source, for `fx.tokens`.
@@ -105,43 +109,8 @@ def tokenize(
         ...         [batch.data["tokens"].tolist() for batch in loader]
         [[[1, 2, 1, 0, 2, 0]]]
     """
-    for _ in tokenize_parts(
-        inputs,
-        output,
-        tokenizer,
-        format=format,
-        field=field,
-        end=end,
-        dtype=dtype,
-        workers=workers,
-    ):
-        pass
-    stem = _stem(output)
-    if format == "megatron":
-        return MegatronTokens(path=stem)
-    saved = read_description(stem)
-    return NanoGPTTokens(path=f"{stem}.bin", dtype=saved["dtype"], end=saved["end"])
-
-
-def tokenize_parts(
-    inputs: StrPath | Sequence[StrPath],
-    output: StrPath,
-    tokenizer: StrPath,
-    *,
-    format: Format = "megatron",
-    field: str = "text",
-    end: str | None = None,
-    dtype: TokenType | None = None,
-    workers: int = 1,
-) -> Generator[tuple[int, int, int, int, int]]:
-    """`tokenize`, with the progress after each part.
-
-    Yields:
-        Bytes of the input that are done, and all of them; documents with text, their tokens, and
-        documents without text, which are left out.
-    """
     given = [inputs] if isinstance(inputs, str | os.PathLike) else inputs
-    stem, tokenizer = _stem(output), os.fspath(tokenizer)
+    stem, tokenizer = os.fspath(output).removesuffix(".bin"), os.fspath(tokenizer)
     encoder, end_number = _encoder(tokenizer), None
     stored_type = _token_type(encoder, tokenizer, format, dtype)
     if end is not None and (end_number := encoder.vocabulary.get(end)) is None:
@@ -162,7 +131,8 @@ def tokenize_parts(
         "inputs": {path: [(stat := os.stat(path)).st_size, stat.st_mtime_ns] for path in paths},
         "parts": len(parts),
     }
-    folder, last_file = Path(f"{stem}.parts"), complete_file(output, format)
+    folder = Path(f"{stem}.parts")
+    last_file = f"{stem}.idx" if format == "megatron" else f"{stem}.bin"  # of those that appear
     if os.path.exists(last_file):
         _check_same(read_description(stem), description, last_file)
     else:
@@ -177,8 +147,8 @@ def tokenize_parts(
             with closing(_run(jobs, workers)) as run:
                 for number, counts in run:
                     sums = [a + b for a, b in zip(sums, (parts[number][0], *counts), strict=True)]
-                    done, documents, tokens, empty = sums
-                    yield done, total, documents, tokens, empty
+                    if progress is not None:
+                        progress(sums[0], total, *sums[1:])
         except DataError:
             # Nothing to continue, so that a corrected command may have other settings.
             if not any(file.exists() for file in files):
@@ -189,16 +159,9 @@ def tokenize_parts(
         _join(stem, files, description | {"documents": sums[1], "tokens": sums[2]})
     if folder.exists():
         shutil.rmtree(folder)
-
-
-def _stem(output: StrPath) -> str:
-    """The path of all files of the output, without what follows the dot."""
-    return os.fspath(output).removesuffix(".bin")
-
-
-def complete_file(output: StrPath, format: Format) -> str:
-    """The file that appears when all others are there."""
-    return f"{_stem(output)}.{'idx' if format == 'megatron' else 'bin'}"
+    if format == "megatron":
+        return MegatronTokens(path=stem)
+    return NanoGPTTokens(path=last_file, dtype=description["dtype"], end=end_number)
 
 
 def read_description(stem: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from fxtrain.loop.early_stopping import EarlyStopping
 from fxtrain.loop.evaluating import Mean, evaluate
 from fxtrain.loop.fitting import fit
-from fxtrain.loop.releasing import Released, release
+from fxtrain.loop.releasing import release
 from fxtrain.loop.stepping import StepFns, step, update
 from fxtrain.loop.weight_averages import EMA, ema
 
@@ -11,7 +11,6 @@ __all__ = [
     "EMA",
     "EarlyStopping",
     "Mean",
-    "Released",
     "StepFns",
     "ema",
     "evaluate",

@@ -4,7 +4,6 @@ import ctypes
 import gc
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
 
@@ -16,25 +15,7 @@ from fxtrain.state import DistContext, Wrapped
 from fxtrain.state.wrapped import check_open
 
 
-@attrs.frozen(kw_only=True)
-class Released:
-    """Memory of this rank before and after `fx.release`.
-
-    Attributes:
-        before: When it was called.
-        after: When it returned.
-    """
-
-    before: Memory
-    after: Memory
-
-    @property
-    def freed(self) -> int:
-        """Bytes fewer in use afterwards."""
-        return self.before.now - self.after.now
-
-
-def release(*objects: Wrapped | nn.Module | torch.optim.Optimizer) -> Released:
+def release(*objects: Wrapped | nn.Module | torch.optim.Optimizer) -> tuple[Memory, Memory]:
     """Free what models and optimizers hold in memory on this rank.
 
     An optimizer loses its states, its parameter groups and the gradients of its parameters. A
@@ -52,8 +33,8 @@ def release(*objects: Wrapped | nn.Module | torch.optim.Optimizer) -> Released:
             collected and caches are emptied.
 
     Returns:
-        Memory before and after: torch's allocations on an accelerator, the resident memory of the
-        process on a CPU.
+        Memory of this rank when it was called, and when it returned: torch's allocations on an
+        accelerator, the resident memory of the process on a CPU.
 
     Effects:
         Collects garbage, empties the cache of the device, and on Linux returns free memory of the
@@ -67,8 +48,8 @@ def release(*objects: Wrapped | nn.Module | torch.optim.Optimizer) -> Released:
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     net = torch.nn.Linear(2, 1)
         ...     model = fx.wrap(net, ctx)
-        ...     released = fx.release(model)
-        >>> released.before.now > 0, net.weight.device
+        ...     before, after = fx.release(model)
+        >>> before.now > 0, net.weight.device
         (True, device(type='meta'))
     """
     for target in objects:
@@ -84,7 +65,7 @@ def release(*objects: Wrapped | nn.Module | torch.optim.Optimizer) -> Released:
     for target in objects:
         _release(target)
     empty_cache(ctx.device)
-    return Released(before=before, after=memory(ctx))
+    return before, memory(ctx)
 
 
 def empty_cache(device: torch.device) -> None:

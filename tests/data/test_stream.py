@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import fxtrain as fx
 from fxtrain.state import DistContext
@@ -241,3 +241,34 @@ def test_a_global_batch_of_split_data_is_shared_by_size():
             fx.shard(DataLoader(Numbers(3), batch_size=3), ctx, plan)
         with pytest.raises(fx.errors.DataError, match="yields batches for one rank"):
             fx.shard(DataLoader(range(3), batch_sampler=[[0], [1, 2]]), ctx, plan)
+
+
+class Read(Dataset):
+    """0 to 9, with the rows that were read."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, row):
+        self.read.append(row)
+        return row
+
+
+def test_a_split_table_continues_from_its_state_without_reading_what_came_before():
+    (loader,) = shards(Read(), 1, DECLARED, batch_size=2, shuffle=True)
+    batches = []
+    for batch in loader:
+        batches.append(batch)
+        if len(batches) == 2:
+            cut = batch.position, loader.state()
+    table = Read()
+    (again,) = shards(table, 1, DECLARED, batch_size=2, shuffle=True)
+    rest = list(again.at(*cut))
+    assert [b.position for b in rest] == [b.position for b in batches[2:]]
+    assert [b.data.tolist() for b in rest] == [b.data.tolist() for b in batches[2:]]
+    assert table.read == torch.cat([b.data for b in rest]).tolist()
+    position_only = list(again.at(cut[0]))
+    assert [b.data.tolist() for b in position_only] == [b.data.tolist() for b in rest]

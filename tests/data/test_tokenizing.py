@@ -12,8 +12,15 @@ from pathlib import Path
 import pytest
 
 import fxtrain as fx
-from fxtrain.data.tokenizing import tokenize_parts
-from tests.data._texts import WORDS, documents_of, tokens_of, write_lines, write_tokenizer
+from tests.data._texts import (
+    WORDS,
+    Stopped,
+    documents_of,
+    stop_after,
+    tokens_of,
+    write_lines,
+    write_tokenizer,
+)
 
 TEXTS = ["a b c", "d", "b b b a"]
 
@@ -88,8 +95,11 @@ def test_an_end_within_a_text_is_text(tmp_path):
 
 def test_documents_without_text_are_left_out_and_counted(tmp_path, tokenizer):
     path = write_lines(tmp_path / "in.jsonl", ["a", "", " ", "b"])
-    *_, (_, _, *counts) = tokenize_parts(path, tmp_path / "out", tokenizer, end="<end>")
-    assert counts == [2, 4, 2]
+    seen = []
+    fx.data.tokenize(
+        path, tmp_path / "out", tokenizer, end="<end>", progress=lambda *now: seen.append(now)
+    )
+    assert seen[-1][2:] == (2, 4, 2)
     source = fx.data.MegatronTokens(path=str(tmp_path / "out"))
     assert documents_of(source) == [[1, 0], [2, 0]]
     write_lines(path, ["", " "])
@@ -181,7 +191,8 @@ def test_what_was_made_otherwise_is_not_replaced(tmp_path, tokenizer, small_part
     (tmp_path / "out.json").unlink()
     with pytest.raises(fx.errors.DataError, match=r"out.idx is there already, and was not made by"):
         fx.data.tokenize(path, tmp_path / "out", tokenizer)
-    next(tokenize_parts(path, tmp_path / "b", tokenizer))
+    with pytest.raises(Stopped):
+        fx.data.tokenize(path, tmp_path / "b", tokenizer, progress=stop_after(1))
     with pytest.raises(fx.errors.DataError, match=r"b.parts is there already, .* another end"):
         fx.data.tokenize(path, tmp_path / "b", tokenizer, end="<end>")
 
@@ -193,15 +204,19 @@ def test_a_run_that_stops_leaves_nothing_complete_and_continues(
     path = write_lines(tmp_path / "in.jsonl", TEXTS * 2)
     job = {"inputs": path, "output": tmp_path / "out", "tokenizer": tokenizer}
     job |= {"format": format, "end": "<end>"}
-    run = tokenize_parts(**job)
-    next(run), next(run)
-    run.close()
+    with pytest.raises(Stopped):
+        fx.data.tokenize(**job, progress=stop_after(2))
     assert _files(tmp_path) == ["out.parts"]
     kept = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out.parts").glob("0*")}
-    for progress in tokenize_parts(**job):
-        for name, time_ns in kept.items() if progress[0] < progress[1] else ():
+    documents = []
+
+    def see(done, total, count, *_):
+        documents.append(count)
+        for name, time_ns in kept.items() if done < total else ():
             assert (tmp_path / "out.parts" / name).stat().st_mtime_ns == time_ns
-    assert (len(kept), progress[2]) == (2, 6)
+
+    fx.data.tokenize(**job, progress=see)
+    assert (len(kept), documents[-1]) == (2, 6)
     kind = fx.data.MegatronTokens if format == "megatron" else fx.data.NanoGPTTokens
     options = {"path": str(tmp_path / "out")}
     if format == "nanogpt":
