@@ -63,11 +63,11 @@ def _export_spread(ctx, mesh_shape, folder, limit, sharded, seed=0):
         return real_write(path, *args)
 
     real, whole_tensors.full_values = whole_tensors.full_values, watch
-    real_write, exporting._write_file = exporting._write_file, written
+    real_write, exporting.writing = exporting.writing, written
     try:
         files = export(parts, folder, limit, ctx=ctx, sharded=sharded)
     finally:
-        whole_tensors.full_values, exporting._write_file = real, real_write
+        whole_tensors.full_values, exporting.writing = real, real_write
     return [file.name for file in files], most[0], whole, mine
 
 
