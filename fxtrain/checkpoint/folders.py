@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -125,9 +125,15 @@ def best(path: StrPath, mode: Literal["min", "max"] = "min") -> str | None:
     """
     if mode not in ("min", "max"):
         raise CheckpointError(f"best(mode={mode!r}): choose 'min' or 'max'.")
-    folder, sign = open_storage(path), 1 if mode == "min" else -1
-    rated = [info for info in reversed(list_checkpoints(folder)) if info.metric is not None]
-    return _first_complete(folder, sorted(rated, key=lambda info: sign * (info.metric or 0)))
+    folder = open_storage(path)
+    return _first_complete(folder, _rated(list_checkpoints(folder), mode))
+
+
+def _rated(checkpoints: Sequence[CheckpointInfo], mode: str) -> list[CheckpointInfo]:
+    """Those with a metric, best first; of equals, the newer first, as sorting is stable."""
+    sign = 1 if mode == "min" else -1
+    rated = [info for info in reversed(checkpoints) if info.metric is not None]
+    return sorted(rated, key=lambda info: sign * (info.metric or 0))
 
 
 def before(path: StrPath, update: int) -> str | None:
@@ -256,19 +262,19 @@ def _numbers(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def check_rule(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> None:
+def check_rule(rule: Mapping[str, Any], metric: Any) -> None:
     """Raise if an argument of `save` that says which checkpoints are kept is invalid."""
-    for name, value in (("keep_last", last), ("keep_every", every), ("keep_best", best)):
-        if value is not None and (type(value) is not int or value < 1):
+    for name, value in rule.items():
+        if name == "best" and value not in ("min", "max"):
+            raise CheckpointError(f"save(best={value!r}): choose 'min' or 'max'.")
+        if name != "best" and value is not None and (type(value) is not int or value < 1):
             raise CheckpointError(f"save({name}={value!r}): pass a positive integer.")
-    if mode not in ("min", "max"):
-        raise CheckpointError(f"save(best={mode!r}): choose 'min' or 'max'.")
     if metric is not None and (type(metric) not in (int, float) or not math.isfinite(metric)):
         raise CheckpointError(
             f"save(metric={metric!r}): pass a finite number, such as loss.item(), that is the "
             f"same on every rank."
         )
-    if best is not None and metric is None:
+    if rule["keep_best"] is not None and metric is None:
         raise CheckpointError("save(keep_best=...) needs a number to compare: pass metric=.")
 
 
@@ -280,20 +286,16 @@ def to_prune(
     checkpoints: Sequence[CheckpointInfo],
     saver: Process,
     *,
-    last: int | None = None,
-    every: int | None = None,
-    best: int | None = None,
-    mode: Literal["min", "max"] = "min",
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    keep_best: int | None = None,
+    best: Literal["min", "max"] = "min",
 ) -> list[str]:
-    """Names of the checkpoints to remove, oldest first; never the newest.
+    """Names of the checkpoints that the rule of `save` removes, oldest first; never the newest.
 
     Args:
         checkpoints: All checkpoints of the folder; the last was just committed.
         saver: The process that saves. Checkpoints of other running processes are ignored.
-        last: Keep this many of the newest: all if there is no rule, or one if there is another.
-        every: Also keep those whose number of updates is a multiple of this.
-        best: Also keep this many with the best metric: the smallest or, in the `mode` "max", the
-            largest.
     """
     orders = {i.saver: i.order or 0 for i in checkpoints if i.saver not in (None, saver)}
     newest_order = checkpoints[-1].order or 0
@@ -308,14 +310,10 @@ def to_prune(
     complete = [info for info in pool if not info.problems]
     newest = {info.updates: info for info in complete}  # replaces earlier ones of the same update
     current = [info for info in complete if newest[info.updates] is info]
-    if last is every is best is None:
+    if keep_last is keep_every is keep_best is None:
         kept = {info.name for info in pool if info.problems or info in current}
     else:
-        kept = {info.name for info in current[-(last or 1) :]}
-        kept |= {info.name for info in current if every and not info.updates % every}
-        sign = 1 if mode == "min" else -1
-        # Sorting is stable: of equals, the newer comes first.
-        rated = [info for info in reversed(current) if info.metric is not None]
-        rated.sort(key=lambda info: sign * (info.metric or 0))
-        kept |= {info.name for info in rated[: best or 0]}
+        kept = {info.name for info in current[-(keep_last or 1) :]}
+        kept |= {info.name for info in current if keep_every and not info.updates % keep_every}
+        kept |= {info.name for info in _rated(current, best)[: keep_best or 0]}
     return [info.name for info in checkpoints[:-1] if info.name not in kept | spared]

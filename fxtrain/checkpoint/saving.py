@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import attrs
 import torch
+from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._reading import StrPath
@@ -37,8 +38,8 @@ from fxtrain.checkpoint.write_plan import (
     Written,
     check_arguments,
     chunks_to_write,
-    merged,
     offers_of,
+    stored_tensors,
     writable_chunks,
     write_file,
 )
@@ -121,18 +122,10 @@ def save(
         'update-0000000007'
     """
     check_connected("save", ctx)
-    arguments = {
-        "background": background,
-        "busy": busy,
-        "keep_last": keep_last,
-        "keep_every": keep_every,
-        "keep_best": keep_best,
-        "best": best,
-        "position": position,
-    }
+    rule = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best, "best": best}
 
     def capture() -> Snapshot:
-        check_rule(keep_last, keep_every, keep_best, best, metric)
+        check_rule(rule, metric)
         if busy not in ("wait", "skip"):
             raise CheckpointError(f"save(busy={busy!r}): choose 'wait' or 'skip'.")
         models = by_name(model)
@@ -142,8 +135,8 @@ def save(
         in_progress = wait_for_earlier(ctx, busy)
         if in_progress is not None:
             return in_progress
-        keep = {"last": keep_last, "every": keep_every, "best": keep_best, "mode": best}
-        job, open_group = _prepare(ctx, path, capture, arguments, keep)
+        arguments = {"background": background, "busy": busy, "position": position}
+        job, open_group = _prepare(ctx, path, capture, rule, arguments)
         if not background:
             job.run(ctx)
             return Saving(path=job.path)
@@ -155,10 +148,15 @@ def save(
             raise
 
 
-def save_alone(path: StrPath, captured: Snapshot) -> str:
-    """Write a state from a single process, and return the path of the checkpoint."""
+def save_alone(path: StrPath, fields: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """Write a state from a single process, and return the path of the checkpoint.
+
+    Args:
+        fields: Those of the manifest that `snapshot` returns.
+        tensors: By name.
+    """
     ctx = DistContext()
-    job, _ = _prepare(ctx, path, lambda: captured, {}, {})
+    job, _ = _prepare(ctx, path, lambda: (fields, {**tensors}, {}, frozenset()), {}, {})
     job.run(ctx)
     return job.path
 
@@ -199,15 +197,15 @@ def _prepare(
     ctx: DistContext,
     path: StrPath,
     capture: Callable[[], Snapshot],
+    rule: Mapping[str, Any],
     arguments: Mapping[str, object],
-    keep: Mapping[str, Any],
 ) -> tuple["_Job", bool]:
     """Agree on the state to save and its name; only rank 0 accesses the disk.
 
     Args:
         capture: Checks the arguments, and takes the snapshot.
-        arguments: Those of this rank that must be equal on every rank.
-        keep: The rule of `to_prune`.
+        rule: The arguments that say which checkpoints are kept, for `to_prune`.
+        arguments: Others of this rank that must be equal on every rank.
 
     Returns:
         The save, and whether a rank lacks a group for background saves in which no rank has failed.
@@ -217,22 +215,23 @@ def _prepare(
         try:
             folder = open_storage(path)
             where = str(folder)
-            captured = capture()
-            writable = writable_chunks(captured.tensors)
+            fields, tensors, own, varying = capture()
+            writable = writable_chunks(tensors)
             named = None
             if ctx.is_main:
                 folder.make()
                 lock = acquire(folder)
                 undo.callback(lock.release)
-                _clean(folder)
-                named = new_name(folder, captured.position.updates), secrets.token_hex(4)
-            mine = offers_of(captured, writable), captured.aliases, named
+                for name in folder.leftovers():  # of interrupted saves
+                    _remove(folder, name)
+                named = new_name(folder, fields["position"].updates), secrets.token_hex(4)
+            mine = offers_of(writable, varying), fields["aliases"], named
         except Exception as error:  # raised below on every rank
             problem = error
         state = ctx.comm.slot(CheckpointState)
         group = state.background
         has_group = group is not None and group.comm.state.failure is None
-        facts = where, {"path": where, **arguments}, has_group, mine
+        facts = where, {"path": where, **rule, **arguments}, has_group, mine
         rows, lines = gather_with_errors(facts, problem, ctx)
         if mine is None or lines:
             head = f"Nothing was saved in {rows[0][0]}:"
@@ -247,9 +246,9 @@ def _prepare(
             folder=folder,
             name=name,
             token=token,
-            snapshot=attrs.evolve(captured, aliases=aliases),
-            chunks=chunks_to_write(ctx.rank, offers, captured, writable),
-            keep=keep,
+            fields={**fields, "aliases": aliases},
+            chunks=chunks_to_write(ctx.rank, offers, own, writable),
+            rule=rule,
             lock=lock,
             state=state,
         )
@@ -264,9 +263,9 @@ class _Job:
     folder: Storage
     name: str
     token: str
-    snapshot: Snapshot
+    fields: Mapping[str, Any]  # of the manifest
     chunks: Sequence[TensorChunk]
-    keep: Mapping[str, Any]
+    rule: Mapping[str, Any]
     lock: Lock | None  # on rank 0, of the folder
     state: CheckpointState  # of the context of `save`; a background save runs in another
     problem: Exception | None = None  # why this rank cannot write
@@ -289,7 +288,7 @@ class _Job:
 
     def run(self, ctx: DistContext) -> None:
         """Write this rank's file and commit with the other ranks."""
-        problem, mine = self.problem, ({}, {}, {})
+        problem, mine = self.problem, ({}, [])
         try:
             try:
                 draft = self.folder.begin(self.name, self.token)
@@ -334,7 +333,7 @@ class _Job:
         self.folder.commit(self.name, self.token, dump_manifest(manifest))
         new = CheckpointInfo(name=self.name, order=order, metric=manifest.metric)
         # Of these, the last is the new one.
-        for name in to_prune([*checkpoints, new], process_of(this_process()), **self.keep):
+        for name in to_prune([*checkpoints, new], process_of(this_process()), **self.rule):
             # Looked up each time, since the run may go back while this is written.
             if self.folder.join(name).key() != self.state.restored_from:
                 _remove(self.folder, name)
@@ -344,14 +343,10 @@ class _Job:
         return Manifest(
             versions={"fxtrain": __version__, "torch": torch.__version__},
             topology={**sizes, "order": order, "saver": this_process()},
-            position=self.snapshot.position,
-            metric=self.snapshot.metric,
-            models=self.snapshot.models,
-            extra=self.snapshot.extra,
-            tensors=merged([tensors for _, tensors, _ in written]),
-            aliases=self.snapshot.aliases,
-            own=tuple([own for _, _, own in written]),
-            files={name: file for files, _, _ in written for name, file in files.items()},
+            tensors=stored_tensors(written, own=False),
+            own=tuple([stored_tensors([of_rank], own=True) for of_rank in written]),
+            files={name: file for files, _ in written for name, file in files.items()},
+            **self.fields,
         )
 
     def _check_shared(self, rows: Sequence[tuple[str, Written]]) -> None:
@@ -364,7 +359,7 @@ class _Job:
                 sizes = draft.files()
             absent = [
                 f"rank {rank} on {host}"
-                for rank, (host, (files, _, _)) in enumerate(rows)
+                for rank, (host, (files, _)) in enumerate(rows)
                 for name, file in files.items()
                 if sizes.get(name) != file.size
             ]
@@ -378,12 +373,6 @@ class _Job:
                     f"store."
                 )
             time.sleep(_POLL_INTERVAL_S)
-
-
-def _clean(folder: Storage) -> None:
-    """Remove leftovers of interrupted saves."""
-    for name in folder.leftovers():
-        _remove(folder, name)
 
 
 def _remove(folder: Storage, name: str) -> None:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -24,29 +23,9 @@ _NUMPY, _NUMPY_GAUSS = "random.numpy", "random.numpy.gauss"
 _TORCH, _DEVICE = "random.torch", "random.device"
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Snapshot:
-    """This rank's view of the contents of a checkpoint.
-
-    Attributes:
-        tensors: Live tensors of all models and of the user, by name.
-        aliases: Names of tensors that share the memory of another.
-        varies_by_rank: Names of tensors that may differ between ranks.
-        own: Tensors that belong only to this rank.
-        models: Per model, its plan, fingerprint and values as JSON.
-        extra: The user's state as JSON.
-        position: Position of the run.
-        metric: The number that `keep_best` compares.
-    """
-
-    tensors: Mapping[str, Tensor | FlatShard]
-    aliases: Mapping[str, str]
-    varies_by_rank: frozenset[str]
-    own: Mapping[str, Tensor]
-    models: Mapping[str, Any]
-    extra: Any
-    position: Position
-    metric: float | None
+# What this rank has: fields of the manifest; live tensors by name, each memory once; tensors that
+# belong only to this rank; and the names of shared tensors whose values may differ between ranks.
+Snapshot = tuple[dict[str, Any], dict[str, Tensor | FlatShard], dict[str, Tensor], frozenset[str]]
 
 
 def by_name(model: Any) -> dict[str, Wrapped]:
@@ -97,16 +76,9 @@ def snapshot(
         if first.setdefault(key, name) != name:
             aliases[name] = first[key]
     stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-    return Snapshot(
-        tensors=stored,
-        aliases=aliases,
-        varies_by_rank=frozenset(varying & stored.keys()),
-        own=own,
-        models=facts,
-        extra=encoded,
-        position=position,
-        metric=metric,
-    )
+    fields = {"models": facts, "extra": encoded, "position": position}
+    fields |= {"metric": metric, "aliases": aliases}
+    return fields, stored, own, frozenset(varying & stored.keys())
 
 
 def model_facts(plan: Plan, values: Any) -> dict[str, Any]:

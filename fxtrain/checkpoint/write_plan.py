@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fxtrain.checkpoint.manifest import CHUNK, Box, DataFile, StoredBox, StoredTensor, digest_of
-from fxtrain.checkpoint.snapshot import Snapshot
 from fxtrain.checkpoint.storage import Storage
 from fxtrain.errors import CheckpointError
 from fxtrain.models.safetensors_files import aligned_first, to_header
@@ -84,12 +83,12 @@ def check_arguments(arguments: Sequence[Mapping[str, object]]) -> None:
 
 
 def offers_of(
-    captured: Snapshot, writable: Mapping[str, TensorChunk]
+    writable: Mapping[str, TensorChunk], varying: frozenset[str]
 ) -> dict[str, tuple[int, str | None]]:
     """Bytes of the chunks that a rank could write, by key; and a digest if ranks may differ."""
     offers: dict[str, tuple[int, str | None]] = {}
     for key, chunk in writable.items():
-        varies = chunk.name in captured.varies_by_rank
+        varies = chunk.name in varying
         digest = digest_of(memory_of(contiguous(chunk.tensor))) if varies else None
         offers[key] = chunk.tensor.nbytes, digest
     return offers
@@ -98,7 +97,7 @@ def offers_of(
 def chunks_to_write(
     rank: int,
     offers: Sequence[Mapping[str, tuple[int, str | None]]],
-    captured: Snapshot,
+    own: Mapping[str, Tensor],
     writable: Mapping[str, TensorChunk],
 ) -> list[TensorChunk]:
     """The chunks that a rank writes, given what all ranks could write: `offers_of` by rank.
@@ -126,9 +125,9 @@ def chunks_to_write(
         load[writer] -= negative
         if writer == rank:
             mine.append(writable[key])
-    own = dict(captured.own)
-    own |= {chunk.name: chunk.tensor for chunk in writable.values() if chunk.name in differing}
-    return mine + [attrs.evolve(chunk, own=True) for chunk in writable_chunks(own).values()]
+    differ = {chunk.name: chunk.tensor for chunk in writable.values() if chunk.name in differing}
+    alone = writable_chunks({**own, **differ})
+    return mine + [attrs.evolve(chunk, own=True) for chunk in alone.values()]
 
 
 def held_boxes(tensor: Tensor | FlatShard) -> list[tuple[tuple[int, ...], Tensor]]:
@@ -174,9 +173,9 @@ def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[
         yield (row, *start), (1, *size)
 
 
-# What a rank wrote: its file by name, none if it had nothing to write; the tensors that all ranks
-# share, with its boxes of them; and those that belong only to this rank.
-Written = tuple[dict[str, DataFile], dict[str, StoredTensor], dict[str, StoredTensor]]
+# What a rank wrote: its file by name, none if it had nothing to write; and the boxes in it, each
+# after whether its tensor belongs only to this rank, and that tensor's name, dtype and shape.
+Written = tuple[dict[str, DataFile], list[tuple[bool, str, str, tuple[int, ...], StoredBox]]]
 
 
 def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Written:
@@ -184,13 +183,12 @@ def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Wr
 
     Copies at most one chunk to host memory at a time.
     """
-    tensors: dict[str, StoredTensor] = {}
-    own: dict[str, StoredTensor] = {}
     if not chunks:
-        return {}, tensors, own
+        return {}, []
     ordered = sorted(chunks, key=lambda chunk: aligned_first(chunk.tensor.nbytes))
     header, ends = to_header([_row(rank, chunk) for chunk in ordered])
     name = f"rank-{rank:05d}.safetensors"
+    rows: list[tuple[bool, str, str, tuple[int, ...], StoredBox]] = []
     storage.make()
     with storage.create(name) as write:
         write(memoryview(header))
@@ -208,24 +206,22 @@ def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Wr
                 shape=tuple(chunk.tensor.shape),
                 digests=tuple(digests),
             )
-            table = own if chunk.own else tensors
-            earlier = table[chunk.name].parts if chunk.name in table else ()
-            table[chunk.name] = StoredTensor(
-                dtype=chunk.dtype, shape=chunk.full_shape, parts=(*earlier, part)
-            )
+            rows.append((chunk.own, chunk.name, chunk.dtype, chunk.full_shape, part))
     file = DataFile(size=len(header) + ends[-1], header=len(header), digest=digest_of(header))
-    return {name: file}, tensors, own
+    return {name: file}, rows
 
 
-def merged(tensors: Sequence[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """The tensors that all ranks share, with the boxes that any of them wrote."""
-    shared: dict[str, StoredTensor] = {}
-    parts: dict[str, list[StoredBox]] = {}
-    for of_rank in tensors:
-        for name, stored in of_rank.items():
-            shared.setdefault(name, stored)
-            parts.setdefault(name, []).extend(stored.parts)
-    return {name: attrs.evolve(shared[name], parts=tuple(boxes)) for name, boxes in parts.items()}
+def stored_tensors(written: Sequence[Written], *, own: bool) -> dict[str, StoredTensor]:
+    """The tensors that ranks wrote: those that all share, or those that belong to one."""
+    parts: dict[tuple[str, str, tuple[int, ...]], list[StoredBox]] = {}
+    for _, rows in written:
+        for of_rank, name, dtype, shape, part in rows:
+            if of_rank is own:
+                parts.setdefault((name, dtype, shape), []).append(part)
+    return {
+        name: StoredTensor(dtype=dtype, shape=shape, parts=tuple(boxes))
+        for (name, dtype, shape), boxes in parts.items()
+    }
 
 
 def _row(rank: int, chunk: TensorChunk) -> tuple[str, str, list[int], int]:

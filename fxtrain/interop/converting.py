@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.json_values import encode
 from fxtrain.checkpoint.saving import save_alone
-from fxtrain.checkpoint.snapshot import MODEL, Snapshot, model_facts
+from fxtrain.checkpoint.snapshot import MODEL, model_facts
 from fxtrain.errors import CheckpointError
 from fxtrain.interop.accelerate_checkpoints import read_accelerate
 from fxtrain.interop.dcp_checkpoints import is_dcp, read_dcp
@@ -125,17 +125,9 @@ def import_checkpoint(
         values = {"module": {}, "optimizers": optimizers, "schedulers": list(found.schedulers)}
         values["scaler"] = found.scaler
         facts = model_facts(Plan(), encode(values, f"{MODEL}/values", tensors))
-    captured = Snapshot(
-        tensors=tensors,
-        aliases={f"{MODEL}/module.{a}": f"{MODEL}/module.{b}" for a, b in aliases.items()},
-        varies_by_rank=frozenset(),
-        own={},
-        models={MODEL: facts},
-        extra=None,
-        position=position,
-        metric=None,
-    )
-    return save_alone(folder, captured)
+    fields = {"models": {MODEL: facts}, "extra": None, "position": position, "metric": None}
+    fields["aliases"] = {f"{MODEL}/module.{a}": f"{MODEL}/module.{b}" for a, b in aliases.items()}
+    return save_alone(folder, fields, tensors)
 
 
 def _tied(tensors: Mapping[str, Tensor], module: nn.Module | None) -> dict[str, str]:

@@ -222,7 +222,12 @@ def test_the_highest_order_leaves_a_folder_that_can_be_saved_into(run, tmp_path)
     orders=st.lists(st.integers(1, 5), min_size=1, max_size=8),
     damaged=st.sets(st.integers(0, 7)),
     keep=st.fixed_dictionaries(
-        {"last": KEEP, "every": KEEP, "best": KEEP, "mode": st.sampled_from(["min", "max"])}
+        {
+            "keep_last": KEEP,
+            "keep_every": KEEP,
+            "keep_best": KEEP,
+            "best": st.sampled_from(["min", "max"]),
+        }
     ),
     data=st.data(),
 )
@@ -240,8 +245,8 @@ def test_whatever_the_rule_the_new_one_and_as_many_as_asked_for_stay(orders, dam
     assert found[-1].name not in gone and len(set(gone)) == len(gone)
     kept = {one.updates for one in found if one.name not in gone and not one.problems}
     whole = {one.updates for one in found if not one.problems}
-    assert len(kept) >= min(keep["last"] or 1, len(whole))
-    if keep["every"] is not None:
-        assert kept >= {updates for updates in whole if updates % keep["every"] == 0}
-    if keep["last"] is keep["every"] is keep["best"] is None:
+    assert len(kept) >= min(keep["keep_last"] or 1, len(whole))
+    if keep["keep_every"] is not None:
+        assert kept >= {updates for updates in whole if updates % keep["keep_every"] == 0}
+    if keep["keep_last"] is keep["keep_every"] is keep["keep_best"] is None:
         assert kept == whole

@@ -115,7 +115,7 @@ def test_a_damaged_manifest_stays_while_another_run_may_have_written_it(who):
         CheckpointInfo(name="update-0000000002", order=None, problems=("changed",)),
         CheckpointInfo(name="update-0000000003", order=2),
     ]
-    gone = to_prune(found, _number(this_process), last=1)
+    gone = to_prune(found, _number(this_process), keep_last=1)
     assert gone == ([] if who is elsewhere else ["update-0000000001", "update-0000000002"])
 
 
