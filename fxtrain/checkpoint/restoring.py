@@ -321,19 +321,14 @@ def _inner(data: Any, reader: Reader) -> dict[Any, Any]:
 @torch.no_grad()
 def _fill(template: Tensor, data: Any, reader: Reader, path: str) -> Tensor:
     """Fill a tensor, plain or sharded, of which this rank reads its part; return it detached."""
-    name = data["name"] if isinstance(data, dict) and data.get("$") == "tensor" else None
-    entry = None if name is None else reader.entry(name)
-    if name is None or entry is None or entry.shape != tuple(template.shape):
+    if not isinstance(data, dict) or data.get("$") != "tensor":
         raise CheckpointError(
-            f"{path} is a tensor of shape {list(template.shape)} in the template, but was saved as "
-            f"{str(data)[:80] if entry is None else list(entry.shape)}. Pass a template with the "
-            f"structure that was saved.",
+            f"{path} is a tensor in the template, but was saved as {str(data)[:80]}. Pass a "
+            f"template with the structure that was saved.",
             code="FX603",
         )
-    target, dtype = template.detach(), DTYPES[entry.dtype]
-    if target.dtype == dtype:
-        reader.fill(name, target)
-        return target
-    saved = torch.empty_like(target, dtype=dtype)
+    name, target = data["name"], template.detach()
+    dtype = DTYPES[reader.entry(name).dtype]
+    saved = target if target.dtype == dtype else torch.empty_like(target, dtype=dtype)
     reader.fill(name, saved)
-    return target.copy_(saved)
+    return target if saved is target else target.copy_(saved)

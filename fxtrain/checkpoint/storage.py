@@ -6,12 +6,12 @@ a folder without a manifest is not a checkpoint. Both kinds of storage have the 
 """
 
 import errno
-import fcntl
 import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -19,6 +19,7 @@ import attrs
 from fxtrain._optional import optional
 from fxtrain._reading import path_problem
 from fxtrain.errors import CheckpointError, FxError
+from fxtrain.models.folder import locked, sync_folder
 
 MANIFEST = "manifest.json"  # a folder with this file is a checkpoint
 _TEMPORARY = ".partial-"
@@ -84,11 +85,11 @@ class LocalStorage:
         draft, final = self.begin(name, token), self.join(name)
         with draft.create(MANIFEST) as write:
             write(memoryview(manifest))
-        _sync(draft.path)
+        sync_folder(Path(draft.path))
         if os.path.lexists(final.path):  # `rename` silently replaces an empty folder
             raise FileExistsError(errno.EEXIST, "already exists", final.path)
         os.rename(draft.path, final.path)
-        _sync(self.path)
+        sync_folder(Path(self.path))
 
     def folders(self) -> list[str]:
         """Names of the folders inside that are not temporary; none if it does not exist."""
@@ -202,29 +203,13 @@ class LocalStorage:
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(self.path, name))
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         """Run a block in one process of this machine at a time, if the file system can."""
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with suppress(OSError):  # network file systems may not lock folders
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+        return locked(Path(self.path))
 
     def _descriptor(self, name: str) -> int:
         # A symlink could point outside the folder, and opening a pipe would block.
         return os.open(os.path.join(self.path, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def _sync(path: str) -> None:
-    """Make the entries of a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @attrs.frozen

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxtrain._reading import read_text
-from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
-from fxtrain.interop.imported import Imported, in_order, named_tensors
+from fxtrain.interop.imported import Imported, in_order, named_folder, named_tensors
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.tensor_sources import inside
 
@@ -24,7 +22,6 @@ _FILE = re.compile(
     r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt"
 )
 _OTHERS = re.compile(r"layer_.*_states\.pt|expp_rank_.*_states\.pt")
-_LONGEST_TAG = 4096  # bytes
 _MASTER = "fp32"  # among the flat states of an optimizer
 
 
@@ -51,12 +48,7 @@ def read_deepspeed(root: Path, *, optimizer: bool) -> Imported:
 
 def _tagged(root: Path) -> Path:
     if (root / "latest").is_file():
-        tag = read_text(inside(root, "latest"), _LONGEST_TAG).strip()
-        if not tag or Path(tag).name != tag or not (root / tag).is_dir():
-            raise CheckpointError(
-                f"{root}/latest names {shown(tag)}, which is not a folder in {root}."
-            )
-        return root / tag
+        return named_folder(root, "latest")
     if any(root.glob("*mp_rank_*_states.pt")):
         return root
     raise CheckpointError(

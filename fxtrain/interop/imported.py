@@ -1,6 +1,6 @@
 """What readers of other libraries' checkpoints return, and checks that they share."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,12 @@ import attrs
 from torch import Tensor
 
 from fxtrain._display import describe
+from fxtrain._reading import read_text
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError, FxError
+from fxtrain.models.tensor_sources import inside
+
+_LONGEST_NAME = 4096  # bytes of a file that names the latest checkpoint
 
 
 def _empty() -> dict[str, Any]:
@@ -63,6 +67,20 @@ def expected_layout(path: Path, layout: str) -> Iterator[None]:
             f"({type(error).__name__}: {str(error)[:500]}).",
             code="FX602",
         ) from error
+
+
+def named_folder(root: Path, file: str, to_name: Callable[[str], str] = str) -> Path:
+    """The folder in `root` of the latest checkpoint, which a file there names.
+
+    Args:
+        to_name: The text of the file → the name.
+    """
+    name = to_name(text := read_text(inside(root, file), _LONGEST_NAME).strip())
+    if not name or Path(name).name != name or not (root / name).is_dir():
+        raise CheckpointError(
+            f"{root / file} names {shown(text)}, which is not a folder in {root}."
+        )
+    return root / name
 
 
 def in_order(by_number: Mapping[int, Any], root: Path, what: str) -> tuple[Any, ...]:

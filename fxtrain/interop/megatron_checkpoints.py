@@ -17,11 +17,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from fxtrain._reading import StrPath, read_text
+from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError
 from fxtrain.interop.dcp_checkpoints import read_tree, tensors_of
-from fxtrain.interop.imported import Imported, named_tensors
+from fxtrain.interop.imported import Imported, named_folder, named_tensors
 from fxtrain.interop.megatron_names import (
     FAMILIES,
     Family,
@@ -46,7 +46,6 @@ _FILE = "model_optim_rng.pt"
 _RELEASE = "release"  # what Megatron calls weights without an optimizer
 _COMMON = "common.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
-_LONGEST = 100  # bytes of the file that names an iteration
 _MODEL = ("embedding.", "decoder.", "output_layer.")
 
 
@@ -84,14 +83,9 @@ def read_megatron(folder: Path, overrides: Mapping[str, Any]) -> Imported:
 def _checkpoint(folder: Path) -> Path:
     """The folder of one checkpoint."""
     if (folder / _LATEST).is_file():
-        text = read_text(inside(folder, _LATEST), _LONGEST).strip()
-        name = f"iter_{int(text):07d}" if text.isdecimal() else text
-        if not name or Path(name).name != name or not (folder / name).is_dir():
-            raise CheckpointError(
-                f"{folder / _LATEST} names {shown(text)}, of which there is no checkpoint in "
-                f"{folder}."
-            )
-        return folder / name
+        return named_folder(
+            folder, _LATEST, lambda text: f"iter_{int(text):07d}" if text.isdecimal() else text
+        )
     if is_megatron(folder):
         return folder
     raise CheckpointError(

@@ -101,7 +101,7 @@ def staging(folder: Path) -> Iterator[Path]:
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file. Export into a folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder):
+    with locked(folder):
         for left in folder.glob(f"{_STAGING}*"):
             shutil.rmtree(left, ignore_errors=True)
         fresh = Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
@@ -120,8 +120,8 @@ def staging(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Wait until no other process exports into a folder."""
+def locked(folder: Path) -> Iterator[None]:
+    """Run a block in one process of this machine at a time, if the file system has locks."""
     if os.name != "posix":
         yield
         return
