@@ -23,14 +23,6 @@ _FILE = re.compile(
 )
 _OTHERS = re.compile(r"layer_.*_states\.pt|expp_rank_.*_states\.pt")
 _MASTER = "fp32"  # among the flat states of an optimizer
-
-
-_NAMES = (
-    "deepspeed.utils.tensor_fragment.fragment_address",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-)
 _Files = Sequence[Mapping[str, Any]]  # their contents, by rank
 _STAGES: Any = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 
@@ -72,7 +64,7 @@ def _load(root: Path) -> tuple[_Files, _Files]:
                 f"Restore it with DeepSpeed at the same world size."
             )
         if name:
-            contents = load_weights_only(inside(root, path.name), str(path), placeholders=_NAMES)
+            contents = load_weights_only(inside(root, path.name), str(path), placeholders=True)
             files[name[3]][int(name[1] or 0)] = contents
     return in_order(files["model"], root, "model"), in_order(files["optim"], root, "optim")
 

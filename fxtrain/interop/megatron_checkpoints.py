@@ -72,7 +72,7 @@ def read_megatron(folder: Path, overrides: Mapping[str, Any]) -> Imported:
         return _named(_arguments(common, overrides), common.get("iteration"), tensors)
     paths = _rank_files(root)
     files = {
-        place: load_weights_only(path, str(path), mmap=True, placeholders=None)
+        place: load_weights_only(path, str(path), mmap=True, placeholders=True)
         for place, path in paths.items()
     }
     arguments = _arguments(files[0, 0], overrides)
@@ -97,7 +97,7 @@ def _checkpoint(folder: Path) -> Path:
 
 def _stored_dist(root: Path) -> tuple[Mapping[str, Any], _Parts]:
     """The common part of a checkpoint in `torch_dist`, and its tensors."""
-    common = load_weights_only(inside(root, _COMMON), str(root / _COMMON), placeholders=None)
+    common = load_weights_only(inside(root, _COMMON), str(root / _COMMON), placeholders=True)
     whole: dict[str, Tensor] = {}
     tree = read_tree(root, lambda n: n.startswith(_MODEL) and "_extra_state" not in n, values=False)
     for name, tensor in tensors_of(tree).items():

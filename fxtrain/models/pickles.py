@@ -9,7 +9,7 @@ import os
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import torch
@@ -61,7 +61,7 @@ def load_weights_only(
     what: str,
     *,
     mmap: bool = False,
-    placeholders: Collection[str] | None = (),
+    placeholders: bool = False,
 ) -> Any:
     """Load a file onto the CPU with `torch.load(weights_only=True)`.
 
@@ -69,8 +69,7 @@ def load_weights_only(
         file: Path of a regular file, or a file object in memory.
         what: Description for messages.
         mmap: Map the file instead of reading it; requires a path.
-        placeholders: Full names of classes whose objects become placeholders; None for all
-            that the file names and torch does not load.
+        placeholders: Read objects of classes that torch does not load as placeholders.
 
     Raises:
         CheckpointError: the file cannot be opened, torch rejects it, or it is damaged.
@@ -78,16 +77,13 @@ def load_weights_only(
     try:
         with _opened(file) as opened:
             _check_sizes(opened)
-        if placeholders is None:
-            placeholders = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        known: list[Any] = [
-            (_placeholder_class(name.rpartition(".")[2]), name) for name in placeholders
-        ]
-        with (
-            torch.serialization.safe_globals([*known, (_entry, "builtins.getattr")])
-            if known
-            else contextlib.nullcontext()
-        ):
+        known: list[Any] = []
+        if placeholders:
+            named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+            classes = {name: _placeholder_class(name.rpartition(".")[2]) for name in named}
+            classes = {**classes, "builtins.getattr": _entry}
+            known = [(replacement, name) for name, replacement in classes.items()]
+        with torch.serialization.safe_globals(known):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
         raise CheckpointError(f"{what}: {error.strerror or error}.") from error
