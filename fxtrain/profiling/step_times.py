@@ -1,9 +1,10 @@
 """Where the time of a step goes, by rank, and computing it from the events of torch's profiler."""
 
+import bisect
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,6 +220,7 @@ def step_times(events: Iterable[Event]) -> list[StepTimes]:
             steps.append(event)
         else:
             threads[event.thread].append(event)
+    steps.sort(key=lambda step: step.begin)
     phases: dict[int, int] = {}
     spans: list[_Span] = []
     for host in threads.values():
@@ -227,7 +229,33 @@ def step_times(events: Iterable[Event]) -> list[StepTimes]:
         within = _COLLECTIVE + 1 + _DATA
         spans += [span for span in on_host if not kernels or span[2] == within]
     spans += [_kernel_span(kernel, phases) for kernel in kernels]
-    return list(_attributed(spans, sorted(steps, key=lambda step: step.begin)))
+    if kernels:
+        launched = {event.id: event.begin for host in threads.values() for event in host}
+        steps = _on_device(steps, kernels, launched)
+    return list(_attributed(spans, steps))
+
+
+def _on_device(steps: list[Event], kernels: list[Event], launched: dict[int, int]) -> list[Event]:
+    """The steps as the device ran them.
+
+    The host launches kernels long before they run, so a step ends with the last kernel that was
+    launched in it, or on the host if that is later. It begins where the one before has ended.
+
+    Args:
+        launched: When the host launched a kernel, by its `launcher`.
+    """
+    begins, ends = [step.begin for step in steps], [step.end for step in steps]
+    for kernel in kernels:
+        time = launched.get(kernel.launcher or 0, kernel.begin)
+        at = bisect.bisect_right(begins, time) - 1
+        if at >= 0 and time < steps[at].end:
+            ends[at] = max(ends[at], kernel.end)
+    ends = list(itertools.accumulate(ends, max))
+    begins[1:] = map(max, begins[1:], ends[:-1])
+    return [
+        step._replace(begin=begin, end=end)
+        for step, begin, end in zip(steps, begins, ends, strict=True)
+    ]
 
 
 _Span = tuple[int, int, int]  # begin, end, and the index of its part among _PARTS
@@ -237,7 +265,7 @@ def _host_spans(events: list[Event], phases: dict[int, int]) -> Iterator[_Span]:
     """The parts that one thread works on; also puts the phase of each event into `phases`."""
     events.sort(key=lambda event: (event.begin, -event.end))
     around: list[tuple[int, int]] = []  # ends and phases of the events around this one
-    for event, follower in zip_longest(events, events[1:]):
+    for event, follower in itertools.zip_longest(events, events[1:]):
         while around and around[-1][0] <= event.begin:
             around.pop()
         own = next((name for start, name in _STARTS.items() if event.name.startswith(start)), None)

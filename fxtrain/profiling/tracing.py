@@ -66,6 +66,8 @@ class _Profiler(torch.profiler.profile):
     def stop_trace(self) -> None:
         if self.ctx.world_size > 1:
             _settle()
+        if self.ctx.device.type == "cuda":  # kernels that run after this are not recorded
+            torch.cuda.synchronize(self.ctx.device)
         super().stop_trace()
 
 

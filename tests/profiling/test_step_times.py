@@ -67,6 +67,27 @@ def test_a_device_is_measured_by_its_kernels():
     )
 
 
+def test_steps_of_a_device_end_with_the_kernels_that_they_launched():
+    """The host launches both steps, and goes on, before the first has run."""
+    first, second = step_times(
+        [
+            _range("ProfilerStep#0", 0, 10),
+            _op("aten::mm", 1, 2, id=1),
+            _range("Optimizer.step#SGD.step", 5, 9),
+            _op("aten::add", 6, 7, id=2),
+            _range("ProfilerStep#1", 10, 20),
+            _op("aten::mm", 11, 12, id=3),
+            _op("aten::mm", 21, 22, id=4),  # of a step that is not recorded
+            _op("gemm", 3, 53, launcher=1),
+            _op("add", 53, 60, launcher=2),
+            _op("gemm", 62, 92, launcher=3),
+            _op("gemm", 92, 99, launcher=4),
+        ]
+    )
+    assert first == StepTimes(step_ns=60_000, forward_ns=50_000, optimizer_ns=7_000, idle_ns=3_000)
+    assert second == StepTimes(step_ns=32_000, forward_ns=30_000, idle_ns=2_000)
+
+
 def test_a_moment_between_steps_counts_for_none():
     first, second = step_times(
         [
