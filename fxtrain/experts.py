@@ -47,8 +47,8 @@ def mix(
 
     Effects:
         A product is one grouped matrix product on NVIDIA GPUs from compute capability 8.0, in
-        bf16, with widths that are multiples of 8 (never run so far, for want of such a GPU).
-        Elsewhere it is a loop over experts, and the host waits for the number of rows of each.
+        bf16, with widths that are multiples of 8. Elsewhere it is a loop over experts, and the host
+        waits for the number of rows of each.
 
     Source:
         torch.nn.functional.grouped_mm.

@@ -1,5 +1,10 @@
 """Causal attention of packed rows, within their documents."""
 
+import functools
+import importlib
+import inspect
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,9 +47,9 @@ def document_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor
         (rows, heads, tokens, channels of the values).
 
     Effects:
-        On CUDA in bf16 or fp16, one call of torch's `varlen_attn` (never run so far, for want of a
-        GPU). Elsewhere, one call of `F.scaled_dot_product_attention` for each document, and the
-        host waits for their lengths.
+        On CUDA in bf16 or fp16, from torch 2.11, one call of torch's `varlen_attn`. In 2.11 that
+        has no grouped heads: keys and values are repeated for it. Elsewhere, one call of
+        `F.scaled_dot_product_attention` for each document, and the host waits for their lengths.
 
     Source:
         torch.nn.attention.varlen.varlen_attn.
@@ -61,13 +66,17 @@ def document_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value))
-    if kind == "cuda" and dtype in (torch.bfloat16, torch.float16):
+    options = _varlen_options()
+    if kind == "cuda" and dtype in (torch.bfloat16, torch.float16) and "window_size" in options:
         from torch.nn.attention.varlen import varlen_attn
 
+        settings: dict[str, Any] = {"window_size": (-1, 0)}
+        if grouped and "enable_gqa" in options:
+            settings["enable_gqa"] = True
+        elif grouped:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         # No document is longer than a row; the exact maximum would be one more wait of the host.
-        out = varlen_attn(
-            q, k, v, bounds, bounds, tokens, tokens, window_size=(-1, 0), enable_gqa=grouped
-        )
+        out = varlen_attn(q, k, v, bounds, bounds, tokens, tokens, **settings)
         assert isinstance(out, Tensor)  # a tuple for return_aux only
     else:
         parts = [tensor.transpose(0, 1).split(bounds.diff().tolist(), 1) for tensor in (q, k, v)]
@@ -77,3 +86,13 @@ def document_attention(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor
         ]
         out = torch.cat(outputs, 1).transpose(0, 1)
     return out.unflatten(0, (rows, tokens)).transpose(1, 2)
+
+
+@functools.cache
+def _varlen_options() -> frozenset[str]:
+    """The arguments of torch's `varlen_attn`, which differ by version; none before torch 2.10."""
+    try:
+        module = importlib.import_module("torch.nn.attention.varlen")
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(module.varlen_attn).parameters)
