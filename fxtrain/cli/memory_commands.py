@@ -43,6 +43,7 @@ _WORDS = {
     "optimizer": "optimizer state",
     "working": "copies in the compute dtype",
     "buffers": "quantised weights and other tensors",
+    "total": "total, without activations",
 }
 
 
@@ -89,10 +90,7 @@ def ESTIMATE(
         weights = read_hub(model) if away else read_weights(model)
         dtypes = precision or ("bf16",)
         reports = [_report(weights, dtype, stored=False, **chosen) for dtype in dtypes]
-    if len(reports) > 1:
-        report(reports, lambda: _print_table(reports))
-    else:
-        report(reports[0], lambda: _print(reports[0], chosen))
+    report(reports if len(reports) > 1 else reports[0], lambda: _print(reports, chosen))
 
 
 def _report(
@@ -120,48 +118,35 @@ def _report(
     }
 
 
-def _print_table(reports: list[dict[str, Any]]) -> None:
-    """A line for each dtype."""
-    first = reports[0]
-    say(f"{first['source']}: {first['parameters']:,} parameters.\n")
-    rows: list[list[str]] = []
-    for dtype in reports:
-        inferred = dtype["inference_bytes"]
-        total = inferred["weights"] + (inferred["cache"] or 0)
-        sizes = (inferred["weights"], total, dtype["training_bytes"]["total"])
-        rows.append([dtype["inference_precision"], *map(show_bytes, sizes)])
-    print_table(["precision", ">weights", ">inference", ">training, each rank"], rows)
-
-
-def _print(model: dict[str, Any], chosen: dict[str, Any]) -> None:
-    largest, sizes = model["largest_layer"], model["training_bytes"]
+def _print(reports: list[dict[str, Any]], chosen: dict[str, Any]) -> None:
+    """Tables with a column for each dtype."""
+    first, largest = reports[0], reports[0]["largest_layer"]
     say(
-        f"{model['source']}: {model['parameters']:,} parameters, {model['trained']:,} trained, "
-        f"{show_bytes(model['stored_bytes'])} as stored.\nLargest layer: {largest['name']}, "
+        f"{first['source']}: {first['parameters']:,} parameters, {first['trained']:,} trained, "
+        f"{show_bytes(first['stored_bytes'])} as stored.\nLargest layer: {largest['name']}, "
         f"{largest['parameters']:,} parameters, {show_bytes(largest['bytes'])}.\n"
     )
-    rows = [[words, show_bytes(sizes[name])] for name, words in _WORDS.items()]
+    trained = [each["training_bytes"] for each in reports]
     print_table(
-        ["training, each rank", ">size"],
-        [*rows, ["total, without activations", show_bytes(sizes["total"])]],
+        ["training, each rank", *(f">{each['compute']}" for each in reports)],
+        [[text, *(show_bytes(sizes[name]) for sizes in trained)] for name, text in _WORDS.items()],
     )
     say(
-        f"With {chosen['optimizer']}, sharding {chosen['sharding']}, {chosen['ranks']} ranks, "
-        f"{model['compute']} compute. Activations depend on the batch and on the code.\n"
+        f"With {chosen['optimizer']}, sharding {chosen['sharding']}, {chosen['ranks']} ranks. "
+        f"Activations depend on the batch and on the code.\n"
     )
-    weight_bytes, cache = (
-        model["inference_bytes"]["weights"],
-        model["inference_bytes"]["cache"],
-    )
-    rows = [
-        [f"weights ({model['inference_precision']})", show_bytes(weight_bytes)],
-        [
-            f"keys and values of {chosen['batch']} x {chosen['tokens']} tokens",
-            "unknown shape" if cache is None else show_bytes(cache),
-        ],
-        ["total", show_bytes(weight_bytes + (cache or 0))],
+    inferred = [
+        (each["weights"], each["cache"]) for each in (r["inference_bytes"] for r in reports)
     ]
-    print_table(["inference, one device", ">size"], rows)
+    cached = f"keys and values of {chosen['batch']} x {chosen['tokens']} tokens"
+    print_table(
+        ["inference, one device", *(f">{each['inference_precision']}" for each in reports)],
+        [
+            ["weights", *(show_bytes(weights) for weights, _ in inferred)],
+            [cached, *("unknown shape" if c is None else show_bytes(c) for _, c in inferred)],
+            ["total", *(show_bytes(weights + (cache or 0)) for weights, cache in inferred)],
+        ],
+    )
 
 
 @click.command("place")
