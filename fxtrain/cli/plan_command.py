@@ -1,18 +1,16 @@
 """`fxtrain plan`: runs a script as one simulated rank of many, and shows what it would need.
 
-Run as a module, `python -m fxtrain.cli.plan_command REQUEST OUT`, this is the process in which the
-script runs. Its environment says which rank it is, in the variables of a launcher, so that
-`fx.detect` in the script finds it.
+The script runs in this process. Its environment says which rank it is, in the variables of a
+launcher, so that `fx.detect` in the script finds it.
 """
 
 import importlib
 import json
 import os
-import subprocess
 import sys
-import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from contextlib import redirect_stdout
 from typing import Any
 
 import attrs
@@ -42,17 +40,29 @@ from fxtrain.state import DryRun, dumps, loads
 
 _AT_LEAST_0 = click.FloatRange(min=0)
 _SAVED = click.Path(exists=True, dir_okay=False)  # by --save
-_STDERR = 2  # for the program's output; the results go to standard output
 
 
-def _in_a_process(request: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[str, int]:
-    """The result as JSON text, or the exit code if there is none."""
-    with tempfile.TemporaryDirectory(prefix="fxtrain-plan-") as folder:
-        out = Path(folder) / "run.json"
-        line = [sys.executable, "-m", __name__, json.dumps(request), str(out)]
-        env = {**os.environ, **variables}
-        done = subprocess.run(line, env=env, stdout=_STDERR, check=False)
-        return (out.read_text(encoding="utf-8") if out.exists() else ""), done.returncode
+def _rehearsed(target: str, args: Sequence[str], *, module: bool, **settings: Any) -> DryRun | None:
+    """What a program needs, which sees itself started as usual; None if it failed."""
+
+    def run() -> None:
+        try:
+            become("module" if module else "script", target)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+
+    sys.argv[:] = [target, *args]
+    name = os.path.basename(target)
+    try:
+        with redirect_stdout(sys.stderr):  # the results go to standard output
+            runs = importlib.import_module("fxtrain.profiling")
+            return runs.rehearse(run, os.environ, name=name, **settings)
+    except FxError:
+        raise
+    except Exception:  # of the program
+        traceback.print_exc()
+        return None
 
 
 def _goodput(run: DryRun, failures: Mapping[str, Any], rate: int) -> Any:
@@ -132,11 +142,13 @@ def PLAN(
     others = [loads(read_text(path), DryRun) for path in against]
     if settings.values["plan"]:
         variables |= name_values((plan_variable(settings.plan),))
-    request = {"target": target, "args": args, "module": module, "device_memory": device_memory}
-    text, code = _in_a_process(request, variables)
-    if code or not text:
-        return code or Exit.FOUND
-    run = loads(text, DryRun)
+    os.environ.update(variables)
+    run = _rehearsed(
+        target, args, module=module, mesh=settings.plan.mesh, device_memory=device_memory
+    )
+    if run is None:
+        return Exit.FOUND
+    text = dumps(run)
     if save is not None:
         write_file(save, text)
     if picture is not None:
@@ -154,35 +166,3 @@ def PLAN(
         shown.append(goodput)
     report(data, Group(*shown))
     return Exit.WELL if run.fits else Exit.FOUND
-
-
-def rehearse_program() -> int:
-    """Run the program that the arguments name, write the results, and return the exit code."""
-    request, out = json.loads(sys.argv[1]), Path(sys.argv[2])
-    sys.argv[:] = [request["target"], *request["args"]]
-    plan = importlib.import_module("fxtrain.ops.connecting").launched_plan()
-
-    def run() -> None:
-        try:
-            become("module" if request["module"] else "script", request["target"])
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise
-
-    try:
-        rehearsed = importlib.import_module("fxtrain.profiling").rehearse(
-            run,
-            os.environ,
-            name=os.path.basename(request["target"]),
-            mesh=None if plan is None else plan.mesh,
-            device_memory=request["device_memory"],
-        )
-    except FxError as error:
-        sys.stderr.write(f"fxtrain plan: {type(error).__name__}: {error}\n")
-        return Exit.WRONG
-    out.write_text(dumps(rehearsed), encoding="utf-8")
-    return Exit.WELL
-
-
-if __name__ == "__main__":
-    sys.exit(rehearse_program())

@@ -2,16 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
-import traceback
-import types
 import xml.etree.ElementTree as ET
 
 import pytest
 
 import fxtrain as fx
-from fxtrain.cli import Exit, main, plan_command
+from fxtrain.cli import Exit, main
 from tests.launched._run import FXTRAIN, ROOT, run
 
 TRAIN = """
@@ -43,24 +40,12 @@ def _plan(*words, **more):
     return run(*FXTRAIN, "plan", *words, **more)
 
 
-def _run_here(line, *, env, **_):
-    """What the child would do, without another process that loads torch."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in env.keys() - os.environ.keys():
-            patch.setenv(name, env[name])
-        patch.setattr(sys, "argv", list(line[2:]))
-        patch.setattr(sys, "path", ["", *sys.path])
-        try:
-            code = plan_command.rehearse_program()
-        except Exception:
-            traceback.print_exc()
-            code = 1
-    return subprocess.CompletedProcess(line, code)
-
-
-@pytest.fixture
-def here(monkeypatch):
-    monkeypatch.setattr("fxtrain.cli.plan_command.subprocess", types.SimpleNamespace(run=_run_here))
+@pytest.fixture(autouse=True)
+def unchanged(monkeypatch):
+    """What the command sets for the script is put back."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
 
 
 @pytest.mark.slow
@@ -89,7 +74,7 @@ def test_a_picture_of_another_format_is_refused_before_the_program_runs(script, 
     )
 
 
-def test_an_earlier_run_stands_beside(script, tmp_path, monkeypatch, capsys, here):
+def test_an_earlier_run_stands_beside(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")
     saved = str(tmp_path / "run.json")
     assert main(["plan", "--world", "64", "--save", saved, script, "1"]) == Exit.WELL
@@ -99,14 +84,14 @@ def test_an_earlier_run_stands_beside(script, tmp_path, monkeypatch, capsys, her
     assert ["64", "ranks", "8", "ranks"] in lines and ["accumulate", "1", "2"] in lines
 
 
-def test_a_module_is_a_program_too(script, tmp_path, monkeypatch, capsys, here):
+def test_a_module_is_a_program_too(script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--world", "4", "--save", "run.json", "-m", "train", "1"]) == Exit.WELL
     capsys.readouterr()
     assert json.loads((tmp_path / "run.json").read_text())["name"] == "train"
 
 
-def test_the_plan_of_a_launch_file_is_used(tmp_path, monkeypatch, capsys, here):
+def test_the_plan_of_a_launch_file_is_used(tmp_path, monkeypatch, capsys):
     path, saved = tmp_path / "train.py", tmp_path / "run.json"
     path.write_text(TRAIN.replace("plan = fx.Plan(accumulate=int(sys.argv[1]))", "plan = None"))
     (tmp_path / "fxtrain.toml").write_text("[plan]\naccumulate = 2\n")
@@ -123,13 +108,13 @@ def test_the_plan_of_a_launch_file_is_used(tmp_path, monkeypatch, capsys, here):
     assert "none.toml" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_told_by_the_exit_code(script, capsys, here):
+def test_what_does_not_fit_is_told_by_the_exit_code(script, capsys):
     words = ["plan", "--world", "8", "--device-memory", "100B", script, "1"]
     assert main(words) == Exit.FOUND
     assert "the device has 100 B" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_refused_plan_is_a_finding(tmp_path, capsys, here):
+def test_a_refused_plan_is_a_finding(tmp_path, capsys):
     path, saved = tmp_path / "single.py", tmp_path / "run.json"
     path.write_text(TRAIN.replace("accumulate=int(sys.argv[1])", "strategy=fx.Single()"))
     assert main(["plan", "--world", "8", "--save", str(saved), str(path)]) == Exit.FOUND
@@ -138,7 +123,7 @@ def test_a_refused_plan_is_a_finding(tmp_path, capsys, here):
     assert problem.where == f"{path}:9"
 
 
-def test_an_error_of_the_script_is_its_own(tmp_path, capsys, here):
+def test_an_error_of_the_script_is_its_own(tmp_path, capsys):
     path = tmp_path / "wrong.py"
     path.write_text("import fxtrain\nraise KeyError('mine')\n")
     assert main(["plan", "--world", "8", str(path)]) == Exit.FOUND
@@ -146,7 +131,7 @@ def test_an_error_of_the_script_is_its_own(tmp_path, capsys, here):
     assert told.out == "" and "KeyError: 'mine'" in told.err
 
 
-def test_a_script_that_never_steps_is_an_error(tmp_path, capsys, here):
+def test_a_script_that_never_steps_is_an_error(tmp_path, capsys):
     path = tmp_path / "idle.py"
     path.write_text("import fxtrain as fx\nfx.detect()\n")
     assert main(["plan", "--world", "8", str(path)]) == Exit.WRONG
@@ -158,7 +143,7 @@ def test_a_script_that_never_steps_is_an_error(tmp_path, capsys, here):
     )
 
 
-def test_a_result_that_cannot_be_written_is_told(script, capsys, here):
+def test_a_result_that_cannot_be_written_is_told(script, capsys):
     words = ["plan", "--world", "2", "--save", "/nowhere/run.json", script, "1"]
     assert main(words) == Exit.WRONG
     assert capsys.readouterr().err.endswith(
@@ -188,7 +173,7 @@ def test_a_mistake_is_told_before_the_script_runs(
 
 
 @pytest.mark.slow
-def test_an_example_runs_as_it_is(tmp_path, capsys, here):
+def test_an_example_runs_as_it_is(tmp_path, capsys):
     saved = tmp_path / "run.json"
     words = ["plan", "--world", "16", "--save", str(saved), str(ROOT / "examples" / "chars.py")]
     assert main(words) == Exit.WELL
@@ -200,8 +185,7 @@ def test_an_example_runs_as_it_is(tmp_path, capsys, here):
 FAILING = ("--rank-mtbf-h=5000", "--checkpoint-rate=1", "--restart-s=60", "--spares=0,50")
 
 
-def test_goodput_under_failures(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(subprocess, "run", _run_here)
+def test_goodput_under_failures(script, tmp_path, capsys):
     picture = tmp_path / "goodput.svg"
     options = (*FAILING, f"--goodput-picture={picture}", "--days=5")
     assert main(["plan", "--world=500", *options, script, "1"]) == Exit.WELL
@@ -210,8 +194,7 @@ def test_goodput_under_failures(script, tmp_path, monkeypatch, capsys):
     assert "Best interval:" in shown
     ET.parse(picture)
     assert main(["plan", "--world=500", *FAILING, "--days=5", "--json", script, "1"]) == Exit.WELL
-    shown = capsys.readouterr().out  # the program prints here too, in a process of its own if real
-    found = json.loads(shown[shown.index("{") :])
+    found = json.loads(capsys.readouterr().out)  # without what the program prints
     assert found["run"]["world"] == 500
     memory = found["run"]["memory"]
     assert (
@@ -221,7 +204,7 @@ def test_goodput_under_failures(script, tmp_path, monkeypatch, capsys):
     assert max(waits) < max(spared) < 1
 
 
-def test_a_program_that_fails_shows_its_problem_instead_of_goodput(tmp_path, capsys, here):
+def test_a_program_that_fails_shows_its_problem_instead_of_goodput(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text("import fxtrain as fx\nwith fx.detect() as ctx:\n    fx.Plan(accumulate=0)\n")
     assert main(["plan", "--world=500", *FAILING, str(path)]) == Exit.FOUND
