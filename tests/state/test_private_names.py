@@ -72,7 +72,7 @@ def _dotted(node: ast.AST, names: dict[str, str]) -> str:
 def used() -> tuple[set[str], set[str]]:
     """Private names by path, and private attributes of objects, that the source uses."""
     files = _files()
-    own = _defined(files)
+    own = _defined(files) - set(ATTRIBUTES)  # which a class of ours may set as well
     names: set[str] = set()
     attributes: set[str] = set()
     for nodes in files:

@@ -57,8 +57,6 @@ _MAIN_LOST = (
     "The launcher that serves the store of this run ended before this one, or does not answer, so "
     "it is not known whether the ranks of other nodes succeeded."
 )
-# Fields of torch's records that older versions lack.
-_NEWER = ("duplicate_stdout_filters", "duplicate_stderr_filters", "virtual_local_rank")
 
 
 @attrs.frozen(kw_only=True)
@@ -264,18 +262,6 @@ def _start_heartbeats(store: Any, node: int) -> None:
 _ALONE = NodeEnds(None, 0, 1, serves=False)
 
 
-class _LeavesError(Exception):
-    """Ranks of this node failed again and again, and the others go on without it."""
-
-    def __init__(self, ending: LaunchResult) -> None:
-        super().__init__()
-        self.ending = ending
-
-
-class LostRendezvousError(RendezvousError):
-    """The rendezvous does not answer any more, so the ranks cannot start again."""
-
-
 def run_agent(
     launch: LaunchSpec,
     config: Any,
@@ -294,7 +280,7 @@ def run_agent(
         LaunchError: not all nodes have joined, or the machine that serves the rendezvous was lost.
         TimeoutError: the ranks did not finish before the deadline.
     """
-    start = time.monotonic()
+    start, agent = time.monotonic(), None
     try:
         handler = open_handler(launch, config, door)
         spec = WorkerSpec(
@@ -308,14 +294,14 @@ def run_agent(
             local_addr=config.local_addr,
             event_log_handler=config.event_log_handler,
             numa_options=config.numa_options,
-            **_where_known(config, *_NEWER),
         )
+        shutdown_s = getattr(config, "shutdown_timeout", None)  # which torch 2.9 lacks
         agent = _Agent(
             spec,
             config.logs_specs,
             start_method=config.start_method,
             log_line_prefix_template=config.log_line_prefix_template,
-            **_where_known(config, "shutdown_timeout"),
+            **({} if shutdown_s is None else {"shutdown_timeout": shutdown_s}),
         )
         agent.launch, agent.handler, agent.serves = launch, handler, door is not None
         agent.deadline, agent.replace_spares = deadline, replace_spares
@@ -323,25 +309,22 @@ def run_agent(
         return agent.run_and_leave()
     except SignalException as error:
         return LaunchResult(ranks=launch.world_size, signal=int(error.sigval))
-    except LostRendezvousError as error:
-        raise LaunchError(
-            f"The rendezvous at {config.rdzv_endpoint} was lost during the run, so the ranks of "
-            f"this node cannot start again: {error} The machine that serves it, its launcher or "
-            f"the network to it failed. Start the run again on every node; it continues with the "
-            f"last checkpoint.",
-            code="FX701",
-        ) from error
     except (RendezvousError, DistError) as error:
+        lost = isinstance(error, RendezvousConnectionError | DistNetworkError)
+        if agent is not None and agent.met and lost:
+            raise LaunchError(
+                f"The rendezvous at {config.rdzv_endpoint} was lost during the run, so the ranks "
+                f"of this node cannot start again: {first_line(error)} The machine that serves it, "
+                f"its launcher or the network to it failed. Start the run again on every node; it "
+                f"continues with the last checkpoint.",
+                code="FX701",
+            ) from error
         raise LaunchError(
             f"Node {launch.node_rank} of {launch.nodes} waited {time.monotonic() - start:.0f} s at "
             f"{config.rdzv_endpoint}, but not all nodes joined: "
             f"{first_line(error.__cause__ or error)} Check that every node was started with the "
             f"same main address, port, number of nodes and run_id."
         ) from error
-
-
-def _where_known(config: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 class _Agent(LocalElasticAgent):
@@ -352,7 +335,9 @@ class _Agent(LocalElasticAgent):
     replace_spares: Callable[[], None]
     kills: int | None  # by the kernel's out-of-memory killer, until then
     _failures: dict[int, Any]
+    met: bool = False  # whether the nodes have come together once
     _in_a_row: int = 0  # attempts that failed since ranks of this node did
+    _left: LaunchResult | None = None  # how this node ended, if the others go on without it
     _ends: NodeEnds = _ALONE
     _culprit: str | None = ""
     _stopped_at: float | None = None
@@ -363,6 +348,9 @@ class _Agent(LocalElasticAgent):
         try:
             result: Any = self.run()
             end = None  # the others know
+            if self._left is not None:
+                closes = False
+                return self._left
             if not result.is_failed():
                 return LaunchResult(ranks=self.launch.world_size, culprit=self._culprit or "")
             return self._told(self._ended(result.failures))
@@ -370,12 +358,8 @@ class _Agent(LocalElasticAgent):
             # A node that was stopped may be replaced, so the rendezvous stays open.
             end, closes = NodeEnd(text=f"was stopped by {error.sigval.name}.", stopped=True), False
             raise
-        except _LeavesError as error:
-            end, closes = None, False
-            return error.ending
-        except LostRendezvousError as error:
-            if isinstance(error.__cause__, RendezvousConnectionError):  # nobody can be told
-                self._ends, closes = _ALONE, False
+        except RendezvousConnectionError:  # nobody can be told
+            self._ends, closes = _ALONE, False
             raise
         except Exception as error:
             end = NodeEnd(text=f"ended with an error: {first_line(error)}")
@@ -423,6 +407,9 @@ class _Agent(LocalElasticAgent):
             raise TimeoutError("The ranks did not finish in time.")
         if self.launch.elastic and result.state is WorkerState.SUCCEEDED and self._starts_again():
             return RunResult(state=WorkerState.HEALTHY)
+        failed = result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED)
+        if failed and self._remaining_restarts > 0:
+            self._count_failure()
         return result
 
     def _nodes_wait(self) -> bool:
@@ -445,37 +432,34 @@ class _Agent(LocalElasticAgent):
         self._culprit = self._ends.wait(self._nodes_wait)
         return self._culprit is not None and self._nodes_wait()
 
+    def _count_failure(self) -> None:
+        """Tell that ranks failed that start again, or leave the run without a further attempt."""
+        attempt = self.launch.restarts - self._remaining_restarts + 1
+        ending = self._ended(self._failures)
+        if self.launch.elastic:  # numbered nodes start their ranks again each by itself
+            ending = self._told(ending)
+        lost = self._ends is _ALONE
+        self._in_a_row = 0 if ending.culprit or lost else self._in_a_row + 1
+        if self._can_leave():
+            say(
+                f"N{self._ends.name[1:]} leaves the run: its ranks failed {_FAILURES} times in a "
+                f"row, and enough other nodes remain."
+            )
+            self._ends.interrupt()
+            self._left, self._remaining_restarts = ending, 0
+            return
+        why = describe(ending) if ending.failures else "A rank of another node ended."
+        say(f"Attempt {attempt} failed; {self._remaining_restarts} more to come. {why}")
+
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        # Called with one restart less left after a failure, and with as many for new nodes.
-        spec = worker_group.spec
-        if worker_group.state.name != "HEALTHY":
-            attempt = spec.max_restarts - self._remaining_restarts - 1
-            ending = self._ended(self._failures)
-            if self.launch.elastic:  # numbered nodes start their ranks again each by itself
-                ending = self._told(ending)
-            lost = self._ends is _ALONE
-            self._in_a_row = 0 if ending.culprit or lost else self._in_a_row + 1
-            if self._can_leave():
-                say(
-                    f"N{self._ends.name[1:]} leaves the run: its ranks failed {_FAILURES} times in "
-                    f"a row, and enough other nodes remain."
-                )
-                self._ends.interrupt()
-                raise _LeavesError(ending)
-            why = describe(ending) if ending.failures else "A rank of another node ended."
-            left = self.launch.restarts - attempt
-            say(f"Attempt {attempt + 1} failed; {left} more to come. {why}")
-        else:
+        if worker_group.state is WorkerState.HEALTHY:
             why = self._ends.told()
             self._in_a_row = 0 if why else self._in_a_row
             say(f"The ranks of this node start again. {why or 'Nodes join or leave.'}")
         if self.launch.elastic:
             self._ends.interrupt()
         restart: Any = super()._restart_workers  # decorated without types
-        try:
-            restart(worker_group)
-        except (RendezvousConnectionError, DistNetworkError) as error:
-            raise LostRendezvousError(first_line(error)) from error
+        restart(worker_group)
 
     def _can_leave(self) -> bool:
         """Whether ranks of this node failed too often, and enough nodes remain without it.
@@ -492,6 +476,7 @@ class _Agent(LocalElasticAgent):
         end_strays(os.environ[MARK], patience_s=self.launch.shutdown_s, ask=True)
         join: Any = super()._rendezvous
         join(worker_group)
+        self.met = True
         count = worker_group.group_world_size or 1
         if count < self._ends.count:
             say(f"The run continues with {count} of {self._ends.count} nodes.")
