@@ -22,8 +22,8 @@ from fxtrain.launchers import (
     prepare,
     show,
 )
-from fxtrain.launchers.flags import FLAGS, flag_words
 from fxtrain.launchers.machine import cores_of_ranks
+from fxtrain.launchers.spec import FLAGS, flag_words
 
 HERE = Machine(python="/opt/my python/bin/python", cores=range(6), port=4711, folder="/my run")
 

@@ -1,6 +1,5 @@
 """From arguments to a command and an exit code."""
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -68,12 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         2
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    if not all(map(_is_argument, words)):
-        click.echo(
-            "fxtrain: an argument contains a null or another character that no program accepts.",
-            err=True,
-        )
-        return int(Exit.WRONG)
     try:
         return int(program().main(words, prog_name="fxtrain", standalone_mode=False) or 0)
     except click.ClickException as error:
@@ -81,14 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(error.exit_code)
     except click.Abort:
         return int(Exit.INTERRUPTED)
-
-
-def _is_argument(word: str) -> bool:
-    """Whether the system can pass a word to a program, or use it as a path."""
-    try:
-        return b"\0" not in os.fsencode(word)
-    except UnicodeEncodeError:
-        return False
 
 
 def program() -> click.Group:

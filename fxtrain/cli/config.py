@@ -20,13 +20,14 @@ from fxtrain.errors import PlanError
 from fxtrain.interop.accelerate_config import convert_accelerate
 from fxtrain.launchers import LaunchSpec, known_launchers
 from fxtrain.launchers.config import (
+    HERE,
+    find_file,
     from_flags,
     launch_config,
     read_launch_file,
     render,
     resolve,
 )
-from fxtrain.launchers.flags import HERE, find_file
 from fxtrain.launchers.machine import usable_cores
 from fxtrain.state import Plan
 from fxtrain.state.files import format_of, read_data

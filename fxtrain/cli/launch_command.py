@@ -1,9 +1,8 @@
 """`fxtrain launch`: runs a program on ranks of this machine, of others, or of a cluster."""
 
-import importlib
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import click
@@ -21,15 +20,11 @@ from fxtrain.launchers import (
     run,
     show,
 )
-from fxtrain.launchers.flags import FLAGS, PLAN_FLAGS, Flag, find_file
+from fxtrain.launchers.config import from_flags, resolve
 from fxtrain.launchers.machine import default_ranks
 from fxtrain.launchers.outcome import keep_tracebacks
 from fxtrain.launchers.program import check_mesh, plan_variable
-
-if TYPE_CHECKING:
-    from fxtrain.launchers.config import LaunchConfig
-
-_VARIABLES = ("FXTRAIN_LAUNCH__", "FXTRAIN_PLAN__")
+from fxtrain.launchers.spec import FLAGS, PLAN_FLAGS, Flag
 
 
 def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
@@ -39,15 +34,20 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
         Imports torch if the number of ranks is not given and accelerators must be counted.
 
     Raises:
-        LaunchError: a value is invalid, or the program does not exist.
-        PlanError: the launch file is invalid.
+        LaunchError: the program does not exist.
+        PlanError: a value is invalid.
     """
-    flags = _given_fields(options)
-    config = _config(options, flags) if _is_configured(options) else None
-    said = flags if config is None else config.values["launch"]
+    plan = [
+        f"{flag.field}={options[_name(flag)] if flag.metavar else 'true'}"
+        for flag in PLAN_FLAGS
+        if options[_name(flag)]
+    ]
+    flags = {f"launch.{name}": value for name, value in _given_fields(options).items()}
+    flags |= from_flags((*plan, *options["words"]))
+    config = resolve(file=options["config"], env=os.environ, flags=flags)
+    said, spec = config.values["launch"], config.launch
     if "target" not in said:
         raise click.UsageError("Missing program. Name a script, or a module after -m.")
-    spec = LaunchSpec(**flags) if config is None else config.launch
     if given := dict(options["option"]):
         before = spec.options if isinstance(spec.options, Mapping) else {}
         spec = attrs.evolve(spec, options={**before, **given})
@@ -55,7 +55,7 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
         check_target(spec)
     if "ranks" not in said:
         spec = attrs.evolve(spec, ranks=default_ranks(spec))
-    if config is None or not config.values["plan"]:
+    if not config.values["plan"]:
         return spec
     check_mesh(spec, config.plan)
     # For fx.detect, fx.wrap and fx.shard in the script.
@@ -98,32 +98,6 @@ def _variable(word: str) -> str:
             f"--env {word}: this variable is not set here. Set it, or write {word}=VALUE."
         )
     return f"{word}={os.environ[word]}"
-
-
-def _is_configured(options: Mapping[str, Any]) -> bool:
-    return bool(
-        options["config"]
-        or options["words"]
-        or any(options[_name(flag)] for flag in PLAN_FLAGS)
-        or any(name.startswith(_VARIABLES) for name in os.environ)
-        or find_file(os.environ)
-    )
-
-
-def _config(options: Mapping[str, Any], flags: Mapping[str, Any]) -> "LaunchConfig":
-    """The values that a file, a variable or a flag sets."""
-    config = importlib.import_module("fxtrain.launchers.config")
-    launch = {f"launch.{name}": value for name, value in flags.items()}
-    plan = [
-        f"{flag.field}={options[_name(flag)] if flag.metavar else 'true'}"
-        for flag in PLAN_FLAGS
-        if options[_name(flag)]
-    ]
-    return config.resolve(
-        file=options["config"],
-        env=os.environ,
-        flags={**launch, **config.from_flags((*plan, *options["words"]))},
-    )
 
 
 def _files(ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:

@@ -22,6 +22,7 @@ from fxtrain.errors import LaunchError
 from fxtrain.launchers import LAUNCHERS, LaunchSpec, describe, find_launcher, run
 from fxtrain.launchers.built_in.tpu import setup_command
 from fxtrain.launchers.config import from_flags, resolve
+from fxtrain.launchers.machine import default_ranks
 from fxtrain.launchers.spec import options_from
 from fxtrain.state import Plan, dumps
 
@@ -62,8 +63,7 @@ def TEST(file: str, ranks: int | None, words: tuple[str, ...], mib: float) -> in
     config = resolve(file=file, env=os.environ, flags=flags)
     spec = config.launch
     if "ranks" not in config.values["launch"]:
-        accelerators = importlib.import_module("torch").accelerator.device_count()
-        spec = attrs.evolve(spec, ranks=max(1, accelerators))
+        spec = attrs.evolve(spec, ranks=default_ranks(spec))
     with tempfile.TemporaryDirectory(prefix="fxtrain-test-") as folder:
         told = _try_out(spec, config.plan, Path(folder) / "told.json", mib=mib)
     if isinstance(told, int):

@@ -14,13 +14,14 @@ from fxtrain._optional import optional
 from fxtrain._other_names import hint
 from fxtrain._record import few, shown
 from fxtrain.errors import LaunchError, PlanError
-from fxtrain.launchers.flags import FLAGS, find_file
-from fxtrain.launchers.spec import LaunchSpec
+from fxtrain.launchers.spec import FLAGS, LaunchSpec
 from fxtrain.launchers.table import with_options
 from fxtrain.state import Plan, structure, unstructure
 from fxtrain.state.files import read_data, text_of
 from fxtrain.state.parsing import Format, from_environment, leaves, merge, near, put, value_of
 
+# In the current folder; these come before the user's own file.
+HERE = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
 # The script while checking a file that names none.
 NO_TARGET = "train.py"
 _TEMPLATE = Path(__file__).with_name("launch_template.toml")
@@ -132,6 +133,19 @@ def read_launch_file(path: str | Path) -> LaunchConfig:
         return launch_config(data, file=str(path))
     except PlanError as error:
         raise PlanError(f"{path}:\n{error}") from None
+
+
+def find_file(env: Mapping[str, str]) -> str:
+    """The launch file to use if no flag names one; empty if there is none.
+
+    FXTRAIN_CONFIG, else `fxtrain.toml` or `.yaml` in the current folder, else
+    `fxtrain/launch.toml` in the user's configuration folder (XDG_CONFIG_HOME, ~/.config).
+    """
+    if env.get("FXTRAIN_CONFIG"):
+        return env["FXTRAIN_CONFIG"]
+    home = env.get("XDG_CONFIG_HOME") or (env["HOME"] + "/.config" if env.get("HOME") else "")
+    own = [Path(home, "fxtrain", "launch.toml")] if home else []
+    return next((str(path) for path in (*map(Path, HERE), *own) if path.is_file()), "")
 
 
 def from_flags(words: Sequence[str]) -> dict[str, Any]:

@@ -101,8 +101,6 @@ class Launcher:
         uses: Fields of `LaunchSpec` beyond the common ones that it supports; setting another
             field is an error.
         here: Whether the program is on this machine, so that it can be checked.
-        needs: Facts of the machine that are expensive to find: mpi, port, and the route to
-            the main address of several nodes.
     """
 
     name: str
@@ -112,7 +110,6 @@ class Launcher:
     options: type | None = None
     uses: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
     here: bool = True
-    needs: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
 
 
 def write_files(invocation: Invocation) -> None:

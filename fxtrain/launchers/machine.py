@@ -37,7 +37,7 @@ class Machine:
         slurm_job: Number of the SLURM job of this process, or empty.
         root: Whether the user is root.
         mpi: Which MPI `mpirun` is: openmpi, mpich, intel; empty if there is none.
-        port: A TCP port that was free a moment ago; 0 if none was requested.
+        port: A TCP port that was free a moment ago; 0 if unknown.
         folder: The current folder.
         chosen: Those of GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and FXTRAIN_RUN_SECRET that the
             user has set.
@@ -62,18 +62,12 @@ class Machine:
         return {name: at for name, at in self.route.env.items() if name not in self.chosen}
 
 
-def look(
-    env: Mapping[str, str],
-    *,
-    mpi: str = "",
-    port: bool = False,
-    route: Route | None = None,
-) -> Machine:
+def look(env: Mapping[str, str], *, mpi: str, route: Route) -> Machine:
     """Inspect this machine; `mpi` is the program that starts ranks under MPI.
 
     Effects:
-        Reads /sys; with `mpi` runs that program with --version; with `port`
-        opens a port on loopback and closes it.
+        Reads /sys; opens a port on loopback and closes it; with `mpi` runs that program with
+        --version.
     """
     cores = usable_cores()
     return Machine(
@@ -84,10 +78,10 @@ def look(
         slurm_job=env.get("SLURM_JOB_ID", ""),
         root=hasattr(os, "geteuid") and os.geteuid() == 0,
         mpi=_which_mpi(mpi) if mpi else "",
-        port=free_port() if port else 0,
+        port=free_port(),
         folder=os.getcwd(),
         chosen=tuple(name for name in (GLOO, NCCL, SECRET) if name in env),
-        route=route or Route(),
+        route=route,
     )
 
 

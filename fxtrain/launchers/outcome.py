@@ -86,12 +86,9 @@ class LaunchResult:
         """The exit code of the launch, by the rules of a shell."""
         if self.signal is not None:
             return 128 + self.signal
-        code = self.failures[0].code if self.failures else self.left
-        if self.failures and not code:
-            code = self.left or 1
-        if self.culprit and not code:
-            code = 1
-        return 128 - code if code and code < 0 else code or 0
+        first = self.failures[0].code if self.failures else 0
+        code = first or self.left or int(bool(self.failures or self.culprit))
+        return 128 - code if code < 0 else code
 
 
 def by_cause(failures: list[Failure]) -> tuple[Failure, ...]:

@@ -1,18 +1,15 @@
 """The command of one rank, the variables of all, and the plan among them."""
 
-import importlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.spec import LaunchSpec, name_values
-
-if TYPE_CHECKING:
-    from fxtrain.state import Plan
-
+from fxtrain.state import Plan
+from fxtrain.state.files import PLAN_VARIABLE, dumps, plan_in
+from fxtrain.state.mesh import resolve_mesh
 
 _CHILD = Path(__file__).with_name("child.py")
 
@@ -72,7 +69,7 @@ def threads_of(spec: LaunchSpec, machine: Machine) -> int | None:
     return None if machine.threads_chosen else max(1, len(machine.cores) // spec.ranks)
 
 
-def given_plan(default: "Plan | None" = None, *, env: Mapping[str, str] | None = None) -> "Plan":
+def given_plan(default: Plan | None = None, *, env: Mapping[str, str] | None = None) -> Plan:
     """The plan that `fxtrain launch` read from a launch file and the environment.
 
     `fx.wrap` and `fx.shard` use it by default. Call this function to inspect it, to change a
@@ -91,18 +88,16 @@ def given_plan(default: "Plan | None" = None, *, env: Mapping[str, str] | None =
         >>> fx.given_plan(fx.Plan(accumulate=2), env={}).accumulate
         2
     """
-    files = importlib.import_module("fxtrain.state.files")
-    return files.plan_in(os.environ if env is None else env) or default or files.Plan()
+    return plan_in(os.environ if env is None else env) or default or Plan()
 
 
-def plan_variable(plan: "Plan") -> str:
+def plan_variable(plan: Plan) -> str:
     """NAME=VALUE of the variable that passes a plan to ranks."""
-    files = importlib.import_module("fxtrain.state.files")
-    data = json.loads(files.dumps(plan))
-    return f"{files.PLAN_VARIABLE}={json.dumps(data, separators=(',', ':'))}"
+    data = json.loads(dumps(plan))
+    return f"{PLAN_VARIABLE}={json.dumps(data, separators=(',', ':'))}"
 
 
-def check_mesh(spec: LaunchSpec, plan: "Plan") -> None:
+def check_mesh(spec: LaunchSpec, plan: Plan) -> None:
     """Check that the mesh of a plan fits the ranks of a launch, where these are known.
 
     Raises:
@@ -110,4 +105,4 @@ def check_mesh(spec: LaunchSpec, plan: "Plan") -> None:
     """
     known = spec.min_nodes is None and spec.launcher not in OWN_RANKS
     if plan.mesh is not None and known:
-        importlib.import_module("fxtrain.state.mesh").resolve_mesh(plan.mesh, spec.world_size)
+        resolve_mesh(plan.mesh, spec.world_size)

@@ -17,7 +17,7 @@ from fxtrain._record import closest
 from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.deepspeed import DEEPSPEED
 from fxtrain.launchers.built_in.kubernetes import KUBERNETES
-from fxtrain.launchers.built_in.mpi import MPI
+from fxtrain.launchers.built_in.mpi import MPI, MpiOptions
 from fxtrain.launchers.built_in.native.elastic import NATIVE
 from fxtrain.launchers.built_in.ray import RAY
 from fxtrain.launchers.built_in.sagemaker import SAGEMAKER
@@ -142,21 +142,12 @@ def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
                 open_file(hostfile).close()
             except OSError as error:
                 raise LaunchError(f"Cannot read the hostfile: {error}.") from error
-        machine = look(
-            os.environ,
-            mpi=spec.options.program if "mpi" in row.needs else "",
-            port="port" in row.needs and spec.nodes == 1,
-            route=_route(spec, far="route" in row.needs),
-        )
+        route = loopback_route() if spec.nodes == 1 else Route()
+        if row.run is NATIVE.run and spec.nodes > 1 and spec.main_address:
+            route = find_route(spec.main_address, spec.port, local=spec.local_address)
+        mpi = spec.options.program if isinstance(spec.options, MpiOptions) else ""
+        machine = look(os.environ, mpi=mpi, route=route)
     return row.invocation(spec, machine)
-
-
-def _route(spec: LaunchSpec, *, far: bool) -> Route | None:
-    if spec.nodes == 1:
-        return loopback_route()
-    if not far or not spec.main_address:
-        return None
-    return find_route(spec.main_address, spec.port, local=spec.local_address)
 
 
 def run(spec: LaunchSpec) -> LaunchResult:

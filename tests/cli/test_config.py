@@ -178,19 +178,20 @@ def test_a_flag_that_sets_nothing_is_an_error(word):
         from_flags([word])
 
 
-def test_which_file_counts(tmp_path):
+def test_which_file_counts(tmp_path, monkeypatch):
     own = tmp_path / "fxtrain" / "launch.toml"
     env = {"XDG_CONFIG_HOME": str(tmp_path)}
     here = tmp_path / "here"
     here.mkdir()
-    assert find_file(env, folder=here) == ""
+    monkeypatch.chdir(here)
+    assert find_file(env) == ""
     own.parent.mkdir()
     own.touch()
-    assert find_file(env, folder=here) == str(own)
-    assert find_file({"HOME": "/nowhere"}, folder=here) == ""
+    assert find_file(env) == str(own)
+    assert find_file({"HOME": "/nowhere"}) == ""
     (here / "fxtrain.yaml").touch()
-    assert find_file(env, folder=here) == str(here / "fxtrain.yaml")
-    assert find_file({**env, "FXTRAIN_CONFIG": "x.toml"}, folder=here) == "x.toml"
+    assert find_file(env) == "fxtrain.yaml"
+    assert find_file({**env, "FXTRAIN_CONFIG": "x.toml"}) == "x.toml"
 
 
 def test_every_field_is_explained_and_offered():

@@ -105,6 +105,6 @@ def test_arguments_need_not_be_text():
 
 
 def test_options_are_read_from_words_by_their_types():
-    words = {"requeue": "no", "warn_s": "30", "setup": "module load a", "time": "1:00"}
+    words = {"requeue": "false", "warn_s": "30", "setup": "module load a", "time": "1:00"}
     found = options_from(SlurmOptions, words, launcher="slurm")
     assert found == SlurmOptions(requeue=False, warn_s=30, setup=("module load a",), time="1:00")

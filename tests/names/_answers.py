@@ -13,7 +13,7 @@ import fxtrain as fx
 from fxtrain.cli import main
 from fxtrain.cli.launch_command import LAUNCH
 from fxtrain.launchers import LAUNCHERS, LaunchSpec
-from fxtrain.launchers.flags import FLAGS
+from fxtrain.launchers.spec import FLAGS
 from fxtrain.state import structure, unstructure
 from fxtrain.state.parsing import put
 

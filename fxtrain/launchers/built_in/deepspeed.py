@@ -137,5 +137,4 @@ DEEPSPEED = Launcher(
     invocation=deepspeed,
     options=DeepSpeedOptions,
     uses=[*RENDEZVOUS_FIELDS, "log_dir"],
-    needs=["port"],
 )

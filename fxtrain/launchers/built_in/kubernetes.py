@@ -8,10 +8,17 @@ from typing import Any
 import attrs
 
 from fxtrain.errors import LaunchError
-from fxtrain.launchers.flags import flag_words
 from fxtrain.launchers.launcher import PER_NODE, Launcher
 from fxtrain.launchers.machine import Machine
-from fxtrain.launchers.spec import Invocation, LaunchSpec, count, each, launch_record, name_values
+from fxtrain.launchers.spec import (
+    Invocation,
+    LaunchSpec,
+    count,
+    each,
+    flag_words,
+    launch_record,
+    name_values,
+)
 
 _label = each(
     re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?").fullmatch,

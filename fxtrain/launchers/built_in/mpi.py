@@ -123,5 +123,4 @@ MPI = Launcher(
     invocation=mpi,
     options=MpiOptions,
     uses=[*RENDEZVOUS_FIELDS, "bind", "log_dir"],
-    needs=["mpi", "port"],
 )

@@ -4,10 +4,9 @@ import json
 
 import attrs
 
-from fxtrain.launchers.flags import flag_words
 from fxtrain.launchers.launcher import PER_NODE, Launcher
 from fxtrain.launchers.machine import Machine
-from fxtrain.launchers.spec import Invocation, LaunchSpec, count, launch_record
+from fxtrain.launchers.spec import Invocation, LaunchSpec, count, flag_words, launch_record
 
 _FILE = "fxtrain-launch/ray.json"
 

@@ -106,16 +106,13 @@ def setup_command(
         LaunchError: the pod has no name, or there is nothing to run.
     """
     pip = [f"{options.python} -m pip install {shlex.quote(install)}"] if install else []
-    wanted = [*pip, *commands]
-    if not wanted and not options.setup:
+    wanted = [*options.setup, *pip, *commands]
+    if not wanted:
         raise LaunchError(
             "There is nothing to run on the hosts. Pass --command or --install, or set "
             "launch.options.setup in the launch file."
         )
-    if not wanted:
-        *first, last = options.setup
-        return pod_command(attrs.evolve(options, setup=tuple(first)), last)
-    return pod_command(options, " && ".join(wanted))
+    return pod_command(attrs.evolve(options, setup=()), " && ".join(wanted))
 
 
 def _folder(text: str) -> str:
