@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.loop import fitting
-from fxtrain.loop.reports import progress
+from fxtrain.loop.fit_entries import progress
 from fxtrain.trackers import read_run
 
 

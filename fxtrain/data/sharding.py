@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import attrs
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from fxtrain.data.already_sharded import presharded_source
 from fxtrain.data.fetch import PlainStream
@@ -246,6 +246,26 @@ def in_windows(loader: Sharded[T], ctx: DistContext, plan: Plan) -> Sharded[T]:
         return loader
     plan = attrs.evolve(own, accumulate=plan.accumulate, flush=plan.flush)
     return _at_the_same_row(_shard(loader._loader, ctx, plan), loader)
+
+
+def layout_of(loader: Sharded) -> dict[str, Any]:
+    """What a checkpoint records of the data: plain values, equal on every rank."""
+    batching, source = loader._batching, loader._loader
+    sampler = getattr(source, "batch_sampler", None)
+    if sampler is None or type(sampler) is BatchSampler:
+        sampler = getattr(source if sampler is None else sampler, "sampler", None)
+    order = type(sampler).__name__
+    if type(sampler) is not SequentialSampler:
+        order += f" with seed {loader.plan.seed}"
+    if loader.plan.data.source == "sharded":
+        order += ", sharded already"
+    return {
+        "units": loader._source.length(),
+        "unit": batching.unit,
+        "order": order,
+        "batch": batching.stride,
+        "even": batching.even,
+    }
 
 
 def _at_the_same_row(loader: Sharded[T], other: Sharded[T]) -> Sharded[T]:

@@ -1,20 +1,29 @@
-"""What `fit` measures between two entries of its trackers."""
+"""What `fit` measures between two entries of its trackers, and shows of them.
+
+Progress is a tracker, so that a background thread reads what is logged, and training waits for
+nothing.
+"""
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import attrs
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fxtrain import ops
 from fxtrain._tree import flatten
 from fxtrain.checkpoint import Restored
-from fxtrain.errors import PlanError
+from fxtrain.data import Sharded
+from fxtrain.data.sharding import layout_of
+from fxtrain.errors import DataError, PlanError
 from fxtrain.loop.evaluating import Mean, total_of
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.meters import count_flops, memory, peak_of_model
@@ -22,7 +31,12 @@ from fxtrain.ops.devices import synchronize
 from fxtrain.ops.transport.pace import Pace
 from fxtrain.profiling import Trace
 from fxtrain.state import Batch, DistContext, Position, Report, Wrapped
-from fxtrain.trackers import Run
+from fxtrain.trackers import Entry, Run, Start, Tracker
+
+_SHOWN = ("loss", "rows_per_s", "tokens_per_s", "memory_gib")
+_UNITS = {"rows_per_s": "rows/s", "tokens_per_s": "tokens/s", "memory_gib": "GiB"}
+# Settings that determine to which row a position inside an epoch refers.
+_MEANING = {"units": "rows or batches in an epoch", "unit": "unit", "order": "order"}
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -278,3 +292,89 @@ def entries_after(
 def tokens_of(restored: Restored) -> float:
     """The weights of the losses of a run until a checkpoint, as `Entries.tokens`."""
     return restored.extra["weights"] + float(restored.extra["loss"][:, 1].sum())
+
+
+def progress(
+    total: int | None, *, every_s: float = 10.0, console: Console | None = None
+) -> Tracker:
+    """A tracker that shows updates, loss, speed, memory and the time left on standard error.
+
+    Args:
+        total: Updates of the whole run; None if unknown.
+        every_s: Seconds between two lines where there is no terminal.
+        console: Where to write; by default standard error.
+    """
+    screen = console or Console(stderr=True)
+
+    def begin(_: None, start: Start) -> tuple[Callable[[Entry], None], Callable[[], None]]:
+        before, began_s = start.position.updates, time.monotonic()
+        last_s = began_s
+
+        def update_bar(entry: Entry) -> None:
+            bar.update(bar.task_ids[0], completed=entry.step, seen=_text(entry.value))
+
+        def print_line(entry: Entry) -> None:
+            nonlocal last_s
+            now_s, done = time.monotonic(), entry.step - before
+            if now_s - last_s < every_s:
+                return
+            last_s = now_s
+            parts = [f"update {entry.step}" + ("" if total is None else f" of {total}")]
+            parts.append(_text(entry.value))
+            if total is not None and done > 0:
+                left_s = (now_s - began_s) / done * (total - entry.step)
+                parts.append(f"{timedelta(seconds=round(left_s))} left")
+            text = "  ".join(part for part in parts if part)
+            screen.print(text, highlight=False, soft_wrap=True)
+
+        if not screen.is_terminal:
+            return print_line, lambda: None
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[seen]}"))
+        bar = Progress(*columns, TimeRemainingColumn(), console=screen)
+        bar.add_task("updates", total=total, completed=before, seen="")
+        bar.start()
+        return update_bar, bar.stop
+
+    return Tracker(
+        name="progress",
+        open=begin,
+        # A bar has no place for anything else.
+        write=lambda shown, entry: shown[0](entry) if entry.kind == "log" else None,
+        close=lambda shown, failed: shown[1](),
+    )
+
+
+def _text(values: Mapping[str, float]) -> str:
+    shown = [name for name in values if name in _SHOWN or name.startswith("eval")]
+    return "  ".join(
+        f"{values[name]:.4g} {_UNITS[name]}" if name in _UNITS else f"{name} {values[name]:.4g}"
+        for name in shown
+    )
+
+
+def check_changes(ctx: DistContext, restored: Restored, loader: Sharded) -> None:
+    """Compare the data of a checkpoint with those that continue it; `restore` compares the plan.
+
+    Effects:
+        Logs one line with what differs.
+
+    Raises:
+        DataError: the position is inside an epoch, and refers to another row of this data.
+    """
+    position, saved, now = restored.position, restored.extra["layout"], layout_of(loader)
+    changes = [f"{name} {saved[name]} → {now[name]}" for name in now if saved[name] != now[name]]
+    moved = [
+        f"{words} {saved[name]} when it was saved, {now[name]} now"
+        for name, words in _MEANING.items()
+        if saved[name] != now[name] and None not in (saved[name], now[name])
+    ]
+    if moved and position.index and not position.is_last:
+        raise DataError(
+            f"fit: {restored.path} was saved inside epoch {position.epoch}, at index "
+            f"{position.index}, which is another row of the data that is given: "
+            f"{'; '.join(moved)}. Pass the data, batch sampler and seed that it was saved with. To "
+            f"train on other data, use another folder, and load the model with fx.restore.",
+            code="FX401",
+        )
+    if changes:
+        ops.log(ctx).info("fit: %s continues on other data: %s.", restored.path, "; ".join(changes))

@@ -1,42 +1,44 @@
 """Training as an iterator: the loop is the callback."""
 
+import atexit
+import contextlib
+import functools
+import gc
+import inspect
 import sys
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, SupportsFloat, TypeVar
+from itertools import chain
+from types import TracebackType
+from typing import Any, ClassVar, Literal, SupportsFloat, TypeVar
 
 import attrs
 from torch import nn
 
 from fxtrain import ops
 from fxtrain._reading import StrPath
-from fxtrain._record import shown
+from fxtrain._record import above, at_least, record, shown
 from fxtrain.backends.core.replica_digests import verify_replicas
 from fxtrain.checkpoint import Restored, Saving, save
 from fxtrain.checkpoint.restoring import restore_newest
 from fxtrain.data import Sharded
 from fxtrain.data.sharded_loader import continued
-from fxtrain.data.sharding import in_windows
+from fxtrain.data.sharding import in_windows, layout_of
 from fxtrain.errors import PlanError
 from fxtrain.loop.evaluating import finite_number
-from fxtrain.loop.fit_entries import Entries, entries_after, tokens_of
-from fxtrain.loop.reports import (
-    Reports,
-    Rules,
-    body_failed,
-    check_changes,
-    layout_of,
-    progress,
-)
+from fxtrain.loop.fit_entries import Entries, check_changes, entries_after, progress, tokens_of
 from fxtrain.loop.stepping import StepFns
 from fxtrain.profiling import profile
-from fxtrain.state import DistContext, Position, Report
+from fxtrain.state import Batch, DistContext, Position, Report
+from fxtrain.state.precision import names_of
 from fxtrain.trackers import JsonLines, Target
 from fxtrain.trackers.opening import open_run, own
 
 M = TypeVar("M", bound=nn.Module)
 _PASSED_ON = ("ctx", "fns", "loader")  # arguments of `fit` that are no rules
+_MEASURES = ("epochs", "updates", "rows", "tokens")
 
 
 def fit(
@@ -67,7 +69,7 @@ def fit(
     checkpoints: StrPath | None = None,
     signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
     check_every: int = 1,
-) -> Reports:
+) -> "Reports":
     """Train, save, evaluate and track; yield the report of every step to the body of a loop.
 
     Nothing happens before the first report is asked for. A run whose folder holds a checkpoint
@@ -154,6 +156,155 @@ def fit(
     given["checkpoints"] = path if checkpoints is None else checkpoints
     rules = Rules(**given)
     return Reports(ctx, _train(ctx, fns, loader, rules), path)
+
+
+class _ScriptEnded(BaseException):
+    """The script ended, and its run is still open."""
+
+
+class Reports(Iterator[Report]):
+    """The reports of a run; closing it ends the run, and saves it.
+
+    A `for` statement closes an iterator that nothing else refers to. One with a name is closed by
+    its `with` block, or with its context. One that the end of the script finds open is not saved:
+    groups are closing then, and no thread starts any more.
+    """
+
+    def __init__(self, ctx: DistContext, reports: Generator[Report], path: StrPath) -> None:
+        self._ctx, self._reports, self._path = ctx, reports, path
+        ctx.comm.state.open_runs.add(self)
+        at_exit = functools.partial(self._abandon, weakref.ref(self))
+        atexit.register(at_exit)
+        weakref.finalize(self, atexit.unregister, at_exit).atexit = False
+
+    def __next__(self) -> Report:
+        return next(self._reports)
+
+    def __enter__(self) -> "Reports":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the run after its update, and save it; nothing if it has ended, or is in a step."""
+        if inspect.getgeneratorstate(self._reports) != inspect.GEN_RUNNING:
+            self._reports.close()
+
+    def abandon(self) -> None:
+        """End the run as it is, at the end of the script."""
+        if inspect.getgeneratorstate(self._reports) == inspect.GEN_SUSPENDED:
+            ops.log(self._ctx).warning(
+                "fit: the run in %s is still open at the end of the script, so what it trained "
+                "since its last checkpoint is not saved. Use `with fx.fit(...) as reports:`.",
+                self._path,
+            )
+            with contextlib.suppress(_ScriptEnded):
+                self._reports.throw(_ScriptEnded())
+
+    @staticmethod
+    def _abandon(reference: "weakref.ref[Reports]") -> None:
+        if (reports := reference()) is not None:
+            reports.abandon()
+
+    @staticmethod
+    def body_failed(closing: GeneratorExit, handled: BaseException | None) -> bool:
+        """Whether the body of a loop ended with an error, not by `break`; called by its iterator.
+
+        Python closes an iterator in both cases and does not say why. An error that unwinds the
+        frame of the loop has a traceback that stands where the frame does.
+
+        Args:
+            closing: What the iterator received.
+            handled: The error that was being handled where the loop began, if any.
+        """
+        if closing.__context__ not in (None, handled):  # closed by a `with` block, or at the end
+            return True
+        frame: Any = sys._getframe(2)
+        return any(
+            type(referrer) is TracebackType and referrer.tb_lasti == frame.f_lasti
+            for referrer in gc.get_referrers(frame)
+        )
+
+
+def _targets(to: Any) -> tuple[Any, ...]:
+    return tuple(to) if isinstance(to, Sequence) and not isinstance(to, str) else (to,)
+
+
+@record
+class Rules:
+    """The settings of a run; those that `fit` describes have the same meaning here."""
+
+    OWNER: ClassVar[str] = "fit"
+
+    path: Any
+    epochs: int | None = attrs.field(validator=at_least(0))
+    updates: int | None = attrs.field(validator=at_least(0))
+    rows: int | None = attrs.field(validator=at_least(0))
+    tokens: int | None = attrs.field(validator=at_least(0))
+    resume: Literal["unless stopped"] | bool
+    save_every: int | None = attrs.field(validator=at_least(1))
+    save_minutes: float | None = attrs.field(validator=above(0))
+    save_epochs: bool
+    keep_last: int | None = attrs.field(validator=at_least(1))
+    keep_best: int | None = attrs.field(validator=at_least(1))
+    metric: str | None
+    best: Literal["min", "max"]
+    evaluate: Any
+    evaluate_every: int | None = attrs.field(validator=at_least(1))
+    to: Any = attrs.field(converter=_targets)
+    settings: Any
+    log_every: int = attrs.field(validator=at_least(1))
+    show: bool
+    extra: Any = attrs.field(converter=lambda extra: {} if extra is None else extra)
+    checkpoints: Any
+    signals: tuple[str, ...] = attrs.field(converter=names_of)
+    check_every: int = attrs.field(validator=at_least(1))
+
+    def __attrs_post_init__(self) -> None:
+        if all(getattr(self, name) is None for name in _MEASURES):
+            raise PlanError(
+                "fit: how long is the run? Pass epochs=, updates=, rows= or tokens=; the run ends "
+                "at the one that is reached first."
+            )
+        if self.keep_best is not None and self.evaluate is None:
+            raise PlanError("fit: keep_best compares what evaluate gives; pass evaluate too.")
+
+    def batches(self, loader: Sharded[Any]) -> Iterator[Batch[Any]]:
+        """From the position of a loader on, for as many epochs as the run may have."""
+        if self.epochs is None:
+            return loader.updates(sys.maxsize)
+        return chain.from_iterable(loader.epochs(self.epochs))
+
+    def ends_at(self, position: Position) -> bool:
+        """Whether a batch with this position is the last of the run."""
+        if position.micro:
+            return position.is_last and position.epoch + 1 == self.epochs
+        return (
+            (position.is_last and position.epoch + 1 == self.epochs)
+            or (self.updates is not None and position.updates >= self.updates)
+            or (self.rows is not None and position.samples >= self.rows)
+        )
+
+    def reached(self, loader: Sharded, tokens: float) -> dict[str, int]:
+        """What a run has of the limits because of which nothing is left to train; else empty."""
+        position = loader.position
+        counts = (position.updates, position.samples, int(tokens))
+        reached: dict[str, int] = {}
+        for name, count in zip(("updates", "rows", "tokens"), counts, strict=True):
+            limit = getattr(self, name)
+            if limit is not None and count >= limit:
+                reached[name] = count
+        if self.epochs is not None and next(loader.epochs(self.epochs), None) is None:
+            reached["epochs"] = position.epoch + position.is_last
+        return reached
+
+    def total_updates(self, loader: Sharded) -> int | None:
+        """Updates of the whole run; None where only reading the data tells."""
+        if self.epochs is None:
+            return self.updates
+        total = loader._total_updates(self.epochs)
+        return total if total is None or self.updates is None else min(total, self.updates)
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -277,7 +428,7 @@ def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: Rules) -> Gen
                 try:
                     yield report
                 except GeneratorExit as error:
-                    left = "failed" if body_failed(error, handled) else "stopped"
+                    left = "failed" if Reports.body_failed(error, handled) else "stopped"
             if closes:
                 stop, due = _agreed(loop, position, left)
                 if stop or ended:
