@@ -1,5 +1,6 @@
 """Loaders that yield only this rank's rows, each to its own rank."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree, ops
-from fxtrain.data.fetch import StartWorker, StreamMemory, call_set_epoch
+from fxtrain.data.fetch import StreamMemory, call_set_epoch, start_worker
 from fxtrain.data.order import hash_key
 from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, Step, advance
 from fxtrain.data.sources import Source, row_source
@@ -99,10 +100,12 @@ def _stream(loader: DataLoader[Any], batching: Batching, ctx: DistContext, plan:
     items = batching.unit == "item"
     # A worker's state would have to reach the worker that continues its rows.
     memory = None if loader.num_workers else dataset.memory
-    changes: dict[str, Any] = {"collate_fn": _Counted(loader.collate_fn, memory, items=items)}
+    changes: dict[str, Any] = {
+        "collate_fn": functools.partial(_counted, loader.collate_fn, memory, items)
+    }
     if loader.num_workers:
         dataset.epoch.share_memory_()
-        changes["worker_init_fn"] = StartWorker(loader.worker_init_fn)
+        changes["worker_init_fn"] = functools.partial(start_worker, loader.worker_init_fn)
     size = None if items else batching.per_rank
     drops = not items and batching.even == "drop"
     over = rebuild(loader, dataset, batch_size=size, drop_last=drops, **changes)
@@ -134,18 +137,16 @@ class _Dataset(IterableDataset[Any]):
         return self.memory.open(self.state)
 
 
-class _Counted:
-    """The user's collate function, with the number of rows and the state of the stream there."""
-
-    def __init__(
-        self, collate: Callable[[Any], Any], memory: StreamMemory | None, *, items: bool
-    ) -> None:
-        self._collate, self._memory, self._items = collate, memory, items
-
-    def __call__(self, rows: Any) -> tuple[int, Any, Any]:
-        batch = self._collate(rows)
-        count = _tree.row_count(batch) or 1 if self._items else len(rows)
-        return count, batch, None if self._memory is None else self._memory.state()
+def _counted(
+    collate: Callable[[Any], Any],
+    memory: StreamMemory | None,
+    items: bool,  # noqa: FBT001 - for `functools.partial`
+    rows: Any,
+) -> _Loaded:
+    """The number of rows, what the user's collate function makes of them, and the state there."""
+    batch = collate(rows)
+    count = _tree.row_count(batch) or 1 if items else len(rows)
+    return count, batch, None if memory is None else memory.state()
 
 
 def uneven_batches(

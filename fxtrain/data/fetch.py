@@ -11,9 +11,10 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from fxtrain import _tree
-from fxtrain.data.order import BorrowedGenerators, hash_key, seed_all
+from fxtrain.data.order import BorrowedGenerators, hash_key
 from fxtrain.data.rank_slices import Batching, GlobalBatch, global_batch
 from fxtrain.errors import DataError
+from fxtrain.ops.devices import seed_host
 
 
 class RowFetch(Dataset[list[Any]]):
@@ -37,7 +38,7 @@ class RowFetch(Dataset[list[Any]]):
         rows: list[Any] = []
         for place, key in enumerate(keys):
             if seeds:
-                seed_all(seeds[place])
+                seed_host(seeds[place])
             rows.append(self._load(key))
         return rows
 
@@ -277,7 +278,7 @@ class StreamFetch(Dataset["tuple[GlobalBatch, bool, list[Any], Any] | None"]):
 
     def _collate(self, rows: Any, epoch: int, first: int, rank: int) -> Any:
         if self.seed is not None:
-            seed_all(fetch_key(self.batching, self.seed, epoch, first, rank))
+            seed_host(fetch_key(self.batching, self.seed, epoch, first, rank))
         return self.collate(rows)
 
 
@@ -296,20 +297,15 @@ def _hide_worker_info() -> Iterator[None]:
         torch_worker._worker_info = info
 
 
-class StartWorker:
-    """Runs the user's `worker_init_fn` in a worker that holds one of our datasets.
+def start_worker(init_fn: Callable[[int], None] | None, worker: int) -> None:
+    """Run the user's `worker_init_fn` in a worker that holds one of our datasets.
 
     There, `get_worker_info().dataset` is the user's own dataset, as without fxtrain.
     """
-
-    def __init__(self, init_fn: Callable[[int], None] | None) -> None:
-        self._init_fn = init_fn
-
-    def __call__(self, worker: int) -> None:
-        info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)
-        if self._init_fn is not None:
-            self._init_fn(worker)
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)
+    if init_fn is not None:
+        init_fn(worker)
 
 
 def fetch_key(batching: Batching, seed: int, epoch: int, first: int, rank: int) -> int:

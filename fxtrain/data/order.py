@@ -8,8 +8,6 @@ import functools
 import hashlib
 import itertools
 import math
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +25,7 @@ from torch.utils.data import (
 
 from fxtrain._words import canonical_text
 from fxtrain.errors import DataError
+from fxtrain.ops.devices import host_random_state, seed_host, set_host_random_state
 
 _SAMPLER_CHUNK = 512  # units requested from a custom sampler at a time
 # One (offset, odd multiplier) per round, 31 bits each.
@@ -93,15 +92,6 @@ def refuse_split(sampler: Any) -> None:
         )
 
 
-def seed_all(key: int) -> None:
-    """Seed Python's, torch's CPU and NumPy's (if it is imported) generators."""
-    random.seed(key)
-    # torch.manual_seed would also queue work on every accelerator at each call.
-    torch.default_generator.manual_seed(key)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed([key & 0xFFFFFFFF, key >> 32])
-
-
 class BorrowedGenerators:
     """Separate generators for code that draws from the global ones.
 
@@ -119,17 +109,17 @@ class BorrowedGenerators:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        outside = _states()
+        outside = host_random_state()
         if self._inside is None:
-            seed_all(self._key)
-            self._start = _states()
+            seed_host(self._key)
+            self._start = host_random_state()
         else:
-            _restore(self._inside)
+            set_host_random_state(self._inside)
         try:
             yield
         finally:
-            self._inside = _states()
-            _restore(outside)
+            self._inside = host_random_state()
+            set_host_random_state(outside)
 
     @property
     def used(self) -> bool:
@@ -143,22 +133,6 @@ class BorrowedGenerators:
             and python_0 == python_1
             and (numpy_0 is None or canonical_text(numpy_0) == canonical_text(numpy_1))
         )
-
-
-def _states() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    return (
-        torch.default_generator.get_state(),
-        random.getstate(),
-        numpy.random.get_state(legacy=False) if numpy else None,
-    )
-
-
-def _restore(states: tuple[Any, ...]) -> None:
-    torch.default_generator.set_state(states[0])
-    random.setstate(states[1])
-    if states[2] is not None:
-        sys.modules["numpy"].random.set_state(states[2])
 
 
 class CustomOrder:

@@ -200,7 +200,7 @@ class Sharded(Displayed, Generic[Data_co]):
                 f"epochs({n}): an epoch of this loader has no end. Use loader.updates(n), or "
                 f"fit(..., updates=n) without epochs; a blend also has Blend(ends='stop')."
             )
-        return _named(f"epochs({n})", self._of_run(self._total_updates(n))._epochs(n))
+        return self._of_run(self._total_updates(n))._epochs(n)
 
     def _of_run(self, updates: int | None) -> "Sharded[Data_co]":
         """The same loader, whose batches say how long the run is."""
@@ -246,8 +246,7 @@ class Sharded(Displayed, Generic[Data_co]):
         total = None if epochs is None else self._total_updates(epochs)
         last = n if total is None else min(n, total)
         known = None if last == sys.maxsize else last
-        batches = self._of_run(known)._updates(n, sys.maxsize if epochs is None else epochs)
-        return _named(f"updates({n})", batches)
+        return self._of_run(known)._updates(n, sys.maxsize if epochs is None else epochs)
 
     def _updates(self, n: int, epochs: int) -> Iterator[Batch[Data_co]]:
         if self.position.updates >= n:
@@ -425,12 +424,6 @@ def continued(
     cursor = Cursor(position, loader._stream_state(position, state))
     loader._reached.cursor = cursor
     return attrs.evolve(loader, trail=Iteration(position.epoch, cursor))
-
-
-def _named(name: str, generator: Any) -> Any:
-    """The generator, with a `repr` that says what was called."""
-    generator.__qualname__ = f"loader.{name}"
-    return generator
 
 
 def _check_count(call: str, n: Any, unit: str, *, name: str = "") -> None:

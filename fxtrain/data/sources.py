@@ -1,5 +1,6 @@
 """Where global batches come from: a source turns a cursor into steps with their data."""
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +16,11 @@ from fxtrain import _tree, ops
 from fxtrain.data.blends import BlendOrder
 from fxtrain.data.fetch import (
     RowFetch,
-    StartWorker,
     StreamFetch,
     call_set_epoch,
     collate_nothing,
     fetch_key,
+    start_worker,
 )
 from fxtrain.data.order import CustomOrder, EpochOrder, find_order, hash_key, length_of
 from fxtrain.data.rank_slices import (
@@ -213,7 +214,7 @@ def _over_rows(loader: DataLoader[Any], feed: FedSampler, *, asks: bool) -> Data
 def _over_fetch(loader: DataLoader[Any], fetch: Any, feed: FedSampler) -> DataLoader[Any]:
     changes: dict[str, Any] = {"batch_size": None, "sampler": feed, "collate_fn": collate_nothing}
     if loader.num_workers:
-        changes["worker_init_fn"] = StartWorker(loader.worker_init_fn)
+        changes["worker_init_fn"] = functools.partial(start_worker, loader.worker_init_fn)
     return rebuild(loader, fetch, **changes)
 
 

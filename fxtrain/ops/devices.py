@@ -171,13 +171,35 @@ def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
         raise PlanError(f"seed({value!r}): not a seed. Pass an int from 0 to 2**63 - 1.")
     mine = value + ctx.rank if per_rank else value
-    random.seed(mine)
     torch.manual_seed(mine)
+    seed_host(mine)
     if ctx.device.type == "xla":
         xla_runtime.seed(mine, ctx)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed([mine & 0xFFFFFFFF, mine >> 32])
     return mine
+
+
+def seed_host(value: int) -> None:
+    """Seed Python's, torch's CPU and NumPy's (if it is imported) generators."""
+    random.seed(value)
+    # torch.manual_seed would also queue work on every accelerator at each call.
+    torch.default_generator.manual_seed(value)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed([value & 0xFFFFFFFF, value >> 32])
+
+
+def host_random_state() -> tuple[Any, ...]:
+    """The state of torch's CPU, Python's and NumPy's (if it is imported) generators."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state(legacy=False) if numpy else None
+    return torch.default_generator.get_state(), random.getstate(), of_numpy
+
+
+def set_host_random_state(state: tuple[Any, ...]) -> None:
+    """Restore what `host_random_state` returned."""
+    torch.default_generator.set_state(state[0])
+    random.setstate(state[1])
+    if state[2] is not None:
+        sys.modules["numpy"].random.set_state(state[2])
 
 
 @contextmanager
@@ -202,17 +224,12 @@ def fork_rng(ctx: DistContext, value: int | None = None) -> Iterator[None]:
         ...     bool(torch.rand(1) == after)
         True
     """
-    numpy: Any = sys.modules.get("numpy")
-    states = (random.getstate(), numpy.random.get_state() if numpy else None)
-    device = device_random_state(ctx)
-    with torch.random.fork_rng(devices=[]):  # the CPU generator only
-        try:
-            if value is not None:
-                seed(value, ctx)
-            yield
-        finally:
-            random.setstate(states[0])
-            if device is not None:
-                set_device_random_state(ctx, device)
-            if numpy and states[1] is not None:
-                numpy.random.set_state(states[1])
+    host, device = host_random_state(), device_random_state(ctx)
+    try:
+        if value is not None:
+            seed(value, ctx)
+        yield
+    finally:
+        set_host_random_state(host)
+        if device is not None:
+            set_device_random_state(ctx, device)

@@ -74,9 +74,3 @@ def test_epochs_without_a_batch_never_get_there():
 def test_an_epoch_without_a_batch_is_said(caplog):
     assert [list(epoch) for epoch in _loader(1, drop_last=True).epochs(2)] == [[], []]
     assert [record.getMessage()[:21] for record in caplog.records] == ["Epoch 0 has no batch."]
-
-
-def test_iterators_of_a_loader_print_what_was_called():
-    loader = _loader()
-    assert "loader.epochs(2)" in repr(loader.epochs(2))
-    assert "loader.updates(3)" in repr(loader.updates(3))
