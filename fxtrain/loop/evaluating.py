@@ -238,7 +238,11 @@ def evaluate(
                 )
             if means is None:
                 means, shape = [Mean()] * len(leaves), found
-            _check_shape(found, shape)
+            if found.text != shape.text:
+                raise DataError(
+                    f"evaluate: fn returned {found.text} for one batch and {shape.text} for the "
+                    f"first. Return the same structure for every batch."
+                )
             pairs = zip(means, leaves, strict=True)
             means = [_with_batch(mean, leaf, batch, ctx) for mean, leaf in pairs]
         if means is None:
@@ -271,14 +275,6 @@ def _update_metrics(
         else:
             update(*arguments if type(arguments) is tuple else (arguments,))
     return {name: values[name] for name in values if name not in objects}
-
-
-def _check_shape(shape: _tree.TreeSpec, first: _tree.TreeSpec) -> None:
-    if shape.text != first.text:
-        raise DataError(
-            f"evaluate: fn returned {shape.text} for one batch and {first.text} for the first. "
-            f"Return the same structure for every batch."
-        )
 
 
 def _with_batch(mean: Mean, leaf: Any, batch: Batch, ctx: DistContext) -> Mean:
