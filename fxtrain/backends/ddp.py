@@ -4,8 +4,8 @@ import copy
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from types import MethodType
@@ -26,7 +26,7 @@ from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import (
     model_values,
     send_values,
-    unmatched_names,
+    unused_axes,
     xla_problems,
 )
 from fxtrain.backends.core.optimizer_state import own_tensor_of_ranks
@@ -48,8 +48,6 @@ from fxtrain.state import (
     Wrapped,
 )
 
-# Axes whose ranks would be redundant replicas, and the strategies that use them.
-_ALTERNATIVES = {"tensor": "FSDP(mode='none', tensor=fx.TP(...))", "pipeline": "PP()"}
 _KEY = "power_sgd"
 _COUNTS = (
     "iter",
@@ -243,14 +241,8 @@ def _not_reduced(module: nn.Module, torch_says: str) -> StepError:
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
-    problems = [*unmatched_names(module, plan), *sequence_problems(ctx, plan, module)]
-    problems += xla_problems(ctx, "DDP")
-    problems += [
-        f"The mesh has {axis}={ctx.mesh.sizes[axis]}, which DDP does not use: these ranks would "
-        f"all compute the same. Use {use}, or omit the axis from fx.Mesh(...)."
-        for axis, use in _ALTERNATIVES.items()
-        if ctx.mesh.sizes[axis] > 1
-    ]
+    problems = [*xla_problems(ctx, "DDP"), *sequence_problems(ctx, plan, module)]
+    problems += unused_axes(ctx, "DDP", ("tensor", "pipeline"))
     problems += _hook_problems(ctx, plan.strategy, module)
     if plan.strategy.static_graph and plan.accumulate > 1 and not plan.sync_each:
         problems.append(
@@ -267,15 +259,6 @@ def _hook_problems(ctx: DistContext, config: DDP, module: nn.Module) -> list[str
         problems.append(
             f"CommHook(wrapper={hook.wrapper!r}) wraps another hook, but name is 'none'. "
             f"Use CommHook(name={hook.wrapper!r}), or name a hook to wrap."
-        )
-    if hook.name == hook.wrapper and hook.name != "none":
-        problems.append(
-            f"CommHook(name={hook.name!r}, wrapper={hook.wrapper!r}) casts twice. Omit wrapper."
-        )
-    if "bf16" in (hook.name, hook.wrapper) and ctx.device.type not in ("cuda", "xpu"):
-        problems.append(
-            f"CommHook with bf16: torch compresses to bf16 over NCCL and XCCL only, and this "
-            f"context is on {ctx.device.type}. Use fp16."
         )
     if hook.name in ("power_sgd", "batched_power_sgd") and ctx.device.type == "cpu":
         size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
@@ -392,7 +375,12 @@ def _replicate(
         "forward_sync_buffers" if newer else "broadcast_buffers": config.sync_buffers
     }
     send_values(quantized_tensors(module).values(), data)
-    with _without_quantized(module):
+    # Hidden from torch's constructor, which would broadcast unknown classes.
+    hidden = [f"{name}.weight".lstrip(".") for name, _, _ in quantized_layers(module)]
+    ignored: Any = module
+    if hidden:
+        ignored._ddp_params_and_buffers_to_ignore = hidden
+    try:
         engine = StableBucketsDDP(
             module,
             device_ids=None if ctx.device.type in ("cpu", "mps") else [ctx.device],
@@ -403,6 +391,9 @@ def _replicate(
             find_unused_parameters=config.unused_parameters,
             **buffers,
         )
+    finally:
+        if hidden:
+            del ignored._ddp_params_and_buffers_to_ignore
     engine.data = data
     if config.hook.name != "none":
         engine.add_hook = partial(_add_hook, data=data, config=config.hook)
@@ -411,19 +402,6 @@ def _replicate(
         engine.fix_buckets()
     engine.require_forward_param_sync = False  # torch's constructor has just sent all buffers
     return engine
-
-
-@contextmanager
-def _without_quantized(module: Any) -> Iterator[None]:
-    """Hide quantised weights from torch's constructor, which would broadcast unknown classes."""
-    names = [f"{name}.weight" if name else "weight" for name, _, _ in quantized_layers(module)]
-    if names:
-        module._ddp_params_and_buffers_to_ignore = names
-    try:
-        yield
-    finally:
-        if names:
-            del module._ddp_params_and_buffers_to_ignore
 
 
 def _add_hook(engine: StableBucketsDDP, data: DistContext, config: CommHook) -> None:

@@ -12,7 +12,6 @@ from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import (
     move_module,
     prepare_module,
-    unmatched_names,
     xla_problems,
 )
 from fxtrain.backends.core.optimizers import (
@@ -21,7 +20,7 @@ from fxtrain.backends.core.optimizers import (
     refuse_later_parameters,
 )
 from fxtrain.backends.core.weights import torch_weights
-from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped, unsupported
+from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped
 
 
 def _nothing() -> None:
@@ -89,7 +88,7 @@ def make_handle(
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
-    problems = [*unmatched_names(module, plan), *xla_problems(ctx, "Single")]
+    problems = [*xla_problems(ctx, "Single")]
     if ctx.world_size > 1:
         problems.append(
             f"Single() trains on one rank, but this context has {ctx.world_size}, which would "
@@ -126,5 +125,4 @@ SINGLE = Strategy(
     converts_layers=True,
     updates_on_host=True,
     verifies_replicas=True,
-    average=unsupported("averaging of replicas", by="Single, which has only one,"),
 )

@@ -81,13 +81,17 @@ def split_layers(
         if style == "expert":
             split_experts(layer, mesh, distributed)
             continue
-        _split_layer(layer, mesh, style, distributed)
         split_input = inside and style != "rowwise" and _parent(name) not in gathering
         keep = config.loss and style == "colwise_gather"
-        _lay_out(layer, mesh, style, sequence=inside, split_input=split_input, keep=keep)
+        options = {"sequence": inside, "split_input": split_input, "keep": keep}
+        _split_layer(layer, mesh, style, distributed, **options)
+
+    def gather(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        # Kept as a DTensor, so that gradients of several layers are summed and scattered at once.
+        return _on_first(args, kwargs, lambda x: _laid_out(x, mesh, _SEQUENCE, _REPLICATED))
+
     for name in sorted(gathering):
-        hook = functools.partial(_gather_input, mesh)
-        module.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+        module.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
     for block, _ in blocks:
         _sum_in_stream(module, block, splits, gathering, mesh, distributed)
     if blocks:
@@ -97,26 +101,21 @@ def split_layers(
 
 
 def _split_layer(
-    layer: nn.Module, mesh: DeviceMesh, style: str, distributed: DistributedParameters
-) -> None:
-    dim = split_dim(layer, style)
-    for name, _ in list(layer.named_parameters(recurse=False)):
-        how: Placement = Shard(dim)
-        if name == "bias":
-            how = _REPLICATED if style == "rowwise" else Shard(0)
-        distribute_parameter(layer, name, mesh, how, distributed)
-
-
-def _lay_out(
     layer: nn.Module,
     mesh: DeviceMesh,
     style: str,
+    distributed: DistributedParameters,
     *,
     sequence: bool,
     split_input: bool,
     keep: bool,
 ) -> None:
-    """Hooks that give a layer the input layout its weight needs, and its output the next one's."""
+    """Split a layer's parameters, and lay out its input and output as they and the next need."""
+    for name, _ in list(layer.named_parameters(recurse=False)):
+        how: Placement = Shard(split_dim(layer, style))
+        if name == "bias":
+            how = _REPLICATED if style == "rowwise" else Shard(0)
+        distribute_parameter(layer, name, mesh, how, distributed)
     needed: Placement = _REPLICATED
     if style == "rowwise" and not isinstance(layer, nn.Embedding):
         needed = _FEATURES
@@ -186,11 +185,6 @@ def _gathering(splits: Split, blocks: list[str]) -> set[str]:
     }
 
 
-def _gather_input(mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    # Kept as a DTensor, so that gradients of several layers are summed and scattered at once.
-    return _on_first(args, kwargs, lambda value: _laid_out(value, mesh, _SEQUENCE, _REPLICATED))
-
-
 def _enter(mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     def part(value: Tensor) -> Tensor:
         if value.shape[1] % mesh.size():
@@ -250,7 +244,10 @@ def split_experts(part: nn.Module, mesh: DeviceMesh, distributed: DistributedPar
         tokens, index, weights, *rest = signature.bind(*args, **kwargs).args
         show_local(module, names)
         vars(module).update(known)
-        index, weights = _routes(index - first, _summed_back(weights, mesh), here)
+        index, weights = index - first, _summed_back(weights, mesh)
+        # Tokens for other ranks' experts go to none: one index past the last, with weight zero.
+        away = (index < 0) | (index >= here)
+        index, weights = index.masked_fill(away, here), weights.masked_fill(away, 0.0)
         return (_summed_back(tokens, mesh), index, weights, *rest), {}
 
     def after(module: nn.Module, _: Any, __: Any, out: Any) -> Any:
@@ -263,12 +260,6 @@ def split_experts(part: nn.Module, mesh: DeviceMesh, distributed: DistributedPar
 
     part.register_forward_pre_hook(before, with_kwargs=True)
     part.register_forward_hook(after, with_kwargs=True, always_call=True)
-
-
-def _routes(index: Tensor, weights: Tensor, here: int) -> tuple[Tensor, Tensor]:
-    """Route tokens for other ranks' experts to none: one index past the last, with weight zero."""
-    away = (index < 0) | (index >= here)
-    return index.masked_fill(away, here), weights.masked_fill(away, 0.0)
 
 
 def _summed_back(value: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -292,13 +283,19 @@ def find_splits(module: nn.Module, config: TP) -> Split:
             for rule in config.styles
             for name in fnmatch.filter(names, rule.modules)
         }
-    splits = _rename_plan(module, names) or {
+    splits = {
+        name: _HF_STYLES[style]
+        for pattern, style in _transformers_plan(module).items()
+        for name in fnmatch.filter(names, pattern)
+        if style in _HF_STYLES
+    } or {
         name: style
         for name in names
         for ending, style in _KNOWN.items()
         if f".{name}".endswith(f".{ending}")
     }
-    return _without_conflicting_ties(module, splits)
+    tied = set().union(*_conflicting_ties(module, splits))
+    return {name: style for name, style in splits.items() if name not in tied}
 
 
 def split_problems(module: nn.Module, config: TP, n: int) -> list[str]:
@@ -374,15 +371,6 @@ def _transformers_plan(module: nn.Module) -> dict[str, str]:
     return {pattern: style for pattern, style in entries.items() if not pattern.startswith(experts)}
 
 
-def _rename_plan(module: nn.Module, names: list[str]) -> Split:
-    return {
-        name: _HF_STYLES[style]
-        for pattern, style in _transformers_plan(module).items()
-        for name in fnmatch.filter(names, pattern)
-        if style in _HF_STYLES
-    }
-
-
 def _layer_problems(name: str, layer: nn.Module, style: str, n: int) -> list[str]:
     if style == "reduce":
         return []
@@ -409,11 +397,8 @@ def is_mixture(layer: nn.Module) -> bool:
     """
     sizes = {p.shape[0] if p.ndim else 0 for p in layer.parameters(recurse=False)}
     inner = any(True for child in layer.children() for _ in child.parameters())
-    return not inner and sizes == {getattr(layer, "num_experts", None)} and _takes(layer) >= 3
-
-
-def _takes(layer: nn.Module) -> int:
-    return len(inspect.signature(layer.forward).parameters)
+    stacked = not inner and sizes == {getattr(layer, "num_experts", None)}
+    return stacked and len(inspect.signature(layer.forward).parameters) >= 3
 
 
 def split_dim(layer: nn.Module, style: str) -> int:
@@ -451,8 +436,3 @@ def _conflicting_ties(module: nn.Module, splits: Split) -> list[set[str]]:
             cut = None if style == "reduce" else split_dim(part, style)
             cuts.setdefault(id(parameter), {})[name] = cut
     return [set(owners) for owners in cuts.values() if len(set(owners.values())) > 1]
-
-
-def _without_conflicting_ties(module: nn.Module, splits: Split) -> Split:
-    cut = {name for owners in _conflicting_ties(module, splits) for name in owners}
-    return {name: style for name, style in splits.items() if name not in cut}

@@ -1,11 +1,10 @@
 """A model under a plan, by the strategy that carries it out, and the module again."""
 
-import functools
 import importlib
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import attrs
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from fxtrain.backends.core.local_sgd import local_problems
-from fxtrain.backends.core.module_changes import model_signature, record_module
+from fxtrain.backends.core.module_changes import model_signature, record_module, unmatched_names
 from fxtrain.backends.core.optimizers import (
     Optimizers,
     Params,
@@ -188,29 +187,35 @@ def wrap(
         raise PlanError(f"wrap(optimizer=...): {problem}", code="FX202")
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
     with _quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
-        changes_since, dtypes = record_module(model), _dtypes(model)
-        raises = optimizer is not None and not _keeps_masters(plan)
-        lower = raise_to_fp32(model, ctx, plan) if raises else _nothing
+        changes_since, undo = record_module(model), ExitStack()
+        dtypes = {
+            plain_name(name): tensor.dtype
+            for named in (model.named_parameters, model.named_buffers)
+            for name, tensor in named(remove_duplicate=False)
+        }
+        if optimizer is not None and not _keeps_masters(plan):
+            undo.callback(raise_to_fp32(model, ctx, plan))
         try:
             _convert_as_planned(model, ctx, plan)
             wrapped: Any = strategy.wrap(strategy, model, ctx, plan, optimizer, scheduler)
         except BaseException:
-            changes_since().undo()
-            lower()
+            changes_since()[0]()
+            undo.close()
             raise
-    changes = changes_since()
+    revert, hide = changes_since()
     if plan.precision.compute == "fp16" and ctx.device.type == "cpu":
         log(ctx, "fxtrain.plan").warning(
             'Plan(precision="fp16") on a CPU: CPUs compute bf16 faster, and it needs no loss '
             'scale. Use precision="bf16".'
         )
-    undo = functools.partial(_in_order, wrapped.undo, changes.undo, lower)
+    undo.callback(revert)
+    undo.callback(wrapped.undo)
     try:
         _compare_options(ctx, plan, wrapped)
     except BaseException:
-        undo()
+        undo.close()
         raise
-    wrapped = attrs.evolve(wrapped, undo=undo, hide_changes=changes.hide, dtypes=dtypes)
+    wrapped = attrs.evolve(wrapped, undo=undo.close, hide_changes=hide, dtypes=dtypes)
     ctx.comm.slot(_WrappedModules)[model] = weakref.ref(wrapped)
     ctx.comm.slot(Windows).add(wrapped.window)
     share_pace(ctx)
@@ -255,29 +260,11 @@ def _compare_options(ctx: DistContext, plan: Plan, wrapped: Any) -> None:
         check_same_plan("wrap", among, plan, settings_of(wrapped.optimizers, wrapped.schedulers))
 
 
-def _in_order(*steps: Callable[[], None]) -> None:
-    for step in steps:
-        step()
-
-
 def _keeps_masters(plan: Plan) -> bool:
     """Whether the strategy keeps parameters in fp32 beside those that compute."""
     config = plan.strategy
-    if not isinstance(config, DeepSpeed):
-        return False
-    return not is_enabled(read_config(config), "torch_autocast")
-
-
-def _nothing() -> None:
-    """Undo nothing."""
-
-
-def _dtypes(module: nn.Module) -> dict[str, torch.dtype]:
-    tensors = (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    )
-    return {plain_name(name): tensor.dtype for name, tensor in tensors}
+    engine = isinstance(config, DeepSpeed)
+    return engine and not is_enabled(read_config(config), "torch_autocast")
 
 
 def problems_of(
@@ -286,10 +273,20 @@ def problems_of(
     """Why a plan cannot be carried out in a context; no traffic, the same on all ranks."""
     if mismatch := _mesh_problems(ctx, plan) or _row_problems(strategy, plan):
         return mismatch
-    problems = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
-    problems = (*problems, *_replica_problems(strategy, plan))
-    problems = (*problems, *_quantized_problems(strategy, ctx, plan, module))
-    problems = (*problems, *_recipe_problems(strategy, ctx, plan, module))
+    problems = [*unmatched_names(module, plan), *strategy.check(ctx, plan, module)]
+    if plan.context is not None and ctx.world_size > 1 and not strategy.cuts_sequences:
+        problems.append(
+            f"{strategy.name} cannot split sequences, as Plan(context=...) asks. Remove context, "
+            f"or use FSDP() or DDP()."
+        )
+    if plan.verify_replicas and not strategy.verifies_replicas:
+        problems.append(
+            f"Plan(verify_replicas={plan.verify_replicas}): {strategy.name} has no replicas in "
+            f"memory that ranks could compare. Remove verify_replicas, or use DDP(), FSDP() or "
+            f"PP()."
+        )
+    problems += _quantized_problems(strategy, ctx, plan, module)
+    problems += _recipe_problems(strategy, ctx, plan, module)
     return (*problems, *local_problems(ctx, plan))
 
 
@@ -306,24 +303,6 @@ def _mesh_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
     return (
         f"wrap: the plan has {planned}, but this context has {ctx.mesh}. Use "
         f"fx.detect(mesh=plan.mesh), or start the script with fxtrain launch --mesh.",
-    )
-
-
-def _wrap_error(strategy: Strategy, ctx: DistContext, plan: Plan) -> tuple[str, ...]:
-    if plan.context is None or ctx.world_size == 1 or strategy.cuts_sequences:
-        return ()
-    return (
-        f"{strategy.name} cannot split sequences, as Plan(context=...) asks. Remove context, or "
-        f"use FSDP() or DDP().",
-    )
-
-
-def _replica_problems(strategy: Strategy, plan: Plan) -> tuple[str, ...]:
-    if not plan.verify_replicas or strategy.verifies_replicas:
-        return ()
-    return (
-        f"Plan(verify_replicas={plan.verify_replicas}): {strategy.name} has no replicas in memory "
-        f"that ranks could compare. Remove verify_replicas, or use DDP(), FSDP() or PP().",
     )
 
 
@@ -374,8 +353,9 @@ def _check_types(model: Any, ctx: Any, plan: Any, strategy: Any) -> None:
             f"wrap(strategy=...) takes a Strategy record, found {type(strategy).__name__}. Put a "
             f"config such as fx.FSDP() into the plan: fx.Plan(strategy=fx.FSDP())."
         )
-    handle = ctx.comm.slot(_WrappedModules).get(model, _nothing)()
-    if isinstance(handle, Wrapped) and handle.status.closed not in ("unwrap", "release"):
+    known = ctx.comm.slot(_WrappedModules).get(model)
+    handle = None if known is None else known()
+    if handle is not None and handle.status.closed not in ("unwrap", "release"):
         raise PlanError(
             f"wrap: this {type(model).__name__} is wrapped already, and the two handles would "
             f"change the same parameters. Use the first one, or call fx.unwrap on it before."
@@ -482,21 +462,17 @@ def _quantized_as_planned(
     if plan.quantize is None and not isinstance(config, Offload):
         yield
         return
-    undo: list[Callable[[], None]] = []
-    try:
+    with ExitStack() as undo:
         with fail_together(ctx):
             if plan.quantize is not None:
                 # Shards move to the device one unit at a time; the whole model may not fit there.
                 split = isinstance(config, FSDP) and ctx.world_size > 1
                 device = torch.device("cpu") if split else ctx.device
-                undo.append(quantize_layers(module, plan.quantize, device, trains=trains))
+                undo.callback(quantize_layers(module, plan.quantize, device, trains=trains))
             if isinstance(config, Offload):
                 if config.source is not None and not is_quantized(module):
                     with open_source(config.source) as source:
-                        undo.append(put_stored_layers(config.source, source, module))
-                undo.append(allocate(module, torch.device("cpu"), memory=False))
+                        undo.callback(put_stored_layers(config.source, source, module))
+                undo.callback(allocate(module, torch.device("cpu"), memory=False))
         yield
-    except BaseException:
-        for take_back in reversed(undo):
-            take_back()
-        raise
+        undo.pop_all()

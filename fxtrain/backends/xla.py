@@ -21,7 +21,7 @@ from fxtrain.backends.core.module_changes import (
     record_module,
     send_values,
     unknown_classes,
-    unmatched_names,
+    unused_axes,
 )
 from fxtrain.backends.core.weights import in_user_dtypes, torch_weights
 from fxtrain.backends.single import SINGLE, make_handle
@@ -37,10 +37,8 @@ from fxtrain.state import (
     UpdateSpec,
     Weight,
     Wrapped,
-    unsupported,
 )
 
-_HINTS = {"shard": "Parameters are sharded over the devices of one process only (SPMD). "}
 Undo = Callable[[], None]
 
 
@@ -90,7 +88,7 @@ class RecompilationLog:
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     xla_runtime.load(needed_by="Plan(strategy=XLA(...))")
     config: XLA = plan.strategy
-    problems = list(unmatched_names(module, plan))
+    problems: list[str] = []
     if ctx.device.type != "xla":
         problems.append(
             f"XLA() needs an XLA device, but this context is on {ctx.device.type}. Set the "
@@ -110,16 +108,10 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
         )
     if plan.recompute_keep:
         problems.append("XLA recomputes all of a module: remove recompute_keep from the plan.")
-    if plan.local is not None:
-        problems.append("XLA() averages gradients in every update: remove local from the plan.")
     problems += unknown_classes(module, config.blocks, field="XLA(blocks=...)")
-    used = {"replicate", "shard"} if ctx.devices > 1 else {"replicate"}
-    problems += [
-        f"The mesh has {axis}={size}, over which XLA() does not split. {_HINTS.get(axis, '')}"
-        f"Omit the axis from fx.Mesh(...)."
-        for axis, size in ctx.mesh.sizes.items()
-        if size > 1 and axis not in used
-    ]
+    problems += unused_axes(ctx, "XLA", ("context", "tensor", "pipeline"))
+    if ctx.devices == 1:
+        problems += unused_axes(ctx, "XLA with one device per process", ("shard",))
     return tuple(problems)
 
 
@@ -230,7 +222,8 @@ def shard_parameters(
     )
     # Its hook on the whole model has no effect here, and torch warns that the model's inputs do not
     # require grad.
-    changes_since().undo()
+    revert, _ = changes_since()
+    revert()
     for block in [part for part in module.modules() if type(part).__name__ in blocks]:
         sharding.apply_backward_optimization_barrier(block)
         block.register_forward_hook(lambda _, __, out: _split_rows(out, mesh))
@@ -310,5 +303,4 @@ XLA_STRATEGY: Strategy = attrs.evolve(
     load_state=_load_state,
     weights=_weights,
     unwrap=_unwrap,
-    average=unsupported("averaging of parameters", by="XLA"),
 )

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtrain.backends.core.host_optimizer import HostOptimizer
-from fxtrain.backends.core.optimizers import local_optimizer
+from fxtrain.backends.core.optimizers import HostOptimizer, local_optimizer
 from fxtrain.errors import PlanError
 from fxtrain.meters import Memory, memory
 from fxtrain.state import DistContext, Wrapped

@@ -14,25 +14,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from fxtrain.backends.core.local_sgd import (
-    buffers_of,
-    check_parameters,
-    counters_of,
-    only_this_rank,
-    set_counters,
-)
+from fxtrain.backends.core.local_sgd import check_parameters, only_this_rank
 from fxtrain.backends.core.rounds import (
+    BUFFERS,
     MIN_WEIGHT,
     Exchange,
     apply_means,
-    averaged_parts,
-    copy_all,
+    buffers_of,
     first_round,
     load_outer_state,
-    means_of,
     outer_state,
-    pack_fragment,
-    pack_means,
+    pack,
     send,
 )
 from fxtrain.replicas.healing import Progress
@@ -51,7 +43,6 @@ from fxtrain.state import (
 )
 from fxtrain.state.strategy_configs import fragments_due
 
-_BUFFERS = -1  # the key of floating-point buffers among the fragments
 _DIGESTED = 1 << 16  # numbers of a mean
 
 
@@ -172,19 +163,16 @@ class Rounds:
         begun = [key for key in self._begun(position) if key not in self.now.under_way]
         if begun:
             check_parameters(self.model, self.now)
-        if len(self.now.fragments) - 1 in begun and buffers_of(self.model, floating=True):
-            weight = float(self.now.weight[-1]) + MIN_WEIGHT
-            self.now.under_way[_BUFFERS] = self._pack(_BUFFERS, weight, position.updates)
+        if len(self.now.fragments) - 1 in begun and buffers_of(self.model.module, floating=True):
+            begun = [BUFFERS, *begun]
         for key in begun:
             weight = float(self.now.weight[key]) + MIN_WEIGHT
-            self.now.under_way[key] = self._pack(key, weight, due)
+            at = position.updates if key == BUFFERS else due
+            self.now.under_way[key] = self._pack(key, weight, at)
 
     @torch.no_grad()
     def _pack(self, key: int, weight: float, due: int) -> Exchange:
-        if key == _BUFFERS:
-            buffers = buffers_of(self.model, floating=True)
-            return pack_means(buffers, weight, self.now.copies.device, due=due)
-        return pack_fragment(self.now, self.local, key, weight, due)
+        return pack(self.model.module, self.now, self.local, key, weight, due)
 
     def exchange(self, members: Members, progress: Progress) -> tuple[float, Tensor]:
         """Average what is due at a position over the replicas that are there, and start the rest.
@@ -205,7 +193,11 @@ class Rounds:
         facts = torch.tensor(
             [progress.history, self.rows, *flags], dtype=torch.float64, device="cpu"
         ).to(self.now.weight)
-        counters = counters_of(self.model, first=members.index == 0)
+        whole = [buffer.reshape(-1) for buffer in buffers_of(self.model.module, floating=False)]
+        empty = torch.empty(0, dtype=torch.int64, device=self.model.ctx.device)
+        counters = torch.cat([empty, *(buffer.to(empty) for buffer in whole)])
+        if members.index:  # added to those of the first replica
+            counters.zero_()
         if not members.sum([sent for sent in (facts, counters) if len(sent)]):
             return 0.0, counters
         history, rows, *complete = facts.tolist()
@@ -238,14 +230,12 @@ class Rounds:
             exchange = self.now.under_way.pop(key)
             for flat in exchange.received:
                 digest = zlib.crc32(flat[:_DIGESTED].cpu().numpy().tobytes(), digest)
-            if key == _BUFFERS:
-                buffers = buffers_of(self.model, floating=True)
-                copy_all(buffers, means_of(exchange, buffers))
-            else:
-                means = means_of(exchange, averaged_parts(self.now, key))
-                apply_means(self.now, self.local, key, means)
+            apply_means(self.model.module, self.now, self.local, key, exchange)
         if len(self.now.fragments) - 1 in self._begun(position):
-            set_counters(self.model, counters)
+            whole = buffers_of(self.model.module, floating=False)
+            parts = counters.split([buffer.numel() for buffer in whole])
+            for buffer, part in zip(whole, parts, strict=True):
+                buffer.copy_(part.view(buffer.shape))
         self.rows = 0.0
         return bool(due), digest
 

@@ -39,7 +39,7 @@ class _Named(Transformer):
 
 BAD = {
     "axis": (None, _cp(), Transformer, "which has one rank. Use more"),
-    "silent": (PAIR, fx.Plan(), Transformer, "context=2, but the plan does not split"),
+    "silent": (PAIR, fx.Plan(), Transformer, "context=2, which a plan without context"),
     "table": (PAIR, _cp(tables=("positon",)), Transformer, "Did you mean position"),
     "fused": (PAIR, _cp(), _Other, "attention is nn.MultiheadAttention"),
     "eager": (PAIR, _cp(), _Named, "attention is 'eager'"),

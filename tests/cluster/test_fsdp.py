@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from fxtrain.backends.fsdp.strategy import units
+from fxtrain.backends.fsdp.apply_fully_shard import units
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.testing import Task, Transformer, count_collectives, fake_world, on_ranks
 from tests._slow import slow_after
@@ -30,15 +30,15 @@ BAD = {
     ),
     "mode": (4, None, fx.FSDP(mode="none", shard=2), "Remove one"),
     "mesh": (8, fx.Mesh(shard=4), fx.FSDP(shard=2), "disagree"),
-    "axis": (4, fx.Mesh(context=2), fx.FSDP(), "context=2, but the plan does not split sequences"),
+    "axis": (4, fx.Mesh(context=2), fx.FSDP(), "context=2, which a plan without context does not"),
     "class": (4, None, fx.FSDP(wrap=("Blok",)), "Did you mean Block"),
     "both": (4, None, fx.FSDP(wrap=("Block",), min_params=10), "chooses blocks in several ways"),
     "ways": (4, None, fx.FSDP(min_params=10, wrap_by=is_block), "min_params, wrap_by\\) chooses"),
     "module": (4, None, fx.FSDP(wrap_by="tests.clusters:is_block"), "No module named 'tests.clus"),
     "ignored": (4, None, fx.FSDP(ignore=("gian",)), "Did you mean gain"),
-    "replicas": (4, fx.Mesh(tensor=2), fx.DDP(), r"tensor=2, which DDP does not.*mode='none', ten"),
+    "replicas": (4, fx.Mesh(tensor=2), fx.DDP(), r"tensor=2, which DDP does not.*FSDP\(tensor"),
     "stages": (4, fx.Mesh(pipeline=2), fx.DDP(), r"pipeline=2, which DDP does not use.*Use PP\(\)"),
-    "pipeline": (4, fx.Mesh(pipeline=2), fx.FSDP(), r"Use PP\(stages=fx.FSDP"),
+    "pipeline": (4, fx.Mesh(pipeline=2), fx.FSDP(), r"Use PP\(\), with stages=fx.FSDP"),
     "recompute": (4, None, fx.FSDP(), "Plan.recompute names the class 'Nothing'"),
 }
 
@@ -61,7 +61,7 @@ def test_a_function_chooses_blocks_and_the_plan_keeps_its_path():
     assert config == fx.FSDP(wrap_by="tests.cluster._models:is_block")
     assert fx.state.loads(fx.state.dumps(fx.Plan(strategy=config)), fx.Plan).strategy == config
     net = Transformer()
-    assert units(net, config) == [[net.blocks[1]], [net.blocks[0]]]
+    assert units(net, config) == [net.blocks[1], net.blocks[0]]
     for wrong in (lambda name, part: True, "is_block", "tests.cluster:", 3):
         with pytest.raises(fx.PlanError, match="choose a"):
             fx.FSDP(wrap_by=wrong)

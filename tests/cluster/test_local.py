@@ -78,7 +78,7 @@ def _counted(ctx, plan):
 def test_between_averages_nothing_is_sent(pair):
     # Running statistics, and twice the weight.
     size = sum(p.numel() for p in _net().parameters()) + 1 + 12 + 1
-    round_end = ({"all_reduce": 3}, {"all_reduce": 4 * size + 8})
+    round_end = {"all_reduce": 2, "broadcast": 1}, {"all_reduce": 4 * size, "broadcast": 8}
     alone = ({}, {})
     for outer in (fx.LocalSGD(every=4), fx.DiLoCo(every=4)):
         answers = pair.run(_counted, fx.Plan(local=outer))
@@ -94,7 +94,7 @@ def test_fragments_are_sent_in_turn_and_in_eight_bits(pair):
     local = fx.DiLoCo(every=4, fragments=2, delay=1, compress="int8")
     # Blocks of 1024 integers with a scale, and the replica's weight.
     send = {"all_gather": 1}, {"all_gather": 1024 + 4 + 8}
-    buffers = {"all_reduce": 2}, {"all_reduce": 4 * (12 + 1) + 8}
+    buffers = {"all_reduce": 1, "broadcast": 1}, {"all_reduce": 4 * (12 + 1), "broadcast": 8}
     for counts, values in pair.run(_counted, fx.Plan(local=local)):
         with_buffers = send[0] | buffers[0], send[1] | buffers[1]
         assert counts[:4] == [({}, {}), send, ({}, {}), with_buffers]
@@ -142,7 +142,8 @@ def test_every_format_is_averaged_exactly(pair):
                 "seen": (torch.bool, [True, True]),
                 "count": (torch.int16, 7),
             }
-            assert counts == {"all_reduce": 3}  # float32, float64 and whole numbers
+            # float32 and float64; bool and int16
+            assert counts == {"all_reduce": 2, "broadcast": 2}
 
 
 def _hand_loop(ctx, plan):

@@ -16,13 +16,8 @@ pytestmark = PIPELINES
 BAD = {
     "axis": (fx.Mesh(), fx.PP(), {}, "has one rank. Use more"),
     "context": (fx.Mesh(pipeline=2, context=2), fx.PP(), {}, "context=2, which PP does not use"),
-    "shard": (
-        fx.Mesh(pipeline=2, shard=2),
-        fx.PP(),
-        {},
-        r"Use PP\(stages=fx\.FSDP\(\)\) .* or fx\.Mesh\(replicate=2, pipeline=2",
-    ),
-    "tensor": (fx.Mesh(pipeline=2, tensor=2), fx.PP(), {}, r"Use PP\(stages=fx\.FSDP\(tensor="),
+    "shard": (fx.Mesh(pipeline=2, shard=2), fx.PP(), {}, "shard=2, which PP without stages="),
+    "tensor": (fx.Mesh(pipeline=2, tensor=2), fx.PP(), {}, "tensor=2, which PP without stages="),
     "silent": (fx.Mesh(pipeline=2, tensor=2), held(), {}, r"Use FSDP\(tensor=fx\.TP"),
     "no tensor": (SHARDS, held(tensor=fx.TP(styles=(UP, DOWN))), {}, "tensor axis, which has one"),
     "wrap": (SHARDS, held(wrap=("Blok",)), {}, "Did you mean Block"),

@@ -63,11 +63,6 @@ class AttentionKernel(NamedTuple):
 class RingAttention(TorchFunctionMode):
     """While entered, attention in this thread is computed over a ring of ranks.
 
-    Args:
-        group: torch's process group, among whose ranks keys and values rotate.
-        config: The plan's settings.
-        kernel: What computes attention on each of them; by default what fits the queries.
-
     Attributes:
         calls: Number of intercepted calls.
     """
@@ -143,15 +138,13 @@ def _attention_override(
     factor: float = query.shape[-1] ** -0.5 if scale is None else scale
     # Zeros change neither the products nor the rest of the outputs.
     features, size = value.shape[-1], padded_size(query, value)
-    query, key, value = (_widened(x, size) for x in (query, key, value))
+    query, key, value = (
+        x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value)
+    )
     kernel = mode.kernel or choose_kernel(query)
     options = {"is_causal": causal, "scale": factor}
     out: Any = _Attention.apply(query, key, value, mode, kernel, heads, options)
     return out if size == features else out[..., :features]
-
-
-def _widened(x: Tensor, size: int) -> Tensor:
-    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 # Compiled code calls this function without tracing it.

@@ -10,7 +10,7 @@ import attrs
 from torch import Tensor, nn
 
 from fxtrain import _tree
-from fxtrain.backends.core.module_changes import unknown_patterns
+from fxtrain.backends.core.module_changes import unknown_patterns, unused_axes
 from fxtrain.errors import StepError
 from fxtrain.ops.sequence_tokens import positions_of
 from fxtrain.state import CP, DistContext, Plan, Strategy, Wrapped
@@ -23,7 +23,7 @@ def sequence_problems(ctx: DistContext, plan: Plan, module: nn.Module) -> list[s
     """Problems with the context axis of a mesh, and with a model on split sequences."""
     config, ranks = plan.context, ctx.mesh.context
     if config is None:
-        return [] if ranks == 1 else [_unused(ranks)]
+        return unused_axes(ctx, "a plan without context", ("context",))
     problems = unknown_patterns(
         config.tables, _tables(module), field="CP(tables=...)", what="parameter or buffer"
     )
@@ -38,13 +38,6 @@ def sequence_problems(ctx: DistContext, plan: Plan, module: nn.Module) -> list[s
             "blocks that are compiled in pieces. Drop Plan.recompute or Plan.compile."
         )
     return problems + (_attention_problems(module) if ranks > 1 else [])
-
-
-def _unused(ranks: int) -> str:
-    return (
-        f"The mesh has context={ranks}, but the plan does not split sequences: these ranks would "
-        f"all compute the same. Use Plan(context=fx.CP()), or omit the axis from fx.Mesh(...)."
-    )
 
 
 def _attention_problems(module: nn.Module) -> list[str]:

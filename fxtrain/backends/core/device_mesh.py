@@ -118,9 +118,6 @@ def show_local(module: nn.Module, names: Iterable[str], **options: Any) -> None:
     """Have a module's forward find this rank's parts in place of some of its DTensors.
 
     Attribute lookup finds them before the parameters, which the module still owns.
-
-    Args:
-        options: Of `DTensor.to_local`.
     """
     for name in names:
         parameter: Any = module._parameters[name]

@@ -214,7 +214,7 @@ def send_buffers(model: Wrapped) -> None:
     ranks = model.ctx.axis("loss") if replica is None else replica.within
     if ranks.world_size == 1:
         return
-    stored = {
+    buffers = {
         id(buffer): buffer.detach()
         for part in model.module.modules()
         for name, buffer in part._buffers.items()
@@ -222,14 +222,5 @@ def send_buffers(model: Wrapped) -> None:
         and name not in part._non_persistent_buffers_set
         and not hasattr(buffer, "device_mesh")
     }
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in stored.values():
-        by_dtype.setdefault(buffer.dtype, []).append(buffer)
-    for buffers in by_dtype.values():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        with rank_loss_guard(ranks, ("step", "buffers")):
-            dist.broadcast(flat, group=ranks.comm.group, group_src=0)
-        if ranks.rank:
-            parts = flat.split([buffer.numel() for buffer in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.copy_(part.view(buffer.shape))
+    with rank_loss_guard(ranks, ("step", "buffers")):
+        step_functions.send_first(buffers.values(), ranks)

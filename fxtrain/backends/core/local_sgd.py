@@ -11,24 +11,22 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from fxtrain import ops
 from fxtrain.backends.core.optimizer_state import as_bytes, from_bytes
 from fxtrain.backends.core.rounds import (
+    BUFFERS,
     MIN_WEIGHT,
     Exchange,
     apply_means,
-    averaged_parts,
-    copy_all,
-    finish_exchange,
+    buffers_of,
     first_round,
     load_outer_state,
     outer_state,
-    pack_fragment,
-    pack_means,
+    pack,
     send,
 )
+from fxtrain.backends.core.step_functions import send_first
 from fxtrain.backends.core.weights import from_first_rank
 from fxtrain.errors import StepError
 from fxtrain.ops.transport.exchange import rank_loss_guard
@@ -262,7 +260,7 @@ def average(model: Wrapped, position: Position | None) -> None:
 
     Effects:
         One all-reduce of all parameters (two, if only some are float64), one of floating-point
-        buffers and one of all other buffers, if there are any.
+        buffers, and one broadcast per dtype of all other buffers, if there are any.
     """
     now, local = _round(model), model.plan.local
     assert local is not None
@@ -275,30 +273,30 @@ def average(model: Wrapped, position: Position | None) -> None:
     update = 0 if position is None else position.updates
     due = [n for n, exchange in now.under_way.items() if everything or exchange.due <= update]
     for fragment in due:
-        _finish(now, local, fragment)
+        _finish(model, now, local, fragment)
     if everything:
         begin = [n for n in range(len(now.fragments)) if n not in due]
     else:
         assert position is not None
         begin = fragments_due(local, position)
     delay = local.delay if isinstance(local, DiLoCo) and not everything else 0
-    for fragment in begin:
+    if begin:
         check_parameters(model, now)
+    if len(now.fragments) - 1 in begin:
+        _average_buffers(model, now, local, update)
+    for fragment in begin:
         _start(model, now, local, fragment, update + delay, at_once=not delay)
     if not delay:
         for fragment in begin:
-            _finish(now, local, fragment)
-    if len(now.fragments) - 1 in begin:
-        _take_counters(model, now)
+            _finish(model, now, local, fragment)
 
 
-def buffers_of(model: Wrapped, *, floating: bool) -> list[Tensor]:
-    """The buffers that are averaged, or the others."""
-    return [
-        buffer
-        for buffer in model.module.buffers()
-        if buffer.numel() and (buffer.is_floating_point() or buffer.is_complex()) == floating
-    ]
+def _average_buffers(model: Wrapped, now: Round, local: LocalSGD | DiLoCo, update: int) -> None:
+    if buffers_of(model.module, floating=True):
+        _start(model, now, local, BUFFERS, update, at_once=True)
+        _finish(model, now, local, BUFFERS)
+    with rank_loss_guard(now.copies, ("average", "buffers of whole numbers")):
+        send_first(buffers_of(model.module, floating=False), now.copies)
 
 
 def check_parameters(model: Wrapped, now: Round) -> None:
@@ -326,56 +324,33 @@ def _start(
     model: Wrapped,
     now: Round,
     local: LocalSGD | DiLoCo,
-    fragment: int,
+    key: int,
     due: int,
     *,
     at_once: bool,
 ) -> None:
-    """Send what this replica has made of a fragment since it was averaged last."""
-    weight = now.weight[fragment]
-    if now.rows[fragment, _WEIGHTED]:
+    """Send what this replica has made of a fragment or of buffers since they were averaged last."""
+    weight = now.weight[key]
+    if now.rows[key, _WEIGHTED]:
         weight = ops.reduce(weight, now.within, op="sum")
-    weight = _averaging_weight(now.rows[fragment], weight, now.copies.world_size) + MIN_WEIGHT
-    if fragment == len(now.fragments) - 1 and (buffers := buffers_of(model, floating=True)):
-        packed = pack_means(buffers, weight, now.copies.device, due=due)
-        exchange = send(packed, now.copies, keep=False)
-        copy_all(buffers, finish_exchange(exchange, buffers, now.copies))
-    packed = pack_fragment(now, local, fragment, weight, due)
+    weight = _averaging_weight(now.rows[key], weight, now.copies.world_size) + MIN_WEIGHT
+    packed = pack(model.module, now, local, key, weight, due)
     keep = not at_once or bool(now.residual)
-    now.under_way[fragment] = send(packed, now.copies, keep=keep)
+    now.under_way[key] = send(packed, now.copies, keep=keep)
 
 
-def _finish(now: Round, local: LocalSGD | DiLoCo, fragment: int) -> None:
-    """Wait for the mean of a fragment, and give every replica what follows from it."""
-    exchange = now.under_way.pop(fragment)
-    means = finish_exchange(exchange, averaged_parts(now, fragment), now.copies)
-    apply_means(now, local, fragment, means)
+def _finish(model: Wrapped, now: Round, local: LocalSGD | DiLoCo, key: int) -> None:
+    """Wait for a mean, and give every replica what follows from it.
 
-
-def _take_counters(model: Wrapped, now: Round) -> None:
-    """Whole-number buffers become those of the first replica, by one sum with zeros."""
-    flat = counters_of(model, first=now.copies.rank == 0)
-    if not len(flat):
-        return
-    with rank_loss_guard(now.copies, ("average", f"{flat.numel()} numbers of {flat.dtype}")):
-        dist.all_reduce(flat, group=now.copies.comm.group)
-    set_counters(model, flat)
-
-
-def counters_of(model: Wrapped, *, first: bool) -> Tensor:
-    """Whole-number buffers of the first replica, to be added to zeros of the others; 1-D."""
-    counters = [buffer.reshape(-1) for buffer in buffers_of(model, floating=False)]
-    empty = torch.empty(0, dtype=torch.int64, device=model.ctx.device)
-    flat = torch.cat([empty, *(counter.to(empty) for counter in counters)])
-    return flat if first else torch.zeros_like(flat)
-
-
-def set_counters(model: Wrapped, flat: Tensor) -> None:
-    """Replace whole-number buffers by a sum of `counters_of`."""
-    counters = buffers_of(model, floating=False)
-    parts = flat.split([counter.numel() for counter in counters])
-    for counter, part in zip(counters, parts, strict=True):
-        counter.copy_(part.view(counter.shape))
+    Raises:
+        CollectiveError: a replica never sent its part.
+    """
+    exchange = now.under_way.pop(key)
+    for received, work in zip(exchange.received, exchange.works, strict=True):
+        call = ("average", f"{len(received)} numbers of {received.dtype}")
+        with rank_loss_guard(now.copies, call):
+            work.wait()
+    apply_means(model.module, now, local, key, exchange)
 
 
 def _accounts(now: Round) -> dict[str, Tensor]:

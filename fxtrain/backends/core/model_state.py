@@ -219,14 +219,7 @@ def memory_reader(
     own: Mapping[str, Tensor],
     values: Any,
 ) -> StateReader:
-    """A reader for `Strategy.load_state` of a state that the same ranks hold in memory.
-
-    Args:
-        shapes: Shape and dtype of the whole tensors, by name.
-        parts: This rank's parts of them.
-        own: Tensors that belong to this rank only.
-        values: The plain values of the state.
-    """
+    """A reader for `Strategy.load_state` of a state that the same ranks hold in memory."""
 
     def fill(name: str, tensor: Any) -> None:
         with torch.no_grad():

@@ -3,7 +3,7 @@
 A module is compared before and after, which finds what any strategy changed (classes, hooks,
 attributes), to undo or to hide it. Values of parameters and buffers are left alone.
 
-    changes_since = record_module(module) ── wrap ──► changes_since() ──► .undo(), .hide()
+    changes_since = record_module(module) ── wrap ──► undo, hide = changes_since()
 """
 
 import difflib
@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -37,6 +36,17 @@ _SAVED_OPERATORS: Mapping[str, tuple[Any, ...]] = {
 }
 _VALUES = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
+# What uses the axes of a mesh.
+_USES = {
+    "shard": "FSDP()",
+    "context": "Plan(context=fx.CP()), with FSDP or DDP",
+    "tensor": "FSDP(tensor=fx.TP(...))",
+    "pipeline": "PP(), with stages=fx.FSDP(...) for more axes",
+}
+# `undo` and `hide` of `record_module`.
+Changes = tuple[Callable[[], None], Callable[[], Callable[[], None]]]
+# A submodule, its class, its changed attributes as they were, and the keys of added hooks by kind.
+_Changed = tuple[nn.Module, type, Mapping[str, Any], Mapping[str, Any]]
 Checkpointer = Callable[[Callable[..., Any], tuple[str, ...]], Callable[..., Any]]
 
 
@@ -61,6 +71,16 @@ def xla_problems(ctx: DistContext, name: str) -> tuple[str, ...]:
         f"{name}() does not support XLA, on which this context computes. Use "
         f"Plan(strategy=fx.XLA()), or fx.detect(device='cpu').",
     )
+
+
+def unused_axes(ctx: DistContext, name: str, axes: Iterable[str]) -> list[str]:
+    """A problem for each of these axes that has several ranks, which would be redundant."""
+    return [
+        f"The mesh has {axis}={ctx.mesh.sizes[axis]}, which {name} does not use: these ranks would "
+        f"all compute the same. Use {_USES[axis]}, or omit the axis from fx.Mesh(...)."
+        for axis in axes
+        if ctx.mesh.sizes[axis] > 1
+    ]
 
 
 def model_signature(module: nn.Module) -> str:
@@ -236,66 +256,22 @@ def _wrapped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class ModuleChanges:
-    """What changed in a module since it was recorded.
-
-    Attributes:
-        module: The module.
-        parts: Of each submodule its class and its changed attributes as they were, and the keys of
-            the hooks that were added, by kind.
-    """
-
-    module: nn.Module
-    parts: tuple[tuple[nn.Module, type, Mapping[str, Any], Mapping[str, Any]], ...]
-
-    def undo(self) -> None:
-        """Revert these changes, and no later ones."""
-        for part, kind, attributes, hooks in self.parts:
-            own = vars(part)
-            part.__class__ = kind
-            for name, value in attributes.items():
-                if value is _ABSENT:
-                    own.pop(name, None)
-                else:
-                    own[name] = value
-            for name, keys in hooks.items():
-                for key in keys:
-                    own[name].pop(key, None)
-
-    def hide(self) -> Callable[[], None]:
-        """Revert these changes for a while.
-
-        Returns:
-            A function that restores the module as it was when this was called, including
-            parameters, buffers, modes and attributes that were changed in the meantime.
-        """
-        now = [(part, type(part), dict(vars(part))) for part in self.module.modules()]
-        for part, _, own in now:
-            # Copies, so that changes in the meantime only affect the copies.
-            vars(part).update({name: dict(own[name]) for name in _VALUES})
-            vars(part).update({name: OrderedDict(hooks) for name, hooks in _hooks(part).items()})
-        self.undo()
-
-        def restore() -> None:
-            for part, kind, own in now:
-                part.__class__ = kind
-                vars(part).clear()
-                vars(part).update(own)
-
-        return restore
-
-
-def record_module(module: nn.Module, *, added: bool = False) -> Callable[[], ModuleChanges]:
-    """Record how a module is before it is changed; returns a function that finds the changes.
+def record_module(module: nn.Module, *, added: bool = False) -> Callable[[], Changes]:
+    """Record how a module is before it is changed.
 
     Args:
         added: Only attributes that are new count, and not those that were set to something else.
+
+    Returns:
+        A function that finds what has changed since, and returns `undo`, which reverts that and no
+        later changes, and `hide`, which reverts it for a while: it returns a function that restores
+        the module as it was when `hide` was called, including parameters, buffers, modes and
+        attributes that were changed in the meantime.
     """
     before = [(part, type(part), *_attributes_and_hooks(part)) for part in module.modules()]
 
-    def changes_since() -> ModuleChanges:
-        parts: list[Any] = []
+    def changes_since() -> Changes:
+        parts: list[_Changed] = []
         for part, kind, attributes, hooks in before:
             new_attributes, new_hooks = _attributes_and_hooks(part)
             changed = {
@@ -307,9 +283,40 @@ def record_module(module: nn.Module, *, added: bool = False) -> Callable[[], Mod
             more = {name: keys - hooks.get(name, set()) for name, keys in new_hooks.items()}
             if type(part) is not kind or changed or any(more.values()):
                 parts.append((part, kind, changed, more))
-        return ModuleChanges(module=module, parts=tuple(parts))
+        return functools.partial(_undo, parts), functools.partial(_hide, module, parts)
 
     return changes_since
+
+
+def _undo(parts: Iterable[_Changed]) -> None:
+    for part, kind, attributes, hooks in parts:
+        own = vars(part)
+        part.__class__ = kind
+        for name, value in attributes.items():
+            if value is _ABSENT:
+                own.pop(name, None)
+            else:
+                own[name] = value
+        for name, keys in hooks.items():
+            for key in keys:
+                own[name].pop(key, None)
+
+
+def _hide(module: nn.Module, parts: Iterable[_Changed]) -> Callable[[], None]:
+    now = [(part, type(part), dict(vars(part))) for part in module.modules()]
+    for part, _, own in now:
+        # Copies, so that changes in the meantime only affect the copies.
+        vars(part).update({name: dict(own[name]) for name in _VALUES})
+        vars(part).update({name: OrderedDict(hooks) for name, hooks in _hooks(part).items()})
+    _undo(parts)
+
+    def restore() -> None:
+        for part, kind, own in now:
+            part.__class__ = kind
+            vars(part).clear()
+            vars(part).update(own)
+
+    return restore
 
 
 def _attributes_and_hooks(part: nn.Module) -> tuple[dict[str, Any], dict[str, set[Any]]]:

@@ -33,10 +33,6 @@ _Shard = tuple[tuple[slice, slice], int]  # rows and columns, and which replica 
 class _Matrix:
     """A parameter, and the ranks that share the work on it.
 
-    Args:
-        parameter: As the strategy holds it.
-        replicas: A process group whose ranks all hold it, unless it is a DTensor.
-
     Attributes:
         device: Of the group, also where shards are offloaded to the host.
         group: The process group; None if this rank computes alone.

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.state import DiLoCo, DistContext, LocalSGD, Round, StateReader
 
+# Among the fragments, the key of floating-point buffers. They have the weights of the last one,
+# which this is the index of as well.
+BUFFERS = -1
 BLOCK = 1024  # values that share a scale
 _SCALE_BYTES, _WEIGHT_BYTES = 4, 8
 # Added to every weight: too small to change one, but gives replicas of weight zero a mean.
@@ -115,21 +117,7 @@ def send(exchange: Exchange, copies: DistContext, *, keep: bool) -> Exchange:
     return attrs.evolve(exchange, sent=sent, received=received, works=works)
 
 
-def finish_exchange(
-    exchange: Exchange, tensors: Sequence[Tensor], copies: DistContext
-) -> list[Tensor]:
-    """Wait for the collectives; see `means_of`.
-
-    Raises:
-        CollectiveError: a replica never sent its part.
-    """
-    for received, work in zip(exchange.received, exchange.works, strict=True):
-        with rank_loss_guard(copies, ("average", f"{len(received)} numbers of {received.dtype}")):
-            work.wait()
-    return means_of(exchange, tensors)
-
-
-def means_of(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _means_of(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The mean of each tensor, with its shape, dtype and device, after everything was received."""
     means: list[Tensor] = [*tensors]
     numbers_of = _by_dtype(tensors).items()
@@ -290,45 +278,65 @@ def _fragments(parameters: Mapping[str, nn.Parameter], count: int) -> tuple[tupl
     return tuple(map(tuple, fragments))
 
 
-def pack_fragment(
+def buffers_of(module: nn.Module, *, floating: bool) -> list[Tensor]:
+    """The buffers that are averaged, or the others."""
+    return [
+        buffer
+        for buffer in module.buffers()
+        if buffer.numel() and (buffer.is_floating_point() or buffer.is_complex()) == floating
+    ]
+
+
+def pack(
+    module: nn.Module,
     now: Round,
     local: LocalSGD | DiLoCo,
-    fragment: int,
+    key: int,
     weight: Tensor | float,
     due: int,
 ) -> Exchange:
-    """What this replica sends of a fragment; counting for its next average begins.
+    """What this replica sends of a fragment, or of its buffers.
 
     Args:
         weight: Of this replica.
         due: The update at which the mean is applied.
+
+    Effects:
+        Counting for the next average of a fragment begins.
     """
-    names = now.fragments[fragment]
+    if key == BUFFERS:
+        buffers = buffers_of(module, floating=True)
+        return pack_means(buffers, weight, now.copies.device, due=due)
+    names = now.fragments[key]
     tensors = parts_of(now.parameters, names)
     if isinstance(local, DiLoCo):
         anchor = parts_of(now.anchor, names)
         tensors = [_accumulation_copy(new) - old for new, old in zip(tensors, anchor, strict=True)]
-    now.rows[fragment].zero_()
+    now.rows[key].zero_()
     if now.residual:
         residuals = [now.residual[name] for name in names]
         packed = pack_int8(tensors, residuals, weight, now.copies.device, due=due)
     else:
         packed = pack_means(tensors, weight, now.copies.device, due=due)
-    now.weight[fragment].zero_()
+    now.weight[key].zero_()
     return packed
 
 
-def averaged_parts(now: Round, fragment: int) -> list[Tensor]:
-    """Tensors of the shapes and dtypes of a fragment's means."""
-    return parts_of(now.anchor or now.parameters, now.fragments[fragment])
-
-
-def apply_means(now: Round, local: LocalSGD | DiLoCo, fragment: int, means: list[Tensor]) -> None:
-    """Replace the parameters of a fragment by what follows from their means."""
-    names = now.fragments[fragment]
-    if isinstance(local, DiLoCo):
-        means = _outer_step(now, names, means, local)
-    copy_all(parts_of(now.parameters, names), means)
+def apply_means(
+    module: nn.Module, now: Round, local: LocalSGD | DiLoCo, key: int, exchange: Exchange
+) -> None:
+    """Replace parameters or buffers by what follows from their means, once all was received."""
+    if key == BUFFERS:
+        tensors = buffers_of(module, floating=True)
+        means = _means_of(exchange, tensors)
+    else:
+        names = now.fragments[key]
+        tensors = parts_of(now.parameters, names)
+        means = _means_of(exchange, parts_of(now.anchor or now.parameters, names))
+        if isinstance(local, DiLoCo):
+            means = _outer_step(now, names, means, local)
+    for tensor, mean in zip(tensors, means, strict=True):
+        tensor.copy_(mean)
 
 
 def _outer_step(
@@ -346,12 +354,6 @@ def _outer_step(
         moved = momentum
     torch._foreach_add_(anchor, moved, alpha=local.outer_lr)
     return anchor
-
-
-def copy_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy each value to its target."""
-    for target, value in zip(targets, values, strict=True):
-        target.copy_(value)
 
 
 def parts_of(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """From a user's module to a wrapped one under DeepSpeed, with an engine over a context's ranks."""
 
 import copy
-import functools
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -115,7 +114,11 @@ def wrap_engine(
         undo=record_changes(module),
     )
     prepare_module(module, plan, ctx)
-    autocast_inside(module, plan, ctx.device.type)
+    if plan.precision.compute != "fp32":
+        # Inside what the engine puts around it, which disables an autocast region that it finds.
+        # Over weights in the same dtype, autocast only affects the inputs.
+        region = torch.autocast(ctx.device.type, dtype=DTYPES[plan.precision.compute])
+        module.forward = region(module.forward)
     if optimizer is None and config[ZERO]["stage"] < 3:
         # Nothing to shard at these stages.
         move_module(module, ctx.device)
@@ -200,7 +203,8 @@ def record_changes(module: nn.Module) -> Callable[[], None]:
     ]
 
     def restore() -> None:
-        changes_since().undo()
+        revert, _ = changes_since()
+        revert()
         for part in module.modules():
             part._parameters = dict(part._parameters)
         for tensor, dtype, names in tensors:
@@ -209,17 +213,6 @@ def record_changes(module: nn.Module) -> Callable[[], None]:
                 delattr(tensor, name)
 
     return restore
-
-
-def autocast_inside(module: nn.Module, plan: Plan, device: str) -> None:
-    """Run a module's forward under autocast, inside what the engine puts around it.
-
-    DeepSpeed disables an autocast region that it finds around an engine. Over weights in the same
-    dtype, autocast only affects the inputs.
-    """
-    if plan.precision.compute != "fp32":
-        dtype = DTYPES[plan.precision.compute]
-        module.forward = torch.autocast(device, dtype=dtype)(module.forward)
 
 
 def watch_gradients(module: nn.Module, count: torch.Tensor) -> None:
@@ -480,15 +473,14 @@ def clip_at_stage_0(engine: Any) -> None:
             for master, weight in zip(masters, weights, strict=True):
                 master.data.copy_(weight.data)
     elif engine.optimizer is engine.basic_optimizer:
-        engine.clip_fp32_gradients = functools.partial(_clip_and_keep, engine)
+        clip = load().runtime.utils.clip_grad_norm_
 
+        def clip_and_keep() -> None:
+            engine._global_grad_norm = clip(
+                engine.module.parameters(), engine.gradient_clipping(), mpu=engine.mpu
+            )
 
-def _clip_and_keep(engine: Any) -> None:
-    engine._global_grad_norm = load().runtime.utils.clip_grad_norm_(
-        parameters=engine.module.parameters(),
-        max_norm=engine.gradient_clipping(),
-        mpu=engine.mpu,
-    )
+        engine.clip_fp32_gradients = clip_and_keep
 
 
 @contextmanager
@@ -531,12 +523,8 @@ def sequence_groups(library: ModuleType, ctx: DistContext) -> SimpleNamespace | 
         "model_parallel_world_size": 1,
         "model_parallel_rank": 0,
     }
-    functions = {f"get_{name}": functools.partial(_given, each) for name, each in answers.items()}
+    functions = {f"get_{name}": lambda each=each: each for name, each in answers.items()}
     return SimpleNamespace(ctx=ctx, **functions)
-
-
-def _given(value: Any) -> Any:
-    return value
 
 
 def release_groups(library: ModuleType, ctx: DistContext) -> None:

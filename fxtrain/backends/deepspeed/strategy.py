@@ -1,6 +1,6 @@
 """ZeRO by DeepSpeed: an engine that owns backward, reduction, clipping and update."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fxtrain import _tree
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.initial_values import send_buffers
-from fxtrain.backends.core.module_changes import unknown_classes, unmatched_names
+from fxtrain.backends.core.module_changes import unknown_classes
 from fxtrain.backends.deepspeed import setup
 from fxtrain.backends.deepspeed.engine_state import engine_state, engine_weights, load_engine_state
 from fxtrain.errors import StepError
@@ -28,7 +28,7 @@ from fxtrain.state import (
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     setup.load()
-    problems = [*unmatched_names(module, plan), *setup.device_problems(ctx, plan)]
+    problems = [*setup.device_problems(ctx, plan)]
     if plan.clip_value is not None:
         problems.append(
             f"DeepSpeed cannot clip single entries: Plan(clip_value={plan.clip_value}). "
@@ -114,17 +114,13 @@ def _begin(model: Wrapped) -> None:
         *getattr(optimizer, "averaged_gradients", {}).values(),
     ]
     on_cpu = getattr(optimizer, "_offload_accumulated_param_ids", ())
+    on_masters = getattr(optimizer, "fp32_groups_has_gradients", ())
     if (
         on_cpu
         or any([gradient is not None for gradient in sums])
-        or any(map(any, _flags(optimizer)))
+        or any([any(flags) for flags in on_masters])
     ):
         _drop(model.engine)
-
-
-def _flags(optimizer: Any) -> Sequence[Sequence[bool]]:
-    """By group, which master gradients exist; nothing if the optimizer has none."""
-    return getattr(optimizer, "fp32_groups_has_gradients", ())
 
 
 def _finite(model: Wrapped) -> bool:
@@ -144,7 +140,10 @@ def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
         return UpdateResult(applied=False)
     if _counts_itself(engine):
         engine.set_gradient_accumulation_boundary(True)
-    _clip_at(engine, update.clip_norm or 0.0)
+    if hasattr(engine.optimizer, "clip_grad"):
+        engine.optimizer.clip_grad = update.clip_norm or 0.0
+    else:
+        engine._config.gradient_clipping = update.clip_norm or 0.0
     with _scaled(engine, update.scale):
         engine.step()
     norm = engine.get_global_grad_norm() if update.clip_norm is not None else None
@@ -170,13 +169,6 @@ def _counts_itself(engine: Any) -> bool:
     """Whether the engine manages accumulation, by its config or for lack of the option."""
     manages = getattr(engine, "managed_gradient_accumulation", None)
     return True if manages is None else manages()
-
-
-def _clip_at(engine: Any, max_norm: float) -> None:
-    if hasattr(engine.optimizer, "clip_grad"):
-        engine.optimizer.clip_grad = max_norm
-    else:
-        engine._config.gradient_clipping = max_norm
 
 
 @contextmanager

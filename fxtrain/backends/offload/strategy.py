@@ -17,7 +17,6 @@ from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import (
     prepare_module,
     send_values,
-    unmatched_names,
     xla_problems,
 )
 from fxtrain.backends.core.weights import torch_weights
@@ -54,7 +53,7 @@ _FILES = "frozen_files"  # of a checkpoint: digests of files with frozen paramet
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
-    problems = [*unmatched_names(module, plan), *xla_problems(ctx, "Offload")]
+    problems = [*xla_problems(ctx, "Offload")]
     problems += [
         f"The mesh has {axis}={ctx.mesh.sizes[axis]}, which Offload does not use: its ranks would "
         f"all do the same. Leave the axis out of fx.Mesh(...)."

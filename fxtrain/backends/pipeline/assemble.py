@@ -18,8 +18,13 @@ from fxtrain import _tree
 from fxtrain.backends.core.device_mesh import DistributedParameters, device_mesh
 from fxtrain.backends.core.initial_values import fill_full, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module
-from fxtrain.backends.fsdp.apply_fully_shard import gather_precision, shard_parts
-from fxtrain.backends.fsdp.strategy import ignored_names, shard_size, units
+from fxtrain.backends.fsdp.apply_fully_shard import (
+    gather_precision,
+    ignored_names,
+    shard_parts,
+    shard_size,
+    units,
+)
 from fxtrain.backends.pipeline.partition import Partition, partition_of
 from fxtrain.backends.pipeline.schedules import Pipeline
 from fxtrain.backends.pipeline.stage import OwnFakes, Stage, reshard_stage
@@ -213,8 +218,7 @@ def _split_stage(
     if axes.format is not None and config.cast_inputs:
         # Not by torch: other stages' units as well, so that every stage knows the dtype it is sent.
         hook = functools.partial(_cast, axes.format)
-        inside = (part for parts in units(stage.shell, config) for part in parts)
-        for part in (stage.shell, *inside):
+        for part in (stage.shell, *units(stage.shell, config)):
             part.register_forward_pre_hook(hook, with_kwargs=True)
     if config.tensor is not None:
         mesh = axes.mesh["tensor"]
@@ -291,18 +295,12 @@ def _shard(stage: Stage, partition: Partition, index: int, ctx: DistContext, axe
 
 def own_units(
     shell: nn.Module, partition: Partition, index: int, config: FSDP
-) -> Iterator[list[nn.Module]]:
+) -> Iterator[nn.Module]:
     """The units that run completely in this stage."""
     paths = {id(part): path for path, part in shell.named_modules()}
-    for parts in units(shell, config):
-        names = [
-            f"{paths[id(part)]}.{name}" for part in parts for name, _ in part.named_parameters()
-        ]
-        left = [
-            start
-            for part in parts
-            for start in partition.starts
-            if start.startswith(f"{paths[id(part)]}.")
-        ]
-        if not left and all(partition.stages[name] == {index} for name in names):
-            yield parts
+    for part in units(shell, config):
+        path = paths[id(part)]
+        names = [f"{path}.{name}" for name, _ in part.named_parameters()]
+        cut = any(start.startswith(f"{path}.") for start in partition.starts)
+        if not cut and all(partition.stages[name] == {index} for name in names):
+            yield part

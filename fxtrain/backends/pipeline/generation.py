@@ -16,7 +16,6 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fxtrain import ops
-from fxtrain.backends.core import step_functions
 from fxtrain.backends.pipeline.stage import Call, Stage, TensorMeta, probe
 from fxtrain.errors import PlanError, StepError
 from fxtrain.state import Wrapped
@@ -40,8 +39,6 @@ def generate(
         PlanError: the stages are sharded, or the model cannot be split.
     """
     engine, module = model.engine, model.module
-    if engine is module:
-        return step_functions.forward(model, args, kwargs)
     if model.plan.strategy.stages is not None:
         raise PlanError(
             f"PP(stages=...): generate runs on the ranks of one pipeline, and these share their "
@@ -89,11 +86,7 @@ def _forward(model: Wrapped, known: dict[Any, Any], *args: Any, **kwargs: Any) -
 
 
 def _through_stages(model: Wrapped, call: Call, name: str, sends: _Sends) -> Any:
-    """Run this rank's stages; the outputs, on the rank of the last one.
-
-    Args:
-        name: The argument that is the cache.
-    """
+    """Run this rank's stages; the outputs, on the rank of the last one."""
     engine = model.engine
     owners, me = engine.partition.ranks, engine.axis.rank
     ranks, group = engine.axis.comm.ranks, engine.axis.comm.group
@@ -121,11 +114,7 @@ def _through_stages(model: Wrapped, call: Call, name: str, sends: _Sends) -> Any
 
 
 def _sends(model: Wrapped, call: Call, name: str) -> _Sends:
-    """What each stage sends for arguments of this kind, found without values.
-
-    Args:
-        name: The argument that is the cache.
-    """
+    """What each stage sends for arguments of this kind, found without values."""
     engine = model.engine
     args, kwargs = call
     cache = kwargs[name]

@@ -1,29 +1,60 @@
-"""Stages of the model on the ranks of the pipeline axis, by torch.distributed.pipelining."""
+"""Stages of the model on the ranks of the pipeline axis, by torch.distributed.pipelining.
 
-from typing import Any
+Batches run through them in micro-batches: in training with backward, else forward alone.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NoReturn
 
 import attrs
+import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
+from fxtrain import _tree, ops
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.initial_values import apply_with_buffers
-from fxtrain.backends.core.module_changes import unmatched_names
-from fxtrain.backends.fsdp.strategy import sharding_problems, undone_together
-from fxtrain.backends.pipeline.execute import forward, run
+from fxtrain.backends.core.module_changes import unused_axes
+from fxtrain.backends.fsdp.strategy import (
+    loss_on_parts,
+    sharding_problems,
+    splits_logits,
+    undone_together,
+)
 from fxtrain.backends.pipeline.generation import generate
-from fxtrain.backends.pipeline.partition import SCHEDULES, pipeline_problems
-from fxtrain.backends.pipeline.weights import clip_norm, load_state, pipeline_weights, state_of
+from fxtrain.backends.pipeline.partition import SCHEDULES, parts_for, pipeline_problems
+from fxtrain.backends.pipeline.stage import ReceivedFakes
+from fxtrain.backends.pipeline.weights import (
+    clip_norm,
+    load_state,
+    pipeline_weights,
+    reduce_grads,
+    state_of,
+)
 from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor import region
-from fxtrain.state import PP, DistContext, Plan, Strategy, Wrapped, unsupported
+from fxtrain.errors import PlanError, StepError
+from fxtrain.ops.devices import as_scalar
+from fxtrain.state import (
+    PP,
+    Batch,
+    DistContext,
+    Plan,
+    Strategy,
+    WeightedLoss,
+    Wrapped,
+    unsupported,
+)
+
+ComputeLoss = Callable[[Wrapped, Batch], WeightedLoss]
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
-    problems = list(unmatched_names(module, plan))
     if ctx.world_size == 1:
-        return tuple(problems)
-    problems += _axis_problems(ctx, plan.strategy)
-    problems += _plan_problems(plan)
+        return ()
+    problems = [*_axis_problems(ctx, plan.strategy), *_plan_problems(plan)]
     if plan.strategy.stages is not None:
         problems += sharding_problems(ctx, plan.strategy.stages, module)
         if plan.strategy.stages.expert is not None:
@@ -35,27 +66,10 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
 
 
 def _axis_problems(ctx: DistContext, config: PP) -> list[str]:
-    sizes = ctx.mesh.sizes
-    problems: list[str] = []
-    if sizes["context"] > 1:
-        problems.append(
-            f"The mesh has context={sizes['context']}, which PP does not use: these ranks would "
-            f"all compute the same. Omit the axis from fx.Mesh(...), or use FSDP() for context "
-            f"parallelism."
-        )
-    if sizes["tensor"] > 1 and config.stages is None:
-        problems.append(
-            f"The mesh has tensor={sizes['tensor']}, but the plan does not say what to split over "
-            f"it. Use PP(stages=fx.FSDP(tensor=fx.TP(...))), or omit the axis from fx.Mesh(...)."
-        )
-    if sizes["shard"] > 1 and config.stages is None:
-        problems.append(
-            f"The mesh has shard={sizes['shard']}, but PP() replicates each stage on the data "
-            f"axis. Use PP(stages=fx.FSDP()) to shard them, or "
-            f"fx.Mesh(replicate={sizes['shard'] * sizes['replicate']}, "
-            f"pipeline={sizes['pipeline']})."
-        )
-    if sizes["pipeline"] == 1:
+    problems = unused_axes(ctx, "PP", ("context",))
+    if config.stages is None:
+        problems += unused_axes(ctx, "PP without stages=", ("shard", "tensor"))
+    if ctx.mesh.pipeline == 1:
         problems.append(
             "PP runs stages on the ranks of the mesh's pipeline axis, which has one rank. Use "
             "more: fx.detect(mesh=fx.Mesh(pipeline=2)), or fxtrain launch --mesh pipeline=2."
@@ -110,7 +124,9 @@ def _wrap(
     optimizer: Any,
     scheduler: Any,
 ) -> Wrapped:
-    if ctx.world_size == 1:
+    if ctx.world_size == 1:  # there is nothing to split
+        unchanged = [n for n in _SPLIT if getattr(strategy, n) is getattr(PIPELINE_STRATEGY, n)]
+        strategy = attrs.evolve(strategy, **{n: getattr(SINGLE, n) for n in unchanged})
         return wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler)
     # Importing torch's part takes half a second, and other plans do not need it.
     from fxtrain.backends.pipeline.assemble import split_into_stages
@@ -125,11 +141,414 @@ def _wrap(
     return attrs.evolve(model, engine=engine)
 
 
-def _backward(loss: Tensor, model: Wrapped) -> None:
-    if model.engine is not model.module:
-        unsupported("a separate backward; train with fx.step", by="PP")()
-    step_functions.backward(loss, model)
+class _ModelCalled(BaseException):
+    """Raised where the loss function calls the model, which ends its first run."""
 
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.call = (args, kwargs)
+
+
+def run(
+    model: Wrapped,
+    batch: Batch,
+    compute_loss: ComputeLoss,
+    reduce: bool,  # noqa: FBT001
+) -> WeightedLoss:
+    """Forward, loss and backward of a batch in micro-batches, by the plan's schedule.
+
+    The user's loss function runs twice on the last stage; `fxtrain.backends.pipeline` says why.
+
+    Raises:
+        PlanError: micro-batches do not divide the batch, or the model cannot be split.
+        StepError: the loss function does not call the model.
+    """
+    engine = model.engine
+    micro_batches = _micro_batches_of(model, batch)
+    seeds = [_seed(model, micro_batch) for micro_batch in micro_batches]
+    calls = [
+        _capture_arguments(model, compute_loss, *pair)
+        for pair in zip(micro_batches, seeds, strict=True)
+    ]
+    from fxtrain.backends.pipeline.schedules import prepare
+
+    ready = prepare(model, calls, train=True)
+    if model.scaler is not None:
+        model.scaler.scale(torch.zeros((), device=model.ctx.device))  # initializes torch's scaler
+    shares: list[WeightedLoss] = []
+
+    def finish(out: Any, index: int) -> Tensor:
+        share = _computed_loss(model, compute_loss, micro_batches[index], seeds[index], out)
+        shares.append(attrs.evolve(share, loss=share.mean))
+        loss = share.loss if model.scaler is None else model.scaler.scale(share.loss)
+        return loss.clone() if loss._is_view() else loss
+
+    def fake() -> WeightedLoss:
+        out = fake_output(model, ready, calls[0])
+        return _computed_loss(model, compute_loss, micro_batches[0], seeds[0], out)
+
+    empty = step_functions.has_no_row(model, batch)
+    with model.strategy.sync(model, reduce):
+        # Sharded stages have parameters of their own.
+        parts = (model.module, *engine.stages.values())
+        with step_functions.uncounted(parts) if empty else nullcontext(_nothing) as after_stage:
+            _run_all(model, ready, calls, finish, after_stage)
+        told = broadcast_loss(model, ready, shares, batch, fake)
+        if model.window.closes:  # sums over stages are computed once per window
+            reduce_grads(model)
+    return told
+
+
+def _micro_batches_of(model: Wrapped, batch: Batch) -> list[Batch]:
+    """The micro-batches of a batch."""
+    partition = model.engine.partition
+    parts = parts_for(model.plan, partition, batch.sizes)
+    if not parts:
+        raise PlanError(
+            f"PP runs {partition.parts} micro-batches, but a batch of "
+            f"{', '.join(map(str, sorted(set(batch.sizes))))} rows on a rank is not divisible by "
+            f"that. Use a batch size that is a multiple of {partition.parts}, or "
+            f"PP(microbatches=...) with a divisor of it."
+        )
+    return parts_of_batch(batch, model.ctx.axis("data").rank, parts)
+
+
+def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Outputs for a batch, without gradients; every rank of the pipeline must call this.
+
+    Raises:
+        StepError: gradients are enabled: a pipeline runs forward and backward together.
+    """
+    if torch.is_grad_enabled():
+        raise StepError(
+            "PP runs forward and backward of micro-batches together, inside fx.step, so that "
+            "fx.update cannot take a loss computed before. Train with fx.step(ctx, batch, fns), "
+            "and call the model under torch.no_grad() to evaluate it."
+        )
+    rows = _tree.row_count((args, kwargs))
+    if not rows:
+        raise StepError(
+            "PP splits the rows of a batch, but no argument of the model is a tensor with rows. "
+            "Pass tensors whose first dimension is the batch."
+        )
+    parts = _parts_of_forward(model, rows)
+    calls = split((args, kwargs), rows, parts)
+    from fxtrain.backends.pipeline.schedules import prepare
+
+    ready = prepare(model, calls, train=False)
+    outputs: list[Any] = []
+
+    def finish(out: Any, _: int) -> Tensor:
+        apart = splits_logits(model.ctx, model.plan.strategy.stages)
+        outputs.append(_tree.map_leaves(_whole, out) if apart else out)
+        return torch.zeros(1, device=model.ctx.device)
+
+    _run_all(model, ready, calls, finish, _nothing)
+    whole = join(outputs, rows // parts) if outputs else None
+    if outputs and model.plan.precision.output == "fp32":
+        whole = _tree.map_leaves(step_functions.to_float, whole)
+
+    def fake() -> Any:
+        return join([fake_output(model, ready, calls[0])] * parts, rows // parts)
+
+    config: PP = model.plan.strategy
+    return whole if config.outputs == "last" else broadcast_outputs(model, ready, whole, fake)
+
+
+def _parts_of_forward(model: Wrapped, rows: int) -> int:
+    """Micro-batches of a forward; as many on every data rank where these gather units together."""
+    data = model.ctx.axis("data")
+    everywhere = {rows}
+    if model.plan.strategy.stages is not None and data.world_size > 1:
+        everywhere = set(ops.gather_objects(rows, data))
+    most: int = model.engine.partition.parts
+    return max(n for n in range(1, most + 1) if all(rows % n == 0 for rows in everywhere))
+
+
+def _nothing() -> None:
+    """Do nothing after a stage."""
+
+
+def _run_all(
+    model: Wrapped,
+    ready: Any,
+    calls: Sequence[Any],
+    finish: Callable[[Any, int], Tensor],
+    after_stage: Callable[[], None],
+) -> None:
+    """Run every micro-batch through this rank's stages.
+
+    Args:
+        finish: Turns the model's outputs for a micro-batch into the value that torch continues
+            with.
+        after_stage: Called after each forward of a stage.
+    """
+    engine = model.engine
+    index_of = {stage: number for number, stage in engine.stages.items()}
+
+    def job(stage: Any, received: tuple[Tensor, ...], index: int) -> Any:
+        with ops.autocast(model):
+            ended, out = stage.visit(calls[index], received, ready.sends.get(index_of[stage], ()))
+        after_stage()
+        return finish(out, index) if ended else out
+
+    apart = splits_logits(model.ctx, model.plan.strategy.stages)
+    with loss_on_parts(nullcontext()) if apart else nullcontext():
+        engine.run(ready, job)
+
+
+def _capture_arguments(
+    model: Wrapped, compute_loss: ComputeLoss, micro_batch: Batch, seed: int
+) -> Any:
+    """The arguments with which the user's loss function calls the model."""
+
+    def raise_call(_: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        raise _ModelCalled(args, kwargs)
+
+    try:
+        # Its random draws must be equal on all stages, and equal again in the second run.
+        with ops.fork_rng(model.ctx, seed):
+            compute_loss(_replaced_forward(model, raise_call), micro_batch)
+    except _ModelCalled as called:
+        return called.call
+    raise StepError(
+        "PP: the loss function did not call the model that it received. Write "
+        "loss=lambda model, batch: ... model(...), with one call."
+    )
+
+
+def _computed_loss(
+    model: Wrapped, compute_loss: ComputeLoss, micro_batch: Batch, seed: int, out: Any
+) -> WeightedLoss:
+    if model.plan.precision.output == "fp32":
+        out = _tree.map_leaves(step_functions.to_float, out)
+    outputs = [out]
+
+    def given(*_: Any) -> Any:
+        if not outputs:
+            raise StepError(
+                "PP: the loss function called the model twice, but a pipeline runs it once. Put "
+                "both inputs into one batch."
+            )
+        return outputs.pop()
+
+    with ops.fork_rng(model.ctx, seed):
+        return compute_loss(_replaced_forward(model, given), micro_batch)
+
+
+def _replaced_forward(model: Wrapped, called: Callable[..., Any]) -> Wrapped:
+    return attrs.evolve(model, strategy=attrs.evolve(model.strategy, forward=called))
+
+
+def _seed(model: Wrapped, micro_batch: Batch) -> int:
+    place = micro_batch.position
+    rank = model.ctx.axis("data").rank
+    text = f"{model.plan.seed} {place.epoch} {place.index} {rank} {micro_batch.part}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _whole(leaf: Any) -> Any:
+    full = getattr(leaf, "full_tensor", None)  # a sharded logit
+    return leaf if full is None else full()
+
+
+def broadcast_loss(
+    model: Wrapped,
+    ready: Any,
+    shares: list[WeightedLoss],
+    batch: Batch,
+    fake: Callable[[], WeightedLoss],
+) -> WeightedLoss:
+    """The batch's weighted loss, on every rank of the pipeline.
+
+    Args:
+        ready: The schedule for batches of this kind.
+        shares: Losses of the micro-batches, on the rank of the last stage.
+        fake: Creates a fake one in a simulated world, where that rank sends nothing.
+
+    Effects:
+        A broadcast of four numbers; the first time, and for aux metrics, one of objects.
+    """
+    engine, window = model.engine, model.window
+    if ready.form is None:
+        silent = model.ctx.comm.simulated and not shares
+        own = [fake()] if silent else shares
+        ready.form = _broadcast_object(model, _form_of(own[0]) if own else None)
+    dtype, provisional, form_of_aux = ready.form
+    numbers = torch.zeros_like(window.sums)
+    if shares:
+        weights = torch.stack([_as(weighted.weight, numbers) for weighted in shares])
+        means = torch.stack([_as(weighted.mean, numbers) for weighted in shares])
+        total = weights.sum()
+        numbers[0] = (means * weights).sum() / torch.where(total == 0, 1.0, total)
+        numbers[1] = total
+        numbers[2], numbers[3] = window.scale, window.weight
+    source = engine.axis.comm.ranks[engine.source]
+    dist.broadcast(numbers, source, group=engine.axis.comm.group)
+    window.scale.copy_(numbers[2])
+    window.weight.copy_(numbers[3])
+    rows = batch.sizes[model.ctx.axis("data").rank]
+    aux = None if form_of_aux is None else _broadcast_aux(model, ready, shares, rows // ready.parts)
+    mean = numbers[0].to(dtype)
+    weight = numbers[1] if provisional else rows
+    return WeightedLoss(loss=mean, mean=mean, weight=weight, aux=aux, provisional=provisional)
+
+
+def broadcast_outputs(model: Wrapped, ready: Any, whole: Any, fake: Callable[[], Any]) -> Any:
+    """The last stage's outputs on every rank of the pipeline.
+
+    Args:
+        whole: The outputs on that rank; None on others.
+        fake: Creates fake ones in a simulated world, where that rank sends nothing.
+    """
+    engine = model.engine
+    if ready.form is None:
+        own = fake() if model.ctx.comm.simulated and whole is None else whole
+        ready.form = _broadcast_object(model, _tree.map_leaves(_emptied, own))
+    if whole is None:
+        whole = _tree.map_leaves(lambda leaf: _made(leaf, model.ctx.device), ready.form)
+    return ops.broadcast(whole, engine.axis, src=engine.source)
+
+
+def fake_output(model: Wrapped, ready: Any, call: Any) -> Any:
+    """What a simulated last stage returns for a micro-batch, without values."""
+    last = len(model.engine.partition.ranks) - 1
+    mode = ReceivedFakes()
+    received = tuple(mode.like(meta, model.ctx.device) for meta in ready.sends[last - 1])
+    with ops.autocast(model):
+        return model.engine.fake_stages[last].visit(call, received, ())[1]
+
+
+def _form_of(weighted: WeightedLoss) -> tuple[torch.dtype, bool, Any]:
+    """What is equal for all micro-batches; of aux metrics, with fake tensors, None without any."""
+    aux = _tree.map_leaves(_emptied, weighted.aux)
+    return weighted.mean.dtype, weighted.provisional, aux
+
+
+def _broadcast_aux(model: Wrapped, ready: Any, shares: list[WeightedLoss], rows: int) -> Any:
+    """The aux metrics of micro-batches with this many rows, joined."""
+    device = model.ctx.device
+    own = [_tree.map_leaves(_detached, weighted.aux) for weighted in shares]
+    if model.ctx.comm.simulated and not own:
+        fake = _tree.map_leaves(lambda leaf: _made(leaf, device), ready.form[2])
+        own = [fake] * ready.parts
+    aux = _broadcast_object(model, join(own, rows) if own else None)
+    return _tree.map_leaves(lambda leaf: _on(leaf, device), aux)
+
+
+def _broadcast_object(model: Wrapped, value: Any) -> Any:
+    """The last stage's object on every rank; in a simulated world this rank's own."""
+    axis, source = model.engine.axis, model.engine.source
+    if model.ctx.comm.simulated:  # fake tensors cannot be sent as objects
+        ops.broadcast_object(None, axis, src=source)
+        return value
+    return ops.broadcast_object(value, axis, src=source)
+
+
+def _as(value: Any, like: Tensor) -> Tensor:
+    return as_scalar(value, like).reshape(())
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+
+
+def _on(leaf: Any, device: torch.device) -> Any:
+    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+
+def _emptied(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+
+
+def _made(leaf: Any, device: torch.device) -> Any:
+    """A tensor to receive into; integers are 0, for simulated worlds where nothing arrives."""
+    return torch.zeros_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf
+
+
+def parts_of_batch(batch: Batch, rank: int, parts: int) -> list[Batch]:
+    """Split a batch into micro-batches with equally many rows.
+
+    Args:
+        rank: On the data axis.
+        parts: Number of micro-batches; divides every rank's rows.
+    """
+    rows = batch.sizes[rank]
+    if rows:
+        data, valid = split(batch.data, rows, parts), batch.valid.split(rows // parts)
+    else:  # a placeholder on a rank without rows, which counts for nothing
+        there = _tree.row_count(batch.data) or 1
+        data, valid = split(batch.data, there, there)[:1] * parts, [batch.valid[:1]] * parts
+    sizes = tuple(size // parts for size in batch.sizes)
+    return [
+        attrs.evolve(
+            batch,
+            data=data[part],
+            valid=valid[part],
+            sizes=sizes,
+            rows=tuple(
+                min(max(real - part * size, 0), size)
+                for real, size in zip(batch.rows, sizes, strict=True)
+            ),
+            part=part,
+            parts=parts,
+        )
+        for part in range(parts)
+    ]
+
+
+def split(tree: Any, rows: int, parts: int) -> list[Any]:
+    """Split a tree: tensors with this many rows, and lists of this many values, along them.
+
+    Every other leaf is repeated in every part.
+    """
+    each = rows // parts
+    leaves, shape = _tree.flatten(tree, lambda node: _is_column(node, rows))
+    pieces: list[list[Any]] = [[] for _ in range(parts)]
+    for leaf in leaves:
+        rowwise = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
+        for part, piece in enumerate(pieces):
+            rowwise = rowwise or _is_column(leaf, rows)
+            piece.append(leaf[part * each : (part + 1) * each] if rowwise else leaf)
+    return [_tree.unflatten(shape, piece) for piece in pieces]
+
+
+def _is_column(leaf: Any, rows: int) -> bool:
+    values = type(leaf) is list and len(leaf) == rows and rows > 0
+    return values and not any(isinstance(value, Tensor) for value in leaf)
+
+
+def join(trees: Sequence[Any], rows: int) -> Any:
+    """Join the trees of several micro-batches with this many rows each.
+
+    Tensors with this many rows are concatenated. Single floating-point numbers are averaged, as
+    they are means over rows; single integers are summed, as they are counts. Of any other value,
+    the last micro-batch's is used.
+    """
+    flat = [_tree.flatten(tree) for tree in trees]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return _tree.unflatten(flat[-1][1], [_joined(column, rows) for column in columns])
+
+
+def _joined(column: tuple[Any, ...], rows: int) -> Any:
+    last = column[-1]
+    if isinstance(last, Tensor):
+        if last.ndim and last.shape[0] == rows:
+            return torch.cat(column)
+        if last.ndim or last.dtype == torch.bool:
+            return last
+        total = torch.stack(column).sum(0)
+        return (total / len(column) if last.is_floating_point() else total).to(last.dtype)
+    if type(last) is float:
+        return sum(column) / len(column)
+    return sum(column) if type(last) is int else last
+
+
+_backward = unsupported("a separate backward; train with fx.step", by="PP")
+# Functions that run stages, or read what is split.
+_SPLIT = ("forward", "generate", "backward", "run", "clip_norm", "state", "load_state", "weights")
 
 PIPELINE_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
@@ -150,6 +569,5 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     state=state_of,
     load_state=load_state,
     weights=pipeline_weights,
-    average=unsupported("averaging of replicas", by="PP"),
     fused=(("backward", _backward),),
 )

@@ -14,9 +14,9 @@ from torch import distributed as dist
 
 from fxtrain import ops
 from fxtrain.backends.core import model_state, step_functions
-from fxtrain.backends.core.gradients import average_grads, local_grads
 from fxtrain.backends.core.open_windows import full_gradient
-from fxtrain.backends.core.weights import from_first_rank, in_loaded_dtypes, torch_weights
+from fxtrain.backends.core.step_functions import average_grads, local_grads
+from fxtrain.backends.core.weights import from_first_rank, in_loaded_dtypes
 from fxtrain.backends.pipeline.partition import Partition
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.whole_tensors import plain_name, weight_of
@@ -91,8 +91,6 @@ def pipeline_weights(model: Wrapped) -> dict[str, Weight]:
         No traffic.
     """
     engine = model.engine
-    if engine is model.module:
-        return torch_weights(model)
     shells = dict(next(iter(engine.stages.values())).shell.named_buffers(remove_duplicate=False))
     weights: dict[str, Weight] = {}
     for place in engine.places:
@@ -145,8 +143,6 @@ def state_of(model: Wrapped) -> ModelState:
     """
     state = model_state.state_of(model)
     engine = model.engine
-    if engine is model.module:
-        return state
     if model.window.micro:
         state = attrs.evolve(state, tensors={**state.tensors, **_shared_gradients(model, state)})
     values = ops.gather_objects(state.values, engine.axis)
@@ -171,9 +167,6 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
         CheckpointError: the state is of another model.
     """
     engine = model.engine
-    if engine is model.module:
-        model_state.load_state(model, saved)
-        return
     model_state.load_state(model, _own_part(saved, engine.partition, engine.axis.rank))
     own = dict(model.module.named_buffers())
     for name, buffer in next(iter(engine.stages.values())).shell.named_buffers():
@@ -287,7 +280,7 @@ def reduce_grads(model: Wrapped) -> None:
     """
     named = dict(model.module.named_parameters(remove_duplicate=False))
     for group, names in model.engine.shared_groups:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        grads: list[Tensor] = []
         for name in names:
             parameter = named[name]
             if not parameter.requires_grad:
@@ -295,12 +288,8 @@ def reduce_grads(model: Wrapped) -> None:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             # Ranks that differ in the pipeline axis alone hold the same part of it.
-            by_dtype.setdefault(parameter.dtype, []).extend(local_grads([parameter]))
-        for grads in by_dtype.values():
-            flat = torch.cat([grad.flatten() for grad in grads])
-            dist.all_reduce(flat, group=group)
-            for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                grad.copy_(part.view_as(grad))
+            grads += local_grads([parameter])
+        step_functions.once_per_dtype(functools.partial(dist.all_reduce, group=group), grads)
     data = model.ctx.axis("data")
     if data.world_size > 1:
         average_grads(local_grads(p for p in model.module.parameters() if not _is_sharded(p)), data)
@@ -315,8 +304,6 @@ def _is_sharded(parameter: Any) -> bool:
 def clip_norm(model: Wrapped, max_norm: float, **options: Any) -> Tensor:
     """Clip by the norm over all stages, each parameter counted once."""
     engine = model.engine
-    if engine is model.module:
-        return step_functions.clip_norm(model, max_norm, **options)
     copies = frozenset(
         id(parameter)
         for name, parameter in model.module.named_parameters()
