@@ -23,10 +23,6 @@ from fxtrain.backends.core.weights import torch_weights
 from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped
 
 
-def _nothing() -> None:
-    pass
-
-
 def wrap_without_engine(
     strategy: Strategy,
     module: nn.Module,
@@ -56,7 +52,7 @@ def make_handle(
     optimizer: Any,
     scheduler: Any,
     *,
-    undo: Callable[[], None] = _nothing,
+    undo: Callable[[], None] = lambda: None,
     change: Any = None,
     replicas: Any = None,
 ) -> Wrapped:

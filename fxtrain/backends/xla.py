@@ -203,7 +203,7 @@ def move_to_device(module: nn.Module, ctx: DistContext, *, downcast: bool) -> Un
             for name, tensor in _tensors(module).items():
                 tensor.data = tensor.data.to(formats[name])
 
-    return undo if downcast else _nothing
+    return undo if downcast else lambda: None
 
 
 def shard_parameters(
@@ -281,10 +281,6 @@ def _checkpointed(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callabl
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict([*module.named_parameters(), *module.named_buffers()])
-
-
-def _nothing() -> None:
-    """Undo nothing."""
 
 
 XLA_STRATEGY: Strategy = attrs.evolve(

@@ -49,24 +49,21 @@ def device_mesh(ctx: DistContext, shard: int, expert: int = 1) -> DeviceMesh:
     """
     meshes = ctx.comm.slot(_Meshes)
     if (ctx.mesh, shard, expert) not in meshes:
-        meshes[ctx.mesh, shard, expert] = _new_mesh(ctx, shard, expert)
+        split = {axis: ctx.mesh.sizes[axis] for axis in AXES}
+        data = split["replicate"] * split["shard"] * split["context"]
+        split |= {"replicate": data // shard, "shard": shard // expert, "context": 1}
+        split["expert"] = expert
+        shown = {axis: n for axis, n in split.items() if n > 1 or (axis == "shard" and data > 1)}
+        layout = torch.arange(math.prod(shown.values()), device="cpu").view(*shown.values())
+        groups = [_group(ctx, axis, list(shown).index(axis), split, layout) for axis in shown]
+        clear_sharding_caches()
+        meshes[ctx.mesh, shard, expert] = DeviceMesh.from_group(
+            groups, ctx.device.type, layout, mesh_dim_names=tuple(shown)
+        )
         ctx.comm.state.at_close.append(clear_sharding_caches)
     elif not hasattr(debug, "_clear_sharding_prop_cache"):  # torch 2.9 fails on what it has cached
         clear_sharding_caches()
     return meshes[ctx.mesh, shard, expert]
-
-
-def _new_mesh(ctx: DistContext, shard: int, expert: int) -> DeviceMesh:
-    sizes = {axis: ctx.mesh.sizes[axis] for axis in AXES}
-    data = sizes["replicate"] * sizes["shard"] * sizes["context"]
-    split = {**sizes, "replicate": data // shard, "shard": shard // expert, "context": 1}
-    split["expert"] = expert
-    shown = {axis: n for axis, n in split.items() if n > 1 or (axis == "shard" and data > 1)}
-    layout = torch.arange(math.prod(shown.values()), device="cpu").view(*shown.values())
-    groups = [_group(ctx, axis, list(shown).index(axis), split, layout) for axis in shown]
-    clear_sharding_caches()
-    kind = ctx.device.type
-    return DeviceMesh.from_group(groups, kind, layout, mesh_dim_names=tuple(shown))
 
 
 def group_of_mesh(mesh: DeviceMesh, ctx: DistContext) -> Any:

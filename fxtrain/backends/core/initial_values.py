@@ -129,17 +129,6 @@ def _materialized(tensor: Tensor, ctx: DistContext) -> Tensor:
     return empty
 
 
-def local_part(whole: Tensor, like: DTensor, place: tuple[int, ...]) -> Tensor:
-    """The local part of a tensor at one coordinate of a mesh, with the placements of another."""
-    part = whole
-    # Innermost first, as the axes were applied: tensor parallel, then the shards of its parts.
-    for dim in reversed(range(like.device_mesh.ndim)):
-        placement = like.placements[dim]
-        if isinstance(placement, Shard | _StridedShard):
-            part = chunk_of(part, like.device_mesh.size(dim), placement.dim, place[dim])
-    return part
-
-
 def _send(whole: Tensor | None, parameter: Tensor, ctx: DistContext) -> None:
     if whole is None:
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=ctx.device)
@@ -191,9 +180,13 @@ def copy_shard(whole: Tensor, parameter: Tensor) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return
-    place = parameter.device_mesh.get_coordinate()
-    assert place is not None
-    parameter.to_local().copy_(local_part(whole, parameter, tuple(place)))
+    mesh, part = parameter.device_mesh, whole
+    # Innermost first, as the axes were applied: tensor parallel, then the shards of its parts.
+    for dim in reversed(range(mesh.ndim)):
+        placement = parameter.placements[dim]
+        if isinstance(placement, Shard | _StridedShard):
+            part = chunk_of(part, mesh.size(dim), placement.dim, mesh.get_local_rank(dim))
+    parameter.to_local().copy_(part)
 
 
 def apply_with_buffers(model: Wrapped, update: UpdateSpec) -> UpdateResult:

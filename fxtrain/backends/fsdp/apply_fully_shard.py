@@ -213,11 +213,14 @@ def _options(
     # An independent replica is sharded over its own ranks only.
     wanted = ("shard",) if plan.local is not None else ("replicate", "shard")
     axes = tuple(axis for axis in wanted if axis in (mesh.mesh_dim_names or ()))
+    offload = OffloadPolicy()
+    if config.offload:
+        offload = CPUOffloadPolicy(pin_memory=config.pin and ctx.device.type != "cpu")
     return {
         "mesh": mesh[axes],
         "reshard_after_forward": None if config.mode == "full" else False,
         "mp_policy": gather_precision(plan),
-        "offload_policy": _offload(config, ctx),
+        "offload_policy": offload,
         "ignored_params": ignored or None,
     }
 
@@ -233,12 +236,6 @@ def gather_precision(plan: Plan) -> MixedPrecisionPolicy:
         reduce_dtype=DTYPES[config.reduce_dtype],
         cast_forward_inputs=config.cast_inputs,
     )
-
-
-def _offload(config: FSDP, ctx: DistContext) -> OffloadPolicy:
-    if not config.offload:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=config.pin and ctx.device.type != "cpu")
 
 
 def _prefetch(order: list[Any], config: FSDP) -> None:

@@ -171,7 +171,13 @@ def undone_together(undo: Callable[[], None], ctx: DistContext) -> Iterator[None
 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
-    inner = _sync_data(model, enabled=enabled)
+    module: Any = model.module
+    inner: AbstractContextManager[None] = nullcontext()
+    if hasattr(module, "set_requires_gradient_sync"):
+        if not enabled:
+            inner = _unreduced(module)
+        elif model.plan.strategy.ignore:
+            inner = _reduce_ignored(model)
     return loss_on_parts(inner) if splits_logits(model.ctx, model.plan.strategy) else inner
 
 
@@ -199,15 +205,6 @@ def loss_on_parts(inner: AbstractContextManager[None]) -> Iterator[None]:
             yield
     finally:
         _ON_PARTS.reset(token)
-
-
-def _sync_data(model: Wrapped, *, enabled: bool) -> AbstractContextManager[None]:
-    module: Any = model.module
-    if not hasattr(module, "set_requires_gradient_sync"):
-        return nullcontext()
-    if not enabled:
-        return _unreduced(module)
-    return _reduce_ignored(model) if model.plan.strategy.ignore else nullcontext()
 
 
 @contextmanager

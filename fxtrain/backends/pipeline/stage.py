@@ -231,6 +231,11 @@ class Stage(nn.Module):
 
         After every other change to modules: received tensors are then in place before other hooks.
         """
+
+        def number(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            # Before torch's FSDP moves tensors to the device.
+            return args, {"index": int(kwargs["index"])}
+
         shell = self.shell
         starts = [shell.get_submodule(name) for name in partition.starts]
         for part in filter(is_mixture, shell.modules()):
@@ -245,7 +250,7 @@ class Stage(nn.Module):
             _before(starts[index - 1], self._enter)
         if not self.last:
             _before(starts[index], self._leave)
-        self.register_forward_pre_hook(_numbered, with_kwargs=True, prepend=True)
+        self.register_forward_pre_hook(number, with_kwargs=True, prepend=True)
 
     def train(self, mode: bool = True) -> "Stage":  # noqa: FBT001, FBT002 - torch's signature
         super().train(mode)
@@ -419,11 +424,6 @@ def _before(part: nn.Module, hook: Callable[..., Any]) -> None:
         return compiled(*args, **kwargs)
 
     part._compiled_call_impl = call
-
-
-def _numbered(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Number the micro-batch, before torch's FSDP moves tensors to the device."""
-    return args, {"index": int(kwargs["index"])}
 
 
 def _shell(

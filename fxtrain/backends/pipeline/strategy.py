@@ -428,12 +428,15 @@ def _form_of(weighted: WeightedLoss) -> tuple[torch.dtype, bool, Any]:
 def _broadcast_aux(model: Wrapped, ready: Any, shares: list[WeightedLoss], rows: int) -> Any:
     """The aux metrics of micro-batches with this many rows, joined."""
     device = model.ctx.device
-    own = [_tree.map_leaves(_detached, weighted.aux) for weighted in shares]
+    own = [
+        _tree.map_leaves(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, share.aux)
+        for share in shares
+    ]
     if model.ctx.comm.simulated and not own:
         fake = _tree.map_leaves(lambda leaf: _made(leaf, device), ready.form[2])
         own = [fake] * ready.parts
     aux = _broadcast_object(model, join(own, rows) if own else None)
-    return _tree.map_leaves(lambda leaf: _on(leaf, device), aux)
+    return _tree.map_leaves(lambda x: x.to(device) if isinstance(x, Tensor) else x, aux)
 
 
 def _broadcast_object(model: Wrapped, value: Any) -> Any:
@@ -447,14 +450,6 @@ def _broadcast_object(model: Wrapped, value: Any) -> Any:
 
 def _as(value: Any, like: Tensor) -> Tensor:
     return as_scalar(value, like).reshape(())
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
-
-
-def _on(leaf: Any, device: torch.device) -> Any:
-    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
 
 def _emptied(leaf: Any) -> Any:
