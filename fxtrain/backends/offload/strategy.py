@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from fxtrain import big
-from fxtrain.backends.core.gradients import average_grads
 from fxtrain.backends.core.initial_values import apply_with_buffers
 from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import (
@@ -19,6 +18,7 @@ from fxtrain.backends.core.module_changes import (
     send_values,
     xla_problems,
 )
+from fxtrain.backends.core.step_functions import average_grads
 from fxtrain.backends.core.weights import torch_weights
 from fxtrain.backends.offload.mapped_files import digest_of
 from fxtrain.backends.offload.streaming import (
