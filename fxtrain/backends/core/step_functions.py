@@ -281,10 +281,7 @@ def to_float(leaf: Any) -> Any:
 
 def once_per_dtype(collective: Callable[[Tensor], object], tensors: Iterable[Tensor]) -> None:
     """Run a collective in place, on all tensors of a dtype at once."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for alike in by_dtype.values():
+    for alike in _by_dtype_and_device(tensors).values():
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
         collective(flat)
         for tensor, part in zip(alike, flat.split([each.numel() for each in alike]), strict=True):
@@ -412,7 +409,7 @@ def _power_of_norm(parts: list[Tensor], norm_type: float, device: torch.device) 
 
 
 def _by_dtype_and_device(
-    parts: list[Tensor],
+    parts: Iterable[Tensor],
 ) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for part in parts:
