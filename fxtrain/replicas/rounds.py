@@ -229,7 +229,7 @@ class Rounds:
         for key in due:
             exchange = self.now.under_way.pop(key)
             for flat in exchange.received:
-                digest = zlib.crc32(flat[:_DIGESTED].cpu().numpy().tobytes(), digest)
+                digest = zlib.crc32(flat.flatten()[:_DIGESTED].cpu().numpy().tobytes(), digest)
             apply_means(self.model.module, self.now, self.local, key, exchange)
         if len(self.now.fragments) - 1 in self._begun(position):
             whole = buffers_of(self.model.module, floating=False)

@@ -37,7 +37,7 @@ def _tp(*styles, **options):
 
 BAD = {
     "axis": (None, _tp(UP, DOWN), "which has one rank. Use more"),
-    "silent": (PAIR, fx.Plan(strategy=fx.FSDP()), "does not say what to split"),
+    "silent": (PAIR, fx.Plan(strategy=fx.FSDP()), "which FSDP without tensor= does not use"),
     "name": (PAIR, _tp(fx.Style(modules="blocks.*.upp", style="colwise")), "Did you mean"),
     "none": (PAIR, _tp(), "has no plan of its own"),
     "kind": (PAIR, _tp(fx.Style(modules="norm", style="colwise")), "norm is a LayerNorm"),

@@ -347,7 +347,7 @@ def _finish(model: Wrapped, now: Round, local: LocalSGD | DiLoCo, key: int) -> N
     """
     exchange = now.under_way.pop(key)
     for received, work in zip(exchange.received, exchange.works, strict=True):
-        call = ("average", f"{len(received)} numbers of {received.dtype}")
+        call = ("average", f"{received.numel()} numbers of {received.dtype}")
         with rank_loss_guard(now.copies, call):
             work.wait()
     apply_means(model.module, now, local, key, exchange)

@@ -18,7 +18,7 @@ from fxtrain.state import DiLoCo, DistContext, LocalSGD, Round, StateReader
 # which this is the index of as well.
 BUFFERS = -1
 BLOCK = 1024  # values that share a scale
-_SCALE_BYTES, _WEIGHT_BYTES = 4, 8
+_WEIGHT_BYTES = 8
 # Added to every weight: too small to change one, but gives replicas of weight zero a mean.
 MIN_WEIGHT = 2.0**-60
 
@@ -106,10 +106,9 @@ def send(exchange: Exchange, copies: DistContext, *, keep: bool) -> Exchange:
     works: list[Any] = []
     for flat in exchange.sent:
         if flat.dtype == torch.uint8:
-            received.append(flat.new_empty(copies.world_size * len(flat)))
-            parts = [*received[-1].view(copies.world_size, -1)]
+            received.append(flat.new_empty(copies.world_size, len(flat)))
             # As a list, since torchft's groups have no gather into one tensor.
-            works.append(dist.all_gather(parts, flat, group=group, async_op=True))
+            works.append(dist.all_gather([*received[-1]], flat, group=group, async_op=True))
         else:
             received.append(flat.clone() if keep else flat)
             works.append(dist.all_reduce(received[-1], group=group, async_op=True))
@@ -135,21 +134,11 @@ def _mean_of(received: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     total = torch.zeros(count, dtype=dtype, device=received.device)
     weights = torch.zeros(1, dtype=dtype, device=received.device)
     # Every replica adds in the same order, and so gets the same bits.
-    for payload in received.view(-1, payload_bytes(count)):
+    for payload in received:
         weight = payload[-_WEIGHT_BYTES:].clone().view(torch.float64).to(dtype)
         total += dequantize(payload[:-_WEIGHT_BYTES], count, dtype) * weight
         weights += weight
     return total / weights
-
-
-def payload_bytes(count: int) -> int:
-    """What a replica sends for so many values in eight bits: with scales, and its weight.
-
-    Example:
-        >>> payload_bytes(1025)
-        2064
-    """
-    return -(-count // BLOCK) * (BLOCK + _SCALE_BYTES) + _WEIGHT_BYTES
 
 
 def quantize(values: Tensor) -> Tensor:
