@@ -5,7 +5,6 @@ factory. An optimizer that is there already is pointed to the parameters as the 
 them, by their names: it stays the same object, and so do the schedulers that were built on it.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -123,24 +122,23 @@ def _refuse_closures(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             )
 
 
-def refuse_later_parameters(optimizers: Iterable[torch.optim.Optimizer], module: nn.Module) -> None:
+def refuse_later_parameters(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
     """Have optimizers refuse groups that are added with parameters of no wrapped module."""
     known = set(module.parameters())
+    groups = {id(optimizer): len(optimizer.param_groups) for optimizer in optimizers}
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        later = optimizer.param_groups[groups[id(optimizer)] :]
+        if any(parameter not in known for group in later for parameter in group["params"]):
+            raise StepError(
+                f"{type(optimizer).__name__}.add_param_group: parameters that were not in the "
+                f"module when it was wrapped, so that their gradients are not reduced over the "
+                f"ranks. Build the whole model before fx.wrap, or fx.unwrap it and wrap it again.",
+                code="FX505",
+            )
+
     for optimizer in optimizers:
-        hook = functools.partial(_check_added, known, len(optimizer.param_groups))
-        optimizer.register_step_pre_hook(hook)
-
-
-def _check_added(
-    known: set[nn.Parameter], groups: int, optimizer: torch.optim.Optimizer, *_: Any
-) -> None:
-    if any(p not in known for group in optimizer.param_groups[groups:] for p in group["params"]):
-        raise StepError(
-            f"{type(optimizer).__name__}.add_param_group: parameters that were not in the module "
-            f"when it was wrapped, so that their gradients are not reduced over the ranks. Build "
-            f"the whole model before fx.wrap, or fx.unwrap it and wrap it again.",
-            code="FX505",
-        )
+        optimizer.register_step_pre_hook(check)
 
 
 def _prepare_small_states(optimizer: torch.optim.Optimizer) -> None:

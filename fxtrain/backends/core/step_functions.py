@@ -101,13 +101,8 @@ def no_sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # n
 def backward(loss: Tensor, model: Wrapped) -> None:
     """Run backward, of the scaled loss under fp16."""
     if model.scaler is not None:
-        loss = scaled(loss, model)
+        loss = model.scaler.scale(loss)
     loss.backward()
-
-
-def scaled(loss: Tensor, model: Wrapped) -> Tensor:
-    """The loss from which backward starts."""
-    return loss if model.scaler is None else model.scaler.scale(loss)
 
 
 def begin(model: Wrapped) -> None:
