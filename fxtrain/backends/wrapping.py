@@ -187,20 +187,20 @@ def wrap(
         raise PlanError(f"wrap(optimizer=...): {problem}", code="FX202")
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
     with _quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
-        changes_since, undo = record_module(model), ExitStack()
+        changes_since = record_module(model)
         dtypes = {
             plain_name(name): tensor.dtype
             for named in (model.named_parameters, model.named_buffers)
             for name, tensor in named(remove_duplicate=False)
         }
-        if optimizer is not None and not _keeps_masters(plan):
-            undo.callback(raise_to_fp32(model, ctx, plan))
+        raises = optimizer is not None and not _keeps_masters(plan)
+        lower = raise_to_fp32(model, ctx, plan) if raises else lambda: None
         try:
             _convert_as_planned(model, ctx, plan)
             wrapped: Any = strategy.wrap(strategy, model, ctx, plan, optimizer, scheduler)
         except BaseException:
             changes_since()[0]()
-            undo.close()
+            lower()
             raise
     revert, hide = changes_since()
     if plan.precision.compute == "fp16" and ctx.device.type == "cpu":
@@ -208,14 +208,14 @@ def wrap(
             'Plan(precision="fp16") on a CPU: CPUs compute bf16 faster, and it needs no loss '
             'scale. Use precision="bf16".'
         )
-    undo.callback(revert)
-    undo.callback(wrapped.undo)
-    try:
-        _compare_options(ctx, plan, wrapped)
-    except BaseException:
-        undo.close()
-        raise
-    wrapped = attrs.evolve(wrapped, undo=undo.close, hide_changes=hide, dtypes=dtypes)
+    steps = (wrapped.undo, revert, lower)
+
+    def undo() -> None:
+        for step in steps:
+            step()
+
+    _compare_options(ctx, plan, wrapped, undo)
+    wrapped = attrs.evolve(wrapped, undo=undo, hide_changes=hide, dtypes=dtypes)
     ctx.comm.slot(_WrappedModules)[model] = weakref.ref(wrapped)
     ctx.comm.slot(Windows).add(wrapped.window)
     share_pace(ctx)
@@ -252,12 +252,17 @@ def unwrap(model: Wrapped[N]) -> N:
     return module
 
 
-def _compare_options(ctx: DistContext, plan: Plan, wrapped: Any) -> None:
-    """Check that optimizers and schedulers have the same options on every rank."""
+def _compare_options(ctx: DistContext, plan: Plan, wrapped: Any, undo: Callable[[], None]) -> None:
+    """Undo wrapping if optimizers and schedulers have other options on other ranks."""
     if wrapped.optimizers and ctx.world_size > 1:
         # Stages of a pipeline may have groups of their own.
         among = ctx if ctx.mesh.pipeline == 1 else ctx.axis("data")
-        check_same_plan("wrap", among, plan, settings_of(wrapped.optimizers, wrapped.schedulers))
+        options = settings_of(wrapped.optimizers, wrapped.schedulers)
+        try:
+            check_same_plan("wrap", among, plan, options)
+        except BaseException:
+            undo()
+            raise
 
 
 def _keeps_masters(plan: Plan) -> bool:

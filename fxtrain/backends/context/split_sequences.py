@@ -23,7 +23,7 @@ def sequence_problems(ctx: DistContext, plan: Plan, module: nn.Module) -> list[s
     """Problems with the context axis of a mesh, and with a model on split sequences."""
     config, ranks = plan.context, ctx.mesh.context
     if config is None:
-        return unused_axes(ctx, "a plan without context", ("context",))
+        return [] if ranks == 1 else unused_axes(ctx, "a plan without context", ("context",))
     problems = unknown_patterns(
         config.tables, _tables(module), field="CP(tables=...)", what="parameter or buffer"
     )

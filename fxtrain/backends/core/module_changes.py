@@ -76,10 +76,10 @@ def xla_problems(ctx: DistContext, name: str) -> tuple[str, ...]:
 def unused_axes(ctx: DistContext, name: str, axes: Iterable[str]) -> list[str]:
     """A problem for each of these axes that has several ranks, which would be redundant."""
     return [
-        f"The mesh has {axis}={ctx.mesh.sizes[axis]}, which {name} does not use: these ranks would "
-        f"all compute the same. Use {_USES[axis]}, or omit the axis from fx.Mesh(...)."
+        f"The mesh has {axis}={getattr(ctx.mesh, axis)}, which {name} does not use: these ranks "
+        f"would all compute the same. Use {_USES[axis]}, or omit the axis from fx.Mesh(...)."
         for axis in axes
-        if ctx.mesh.sizes[axis] > 1
+        if getattr(ctx.mesh, axis) > 1
     ]
 
 
