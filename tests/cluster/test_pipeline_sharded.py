@@ -163,8 +163,8 @@ def test_units_are_what_runs_in_one_stage_from_beginning_to_end():
     config = fx.FSDP(wrap=("Block", "Head", "Attention"))
     partition = partition_of(net, fx.PP(split=("blocks.0.norm_2",)), 2)
     first, second = (list(own_units(net, partition, index, config)) for index in (0, 1))
-    assert first == [[net.blocks[0].attention]]  # a block that is left in its middle is none
-    assert second == [[net.blocks[1].attention], [net.blocks[1]]]  # nor is the tied head
+    assert first == [net.blocks[0].attention]  # a block that is left in its middle is none
+    assert second == [net.blocks[1].attention, net.blocks[1]]  # nor is the tied head
 
 
 def _held(ctx, config, mesh):
