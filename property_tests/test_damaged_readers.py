@@ -23,7 +23,7 @@ from fxtrain.launchers.config import read_launch_file
 from fxtrain.profiling import summary
 from fxtrain.state import read_record
 from fxtrain.trackers import read_run
-from fxtrain.trackers.run_folder import claim
+from fxtrain.trackers.opening import claim
 from tests._damage import damaged, misshapen, only
 
 NASTY = "\x1b[2J\x1b]0;t\x07\u202e"

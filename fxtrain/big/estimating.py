@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import attrs
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from fxtrain._display import show_bytes
-from fxtrain.errors import escape_unprintable
+from fxtrain._drawing import make_table, plain
 from fxtrain.state import Placement, Unit
 
 _DISK_SPEED, _BUS_SPEED = 2e9, 25e9  # bytes per second, of a usual machine
@@ -121,21 +119,17 @@ def table(
         >>> [line.split() for line in shown.get().splitlines() if "layers" in line]
         [['layers.0', 'to', 'layers.2', '3', 'disk', '30.0', 'MB']]
     """
-    return Group(_units(placement), _devices(placement, budget), _reading(placement, disk_speed))
+    reading = _reading(placement, disk_speed)
+    return Group(_units(placement), "", _devices(placement, budget), "", reading)
 
 
-def _units(placement: Placement) -> Table:
-    grid = Table("units", box=box.SIMPLE_HEAD, pad_edge=False)
-    grid.add_column("count", justify="right")
-    grid.add_column("held on")
-    grid.add_column("size", justify="right")
+def _units(placement: Placement) -> RenderableType:
+    rows: list[tuple[str, ...]] = []
     for device, group in itertools.groupby(placement.units, lambda unit: unit.device):
         units = list(group)
-        grid.add_row(
-            _plain(_names(units)), str(len(units)), _plain(device),
-            show_bytes(sum(unit.bytes for unit in units)),
-        )  # fmt: skip
-    return grid
+        size = show_bytes(sum(unit.bytes for unit in units))
+        rows.append((_names(units), str(len(units)), device, size))
+    return make_table(("units", ">count", "held on", ">size"), rows)
 
 
 def _names(units: list[Unit]) -> str:
@@ -143,41 +137,34 @@ def _names(units: list[Unit]) -> str:
     return first if len(units) == 1 else f"{first} to {last}"
 
 
-def _devices(placement: Placement, budget: Mapping[str, int] | None) -> Table:
-    grid = Table("device", box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ["weights", "streamed units", "free for the rest", "total"]
-    for name in columns + (["allowed"] if budget else []):
-        grid.add_column(name, justify="right")
+def _devices(placement: Placement, budget: Mapping[str, int] | None) -> RenderableType:
+    rows: list[list[str]] = []
     for device in placement.devices:
         total = placement.bytes_on(device)
         weights = sum(unit.bytes for unit in placement.units if unit.device == device)
         passing = placement.room if device == placement.device else 0
         passing += placement.staging if device == "cpu" else 0
-        row = [weights, passing, total - weights - passing, total]
-        cells = [show_bytes(max(size, 0)) for size in row]
+        sizes = [weights, passing, total - weights - passing, total]
+        cells = [show_bytes(max(size, 0)) for size in sizes]
         if budget:
             allowed = budget.get(device)
             cells.append("any" if allowed is None else show_bytes(allowed))
-        grid.add_row(_plain(device), *cells)
-    return grid
+        rows.append([device, *cells])
+    columns = ["device", ">weights", ">streamed units", ">free for the rest", ">total"]
+    return make_table([*columns, *([">allowed"] if budget else [])], rows)
 
 
 def _reading(placement: Placement, disk_speed: float | None) -> Text:
     reading = estimate(placement, disk_speed)
     if not placement.streamed:
-        return _plain("Nothing streams: every unit computes where it is held.")
+        return plain("Nothing streams: every unit computes where it is held.")
     tiers = [
         f"{show_bytes(size)} from {name}"
         for name, size in (("disk", reading.disk_bytes), ("the CPU", reading.cpu_bytes))
         if size
     ]
     speeds = f"{(disk_speed or _DISK_SPEED) / 1e9:.2g} GB/s from disk"
-    return _plain(
+    return plain(
         f"A forward reads {' and '.join(tiers) or 'nothing'}: at least {reading.least_s:.3g} s per "
         f"token at batch 1, at {speeds} and {_BUS_SPEED / 1e9:.3g} GB/s over the bus."
     )
-
-
-def _plain(text: str) -> Text:
-    """Text that may come from a file, without markup or control characters."""
-    return Text(escape_unprintable(text))

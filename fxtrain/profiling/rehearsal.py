@@ -30,7 +30,6 @@ from fxtrain.profiling.tables import show_mesh
 from fxtrain.profiling.watching import (
     Collective,
     LoopRecorder,
-    Mark,
     StepsConverged,
     recording,
     summary,
@@ -163,18 +162,17 @@ def rehearse(
 def figures(watch: LoopRecorder, axis_of: Callable[[Collective], str]) -> dict[str, Any]:
     """The recorded figures of setup and of the last step, as fields of a `DryRun`."""
     memory, traffic = watch.memory, watch.traffic
-    end = Mark(len(memory.changes), len(traffic))
+    end = len(memory.changes), len(traffic)
     first = watch.started or end
-    marks = [first, *watch.marks] if watch.marks else [Mark(0, 0), end]
-    start, stop = marks[-2], marks[-1]
-    moments = memory.moments(start.memory, stop.memory, most=_MOMENTS)
+    marks = [first, *watch.marks] if watch.marks else [(0, 0), end]
+    (start, first_call), (stop, last_call) = marks[-2:]
     return {
-        "memory": memory.most(start.memory, stop.memory),
-        "peak": memory.peak(start.memory, stop.memory),
-        "setup_peak": memory.peak(0, marks[1].memory),
-        "setup": summary(traffic[: first.traffic], axis_of),
-        "step": summary(traffic[start.traffic : stop.traffic] if watch.marks else (), axis_of),
-        "timeline": moments,
+        "memory": memory.most(start, stop),
+        "peak": memory.peak(start, stop),
+        "setup_peak": memory.peak(0, marks[1][0]),
+        "setup": summary(traffic[: first[1]], axis_of),
+        "step": summary(traffic[first_call:last_call] if watch.marks else (), axis_of),
+        "timeline": memory.moments(start, stop, most=_MOMENTS),
     }
 
 
@@ -252,10 +250,7 @@ def fake_group(variables: Mapping[str, str]) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise ContextError(
-            "dry_run: this process already has a process group, and a dry run opens its own. "
-            "Close the context first, or use `fxtrain plan`, which starts a new process."
-        )
+        raise ContextError("A dry run opens a process group. Close the context first.")
     at = read_topology(variables)
     dist.init_process_group("fake", store=FakeStore(), rank=at.rank, world_size=at.world_size)
     try:

@@ -127,12 +127,7 @@ class StepsConverged(BaseException):
     """Ends a loop whose steps have become equal. Not an Exception, so that no code catches it."""
 
 
-@attrs.frozen
-class Mark:
-    """Positions in the memory log and in the traffic log."""
-
-    memory: int
-    traffic: int
+Mark = tuple[int, int]  # positions in the memory log and in the traffic log
 
 
 class LoopRecorder:
@@ -214,12 +209,12 @@ class LoopRecorder:
 
     def _settled(self) -> bool:
         """Whether the last two steps had the same collectives, so that the next would too."""
-        edges = [self.started or Mark(0, 0), *self.marks][-3:]
-        steps = [Counter(self.traffic[a.traffic : b.traffic]) for a, b in pairwise(edges)]
+        edges = [traffic for _, traffic in (self.started or (0, 0), *self.marks)][-3:]
+        steps = [Counter(self.traffic[start:stop]) for start, stop in pairwise(edges)]
         return len(steps) == 2 and steps[0] == steps[1]
 
     def _here(self) -> Mark:
-        return Mark(len(self.memory.changes), len(self.traffic))
+        return len(self.memory.changes), len(self.traffic)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import re
 import struct
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -15,11 +16,10 @@ import attrs
 from torch import Tensor
 
 from fxtrain._display import describe
-from fxtrain._reading import StrPath, lines_of, open_file, write_file
+from fxtrain._reading import StrPath, lines_of, open_file, path_problem, write_file
 from fxtrain._record import record
 from fxtrain.errors import PlanError
 from fxtrain.state import Position
-from fxtrain.trackers.run_folder import folder_of, replace_file
 from fxtrain.trackers.tracker import Entry, Start, Tracker
 
 
@@ -77,6 +77,25 @@ def _stays(line: bytes, position: Position) -> bool:
     step, rows = int(head[1]), int(head[2] or 0)
     # A position that was created by hand may only have its updates.
     return step <= position.updates and (rows <= position.samples or not position.samples)
+
+
+def replace_file(path: Path, lines: Iterable[bytes]) -> None:
+    """Write a file of a locked folder completely or not at all.
+
+    What a process that was killed here has left is replaced by the next one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}-draft")
+    try:
+        with draft.open("wb") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _write(lines: Lines, entry: Entry) -> None:
@@ -176,6 +195,23 @@ class RunLog:
             for entry in self.entries
             if name in entry.get("values", ())
         ]
+
+
+def folder_of(path: Any) -> Path:
+    """The folder of a run on this machine.
+
+    Raises:
+        PlanError: it is not a path.
+    """
+    if problem := path_problem(path):
+        raise PlanError(f"track: {problem}.")
+    text = os.fspath(path)
+    if "://" in text:
+        raise PlanError(
+            f"track({text!r}): trackers write local files first. Choose a folder of this machine; "
+            f"checkpoints may be elsewhere."
+        )
+    return Path(text)
 
 
 def read_run(path: StrPath, *, file: str = "metrics.jsonl") -> RunLog:

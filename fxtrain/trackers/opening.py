@@ -6,12 +6,15 @@ import hashlib
 import json
 import logging
 import math
+import re
+import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -20,18 +23,27 @@ import torch
 from fxtrain import ops
 from fxtrain._optional import installed_rows
 from fxtrain._reading import StrPath
-from fxtrain._record import shown
+from fxtrain._record import record, shown
 from fxtrain._version import __version__
-from fxtrain.checkpoint.folder_lock import Lock
+from fxtrain.checkpoint.folder_lock import Lock, acquire
+from fxtrain.checkpoint.storage import open_storage
 from fxtrain.errors import FxError, PlanError
 from fxtrain.ops.same_errors import gather_or_raise
-from fxtrain.state import DistContext, Plan, Position, dumps, fingerprint, unstructure
+from fxtrain.state import (
+    DistContext,
+    Plan,
+    Position,
+    dumps,
+    fingerprint,
+    read_record,
+    structure,
+    unstructure,
+)
 from fxtrain.state.context import check_connected
 from fxtrain.state.registry import kind_of
-from fxtrain.trackers.json_lines import JSON_LINES, JsonLines
+from fxtrain.trackers.json_lines import JSON_LINES, JsonLines, folder_of, replace_file
 from fxtrain.trackers.local_files import AIM, DVCLIVE, MLFLOW, TENSORBOARD
 from fxtrain.trackers.run import Run
-from fxtrain.trackers.run_folder import FILE, Identity, claim, folder_of, lock_folder, replace_file
 from fxtrain.trackers.services import CLEARML, COMET, SWANLAB, TRACKIO, WANDB
 from fxtrain.trackers.terminal import TERMINAL
 from fxtrain.trackers.tracker import Entry, Start, Target, Tracker
@@ -39,9 +51,26 @@ from fxtrain.trackers.writer import Opened, Writer
 
 _LOG = logging.getLogger("fxtrain.trackers")
 _LONGEST = 1000  # characters of one value
+FILE = "run.json"
+_ID = re.compile("[0-9a-f]{32}")
+_HOW = "resume=run.state() from the checkpoint, and position=restored.position"
 TRACKERS = (
     JSON_LINES, TERMINAL, TENSORBOARD, WANDB, TRACKIO, COMET, AIM, MLFLOW, CLEARML, DVCLIVE, SWANLAB
 )  # fmt: skip
+
+
+def _is_id(_: Any, __: Any, value: str) -> None:
+    if not _ID.fullmatch(value):
+        raise ValueError("pass the value of run.state().")
+
+
+@record
+class Identity:
+    """The identity of a run, and for each rank that tracks, its trackers' own ids of it by kind."""
+
+    id: str = attrs.field(validator=_is_id)
+    identities: tuple[Mapping[str, str], ...] = ()
+    format: Literal[1] = 1
 
 
 def track(
@@ -117,6 +146,50 @@ def track(
     )
 
 
+def lock_folder(folder: Path, ctx: DistContext) -> Lock | None:
+    """Lock the folder of a run, on rank 0; None on other ranks and in a dry run.
+
+    Effects:
+        Creates the folder.
+
+    Raises:
+        PlanError: a run is open there, or the folder cannot be written.
+    """
+    if ctx.comm.simulated or not ctx.is_main:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return acquire(open_storage(folder), ".lock-run")
+    except FxError as error:
+        raise PlanError(f"track({str(folder)!r}): {error}") from error
+    except OSError as error:
+        raise PlanError(f"track: {error}. Choose another folder for the run.") from error
+
+
+def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) -> Identity:
+    """Decide which run this is.
+
+    Raises:
+        PlanError: the folder belongs to another run, or its file is damaged.
+    """
+    requested = None if resume is None or resume == "folder" else structure(resume, Identity)
+    if not (folder / FILE).exists():
+        return requested or Identity(id=secrets.token_hex(16))
+    known = read_record(folder / FILE, Identity)
+    if resume is None:
+        raise PlanError(
+            f"track({str(folder)!r}): a new run was requested, but this folder belongs to the run "
+            f"{known.id}. Choose another folder; or continue that run with {_HOW}; or restart it "
+            f"with resume='folder' and position=fx.Position()."
+        )
+    if requested is not None and requested.id != known.id:
+        raise PlanError(
+            f"track({str(folder)!r}): resume is the run {requested.id}, but this folder belongs to "
+            f"the run {known.id}. Choose the folder of that run, or an empty one."
+        )
+    return known  # which also has the ids of trackers that were added after the checkpoint
+
+
 def own(path: Any, ctx: DistContext) -> Lock | None:
     """Lock the folder of a run before anything in it is read; the lock, on rank 0.
 
@@ -184,7 +257,7 @@ def open_run(
             except OSError as error:
                 _LOG.warning("%s. Training continues; it is needed to resume the run.", error)
         run = Run(
-            identity=identity,
+            state=unstructure(identity),
             path=str(start.folder),
             writer=writer,
             calls=start.position.updates,

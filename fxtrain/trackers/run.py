@@ -19,8 +19,7 @@ from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.errors import PlanError
-from fxtrain.state import Position, Weighted, unstructure
-from fxtrain.trackers.run_folder import Identity
+from fxtrain.state import Position, Weighted
 from fxtrain.trackers.writer import Writer
 
 _CHANNELS = (1, 3, 4)
@@ -41,7 +40,7 @@ class Run:
     """
 
     path: str
-    _identity: Identity = attrs.field(alias="identity", repr=False)
+    _state: dict[str, Any] = attrs.field(alias="state", repr=False)
     _writer: Writer | None = attrs.field(default=None, alias="writer", repr=False)
     _process: int = attrs.field(factory=os.getpid, init=False, repr=False)
     _lock: Lock | None = attrs.field(default=None, alias="lock", repr=False)
@@ -53,7 +52,7 @@ class Run:
     @property
     def id(self) -> str:
         """The same on every rank, and after the run is resumed."""
-        return self._identity.id
+        return self._state["id"]
 
     def log(self, values: Mapping[str, object], step: Position | int | None = None) -> None:
         """Log numbers by name.
@@ -158,7 +157,7 @@ class Run:
         """
         if not self._is_closed:
             self.flush()
-        return unstructure(self._identity)
+        return {**self._state}
 
     def close(self, *, failed: bool = False) -> None:
         """Write everything and close the trackers; a second call does nothing.

@@ -206,7 +206,7 @@ def test_impossible_worlds_are_refused(changes, error, says):
 
 
 def test_a_rank_of_a_real_group_cannot_pretend():
-    with fake_world(2), pytest.raises(fx.errors.ContextError, match="fxtrain plan"):
+    with fake_world(2), pytest.raises(fx.errors.ContextError, match="Close the context first"):
         fx.dry_run(train_linear, world=4)
 
 
