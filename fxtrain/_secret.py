@@ -1,7 +1,6 @@
 """The secret of a run, by which ranks know which objects of others they may unpickle."""
 
 import hashlib
-import hmac
 import secrets
 
 from fxtrain.errors import ContextError
@@ -9,7 +8,7 @@ from fxtrain.errors import ContextError
 # The variable in which every rank gets its secret.
 SECRET = "FXTRAIN_RUN_SECRET"
 _MIN_BYTES = 16  # characters, so that it cannot be guessed
-_TAG_BYTES = 16  # bytes
+TAG_BYTES = 16
 
 
 def fresh_secret() -> str:
@@ -39,27 +38,17 @@ def key_proof(key: bytes) -> str:
     return _digest(key, b"hello").hex() if key else ""
 
 
-def sign(data: bytes | memoryview, key: bytes) -> bytes | memoryview:
-    """Prepend a signature that only holders of the key can compute; nothing without a key.
+def signature(data: memoryview, key: bytes) -> bytes:
+    """`TAG_BYTES` that only holders of the key can compute; zeros without a key.
 
     Example:
-        >>> from fxtrain._secret import derive_key, verified, sign
-        >>> key = derive_key("16 and more characters")
-        >>> bytes(verified(memoryview(sign(b"data", key)), key))
-        b'data'
-        >>> verified(memoryview(sign(b"data", derive_key("another long secret"))), key) is None
-        True
+        >>> from fxtrain._secret import derive_key, signature
+        >>> mine, other = map(derive_key, ("16 and more characters", "another long secret"))
+        >>> signature(memoryview(b"data"), mine) == signature(memoryview(b"data"), other)
+        False
     """
-    return b"".join((_digest(key, data), data)) if key else data
-
-
-def verified(sealed: memoryview, key: bytes) -> memoryview | None:
-    """The signed data; None if the signature is not of this key."""
-    if not key:
-        return sealed
-    data = sealed[_TAG_BYTES:]
-    return data if hmac.compare_digest(_digest(key, data), sealed[:_TAG_BYTES]) else None
+    return _digest(key, data) if key else bytes(TAG_BYTES)
 
 
 def _digest(key: bytes, data: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(data, key=key, digest_size=_TAG_BYTES, person=b"fxtrain run").digest()
+    return hashlib.blake2b(data, key=key, digest_size=TAG_BYTES, person=b"fxtrain run").digest()

@@ -34,7 +34,6 @@ from fxtrain.data.rank_slices import (
 )
 from fxtrain.data.user_loader import FedSampler, rebuild
 from fxtrain.errors import DataError
-from fxtrain.ops.objects import Opaque
 from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext, Plan, Position
@@ -311,7 +310,7 @@ def dispatch_source(
                 raise _failed(letter["failed"])
             if "step" not in letter:
                 return
-            batch, position = letter["step"].value
+            batch, position = letter["step"]
             yield (batch, Cursor(position, state)), (letter["data"],)
             if position.is_last:
                 return
@@ -361,7 +360,7 @@ def _messages(
         return [{}] * ctx.world_size, None, None
     (batch, cursor), data = step
     # Only the reading rank needs the indices.
-    head = Opaque((batch._replace(keys=(), state=None), cursor.position))
+    head = batch._replace(keys=(), state=None), cursor.position
     letters = [{"step": head, "data": data[rank]} for rank in range(ctx.world_size)]
     return letters, None, cursor.state
 

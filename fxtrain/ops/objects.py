@@ -16,13 +16,6 @@ from fxtrain.state import DistContext
 T = TypeVar("T")
 
 
-class Opaque:
-    """Hides the contents of an object from tree walking: it is sent as one leaf."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
 def gather_objects(obj: T, ctx: DistContext) -> list[T]:
     """Gather one object per rank into a list on every rank, in rank order.
 

@@ -238,7 +238,7 @@ def gather_valid(tree: T, batch: Batch, ctx: DistContext) -> T:
             leaves[place], back[place] = found
     got = _gathered(leaves, shape, batch, here) if leaves else []
     pairs = zip(leaves, got, strict=True)
-    real = [_real_rows(leaf, found, batch, here) for leaf, found in pairs]
+    real = [_real_rows(leaf, found, batch) for leaf, found in pairs]
     for place, again in back.items():
         real[place] = again(real[place])
     return _tree.unflatten(shape, real)
@@ -290,33 +290,23 @@ def _leaf_problem(leaf: Any, size: int) -> str | None:
     return None
 
 
-class _DeviceTensor:
-    """A CPU copy of a device tensor, restored to the device after the gather."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 def _to_send(leaf: Any, size: int, longest: int) -> Any:
     """A leaf as it is sent: columns padded to one length, lists without padding rows."""
     if isinstance(leaf, Tensor):
         return extend(leaf.detach()[:size] if leaf.ndim else leaf.detach(), 0, longest, 0)
-    if _is_rows(leaf):
-        leaf = leaf[:size]
-    if _is_rows(leaf) and any([isinstance(entry, Tensor) for entry in _tree.flatten(leaf)[0]]):
-        return _tree.map_leaves(_detached_copy, leaf)
+    if not _is_rows(leaf):
+        return leaf
+    leaf = leaf[:size]
+    if any([isinstance(entry, Tensor) for entry in _tree.flatten(leaf)[0]]):
+        return _tree.map_leaves(_detached, leaf)
     return leaf
 
 
-def _detached_copy(leaf: Any) -> Any:
-    """A tensor on the CPU with its own storage: pickle sends the full storage of a view."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    plain = leaf.detach()
-    return plain.clone() if plain.is_cpu else _DeviceTensor(plain.cpu())
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _real_rows(leaf: Any, gathered: Any, batch: Batch, ctx: DistContext) -> Any:
+def _real_rows(leaf: Any, gathered: Any, batch: Batch) -> Any:
     """The gathered leaf without padding rows."""
     some = [rank for rank, rows in enumerate(batch.rows) if rows]
     if isinstance(leaf, Tensor) and leaf.ndim == 0:
@@ -329,14 +319,8 @@ def _real_rows(leaf: Any, gathered: Any, batch: Batch, ctx: DistContext) -> Any:
         return torch.cat([part[:rows] for part, rows in zip(parts, batch.rows, strict=False)])
     if _is_rows(leaf):
         rows = [row for part, n in zip(gathered, batch.rows, strict=True) for row in part[:n]]
-        if ctx.device.type != "cpu":
-            rows = _tree.map_leaves(lambda leaf: _to_device(leaf, ctx), rows)
         return rows if isinstance(leaf, list) else tuple(rows)
     if is_array(leaf) and leaf.ndim:
         numpy: Any = sys.modules["numpy"]
         return numpy.concatenate([part[:n] for part, n in zip(gathered, batch.rows, strict=True)])
     return [gathered[rank] for rank in some]
-
-
-def _to_device(leaf: Any, ctx: DistContext) -> Any:
-    return leaf.tensor.to(ctx.device) if isinstance(leaf, _DeviceTensor) else leaf

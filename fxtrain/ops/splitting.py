@@ -9,11 +9,10 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from fxtrain import _tree
 from fxtrain.errors import CollectiveError, DataError
-from fxtrain.ops.transport.exchange import EMPTY, Call, exchange_payloads, rank_loss_guard
+from fxtrain.ops.transport.exchange import EMPTY, exchange_payloads, rank_loss_guard
 from fxtrain.ops.transport.mismatches import check_is_context, check_source_rank
-from fxtrain.ops.transport.packing import Back, from_bytes, is_array, pack, to_bytes
+from fxtrain.ops.transport.packing import is_array
 from fxtrain.ops.transport.pickled import (
     dump,
     dump_or_raise,
@@ -141,19 +140,6 @@ def chunk_of(tensor: Tensor, n: int, dim: int, index: int) -> Tensor:
     return tensor.narrow(dim, start, min(size, length - start))
 
 
-class _Slot:
-    """A placeholder for a tensor in a pickled tree.
-
-    Attributes:
-        index: Index among the tensors that are sent after the tree.
-        back: How it is converted back; None for a tensor.
-    """
-
-    def __init__(self, index: int, back: Back | None) -> None:
-        self.index = index
-        self.back = back
-
-
 def scatter(values: Sequence[T] | None, ctx: DistContext, src: int = 0) -> T:
     """Send a different tree from one rank to each rank.
 
@@ -182,7 +168,7 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, src: int = 0) -> T:
     check_is_context("scatter", ctx)
     check_source_rank("scatter", src, ctx)
     call = ("scatter", f"src={src}")
-    payloads: list[Tensor] = []
+    blobs: list[Tensor] = []
     note = EMPTY
     if ctx.comm.simulated and ctx.rank != src:
         raise CollectiveError(
@@ -191,84 +177,38 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, src: int = 0) -> T:
         )
     if ctx.rank == src:
         try:
-            payloads, sure, problem = _serialized_trees(values, ctx)
+            problem = _trees_problem(values, ctx)
+            blobs = [] if problem else [dump_or_raise(tree, ctx) for tree in values or ()]
         except Exception as error:  # code of the user's types may raise anything
-            sure = True
             problem = (
                 f"a tree that cannot be sent: {error_text(error)}. Send tensors, or objects that "
                 f"pickle."
             )
-        note = dump(problem or ([payload_bytes.numel() for payload_bytes in payloads], sure), ctx)
+        sure = all(map(unpickles_anywhere, blobs))
+        note = dump(problem or ([blob.numel() for blob in blobs], sure), ctx)
     (received,) = unpickle_all("scatter", {src: exchange_payloads(ctx, call, note)[src]}, ctx)
     if isinstance(received, str):
         raise CollectiveError(f"scatter: rank {src} passed {received}")
     sizes, sure = received
-    if ctx.rank == src:
-        _send_trees(ctx, call, payloads)
-        payload_bytes = payloads[src]
-    else:
-        payload_bytes = torch.empty(sizes[ctx.rank], dtype=torch.uint8, device="cpu")
-        with rank_loss_guard(ctx, call):
-            dist.recv(payload_bytes, src=ctx.comm.ranks[src], group=ctx.comm.control)
-    return _deserialized_tree(payload_bytes, ctx, src, sure=sure)
-
-
-def _serialized_trees(values: Any, ctx: DistContext) -> tuple[list[Tensor], bool, str | None]:
-    """Each rank's tree as bytes, whether every rank can unpickle its own, and any problem."""
-    if not isinstance(values, Sequence) or len(values) != ctx.world_size:
-        has = f"{len(values)} trees" if isinstance(values, Sequence) else type(values).__name__
-        problem = f"{has} for {ctx.world_size} ranks. Pass a sequence of one tree per rank."
-        return [], True, problem
-    payloads: list[Tensor] = []
-    sure = True
-    for value in values:
-        packed = pack(value)
-        kinds = [(t.dtype, tuple(t.shape), t.device.type) for t in packed.tensors.values()]
-        # Tensors are sent as bytes; the pickled tree has a slot for each.
-        slots: dict[int, Any] = {
-            place: _Slot(index, packed.back.get(place))
-            for index, place in enumerate(packed.tensors)
-        }
-        leaves = packed.others | slots
-        tree = _tree.unflatten(packed.shape, [leaves[place] for place in range(len(leaves))])
-        head = dump_or_raise((tree, kinds), ctx)
-        sure = sure and unpickles_anywhere(head)
-        size = torch.tensor([head.numel()], device="cpu").view(torch.uint8)
-        body = to_bytes([tensor.cpu() for tensor in packed.tensors.values()])
-        gap = torch.empty(-(8 + head.numel()) % 16, dtype=torch.uint8, device="cpu")
-        payloads.append(torch.cat([size, head, gap, body]))
-    return payloads, sure, None
-
-
-def _send_trees(ctx: DistContext, call: Call, payloads: list[Tensor]) -> None:
+    ranks, group = ctx.comm.ranks, ctx.comm.control
     with rank_loss_guard(ctx, call):
-        sent = [
-            dist.isend(payload_bytes, dst=ctx.comm.ranks[rank], group=ctx.comm.control)
-            for rank, payload_bytes in enumerate(payloads)
-            if rank != ctx.rank
-        ]
-        for work in sent:
-            if work is not None:
-                work.wait()
+        if ctx.rank == src:
+            others = [rank for rank in range(ctx.world_size) if rank != src]
+            sent = [dist.isend(blobs[rank], dst=ranks[rank], group=group) for rank in others]
+            for work in sent:
+                if work is not None:
+                    work.wait()
+            mine = blobs[src]
+        else:
+            mine = torch.empty(sizes[ctx.rank], dtype=torch.uint8, device="cpu")
+            dist.recv(mine, src=ranks[src], group=group)
+    (tree,) = unpickle_all("scatter", {src: mine}, ctx, sure=sure)
+    return tree
 
 
-def _deserialized_tree(payload_bytes: Tensor, ctx: DistContext, src: int, *, sure: bool) -> Any:
-    size = int(payload_bytes[:8].view(torch.int64))
-    head = payload_bytes[8 : 8 + size]
-    ((tree, kinds),) = unpickle_all("scatter", {src: head}, ctx, sure=sure)
-    like = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape, _ in kinds]
-    start = 8 + size + (-(8 + size) % 16)
-    tensors = [
-        tensor if device == "cpu" else tensor.to(ctx.device)
-        for tensor, (_, _, device) in zip(
-            from_bytes(payload_bytes[start:], like), kinds, strict=True
-        )
-    ]
-
-    def fill(leaf: Any) -> Any:
-        if not isinstance(leaf, _Slot):
-            return leaf
-        tensor = tensors[leaf.index]
-        return tensor if leaf.back is None else leaf.back(tensor)
-
-    return _tree.map_leaves(fill, tree)
+def _trees_problem(values: Any, ctx: DistContext) -> str:
+    """Why values are not one tree per rank; empty if they are."""
+    if isinstance(values, Sequence) and len(values) == ctx.world_size:
+        return ""
+    has = f"{len(values)} trees" if isinstance(values, Sequence) else type(values).__name__
+    return f"{has} for {ctx.world_size} ranks. Pass a sequence of one tree per rank."

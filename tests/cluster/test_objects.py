@@ -97,17 +97,17 @@ def test_an_object_that_does_not_pickle_is_an_error_everywhere(pair, way):
     assert "cannot be sent" in str(errors[0]) and str(errors[0]) == str(errors[1])
 
 
-class Unwalkable(dict):
-    def __iter__(self):
+class Unreadable(dict):
+    def items(self):
         raise OSError("the disk is gone")
 
 
-def _scatter_unwalkable(ctx):
-    ops.scatter([Unwalkable(a=1)] * 2 if ctx.is_main else None, ctx)
+def _scatter_unreadable(ctx):
+    ops.scatter([Unreadable(a=1)] * 2 if ctx.is_main else None, ctx)
 
 
-def test_a_tree_that_cannot_be_walked_is_an_error_everywhere(pair):
-    for error in pair.outcomes(_scatter_unwalkable):
+def test_a_tree_that_cannot_be_read_is_an_error_everywhere(pair):
+    for error in pair.outcomes(_scatter_unreadable):
         assert isinstance(error, CollectiveError) and "the disk is gone" in str(error)
 
 

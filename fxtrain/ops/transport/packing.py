@@ -183,7 +183,7 @@ def as_tensor(leaf: Any) -> tuple[Tensor, Back] | None:
         return None
     numpy: Any = sys.modules["numpy"]
     native = numpy.dtype(f"{leaf.dtype.kind}{leaf.dtype.itemsize}")
-    back = _scalar if isinstance(leaf, numpy.generic) else Tensor.numpy
+    back = _scalar if isinstance(leaf, numpy.generic) else _array
     flags = leaf.flags
     # torch refuses negative strides, even with one entry, and warns about read-only arrays.
     ordered = flags.c_contiguous and min(leaf.strides, default=0) >= 0
@@ -221,6 +221,10 @@ def _is_numeric(leaf: Any) -> bool:
     kind, size = leaf.dtype.kind, leaf.dtype.itemsize
     wide = size > (_WIDEST if kind == "c" else _WIDEST // 2)
     return kind in _KINDS and not wide and not hasattr(leaf, "mask")
+
+
+def _array(tensor: Tensor) -> Any:  # a function of this module, which pickles by its name
+    return tensor.numpy()
 
 
 def _scalar(tensor: Tensor) -> Any:

@@ -1,53 +1,91 @@
-"""Objects sent between ranks as pickles.
+"""Objects sent between ranks as pickles, with the bytes of their tensors and arrays beside those.
 
-Pickles are sent between the ranks of one run only. An object that pickles on one rank may fail to
+They are sent between the ranks of one run only. An object that pickles on one rank may fail to
 unpickle on another (a missing module, a `__setstate__` that raises), and only that rank notices.
 So after reading objects that could fail, the ranks exchange their errors before any call returns.
 
-Unpickling can run arbitrary code of the sender. If the run has a secret, each pickle is signed
+Unpickling can run arbitrary code of the sender. If the run has a secret, everything is signed
 with it, and pickles without a valid signature are refused.
 """
 
 import ctypes
+import hmac
 import io
 import pickle
+import struct
 from collections import OrderedDict
 from collections.abc import Mapping
-from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._utils import _rebuild_tensor_v2
-from torch.storage import TypedStorage, _load_from_bytes
 
-from fxtrain._secret import SECRET, sign, verified
+from fxtrain._secret import SECRET, TAG_BYTES, signature
 from fxtrain.errors import CollectiveError
 from fxtrain.ops.transport.exchange import exchange_texts
+from fxtrain.ops.transport.packing import as_tensor
 from fxtrain.state import DistContext
 
 _SAFE, _UNSURE, _FAILED = range(3)
+_HEADER = struct.Struct("<QQ")  # one of these, and where the pickle begins, after the values
+_BEGIN = TAG_BYTES + _HEADER.size
 _OWN_PREFIX = "fxtrain."
-# In addition to plain values: types that every rank's torch can unpickle, and those that pickles
-# of tensors refer to.
-_SAFE_TYPES = frozenset({complex, torch.dtype, torch.device, torch.Size, OrderedDict, TypedStorage})
-_SAFE_REBUILDERS = frozenset({_rebuild_tensor_v2, _load_from_bytes})
+# In addition to plain values: types that every rank can unpickle.
+_SAFE_TYPES = frozenset({complex, torch.dtype, torch.device, torch.Size, OrderedDict})
 
 
 class _Pickler(pickle.Pickler):
-    """Records whether unpickling may need code that other ranks lack."""
+    """Leaves out the values of tensors; records whether unpickling may need code that is missing.
 
-    unsure = False
+    Arrays are sent as tensors.
+    """
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+        self.end = _BEGIN
+        self.unsure = False
 
     def reducer_override(self, obj: Any) -> Any:
         kind = obj if isinstance(obj, type) else type(obj)
+        if kind is Tensor and obj is not Tensor and _has_plain_values(obj):
+            plain = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            self.tensors.append(plain)
+            start, self.end = self.end, self.end + plain.nbytes
+            return _values, (start, plain.dtype, plain.shape, obj.is_cpu)
+        if kind is not obj and getattr(obj, "shape", ()) and (array := as_tensor(obj)):
+            tensor, back = array
+            return back, (tensor,)
         home = str(getattr(obj, "__module__", None))  # of a class, a function or its class
-        # Another rank may lack the device.
-        plain = obj.is_cpu if kind is Tensor and obj is not Tensor else kind in _SAFE_TYPES
-        rebuilds = isinstance(obj, FunctionType) and obj in _SAFE_REBUILDERS
-        if not plain and not rebuilds and not home.startswith(_OWN_PREFIX):
+        if kind not in _SAFE_TYPES and not home.startswith(_OWN_PREFIX):
             self.unsure = True
         return NotImplemented
+
+
+def _has_plain_values(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Gives tensors their values: on the CPU, or on the device of a context as on the sender."""
+
+    def __init__(self, content: memoryview, begin: int, address: int, ctx: DistContext) -> None:
+        super().__init__(io.BytesIO(content[begin:]))
+        self._address, self._ctx = address, ctx
+
+    def find_class(self, module: str, name: str) -> Any:
+        own = module == __name__ and name == _values.__name__
+        return self._tensor if own else super().find_class(module, name)
+
+    def _tensor(self, start: int, dtype: torch.dtype, shape: torch.Size, is_cpu: bool) -> Tensor:  # noqa: FBT001
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        ctypes.memmove(tensor.data_ptr(), self._address + start, tensor.nbytes)
+        return tensor if is_cpu else tensor.to(self._ctx.device)
+
+
+def _values(start: int, dtype: torch.dtype, shape: torch.Size, is_cpu: bool) -> NoReturn:  # noqa: FBT001
+    """What pickles name in place of a tensor: where its bytes are; read by `_Unpickler` only."""
+    raise NotImplementedError
 
 
 def dump(value: Any, ctx: DistContext) -> Tensor:
@@ -59,23 +97,33 @@ def dump(value: Any, ctx: DistContext) -> Tensor:
     try:
         return dump_or_raise(value, ctx)
     except Exception as error:  # pickle raises whatever __reduce__ does
-        data = bytearray([_FAILED]) + error_text(error).encode(errors="replace")
-        return torch.frombuffer(data, dtype=torch.uint8)
+        text = error_text(error).encode(errors="replace")
+        return _as_blob([text], ctx, _FAILED, _BEGIN)
 
 
 def dump_or_raise(value: Any, ctx: DistContext) -> Tensor:
     """As `dump`, where a value that does not pickle raises its error."""
     stream = io.BytesIO()
-    pickler = _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler = _Pickler(stream)
     pickler.dump(value)
+    parts = [_memory(tensor.data_ptr(), tensor.nbytes) for tensor in pickler.tensors]
     kind = _UNSURE if pickler.unsure else _SAFE
-    data = bytearray([kind]) + sign(stream.getbuffer(), ctx.comm.key)
+    return _as_blob([*parts, stream.getbuffer()], ctx, kind, pickler.end)
+
+
+def _as_blob(parts: list[bytes | memoryview], ctx: DistContext, kind: int, begin: int) -> Tensor:
+    data = bytearray().join([bytes(TAG_BYTES), _HEADER.pack(kind, begin), *parts])
+    data[:TAG_BYTES] = signature(memoryview(data)[TAG_BYTES:], ctx.comm.key)
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
+def _memory(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+
+
 def unpickles_anywhere(blob: Tensor) -> bool:
-    """Whether every rank can unpickle this: plain values, CPU tensors, fxtrain's records."""
-    return int(blob[0]) == _SAFE
+    """Whether every rank can unpickle this: plain values, tensors, arrays, fxtrain's records."""
+    return int(blob[TAG_BYTES]) == _SAFE
 
 
 def unpickle_all(
@@ -95,12 +143,12 @@ def unpickle_all(
         CollectiveError: a sender could not pickle its value, a signature is not of this run, or
             a rank cannot unpickle a value; on every rank.
     """
-    pickles = {rank: _verified_pickle(op, rank, blob, ctx) for rank, blob in blobs.items()}
+    checked = {rank: _verified(op, rank, blob, ctx) for rank, blob in blobs.items()}
     values: list[Any] = []
     problem = ""
-    for rank, data in pickles.items():
+    for rank, unpickler in checked.items():
         try:
-            values.append(pickle.loads(data))
+            values.append(unpickler.load())
         except Exception as error:  # raises whatever the object's own code does
             problem = f"the value of rank {rank}: {error_text(error)}"
             break
@@ -117,24 +165,25 @@ def unpickle_all(
     return values
 
 
-def _verified_pickle(op: str, rank: int, blob: Tensor, ctx: DistContext) -> memoryview:
-    """The pickle in the output of `dump` on a rank."""
-    content = memoryview(ctypes.string_at(blob.data_ptr(), blob.numel()))
-    if content[0] == _FAILED:
+def _verified(op: str, rank: int, blob: Tensor, ctx: DistContext) -> _Unpickler:
+    """What reads the output of `dump` on a rank."""
+    content = _memory(blob.data_ptr(), blob.numel())
+    kind, begin = _HEADER.unpack_from(content, TAG_BYTES)
+    if kind == _FAILED:
         raise CollectiveError(
             f"{op}: rank {rank} passed a value that cannot be sent: "
-            f"{str(content[1:], errors='replace')}. Send tensors, or objects that pickle.",
+            f"{str(content[begin:], errors='replace')}. Send tensors, or objects that pickle.",
             code="FX304",
         )
-    data = verified(content[1:], ctx.comm.key)
-    if data is None:
+    wanted = signature(content[TAG_BYTES:], ctx.comm.key)
+    if not hmac.compare_digest(wanted, content[:TAG_BYTES]):
         raise CollectiveError(
             f"{op}: the object from rank {rank} is not signed with this run's secret, so it was "
             f"not unpickled. Either {SECRET} differs between ranks, or another program sent the "
             f"object: check who can reach the ports of the ranks.",
             code="FX103",
         )
-    return data
+    return _Unpickler(content, begin, blob.data_ptr(), ctx)
 
 
 def error_text(error: BaseException) -> str:
