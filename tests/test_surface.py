@@ -54,16 +54,12 @@ def test_names_are_sorted_and_resolve():
     assert set(dir(fx)) >= set(fx.__all__)
 
 
-def test_type_checkers_see_the_same_names():
-    tree = ast.parse((ROOT / "fxtrain" / "__init__.py").read_text())
-    guarded = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {
-        alias.asname
-        for node in guarded.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert seen == {*fx.__all__, *fx._MODULES}
+def test_each_line_of_the_stub_is_one_name_under_its_own():
+    stub = ast.parse((ROOT / "fxtrain" / "__init__.pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    assert [ast.get_docstring(stub) is None, *imports] == [False, *stub.body[1:]]
+    names = {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
+    assert names == {*fx.__all__, *fx._MODULES, "__version__"} and len(names) == len(imports)
 
 
 def test_an_unknown_name_is_an_attribute_error():

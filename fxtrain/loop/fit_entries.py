@@ -218,17 +218,8 @@ class Entries:
             return
         self._slow = len(pace.slow)
         slow = list(pace.slow.values())
-        self.run.table(
-            "slow ranks",
-            {
-                "rank": [each.rank for each in slow],
-                "host": [each.host for each in slow],
-                "device": [each.device for each in slow],
-                "ms per step": [round(1000 * each.seconds, 1) for each in slow],
-                "median of ranks": [round(1000 * each.median, 1) for each in slow],
-            },
-            position,
-        )
+        columns = {title: [row[title] for row in slow] for title in slow[0]}
+        self.run.table("slow ranks", columns, position)
 
     def _mean(self) -> tuple[Tensor | float, Tensor | float]:
         """The mean loss of all ranks, and its weight; waits for no device."""

@@ -3,7 +3,8 @@
 import atexit
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from fxtrain.state.topology import Topology
 _LONGEST_CLOSE_S = 5.0
 # To write a word, which waits for no answer, but behind a question that was never answered.
 _WORD_S = 0.25
+_POLL_INTERVAL_S = 0.05
 
 
 def make_close(
@@ -86,6 +88,27 @@ def answered(patience_s: float, question: Callable[[], object]) -> bool:
     return within(patience_s, ask) and not errors
 
 
+def read_views(
+    store: Any, keys: Mapping[int, Mapping[str, str]], views: dict[int, str], deadline: float
+) -> None:
+    """Add what other ranks tell in the store, until all have or the deadline has passed.
+
+    Args:
+        store: Of the run.
+        keys: By rank, the keys under which it may write, each with the text before what it writes.
+        views: By rank, what is known.
+        deadline: By `time.monotonic`.
+    """
+    while missing := keys.keys() - views.keys():
+        for rank in missing:
+            if time.monotonic() > deadline:  # a question per rank takes long at thousands of them
+                return
+            for key, before in keys[rank].items():
+                if rank not in views and store.check([key]):
+                    views[rank] = before + store.get(key).decode()
+        time.sleep(_POLL_INTERVAL_S)
+
+
 def _abort_groups(groups: Sequence[Any], patience_s: float) -> None:
     """Give up what groups are doing; returns after `patience_s` at the latest.
 
@@ -106,7 +129,7 @@ def _abort_groups(groups: Sequence[Any], patience_s: float) -> None:
 def _announce_exit(topology: Topology, store: Any, word: str, patience_s: float) -> None:
     """Report why this rank leaves; the rank that serves the store leaves last."""
     try:
-        store.set(f"world/left/{topology.rank}", word)
+        store.set(f"world/left/{topology.rank}", f" with {word}" if word else "")
         if topology.rank == 0 and not word and not topology.store_is_served:
             keys = [f"world/left/{rank}" for rank in range(topology.world_size)]
             store.wait(keys, timedelta(seconds=patience_s))

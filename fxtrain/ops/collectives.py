@@ -19,9 +19,9 @@ from fxtrain.ops.transport.exchange import (
     compare,
     exchange_payloads,
     exchange_rows,
+    rank_loss_guard,
 )
-from fxtrain.ops.transport.large import broadcast_piece, gather_piece, in_pieces
-from fxtrain.ops.transport.mismatches import check_is_context, check_source_rank
+from fxtrain.ops.transport.mismatches import check_source_rank
 from fxtrain.ops.transport.packing import (
     Packed,
     byte_size,
@@ -30,15 +30,20 @@ from fxtrain.ops.transport.packing import (
     pack,
     packed_leaves,
     signature,
+    split_rows,
     to_bytes,
     unpack_ranks,
 )
 from fxtrain.ops.transport.pickled import dump, unpickle_all
 from fxtrain.state import DistContext
+from fxtrain.state.context import check_connected
 
 T = TypeVar("T")
 _MAX_PAYLOAD_BYTES = 1 << 20  # of the tensors of a gather that are sent as one payload
-# torch 2.13 renamed this function, and warns about the older name.
+PIECE_BYTES = 256 << 20
+# torch 2.13 renamed these functions, and warns about the older names. NCCL receives a list of
+# tensors in a buffer of its own, and copies them from there, so the first takes one tensor.
+_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _OPS = {
     "mean": dist.ReduceOp.SUM,
@@ -77,8 +82,9 @@ def gather(tree: T, ctx: DistContext, *, grad: bool = False) -> T:
 
     Effects:
         One exchange of packets, which contains a small tree; a larger one is sent in an
-        all-gather after it. A second exchange if a leaf could fail to unpickle. Nothing at one
-        rank. With `grad`, backward sends one reduce-scatter per tensor; all ranks must run it.
+        all-gather per dtype after it. A second exchange if a leaf could fail to unpickle. Nothing
+        at one rank. With `grad`, backward sends one reduce-scatter per tensor; all ranks must
+        run it.
 
     Raises:
         CollectiveError: the ranks disagree, one cannot unpickle a leaf, or one never joins;
@@ -93,10 +99,14 @@ def gather(tree: T, ctx: DistContext, *, grad: bool = False) -> T:
         ...     fx.ops.gather({"loss": torch.tensor(2.0), "ids": ["a"]}, ctx)
         {'loss': tensor([2.]), 'ids': [['a']]}
     """
-    check_is_context("gather", ctx)
+    check_connected("gather", ctx)
     if not grad:
         return gather_packed("gather", pack(tree), ctx)
-    check_gradients(ctx)
+    if ctx.world_size > 1 and ctx.device.type == "xla":
+        raise CollectiveError(
+            "gather(grad=True) is not supported on xla. Call torch_xla's all_gather, which is "
+            "differentiable, in the loss."
+        )
     leaves, shape = _tree.flatten(tree)
     own = {
         n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
@@ -119,20 +129,15 @@ def gather_packed(
         own: Leaves through which gradients flow, by place.
         arguments: The caller's other arguments as text, which the ranks compare.
     """
-    leaves = _gathered_leaves(name, packed, ctx, arguments)
-    for place, leaf in own.items():
-        leaves[place] = with_gradient(leaf, leaves[place], ctx)
-    return packed.rebuild(leaves)
-
-
-def _gathered_leaves(name: str, packed: Packed, ctx: DistContext, arguments: str) -> dict[int, Any]:
     others = dump(list(packed.others.values()), ctx) if packed.others else None
     call = (name, signature(packed, arguments))
     joined, rest = _gather_leaves(ctx, call, packed, others, joined=True)
     leaves: dict[int, Any] = dict(zip(packed.tensors, joined, strict=True))
     for index, place in enumerate(packed.others):
         leaves[place] = [values[index] for values in rest]
-    return leaves
+    for place, leaf in own.items():
+        leaves[place] = with_gradient(leaf, leaves[place], ctx)
+    return packed.rebuild(leaves)
 
 
 def reduce(
@@ -170,7 +175,7 @@ def reduce(
         ...     fx.ops.reduce((torch.tensor([1.0, 3.0]), 2), ctx, op="sum")
         (tensor([1., 3.]), 2)
     """
-    check_is_context("reduce", ctx)
+    check_connected("reduce", ctx)
     packed = pack(tree, numbers=True)
     others = packed.others.values()
     text = ", ".join([canonical_text(value) for value in others])
@@ -179,12 +184,16 @@ def reduce(
     call = ("reduce", signature(packed, extra))
     if _fits_in_packet(ctx, tensors):
         stacked, _ = _gather_leaves(ctx, call, packed, None)
-        check_reducible(tensors, op, others)
-        done = [fold(rows, op) for rows in stacked]
+        _check_reducible(tensors, op, others)
+        done = [_fold(rows, op) for rows in stacked]
     else:
         compare(ctx, call, wait=_on_cpu(tensors))
-        check_reducible(tensors, op, others)
-        done = all_reduce(ctx, call, tensors, op)
+        _check_reducible(tensors, op, others)
+
+        def combine(piece: list[Tensor], group: Any) -> Tensor:
+            return _reduced(piece, op, ctx.world_size, group)
+
+        done = [rows[0] for rows in in_pieces(ctx, call, tensors, combine)]
     return packed.rebuild(packed.others | dict(zip(packed.tensors, done, strict=True)))
 
 
@@ -200,8 +209,8 @@ def broadcast(tree: T, ctx: DistContext, src: int = 0) -> T:
 
     Effects:
         One exchange of packets, in which only `src` has a payload, a small tree; a broadcast
-        for a larger one; a second exchange if a leaf could fail to unpickle. Nothing at one
-        rank.
+        per dtype for a larger one; a second exchange if a leaf could fail to unpickle. Nothing at
+        one rank.
 
     Raises:
         CollectiveError: the ranks disagree on structure or `src`, one cannot unpickle a leaf,
@@ -216,7 +225,7 @@ def broadcast(tree: T, ctx: DistContext, src: int = 0) -> T:
         ...     fx.ops.broadcast([torch.ones(2), "lr"], ctx)
         [tensor([1., 1.]), 'lr']
     """
-    check_is_context("broadcast", ctx)
+    check_connected("broadcast", ctx)
     return broadcast_packed("broadcast", pack(tree), ctx, src)
 
 
@@ -243,10 +252,10 @@ def broadcast_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> A
         payload = payload[size:]
     else:
 
-        def send(piece: list[Tensor], group: Any) -> list[Tensor]:
+        def send(piece: list[Tensor], group: Any) -> Tensor:
             return broadcast_piece(piece, ctx.comm.ranks[src], group, sends=sends)
 
-        got = in_pieces(ctx, call, tensors, send)
+        got = [rows[0] for rows in in_pieces(ctx, call, tensors, send)]
     (others,) = unpickle_all(name, {src: payload}, ctx) if packed.others else ([],)
     leaves = dict(zip(packed.tensors, got, strict=True))
     return packed.rebuild(leaves | dict(zip(packed.others, others, strict=True)))
@@ -266,7 +275,7 @@ def _gather_leaves(
         return copies, [list(packed.others.values())]
     blobs: Sequence[Tensor] = []
     if _on_cpu(tensors) and sum([tensor.nbytes for tensor in tensors]) <= _MAX_PAYLOAD_BYTES:
-        # More bytes take fewer copies in `gather_piece`.
+        # Of more bytes, each dtype is sent by itself, which takes fewer copies.
         flat = to_bytes(tensors)
         mine = flat if others is None else torch.cat([flat, others])
         rows, sizes = exchange_rows(ctx, call, mine)
@@ -279,10 +288,10 @@ def _gather_leaves(
         else:
             blobs = exchange_payloads(ctx, call, others)
 
-        def gather(piece: list[Tensor], group: Any) -> list[Tensor]:
-            return gather_piece(piece, ctx.world_size, group, joined=joined)
+        def gather(piece: list[Tensor], group: Any) -> Tensor:
+            return gather_piece(piece, ctx.world_size, group)
 
-        stacked = in_pieces(ctx, call, tensors, gather)
+        stacked = in_pieces(ctx, call, tensors, gather, joined=joined)
     if others is None:
         return stacked, [[]] * ctx.world_size
     return stacked, unpickle_all(call[0], dict(enumerate(blobs)), ctx)
@@ -299,17 +308,93 @@ def _on_cpu(tensors: list[Tensor]) -> bool:
     return all([tensor.is_cpu for tensor in tensors])
 
 
-def check_gradients(ctx: DistContext) -> None:
-    """Check that gradients can be sent between the ranks of a context.
+def in_pieces(
+    ctx: DistContext,
+    call: Call,
+    tensors: Sequence[Tensor],
+    run: Callable[[list[Tensor], Any], Tensor],
+    *,
+    joined: bool = False,
+) -> list[Tensor]:
+    """Carry out a collective of tensors that do not fit in a packet.
 
-    Raises:
-        CollectiveError: torch_xla, whose collectives are not torch's, connects them.
+    A collective of many tensors copies them into a buffer; of one tensor it needs none. So the
+    memory beyond arguments and results does not grow with the tree.
+
+    Args:
+        call: For the error if a rank never joins.
+        run: The collective of one of `pieces` over a group. Returns its values, 1-D for a tensor,
+            of one rank or several: (ranks, values).
+        joined: As for `split_rows`, which splits them.
     """
-    if ctx.world_size > 1 and ctx.device.type == "xla":
-        raise CollectiveError(
-            "gather(grad=True) is not supported on xla. Call torch_xla's all_gather, which is "
-            "differentiable, in the loss."
-        )
+    out: dict[int, Tensor] = {}
+    for places in pieces(tensors):
+        piece = [tensors[place] for place in places]
+        group = ctx.comm.control if piece[0].is_cpu else ctx.comm.group
+        with rank_loss_guard(ctx, call):
+            rows = run(piece, group)
+        out |= zip(places, split_rows(rows, piece, joined=joined), strict=True)
+    return [out[place] for place in range(len(tensors))]
+
+
+def pieces(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The places of tensors that are sent together: those of one device and dtype, in order.
+
+    Each piece but that of a single tensor has `PIECE_BYTES` at most.
+    """
+    out: list[list[int]] = []
+    last: dict[Any, tuple[list[int], int]] = {}  # by kind, its last piece and the bytes of that
+    for place, tensor in enumerate(tensors):
+        kind = (tensor.device.type, tensor.dtype)
+        piece, size = last.get(kind, ([], 0))
+        if not piece or size + tensor.nbytes > PIECE_BYTES:
+            piece, size = [], 0
+            out.append(piece)
+        piece.append(place)
+        last[kind] = piece, size + tensor.nbytes
+    return out
+
+
+def gather_piece(piece: list[Tensor], ranks: int, group: Any) -> Tensor:
+    """The values of all ranks, (ranks, values), by one all-gather."""
+    flat = _flattened(piece)
+    rows = flat.new_empty((ranks, flat.numel()))
+    if flat.device.type == "xla":
+        received = [torch.empty_like(flat) for _ in range(ranks)]
+        dist.all_gather(received, flat, group=group)
+        return torch.stack(received)
+    if flat.is_cpu:
+        dist.all_gather(list(_octets(rows)), _octets(flat), group=group)
+    else:
+        _gather_into(_octets(rows.view(-1)), _octets(flat), group=group)
+    return rows
+
+
+def broadcast_piece(piece: list[Tensor], src: int, group: Any, *, sends: bool) -> Tensor:
+    """The values of one rank, given by its global rank, as (1, values), by one broadcast.
+
+    Args:
+        sends: This is that rank. The values of others are not read.
+    """
+    first = piece[0]
+    if sends or first.device.type == "xla":
+        flat = _flattened(piece)
+        flat = flat.clone() if len(piece) == 1 else flat
+    else:
+        flat = first.new_empty(sum([tensor.numel() for tensor in piece]))
+    dist.broadcast(_octets(flat), src=src, group=group)
+    return flat[None]
+
+
+def _flattened(piece: list[Tensor]) -> Tensor:
+    """The values of tensors of one dtype; those of a single contiguous tensor without a copy."""
+    parts = [tensor.resolve_conj().resolve_neg().reshape(-1) for tensor in piece]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _octets(tensor: Tensor) -> Tensor:
+    """The same memory as bytes, since libraries lack some dtypes; XLA gives no access to it."""
+    return tensor if tensor.device.type == "xla" else tensor.view(torch.uint8)
 
 
 def with_gradient(own: Tensor, whole: Tensor, ctx: DistContext) -> Tensor:
@@ -344,7 +429,7 @@ class _Gathered(torch.autograd.Function):
         return mine, None
 
 
-def check_reducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) -> None:
+def _check_reducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) -> None:
     """Refuse unsupported reductions; call it once the ranks have compared their leaves.
 
     Args:
@@ -369,37 +454,23 @@ def check_reducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) -
         )
 
 
-def fold(rows: Tensor, op: str) -> Tensor:
+def _fold(rows: Tensor, op: str) -> Tensor:
     """Combine (ranks, ...) in rank order, so that the result is bitwise equal on every rank."""
     return _narrow(_FOLDS[op](_widen(rows, op)), rows.dtype, op, len(rows))
 
 
-def all_reduce(ctx: DistContext, call: Call, tensors: list[Tensor], op: str) -> list[Tensor]:
-    """Combine tensors over ranks with one all-reduce per dtype and device, and each of `pieces`."""
-
-    def run(piece: list[Tensor], group: Any) -> list[Tensor]:
-        return _reduced(piece, op, ctx.world_size, group)
-
-    return in_pieces(ctx, call, tensors, run, by_dtype=True)
-
-
-def _reduced(piece: list[Tensor], op: str, ranks: int, group: Any) -> list[Tensor]:
-    """New tensors, from one buffer: `piece` has one dtype."""
-    parts = [tensor.reshape(-1) for tensor in piece]
-    flat = torch.cat(parts) if len(parts) > 1 else parts[0].resolve_conj()
+def _reduced(piece: list[Tensor], op: str, ranks: int, group: Any) -> Tensor:
+    """New combined values, (1, values)."""
+    flat = _flattened(piece)
     wide = _widen(flat, op)
-    if wide is parts[0]:  # the caller's memory
-        wide = wide.clone(memory_format=torch.contiguous_format)
+    if wide is flat and len(piece) == 1:  # may be the caller's memory
+        wide = wide.clone()
     if wide.is_complex() and op == "product":  # does not act on real and imaginary separately
-        rows = [torch.empty_like(wide) for _ in range(ranks)]
-        dist.all_gather(rows, wide, group=group)
-        wide = torch.stack(rows).prod(0)
+        wide = gather_piece([wide], ranks, group).prod(0)
     else:
         sent = torch.view_as_real(wide) if wide.is_complex() else wide
         dist.all_reduce(sent, op=_OPS[op], group=group)
-    done = _narrow(wide, piece[0].dtype, op, ranks)
-    sizes = [tensor.numel() for tensor in piece]
-    return [part.view(t.shape) for part, t in zip(done.split(sizes), piece, strict=True)]
+    return _narrow(wide, flat.dtype, op, ranks)[None]
 
 
 def _widen(tensor: Tensor, op: str) -> Tensor:

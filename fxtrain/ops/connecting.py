@@ -130,16 +130,13 @@ def set_defaults(variables: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
-def launched_plan(env: Mapping[str, str] | None = None) -> Plan | None:
+def launched_plan() -> Plan | None:
     """The plan that came with the launch; None if there was none.
-
-    Args:
-        env: Variables to read instead of the process's environment.
 
     Raises:
         PlanError: the variable FXTRAIN_PLAN contains no plan.
     """
-    return plan_in(os.environ if env is None else env)
+    return plan_in(os.environ)
 
 
 def close(ctx: DistContext) -> None:
@@ -349,16 +346,14 @@ def _open_axis(
     comm.state.opened_groups += [group] if comm.simulated else [group, control]
     if device.type == "xla":
         xla_runtime.register_subgroups(group, device, parts)
-    return Comm(
+    return attrs.evolve(
+        comm,
         group=group,
         control=control,
-        store=comm.store,
         name=f"{name}{mine[0]}",
         ranks=tuple(mine),
-        timeout_s=comm.timeout_s,
-        checks=comm.checks,
-        simulated=comm.simulated,
-        key=comm.key,
+        close=Comm().close,
+        state=CommState(),
     )
 
 

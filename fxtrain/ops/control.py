@@ -12,7 +12,6 @@ import attrs
 from fxtrain.errors import CollectiveError, ContextError
 from fxtrain.ops.objects import any_rank, gather_objects
 from fxtrain.ops.transport.exchange import CallState, exchange_texts
-from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext, Position
 from fxtrain.state.context import check_connected
@@ -42,7 +41,7 @@ def main_first(ctx: DistContext) -> Iterator[None]:
         ...     with fx.ops.main_first(ctx):
         ...         rows = list(range(3))
     """
-    check_is_context("main_first", ctx)
+    check_connected("main_first", ctx)
     state = ctx.comm.slot(CallState)
     if ctx.world_size == 1 or state.in_main_first:
         yield
@@ -107,7 +106,7 @@ def on_rank(fn: Callable[[], T], ctx: DistContext, *, rank: int) -> T | None:
         ...     fx.ops.on_rank(lambda: ctx.rank, ctx, rank=-1)
         0
     """
-    check_is_context("on_rank", ctx)
+    check_connected("on_rank", ctx)
     if not -ctx.world_size <= rank < ctx.world_size:
         raise CollectiveError(
             f"on_rank(rank={rank}): no such rank. This context has ranks 0 to {ctx.world_size - 1}."
@@ -130,7 +129,7 @@ def say(text: object, ctx: DistContext, *, everyone: bool = False) -> None:
         ...     fx.ops.say("epoch 1", ctx)
         epoch 1
     """
-    check_is_context("say", ctx)
+    check_connected("say", ctx)
     lines = [str(text)]
     if everyone:
         texts = gather_objects(str(text), ctx)

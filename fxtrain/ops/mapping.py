@@ -2,40 +2,34 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, overload
-
-from torch import Tensor
-from torch.utils.data import Dataset
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 from fxtrain.errors import CollectiveError, DataError
 from fxtrain.ops.objects import agree, gather_objects
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.splitting import length_of, select, split
 from fxtrain.ops.transport.exchange import CallState
-from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.state import DistContext
+from fxtrain.state.context import check_connected
 
 _POLL_S = 0.02
 _Places = list[int]
 K = TypeVar("K")
 R = TypeVar("R")
 T = TypeVar("T")
-_Items = Sequence[T] | Dataset[T]
+T_co = TypeVar("T_co", covariant=True)
+
+
+class _Items(Protocol[T_co]):
+    """A sequence, a tensor, an array or a dataset."""
+
+    def __getitem__(self, index: int, /) -> T_co: ...
 
 
 @overload
 def map(
     fn: Callable[[T], R],
     items: _Items[T],
-    ctx: DistContext,
-    *,
-    batch: None = None,
-    order: Literal["static", "dynamic"] = "static",
-) -> list[R]: ...
-@overload
-def map(
-    fn: Callable[[Tensor], R],
-    items: Tensor,
     ctx: DistContext,
     *,
     batch: None = None,
@@ -100,7 +94,7 @@ def map(
         ...     fx.ops.map(lambda words: [len(word) for word in words], ["a", "bcd"], ctx, batch=8)
         [1, 3]
     """
-    check_is_context("map", ctx)
+    check_connected("map", ctx)
     count = _checked(items, batch, order)
     agree((count, batch, order), ctx, name="what to map (items, batch, order)")
     taken: dict[int, Any] = {}

@@ -9,9 +9,9 @@ from fxtrain._words import canonical_text
 from fxtrain.errors import CollectiveError
 from fxtrain.ops.collectives import broadcast_packed, gather_packed
 from fxtrain.ops.transport.exchange import EMPTY, compare, exchange_payloads
-from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packing import Packed
 from fxtrain.state import DistContext
+from fxtrain.state.context import check_connected
 
 T = TypeVar("T")
 
@@ -24,8 +24,9 @@ def gather_objects(obj: T, ctx: DistContext) -> list[T]:
 
     Effects:
         One exchange of packets, and an all-gather if an object is large. Objects are sent as
-        pickles between the ranks of this run. Objects other than plain values, CPU tensors and
-        containers of them need a second exchange, in which ranks report whether they unpickled.
+        pickles between the ranks of this run, and tensors and arrays in them as bytes, without
+        gradient. Objects other than plain values, these and containers of them need a second
+        exchange, in which ranks report whether they unpickled.
 
     Raises:
         CollectiveError: an object does not pickle, a rank cannot unpickle it, or a rank never
@@ -37,7 +38,7 @@ def gather_objects(obj: T, ctx: DistContext) -> list[T]:
         ...     fx.ops.gather_objects({"rank": ctx.rank}, ctx)
         [{'rank': 0}]
     """
-    check_is_context("gather_objects", ctx)
+    check_connected("gather_objects", ctx)
     return gather_packed("gather_objects", _as_leaf(obj), ctx)
 
 
@@ -57,7 +58,7 @@ def broadcast_object(obj: T, ctx: DistContext, src: int = 0) -> T:
         ...     fx.ops.broadcast_object("run-7", ctx)
         'run-7'
     """
-    check_is_context("broadcast_object", ctx)
+    check_connected("broadcast_object", ctx)
     return broadcast_packed("broadcast_object", _as_leaf(obj), ctx, src)
 
 
@@ -80,7 +81,7 @@ def barrier(ctx: DistContext) -> None:
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     fx.ops.barrier(ctx)
     """
-    check_is_context("barrier", ctx)
+    check_connected("barrier", ctx)
     exchange_payloads(ctx, ("barrier", ""), EMPTY)
 
 
@@ -107,7 +108,7 @@ def agree(value: T, ctx: DistContext, name: str = "value") -> T:
         ...     fx.ops.agree(32, ctx, name="batch size")
         32
     """
-    check_is_context("agree", ctx)
+    check_connected("agree", ctx)
     if ctx.world_size > 1:
         compare(ctx, ("agree", f"{name}={canonical_text(value)}"))
     return value
@@ -158,7 +159,7 @@ def all_ranks(flag: object, ctx: DistContext) -> bool:
 
 
 def _flags(op: str, flag: object, ctx: DistContext) -> list[bool]:
-    check_is_context(op, ctx)
+    check_connected(op, ctx)
     mine, unclear = False, None
     try:
         mine = bool(flag)

@@ -1,14 +1,11 @@
 """Opening process groups within a time, by their members alone, and for a second context."""
 
-import contextlib
-import errno
 import json
-import os
-import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -17,12 +14,13 @@ import torch
 from torch import distributed as dist
 
 from fxtrain.errors import ContextError
-from fxtrain.ops.closing import answered, within
+from fxtrain.ops.closing import answered, read_views, within
 from fxtrain.ops.devices import check_own_device
 from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.ops.transport.exchange import CallState, rank_loss_guard, settle
-from fxtrain.ops.transport.mismatches import by_rank, check_is_context, ranks_on
+from fxtrain.ops.transport.mismatches import by_rank, ranks_on
 from fxtrain.state import Comm, CommState, DistContext
+from fxtrain.state.context import check_connected
 from fxtrain.state.topology import Topology
 
 # An error comes at most two seconds after the timeout.
@@ -30,7 +28,6 @@ _MORE_S = 0.25  # for torch's own error, which comes at the timeout
 _LOOK_S = 0.6  # to read what other ranks have written, and then for them to fail too
 _ANSWER_S = 0.15
 _PROBE_S = 0.4
-_POLL_INTERVAL_S = 0.05
 _DISCARD = 9  # a port where usually nothing listens
 _MANY = 1000  # more than a process has groups open
 
@@ -138,7 +135,13 @@ def _message(topology: Topology, store: Any, backend: str, error: Exception) -> 
         for place, why in _unreached(places).items()
     ]
     errors[topology.rank] = first_line(error) + f" It does not reach {'; '.join(far)}." * bool(far)
-    known = known and _ask_others(topology, store, errors)
+    until = time.monotonic() + _LOOK_S
+
+    def ask() -> None:
+        store.set(f"unopened/{topology.rank}", errors[topology.rank])
+        read_views(store, {rank: {f"unopened/{rank}": ""} for rank in ranks}, errors, until)
+
+    known = known and answered(_LOOK_S + _ANSWER_S, ask)
     silent = "has told no error so far" if known else "unknown, since the store does not answer"
     views = [(rank, errors.get(rank, silent)) for rank in ranks]
     did = f"did not reach {'; '.join(far)} to open" if far else "could not open"
@@ -152,47 +155,26 @@ def _message(topology: Topology, store: Any, backend: str, error: Exception) -> 
     )
 
 
-def _ask_others(topology: Topology, store: Any, errors: dict[int, str]) -> bool:
-    """Add what other ranks tell within a moment; whether the store answers."""
-    deadline = time.monotonic() + _LOOK_S
-
-    def ask() -> None:
-        store.set(f"unopened/{topology.rank}", errors[topology.rank])
-        while len(errors) < topology.world_size and time.monotonic() < deadline:
-            for rank in set(range(topology.world_size)) - errors.keys():
-                if time.monotonic() < deadline and store.check([f"unopened/{rank}"]):
-                    errors[rank] = store.get(f"unopened/{rank}").decode()
-            time.sleep(_POLL_INTERVAL_S)
-
-    return answered(_LOOK_S + _ANSWER_S, ask)
-
-
-def _unreached(places: Iterable[str]) -> dict[str, str]:
+def _unreached(places: Collection[str]) -> dict[str, str]:
     """Of addresses, those that do not answer a connection within a moment, and why.
 
     A machine that refuses it answers.
     """
-    why: dict[str, str] = {}
-    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
-        for place in places:
-            probe = opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            probe.settimeout(0)
-            code = probe.connect_ex((place, _DISCARD))
-            if code == errno.EINPROGRESS:
-                selector.register(probe, selectors.EVENT_WRITE, (place, probe))
-                why[place] = "no answer"
-            elif code not in (0, errno.ECONNREFUSED):
-                why[place] = os.strerror(code)
-        deadline = time.monotonic() + _PROBE_S
-        while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left_s):
-                place, probe = key.data
-                selector.unregister(probe)
-                code = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                del why[place]
-                if code not in (0, errno.ECONNREFUSED):
-                    why[place] = os.strerror(code)
-    return why
+
+    def probe(place: str) -> str:
+        try:
+            socket.create_connection((place, _DISCARD), _PROBE_S).close()
+        except ConnectionRefusedError:
+            return ""
+        except TimeoutError:
+            return "no answer"
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
+    with ThreadPoolExecutor(max_workers=len(places) or 1) as pool:
+        why = dict(zip(places, pool.map(probe, places), strict=True))
+    return {place: text for place, text in why.items() if text}
 
 
 def duplicate(ctx: DistContext) -> DistContext:
@@ -215,7 +197,7 @@ def duplicate(ctx: DistContext) -> DistContext:
         ...     fx.ops.duplicate(ctx).world_size
         1
     """
-    check_is_context("duplicate", ctx)
+    check_connected("duplicate", ctx)
     comm, fresh = ctx.comm, CommState()
     comm.state.children.add(fresh)
     if ctx.world_size == 1 or comm.simulated:

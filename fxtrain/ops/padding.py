@@ -15,9 +15,9 @@ from fxtrain.errors import DataError
 from fxtrain.ops.collectives import gather_packed
 from fxtrain.ops.same_errors import raise_together
 from fxtrain.ops.transport.exchange import exchange_payloads
-from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packing import Back, as_tensor, is_array, pack, packed_leaves
 from fxtrain.state import Batch, DistContext
+from fxtrain.state.context import check_connected
 
 _STATIC = {"static": True}
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def pad(
         ...     fx.ops.unpad(fx.ops.gather(padded, ctx), ctx), padded.lengths
         (tensor([0, 1, 2]), ((3,),))
     """
-    check_is_context("pad", ctx)
+    check_connected("pad", ctx)
     packed = pack(tree)
     tensors = list(packed.tensors.values())
     mine = [t.shape[dim] if _has_dim(t, dim) else -1 for t in tensors]
@@ -223,7 +223,7 @@ def gather_valid(tree: T, batch: Batch, ctx: DistContext) -> T:
         (tensor([0, 2, 4]), [0, 1, 2])
         (tensor([6, 8]), [3, 4])
     """
-    check_is_context("gather_valid", ctx)
+    check_connected("gather_valid", ctx)
     here = ctx.axis("data") if len(batch.sizes) != ctx.world_size else ctx
     leaves, shape = _tree.flatten(tree, _is_rows)
     rows_of_batch = len(batch.valid)

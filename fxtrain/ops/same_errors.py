@@ -9,9 +9,10 @@ from fxtrain import errors
 from fxtrain.errors import CheckpointError, CollectiveError, FxError, PlanError
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.transport.exchange import exchange_texts
-from fxtrain.ops.transport.mismatches import by_rank, check_is_context
+from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
+from fxtrain.state.context import check_connected
 
 
 def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
@@ -32,7 +33,7 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     fx.ops.raise_together(None, ctx)
     """
-    check_is_context("raise_together", ctx)
+    check_connected("raise_together", ctx)
     if ctx.world_size > 1:
         mine = "" if problem is None else error_text(problem)
         texts = exchange_texts(ctx, ("raise_together", "", mine), mine)

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from fxtrain.errors import CollectiveError, DataError
 from fxtrain.ops.transport.exchange import EMPTY, exchange_payloads, rank_loss_guard
-from fxtrain.ops.transport.mismatches import check_is_context, check_source_rank
+from fxtrain.ops.transport.mismatches import check_source_rank
 from fxtrain.ops.transport.packing import is_array
 from fxtrain.ops.transport.pickled import (
     dump,
@@ -21,6 +21,7 @@ from fxtrain.ops.transport.pickled import (
     unpickles_anywhere,
 )
 from fxtrain.state import DistContext
+from fxtrain.state.context import check_connected
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -53,7 +54,7 @@ def split(value: Any, ctx: DistContext, *, pad: bool = False) -> Any:
         ...     fx.ops.split(["a", "b", "c"], ctx)
         ['a', 'b', 'c']
     """
-    check_is_context("split", ctx)
+    check_connected("split", ctx)
     length = length_of(value)
     share, extra = divmod(length, ctx.world_size)
     start = ctx.rank * share + min(ctx.rank, extra)
@@ -165,7 +166,7 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, src: int = 0) -> T:
         ...     fx.ops.scatter([{"x": torch.arange(2)}], ctx)
         {'x': tensor([0, 1])}
     """
-    check_is_context("scatter", ctx)
+    check_connected("scatter", ctx)
     check_source_rank("scatter", src, ctx)
     call = ("scatter", f"src={src}")
     blobs: list[Tensor] = []

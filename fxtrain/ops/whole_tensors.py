@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 from fxtrain._reading import StrPath, path_problem, write_file
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.same_errors import fail_together
-from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.precision.library import is_sharded
 from fxtrain.precision.quantizing import quantized_layers, stored_tensors
 from fxtrain.state import DistContext, TensorIndex, Weight
@@ -213,7 +212,6 @@ def save(obj: object, path: StrPath, ctx: DistContext) -> None:
         >>> sorted(safetensors.torch.load_file(path))
         ['bins.0', 'mean']
     """
-    check_is_context("save", ctx)
     check_connected("save", ctx)
     with fail_together(ctx, f"save to {path}"):
         if ctx.rank == 0:
@@ -238,11 +236,19 @@ def _to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
 
 def _on_host(obj: Any) -> dict[str, Tensor]:
     """The tensors of a container by name, each with memory of its own."""
+    if not isinstance(obj, Mapping):
+        raise CheckpointError(
+            f"save takes a dict of tensors, found {type(obj).__name__}. Name what is written: "
+            f'fx.ops.save({{"x": value}}, path, ctx).'
+        )
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
-    _collect(obj, "", tensors)
-    for name, tensor in tensors.items():
-        value = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    for name, leaf in _named(obj):
+        if name in tensors:
+            raise CheckpointError(f"Two tensors are named {name!r}. Rename one of their keys.")
+        if problem := _problem(leaf):
+            raise CheckpointError(f"{name} is a {problem}")
+        value = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
         address = value.untyped_storage().data_ptr()
         # The format has no tensors that share memory.
         tensors[name] = value.clone() if address in storages else value
@@ -250,33 +256,31 @@ def _on_host(obj: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def _collect(obj: Any, path: str, tensors: dict[str, Tensor]) -> None:
-    if isinstance(obj, Mapping) or (path and isinstance(obj, list | tuple)):
-        items = obj.items() if isinstance(obj, Mapping) else enumerate(obj)
-        for key, value in items:
-            _collect(value, f"{path}.{key}" if path else str(key), tensors)
+def _named(obj: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What nested containers hold, by their keys and indices."""
+    if not isinstance(obj, Mapping | list | tuple):
+        yield path, obj
         return
-    if not path:
-        raise CheckpointError(
-            f"save takes a dict of tensors, found {type(obj).__name__}. Name what is written: "
-            f'fx.ops.save({{"x": value}}, path, ctx).'
-        )
-    if not isinstance(obj, Tensor):
-        raise CheckpointError(
-            f"{path} is a {type(obj).__name__}, and a safetensors file contains only tensors. "
+    for key, value in obj.items() if isinstance(obj, Mapping) else enumerate(obj):
+        yield from _named(value, f"{path}.{key}" if path else str(key))
+
+
+def _problem(leaf: Any) -> str:
+    """Why a value cannot be written, with what to do; empty if it can."""
+    if not isinstance(leaf, Tensor):
+        return (
+            f"{type(leaf).__name__}, and a safetensors file contains only tensors. "
             f"Pass torch.tensor(value), or write other values as JSON: "
             f"fx.ops.on_main(lambda: Path(path).write_text(json.dumps(value)), ctx)."
         )
-    if is_sharded(obj):
-        raise CheckpointError(
-            f"{path} is a DTensor, of which this rank has only a part. Pass tensor.full_tensor(), "
-            f"called on every rank; fx.weights(model) gives the full weights of a model."
+    if is_sharded(leaf):
+        return (
+            "DTensor, of which this rank has only a part. Pass tensor.full_tensor(), "
+            "called on every rank; fx.weights(model) gives the full weights of a model."
         )
-    if obj.layout is not torch.strided or obj.is_meta or obj.is_quantized:
-        raise CheckpointError(
-            f"{path} is a {obj.layout} tensor on {obj.device}, which a safetensors file cannot "
-            f"hold. Save a dense tensor with values."
+    if leaf.layout is not torch.strided or leaf.is_meta or leaf.is_quantized:
+        return (
+            f"{leaf.layout} tensor on {leaf.device}, which a safetensors file cannot hold. Save a "
+            f"dense tensor with values."
         )
-    if path in tensors:
-        raise CheckpointError(f"Two tensors are named {path!r}. Rename one of their keys.")
-    tensors[path] = obj
+    return ""

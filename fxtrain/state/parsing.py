@@ -92,27 +92,19 @@ def parse_yaml(text: str) -> Any:
     yaml: Any = optional("yaml", extra="files", needed_by="A file in YAML")
     if len(text) > _MAX_YAML:
         raise ValueError(f"it has {len(text)} characters; YAML is limited to {_MAX_YAML}.")
+    depth = 0
     try:
-        loader = yaml.SafeLoader(text)
-        compose, depth = loader.compose_node, 0
-
-        def compose_checked(parent: Any, index: Any) -> Any:
-            nonlocal depth
-            if loader.check_event(yaml.AliasEvent):
-                event = loader.peek_event()
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
                 raise ValueError(
                     f"line {event.start_mark.line + 1}: aliases (*{event.anchor}) are not "
                     f"supported. Write the value out."
                 )
-            depth += 1
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > _MAX_DEPTH:
                 raise ValueError("it is nested too deeply")
-            node = compose(parent, index)
-            depth -= 1
-            return node
-
-        loader.compose_node = compose_checked
-        return loader.get_single_data()
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except (LookupError, AttributeError, TypeError, OverflowError) as error:  # of !!bool x, say

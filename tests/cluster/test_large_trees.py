@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxtrain import ops
-from fxtrain.ops.transport import large
+from fxtrain.ops import collectives
 from fxtrain.testing import count_collectives
 
 MIB = 2**20
@@ -57,17 +57,18 @@ def _pieces(ctx):
     whole, sent = [], []
 
     def gather(piece, group):
-        return large.gather_piece(piece, ctx.world_size, group, joined=True)
+        return collectives.gather_piece(piece, ctx.world_size, group)
 
     def send(piece, group):
-        return large.broadcast_piece(piece, 1, group, sends=ctx.rank == 1)
+        return collectives.broadcast_piece(piece, 1, group, sends=ctx.rank == 1)
 
-    for most in (1, 64, large.PIECE_BYTES):
+    for most in (1, 64, collectives.PIECE_BYTES):
         with pytest.MonkeyPatch.context() as patch, count_collectives() as traffic:
-            patch.setattr(large, "PIECE_BYTES", most)
-            whole.append(large.in_pieces(ctx, ("gather", ""), tree, gather))
-            sent.append(large.in_pieces(ctx, ("broadcast", ""), tree, send))
-            number = len(large.pieces(tree))
+            patch.setattr(collectives, "PIECE_BYTES", most)
+            whole.append(collectives.in_pieces(ctx, ("gather", ""), tree, gather, joined=True))
+            rows = collectives.in_pieces(ctx, ("broadcast", ""), tree, send)
+            sent.append([row[0] for row in rows])
+            number = len(collectives.pieces(tree))
         assert traffic.counts == {"broadcast": number, "all_gather": number}
     for other in range(2):
         torch.testing.assert_close(whole[other], whole[2], rtol=0, atol=0)
@@ -81,9 +82,9 @@ def test_pieces_of_any_size_give_the_same_values(pair):
 
 
 def test_pieces_keep_the_order_and_their_limit(monkeypatch):
-    monkeypatch.setattr(large, "PIECE_BYTES", 31)
+    monkeypatch.setattr(collectives, "PIECE_BYTES", 31)
     tensors = [torch.empty(n, dtype=torch.uint8, device="meta") for n in (0, 10, 20, 100, 0, 30, 1)]
-    assert large.pieces(tensors) == [[0, 1, 2], [3], [4, 5, 6]]
-    assert large.pieces([]) == []
+    assert collectives.pieces(tensors) == [[0, 1, 2], [3], [4, 5, 6]]
+    assert collectives.pieces([]) == []
     tensors[1] = tensors[1].char()
-    assert large.pieces(tensors, by_dtype=True) == [[0, 2], [1], [3], [4, 5, 6]]
+    assert collectives.pieces(tensors) == [[0, 2], [1], [3], [4, 5, 6]]

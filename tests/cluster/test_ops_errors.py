@@ -203,5 +203,5 @@ def test_a_lagged_check_is_settled_by_the_next_call(pair):
     ],
 )
 def test_what_is_no_context_is_refused(call):
-    with pytest.raises(ContextError, match="Pass the value first, then the context"):
+    with pytest.raises(ContextError, match="Check the order of the arguments"):
         call()

@@ -8,7 +8,7 @@ from torch import distributed as dist
 
 import fxtrain as fx
 from fxtrain.ops import opening, xla_runtime
-from fxtrain.ops.transport.large import broadcast_piece, gather_piece
+from fxtrain.ops.collectives import broadcast_piece, gather_piece
 from fxtrain.state.topology import Topology
 
 pytestmark = pytest.mark.xla
@@ -54,19 +54,19 @@ def _recorded(ctx):
         patch.setattr(dist, "get_global_rank", lambda group, rank: rank)
         patch.setattr(dist, "all_gather", lambda out, x, group: group.allgather([out], [x]))
         patch.setattr(dist, "broadcast", _send)
-        rows = [t for v in (x, n) for t in gather_piece([v], RANKS, group, joined=True)]
-        sent = [t for v in (x, n) for t in broadcast_piece([v], 0, group, sends=False)]
+        rows = [gather_piece([v], RANKS, group).flatten() for v in (x, n)]
+        sent = [broadcast_piece([v], 0, group, sends=False)[0] for v in (x, n)]
         grads = [x.clone(), x.clone() * 2]
         xla_runtime.mean(grads, RANKS)
         xla_runtime.register_subgroups(group, ctx.device, [[0, 1]])
-        gather_piece([n], RANKS, group, joined=False)
+        gather_piece([n], RANKS, group)
         return [[t.tolist() for t in found] for found in (rows, sent, grads)], two.calls
 
 
 def test_collectives_of_values(alone):
     (((rows, sent, grads), calls),) = alone.run(_recorded)
     assert rows == [[1.0, 2.0, 3.0, 0.0, 1.0, 2.0], [6, 5]]
-    assert sent == [[1.0, 2.0, 3.0], 6]
+    assert sent == [[1.0, 2.0, 3.0], [6]]
     assert grads == [[0.5, 1.5, 2.5], [0.5, 2.5, 4.5]]
     assert calls == [
         *[("all_gather", (3,), []), ("all_gather", (1,), [])],
@@ -93,7 +93,7 @@ def _opened(ctx):
         )
         kinds = dist.get_backend(), dist.get_backend(control)
         x = torch.arange(2.0, device=ctx.device)
-        rows = gather_piece([x], 1, dist.group.WORLD, joined=True)
+        rows = gather_piece([x], 1, dist.group.WORLD)
         return rank, kinds, rows[0].tolist(), problem
     finally:
         dist.destroy_process_group()

@@ -221,7 +221,7 @@ def check_thread(ctx: DistContext) -> None:
         state.thread = me
         return
     raise CollectiveError(
-        f"Thread {running[me]!r} calls a collective at {call_site('').line} on a context owned by "
+        f"Thread {running[me]!r} calls a collective at {call_site('')[1]} on a context owned by "
         f"thread {running[state.thread]!r}. Calls of two threads would interleave differently on "
         f"each rank and mix up their values. Give each thread its own context: call "
         f"ops.duplicate(ctx) on every rank, in the thread that owns this one."

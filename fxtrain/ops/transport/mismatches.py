@@ -1,37 +1,21 @@
 """Error messages for failed collectives, with what each rank saw."""
 
-import json
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
-
-from fxtrain.errors import CollectiveError, ContextError
-from fxtrain.ops.closing import answered
+from fxtrain.errors import CollectiveError
+from fxtrain.ops.closing import answered, read_views
 from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state import DistContext
-from fxtrain.state.context import check_connected
 
 _HERE = str(Path(__file__).resolve().parents[2])
 # A lost rank is an error at most two seconds after the timeout, the end of the process included.
 _ANSWER_S = 1.0  # for the store to answer at all
 _ASK_S = 1.75  # for the other ranks to fail too, and to write where they waited
 _LAST_ANSWER_S = 0.15
-_POLL_INTERVAL_S = 0.05
-
-
-def check_is_context(op: str, ctx: object) -> None:
-    """Refuse anything but a context: value and context are easily swapped."""
-    if not isinstance(ctx, DistContext):
-        raise ContextError(
-            f"{op}: ctx is a {type(ctx).__name__}, not a context. Pass the value first, then the "
-            f"context: ops.gather(tree, ctx), with ctx = fx.detect()."
-        )
-    if ctx.comm.state.closed:
-        check_connected(op, ctx)
 
 
 def check_source_rank(op: str, src: int, ctx: DistContext) -> None:
@@ -42,23 +26,8 @@ def check_source_rank(op: str, src: int, ctx: DistContext) -> None:
         )
 
 
-@attrs.frozen
-class CallSite:
-    """The nearest call from outside fxtrain.
-
-    Attributes:
-        function: Of fxtrain, which was called.
-        line: File and line of the call.
-    """
-
-    function: str
-    line: str
-
-    def of(self, op: str, args: str) -> str:
-        """A collective, in words: that of the function which was called, if it has another name."""
-        if self.function == op:
-            return f"{op}({args}) at {self.line}"
-        return f"{self.function} at {self.line}, which calls {op}({args})"
+# The nearest call from outside fxtrain: the function of fxtrain, and the file and line.
+CallSite = tuple[str, str]
 
 
 def call_site(op: str) -> CallSite:
@@ -71,7 +40,15 @@ def call_site(op: str) -> CallSite:
         frame = frame.f_back
     # The functions that decorators make have no name that a user knows.
     named = op if not function or "<" in function else function
-    return CallSite(named, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+    return named, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _described(op: str, args: str, site: CallSite) -> str:
+    """A collective, in words: that of the function which was called, if it has another name."""
+    function, line = site
+    if function == op:
+        return f"{op}({args}) at {line}"
+    return f"{function} at {line}, which calls {op}({args})"
 
 
 def _is_fxtrain_file(filename: str) -> bool:
@@ -80,7 +57,7 @@ def _is_fxtrain_file(filename: str) -> bool:
 
 def mismatch_text(call: tuple[str, ...], site: CallSite) -> str:
     """What a rank tells the others about its call, for `mismatch_error`: the longest part last."""
-    return "\n".join([call[0], site.function, site.line, " ".join(call[1:])])
+    return "\n".join([call[0], *site, " ".join(call[1:])])
 
 
 def mismatch_error(ctx: DistContext, texts: list[str]) -> CollectiveError:
@@ -105,7 +82,7 @@ def mismatch_error(ctx: DistContext, texts: list[str]) -> CollectiveError:
             "Every rank must pass the same structure, dtypes and shapes. Pad ragged tensors "
             "with ops.pad first, or send them with ops.gather_objects."
         )
-    shown = [CallSite(function, line).of(op, args) for op, function, line, args in views]
+    shown = [_described(op, args, (function, line)) for op, function, line, args in views]
     lines = by_rank(enumerate(shown))
     return CollectiveError("\n".join([f"{summary} ({_where(ctx)}).", *lines, advice]), code="FX301")
 
@@ -127,26 +104,19 @@ def lost_rank_error(
         Marks the communicator as broken. Writes this rank's view to the store and reads
         those of the others, for 1.9 seconds at most; for 1 if the store does not answer.
     """
-    op, described = site.function, site.of(call[0], call[1])
+    op, described = site[0], _described(call[0], call[1], site)
     spent = "" if waited_s is None else f"{round(waited_s, 1):g} s "
-    views, words, hosts, problem = _ask_others(ctx, {"op": op, "site": site.line, "spent": spent})
-    waiting = [
-        (rank, f"waited {seen['spent']}in {seen['op']} at {seen['site']}")
-        for rank, seen in sorted(views.items())
-    ]
-    gone = [(rank, f"left with {word}") for rank, word in sorted(words.items()) if word]
-    gone += [(rank, "left") for rank, word in sorted(words.items()) if not word]
-    known = views.keys() | words.keys()
+    views, hosts, problem = _ask_others(ctx, f"waited {spent}in {op} at {site[1]}")
     never = f"never joined this {op}"
     if waited_s is not None:
         ended = "timed out" if waited_s >= 0.9 * ctx.comm.timeout_s else "failed"
         never += f" ({ended} after {waited_s:.3g} s)"
-    silent = [(rank, never) for rank in range(ctx.world_size) if rank not in known]
+    seen = [(rank, views.get(rank, never)) for rank in range(ctx.world_size)]
     message = "\n".join(
         [
             f"{described}{',' * (op != call[0])} did not complete ({_where(ctx)}, "
             f"timeout {ctx.comm.timeout_s:g} s).",
-            *by_rank(waiting + gone + silent, hosts),
+            *by_rank(seen, hosts),
             *([problem] if problem else []),
             f"torch says: {first_line(error)}",
             "Check the ranks that never joined: they failed, are still busy, or skipped "
@@ -157,35 +127,32 @@ def lost_rank_error(
     return CollectiveError(message, code="FX302")
 
 
-def _ask_others(
-    ctx: DistContext, view: dict[str, Any]
-) -> tuple[dict[int, dict[str, Any]], dict[int, str], dict[int, str], str]:
+def _ask_others(ctx: DistContext, view: str) -> tuple[dict[int, str], dict[int, str], str]:
     """What the store of the run tells of the ranks of a communicator.
 
     Returns:
-        By rank the views of those that failed in this communicator, the exit messages of those
-        that left, and machines, where there are several; and why the store could not be asked.
+        By rank the views of those that failed in this communicator or left, and machines, where
+        there are several; and why the store could not be asked.
     """
-    views: dict[int, dict[str, Any]] = {ctx.rank: view}
-    words: dict[int, str] = {}
-    hosts: dict[int, str] = {}
-    store = ctx.comm.store
+    views, hosts = {ctx.rank: view}, dict[int, str]()
+    store, name = ctx.comm.store, ctx.comm.name
     if store is None:
-        return views, words, hosts, ""
+        return views, hosts, ""
     deadline = time.monotonic() + min(_ASK_S, ctx.comm.timeout_s / 2)
+    keys = {
+        rank: {f"{name}/lost/{rank}": "", f"world/left/{number}": "left"}
+        for rank, number in enumerate(ctx.comm.ranks)
+    }
 
     def tell() -> None:
-        store.set(f"{ctx.comm.name}/lost/{ctx.rank}", json.dumps(view))
+        store.set(f"{name}/lost/{ctx.rank}", view)
         hosts.update(_hosts(ctx))
 
-    def ask() -> None:
-        while _read_others(ctx, views, words, deadline) and time.monotonic() < deadline:
-            time.sleep(_POLL_INTERVAL_S)
-
     known = answered(_ANSWER_S, tell)
-    left_s = max(0.0, deadline - time.monotonic())
-    problem = "" if known and answered(left_s + _LAST_ANSWER_S, ask) else _NO_STORE
-    return {**views}, {**words}, {**hosts}, problem  # a thread that still waits may write later
+    left_s = max(0.0, deadline - time.monotonic()) + _LAST_ANSWER_S
+    known = known and answered(left_s, lambda: read_views(store, keys, views, deadline))
+    # A thread that still waits may write later.
+    return {**views}, {**hosts}, "" if known else _NO_STORE
 
 
 _NO_STORE = (
@@ -202,22 +169,6 @@ def _hosts(ctx: DistContext) -> dict[int, str]:
     if not ctx.comm.store.check(keys) or ctx.num_nodes == 1:
         return {}
     return {rank: name.decode() for rank, name in enumerate(ctx.comm.store.multi_get(keys))}
-
-
-def _read_others(
-    ctx: DistContext, views: dict[int, dict[str, Any]], words: dict[int, str], deadline: float
-) -> bool:
-    """Read what other ranks have written since; whether some have written nothing."""
-    store, name = ctx.comm.store, ctx.comm.name
-    for rank in set(range(ctx.world_size)) - views.keys() - words.keys():
-        if time.monotonic() > deadline:  # a question per rank takes long at thousands of them
-            break
-        lost_key, left_key = f"{name}/lost/{rank}", f"world/left/{ctx.comm.ranks[rank]}"
-        if store.check([lost_key]):
-            views[rank] = json.loads(store.get(lost_key))
-        elif store.check([left_key]):
-            words[rank] = store.get(left_key).decode()
-    return len(views) + len(words) < ctx.world_size
 
 
 def by_rank(

@@ -28,25 +28,6 @@ _LEAST_S = 0.002  # and by how much, beside what scheduling adds to small models
 _SAMPLED = 4  # steps on a GPU, of which one is timed
 
 
-@attrs.frozen(kw_only=True)
-class SlowRank:
-    """A rank that computes for longer than the others.
-
-    Attributes:
-        rank: The rank.
-        host: Its machine.
-        device: Its device.
-        seconds: It computed in a step.
-        median: Of all ranks.
-    """
-
-    rank: int
-    host: str
-    device: str
-    seconds: float
-    median: float
-
-
 @attrs.define(eq=False)
 class Pace:
     """The pace of this rank, as the slot of a communicator and of its axes. It is mutable.
@@ -56,7 +37,7 @@ class Pace:
         waited_s: Time in fxtrain's collectives; only differences mean something.
         micros: Mean of `steps` when it was last complete, in microseconds; 0 before.
         fresh: Whether it has not been compared since.
-        slow: The ranks that were named, on rank 0.
+        slow: On rank 0, by rank, what was told of the slow ones: a row of a table.
     """
 
     steps: collections.deque[float] = attrs.field(
@@ -65,7 +46,7 @@ class Pace:
     waited_s: float = 0.0
     micros: int = 0
     fresh: bool = False
-    slow: dict[int, SlowRank] = attrs.field(factory=dict[int, SlowRank])
+    slow: dict[int, dict[str, Any]] = attrs.field(factory=dict[int, Any])
     _count: int = 0
     _own_s: float = 0.0
     _left: float | None = None  # when the last step ended, less what was waited until then
@@ -140,9 +121,13 @@ class Pace:
         device, host = "an unknown device", "an unknown host"
         if ctx.comm.store is not None and ctx.comm.store.check([f"pace/{rank}"]):
             device, host = ctx.comm.store.get(f"pace/{rank}").decode().split("\n")
-        self.slow[rank] = SlowRank(
-            rank=rank, host=host, device=device, seconds=seconds, median=median
-        )
+        self.slow[rank] = {
+            "rank": rank,
+            "host": host,
+            "device": device,
+            "ms per step": round(1000 * seconds, 1),
+            "median of ranks": round(1000 * median, 1),
+        }
         log(ctx, "fxtrain.ranks").warning(
             "Rank %d on %s (%s) computes for %.1f ms in a step, %.1f times the median of %d ranks "
             "(%.1f ms), over the last %d timed steps. The others wait for it. Look for other "

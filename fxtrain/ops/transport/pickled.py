@@ -47,12 +47,12 @@ class _Pickler(pickle.Pickler):
         self.unsure = False
 
     def reducer_override(self, obj: Any) -> Any:
-        kind = obj if isinstance(obj, type) else type(obj)
-        if kind is Tensor and obj is not Tensor and _has_plain_values(obj):
+        if type(obj) is Tensor and _has_plain_values(obj):
             plain = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
             self.tensors.append(plain)
             start, self.end = self.end, self.end + plain.nbytes
             return _values, (start, plain.dtype, plain.shape, obj.is_cpu)
+        kind = obj if isinstance(obj, type) else type(obj)
         if kind is not obj and getattr(obj, "shape", ()) and (array := as_tensor(obj)):
             tensor, back = array
             return back, (tensor,)
@@ -85,7 +85,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _values(start: int, dtype: torch.dtype, shape: torch.Size, is_cpu: bool) -> NoReturn:  # noqa: FBT001
     """What pickles name in place of a tensor: where its bytes are; read by `_Unpickler` only."""
-    raise NotImplementedError
+    raise AssertionError("only the name of this function is used")
 
 
 def dump(value: Any, ctx: DistContext) -> Tensor:
