@@ -134,7 +134,13 @@ def _children(tree: Any) -> _Node | None:
     if isinstance(tree, Mapping):
         return _mapping_children(tree, lambda: copy.copy(tree))
     if isinstance(tree, list):
-        return kind.__qualname__, range(len(tree)), list(tree), lambda xs: _refill(tree, xs)
+
+        def refill(children: list[Any]) -> Any:
+            new = copy.copy(tree)
+            new[:] = children
+            return new
+
+        return kind.__qualname__, range(len(tree)), list(tree), refill
     return None
 
 
@@ -179,9 +185,3 @@ def _registered_children(tree: Any, node: Any) -> _Node:
     children = list(children)
     name = type(tree).__qualname__
     return name, range(len(children)), children, lambda xs: node.unflatten_fn(xs, context)
-
-
-def _refill(original: list[Any], children: list[Any]) -> list[Any]:
-    new = copy.copy(original)
-    new[:] = children
-    return new
