@@ -19,6 +19,7 @@ from fxtrain._display import counted, read_bytes
 from fxtrain._reading import path_problem
 from fxtrain._record import few
 from fxtrain.errors import CheckpointError
+from fxtrain.models.block_names import own_names
 from fxtrain.models.folder import (
     ModelFile,
     commit,
@@ -177,11 +178,7 @@ def _stored_once(
 ) -> tuple[list[str], dict[str, str]]:
     """Names to store, and for each other name the stored name of the same tensor."""
     # transformers lists the tied weights that it expects under another name.
-    patterns = [
-        pattern
-        for part in (module.modules() if module is not None else ())
-        for pattern in getattr(part, "_tied_weights_keys", None) or ()
-    ]
+    patterns = own_names([] if module is None else list(module.modules()), "_tied_weights_keys")
     groups: dict[Hashable, list[str]] = {}
     for name, weight in weights.items():
         # "format" is a reserved key of a file's metadata.

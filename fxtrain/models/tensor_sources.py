@@ -253,9 +253,14 @@ def _open_file(path: Path, names: list[str] | None, stack: contextlib.ExitStack)
     if path.suffix == ".safetensors":
         file = _of_safetensors(path, stack)
     elif path.suffix in _PICKLES:
-        file = _of_pickle(path)
+        contents = load_weights_only(path, str(path), mmap=True)
+        if not isinstance(contents, Mapping):
+            kind = type(contents).__name__
+            raise CheckpointError(f"{path} contains a {kind}, not tensors by name.")
+        file = _of_tensors(dict(contents), str(path))
     elif path.suffix == ".gguf":
-        file = _of_gguf(path)
+        entries, values = read_gguf(path)
+        file = Source(what=str(path), entries=entries, others={}, read=_read_whole(values))
     else:
         raise CheckpointError(
             f"{path} has an unknown suffix. Pass a model file ({', '.join(_MODEL_SUFFIXES)}) or "
@@ -294,20 +299,9 @@ def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
     return Source(what=str(path), entries=entries, others=metadata, read=read, metadata=metadata)
 
 
-def _of_gguf(path: Path) -> Source:
-    entries, values = read_gguf(path)
-
-    def read(name: str, part: TensorIndex | None) -> Tensor:
-        return values(name) if part is None else _select(values(name), part)
-
-    return Source(what=str(path), entries=entries, others={}, read=read)
-
-
-def _of_pickle(path: Path) -> Source:
-    contents = load_weights_only(path, str(path), mmap=True)
-    if not isinstance(contents, Mapping):
-        raise CheckpointError(f"{path} contains a {type(contents).__name__}, not tensors by name.")
-    return _of_tensors(dict(contents), str(path))
+def _read_whole(values: Callable[[str], Tensor]) -> Read:
+    """A function that reads a part of a tensor from its full values."""
+    return lambda name, part: values(name) if part is None else _select(values(name), part)
 
 
 def _of_tensors(tensors: dict[Any, Any], what: str) -> Source:
@@ -319,15 +313,11 @@ def _of_tensors(tensors: dict[Any, Any], what: str) -> Source:
             f"the model's state dict."
         )
 
-    def read(name: str, part: TensorIndex | None) -> Tensor:
-        tensor: Any = tensors[name]
-        full = full_values(tensor)
-        return full if part is None else _select(full, part)
-
     entries = {
         name: FileTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
         for name, tensor in tensors.items()
     }
+    read = _read_whole(lambda name: full_values(tensors[name]))
     return Source(what=what, entries=entries, others={}, read=read)
 
 

@@ -8,29 +8,24 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fxtrain._optional import optional
 from fxtrain.errors import PlanError
-from fxtrain.precision.library import quiet
+from fxtrain.precision.library import linear_like
 from fxtrain.precision.targets import choose_linears
-from fxtrain.precision.torchao_layers import LOGGERS, has_float8, import_torchao
+from fxtrain.precision.torchao_layers import has_float8, import_torchao, quietly
 from fxtrain.state import MX, TE, Float8, Recipe
 
 _NEEDED_BY = "Plan(precision=fx.Precision(compute='fp8', recipe=...))"
 
 
-def _blank(part: Any) -> nn.Linear:
-    return nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
-
-
 def _modules() -> Any:
     import_torchao(_NEEDED_BY)
-    with quiet(*LOGGERS):
-        return importlib.import_module("fxtrain.precision.torchao_modules")
+    return quietly("fxtrain.precision.torchao_modules")
 
 
 # float8.
@@ -46,7 +41,7 @@ def _float8_config(recipe: Float8, *, gather: bool = False) -> Any:
 
 def _like_float8(part: nn.Linear, recipe: Float8, device: torch.device, seed: int) -> nn.Module:
     modules = _modules()
-    layer = modules.convert_to_float8_training(_blank(part), config=_float8_config(recipe))
+    layer = modules.convert_to_float8_training(linear_like(part), config=_float8_config(recipe))
     if device.type != "cuda":  # torchao's own layer only knows autocast of CUDA
         layer.__class__ = modules.Float8Linear
     return layer
@@ -61,9 +56,9 @@ def gather_in_float8(module: nn.Module, recipe: Float8) -> None:
     """
     modules = _modules()
     config = _float8_config(recipe, gather=True)
-    for part in module.modules():
-        if isinstance(part, modules.float8_linear.Float8Linear):
-            plain, layer = _blank(part), part
+    for layer in module.modules():
+        if isinstance(layer, modules.float8_linear.Float8Linear):
+            plain = linear_like(cast(nn.Linear, layer))
             plain.weight = layer.get_parameter("weight")
             layer.weight = modules.convert_to_float8_training(plain, config=config).weight
 

@@ -21,7 +21,7 @@ _INT4 = "torchao.prototype.quantization.int4"
 _SAFETENSORS = "torchao.prototype.safetensors.safetensors_utils"
 _MODULES = ("torchao.quantization", "torchao.prototype.quantization", _INT2_MODULE)
 # torchao and torch report kernels for other devices, and a decorator, when torchao is imported.
-LOGGERS = ("torchao", "torch.utils._pytree")
+_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def import_torchao(needed_by: str) -> Any:
@@ -30,15 +30,15 @@ def import_torchao(needed_by: str) -> Any:
     Raises:
         MissingPackageError: it is not installed.
     """
-    with quiet(*LOGGERS):
+    with quiet(*_LOGGERS):
         package = optional("torchao", extra="quant", needed_by=needed_by)
         importlib.import_module("torchao.quantization")
     return package
 
 
-def _quietly(name: str) -> Any:
+def quietly(name: str) -> Any:
     """A module of torchao, or over it, imported as `import_torchao` does."""
-    with quiet(*LOGGERS):
+    with quiet(*_LOGGERS):
         return importlib.import_module(name)
 
 
@@ -85,7 +85,7 @@ def _config(record: Record, device: torch.device) -> Any:
             else api.Float8WeightOnlyConfig()
         )
     if device.type == "cpu":
-        prototype = _quietly(_INT4)
+        prototype = quietly(_INT4)
         return prototype.PrototypeInt4WeightOnlyConfig(group_size=record.group)
     return api.Int4WeightOnlyConfig(group_size=record.group)
 
@@ -110,7 +110,7 @@ def torchao_config(part: nn.Module) -> dict[str, Any] | None:
 def _quantize(like: nn.Linear, record: Record) -> nn.Module:
     layer = linear_like(like)
     if record.weights == "int2":
-        layer.weight = _frozen(_quietly(_INT2_MODULE).int2_of(like.weight.detach(), record.group))
+        layer.weight = _frozen(quietly(_INT2_MODULE).int2_of(like.weight.detach(), record.group))
         return layer
     if like.weight.is_meta and record.weights == "int4":
         layer.weight = _frozen(_meta_int4(like.weight, record.group))
@@ -130,7 +130,7 @@ def _frozen(weight: Tensor) -> nn.Parameter:
 def _meta_int4(weight: Tensor, group: int) -> Tensor:
     """What the prototype for CPUs makes of a weight; itself, it takes CPU tensors only."""
     rows, columns = weight.shape
-    prototype = _quietly(_INT4)
+    prototype = quietly(_INT4)
     return prototype.Int4OpaqueTensor(
         torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta"),
         torch.empty(columns // group, rows, 2, dtype=weight.dtype, device="meta"),
@@ -161,7 +161,7 @@ def _facts(part: nn.Module) -> dict[str, Any]:
     if type(weight).__name__ == _INT2:
         names = weight.tensor_data_names
         return {"_type": _INT2, "_data": {"group": weight.group}, "_tensor_data_names": names}
-    support = _quietly(_SAFETENSORS)
+    support = quietly(_SAFETENSORS)
     return json.loads(json.dumps(weight, cls=support.TensorSubclassAttributeJSONEncoder))
 
 
@@ -172,7 +172,7 @@ def _build(
     inner = {name.removeprefix("_weight_"): tensor for name, tensor in tensors.items()}
     layer = linear_like(like)
     if facts["_type"] == _OPAQUE:
-        prototype = _quietly(_INT4)
+        prototype = quietly(_INT4)
         data = facts["_data"]
         weight = prototype.Int4OpaqueTensor(
             inner["qdata"],
@@ -182,11 +182,11 @@ def _build(
             None,
         )
     elif facts["_type"] == _INT2:
-        weight = _quietly(_INT2_MODULE).Int2Tensor(
+        weight = quietly(_INT2_MODULE).Int2Tensor(
             inner["qdata"], inner["scale"], facts["_data"]["group"]
         )
     else:
-        weight = _quietly(_SAFETENSORS).object_from_dict(
+        weight = quietly(_SAFETENSORS).object_from_dict(
             {**facts, "_data": {**facts["_data"], **inner}}
         )
         for name in ("act_quant_kwargs", "mm_config", "kernel_preference"):

@@ -150,6 +150,11 @@ def test_two_models_in_one_folder_are_told_apart(tmp_path):
 
 
 def test_a_folder_without_a_model_says_what_it_holds(tmp_path):
-    (tmp_path / "weights.safetensors").write_text("")
-    with pytest.raises(fx.CheckpointError, match=r"contains no model.*weights\.safetensors"):
+    state = {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
+    safetensors.torch.save_file(state, tmp_path / "weights.safetensors")
+    net = nn.Linear(1, 1)
+    load_model(tmp_path, net)
+    assert net.bias == 1
+    (tmp_path / "more.safetensors").write_text("")
+    with pytest.raises(fx.CheckpointError, match=r"contains no model.*more\.safetensors, weights"):
         load_model(tmp_path, nn.Linear(1, 1))
