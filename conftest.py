@@ -1,4 +1,4 @@
-"""Pools of real ranks, shared by every test of a session."""
+"""Pools of real ranks, shared by every test of a session, and a context of one rank."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 # The process of pytest-xdist that hands out the tests runs none, and does without torch.
 if TYPE_CHECKING:
+    from fxtrain import DistContext
     from fxtrain.testing import Cluster
 
 # Collection makes 600,000 objects that live to the end, which every search for garbage would visit.
@@ -25,7 +26,6 @@ _OFTEN = (
     "bitsandbytes",
     "fxtrain.cli.launch_command",
     "hypothesis.strategies",
-    "peft",
     "pytest",
     "sklearn.datasets",
     "sklearn.model_selection",
@@ -41,13 +41,20 @@ _OFTEN = (
 _HALVES = ("first half of tests/cluster on ranks", "second half of tests/cluster on ranks")
 
 _LIBRARY = Path(__file__).with_name("fxtrain")
+_TESTS = Path(__file__).with_name("tests")
 
 # Programs that tests launch, some of which read their arguments when they are imported.
 collect_ignore_glob = ["tests/launched/scripts/*"]
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leaves out modules of the library without examples, which need not be imported for it."""
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out modules of the library without examples, and lanes of which no test is selected.
+
+    Neither needs to be imported then.
+    """
+    lane = collection_path.name
+    if lane in _LANES and collection_path.parent == _TESTS:
+        return f"not {lane}" in config.option.markexpr or None
     if collection_path.suffix != ".py" or not collection_path.is_relative_to(_LIBRARY):
         return None
     if ">>>" not in collection_path.read_text():
@@ -57,6 +64,9 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     importlib.import_module(".".join(collection_path.parent.relative_to(_LIBRARY.parent).parts))
     return None
 
+
+# Folders whose tests all belong to the lane of that name.
+_LANES = ("deepspeed", "megatron", "nodes", "xla")
 
 # Names of parameters that are a number of ranks, or begin with one.
 _RANKS = ("cluster", "first", "n", "ranks", "then", "world")
@@ -165,6 +175,15 @@ def clusters() -> Iterator[dict[int, Cluster]]:
 def cluster(request: pytest.FixtureRequest, clusters: dict[int, Cluster]) -> Cluster:
     """Each pool in turn."""
     return clusters[request.param]
+
+
+@pytest.fixture
+def ctx() -> Iterator[DistContext]:
+    """A context of one rank, on the CPU."""
+    import fxtrain as fx
+
+    with fx.detect(env={}, device="cpu") as alone:
+        yield alone
 
 
 @pytest.fixture(scope="session")

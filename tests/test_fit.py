@@ -15,12 +15,6 @@ from fxtrain.loop.fit_entries import progress
 from fxtrain.trackers import read_run
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as found:
-        yield found
-
-
 def _made(ctx, rows=8):
     torch.manual_seed(0)
     model = fx.wrap(torch.nn.Linear(1, 1), ctx, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))

@@ -7,12 +7,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 import fxtrain as fx
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as found:
-        yield found
-
-
 class Batches(BatchSampler):
     """Not torch's own, so that a loader distributes its batches whole."""
 

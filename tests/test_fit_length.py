@@ -11,12 +11,6 @@ import fxtrain as fx
 from fxtrain.trackers import read_run
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as found:
-        yield found
-
-
 def _made(ctx, plan=None, *, rows=8, weight=None):
     plan = plan or fx.Plan(seed=3)
     torch.manual_seed(0)

@@ -41,12 +41,6 @@ def _held():
         implementation.write_file = write
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as found:
-        yield found
-
-
 def test_a_change_after_save_has_returned_is_not_saved(ctx, tmp_path):
     model = _model(ctx)
     before = {name: t.clone() for name, t in model.strategy.state(model).tensors.items()}

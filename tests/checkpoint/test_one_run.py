@@ -29,12 +29,6 @@ def test_all_ranks_hear_that_another_process_saves(pair, tmp_path):
     assert os.listdir(tmp_path) == ["update-0000000000"]
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as found:
-        yield found
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_under_way_keeps_others_out(ctx, background, tmp_path, monkeypatch):
     write, told = saving.write_file, []

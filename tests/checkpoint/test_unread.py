@@ -17,12 +17,6 @@ from fxtrain.cli import main
 DATA = "rank-00000.safetensors"
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as found:
-        yield found
-
-
 def _save(ctx, folder, *updates, **more):
     model = fx.wrap(nn.Linear(2, 2), ctx)
     for update in updates:

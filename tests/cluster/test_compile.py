@@ -8,12 +8,6 @@ import fxtrain as fx
 from tests.cluster._small_nets import train_small
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect({}, device="cpu") as found:
-        yield found
-
-
 def test_modules_of_torch_itself_are_compiled_too(ctx):
     from torch._dynamo.utils import counters
 

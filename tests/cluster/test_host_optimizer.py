@@ -17,12 +17,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as made:
-        yield made
-
-
 def _net():
     return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
 

@@ -9,12 +9,6 @@ import pytest
 import fxtrain as fx
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect({}, device="cpu") as found:
-        yield found
-
-
 def test_logging_knows_its_rank(ctx, caplog):
     import attrs
 

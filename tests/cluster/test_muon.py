@@ -22,12 +22,6 @@ PLANS = {
 }
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect({}, device="cpu") as alone:
-        yield alone
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

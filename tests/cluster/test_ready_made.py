@@ -101,12 +101,6 @@ def test_a_ready_made_optimizer_and_scheduler_train_as_factories_do(clusters, na
             assert name_a == name_b and torch.equal(a, b), name_a
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect({}, device="cpu") as opened:
-        yield opened
-
-
 def _step(ctx, model):
     batch = next(iter(fx.shard(DataLoader(torch.ones(4, 2), batch_size=4), ctx)))
     return fx.step(ctx, batch, fx.StepFns(model, lambda m, b: m(b.data).square().mean()))

@@ -117,12 +117,6 @@ def test_a_length_that_is_not_that_of_the_run_is_logged_once(
         assert re.search(says, line), line
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect({}, device="cpu") as found:
-        yield found
-
-
 def _plateau(optimizer):
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
 

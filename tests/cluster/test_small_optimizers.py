@@ -87,12 +87,6 @@ def _check(found):
     assert len(saved) == len(restored) and all(map(torch.equal, saved, restored))
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as made:
-        yield made
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_rank_resumes_bit_for_bit(ctx, name, tmp_path):
     _check(_resumed(ctx, name, str(tmp_path)))

@@ -210,12 +210,6 @@ def test_a_rank_that_leaves_the_loop_is_named(pair):
     assert not re.search(r"waited 0 s|failed after", str(first))  # the step does not measure it
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect({}, device="cpu") as found:
-        yield found
-
-
 def test_eval_and_train_modes(ctx):
     model = fx.wrap(small_net(), ctx)
     assert model.eval().module.training is False and model.train().module.training is True

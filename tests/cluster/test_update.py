@@ -49,12 +49,6 @@ def _table(n=8):
     return TensorDataset(x, (x.sum(1) > 0).long())
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect({}, device="cpu") as opened:
-        yield opened
-
-
 SGD = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
 
 

@@ -31,12 +31,6 @@ def test_loaders_that_disagree_are_an_error_everywhere(pair):
         assert isinstance(error, fx.CollectiveError) and "rows" in str(error)
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect({}, device="cpu") as found:
-        yield found
-
-
 def _one_batch(ctx, plan=fx.Plan()):  # noqa: B008
     return next(iter(fx.shard(DataLoader(small_data(), batch_size=4), ctx, plan)))
 

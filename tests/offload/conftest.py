@@ -1,4 +1,4 @@
-"""A context, a model in files, and the threads of a test."""
+"""A model in files, and the threads of a test."""
 
 import threading
 
@@ -6,12 +6,6 @@ import pytest
 
 import fxtrain as fx
 from fxtrain.testing import Transformer
-
-
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as made:
-        yield made
 
 
 @pytest.fixture

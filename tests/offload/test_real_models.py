@@ -27,12 +27,6 @@ def minilm():
     return minilm_folder()
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as made:
-        yield made
-
-
 def streamed(ctx, folder, build, policy, rooms=None, **fields):
     sizes = fx.big.sizes(build)
     placed = fx.big.place(sizes, rooms and fx.big.budget(rooms), policy=policy)

@@ -14,12 +14,6 @@ from tests.precision._engine import install
 PLAN = plan_of(fx.TE(history=4, margin=1), fx.Single())
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as made:
-        yield made
-
-
 def test_layers_and_norms_are_converted_and_back(ctx, monkeypatch):
     install(monkeypatch)
     module = net()

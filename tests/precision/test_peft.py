@@ -17,12 +17,6 @@ pytestmark = [
 X = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as made:
-        yield made
-
-
 def _net():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 3))

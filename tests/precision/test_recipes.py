@@ -17,12 +17,6 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as made:
-        yield made
-
-
-@pytest.fixture
 def _torchao():
     pytest.importorskip("torchao", reason="needs fxtrain[quant]")
 

@@ -11,12 +11,6 @@ from fxtrain.profiling import summary
 ROWS, SIZE = 4, 8
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as ctx:
-        yield ctx
-
-
 def _spec(tmp_path, **changes):
     return fx.Profile(folder=str(tmp_path / "p"), **changes)
 

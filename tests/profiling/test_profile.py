@@ -17,12 +17,6 @@ ROWS, SIZE = 4, 8
 NAP_S = 0.02
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as ctx:
-        yield ctx
-
-
 class _Rows(Dataset):
     def __len__(self):
         return 10 * ROWS

@@ -45,12 +45,6 @@ def example():
 CASE = example()
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as made:
-        yield made
-
-
 def test_a_plan_equals_itself_in_every_bit(ctx):
     case = attrs.evolve(CASE, build=_dropping)
     state = torch.get_rng_state()

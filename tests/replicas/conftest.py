@@ -4,8 +4,6 @@ import os
 
 import pytest
 
-import fxtrain as fx
-
 
 @pytest.fixture(scope="session")
 def torchft():
@@ -27,9 +25,3 @@ def lighthouse(torchft, monkeypatch):
     )
     yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     server.shutdown()
-
-
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as ctx:
-        yield ctx

@@ -4,14 +4,6 @@ import logging
 
 import pytest
 
-import fxtrain as fx
-
-
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as found:
-        yield found
-
 
 @pytest.fixture
 def told(caplog):

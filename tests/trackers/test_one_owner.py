@@ -16,12 +16,6 @@ from fxtrain.trackers import read_run
 from tests.launched._run import PYTHON, finish, run_fork, start_fork
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as found:
-        yield found
-
-
 def _files(folder):
     return {
         str(path.relative_to(folder)): path.read_bytes()

@@ -17,12 +17,6 @@ import fxtrain as fx
 from fxtrain.trackers import Tracker, read_run
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as found:
-        yield found
-
-
 def _position(step):
     return fx.Position(updates=step, samples=8 * step, epoch=step // 5)
 
