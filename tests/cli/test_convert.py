@@ -2,6 +2,7 @@
 
 import json
 
+import attrs
 import pytest
 import yaml
 
@@ -10,7 +11,49 @@ from fxtrain._other_names import hint
 from fxtrain.cli import Exit, main
 from fxtrain.interop.accelerate_config import _SECTIONS, RULES, convert_accelerate
 from fxtrain.launchers.config import read_launch_file
-from tests.cli._accelerate_configs import ONE, Case, check_conversion
+
+ONE = {
+    "compute_environment": "LOCAL_MACHINE", "debug": False, "downcast_bf16": "no",
+    "enable_cpu_affinity": False, "gpu_ids": "all", "machine_rank": 0,
+    "main_training_function": "main", "mixed_precision": "no", "num_machines": 1,
+    "num_processes": 1, "rdzv_backend": "static", "tpu_env": [], "tpu_use_cluster": False,
+    "tpu_use_sudo": False, "use_cpu": False,
+}  # fmt: skip
+DEEPSPEED = {
+    **ONE, "distributed_type": "DEEPSPEED", "num_processes": 8,
+    "deepspeed_config": {
+        "zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "none",
+        "gradient_accumulation_steps": 2, "gradient_clipping": 1.0, "zero3_init_flag": True,
+        "zero3_save_16bit_model": True, "deepspeed_multinode_launcher": "pdsh",
+        "deepspeed_hostfile": "/hosts", "deepspeed_moe_layer_cls_names": "Experts",
+    },
+}  # fmt: skip
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """An Accelerate config as its questionnaire writes it, and what it is here."""
+
+    name: str
+    old: dict
+    launch: dict = attrs.field(factory=dict)
+    plan: dict = attrs.field(factory=dict)
+    noted: tuple = ()
+
+
+BASE = {"nodes": 1, "node_rank": 0, "ranks": 1}
+
+
+def check_conversion(case):
+    """The values of the launch file and the keys of the notes are those of the case."""
+    values, notes = convert_accelerate(case.old)
+    usual = {name: value for name, value in BASE.items() if name not in case.launch}
+    launch = {k: v for k, v in values["launch"].items() if usual.get(k) != v}
+    assert launch == case.launch
+    assert values["plan"] == case.plan
+    assert {key for key, _, _ in notes} == set(case.noted)
+    assert all(text for _, _, text in notes)
+
 
 CASES = [
     Case(name="one process", old={**ONE, "distributed_type": "NO"}, plan={"precision": "fp32"}),
@@ -161,6 +204,142 @@ CASES = [
         noted=("num_processes", "no_such_key"),
     ),
 ]  # fmt: skip
+CASES += [
+    Case(
+        name="TPU with settings of GPUs",
+        old={
+            "distributed_type": "XLA",
+            "gpu_ids": "0",
+            "mixed_precision": "fp16",
+            "enable_cpu_affinity": True,
+            "dynamo_config": {"dynamo_backend": "INDUCTOR"},
+            "parallelism_config": {
+                "parallelism_config_dp_shard_size": 4,
+                "parallelism_config_tp_size": 2,
+            },
+        },
+        launch={"launcher": "tpu"},
+        plan={"precision": "bf16", "mesh": {"shard": 4}, "strategy": {"kind": "xla"}},
+        noted=(
+            "launch.gpus",
+            "launch.bind",
+            "plan.compile",
+            "mixed_precision",
+            "plan.mesh.tensor",
+            "plan.strategy",
+        ),
+    ),
+    Case(
+        name="axes without FSDP",
+        old={
+            "distributed_type": "MULTI_GPU",
+            "num_processes": 8,
+            "parallelism_config": {
+                "parallelism_config_dp_replicate_size": 2,
+                "parallelism_config_tp_size": 2,
+                "parallelism_config_cp_size": 2,
+            },
+        },
+        launch={"ranks": 8},
+        plan={
+            "mesh": {"replicate": 2, "tensor": 2, "context": 2},
+            "context": {},
+            "strategy": {"kind": "fsdp", "mode": "none", "tensor": {}},
+        },
+    ),
+    Case(
+        name="axes of DeepSpeed",
+        old={
+            "distributed_type": "DEEPSPEED",
+            "num_processes": 8,
+            "parallelism_config": {"parallelism_config_sp_size": 2},
+        },
+        launch={"ranks": 8},
+        plan={
+            "mesh": {"context": 2},
+            "strategy": {"kind": "deepspeed", "sequence_parallel": 2},
+        },
+    ),
+    Case(
+        name="a prefetch policy of earlier versions",
+        old={
+            "distributed_type": "FSDP",
+            "num_processes": 2,
+            "fsdp_config": {"fsdp_backward_prefetch_policy": "NO_PREFETCH"},
+        },
+        launch={"ranks": 2},
+        plan={"strategy": {"kind": "fsdp"}},
+        noted=("fsdp.backward_prefetch_policy",),
+    ),
+    Case(
+        name="Megatron",
+        old={
+            **ONE,
+            "distributed_type": "MEGATRON_LM",
+            "num_processes": 8,
+            "megatron_lm_config": {
+                "megatron_lm_tp_degree": 2,
+                "megatron_lm_pp_degree": 2,
+                "megatron_lm_num_micro_batches": 4,
+                "megatron_lm_gradient_clipping": 1.0,
+                "megatron_lm_sequence_parallelism": True,
+                "megatron_lm_eod_mask_loss": True,
+                "megatron_lm_recompute_activations": True,
+                "megatron_lm_use_distributed_optimizer": True,
+            },
+        },
+        launch={"ranks": 8},
+        plan={
+            "precision": "fp32",
+            "clip_norm": 1.0,
+            "mesh": {"tensor": 2, "pipeline": 2},
+            "strategy": {
+                "kind": "pp",
+                "microbatches": 4,
+                "stages": {
+                    "kind": "fsdp",
+                    "mode": "grads_and_optimizer",
+                    "tensor": {"sequence": True},
+                },
+            },
+        },
+        noted=("megatron_lm.eod_mask_loss", "megatron_lm.recompute_activations"),
+    ),
+    Case(
+        name="Megatron on one axis",
+        old={
+            **ONE,
+            "distributed_type": "MEGATRON_LM",
+            "num_processes": 8,
+            "megatron_lm_config": {
+                "megatron_lm_tp_degree": 2,
+                "megatron_lm_num_micro_batches": 4,
+            },
+        },
+        launch={"ranks": 8},
+        plan={
+            "precision": "fp32",
+            "accumulate": 4,
+            "mesh": {"tensor": 2},
+            "strategy": {"kind": "fsdp", "mode": "none", "tensor": {}},
+        },
+    ),
+    Case(
+        name="Megatron's stages alone",
+        old={
+            **ONE,
+            "distributed_type": "MEGATRON_LM",
+            "num_processes": 8,
+            "megatron_lm_config": {
+                "megatron_lm_pp_degree": 4,
+                "megatron_lm_sequence_parallelism": True,
+            },
+        },
+        launch={"ranks": 8},
+        plan={"precision": "fp32", "mesh": {"pipeline": 4}, "strategy": {"kind": "pp"}},
+        noted=("megatron_lm.sequence_parallelism",),
+    ),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -227,3 +406,109 @@ def test_a_brief_file_has_the_converted_values_and_nothing_else(tmp_path, monkey
         values = convert_accelerate(CASES[1].old)[0]
         assert "#" not in (tmp_path / name).read_text()
         assert read_launch_file(name).values == values
+
+
+def _notes(old):
+    return {key: text for key, _, text in convert_accelerate(old)[1]}
+
+
+def test_a_stage_3_config_names_the_block_in_which_a_model_is_made():
+    assert "fx.zero_init(ctx, plan)" in _notes(DEEPSPEED)["deepspeed.zero3_init_flag"]
+
+
+def test_without_a_source_it_is_the_one_that_accelerate_wrote(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    assert main(["config", "convert"]) == Exit.WRONG
+    assert "hf/accelerate/default_config.yaml" in capsys.readouterr().err
+    (tmp_path / "hf" / "accelerate").mkdir(parents=True)
+    (tmp_path / "hf" / "accelerate" / "default_config.yaml").write_text(json.dumps(DEEPSPEED))
+    assert main(["config", "convert"]) == Exit.WELL
+    assert read_launch_file("fxtrain.toml").plan.accumulate == 2
+
+
+def test_notes_say_what_becomes_of_a_setting():
+    section = {"backend": "MSAMP", "override_linear_precision": [True], "opt_level": "O1"}
+    old = {**ONE, "distributed_type": "NO", "mixed_precision": "fp8", "fp8_config": section}
+    notes = _notes(old)
+    assert "torchao's float8 is used instead" in notes["fp8.backend"]
+    assert "ignores it" in notes["fp8.override_linear_precision"]
+    assert "MS-AMP is no longer maintained" in notes["fp8.opt_level"]
+    unknown = {**old, "fp8_config": {"backend": "FOO"}, "no_such_key": 1}
+    notes = _notes(unknown)
+    assert "plan.precision.recipe" in notes["fp8.backend"]
+    assert notes["no_such_key"] == "it has no counterpart"
+
+
+FSDP = {
+    **ONE, "distributed_type": "FSDP", "num_processes": 8,
+    "fsdp_config": {
+        "fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": True,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "Block,Head", "fsdp_activation_checkpointing": True,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": True,
+    },
+    "parallelism_config": {
+        "parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4,
+        "parallelism_config_tp_size": 1, "parallelism_config_cp_comm_strategy": "allgather",
+    },
+}  # fmt: skip
+
+
+def test_fsdp():
+    values, notes = convert_accelerate(FSDP)
+    assert values["plan"] == {
+        "precision": "fp32",
+        "recompute": ["Block", "Head"],
+        "strategy": {
+            "kind": "fsdp", "mode": "full", "offload": True, "wrap": ["Block", "Head"],
+        },
+        "mesh": {"replicate": 2, "shard": 4},
+    }  # fmt: skip
+    assert {key for key, _, _ in notes} == {
+        "fsdp.state_dict_type", "fsdp.cpu_ram_efficient_loading",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [("FULL_SHARD", "full"), ("SHARD_GRAD_OP", "grads_and_optimizer"), ("NO_SHARD", "none"),
+     (1, "full"), ("HYBRID_SHARD_ZERO2", "grads_and_optimizer")],
+)  # fmt: skip
+def test_first_versions_of_fsdp(strategy, mode):
+    section = {"fsdp_version": 1, "fsdp_sharding_strategy": strategy, "fsdp_min_num_params": 1e6}
+    values, notes = convert_accelerate({"distributed_type": "FSDP", "fsdp_config": section})
+    assert values["plan"]["strategy"] == {
+        "kind": "fsdp", "mode": mode, "min_params": 1_000_000,
+    }  # fmt: skip
+    assert "fsdp.version" in {key for key, _, _ in notes}
+
+
+def test_deepspeed():
+    values, notes = convert_accelerate(DEEPSPEED)
+    assert values["plan"] == {
+        "precision": "fp32", "accumulate": 2, "clip_norm": 1.0,
+        "strategy": {
+            "kind": "deepspeed", "stage": 3, "offload_optimizer": "cpu",
+            "gather_16bit_weights": True, "leaf_modules": ["Experts"],
+        },
+    }  # fmt: skip
+    assert {key for key, _, _ in notes} == {
+        "deepspeed.zero3_init_flag", "deepspeed.deepspeed_multinode_launcher",
+        "deepspeed.deepspeed_hostfile",
+    }  # fmt: skip
+
+
+def test_sections_of_another_type_do_not_count():
+    old = {**ONE, "distributed_type": "MULTI_GPU", "fsdp_config": FSDP["fsdp_config"]}
+    values, notes = convert_accelerate(old)
+    assert "strategy" not in values["plan"] and "recompute" not in values["plan"]
+    assert {text for _, _, text in notes} == {"not used under MULTI_GPU"}
+
+
+def test_ranks_that_do_not_divide_are_noted():
+    values, notes = convert_accelerate(
+        {"distributed_type": "MULTI_GPU", "num_processes": 5, "num_machines": 2}
+    )
+    assert values["launch"]["ranks"] == 3
+    assert [key for key, _, _ in notes] == ["num_processes"]

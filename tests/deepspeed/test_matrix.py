@@ -5,8 +5,11 @@ import safetensors.torch
 import torch
 
 import fxtrain as fx
+from fxtrain.testing import Terms
+from tests._growth import grows_linearly
 from tests.cluster._matrix import compare, compare_files, everything, write_halves
-from tests.deepspeed._ranks import on_rank
+from tests.cluster._names import names
+from tests.deepspeed._ranks import Ranks, on_rank
 
 pytestmark = pytest.mark.deepspeed
 
@@ -72,3 +75,35 @@ def test_masters_are_filled_and_given_whole(pair, tmp_path, stage):
             assert values.keys() == source.keys()
             for name, value in values.items():
                 assert torch.equal(value, source[name]), name
+
+
+@on_rank
+def _names(ctx, stage, precision):
+    strategy = fx.DeepSpeed(stage=stage, persistence_threshold=0)
+    return names(ctx, {"strategy": strategy, "precision": precision}, None, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "state_dict", "generate"),
+    [(1, "fp32", True, True), (1, "bf16", False, True), (3, "fp32", False, False)],
+)
+def test_a_stage_has_the_names_that_it_makes_right(pair, stage, precision, state_dict, generate):
+    for found in pair.run(_names, stage, precision):
+        assert found["parameters"] and found["modules"] and found["config"] and found["device"]
+        assert (found["state_dict"] is True) == state_dict, found["state_dict"]
+        assert (isinstance(found["generate"], bool)) == generate, found["generate"]
+        assert state_dict or "dict(fx.weights(model))" in found["state_dict"]
+        assert generate or "fx.gathered(model)" in found["generate"]
+        assert found["deepcopy"].startswith("CopyError")
+
+
+# DeepSpeed's engine looks for duplicates among all parameters once for each of them when it starts,
+# and at stage 3 its coordinator goes through all of them at every module: these are its own.
+WITHOUT = {3: ("wrap", "step")}
+TERMS = Terms(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_costs_grow_linearly(pair, stage):
+    plan = fx.Plan(strategy=fx.DeepSpeed(stage=stage))
+    grows_linearly(Ranks(pair), plan, terms=TERMS, without=WITHOUT.get(stage, ("wrap",)))

@@ -1,10 +1,12 @@
 """Each launcher as a function: a spec and a machine to a command line, variables and files."""
 
 import json
+import sys
 
 import attrs
 import pytest
 
+from fxtrain.cli import Exit, main
 from fxtrain.launchers import (
     LAUNCHERS,
     DeepSpeedOptions,
@@ -18,6 +20,7 @@ from fxtrain.launchers import (
     find_launcher,
     prepare,
 )
+from tests.launched._run import ROOT
 from tests.launchers._specs import HERE, spec_of
 
 
@@ -221,3 +224,61 @@ def test_every_field_of_a_spec_is_somebodys():
     used = {field.name for field in attrs.fields(LaunchSpec)}
     assert all(row.uses <= used for row in LAUNCHERS.values())
     assert find_launcher(spec_of()).uses == used
+
+
+def _manifest():
+    options = KubernetesOptions(
+        image="me/train:1", gpus=8, memory="64Gi", shared_memory="8Gi", claims=["data:/data"],
+        node_selector=["pool=a"], folder="/app", namespace="ml", service_account="me",
+    )  # fmt: skip
+    spec = spec_of(
+        "kubernetes", ranks=8, nodes=3, args=["$(HOME)"], env=["A=$(B)"], restarts=2,
+        options=options,
+    )  # fmt: skip
+    (text,) = prepare(spec, HERE).files.values()
+    return json.loads(text)
+
+
+def _check_pod(pod, place):
+    (container,) = pod["containers"]
+    assert container["command"] == ["python", "-m", "fxtrain", "launch"]
+    words = [*place, "--ranks=8", "--nodes=3", "--", "train.py", "$$(HOME)"]
+    assert container["args"] == words
+    assert container["env"] == [{"name": "A", "value": "$$(B)"}]
+    assert container["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": "8"}
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/data", "/dev/shm"}
+    assert (pod["restartPolicy"], pod["serviceAccountName"]) == ("Never", "me")
+    assert pod["nodeSelector"] == {"pool": "a"}
+
+
+def test_jobset():
+    found = _manifest()
+    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert found["metadata"] == {"name": "train", "namespace": "ml"}
+    assert found["spec"]["failurePolicy"] == {"maxRestarts": 2}
+    (group,) = found["spec"]["replicatedJobs"]
+    job = group["template"]["spec"]
+    assert (job["parallelism"], job["completions"], job["completionMode"]) == (3, 3, "Indexed")
+    place = ["--node-rank=$(JOB_COMPLETION_INDEX)", "--main-address=train-node-0-0.train"]
+    _check_pod(job["template"]["spec"], [*place, "--main-port=29500"])
+
+
+FILES = sorted((ROOT / "examples" / "configs").iterdir())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_is_valid_and_starts(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # which looks for a GPU when imported
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert main(["config", "check", str(path)]) == Exit.WELL, capsys.readouterr().out
+    assert main(["launch", "--config", str(path), "--dry", "train.py"]) == 0
+    assert "train.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_says_how_to_start_it_and_is_listed(path):
+    start = f"#     fxtrain launch --config examples/configs/{path.name} "
+    assert start in path.read_text()
+    assert f"](configs/{path.name})" in (ROOT / "examples" / "README.md").read_text()
+    assert f"](../examples/configs/{path.name})" in (ROOT / "docs" / "launching.md").read_text()

@@ -1,13 +1,21 @@
 """What the nodes of a launch tell each other at their end."""
 
+import subprocess
+import sys
 import threading
 import time
 from itertools import permutations
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import distributed as dist
 
-from fxtrain.launchers.built_in.native.agent import NodeEnd, NodeEnds
+from fxtrain.errors import LaunchError
+from fxtrain.launchers import LaunchSpec
+from fxtrain.launchers.built_in.native.agent import NodeEnd, NodeEnds, _Agent
+from fxtrain.launchers.built_in.native.elastic import check_devices
+from fxtrain.launchers.built_in.native.rendezvous import ElasticRendezvous
 
 
 def _nodes(count, store=None):
@@ -107,3 +115,59 @@ def test_a_node_alone_waits_for_nobody():
     assert node.culprit_of(_end(0)) == "" and node.told() == "" and not node.interrupted()
     assert node.wait() == "" and node.name == ""
     node.leave()
+
+
+def _agent(*, failures=2, count=2, least=1, reserve=0, serves=False, elastic=True):
+    agent = _Agent.__new__(_Agent)
+    agent.launch = LaunchSpec(
+        target="train.py", nodes=9, min_nodes=least, rendezvous="c10d" if elastic else "static"
+    )
+    agent.serves, agent._in_a_row = serves, failures
+    agent._ends = SimpleNamespace(count=count)
+    handler = ElasticRendezvous.__new__(ElasticRendezvous)
+    state = SimpleNamespace(wait_list=set(range(reserve)), redundancy_list={"last"})
+    handler._backend = SimpleNamespace(seen=state if reserve else None)
+    agent.handler = handler
+    return agent
+
+
+@pytest.mark.parametrize(
+    ("settings", "leaves"),
+    [
+        ({}, True),
+        ({"failures": 1}, False),
+        ({"least": 2}, False),
+        ({"least": 2, "reserve": 1}, True),
+        ({"least": 4, "reserve": 1}, False),
+        ({"serves": True}, False),
+        ({"elastic": False}, False),
+        ({"count": 1}, False),
+    ],
+)
+def test_a_node_leaves_if_its_ranks_failed_twice_and_enough_others_remain(settings, leaves):
+    assert _agent(**settings)._can_leave() is leaves
+
+
+@pytest.mark.parametrize(
+    ("there", "fields", "says"),
+    [
+        (2, {"ranks": 3}, "3 ranks were requested, but this machine has 2 cuda devices"),
+        (1, {"gpus": ("0", "7")}, "The GPUs 0,7 were chosen, but only 1 of them are usable"),
+    ],
+)
+def test_ranks_that_do_not_match_the_gpus_of_a_machine(there, fields, says, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: there)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: "cuda")
+    with pytest.raises(LaunchError, match=says):
+        check_devices(LaunchSpec(target="train.py", **fields))
+    check_devices(LaunchSpec(target="train.py", ranks=3, cpu=True))
+    check_devices(LaunchSpec(target="train.py", ranks=there))
+
+
+def test_the_launcher_is_imported_without_torch():
+    """It makes torch's C++ code quiet, and checks ports and file names, before torch is loaded."""
+    words = "import sys, fxtrain.launchers.built_in.native.elastic; print('torch' in sys.modules)"
+    done = subprocess.run(
+        (sys.executable, "-c", words), capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "False\n"
