@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain.backends.fsdp.apply_fully_shard import units
 from fxtrain.ops.transport.exchange import CallState
-from fxtrain.testing import Task, Transformer, count_collectives, fake_world, on_ranks
+from fxtrain.testing import Transformer, count_collectives, fake_world
 from tests._slow import slow_after
 from tests.cluster._models import is_block
 
@@ -199,49 +199,6 @@ def _optimizers(ctx):
 
 def test_optimizers_take_parameters_of_several_layouts_one_by_one(pair):
     assert pair.run(_optimizers) == [[False, None]] * 2
-
-
-def _nonfinite(ctx, policy):
-    plan = fx.Plan(strategy=fx.FSDP(), nonfinite=policy)
-    return on_ranks(ctx, Task(plan=plan, poke_at=2, poke=float("inf")))
-
-
-def test_a_non_finite_shard_is_everyones(pair):
-    for run in pair.run(_nonfinite, "skip"):
-        assert run.applied == [True, False, True]
-        assert all(torch.isfinite(value).all() for value in run.parameters.values())
-    for error in pair.outcomes(_nonfinite, "raise"):
-        assert isinstance(error, fx.errors.StepError)
-        first, second = str(error).splitlines()[1:3]
-        assert first == "  rank 0: 0 non-finite losses; gradients are non-finite"
-        assert second.startswith("  rank 1: 1 non-finite loss; ")
-
-
-def _uneven(ctx, rows):
-    plan = fx.Plan(strategy=fx.FSDP(), even="uneven", accumulate=2)
-    model = fx.wrap(Transformer(), ctx, plan, optimizer=_sgd)
-    loader = fx.shard(DataLoader(TensorDataset(rows), batch_size=2), ctx, plan)
-
-    def loss(model, batch):
-        return model(batch[0]).flatten(1).square().mean(1).mean()
-
-    fns = fx.StepFns(model=model, loss=loss)
-    for batch in loader:
-        fx.step(ctx, batch, fns)
-    return dict(fx.unwrap(model).named_parameters())
-
-
-def test_uneven_rows_are_no_hang_and_no_difference(pair):
-    rows = torch.arange(88).reshape(11, 8) % 24
-    net = Transformer()
-    optimizer = _sgd(net.parameters())
-    for part in (rows[:8], rows[8:]):
-        net(part).flatten(1).square().mean(1).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for got in pair.run(_uneven, rows):
-        for name, value in net.named_parameters():
-            torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-11)
 
 
 def _traffic(ctx, by_hand):

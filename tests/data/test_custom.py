@@ -63,13 +63,6 @@ def test_batches_of_any_size_stay_whole():
     assert len(first) == len(second) == 3
 
 
-def test_another_world_goes_on_with_the_next_batch():
-    (alone,) = data(shards(1, batch_sampler=Buckets()))
-    cut = next(iter(shards(2, batch_sampler=Buckets())[0])).position
-    left = [list(loader.at(cut)) for loader in shards(3, batch_sampler=Buckets())]
-    assert [b.data.tolist() for (b,) in left] == alone[2:5]
-
-
 @pytest.mark.parametrize(
     ("even", "expected"),
     [

@@ -31,11 +31,6 @@ def test_seven_rows_in_batches_of_three_on_two_ranks(even, expected):
     ] == [len(mine) for mine in expected]
 
 
-def test_a_global_batch_is_shared():
-    found = rows(torch.arange(10), 2, fx.Plan(batch="global"), batch_size=4)
-    assert found == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
-
-
 def test_padding_is_marked_at_the_end_of_each_rank():
     first, second = loaders(torch.arange(7), 2, batch_size=3)
     assert [b.valid.tolist() for b in first] == [[True] * 3, [True, False, False]]
@@ -46,11 +41,6 @@ def test_padding_is_marked_at_the_end_of_each_rank():
 
 def test_a_tiny_dataset_is_repeated_as_often_as_needed():
     assert rows(torch.arange(2), 3, batch_size=3) == [[[0, 1, 0]], [[1, 0, 1]], [[0, 1, 0]]]
-
-
-def test_one_rank_pads_nothing():
-    assert rows(torch.arange(5), 1, batch_size=2) == [[[0, 1], [2, 3], [4]]]
-    assert rows(torch.arange(5), 1, fx.Plan(even="drop"), batch_size=2) == [[[0, 1], [2, 3]]]
 
 
 def test_drop_last_drops():

@@ -77,41 +77,12 @@ def _all(batches):
     return [(b.data.tolist(), b.position, b.rows, b.sizes, b.valid.tolist()) for b in batches]
 
 
-@pytest.mark.parametrize("even", ["pad", "drop", "uneven"])
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_stream_is_cut_like_a_table(even, workers):
-    for n in (0, 1, 6, 7, 13):
-        plan = fx.Plan(even=even)
-        tables = shards(torch.arange(n), 2, plan, batch_size=3)
-        streams = shards(Numbers(n), 2, plan, batch_size=3, num_workers=workers)
-        for table, stream in zip(tables, streams, strict=True):
-            assert _all(table) == _all(stream)
-        if workers:
-            break
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_another_world_goes_on_with_the_next_row(workers):
-    cut = next(iter(shards(Numbers(11), 2, batch_size=2)[0])).position
-    left = [list(m.at(cut)) for m in shards(Numbers(11), 3, batch_size=2, num_workers=workers)]
-    real = [
-        row for step in zip(*left, strict=True) for b in step for row in b.data[b.valid].tolist()
-    ]
-    assert real == list(range(4, 11))
-    assert left[2][-1].data.tolist() == [3, 4]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_items_are_dealt_one_by_one(workers):
     found = data(
         shards(Numbers(5), 2, batch_size=None, num_workers=workers, collate_fn=torch.tensor)
     )
     assert found == [[0, 2, 4], [1, 3, 0]]
-
-
-def test_a_global_batch_is_shared():
-    found = data(shards(Numbers(10), 2, fx.Plan(batch="global"), batch_size=4))
-    assert found == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
 
 
 def test_drop_last_drops():

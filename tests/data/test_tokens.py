@@ -105,11 +105,6 @@ def test_pointers_that_do_not_follow_each_other_are_errors(tmp_path, number):
         fx.tokens(source, world(1)[0], length=2, batch_size=1)
 
 
-def test_workers_read_the_same_rows(tmp_path):
-    source = write_megatron(tmp_path, [[1, 2, 3], [4, 5]])
-    assert _all(source, workers=2) == _all(source) == [[1, 2], [3, 4], [5, 0]]
-
-
 def test_a_row_of_the_dataset(tmp_path):
     loader = fx.tokens(write_megatron(tmp_path, [[1, 2, 3]]), world(1)[0], length=2, batch_size=1)
     row = loader.dataset[1]

@@ -86,19 +86,6 @@ def test_loading_quantizes_one_layer_at_a_time(name, tmp_path, monkeypatch):
     _same(_values(net), _values(wanted))
 
 
-@EVERY
-def test_export_and_load_are_the_identity(name, tmp_path):
-    net, x = mlp(seed=3).eval(), torch.randn(2, 64)
-    quantize_layers(net, RECORDS[name], CPU)
-    assert len(fx.export(net, tmp_path, max_shard="3KB")) > 1
-    full, meta, filled = mlp(), mlp(device="meta"), mlp()
-    quantize_layers(filled, RECORDS[name], CPU)
-    for other in (full, meta, filled):
-        fx.load_model(tmp_path, other)
-        _same(_values(other), _values(net))
-        assert torch.equal(other.eval()(x), net(x))
-
-
 OTHERS = [
     (
         "nf4",
