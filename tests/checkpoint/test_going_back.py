@@ -217,7 +217,7 @@ def test_the_highest_order_leaves_a_folder_that_can_be_saved_into(run, tmp_path)
     run.save(2, None)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(
     orders=st.lists(st.integers(1, 5), min_size=1, max_size=8),
     damaged=st.sets(st.integers(0, 7)),

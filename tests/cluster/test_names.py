@@ -55,9 +55,12 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[PIPELINES] if name == "PP" else []) for name in ROWS]
-)
+# Whose answers are those of "DDP" by the same code.
+REPEATED = ("DDP, bf16", "DDP, sharded optimizer", "DDP, replicas")
+MARKS = {"PP": PIPELINES} | dict.fromkeys(REPEATED, pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in ROWS])
 def test_a_strategy_has_the_names_that_it_makes_right(clusters, name):
     row = ROWS[name]
     answers = clusters[row.n].run(names, row.options, row.mesh, torch.float64)

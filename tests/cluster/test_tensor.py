@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain.backends.tensor import find_splits
 from fxtrain.testing import Transformer, fake_world
+from tests._slow import slow_after
 from tests.cluster._models import (
     ATTENTION,
     DOWN,
@@ -81,7 +82,7 @@ def test_sequences_need_blocks_and_a_length_that_divides():
             model(torch.zeros(1, 7, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("rank", [0, 21, 63])
+@pytest.mark.parametrize("rank", slow_after(1, [21, 0, 63]))
 def test_a_rank_of_many_holds_its_part_of_both_axes(rank):
     mesh = fx.Mesh(replicate=2, shard=8, tensor=4)
     with fake_world(64, rank=rank, mesh=mesh) as ctx:

@@ -44,7 +44,7 @@ _LINES = st.one_of(
 
 
 @given(lines=st.lists(_LINES, max_size=12))
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_a_report_has_what_read_run_has(tmp_path_factory, lines):
     folder = written(tmp_path_factory.mktemp("run"), lines)
     (folder / "run.json").write_text(json.dumps({"format": 1, "id": "0" * 32, "identities": []}))
@@ -63,7 +63,7 @@ def test_a_report_has_what_read_run_has(tmp_path_factory, lines):
     values=st.lists(st.sampled_from([math.nan, math.inf, *range(50)]), min_size=1, max_size=2000),
     limit=st.integers(8, 40),
 )
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_a_curve_is_thinned_out_evenly_and_keeps_its_extremes(values, limit):
     curve = Curve()
     for at, value in enumerate(values):

@@ -125,7 +125,7 @@ def test_the_plan_table_marks_what_diff_finds(two_runs):
 
 
 @given(name=st.text(max_size=20), value=st.text(max_size=20))
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_no_text_of_a_run_becomes_an_element(tmp_path_factory, name, value):
     folder = tmp_path_factory.mktemp("run")
     written(folder, [{"step": 1, "values": {name: 1.0}}], name=value)
@@ -141,7 +141,7 @@ def test_no_text_of_a_run_becomes_an_element(tmp_path_factory, name, value):
 
 
 @given(name=st.text(max_size=20), cell=st.one_of(st.text(max_size=20), st.none(), st.floats()))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_logged_tables_are_shown_as_text(tmp_path_factory, name, cell):
     folder = tmp_path_factory.mktemp("run")
     tables = [

@@ -21,7 +21,7 @@ def _line(step, value):
     values=st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20),
     cuts=st.lists(st.integers(0, 1500), max_size=5),
 )
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_parts_are_followed_as_the_whole(tmp_path_factory, values, cuts):
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     data = (START + "".join(map(_line, range(len(values)), values))).encode()
