@@ -4,10 +4,10 @@
     fxtrain launch --ranks 2 examples/features/float8.py
 
 `--emulate` is the default here: values are rounded to the format and multiplied in high precision,
-on any device. `--no-emulate` uses the float8 units of a GPU, and was never run. Only the plan
-differs between the three runs. Ends with one JSON line: the loss on all rows after training, by
-format, and how far the others are from bf16, relative to it. Needs torchao: pip install
-'fxtrain[quant]'.
+on any device. `--no-emulate` uses the float8 units of a GPU; those for mxfp8 need CUDA 10.0 (B200).
+Only the plan differs between the three runs. Ends with one JSON line: the loss on all rows after
+training, by format, and how far the others are from bf16, relative to it. Needs torchao: pip
+install 'fxtrain[quant]'.
 """
 
 import argparse
