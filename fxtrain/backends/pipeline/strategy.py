@@ -3,6 +3,7 @@
 Batches run through them in micro-batches: in training with backward, else forward alone.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -125,8 +126,6 @@ def _wrap(
     scheduler: Any,
 ) -> Wrapped:
     if ctx.world_size == 1:  # there is nothing to split
-        unchanged = [n for n in _SPLIT if getattr(strategy, n) is getattr(PIPELINE_STRATEGY, n)]
-        strategy = attrs.evolve(strategy, **{n: getattr(SINGLE, n) for n in unchanged})
         return wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler)
     # Importing torch's part takes half a second, and other plans do not need it.
     from fxtrain.backends.pipeline.assemble import split_into_stages
@@ -541,9 +540,21 @@ def _joined(column: tuple[Any, ...], rows: int) -> Any:
     return sum(column) if type(last) is int else last
 
 
-_backward = unsupported("a separate backward; train with fx.step", by="PP")
-# Functions that run stages, or read what is split.
-_SPLIT = ("forward", "generate", "backward", "run", "clip_norm", "state", "load_state", "weights")
+def _of_stages(split: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs stages or reads what is split; one rank uses that of `Single`."""
+
+    @functools.wraps(whole)
+    def function(model: Wrapped, *args: Any, **kwargs: Any) -> Any:
+        return (whole if model.ctx.world_size == 1 else split)(model, *args, **kwargs)
+
+    return function
+
+
+def _backward(loss: Tensor, model: Wrapped) -> None:
+    if model.ctx.world_size > 1:
+        unsupported("a separate backward; train with fx.step", by="PP")()
+    SINGLE.backward(loss, model)
+
 
 PIPELINE_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
@@ -555,14 +566,14 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     verifies_replicas=True,
     check=_check,
     wrap=_wrap,
-    forward=forward,
+    forward=_of_stages(forward, SINGLE.forward),
     generate=generate,
     backward=_backward,
-    run=run,
-    clip_norm=clip_norm,
+    run=_of_stages(run, SINGLE.run),
+    clip_norm=_of_stages(clip_norm, SINGLE.clip_norm),
     apply=apply_with_buffers,
-    state=state_of,
-    load_state=load_state,
-    weights=pipeline_weights,
+    state=_of_stages(state_of, SINGLE.state),
+    load_state=_of_stages(load_state, SINGLE.load_state),
+    weights=_of_stages(pipeline_weights, SINGLE.weights),
     fused=(("backward", _backward),),
 )
