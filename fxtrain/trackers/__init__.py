@@ -7,10 +7,17 @@
 """
 
 from fxtrain.trackers.json_lines import JsonLines, RunLog, read_run
-from fxtrain.trackers.local_files import Aim, DVCLive, MLflow, TensorBoard
+from fxtrain.trackers.libraries.aim import Aim
+from fxtrain.trackers.libraries.clearml import ClearML
+from fxtrain.trackers.libraries.comet import Comet
+from fxtrain.trackers.libraries.dvclive import DVCLive
+from fxtrain.trackers.libraries.mlflow import MLflow
+from fxtrain.trackers.libraries.swanlab import SwanLab
+from fxtrain.trackers.libraries.tensorboard import TensorBoard
+from fxtrain.trackers.libraries.trackio import Trackio
+from fxtrain.trackers.libraries.wandb import WandB
 from fxtrain.trackers.opening import TRACKERS, track, trackers
 from fxtrain.trackers.run import Run
-from fxtrain.trackers.services import ClearML, Comet, SwanLab, Trackio, WandB
 from fxtrain.trackers.terminal import Terminal
 from fxtrain.trackers.tracker import Entry, Start, Target, Tracker
 

@@ -42,9 +42,16 @@ from fxtrain.state import (
 from fxtrain.state.context import check_connected
 from fxtrain.state.registry import kind_of
 from fxtrain.trackers.json_lines import JSON_LINES, JsonLines, folder_of, replace_file
-from fxtrain.trackers.local_files import AIM, DVCLIVE, MLFLOW, TENSORBOARD
+from fxtrain.trackers.libraries.aim import AIM
+from fxtrain.trackers.libraries.clearml import CLEARML
+from fxtrain.trackers.libraries.comet import COMET
+from fxtrain.trackers.libraries.dvclive import DVCLIVE
+from fxtrain.trackers.libraries.mlflow import MLFLOW
+from fxtrain.trackers.libraries.swanlab import SWANLAB
+from fxtrain.trackers.libraries.tensorboard import TENSORBOARD
+from fxtrain.trackers.libraries.trackio import TRACKIO
+from fxtrain.trackers.libraries.wandb import WANDB
 from fxtrain.trackers.run import Run
-from fxtrain.trackers.services import CLEARML, COMET, SWANLAB, TRACKIO, WANDB
 from fxtrain.trackers.terminal import TERMINAL
 from fxtrain.trackers.tracker import Entry, Start, Target, Tracker
 from fxtrain.trackers.writer import Opened, Writer

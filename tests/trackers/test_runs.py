@@ -14,7 +14,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.trackers import read_run
-from fxtrain.trackers.services import CLEARML
+from fxtrain.trackers.libraries.clearml import CLEARML
 from tests.trackers._trackers import HERE, own_tracker
 
 

@@ -1,0 +1,3 @@
+"""Trackers of other libraries, each imported when a run is opened with it."""
+
+__all__: list[str] = []
