@@ -260,6 +260,11 @@ def _hook_problems(ctx: DistContext, config: DDP, module: nn.Module) -> list[str
             f"CommHook(wrapper={hook.wrapper!r}) wraps another hook, but name is 'none'. "
             f"Use CommHook(name={hook.wrapper!r}), or name a hook to wrap."
         )
+    if "bf16" in (hook.name, hook.wrapper) and ctx.device.type not in ("cuda", "xpu"):
+        problems.append(
+            f"CommHook with bf16: torch compresses to bf16 over NCCL and XCCL only, and this "
+            f"context is on {ctx.device.type}. Use fp16."
+        )
     if hook.name in ("power_sgd", "batched_power_sgd") and ctx.device.type == "cpu":
         size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         if size > config.bucket_mib * 2**20:
