@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from fxtrain._record import few
 from fxtrain.errors import CheckpointError
 from fxtrain.models.quantized_loading import prepare_layers, quantized_while_read
 from fxtrain.models.tensor_bytes import context_of, ignored_names, module_of, weights_by_name
@@ -326,7 +327,7 @@ def _list(what: str, lines: Sequence[str], shown: Callable[[str], str] = str) ->
     if not lines:
         return []
     more = [f"    and {len(lines) - _MAX_SHOWN} more"] if len(lines) > _MAX_SHOWN else []
-    first = [f"    {shown(line)}" for line in lines[:_MAX_SHOWN]]
+    first = [f"    {line}" for line in few(map(shown, lines[:_MAX_SHOWN]))]
     return [f"  {len(lines)} {what}:", *first, *more]
 
 
