@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import add, ge, sub
-from typing import Any
 
 import attrs
 import torch
@@ -18,13 +17,14 @@ from fxtrain.checkpoint.manifest import (
     StoredTensor,
     digest_of,
 )
-from fxtrain.checkpoint.storage import Storage
+from fxtrain.checkpoint.storage import Fill, Storage
 from fxtrain.checkpoint.write_plan import held_boxes
 from fxtrain.errors import CheckpointError
 from fxtrain.models.tensor_bytes import DTYPES, memory_of
 from fxtrain.state import FlatShard
 
 _BLOCK = 64 << 20  # bytes read at once when only some columns are needed
+_MAX_OPEN = 512  # data files; systems let a process open 1,024 files by default
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -34,15 +34,13 @@ class Reader:
     Attributes:
         storage: Its folder.
         manifest: Its manifest.
-        files: Functions that read the data files, opened on first use.
-        stack: Closes the files.
+        files: Functions that read the open data files, each with its context.
         loaded: Full tensors that `once` has read.
     """
 
     storage: Storage
     manifest: Manifest
-    files: dict[str, Any] = attrs.field(factory=dict)
-    stack: ExitStack = attrs.field(factory=ExitStack)
+    files: dict[str, tuple[Fill, AbstractContextManager[Fill]]] = attrs.field(factory=dict)
     loaded: dict[str, Tensor] = attrs.field(factory=dict)
 
     def entry(self, name: str) -> StoredTensor:
@@ -129,12 +127,18 @@ class Reader:
             self._fetch(name, part, block, (first + at) * row)
             goal[at : at + count].copy_(block[(slice(None), *inner[1:])])
 
+    def _open(self, name: str) -> None:
+        if len(self.files) == _MAX_OPEN:  # a checkpoint of so many ranks; the oldest goes
+            self.files.pop(next(iter(self.files)))[1].__exit__(None, None, None)
+        opened = self.storage.open(name)
+        self.files[name] = opened.__enter__(), opened
+        check_header(self.files[name][0], name, self.manifest.files[name])
+
     def _fetch(self, name: str, part: StoredBox, goal: Tensor, begin: int) -> None:
         """Fill a tensor with bytes of a part from `begin` on, and verify each chunk they touch."""
         if part.file not in self.files:
-            self.files[part.file] = self.stack.enter_context(self.storage.open(part.file))
-            check_header(self.files[part.file], part.file, self.manifest.files[part.file])
-        read, into = self.files[part.file], memory_of(goal)
+            self._open(part.file)
+        read, into = self.files[part.file][0], memory_of(goal)
         size = math.prod(part.shape) * goal.element_size()
         end = begin + len(into)
         for low in range(begin - begin % CHUNK, end, CHUNK):
@@ -165,11 +169,14 @@ def open_reader(storage: Storage, manifest: Manifest) -> Iterator[Reader]:
     if problems:
         raise CheckpointError("\n".join([f"{storage} is damaged:", *problems]), code="FX602")
     reader = Reader(storage=storage, manifest=manifest)
-    with reader.stack:
+    try:
         yield reader
+    finally:
+        for _, opened in reader.files.values():
+            opened.__exit__(None, None, None)
 
 
-def check_header(read: Any, name: str, file: DataFile) -> None:
+def check_header(read: Fill, name: str, file: DataFile) -> None:
     """Raise if the header of a data file is not as it was written."""
     header = bytearray(file.header)
     read(0, memoryview(header))

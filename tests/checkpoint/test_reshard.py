@@ -1,10 +1,15 @@
 """Saved under one strategy, mesh and number of ranks, restored under another."""
 
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 import fxtrain as fx
+from fxtrain.checkpoint import reading
+from fxtrain.checkpoint.storage import LocalStorage
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh
 from tests._slow import slow_after
@@ -110,3 +115,30 @@ def test_another_strategy_and_number_of_ranks(clusters, first, then, tmp_path):
         assert then[1] == "zero1" or found.keys() == wanted.keys()
         for name, tensor in found.items():
             assert torch.equal(wanted[name], tensor), name
+
+
+def _restore_one_file_at_a_time(ctx, folder, name):
+    """The weights, and the most data files that were open at the same time."""
+    open_now, most = 0, 0
+    original = LocalStorage.open
+
+    @contextmanager
+    def counted(self, file):
+        nonlocal open_now, most
+        open_now, most = open_now + 1, max(most, open_now + 1)
+        with original(self, file) as read:
+            yield read
+        open_now -= 1
+
+    with (
+        mock.patch.object(reading, "_MAX_OPEN", 1),
+        mock.patch.object(LocalStorage, "open", counted),
+    ):
+        return _restore(ctx, folder, name), most, open_now
+
+
+def test_a_checkpoint_may_have_more_files_than_a_process_may_open(pair, clusters, tmp_path):
+    saved = pair.run(_save, str(tmp_path), "fsdp")
+    ((found, most, left),) = clusters[1].run(_restore_one_file_at_a_time, str(tmp_path), "ddp")
+    assert all(torch.equal(saved[0][name], tensor) for name, tensor in found.items())
+    assert most == 1 and left == 0

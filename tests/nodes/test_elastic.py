@@ -44,6 +44,15 @@ def test_ranks_start_again_after_one_was_killed(lab):
     assert f"Attempt 1 failed; 3 more to come. {told}" in programs[1].text
 
 
+def test_a_launcher_that_stands_by_ends_with_the_run(lab):
+    first = _start(lab, 0, "--min-nodes=1", nodes=1, rows=240)
+    first.wait_for("update 1.")
+    spare = _start(lab, 1, "--min-nodes=1", nodes=1, rows=240)
+    spare.wait_for("stands by")
+    _finish([first, spare])
+    every_row_once(lab, 240)
+
+
 @SLOW
 def test_clocks_may_differ_by_minutes(lab):
     """Each machine notices the other's end by its own clock."""

@@ -351,6 +351,9 @@ class _Agent(LocalElasticAgent):
             if self._left is not None:
                 closes = False
                 return self._left
+            if result is None:  # it stood by until the run ended
+                closes = False
+                return LaunchResult(ranks=self.launch.world_size)
             if not result.is_failed():
                 return LaunchResult(ranks=self.launch.world_size, culprit=self._culprit or "")
             return self._told(self._ended(result.failures))
