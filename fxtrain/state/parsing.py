@@ -138,8 +138,9 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
             under = _table_of(key, under)
         merged[key] = value
         if isinstance(under, Mapping) and isinstance(value, Mapping):
-            one_kind = value.get("kind", under.get("kind")) == under.get("kind")
-            merged[key] = merge(under, value) if one_kind else value
+            # MPI's option `kind` chooses no record: its other options stay.
+            together = key == "options" or value.get("kind", under.get("kind")) == under.get("kind")
+            merged[key] = merge(under, value) if together else value
     return merged
 
 

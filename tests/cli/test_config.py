@@ -156,6 +156,18 @@ def test_the_options_of_one_strategy_say_nothing_about_another(good):
     assert config.plan.strategy == fx.Single()
 
 
+@pytest.mark.parametrize("kind", ["", 'kind = "openmpi", '])
+def test_the_kind_of_an_mpi_leaves_its_other_options(tmp_path, monkeypatch, kind):
+    file = f'[launch]\nlauncher = "mpi"\noptions = {{ {kind}hostfile = "hosts" }}\n'
+    (tmp_path / "fxtrain.toml").write_text(file)
+    monkeypatch.chdir(tmp_path)
+    for config in (
+        resolve(env={"FXTRAIN_LAUNCH__OPTIONS__KIND": "mpich"}),
+        resolve(flags=from_flags(["launch.options.kind=mpich"])),
+    ):
+        assert config.launch.options == {"kind": "mpich", "hostfile": "hosts"}
+
+
 def test_nothing_at_all_is_the_defaults(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = resolve()
