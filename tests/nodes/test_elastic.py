@@ -45,11 +45,11 @@ def test_ranks_start_again_after_one_was_killed(lab):
 
 
 def test_a_launcher_that_stands_by_ends_with_the_run(lab):
-    first = _start(lab, 0, "--min-nodes=1", nodes=1, rows=240)
-    first.wait_for("update 1.")
-    spare = _start(lab, 1, "--min-nodes=1", nodes=1, rows=240)
-    spare.wait_for("stands by")
-    _finish([first, spare])
+    programs = [_start(lab, node, rows=240) for node in (0, 1)]
+    programs[0].wait_for("update 1.")
+    programs.append(_start(lab, 2, "--node-rank=1", rows=240))
+    programs[2].wait_for("stands by")
+    _finish(programs)
     every_row_once(lab, 240)
 
 

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.native.elastic import FAREWELL, FAREWELL_S
-from fxtrain.launchers.built_in.native.rendezvous import open_handler, say
+from fxtrain.launchers.built_in.native.rendezvous import ElasticRendezvous, open_handler, say
 from fxtrain.launchers.orphans import MARK, end_strays
 from fxtrain.launchers.outcome import (
     LaunchResult,
@@ -52,6 +52,7 @@ _LOOK_S = 0.5  # for another node to tell that it failed first
 _POLL_INTERVAL_S = 0.1
 _LONGEST_TEXT = 4000
 _FAILURES = 2  # in a row, of ranks of one node, after which it leaves the run
+_NOTICED_S = 2.0  # launchers that stand by look once a second whether the run has ended
 _WAITING_S = 20.0  # for nodes that start their ranks again to be seen waiting
 _MAIN_LOST = (
     "The launcher that serves the store of this run ended before this one, or does not answer, so "
@@ -399,6 +400,9 @@ class _Agent(LocalElasticAgent):
             self._ends.leave()
         if closes:
             self.handler.shutdown()
+            elastic = isinstance(self.handler, ElasticRendezvous)
+            if self.serves and elastic and self.handler.nodes_in_reserve():
+                time.sleep(_NOTICED_S)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         look: Any = super()._monitor_workers
