@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 import fxtrain as fx
 from fxtrain.backends.context.ring_attention import RingAttention
-from fxtrain.testing import LAWS, Terms, Transformer, all_at_once
+from fxtrain.testing import LAWS, Task, Terms, Transformer, all_at_once, on_ranks
 from tests.cluster._models import PIPELINES
 from tests.cluster.test_laws import CUTS, ROWS
 from tests.devices._device import STAND_IN, is_gpu, synchronize
@@ -85,7 +85,7 @@ ZERO = {
     "stage 2": fx.DeepSpeed(stage=2, reduce_bucket=1000),
     "stage 3": fx.DeepSpeed(stage=3, persistence_threshold=0),
 }
-ZERO_TERMS = attrs.evolve(HALF, clip_value=False, fp16=not STAND_IN)
+ZERO_TERMS = attrs.evolve(HALF, clip_value=False, fp16=False)  # overflows have a test of their own
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
@@ -94,6 +94,18 @@ ZERO_TERMS = attrs.evolve(HALF, clip_value=False, fp16=not STAND_IN)
 @pytest.mark.parametrize("stage", ZERO)
 def test_deepspeed_at_one_rank(nccl, stage, law):
     law(nccl, fx.Plan(strategy=ZERO[stage]), terms=ZERO_TERMS)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+@pytest.mark.skipif(bool(STAND_IN), reason="tests/deepspeed has the laws on the CPU")
+@pytest.mark.parametrize("stage", ZERO)
+def test_deepspeed_skips_an_update_that_overflows(nccl, stage):
+    """As the law, except for the loss scale, which is the engine's."""
+    scale = fx.LossScale(initial=2.0**10)
+    plan = fx.Plan(strategy=ZERO[stage], precision=fx.Precision(compute="fp16", scale=scale))
+    (run,) = nccl.run(on_ranks, Task(plan=plan, dtype=torch.float32, poke_at=2))
+    assert run.applied == [True, False, True]
+    assert all(torch.isfinite(value).all() for value in run.parameters.values())
 
 
 HOOKS = {

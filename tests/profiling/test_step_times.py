@@ -68,7 +68,7 @@ def test_a_device_is_measured_by_its_kernels():
 
 
 def test_steps_of_a_device_end_with_the_kernels_that_they_launched():
-    """The host launches both steps, and goes on, before the first has run."""
+    """The host has launched the kernels of both steps before the first kernel runs."""
     first, second = step_times(
         [
             _range("ProfilerStep#0", 0, 10),
