@@ -6,14 +6,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import torch
 from torch import Tensor, nn
 
 from fxtrain import ops
-from fxtrain._record import at_least, at_least_and_below, record
+from fxtrain._record import at_least, at_least_and_below, record, shown
 from fxtrain.backends.core.model_state import format_of, local_part_of, memory_reader
 from fxtrain.data import Sharded
 from fxtrain.errors import PlanError, StepError
@@ -74,7 +74,7 @@ def find_batch_size(
         collected and the device's cache is emptied.
 
     Raises:
-        PlanError: nothing fits; on every rank.
+        PlanError: nothing fits, or an argument makes no sense; on every rank.
         CollectiveError: the trial communicates, and a rank that ran out of memory never joined a
             collective; after the context's timeout. Any other error of the trial is raised on the
             rank that has it, and named on the others.
@@ -90,6 +90,7 @@ def find_batch_size(
         (8, 8)
     """
     check_connected("find_batch_size", ctx)
+    _check("find_batch_size", start, shrink)
     plan = plan_for("find_batch_size", ctx, plan)
     for size, candidate in _candidates(start, plan, shrink):
         if _fits(ctx, trial, size, candidate):
@@ -127,7 +128,7 @@ def predict_batch_size(
         The same as `fx.dry_run`, once for each size.
 
     Raises:
-        PlanError: nothing fits, or a dry run ends with another problem.
+        PlanError: nothing fits, a dry run ends with another problem, or an argument makes no sense.
         ContextError: the mesh does not fit the world size, or a process group is open.
 
     Example:
@@ -144,6 +145,7 @@ def predict_batch_size(
         >>> size, plan.accumulate
         (16, 4)
     """
+    _check("predict_batch_size", start, shrink)
     plan = Plan() if plan is None else plan
     if isinstance(plan.strategy, DeepSpeed):
         data = read_config(plan.strategy)
@@ -168,6 +170,14 @@ def predict_batch_size(
     raise _nothing_fits("predict_batch_size", start)
 
 
+def _check(call: str, start: Any, shrink: Any) -> None:
+    if type(start) is not int or start < 1 or not 0 < shrink < 1:
+        raise PlanError(
+            f"{call}(start={shown(start)}, shrink={shown(shrink)}): start is the largest "
+            f"batch size, 1 or more, and shrink is between 0 and 1, such as 0.5."
+        )
+
+
 def _candidates(start: int, plan: Plan, shrink: float) -> Iterator[tuple[int, Plan]]:
     """Batch sizes downwards, each with the plan that keeps the rows of an update."""
     rows, size = start * plan.accumulate, start
@@ -177,9 +187,9 @@ def _candidates(start: int, plan: Plan, shrink: float) -> Iterator[tuple[int, Pl
         config = {**data, **left} or None
         strategy = attrs.evolve(plan.strategy, config=config, micro_batch=None)
         plan = attrs.evolve(plan, strategy=strategy)
-    while size > 0:
+    while size:
         yield size, attrs.evolve(plan, accumulate=rows // size)
-        most = min(int(size * shrink), size - 1)
+        most = int(size * shrink)
         size = next((n for n in range(most, 0, -1) if rows % n == 0), 0)
 
 
@@ -370,7 +380,7 @@ def find_lr(
         of `fx.step`, one all-reduce of two numbers, and one wait for the device.
 
     Raises:
-        PlanError: the strategy is DeepSpeed, PP or Offload.
+        PlanError: an argument makes no sense, or the strategy is DeepSpeed, PP or Offload.
         StepError: an accumulation window is open, or what `fx.step` raises; non-finite values
             end the test instead.
 
@@ -387,14 +397,20 @@ def find_lr(
         (True, 0.1)
     """
     check_connected("find_lr", ctx)
-    _check_model(fns)
+    _check_rates(fns, start, stop, updates, diverged)
     rates = tuple(start * (stop / start) ** (n / (updates - 1)) for n in range(updates))
     with kept_state(ctx, fns.model):
         losses = _losses(ctx, fns, loader, rates, diverged)
     return RateCurve(rates=rates[: len(losses)], losses=losses)
 
 
-def _check_model(fns: StepFns) -> None:
+def _check_rates(fns: StepFns, start: float, stop: float, updates: int, diverged: float) -> None:
+    if type(updates) is not int or updates < 2 or not 0 < start < stop or not diverged > 1:
+        raise PlanError(
+            f"find_lr(start={shown(start)}, stop={shown(stop)}, updates={shown(updates)}, "
+            f"diverged={shown(diverged)}): rates grow from start, above 0, to stop, in 2 or more "
+            f"updates, and diverged is above 1."
+        )
     placed = fns.model.strategy.weights(fns.model).values()
     if fns.model.ctx.mesh.pipeline > 1 or any(weight.together or weight.place for weight in placed):
         raise PlanError(

@@ -191,7 +191,7 @@ def test_the_allocator_of_this_torch_is_recognised():
     assert not is_out_of_memory(ValueError("CUDA out of memory"))
 
 
-def test_every_size_is_tried_at_most_once():
-    sizes = _found(fx.DistContext(), 8, (0,), 1, 1.0)[2]
-    assert sizes == [(8, 1), (4, 2), (2, 4), (1, 8)]
-    assert "no batch size from 0" in _found(fx.DistContext(), 0, (8,), 1, 0.5)[0]
+@pytest.mark.parametrize("how", [{"start": 0}, {"start": "8"}, {"start": 8, "shrink": 1.0}])
+def test_wrong_arguments_are_named(how):
+    with pytest.raises(fx.PlanError, match="find_batch_size"):
+        fx.tuning.find_batch_size(fx.DistContext(), print, **how)

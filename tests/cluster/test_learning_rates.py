@@ -117,6 +117,15 @@ def test_a_loss_that_never_falls_suggests_nothing():
     assert empty.suggestion is None
 
 
+@pytest.mark.parametrize("how", [{"start": 0.0}, {"stop": 1e-9}, {"updates": 1}, {"diverged": 1}])
+def test_wrong_arguments_are_named(how):
+    with (
+        fx.detect(env={}, device="cpu") as ctx,
+        pytest.raises(fx.PlanError, match=next(iter(how))),
+    ):
+        _quadratic(ctx, **how)
+
+
 def test_an_open_window_is_refused():
     with fx.detect(env={}, device="cpu") as ctx:
         plan = fx.Plan(accumulate=2)
