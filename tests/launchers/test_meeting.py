@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousStateError,
@@ -21,6 +21,7 @@ from fxtrain.launchers.built_in.native import rendezvous
 from fxtrain.launchers.built_in.native.rendezvous import (
     Clock,
     StateBackend,
+    meet,
     read_state,
     write_state,
 )
@@ -52,6 +53,29 @@ def _states(draw):
     state.wait_list, state.redundancy_list = draw(st.sets(NODES)), draw(st.sets(NODES))
     state.last_heartbeats = draw(st.dictionaries(NODES, TIMES))
     return state
+
+
+def test_both_nodes_learn_of_other_numbers_of_nodes_before_the_store_ends():
+    said = {}
+    serves = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [serves, TCPStore("127.0.0.1", serves.port, is_master=False)]
+    del serves
+
+    def join(node, count):
+        try:
+            meet(stores[node], node, count, 20)
+        except RendezvousStateError as error:
+            said[node] = str(error)
+        stores[node] = None  # as where a process ends
+
+    threads = [threading.Thread(target=join, args=(node, 2 + node)) for node in (1, 0)]
+    threads[0].start()
+    stores[0].wait(["node/1"])
+    threads[1].start()
+    for thread in threads:
+        thread.join(30)
+    assert "was started for 3 nodes, and this one for 2" in said[0]
+    assert "was started for 2 nodes, and this one for 3" in said[1]
 
 
 @given(state=_states())

@@ -5,6 +5,7 @@ so anyone who reaches the port can run code. Here the store listens at one addre
 content is JSON.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -210,6 +211,7 @@ def meet(store: Any, node: int, count: int, wait_s: float, hint: str = "") -> No
                 missing.discard(other)
                 theirs, host = parse_json(store.get(f"node/{other}"))
                 if theirs != count:
+                    _wait_for_readers(store, node, other)
                     raise RendezvousStateError(
                         f"node {other} on {str(host)[:80]} was started for {str(theirs)[:80]} "
                         f"nodes, and this one for {count}."
@@ -223,6 +225,14 @@ def meet(store: Any, node: int, count: int, wait_s: float, hint: str = "") -> No
             told = True
             say(f"Node {node} of {count} waits for {who}, for up to {wait_s:.0f} s.{hint}")
         time.sleep(_POLL_INTERVAL_S)
+
+
+def _wait_for_readers(store: Any, node: int, other: int) -> None:
+    """Let another node read what differs before node 0, which serves the store, ends with it."""
+    store.set(f"differs/{node}", "")
+    if node == 0:
+        with contextlib.suppress(RuntimeError):  # it has ended, or does not answer
+            store.wait([f"differs/{other}"], timedelta(seconds=_LATE_S))
 
 
 class StateBackend(dynamic.RendezvousBackend):
