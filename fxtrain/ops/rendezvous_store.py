@@ -6,7 +6,7 @@ import logging
 import platform
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,8 +19,9 @@ from fxtrain._version import __version__
 from fxtrain.errors import ContextError
 from fxtrain.state.topology import Topology
 
-# Time for the other ranks to read that the secrets differ.
-_SECRET_WAIT = timedelta(seconds=10)
+# Time for the other ranks to read why they do not join.
+_READERS_WAIT = timedelta(seconds=10)
+_ABSENT = "absent"
 _QUIET_S = 10.0  # of waiting for other ranks, before a line tells of it
 _LOG = logging.getLogger(__name__)
 
@@ -39,8 +40,8 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
         waiting, which names the ranks that are missing.
 
     Raises:
-        ContextError: the store cannot be opened or reached, a rank never joined, or the ranks
-            have different secrets or versions; the last on every rank.
+        ContextError: the store cannot be opened or reached; or, on every rank that has joined, one
+            never joined, or the ranks have different secrets or versions.
     """
     where = f"{topology.main_address}:{topology.main_port}"
     me = f"Rank {topology.rank} of {topology.world_size}"
@@ -68,18 +69,38 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
         ) from error
     keys = {rank: f"hello/{rank}" for rank in range(topology.world_size)}
     try:
-        _wait_for(store, keys, topology, timeout_s)
-        others = _ranks_that_differ(topology, store, key)
+        try:
+            _wait_for(store, keys, topology, timeout_s)
+        except dist.DistStoreError:  # the time is up
+            if missing := _missing(store, keys):
+                _give_up(store, f"{me} waited {timeout_s:g} s at {where}", missing, keys)
+        late = store.get("late").decode() if store.check(["late"]) else ""
+        others = {} if late else _ranks_that_differ(topology, store, key)
+        if late or others:
+            _wait_for_readers(topology, store, keys)
     except RuntimeError as error:
         raise ContextError(
-            f"{me} waited {timeout_s:g} s at {where}, and these ranks never joined: "
-            f"{_missing(store, keys) or 'none, the last one joined too late'}. Check their "
-            f"output, or raise detect(timeout_s=...).",
+            f"{me} lost the store at {where}, which rank 0 or its launcher serves, before all "
+            f"ranks had joined: {first_line(error)} Check the output of rank 0.",
             code="FX102",
         ) from error
+    if late:
+        raise ContextError(late, code="FX102")
     if others:
         raise ContextError(_difference(me, key, others), code="FX103")
     return secured
+
+
+def _give_up(store: Any, who: str, missing: Sequence[int], keys: Mapping[int, str]) -> None:
+    """Tell all ranks that some never joined, and wake those that wait for them."""
+    names = ", ".join(map(str, missing))
+    text = (
+        f"{who}, and these ranks never joined: {names}. Check their output, or raise "
+        f"detect(timeout_s=...)."
+    )
+    store.compare_set("late", "", text)  # the first one's, for all
+    for rank in missing:
+        store.compare_set(keys[rank], "", _ABSENT)
 
 
 def _wait_for(store: Any, keys: Mapping[int, str], topology: Topology, timeout_s: float) -> None:
@@ -90,7 +111,7 @@ def _wait_for(store: Any, keys: Mapping[int, str], topology: Topology, timeout_s
         try:
             return store.wait(names, timedelta(seconds=_QUIET_S))
         except RuntimeError:
-            _log_wait(topology, f"rank {_missing(store, keys)}")
+            _log_wait(topology, f"rank {', '.join(map(str, _missing(store, keys)))}")
     return store.wait(names, timedelta(seconds=left_s))
 
 
@@ -156,17 +177,22 @@ def _identity(key: bytes) -> str:
 def _ranks_that_differ(topology: Topology, store: Any, key: bytes) -> dict[int, str]:
     """The ranks whose secret or versions differ from this rank's, with what they have.
 
-    Every rank counts the ranks that are the same, so that all notice if one differs. Rank 0,
-    which may serve the store, leaves last.
+    Every rank counts the ranks that are the same, so that all notice if one differs.
     """
     ranks = range(topology.world_size)
     if store.add(f"same/{_identity(key)}", 0) == len(ranks):
         return {}
     greetings = {rank: store.get(f"hello/{rank}").decode() for rank in ranks}
-    store.set(f"differs/{topology.rank}", "")
-    if topology.rank == 0:
-        store.wait([f"differs/{rank}" for rank in ranks], _SECRET_WAIT)
     return {rank: text for rank, text in greetings.items() if text != _identity(key)}
+
+
+def _wait_for_readers(topology: Topology, store: Any, keys: Mapping[int, str]) -> None:
+    """Let ranks that have joined read why they fail before rank 0, which may serve the store."""
+    store.set(f"knows/{topology.rank}", "")
+    if topology.rank == 0:
+        joined = [rank for rank, key in keys.items() if store.get(key).decode() != _ABSENT]
+        with contextlib.suppress(dist.DistStoreError):  # one has ended meanwhile
+            store.wait([f"knows/{rank}" for rank in joined], _READERS_WAIT)
 
 
 def _difference(me: str, key: bytes, others: dict[int, str]) -> str:
@@ -183,12 +209,9 @@ def _difference(me: str, key: bytes, others: dict[int, str]) -> str:
     return f"{me} has {mine}, but {theirs}. Install the same versions on every machine."
 
 
-def _missing(store: Any, keys: Mapping[int, str]) -> str:
-    """The ranks that never joined; rank 0 if the store is gone, so the others are unknown."""
-    try:
-        return ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
-    except RuntimeError:
-        return "0"
+def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:
+    """The ranks that have not joined."""
+    return [rank for rank, key in keys.items() if not store.check([key])]
 
 
 def first_line(error: BaseException) -> str:

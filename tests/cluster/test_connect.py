@@ -3,6 +3,8 @@
 import os
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -279,9 +281,29 @@ def test_a_rank_that_skips_a_duplicate_is_named(pair):
     pair.close()  # torch counts groups, and one rank has opened fewer
 
 
-def test_a_store_that_died_is_rank_0_that_is_gone():
-    class Dead:
-        def check(self, keys):
-            raise RuntimeError("Failed to recv, got 0 bytes.")
+def _join(port, rank, timeout_s, *, served=False):
+    """What a rank of three says."""
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True"} if served else {}
+    with pytest.raises(fx.errors.ContextError) as raised:
+        fx.detect(_env(rank, 3, port) | variables, device="cpu", timeout_s=timeout_s)
+    return str(raised.value)
 
-    assert rendezvous_store._missing(Dead(), {0: "hello/0", 1: "hello/1"}) == "0"
+
+@pytest.mark.parametrize("waits", [(1, 20), (20, 1)], ids=["rank 0 first", "rank 1 first"])
+def test_all_ranks_that_have_joined_learn_which_never_did(waits):
+    """Before rank 0, which serves the store, ends."""
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(partial(_join, port), (0, 1), waits)
+    said = f"Rank {waits.index(1)} of 3 waited 1 s at 127.0.0.1:{port}, and these ranks never "
+    assert first == second and first.startswith(f"{said}joined: 2. Check their output")
+
+
+def test_a_store_that_is_lost_before_all_have_joined():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor() as pool:
+        said = pool.submit(_join, server.port, 1, 20, served=True)
+        server.wait(["fxtrain/0/1/hello/1"])
+        port = server.port
+        del server
+        assert f"Rank 1 of 3 lost the store at 127.0.0.1:{port}, which" in said.result()

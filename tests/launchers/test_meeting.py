@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import pickle
+import re
 import threading
 from datetime import UTC, datetime, timedelta
 
@@ -55,27 +56,38 @@ def _states(draw):
     return state
 
 
-def test_both_nodes_learn_of_other_numbers_of_nodes_before_the_store_ends():
+@pytest.mark.parametrize(
+    ("nodes", "why"),
+    [
+        ({0: (2, 20), 1: (3, 20)}, "was started for . nodes, and node . for [23]"),
+        ({0: (3, 20), 1: (3, 20), 2: (2, 20)}, "was started for . nodes, and node . for [23]"),
+        ({0: (4, 1), 1: (4, 20), 3: (4, 20)}, "node 2 never came within the 1 s of node 0"),
+        ({0: (3, 20), 2: (3, 1)}, "node 1 never came within the 1 s of node 2"),
+    ],
+)
+def test_all_nodes_learn_why_they_did_not_meet_before_the_store_ends(nodes, why):
+    """By their number of nodes, and how long they wait."""
     said = {}
     serves = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = [serves, TCPStore("127.0.0.1", serves.port, is_master=False)]
+    stores = {0: serves}
+    for node in [*nodes][1:]:
+        stores[node] = TCPStore("127.0.0.1", serves.port, is_master=False)
     del serves
 
-    def join(node, count):
+    def join(node, count, wait_s):
         try:
-            meet(stores[node], node, count, 20)
+            meet(stores[node], node, count, wait_s)
         except RendezvousStateError as error:
             said[node] = str(error)
         stores[node] = None  # as where a process ends
 
-    threads = [threading.Thread(target=join, args=(node, 2 + node)) for node in (1, 0)]
-    threads[0].start()
-    stores[0].wait(["node/1"])
-    threads[1].start()
+    threads = [threading.Thread(target=join, args=(node, *how)) for node, how in nodes.items()]
+    for thread in reversed(threads):
+        thread.start()
     for thread in threads:
         thread.join(30)
-    assert "was started for 3 nodes, and this one for 2" in said[0]
-    assert "was started for 2 nodes, and this one for 3" in said[1]
+    assert said.keys() == nodes.keys()
+    assert len({*said.values()}) == 1 and re.search(why, said[0])
 
 
 @given(state=_states())

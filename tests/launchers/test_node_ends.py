@@ -148,6 +148,16 @@ def test_a_node_leaves_if_its_ranks_failed_twice_and_enough_others_remain(settin
     assert _agent(**settings)._can_leave() is leaves
 
 
+@pytest.mark.parametrize("met", [False, True])
+def test_a_node_that_waited_in_vain_to_join_leaves_the_run_to_the_others(met):
+    agent, closed = _agent(), []
+    agent._ends = _nodes(1)[0]
+    agent.handler = SimpleNamespace(shutdown=lambda: closed.append(True))
+    agent.met = met
+    agent._farewell(None, True)
+    assert bool(closed) is met
+
+
 @pytest.mark.parametrize(
     ("there", "fields", "says"),
     [

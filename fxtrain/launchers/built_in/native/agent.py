@@ -26,7 +26,11 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+)
 
 from fxtrain.errors import LaunchError
 from fxtrain.launchers.built_in.native.elastic import FAREWELL, FAREWELL_S
@@ -52,7 +56,7 @@ _LOOK_S = 0.5  # for another node to tell that it failed first
 _POLL_INTERVAL_S = 0.1
 _LONGEST_TEXT = 4000
 _FAILURES = 2  # in a row, of ranks of one node, after which it leaves the run
-_NOTICED_S = 2.0  # launchers that stand by look once a second whether the run has ended
+_NOTICED_S = 2.0  # launchers that wait or stand by look once a second whether the run has ended
 _WAITING_S = 20.0  # for nodes that start their ranks again to be seen waiting
 _MAIN_LOST = (
     "The launcher that serves the store of this run ended before this one, or does not answer, so "
@@ -184,11 +188,8 @@ class NodeEnds:
                     f"not wait for it: its launcher or machine ended, or the network between them "
                     f"is down."
                 )
-                # Under torch 2.9, a node that works sends none either.
-                known = hasattr(self.store, "clone")
-                ends[node] = NodeEnd(text=text, distance=1, stopped=not known)
-                if known:  # so that `leave` does not wait for it again
-                    self.store.set(f"left/{node}", "")
+                ends[node] = NodeEnd(text=text, distance=1)
+                self.store.set(f"left/{node}", "")  # so that `leave` does not wait for it again
             if node in ends:
                 del beats[node]
 
@@ -244,9 +245,7 @@ class NodeEnds:
 
 def _start_heartbeats(store: Any, node: int) -> None:
     """Count up in the store to the end of this process."""
-    if not hasattr(store, "clone"):  # torch 2.9: calls of this thread would block the agent's
-        return
-    own = store.clone()
+    own = store.clone()  # whose calls do not block the agent's
 
     def beat() -> None:
         try:
@@ -312,19 +311,26 @@ def run_agent(
         return LaunchResult(ranks=launch.world_size, signal=int(error.sigval))
     except (RendezvousError, DistError) as error:
         lost = isinstance(error, RendezvousConnectionError | DistNetworkError)
-        if agent is not None and agent.met and lost:
+        place, why = config.rdzv_endpoint, first_line(error)
+        again = "Start the run again on every node; it continues with the last checkpoint."
+        met = agent is not None and agent.met
+        if agent is not None and lost:
+            when = "before all nodes had joined"
+            if met:
+                when = "during the run, so the ranks of this node cannot start again"
             raise LaunchError(
-                f"The rendezvous at {config.rdzv_endpoint} was lost during the run, so the ranks "
-                f"of this node cannot start again: {first_line(error)} The machine that serves it, "
-                f"its launcher or the network to it failed. Start the run again on every node; it "
-                f"continues with the last checkpoint.",
+                f"The rendezvous at {place} was lost {when}: {why} The machine that serves it, its "
+                f"launcher or the network to it failed. {again}",
                 code="FX701",
             ) from error
+        if met:
+            text = f"The ranks of this node cannot start again: {why} {again}"
+            raise LaunchError(text) from error
+        who = "This node" if launch.elastic else f"Node {launch.node_rank} of {launch.nodes}"
         raise LaunchError(
-            f"Node {launch.node_rank} of {launch.nodes} waited {time.monotonic() - start:.0f} s at "
-            f"{config.rdzv_endpoint}, but not all nodes joined: "
-            f"{first_line(error.__cause__ or error)} Check that every node was started with the "
-            f"same main address, port, number of nodes and run_id."
+            f"{who} waited {time.monotonic() - start:.0f} s at {place}, but not all nodes joined: "
+            f"{why} Check that every node was started with the same main address, port, number of "
+            f"nodes and run_id."
         ) from error
 
 
@@ -398,10 +404,11 @@ class _Agent(LocalElasticAgent):
             if end is not None and self._ends.count > 1:
                 self._ends.tell(attrs.evolve(end, text=f"N{self._ends.name[1:]} {end.text}"))
             self._ends.leave()
-        if closes:
+        # A node that has never joined leaves the run to the others, if they can go on without it.
+        if closes and (self.met or self.serves):
             self.handler.shutdown()
             elastic = isinstance(self.handler, ElasticRendezvous)
-            if self.serves and elastic and self.handler.nodes_in_reserve():
+            if self.serves and elastic and (self.handler.nodes_in_reserve() or not self.met):
                 time.sleep(_NOTICED_S)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -482,7 +489,11 @@ class _Agent(LocalElasticAgent):
         # Remaining children of ranks, before the next attempt starts.
         end_strays(os.environ[MARK], patience_s=self.launch.shutdown_s, ask=True)
         join: Any = super()._rendezvous
-        join(worker_group)
+        try:
+            join(worker_group)
+        except RendezvousClosedError as error:
+            why = "another launcher waited in vain for nodes, or failed; its output says why."
+            raise RendezvousClosedError(self._ends.told() or why) from error
         self.met = True
         count = worker_group.group_world_size or 1
         if count < self._ends.count:

@@ -285,7 +285,7 @@ def _tell_stacks() -> None:
 def _open_rendezvous(spec: LaunchSpec) -> socket.socket | None:
     """Listen at the main address, or check that it is reachable, before torch waits for it."""
     host = "127.0.0.1" if spec.nodes == 1 else spec.main_address.strip("[]")
-    who = f"Node {spec.node_rank} of {spec.nodes}"
+    who = "This node" if spec.elastic else f"Node {spec.node_rank} of {spec.nodes}"
     door = None
     # Where nodes join, whichever launcher comes first serves.
     if is_local(host) if spec.elastic else spec.node_rank == 0:

@@ -70,7 +70,7 @@ def open_handler(launch: LaunchSpec, config: Any, door: socket.socket | None) ->
             master_listen_fd=None if door is None else os.dup(door.fileno()),
         )
     except (RuntimeError, ValueError) as error:
-        raise RendezvousConnectionError(f"The store at {host}:{port}: {error}") from error
+        raise RendezvousConnectionError(str(error)) from error
     proof = key_proof(derive_key(os.environ.get(SECRET, "")))
     mine = proof or "none"
     if store.compare_set(f"fxtrain.secret.{config.run_id}", "", mine).decode() != mine:
@@ -80,7 +80,7 @@ def open_handler(launch: LaunchSpec, config: Any, door: socket.socket | None) ->
     if proof:  # so that others cannot guess the keys of this run
         store = PrefixStore(proof, store)
     if launch.elastic:
-        return ElasticRendezvous(store, launch, config)
+        return ElasticRendezvous(store, config)
     return _StaticRendezvous(store, launch, config.run_id, (host, port))
 
 
@@ -92,7 +92,7 @@ class ElasticRendezvous:
         seconds, or once if the store does not answer.
     """
 
-    def __init__(self, store: Any, launch: LaunchSpec, config: Any) -> None:
+    def __init__(self, store: Any, config: Any) -> None:
         options = config.rdzv_configs
         backend = StateBackend(store, config.run_id, float(options.get("last_call_timeout", 30)))
         params = RendezvousParameters(
@@ -107,7 +107,7 @@ class ElasticRendezvous:
         self._handler = dynamic.create_handler(store, backend, params)
         self._backend = backend
         self._before: dict[Any, int] = {}  # nodes of the attempt before
-        self._fewest, self._wait_s = config.min_nodes, launch.connect_timeout_s
+        self._fewest, self._wait_s = config.min_nodes, float(options["join_timeout"])
         self._place, self._run_id = config.rdzv_endpoint, config.run_id
         self._lost = False
 
@@ -119,6 +119,12 @@ class ElasticRendezvous:
         timer.start()
         try:
             info = self._handler.next_rendezvous()
+        except RendezvousTimeoutError as error:
+            state = self._backend.seen  # which this node has left
+            joined = len(state.wait_list if state.complete else state.participants) + 1
+            raise RendezvousTimeoutError(
+                f"{joined} of {self._fewest} nodes joined within {self._wait_s:.0f} s."
+            ) from error
         finally:
             timer.cancel()
         self._before = dict(self._backend.seen.participants)
@@ -199,40 +205,42 @@ def meet(store: Any, node: int, count: int, wait_s: float, hint: str = "") -> No
         Writes a line to standard error if nodes are missing after a few seconds.
 
     Raises:
-        RendezvousTimeoutError: some never came; the message names them.
-        RendezvousStateError: nodes were started with other numbers of nodes.
+        RendezvousStateError: some never came to one of the nodes, which the message names, or nodes
+            were started with other numbers of nodes; on every node that has come.
     """
     store.set(f"node/{node}", json.dumps([count, platform.node()]))
     missing, start = set(range(count)) - {node}, time.monotonic()
     told = False
-    while missing:
+    while missing and not store.check(["refused"]):
+        why = ""
         for other in [*missing]:
             if store.check([f"node/{other}"]):
                 missing.discard(other)
                 theirs, host = parse_json(store.get(f"node/{other}"))
                 if theirs != count:
-                    _wait_for_readers(store, node, other)
-                    raise RendezvousStateError(
+                    why = (
                         f"node {other} on {str(host)[:80]} was started for {str(theirs)[:80]} "
-                        f"nodes, and this one for {count}."
+                        f"nodes, and node {node} for {count}."
                     )
         waited_s = time.monotonic() - start
         names = ", ".join(str(other) for other in sorted(missing))
         who = f"node{'s' * (len(missing) > 1)} {names}"
         if missing and waited_s > wait_s:
-            raise RendezvousTimeoutError(f"{who} never came.{hint}")
-        if missing and waited_s > _SILENT_S and not told:
+            why = why or f"{who} never came within the {wait_s:.0f} s of node {node}.{hint}"
+        if why:
+            store.compare_set("refused", "", why)  # the first one's, for all
+        elif missing and waited_s > _SILENT_S and not told:
             told = True
             say(f"Node {node} of {count} waits for {who}, for up to {wait_s:.0f} s.{hint}")
         time.sleep(_POLL_INTERVAL_S)
-
-
-def _wait_for_readers(store: Any, node: int, other: int) -> None:
-    """Let another node read what differs before node 0, which serves the store, ends with it."""
-    store.set(f"differs/{node}", "")
-    if node == 0:
-        with contextlib.suppress(RuntimeError):  # it has ended, or does not answer
-            store.wait([f"differs/{other}"], timedelta(seconds=_LATE_S))
+    if store.check(["refused"]):
+        why = store.get("refused").decode()
+        store.set(f"knows/{node}", "")
+        if node == 0:  # it serves the store, which ends with it
+            came = [other for other in range(1, count) if store.check([f"node/{other}"])]
+            with contextlib.suppress(RuntimeError):  # one has ended, or does not answer
+                store.wait([f"knows/{other}" for other in came], timedelta(seconds=_LATE_S))
+        raise RendezvousStateError(why)
 
 
 class StateBackend(dynamic.RendezvousBackend):
