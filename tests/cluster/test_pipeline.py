@@ -251,16 +251,56 @@ def _noise(ctx):
 
     torch.manual_seed(ctx.rank)
     batch = next(iter(_rows(model, placed, plan)))
-    fx.step(placed, batch, fx.StepFns(model=model, loss=loss))
+    for _ in range(2):
+        fx.step(placed, batch, fx.StepFns(model=model, loss=loss))
     return seen
 
 
 def test_what_a_loss_draws_by_chance_is_the_same_on_all_stages(pair):
     first, last = pair.run(_noise)
-    assert len(first) == 2 and len(last) == 4
-    assert not torch.equal(first[0], first[1])
-    for index, noise in enumerate(first + first):
+    assert len(first) == 4 and len(last) == 8
+    # Another one in each micro-batch and in each step, also on the same batch.
+    assert len({noise.sum().item() for noise in first}) == 4
+    for index, noise in enumerate(first[:2] * 2 + first[2:] * 2):
         assert torch.equal(last[index], noise)
+
+
+class Centered(nn.Module):
+    """A running mean, written in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return x - self.mean.clone()
+
+
+def _averaged():
+    torch.manual_seed(0)
+    parts = (nn.Linear(4, 4), Centered(), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
+    return nn.Sequential(*parts, nn.Linear(4, 4), Centered(), nn.Linear(4, 4)).double()
+
+
+def _buffers(ctx, schedule):
+    placed = fx.detect({}, device="cpu", mesh=fx.Mesh(pipeline=2), timeout_s=20)
+    config = fx.PP(schedule=schedule, microbatches=4, split=("2", "4", "6"))
+    model = fx.wrap(_averaged(), placed, fx.Plan(strategy=config), optimizer=_sgd)
+    batch = next(iter(_rows(model, placed, model.plan, rows=8)))
+    fx.step(placed, batch, fx.StepFns(model=model, loss=_loss))
+    return dict(fx.unwrap(model).named_buffers())
+
+
+@pytest.mark.parametrize("schedule", ["looped_bfs", "zbv_zero_bubble"])
+def test_what_modules_average_equals_that_of_one_process(pair, schedule):
+    net = _averaged()
+    x = torch.linspace(-1, 1, 128, dtype=torch.float64).reshape(-1, 4)
+    for part in x[:8].split(2):
+        net(part)
+    for got in pair.run(_buffers, schedule):
+        torch.testing.assert_close(got, dict(net.named_buffers()))
 
 
 def _traffic(ctx):

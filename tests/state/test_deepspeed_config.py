@@ -223,6 +223,14 @@ def test_fp16_scales_as_torch_does():
     got = fx.interop.deepspeed_config(_plan(precision="fp16"))["fp16"]
     assert got["initial_scale_power"] == 16 and got["loss_scale_window"] == 2000
     assert got["hysteresis"] == 1 and got["loss_scale"] == 0
+    # A file's section means what it means to DeepSpeed, whose defaults are others.
+    for enabled, options in ((True, {}), ("auto", {"precision": "fp16"})):
+        file = {"fp16": {"enabled": enabled, "min_loss_scale": 4}}
+        own = fx.interop.deepspeed_config(_plan(file, **options))["fp16"]
+        assert own == {"enabled": True, "min_loss_scale": 4}
+    slow = fx.Precision(compute="fp16", scale=fx.LossScale(interval=7))
+    got = fx.interop.deepspeed_config(_plan({"fp16": {"hysteresis": 3}}, precision=slow))["fp16"]
+    assert got["loss_scale_window"] == 7 and got["hysteresis"] == 3
     odd = fx.Precision(compute="fp16", scale=fx.LossScale(initial=1000.0))
     with pytest.raises(fx.PlanError, match="power of two"):
         fx.interop.deepspeed_config(_plan(precision=odd))

@@ -178,7 +178,7 @@ def resolve(
     _fill_widths(config, hidden, partial=partial)
     _fill_values(config, values or FromConfig())
     _check_autos(config)
-    return _with_defaults(config, plan)
+    return _with_defaults(config, plan, base)
 
 
 def _merge(
@@ -317,7 +317,7 @@ def _check_autos(config: Mapping[str, Any]) -> None:
     )
 
 
-def _with_defaults(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def _with_defaults(config: dict[str, Any], plan: Plan, file: Mapping[str, Any]) -> dict[str, Any]:
     """Set entries that neither side gave and whose DeepSpeed default differs."""
     stage = get(config, f"{ZERO}.stage")
     if stage is None:
@@ -332,9 +332,9 @@ def _with_defaults(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     if device(zero, "offload_optimizer") != "none":
         # This library chooses which optimizer computes, by DeepSpeed(cpu_optimizer=...).
         config.setdefault("zero_force_ds_cpu_optimizer", False)
-    half = section(config, "fp16")
-    if half.get("enabled"):
-        config["fp16"] = {**_scale_entries(plan.precision.scale), "hysteresis": 1, **half}
+    half, scale = section(config, "fp16"), plan.precision.scale
+    if half.get("enabled") and (scale != LossScale() or not section(file, "fp16")):
+        config["fp16"] = {**_scale_entries(scale), "hysteresis": 1, **half}
     return config
 
 

@@ -11,7 +11,7 @@ stage's first module, its arguments are this stage's outputs, and the forward is
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,18 +90,31 @@ class ReceivedFakes(_FakeTensors):
 
 
 class OtherStageFakes(_FakeTensors):
-    """Values of other stages: shapes only, never written into a tensor of this stage."""
+    """Values of other stages: shapes only, never written into a tensor of this stage.
+
+    Args:
+        buffers: This stage's copies of those of other stages, such as running statistics, which
+            those stages update: what is written into the copies here is dropped.
+    """
+
+    def __init__(self, buffers: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        storages = [buffer.untyped_storage() for buffer in buffers]
+        self._dropped = {storage._cdata: storage for storage in storages}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable and any(map(self.made, _tree.flatten((args, kwargs or {}))[0])):
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 written = argument.alias_info is not None and argument.alias_info.is_write
-                if written and isinstance(value, Tensor) and not self.made(value):
+                if written and isinstance(value, Tensor) and not self._may_write(value):
                     raise PlanError(
                         f"{func} writes what an earlier stage computes into a tensor that this "
                         f"stage creates itself, which would lose it"
                     )
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _may_write(self, value: Tensor) -> bool:
+        return self.made(value) or value.untyped_storage()._cdata in self._dropped
 
 
 class OwnFakes(_FakeTensors):
@@ -199,11 +212,17 @@ class Stage(nn.Module):
         formats: Mapping[str, torch.dtype],
     ) -> None:
         super().__init__()
-        self._hollow = OtherStageFakes()
+        # Every stage runs them where they depend on no parameter: each changes copies of its own.
+        others = {
+            id(buffer): buffer.clone()
+            for name, buffer in module.named_buffers()
+            if index not in partition.stages[name]
+        }
+        self._hollow = OtherStageFakes(others.values())
         self._visit: _StageForward | None = None
         self.first, self.last = index == 0, index == len(partition.ranks) - 1
         # In a tuple, hidden from parameters(): most of it is fake.
-        self._inside = (_shell(module, partition, index, ctx, self._hollow, formats),)
+        self._inside = (_shell(module, partition, index, ctx, self._hollow, formats, others),)
         self.job: Callable[..., Any] | None = None  # while a schedule runs
 
     @property
@@ -433,9 +452,10 @@ def _shell(
     ctx: DistContext,
     fake_mode: OtherStageFakes,
     formats: Mapping[str, torch.dtype],
+    others: Mapping[int, Tensor],
 ) -> nn.Module:
-    """A copy of a module's structure with this stage's own parameters and no others."""
-    memo: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()}
+    """A copy of a module's structure with this stage's own tensors, and buffers of other stages."""
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()} | dict(others)
     for name, parameter in module.named_parameters():
         if index in partition.stages[name]:
             memo[id(parameter)] = parameter

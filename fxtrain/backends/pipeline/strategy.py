@@ -340,9 +340,8 @@ def _replaced_forward(model: Wrapped, called: Callable[..., Any]) -> Wrapped:
 
 
 def _seed(model: Wrapped, micro_batch: Batch) -> int:
-    place = micro_batch.position
-    rank = model.ctx.axis("data").rank
-    text = f"{model.plan.seed} {place.epoch} {place.index} {rank} {micro_batch.part}"
+    window, rank = model.window, model.ctx.axis("data").rank
+    text = f"{model.plan.seed} {window.updates} {window.micro} {rank} {micro_batch.part}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 

@@ -91,7 +91,9 @@ def pipeline_weights(model: Wrapped) -> dict[str, Weight]:
         No traffic.
     """
     engine = model.engine
-    shells = dict(next(iter(engine.stages.values())).shell.named_buffers(remove_duplicate=False))
+    shells = [
+        dict(stage.shell.named_buffers(remove_duplicate=False)) for stage in engine.stages.values()
+    ]
     weights: dict[str, Weight] = {}
     for place in engine.places:
         here = place.held[place.key] is not None
@@ -105,7 +107,7 @@ def pipeline_weights(model: Wrapped) -> dict[str, Weight]:
             key=id(place.like),
             here=here,
             gather=gather,
-            fill=functools.partial(_fill, place, shells.get(place.name)),
+            fill=functools.partial(_fill, place, [shell.get(place.name) for shell in shells]),
             stored=place.stored,
         )
         is_parameter = isinstance(place.like, nn.Parameter)
@@ -115,13 +117,15 @@ def pipeline_weights(model: Wrapped) -> dict[str, Weight]:
 
 
 def _fill(
-    place: TensorSlot, of_stage: Tensor | None, read: Callable[[TensorIndex | None], Tensor]
+    place: TensorSlot,
+    of_stages: Sequence[Tensor | None],
+    read: Callable[[TensorIndex | None], Tensor],
 ) -> None:
-    """Fill what this rank holds, and buffers of other stages with which its own compute."""
-    tensor = place.held[place.key]
-    tensor = of_stage if tensor is None else tensor
-    if tensor is not None:
-        weight_of(tensor).fill(read)
+    """Fill what this rank holds, and its stages' copies of the buffers of others."""
+    tensors = {id(tensor): tensor for tensor in (place.held[place.key], *of_stages)}
+    for tensor in tensors.values():
+        if tensor is not None:
+            weight_of(tensor).fill(read)
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -168,11 +172,12 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
     """
     engine = model.engine
     model_state.load_state(model, _own_part(saved, engine.partition, engine.axis.rank))
-    own = dict(model.module.named_buffers())
-    for name, buffer in next(iter(engine.stages.values())).shell.named_buffers():
-        # Buffers of other stages, with which a stage computes what depends on no parameter.
-        if name not in own and f"module.{name}" in saved.shapes:
-            saved.fill(f"module.{name}", buffer)
+    own = {id(buffer) for buffer in model.module.buffers()}
+    for stage in engine.stages.values():
+        for name, buffer in stage.shell.named_buffers():
+            # Copies of other stages' buffers, for what depends on no parameter.
+            if id(buffer) not in own and f"module.{name}" in saved.shapes:
+                saved.fill(f"module.{name}", buffer)
 
 
 def _own_part(saved: StateReader, partition: Partition, rank: int) -> StateReader:
