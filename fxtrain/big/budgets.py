@@ -1,22 +1,14 @@
 """How much memory a model may take: passed by the caller, or measured on this machine."""
 
-import os
-import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from fxtrain._display import read_bytes
+from fxtrain._host_memory import available_memory
 from fxtrain.errors import PlanError
 from fxtrain.state.placement import DISK, check_limit, share_of
-
-_CGROUPS = (  # limit and use of a container's memory
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-
 
 K = TypeVar("K", bound="int | str | torch.device")
 
@@ -114,7 +106,10 @@ def _accelerators() -> list[str]:
 def _free(device: str) -> int:
     """Bytes that are free now."""
     if device == "cpu":
-        return _free_memory()
+        free, total, _ = available_memory()
+        if not total:
+            raise PlanError("budget: this system does not tell free memory. Pass bytes for 'cpu'.")
+        return free
     kind, _, index = device.partition(":")
     if device not in _accelerators():
         raise PlanError(
@@ -127,26 +122,3 @@ def _free(device: str) -> int:
     if not hasattr(module, "mem_get_info"):
         raise PlanError(f"budget: torch.{kind} does not tell free memory. Pass bytes for {device}.")
     return module.mem_get_info(int(index))[0]
-
-
-def _free_memory() -> int:
-    """Free memory of this machine, or of the container that this process is in."""
-    names = re.findall(r"MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"))
-    if names:
-        free = int(names[0]) * 1024
-    elif "SC_AVPHYS_PAGES" in os.sysconf_names:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        raise PlanError("budget: this system does not tell free memory. Pass bytes for 'cpu'.")
-    for limit, use in _CGROUPS:
-        most, now = _text(limit).strip(), _text(use).strip()
-        if most.isdecimal() and now.isdecimal():
-            free = min(free, max(int(most) - int(now), 0))
-    return free
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

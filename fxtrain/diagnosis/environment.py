@@ -107,11 +107,12 @@ def _machine(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _memory() -> str:
-    sizes = dict(re.findall(r"(\w+):\s+(\d+) kB", _text("/proc/meminfo")))
-    if not sizes:
+    sizes = import_module("fxtrain._host_memory").available_memory()  # imports torch
+    free, total, machine = (size / 2**30 for size in sizes)
+    if not total:
         return "unknown"
-    free, total = (int(sizes[name]) / 2**20 for name in ("MemAvailable", "MemTotal"))
-    return f"{free:.1f} GiB available of {total:.1f} GiB"
+    limited = f", the limit of this container or job on a machine of {machine:.1f} GiB"
+    return f"{free:.1f} GiB available of {total:.1f} GiB{limited if total < machine else ''}"
 
 
 def _free(folder: str) -> str:

@@ -86,7 +86,7 @@ def test_budgets_are_read_sorted_and_measured(monkeypatch):
     asked = {"disk": "1GB", "cpu": 7, 1: "2KiB", "cuda:0": 5}
     wanted = {"cuda:0": 5, "cuda:1": 2048, "cpu": 7, "disk": 10**9}
     assert list(big.budget(asked).items()) == list(wanted.items())
-    monkeypatch.setattr(budgets, "_free_memory", lambda: 1000)
+    monkeypatch.setattr(budgets, "available_memory", lambda: (1000, 2000, 3000))
     assert big.budget([("cpu", "50%")]) == {"cpu": 500}
     monkeypatch.setattr(budgets, "_accelerators", lambda: [])
     assert big.budget(keep_free=0.25) == {"cpu": 750}

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
+from fxtrain import _host_memory
 from fxtrain.cli import Exit, main
 from fxtrain.diagnosis import collect, hidden, shown
 
@@ -112,3 +113,36 @@ def test_values_of_the_launch_file_are_shown(tmp_path, monkeypatch, capsys):
     assert told["config"]["launch.ranks"] == "3"
     assert main(["env"]) == Exit.WELL
     assert "- launch.ranks: 3" in capsys.readouterr().out.splitlines()
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("groups", "files"),
+    [
+        ("0::/\n", {"": ("max", "current", "inactive_file")}),
+        ("0::/slurm/job_7/step_0\n", {"slurm/job_7": ("max", "current", "inactive_file")}),
+        (
+            "4:memory:/docker/7f\n2:cpu,cpuacct:/docker/7f\n0::/\n",
+            {"memory": ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")},
+        ),
+    ],
+    ids=["a container", "a job", "a container, version 1"],
+)
+def test_the_memory_is_that_of_the_container_or_job(groups, files, tmp_path, monkeypatch):
+    """What the kernel keeps of files that were read is free."""
+    monkeypatch.setattr(_host_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(_host_memory, "_GROUPS_OF_THIS", tmp_path / "groups")
+    (tmp_path / "groups").write_text(groups)
+    for folder, (limit, use, cached) in files.items():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / f"memory.{limit}").write_text(f"{64 * MIB}\n")
+        (tmp_path / folder / f"memory.{use}").write_text(f"{60 * MIB}\n")
+        (tmp_path / folder / "memory.stat").write_text(f"anon 7\n{cached} {44 * MIB}\n")
+    assert _host_memory.available_memory()[:2] == (48 * MIB, 64 * MIB)
+    assert fx.big.budget({"cpu": "100%"}) == {"cpu": 48 * MIB}
+    assert "of 0.1 GiB, the limit of this container" in collect({})["machine"]["memory"]
+    (tmp_path / "groups").unlink()
+    free, total, machine = _host_memory.available_memory()
+    assert 0 < free < total == machine
