@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._host_memory import pinned_buffer
+from fxtrain.checkpoint.folders import KnownManifests
 from fxtrain.checkpoint.write_plan import TensorChunk
 from fxtrain.errors import CheckpointError
 from fxtrain.models.safetensors_files import aligned_first
@@ -32,11 +33,13 @@ class CheckpointState:
         background: The ranks over a separate group, for background saves.
         buffer: Host memory to which saves copy tensors, uint8, reused by the next save.
         restored_from: The checkpoint of the last restore, which no save may prune.
+        manifests: Those that the saves have read, which are parsed once.
     """
 
     background: DistContext | None = None
     buffer: Tensor | None = attrs.field(default=None, repr=False)
     restored_from: str | None = None
+    manifests: KnownManifests = attrs.field(factory=dict, repr=False)
 
 
 def _done() -> "Future[None]":
@@ -55,6 +58,7 @@ class Saving:
 
     path: str
     _future: "Future[None]" = attrs.field(factory=_done, alias="future", repr=False)
+    _told: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
 
     def done(self) -> bool:
         """Whether the save has finished or failed."""
@@ -71,8 +75,14 @@ class Saving:
             self._future.result(timeout_s)
         finally:
             if self._future.done():  # its error was seen
+                self._told.set()
                 atexit.unregister(self._at_exit)
         return self.path
+
+    def finish(self) -> None:
+        """Wait, and raise the error of the save unless `result` has raised it before."""
+        if not self._told.is_set():
+            self.result()
 
     def _at_exit(self) -> None:
         """End the program as an uncaught exception does, since the error was never reported.
@@ -100,17 +110,18 @@ class Saving:
             os._exit(1)
 
 
-def wait_for_earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving | None:
-    """Wait for a save in progress, or return it if the new one is skipped; raises its error."""
+def in_progress(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving | None:
+    """The earlier save, if a rank still writes it and the new one is to be skipped."""
     tasks = ctx.comm.state.background_tasks
-    if not tasks:
-        return None
-    earlier: Saving = tasks[-1]
-    if busy == "skip" and ops.any_rank(not earlier.done(), ctx):
-        return earlier
-    tasks.remove(earlier)
-    earlier.result()
-    return None
+    skips = tasks and busy == "skip" and ops.any_rank(not tasks[-1].done(), ctx)
+    return tasks[-1] if skips else None
+
+
+def wait_for_earlier(ctx: DistContext) -> None:
+    """Wait for a save in progress; raises its error, which some ranks may have seen before."""
+    tasks = ctx.comm.state.background_tasks
+    while tasks:
+        tasks.pop().finish()
 
 
 def start_background(

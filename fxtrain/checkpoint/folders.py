@@ -10,7 +10,7 @@ import attrs
 
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folder_lock import Process, is_running
-from fxtrain.checkpoint.manifest import Manifest, NewerFormatError, load_manifest
+from fxtrain.checkpoint.manifest import Manifest, NewerFormatError, digest_of, load_manifest
 from fxtrain.checkpoint.reading import file_problems
 from fxtrain.checkpoint.storage import MANIFEST, Storage, UnreadableError, open_storage
 from fxtrain.errors import CheckpointError
@@ -186,24 +186,33 @@ def _first_complete(folder: Storage, checkpoints: Iterable[CheckpointInfo]) -> s
     return None
 
 
-def list_checkpoints(folder: Storage) -> list[CheckpointInfo]:
+# By path, the digest of the manifest file that was read before, and the manifest without tensors.
+KnownManifests = dict[str, tuple[str, Manifest]]
+
+
+def list_checkpoints(folder: Storage, known: KnownManifests | None = None) -> list[CheckpointInfo]:
     """All checkpoints of a folder, newest last, then those with damaged manifests.
+
+    Args:
+        known: Manifests that need no parsing if their bytes are the same; extended.
 
     Raises:
         CheckpointError: one cannot be read, or has a newer format.
     """
-    return _listed(folder)[0]
+    return _listed(folder, {} if known is None else known)[0]
 
 
-def _listed(folder: Storage) -> tuple[list[CheckpointInfo], Manifest | None]:
-    """As `list_checkpoints`, and the manifest of the newest complete one."""
+def _listed(
+    folder: Storage, known: KnownManifests | None = None
+) -> tuple[list[CheckpointInfo], Manifest | None]:
+    """As `list_checkpoints`; without `known`, also the manifest of the newest complete one."""
     checkpoints: list[CheckpointInfo] = []
     newest: Manifest | None = None
     for name in checkpoint_names(folder):
         inside = folder.join(name)
         order, saver, metric = None, None, None
         try:
-            manifest = read_manifest(inside)
+            manifest = read_manifest(inside, known)
             order, saver, metric = manifest.order, manifest.saver, manifest.metric
             problems = file_problems(inside.files(), manifest)
             if not problems and (newest is None or manifest.order >= newest.order):
@@ -211,6 +220,8 @@ def _listed(folder: Storage) -> tuple[list[CheckpointInfo], Manifest | None]:
         except (UnreadableError, NewerFormatError):
             raise
         except (CheckpointError, OSError) as error:
+            if name not in folder.folders():  # a save has removed it, after it committed another
+                return _listed(folder, known)
             problems = [str(error)]
         checkpoints.append(
             CheckpointInfo(
@@ -234,8 +245,11 @@ def new_name(folder: Storage, updates: int) -> str:
     return f"{name}.{max(used) + 1}" if used else name
 
 
-def read_manifest(storage: Storage) -> Manifest:
+def read_manifest(storage: Storage, known: KnownManifests | None = None) -> Manifest:
     """The manifest of a checkpoint.
+
+    Args:
+        known: As for `list_checkpoints`.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -243,7 +257,14 @@ def read_manifest(storage: Storage) -> Manifest:
         NewerFormatError: a newer fxtrain wrote it.
     """
     try:
-        return load_manifest(storage.read(MANIFEST, _LARGEST))
+        raw = storage.read(MANIFEST, _LARGEST)
+        if known is None:
+            return load_manifest(raw)
+        path, digest = str(storage), digest_of(raw)
+        if path not in known or known[path][0] != digest:
+            small = {"models": {}, "extra": None, "tensors": {}, "aliases": {}, "own": ()}
+            known[path] = digest, attrs.evolve(load_manifest(raw), **small)
+        return known[path][1]
     except OSError as error:
         raise CheckpointError(
             f"{storage} is not a checkpoint: {MANIFEST} cannot be opened ({error}). Pass a folder "

@@ -18,6 +18,7 @@ from fxtrain._version import __version__
 from fxtrain.checkpoint.background import (
     CheckpointState,
     Saving,
+    in_progress,
     stage,
     start_background,
     wait_for_earlier,
@@ -39,6 +40,7 @@ from fxtrain.checkpoint.write_plan import (
     check_arguments,
     chunks_to_write,
     offers_of,
+    shared_aliases,
     stored_tensors,
     writable_chunks,
     write_file,
@@ -125,6 +127,7 @@ def save(
     rule = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best, "best": best}
 
     def capture() -> Snapshot:
+        wait_for_earlier(ctx)
         check_rule(rule, metric)
         if busy not in ("wait", "skip"):
             raise CheckpointError(f"save(busy={busy!r}): choose 'wait' or 'skip'.")
@@ -132,9 +135,9 @@ def save(
         return snapshot(ctx, models, _position(position, models), extra, metric)
 
     with _as_checkpoint_error(str(path)):
-        in_progress = wait_for_earlier(ctx, busy)
-        if in_progress is not None:
-            return in_progress
+        earlier = in_progress(ctx, busy)
+        if earlier is not None:
+            return earlier
         arguments = {"background": background, "busy": busy, "position": position}
         job, open_group = _prepare(ctx, path, capture, rule, arguments)
         if not background:
@@ -240,14 +243,13 @@ def _prepare(
         check_arguments(every_arguments)
         offers, every_aliases, every_named = zip(*every, strict=True)
         name, token = every_named[0]
-        # Pipeline ranks have different tensors and therefore different aliases.
-        aliases = {k: v for of_rank in every_aliases for k, v in of_rank.items()}
+        aliases = shared_aliases(offers, every_aliases)
         job = _Job(
             folder=folder,
             name=name,
             token=token,
             fields={**fields, "aliases": aliases},
-            chunks=chunks_to_write(ctx.rank, offers, own, writable),
+            chunks=chunks_to_write(ctx.rank, offers, aliases, own, writable),
             rule=rule,
             lock=lock,
             state=state,
@@ -325,7 +327,7 @@ class _Job:
         Args:
             rows: The machine of each rank, and what it wrote.
         """
-        checkpoints = list_checkpoints(self.folder)
+        checkpoints = list_checkpoints(self.folder, self.state.manifests)
         order = 1 + max((info.order or 0 for info in checkpoints), default=0)
         manifest = self._manifest(ctx, [written for _, written in rows], order)
         self._check_shared(rows)
@@ -337,6 +339,7 @@ class _Job:
             # Looked up each time, since the run may go back while this is written.
             if self.folder.join(name).key() != self.state.restored_from:
                 _remove(self.folder, name)
+                self.state.manifests.pop(str(self.folder.join(name)), None)
 
     def _manifest(self, ctx: DistContext, written: Sequence[Written], order: int) -> Manifest:
         sizes = {"world_size": ctx.world_size, "mesh": ctx.mesh.sizes}

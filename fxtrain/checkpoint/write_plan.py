@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -94,9 +95,27 @@ def offers_of(
     return offers
 
 
+def shared_aliases(
+    offers: Sequence[Mapping[str, Any]], aliases: Sequence[Mapping[str, str]]
+) -> dict[str, str]:
+    """The aliases of a checkpoint, given those of each rank.
+
+    Stages of a pipeline have different tensors, and the values of a user may share memory on some
+    ranks only. As for the values, the first rank that has a tensor decides.
+    """
+    shared: dict[str, str] = {}
+    stored: set[str] = set()
+    for offered, of_rank in zip(offers, aliases, strict=True):
+        stored |= {_tensor_of(key) for key in offered} - shared.keys()
+        for name in of_rank.keys() - stored:
+            shared.setdefault(name, shared.get(of_rank[name], of_rank[name]))
+    return shared
+
+
 def chunks_to_write(
     rank: int,
     offers: Sequence[Mapping[str, tuple[int, str | None]]],
+    aliases: Mapping[str, str],
     own: Mapping[str, Tensor],
     writable: Mapping[str, TensorChunk],
 ) -> list[TensorChunk]:
@@ -112,12 +131,14 @@ def chunks_to_write(
     differing: set[str] = set()
     for holder, offered in enumerate(offers):
         for key, (size, digest) in offered.items():
+            if _tensor_of(key) in aliases:
+                continue
             sizes[key] = size
             first_only = digest is not None or key.startswith("extra")
             if key not in holders or not first_only:
                 holders.setdefault(key, []).append(holder)
             if digests.setdefault(key, digest) != digest:
-                differing.add(key.rpartition("@")[0])
+                differing.add(_tensor_of(key))
     load = [0] * len(offers)
     mine: list[TensorChunk] = []
     for negative, key in sorted((-size, key) for key, size in sizes.items()):
@@ -128,6 +149,10 @@ def chunks_to_write(
     differ = {chunk.name: chunk.tensor for chunk in writable.values() if chunk.name in differing}
     alone = writable_chunks({**own, **differ})
     return mine + [attrs.evolve(chunk, own=True) for chunk in alone.values()]
+
+
+def _tensor_of(key: str) -> str:
+    return key.rpartition("@")[0]
 
 
 def held_boxes(tensor: Tensor | FlatShard) -> list[tuple[tuple[int, ...], Tensor]]:

@@ -6,6 +6,7 @@ a length, a JSON header and the bytes of the tensors, so one tensor at a time su
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -120,13 +121,13 @@ def parse_json(raw: bytes, path: Path) -> dict[str, Any]:
     return table
 
 
-def aligned_first(nbytes: int) -> int:
+def aligned_first(nbytes: int) -> float:
     """A key for sorting the tensors of a file so that each one's start is aligned.
 
     A tensor starts at a multiple of the largest power of two that divides its size in bytes, since
-    that power divides the sizes of all tensors before it too.
+    that power divides the sizes of all tensors before it too. Every power divides 0.
     """
-    return -(nbytes & -nbytes)
+    return -(nbytes & -nbytes) or -math.inf
 
 
 def to_header(

@@ -32,8 +32,8 @@ class CommState:
 
     Attributes:
         failure: Message of the failure that made the communicator unusable.
-        background_tasks: Background work that still needs the ranks, with a `result()`; closing
-            waits for it.
+        background_tasks: Background work that still needs the ranks, with a `finish()` that
+            waits for it; closing calls it.
         open_runs: Iterators of `fit`; closing ends them first, since they save their runs.
         at_close: Functions that closing calls, after no more calls are accepted.
         opened_groups: Process groups that were opened for this context, to be closed with it.
@@ -118,7 +118,7 @@ class Comm:
         errors = self.state.end_runs()
         while self.state.background_tasks:
             try:
-                self.state.background_tasks.pop(0).result()
+                self.state.background_tasks.pop(0).finish()
             except Exception as failed:  # any error: the groups are closed all the same
                 errors.append(failed)
         raised = error

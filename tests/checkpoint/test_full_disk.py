@@ -65,7 +65,6 @@ def _fill_up(ctx, folder, left, background):
             texts.append(None)
         except fx.CheckpointError as error:
             texts.append(str(error))
-        ctx.comm.state.background_tasks.clear()  # its error was seen
         fx.ops.barrier(ctx)
 
     save(1)

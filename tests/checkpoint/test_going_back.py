@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
+from fxtrain.checkpoint import folders
 from fxtrain.checkpoint.folders import CheckpointInfo, to_prune
 from fxtrain.checkpoint.manifest import MANIFEST, digest_of
 
@@ -183,6 +184,32 @@ def test_a_checkpoint_is_kept_by_whatever_path_it_was_restored(run, tmp_path):
     fx.restore(f"{tmp_path}-link/update-0000000050", run.ctx, run.model)
     fx.save(tmp_path, run.ctx, run.model, position=fx.Position(updates=60), keep_last=1)
     assert _names(tmp_path) == [50, 60]
+
+
+def test_a_checkpoint_that_a_save_removes_meanwhile_is_not_missed(run, tmp_path, monkeypatch):
+    run.save(50, None)
+    names = folders.checkpoint_names
+
+    def slow(folder):
+        monkeypatch.undo()
+        found = names(folder)
+        run.save(60, 1)
+        return found
+
+    monkeypatch.setattr(folders, "checkpoint_names", slow)
+    assert fx.latest(tmp_path).endswith("update-0000000060")
+
+
+def test_a_save_parses_manifests_that_it_knows_no_more(run, tmp_path, monkeypatch):
+    for update in (10, 20, 30):
+        run.save(update, None)
+    parsed, load = [], folders.load_manifest
+    monkeypatch.setattr(folders, "load_manifest", lambda raw: parsed.append(raw) or load(raw))
+    fx.save(tmp_path, run.ctx, run.model, position=fx.Position(updates=40))
+    assert len(parsed) == 1  # of 30
+    _flip(tmp_path / "update-0000000010" / MANIFEST, 100)
+    fx.save(tmp_path, run.ctx, run.model, position=fx.Position(updates=50), keep_last=4)
+    assert _names(tmp_path) == [20, 30, 40, 50]
 
 
 def test_the_order_survives_a_copy_and_clocks_do_not_count(run, tmp_path):

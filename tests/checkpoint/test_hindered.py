@@ -110,7 +110,6 @@ def _hindered(ctx, folder, obstacle, rank, background):
             ).result()
     except fx.CheckpointError as error:
         text = str(error)
-    ctx.comm.state.background_tasks.clear()  # its error was seen
     left = sorted(os.listdir(folder))
     fx.ops.barrier(ctx)
     fx.save(folder, ctx, model, position=fx.Position(updates=3))

@@ -46,6 +46,20 @@ def test_the_users_state_comes_back_as_it_was(cluster, tmp_path):
         assert plain["plan"]["accumulate"] == 3
 
 
+def _shared_on(ctx, folder, rank):
+    """The best values are the last ones on one rank only."""
+    last = torch.full((3,), 1.0 + ctx.rank)
+    best = last if ctx.rank == rank else torch.zeros(3)
+    fx.save(folder, ctx, fx.wrap(_runs.net(), ctx), extra={"last": last, "best": best})
+    return fx.restore(folder, ctx, fx.wrap(_runs.net(), ctx)).extra["best"].tolist()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_values_that_share_memory_on_some_ranks_are_those_of_rank_0(pair, rank, tmp_path):
+    wanted = [float(rank == 0)] * 3
+    assert pair.run(_shared_on, str(tmp_path), rank) == [wanted, wanted]
+
+
 def _several(ctx, folder):
     plan = fx.Plan(seed=2)
     models = {name: _runs.start(ctx, "plain", plan)[0] for name in ("student", "teacher")}
