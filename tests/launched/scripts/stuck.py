@@ -16,7 +16,7 @@ def read_rows(rank: int, how: str, until: Path) -> None:
     if how == "lock":
         re.match("(a+)+$", "a" * 40 + "b")  # holds the interpreter's lock, as C code may, for hours
     while not until.exists():
-        time.sleep(0.05)
+        time.sleep(0.5)  # long beside the line above, at which it may be seen too
 
 
 def main(how: str, timeout_s: float, until: Path) -> None:
