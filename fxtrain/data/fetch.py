@@ -81,18 +81,26 @@ class PlainStream(IterableDataset[Any]):
             self.rows.set_epoch(epoch)
 
 
+_START = "_fxtrain_start"  # attribute of a dataset: its state when it was first passed
+
+
 class StreamMemory:
     """The state protocol of a dataset or of its iterator: `state_dict` and `load_state_dict`.
 
-    A dataset that has it starts every epoch from the state in which it was passed.
+    A dataset that has it starts every epoch from the state in which it was first passed.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._owner = dataset.rows if isinstance(dataset, PlainStream) else dataset
         self._rows: Any = None
-        self._opened = False
-        self._initial = copy.deepcopy(self._owner.state_dict()) if self._keeps_state() else None
+        self._opened, self._initial = False, None
+        if self._keeps_state():
+            # Reading changes the state, and not equally on all ranks: each loader of the dataset
+            # starts where the first one did.
+            marks = getattr(self._owner, "__dict__", {})
+            self._opened = _START in marks
+            self._initial = marks.setdefault(_START, copy.deepcopy(self._owner.state_dict()))
 
     def open(self, state: Any = None) -> Iterator[Any]:
         """The rows from a state on, or from the start."""
@@ -222,7 +230,8 @@ class StreamFetch(Dataset["tuple[GlobalBatch, bool, list[Any], Any] | None"]):
         look = stride if drops else 1
         place, lent = 0 if state is None else start, self._lent(epoch)
         with _hide_worker_info(), lent():
-            rows = self.memory.open(state)
+            # torch, too, reads no row after the end, where an iterator may begin again.
+            rows = (row for row in self.memory.open(state))
 
         def fill(count: int) -> None:
             nonlocal place

@@ -151,7 +151,7 @@ class CustomOrder:
     def __iter__(self) -> Iterator[Any]:
         self._told = _set_epoch(self._sampler, self._epoch, self._key)
         with self._lent():
-            units = iter(self._sampler)
+            units = (unit for unit in self._sampler)  # none after the end
         while block := self._pull(units):
             yield from block
 

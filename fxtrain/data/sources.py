@@ -63,11 +63,10 @@ def row_source(
     loader: DataLoader[Any], sampler: Any, batching: Batching, plan: Plan, ranks: Sequence[int]
 ) -> Source:
     """A map-style dataset, read by index for some of the ranks."""
-    feed = FedSampler()
     order: EpochOrder | CustomOrder | BlendOrder | None = None  # that of the latest epoch
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
     asks = loader.num_workers > 0 or len(ranks) != 1
-    over = _over_rows(loader, feed, asks=asks)
+    idle = [_over_rows(loader, asks=asks)]  # which no iteration reads
 
     def ask(batch: GlobalBatch, epoch: int) -> Any:
         seeds = [fetch_key(batching, plan.seed, epoch, batch.first, rank) for rank in ranks]
@@ -96,11 +95,15 @@ def row_source(
                 steps.append((batch, Cursor(position, batch.state)))
                 yield ask(batch, epoch) if asks else batch.keys[0]
 
+        feed, over = idle.pop() if idle else _over_rows(loader, asks=asks)
         feed.give(indices())
         _seed_workers(over, plan, epoch, ranks)
-        with _named_errors(loader):
-            for data in over:
-                yield steps.popleft(), data if asks else (data,)
+        try:
+            with _named_errors(loader):
+                for data in over:
+                    yield steps.popleft(), data if asks else (data,)
+        finally:
+            idle.append((feed, over))
 
     return Source(
         run=run,
@@ -116,15 +119,19 @@ def stream_source(
     loader: DataLoader[Any], batching: Batching, plan: Plan, ranks: Sequence[int]
 ) -> Source:
     """An iterable dataset, read in its own order for some of the ranks."""
-    feed, passes = FedSampler(), itertools.count()
+    passes = itertools.count()
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
-    fetch = StreamFetch(
-        loader.dataset, loader.collate_fn, batching, tuple(ranks), plan.seed if reseeds else None
-    )
-    over = _over_fetch(loader, fetch, feed)
+    seed = plan.seed if reseeds else None
+
+    def open_loader() -> tuple[StreamFetch, FedSampler, DataLoader[Any]]:
+        fetch = StreamFetch(loader.dataset, loader.collate_fn, batching, tuple(ranks), seed)
+        return fetch, *_over_fetch(loader, fetch)
+
+    idle = [open_loader()]  # which no iteration reads
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         position = cursor.position
+        fetch, feed, over = idle.pop() if idle else open_loader()
         opened = next(passes), position.epoch, position.index
         # Each worker opens the stream at its first request.
         first, state = max(1, loader.num_workers), cursor.state
@@ -144,6 +151,7 @@ def stream_source(
                         return
         finally:
             fetch.close()
+            idle.append((fetch, feed, over))
 
     return Source(
         run=run,
@@ -200,21 +208,21 @@ def _worker_ended(error: Exception) -> bool:
     return isinstance(error, ConnectionError | EOFError) or text.startswith(_ENDED)
 
 
-def _over_rows(loader: DataLoader[Any], feed: FedSampler, *, asks: bool) -> DataLoader[Any]:
-    collates = loader.batch_sampler is not None
+def _over_rows(loader: DataLoader[Any], *, asks: bool) -> tuple[FedSampler, DataLoader[Any]]:
+    collates, feed = loader.batch_sampler is not None, FedSampler()
     if asks:
-        fetch = RowFetch(loader.dataset, loader.collate_fn, collates=collates)
-        return _over_fetch(loader, fetch, feed)
+        return _over_fetch(loader, RowFetch(loader.dataset, loader.collate_fn, collates=collates))
     if collates:
-        return rebuild(loader, loader.dataset, batch_sampler=feed)
-    return rebuild(loader, loader.dataset, batch_size=None, sampler=feed)
+        return feed, rebuild(loader, loader.dataset, batch_sampler=feed)
+    return feed, rebuild(loader, loader.dataset, batch_size=None, sampler=feed)
 
 
-def _over_fetch(loader: DataLoader[Any], fetch: Any, feed: FedSampler) -> DataLoader[Any]:
+def _over_fetch(loader: DataLoader[Any], fetch: Any) -> tuple[FedSampler, DataLoader[Any]]:
+    feed = FedSampler()
     changes: dict[str, Any] = {"batch_size": None, "sampler": feed, "collate_fn": collate_nothing}
     if loader.num_workers:
         changes["worker_init_fn"] = functools.partial(start_worker, loader.worker_init_fn)
-    return rebuild(loader, fetch, **changes)
+    return feed, rebuild(loader, fetch, **changes)
 
 
 def _seed_workers(over: DataLoader[Any], plan: Plan, epoch: int, ranks: Sequence[int]) -> None:

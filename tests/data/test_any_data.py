@@ -242,3 +242,26 @@ def test_data_without_a_state_have_none():
             loader = fx.shard(data, ctx, batch_size=2)
             next(iter(loader))
             assert loader.state() is None
+
+
+class _Keeping(Counted):
+    """Begins every pass at the state that was loaded last, as streams of `datasets` do."""
+
+    start = 0
+
+    def _load(self, state):
+        self.start = state["next"]
+
+    def __iter__(self):
+        self.next = self.start
+        while self.next < self.n:
+            self.next += 1
+            yield self.next - 1
+
+
+@pytest.mark.parametrize("make", [Counted, _Keeping])
+def test_every_loader_of_a_stream_begins_where_the_first_one_did(make):
+    stream, plan = make(5), fx.Plan(even="uneven")
+    for _ in range(4):  # as `fx.evaluate` does, with placeholders on rank 1 at the end
+        loader = fx.shard(DataLoader(stream, batch_size=1), _world(2)[1], plan)
+        assert [batch.data[batch.valid].tolist() for batch in loader] == [[1], [3], []]

@@ -172,3 +172,23 @@ def test_a_batch_of_no_rows_is_refused():
     for loader in shards(2, fx.Plan(even="uneven"), batch_sampler=Fixed([0], [1], [], [2])):
         with pytest.raises(fx.errors.DataError, match="empty batch"):
             list(loader)
+
+
+class Rewinding(Sampler):
+    """Its own iterator, which begins again when it is asked after its end."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.next = (self.next + 1) % 6
+        if not self.next:
+            raise StopIteration
+        return self.next
+
+
+def test_an_epoch_ends_where_the_iterator_of_a_sampler_ends_first():
+    assert data(shards(1, batch_size=2, sampler=Rewinding())) == [[[1, 2], [3, 4], [5]]]

@@ -243,3 +243,41 @@ def test_a_split_table_continues_from_its_state_without_reading_what_came_before
     assert table.read == torch.cat([b.data for b in rest]).tolist()
     position_only = list(again.at(cut[0]))
     assert [b.data.tolist() for b in position_only] == [b.data.tolist() for b in rest]
+
+
+class Rewinding(IterableDataset):
+    """Its own iterator, which begins again when it is asked after its end."""
+
+    def __init__(self, n):
+        self.n, self.next = n, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == self.n:
+            self.next = 0
+            raise StopIteration
+        self.next += 1
+        return self.next - 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_ends_where_its_iterator_ends_first(workers):
+    for even in ("uneven", "drop"):
+        (loader,) = shards(Rewinding(7), 1, fx.Plan(even=even), batch_size=3, num_workers=workers)
+        for epoch in loader.epochs(2):
+            last = [[6]] if even == "uneven" else []
+            assert [b.data.tolist() for b in epoch] == [[0, 1, 2], [3, 4, 5], *last]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("rows", [range(9), Numbers(9)])
+def test_an_iteration_within_another_leaves_it_alone(rows, persistent):
+    settings = {"num_workers": 2, "persistent_workers": persistent}
+    (loader,) = shards(rows, 1, batch_size=2, **settings)
+    outer = []
+    for batch in loader:
+        outer.append((batch.data.tolist(), batch.position.index))
+        assert next(iter(loader)).data.tolist() == [0, 1]
+    assert outer == [([0, 1], 2), ([2, 3], 4), ([4, 5], 6), ([6, 7], 8), ([8], 9)]
