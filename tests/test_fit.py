@@ -5,6 +5,7 @@ import gc
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -31,7 +32,8 @@ def _kept(folder):
     return [int(path.name[-2:]) for path in sorted(folder.glob("update-*"))]
 
 
-def test_it_keeps_the_last_and_the_best(ctx, tmp_path):
+@pytest.mark.parametrize("kind", [torch.tensor, np.float32], ids=["tensor", "numpy"])
+def test_it_keeps_the_last_and_the_best(ctx, tmp_path, kind):
     scores = iter([3.0, 1.0, float("nan"), 4.0, 5.0])
     reports = _fit(
         ctx,
@@ -41,7 +43,7 @@ def test_it_keeps_the_last_and_the_best(ctx, tmp_path):
         keep_last=1,
         keep_best=1,
         metric="s",
-        evaluate=lambda: {"s": torch.tensor(next(scores))},
+        evaluate=lambda: {"s": kind(next(scores))},
     )
     assert _kept(tmp_path) == [8, 20]
     assert [one.metrics["s"] for one in reports if one.metrics][:2] == [3.0, 1.0]
@@ -108,6 +110,7 @@ BAD = {
     "save": ({"save_every": 0}, r"^fit\(save_every=0\)"),
     "metric": ({"metric": "a", "evaluate": lambda: {"b": 1.0}}, "name of one of its values: b"),
     "no metric": ({"keep_best": 1, "evaluate": lambda: {"b": 1.0}}, "one of its values: b"),
+    "no number": ({"keep_best": 1, "evaluate": lambda: (1.0, 2.0)}, "has no number to compare"),
     "no evaluation": ({"keep_best": 1}, "pass evaluate too"),
     "signal": ({"signals": "SIGNOTHING"}, "not a signal"),
     "tracker": ({"to": ["tensorbord"]}, r"'tensorbord'.*Did you mean fx\.TensorBoard"),

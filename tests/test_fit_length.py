@@ -202,6 +202,43 @@ def _breaks_while_an_error_is_handled(reports):
             break
 
 
+def _raises_under_a_generator(reports):
+    def passed_on():
+        yield from reports()
+
+    with contextlib.suppress(KeyError):
+        for _ in passed_on():
+            raise KeyError("in the body")
+
+
+def _breaks_under_a_generator(reports):
+    for _ in _Bar(reports()):
+        break
+
+
+class _Bar:
+    """As that of tqdm."""
+
+    def __init__(self, reports):
+        self.reports = reports
+
+    def __iter__(self):
+        try:
+            yield from iter(self.reports.__next__, None)
+        finally:
+            pass
+
+
+def _raises_with_a_name(reports):
+    def run():
+        named = reports()
+        for _ in named:
+            raise KeyError("in the body")
+
+    with contextlib.suppress(KeyError):
+        run()
+
+
 LEFT = {
     _breaks: True,
     _returns: True,
@@ -211,6 +248,9 @@ LEFT = {
     _raises: False,
     _fails_in_a_call: False,
     _raises_where_it_closes: False,
+    _breaks_under_a_generator: True,
+    _raises_under_a_generator: False,
+    _raises_with_a_name: False,
 }
 
 

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar, overload
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, SupportsFloat, TypeVar, overload
 
 import attrs
 import torch
@@ -113,11 +113,10 @@ def total_of(value: Any) -> Tensor | float:
     )
 
 
-def finite_number(value: Any) -> float | None:
-    """A number or a tensor of one element as a finite float; None if it is something else."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+def number_of(value: Any) -> float | None:
+    """What `float` makes of a number, a tensor or a NumPy scalar; None if it is something else."""
+    with suppress(TypeError, ValueError, RuntimeError):  # of tensors with several elements
+        return float(value) if isinstance(value, SupportsFloat) else None
 
 
 @overload

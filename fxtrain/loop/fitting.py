@@ -5,6 +5,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import math
 import sys
 import time
 import weakref
@@ -27,7 +28,7 @@ from fxtrain.data import Sharded
 from fxtrain.data.sharded_loader import continued
 from fxtrain.data.sharding import in_windows, layout_of
 from fxtrain.errors import PlanError
-from fxtrain.loop.evaluating import finite_number
+from fxtrain.loop.evaluating import number_of
 from fxtrain.loop.fit_entries import Entries, check_changes, entries_after, progress, tokens_of
 from fxtrain.loop.stepping import StepFns
 from fxtrain.profiling import profile
@@ -208,23 +209,43 @@ class Reports(Iterator[Report]):
             reports.abandon()
 
     @staticmethod
-    def body_failed(closing: GeneratorExit, handled: BaseException | None) -> bool:
+    def body_failed(closing: GeneratorExit, handled: BaseException | None, reader: int) -> bool:
         """Whether the body of a loop ended with an error, not by `break`; called by its iterator.
 
         Python closes an iterator in both cases and does not say why. An error that unwinds the
-        frame of the loop has a traceback that stands where the frame does.
+        frame of the loop has a traceback that stands where the frame does. Where that frame has
+        ended before the iterator, nobody knows, and the run was not stopped for sure.
 
         Args:
             closing: What the iterator received.
             handled: The error that was being handled where the loop began, if any.
+            reader: Identity of the frame of the loop, when it asked for the last report.
         """
         if closing.__context__ not in (None, handled):  # closed by a `with` block, or at the end
             return True
-        frame: Any = sys._getframe(2)
+        frames = Reports.frames(3)
+        is_dropped, frame = frames[0].f_code is not Reports.close.__code__, frames[-1]
+        while is_dropped and id(frame) != reader:
+            if (frame := frame.f_back) is None:
+                return True
         return any(
-            type(referrer) is TracebackType and referrer.tb_lasti == frame.f_lasti
-            for referrer in gc.get_referrers(frame)
+            type(referrer) is TracebackType and referrer.tb_lasti == referrer.tb_frame.f_lasti
+            for referrer in gc.get_referrers(*frames)
         )
+
+    @staticmethod
+    def frames(depth: int) -> list[Any]:
+        """A frame of the stack and, while these are of generators, those that called them.
+
+        A generator that passes reports on, such as that of tqdm, ends before its object does.
+        """
+        frames: list[Any] = [sys._getframe(depth)]
+        while frames[-1].f_back is not None and (
+            frames[-1].f_code is Reports.close.__code__
+            or frames[-1].f_code.co_flags & inspect.CO_GENERATOR
+        ):
+            frames.append(frames[-1].f_back)
+        return frames
 
 
 def _targets(to: Any) -> tuple[Any, ...]:
@@ -298,6 +319,26 @@ class Rules:
         if self.epochs is not None and next(loader.epochs(self.epochs), None) is None:
             reached["epochs"] = position.epoch + position.is_last
         return reached
+
+    def score(self, values: Any) -> float | None:
+        """The number by which checkpoints are compared, if it is finite.
+
+        Raises:
+            PlanError: it is not among what `evaluate` returned.
+        """
+        named = values if isinstance(values, Mapping) else {}
+        if self.metric not in named and (self.metric is not None or (named and self.keep_best)):
+            raise PlanError(
+                f"fit(metric={self.metric!r}): evaluate returned {shown(values)}. Pass the name of "
+                f"one of its values: {', '.join(map(str, named)) or 'it has none, so omit metric'}."
+            )
+        number = number_of(named.get(self.metric, values))
+        if number is None and self.keep_best:
+            raise PlanError(
+                f"fit(keep_best={self.keep_best}): evaluate returned {shown(values)}, which has no "
+                f"number to compare. Return a number, or name one of several with metric=."
+            )
+        return None if number is None or not math.isfinite(number) else number
 
     def total_updates(self, loader: Sharded) -> int | None:
         """Updates of the whole run; None where only reading the data tells."""
@@ -425,10 +466,12 @@ def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: Rules) -> Gen
                 if entries.due or rules.evaluate:
                     report = _tracked(loop, report)
             if left is None:
+                reader = id(Reports.frames(3)[-1])
                 try:
                     yield report
                 except GeneratorExit as error:
-                    left = "failed" if Reports.body_failed(error, handled) else "stopped"
+                    failed = Reports.body_failed(error, handled, reader)
+                    left = "failed" if failed else "stopped"
             if closes:
                 stop, due = _agreed(loop, position, left)
                 if stop or ended:
@@ -463,22 +506,12 @@ def _tracked(loop: _Loop, report: Report) -> Report:
     by_count = every is not None and not (position.micro or position.updates % every)
     if rules.evaluate and (by_count or (every is None and loop.epoch_over)):
         with entries.paused():
-            report = attrs.evolve(report, metrics=_evaluated(rules))
+            report = attrs.evolve(report, metrics=rules.evaluate())
+            rules.score(report.metrics)  # which refuses what has none
         entries.run.log({"eval": report.metrics}, position)
     if entries.due:
         entries.write(report)
     return report
-
-
-def _evaluated(rules: Rules) -> Any:
-    values = rules.evaluate()
-    named = values if isinstance(values, Mapping) else {}
-    if rules.metric not in named and (rules.metric is not None or (named and rules.keep_best)):
-        raise PlanError(
-            f"fit(metric={rules.metric!r}): evaluate returned {shown(values)}. Pass the name of "
-            f"one of its values: {', '.join(map(str, named)) or 'it has none, so omit metric'}."
-        )
-    return values
 
 
 def _agreed(loop: _Loop, position: Position, left: str | None) -> tuple[str | None, bool]:
@@ -509,12 +542,12 @@ def _agreed(loop: _Loop, position: Position, left: str | None) -> tuple[str | No
 
 
 def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = False) -> None:
-    rules, entries, value = loop.rules, loop.entries, report.metrics
+    rules, entries, score = loop.rules, loop.entries, None
     model, every = entries.fns.model, entries.fns.model.plan.verify_replicas
     if every and report.position.updates % every:  # else they were compared after this update
         verify_replicas(model)
-    value = value.get(rules.metric) if isinstance(value, Mapping) else value
-    score = finite_number(value)
+    if report.metrics is not None:
+        score = rules.score(report.metrics)
     pruned = rules.keep_best is None or score is not None
     kept = {"run": entries.run.state(), "stopped": stopped, **entries.state()}
     kept |= {"data": loop.loader.state(), "layout": layout_of(loop.loader)}
