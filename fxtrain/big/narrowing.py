@@ -120,32 +120,37 @@ def _kept(module: nn.Module, keep: tuple[str, ...], kinds: set[str]) -> set[int]
     return kept
 
 
-def _places(
-    part: nn.Module, chosen: dict[int, nn.Parameter]
-) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
-    """Where a module finds the parameters that it computes with."""
-    # The forward of MultiheadAttention reads the weights of its child without calling it.
-    parts = part.modules() if isinstance(part, nn.MultiheadAttention) else [part]
+def _places(part: nn.Module, chosen: dict[int, nn.Parameter]) -> list[tuple[str, str]]:
+    """Where a module finds parameters that it computes with: the child that has it, and its name.
+
+    By name, so that the hooks of a copy of the module find those of the copy.
+    """
+    # The forward of MultiheadAttention reads the weights of its child without calling it, and
+    # nothing calls a ParameterList.
+    whole = isinstance(part, nn.MultiheadAttention)
+    lists = nn.ParameterList, nn.ParameterDict
+    children = [(n, one) for n, one in part.named_children() if whole or isinstance(one, lists)]
     return [
-        (vars(owner), name, parameter)
-        for owner in parts
+        (child, name)
+        for child, owner in (("", part), *children)
         for name, parameter in owner._parameters.items()
         if parameter is not None and id(parameter) in chosen
     ]
 
 
 def _hook(
-    part: nn.Module, places: list[tuple[dict[str, Any], str, nn.Parameter]], wide: torch.dtype
+    part: nn.Module, places: list[tuple[str, str]], wide: torch.dtype
 ) -> tuple[RemovableHandle, RemovableHandle]:
-    def widen_weights(*_: Any) -> None:
+    def widen_weights(part: nn.Module, *_: Any) -> None:
         # An attribute hides the parameter of the same name. It is a tensor of its own, so that
         # backward finds it as forward left it.
-        for own, name, parameter in places:
-            own[name] = parameter.to(wide)
+        for child, name in places:
+            owner = part.get_submodule(child)
+            vars(owner)[name] = vars(owner)["_parameters"][name].to(wide)
 
-    def drop(*_: Any) -> None:
-        for own, name, _parameter in places:
-            own.pop(name, None)
+    def drop(part: nn.Module, *_: Any) -> None:
+        for child, name in places:
+            vars(part.get_submodule(child)).pop(name, None)
 
     return (
         part.register_forward_pre_hook(widen_weights),

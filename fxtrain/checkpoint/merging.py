@@ -24,6 +24,7 @@ from fxtrain.models.folder import (
     write_index,
 )
 from fxtrain.models.safetensors_files import writing
+from fxtrain.models.stored_layers import saved_layers
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.models.tensor_sources import Source, WeightSource, read_hull
 from fxtrain.state import FileTensor, TensorIndex
@@ -77,6 +78,13 @@ def merge(
                     f"{source.what} cannot be merged: safetensors cannot hold complex tensors, "
                     f"such as {name}. Save them as real tensors (torch.view_as_real)."
                 )
+        if described := [name for name, layer in source.layers.items() if layer.facts]:
+            raise CheckpointError(
+                f"{source.what} cannot be merged: files of quantised layers, such as "
+                f"{described[0]}, are written from a model. Load the checkpoint into one: "
+                f"fx.load_model(fx.checkpoint.saved_weights(...), net), and use fx.export(net, "
+                f"folder)."
+            )
         files = split(list(source.entries.values()), limit, source.others)
         try:
             with staging(target) as fresh:
@@ -126,13 +134,14 @@ def saved_weights(path: StrPath, *, model: str | None = None) -> WeightSource:
         what = "several models" if model is None else f"no model {model!r}"
         choices = " or ".join(map(repr, manifest.models))
         raise CheckpointError(f"{storage} contains {what}. Choose one: model={choices}.")
-    opened = functools.partial(_open, storage, manifest, f"{model}/module.")
+    opened = functools.partial(_open, storage, manifest, model)
     return WeightSource(what=str(storage), open=opened)
 
 
 @contextmanager
-def _open(storage: Storage, manifest: Manifest, prefix: str) -> Iterator[Source]:
-    """The tensors of a checkpoint whose names have a prefix, without it."""
+def _open(storage: Storage, manifest: Manifest, model: str) -> Iterator[Source]:
+    """The tensors of a model in a checkpoint."""
+    prefix = f"{model}/module."
     entries: dict[str, FileTensor] = {}
     for full, stored in manifest.tensors.items():
         name = full.removeprefix(prefix)
@@ -159,4 +168,8 @@ def _open(storage: Storage, manifest: Manifest, prefix: str) -> Iterator[Source]
                 part, entries[name].dtype, functools.partial(reader.box, prefix + name)
             )
 
-        yield Source(what=str(storage), entries=entries, others=others, read=read)
+        layers, metadata = saved_layers(str(storage), entries, manifest.models[model])
+        yield Source(
+            what=str(storage), entries=entries, others=others, read=read, metadata=metadata,
+            layers=layers,
+        )  # fmt: skip

@@ -78,6 +78,36 @@ def stored_layers(
     return layers | _stored_torchao(what, entries, metadata)
 
 
+def saved_layers(
+    what: str, entries: Mapping[str, FileTensor], saved: Any
+) -> tuple[dict[str, StoredLayer], dict[str, str]]:
+    """The quantised layers of a model in a checkpoint, and how they compute.
+
+    Args:
+        saved: The plan of the model, and its values beside tensors.
+
+    Returns:
+        The layers, and metadata as those of a model file.
+
+    Raises:
+        CheckpointError: their description is damaged.
+    """
+    layers: dict[str, StoredLayer] = {}
+    try:
+        for layer, described in saved["values"].get("quantized", {}).items():
+            facts = dict(described)
+            package, _, kind = facts.pop("format").partition(" ")
+            library = TORCHAO if package == "torchao" else BNB8 if kind == "int8" else BNB4
+            own = [name for name in entries if name.startswith(f"{layer}.")]
+            keys = tuple(name[len(layer) + 1 :] for name in own if name != f"{layer}.bias")
+            if keys:  # otherwise the checkpoint has digests of them
+                layers[layer] = StoredLayer(library=library, keys=keys, facts=facts)
+        record = saved["plan"].get("quantize")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(what, "its description of quantised weights", error) from error
+    return layers, {DESCRIPTION: json.dumps(record)} if record else {}
+
+
 def record_of(
     what: str,
     layers: Mapping[str, StoredLayer],

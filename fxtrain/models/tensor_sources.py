@@ -159,9 +159,10 @@ def _renamed_layers(source: Source, after: Mapping[str, str]) -> dict[str, Store
 
 def with_layers(source: Source) -> Source:
     """The same source with its quantised layers found, and their values as tensors only."""
-    layers = stored_layers(
+    found = stored_layers(
         source.what, source.entries, source.metadata, lambda name: source.read(name, None)
     )
+    layers = {**source.layers, **found}
     if not layers:
         return source
     entries = dict(source.entries)

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,11 @@ def set_values(tensor: Tensor, value: Tensor) -> None:
     if isinstance(tensor, nn.Parameter):
         fresh = nn.Parameter(value, requires_grad=tensor.requires_grad)
     vars(fresh).update(vars(tensor))
-    torch.utils.swap_tensors(tensor, fresh)
+    if type(tensor) is type(fresh) is nn.Parameter and weakref.getweakrefs(tensor):
+        # torch refuses, but these stay valid: recurrent layers have some to their weights.
+        torch._C._swap_tensor_impl(tensor, fresh)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        torch.utils.swap_tensors(tensor, fresh)
 
 
 @torch.no_grad()

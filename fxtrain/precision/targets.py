@@ -16,6 +16,7 @@ from fxtrain.state.precision import QUANTIZE
 _MAX_SHOWN = 5
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAMED = "named in the plan"
+_INT4_ROWS = 16  # that torch packs together for CPUs
 # torch computes these in one kernel from their plain weights, without a call of the layers inside.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -43,7 +44,7 @@ def choose_layers(
     chosen = {name: module.get_submodule(name) for name in names}
     _check_dtypes(chosen, record)
     if isinstance(record, Torchao) and record.weights in ("int4", "int2"):
-        _check_groups(chosen, record)
+        _check_sizes(chosen, record)
     return names, skipped
 
 
@@ -198,14 +199,23 @@ def _check_dtypes(linears: Mapping[str, Any], record: Quantize) -> None:
         )
 
 
-def _check_groups(linears: Mapping[str, Any], record: Torchao) -> None:
-    group = record.group
-    widths = {name: part.in_features for name, part in linears.items()}
-    wrong = [name for name, width in widths.items() if width % group]
+def _check_sizes(linears: Mapping[str, Any], record: Torchao) -> None:
+    unit = _INT4_ROWS if record.weights == "int4" else 1
+    wrong = [
+        (name, what, size, divisor)
+        for name, part in linears.items()
+        for what, size, divisor in (
+            ("input", part.in_features, record.group),
+            ("output", part.out_features, unit),
+        )
+        if size % divisor
+    ]
     if not wrong:
         return
+    name, what, size, divisor = wrong[0]
+    another = "another group, " if what == "input" else ""
     raise PlanError(
-        f"Torchao(weights={record.weights!r}, group={group}): {wrong[0]} has {widths[wrong[0]]} "
-        f"input features, which {group} does not divide ({len(wrong)} such layers). Use "
-        f"another group, skip=..., or weights='int8'."
+        f"Torchao(weights={record.weights!r}, group={record.group}): {name} has {size} {what} "
+        f"features, which {divisor} does not divide ({len({name for name, *_ in wrong})} such "
+        f"layers). Use {another}skip=..., or weights='int8'."
     )

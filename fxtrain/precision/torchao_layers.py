@@ -115,11 +115,14 @@ def _quantize(like: nn.Linear, record: Record) -> nn.Module:
     if like.weight.is_meta and record.weights == "int4":
         layer.weight = _frozen(_meta_int4(like.weight, record.group))
         return layer
-    weight = nn.Parameter(like.weight.detach(), requires_grad=False)
-    layer.weight = weight
+    # torchao gives a layer attributes that cannot be pickled, so that another one gets its weight.
+    quantized = linear_like(like, like.weight.detach())
     api = importlib.import_module("torchao.quantization")
-    api.quantize_(layer, _config(record, weight.device))
-    layer.weight = _frozen(layer.weight.detach())
+    api.quantize_(quantized, _config(record, like.weight.device))
+    weight: Any = quantized.weight.detach()
+    if record.weights == "float8":  # torchao divides zero by zero in rows of zeros
+        weight.qdata.view(torch.uint8).masked_fill_(weight.scale == 0, 0)
+    layer.weight = _frozen(weight)
     return layer
 
 

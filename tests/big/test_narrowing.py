@@ -1,5 +1,7 @@
 """Parameters held in one dtype, computed with in another."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -73,6 +75,33 @@ def test_what_is_kept_is_chosen_by_class_pattern_and_tie():
     big.narrow(net, keep=("other",), keep_kinds=("LayerNorm",))
     assert net.head.weight.dtype == net.norm.bias.dtype == torch.float32
     assert net.embed.weight.dtype == torch.float8_e4m3fn
+
+
+class Scales(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.many = nn.ParameterList(nn.Parameter(torch.rand(8)) for _ in range(2))
+        self.named = nn.ParameterDict({"last": nn.Parameter(torch.rand(8))})
+
+    def forward(self, x):
+        return x * (self.many[0] * self.many[1] + self.named["last"])
+
+
+def test_parameters_in_lists_and_dicts_are_converted_for_the_module_that_has_them():
+    torch.manual_seed(0)
+    net, same = Scales(), Scales()
+    same.load_state_dict(net.state_dict())
+    big.narrow(net, storage="bfloat16", compute="float32")
+    assert torch.equal(net(torch.ones(8)), rounded(same, torch.bfloat16)(torch.ones(8)))
+
+
+def test_a_copy_computes_with_its_own_parameters():
+    net = Net()
+    big.narrow(net, compute="float32")
+    other, ids = copy.deepcopy(net), torch.arange(6)[None]
+    assert torch.equal(other(ids), net(ids))
+    other.head.weight.data.zero_()
+    assert not other(ids).any() and net(ids).any()
 
 
 def test_a_failing_forward_leaves_no_wide_parameters():

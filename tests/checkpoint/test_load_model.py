@@ -99,6 +99,16 @@ def test_a_module_on_the_meta_device_is_given_memory(tmp_path):
     assert not torch.equal(other.embed.weight, net.embed.weight)
 
 
+def test_a_recurrent_layer_on_the_meta_device_computes_with_what_is_loaded():
+    net, other = nn.LSTM(3, 2), nn.LSTM(3, 2, device="meta")
+    load_model(net.state_dict(), other)
+    inputs = torch.ones(1, 3)
+    assert torch.equal(other(inputs)[0], net(inputs)[0])
+    other(inputs)[0].sum().backward()
+    torch.optim.SGD(other.parameters(), lr=1.0).step()
+    assert not torch.equal(other(inputs)[0], net(inputs)[0])
+
+
 def test_a_buffer_that_is_never_stored_needs_values_of_its_own():
     net = nn.Linear(2, 2, device="meta")
     net.register_buffer("table", torch.ones(2, device="meta"), persistent=False)

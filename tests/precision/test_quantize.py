@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import fxtrain as fx
 from fxtrain.models import quantized_loading
+from fxtrain.models.stored_layers import saved_layers
 from fxtrain.precision.quantizing import library_of, live_tensors, quantize_layers, stored_tensors
 from tests.precision._records import RECORDS, TRAINABLE, frozen_mlp, marked, mlp
 
@@ -53,6 +54,23 @@ def test_outputs_are_near_and_forward_changes_nothing(name, dtype):
     _same(_values(copy.deepcopy(net)), held)
     undo()
     _same(_values(net), before)
+
+
+@EVERY
+def test_rows_of_zeros_stay_zero(name):
+    net = mlp().requires_grad_(False)
+    net[2].weight[:2] = 0
+    quantize_layers(net, RECORDS[name], CPU)
+    outputs = net(torch.randn(5, 64)), net[2](torch.randn(5, 64))
+    assert torch.isfinite(outputs[0]).all() and not outputs[1][:, :2].any()
+
+
+@EVERY
+def test_a_quantized_model_can_be_pickled(name, tmp_path):
+    net, x = mlp().requires_grad_(False).eval(), torch.randn(5, 64)
+    quantize_layers(net, RECORDS[name], CPU)
+    torch.save(net, tmp_path / "net")
+    assert torch.equal(torch.load(tmp_path / "net", weights_only=False)(x), net(x))
 
 
 @EVERY
@@ -213,6 +231,31 @@ def test_a_checkpoint_resumes_bit_for_bit(name, tmp_path):
             train(ctx, model)
         _same(_values(one.module), _values(other.module))
         assert fx.unwrap(one)[0].weight.requires_grad is False
+
+
+@EVERY
+def test_plain_layers_become_those_of_a_checkpoint(name, tmp_path):
+    other = fx.big.empty(mlp)
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(mlp().requires_grad_(False), ctx, fx.Plan(quantize=RECORDS[name]))
+        fx.save(tmp_path / "run", ctx, model, position=fx.Position())
+    source = fx.checkpoint.saved_weights(tmp_path / "run")
+    fx.load_model(source, other)
+    _same(_values(other), _values(model.module))
+    settings = [library_of(RECORDS[name]).settings(net[0]) for net in (other, model.module)]
+    assert settings[0] == settings[1]
+    if name != "bnb8":  # of which a file says no more than tensors do
+        with pytest.raises(fx.CheckpointError, match=r"cannot be merged.*such as 0.*saved_weights"):
+            fx.checkpoint.merge(tmp_path / "run", tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("values", "plan"),
+    [([], {}), ({"quantized": [1]}, {}), ({"quantized": {"0": {"format": 1}}}, {}), ({}, None)],
+)
+def test_a_damaged_description_in_a_checkpoint_is_refused(values, plan):
+    with pytest.raises(fx.CheckpointError, match="it is damaged: its description of quantised"):
+        saved_layers("it", {}, {"values": values, "plan": plan})
 
 
 @pytest.mark.parametrize("name", marked(["nf4"]))

@@ -96,6 +96,7 @@ def _with_conv1d():
         (_with_conv1d(), {}, "has none. Layers of class Conv1D stay as they are"),
         (mlp(dtype=torch.float64), {}, "0 is float64 [(]2 such layers.* net.float"),
         (mlp(96), {"weights": "int4"}, "0 has 64 input features.*2 such layers[)]. Use another"),
+        (mlp(72), {"weights": "int4", "group": 32}, "0 has 72 output features, which 16 does not"),
         (mlp(96), {"weights": "int2"}, "'int2', group=128[)]: 0 has 64 .* Use another"),
     ],
 )
