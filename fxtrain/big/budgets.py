@@ -42,7 +42,8 @@ def budget(
         >>> fx.big.budget()["cpu"] > 0
         True
     """
-    listed = [(device_name(device), size) for device, size in dict(limits or ()).items()]
+    pairs = limits.items() if isinstance(limits, Mapping) else limits or ()
+    listed = [(device_name(device), size) for device, size in pairs]
     allowed = {device: _resolved(device, size) for device, size in listed}
     if len(allowed) < len(listed):
         names = ", ".join(device for device, _ in listed)

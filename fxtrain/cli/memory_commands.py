@@ -179,7 +179,7 @@ def PLACE(model: str, output: str | None, **chosen: Any) -> None:
         dtype=chosen["dtype"],
         quantize=_quantize(chosen["quantize"]),
     )
-    limits, devices = dict(chosen["memory"]), dict(chosen["devices"])
+    limits, devices = chosen["memory"], dict(chosen["devices"])
     budget = big.budget(limits) if limits or not devices else None
     placement = big.place(
         sizes, budget, policy=devices or chosen["policy"], prefetch=chosen["prefetch"],

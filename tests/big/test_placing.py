@@ -101,6 +101,7 @@ def test_budgets_are_read_sorted_and_measured(monkeypatch):
         ({"disk": "50%"}, "pass bytes"),
         ({"meta:7": "50%"}, "this machine has no meta:7"),
         ({0: 1, "cuda:0": 2}, "listed twice"),
+        ([("cpu", 1), ("cpu", 2)], "listed twice"),
     ],
 )
 def test_budgets_that_make_no_sense(limits, words):

@@ -73,6 +73,7 @@ def test_quantised_layers_are_measured_as_such(form, tmp_path, capsys):
         (["--memory", "cpu"], "'cpu' is not of the form NAME=VALUE"),
         (["--memory", "cpu=1kB"], "Allow at least"),
         (["--memory", "gpu=1GB"], "not a device"),
+        (["--memory", "cpu=1GB", "--memory", "cpu=2GB"], "listed twice"),
         (["--quantize", "nf5"], "Choose bnb8, bnb4 or torchao"),
         (["--quantize", "bnb4"], "no classes"),
     ],
