@@ -57,9 +57,11 @@ def main() -> dict[str, object]:
     try:
         return become(how, target)
     except SystemExit as leaving:
-        if leaving.code not in (None, 0):
+        code = leaving.code
+        # As the system has it, which takes -1 as 255.
+        if number := code & 255 if isinstance(code, int) else int(code is not None):
             # mpirun may not pass it on, and torch's launcher may see another rank end first.
-            _report(folder, "", code=leaving.code if isinstance(leaving.code, int) else 1)
+            _report(folder, "", code=number)
         raise
 
 

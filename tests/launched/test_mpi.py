@@ -45,11 +45,12 @@ def test_the_first_failing_rank_is_shown(mpi):
     assert "child.py" not in ended.err
 
 
-def test_an_exit_code_is_handed_on_and_ends_the_others(mpi):
+@pytest.mark.parametrize(("code", "seen"), [("3", 3), ("-1", 255)])
+def test_an_exit_code_is_handed_on_and_ends_the_others(mpi, code, seen):
     _, words = mpi
-    ended = run(*words, RANKS, "leave", "3", timeout_s=40)  # the other rank would sleep 60 s
-    assert ended.code == 3
-    assert ended.err.endswith("fxtrain launch: Rank 1 of 2 exited with code 3.\n")
+    ended = run(*words, RANKS, "leave", code, timeout_s=40)  # the other rank would sleep 60 s
+    assert ended.code == seen
+    assert ended.err.endswith(f"fxtrain launch: Rank 1 of 2 exited with code {seen}.\n")
 
 
 def test_a_signal_ends_the_ranks(mpi):

@@ -36,6 +36,18 @@ MISTAKES = [
     Mistake(fields={"env": ["A"]}, says="expected NAME=VALUE"),
     Mistake(fields={"main_port": 70000}, says="choose a number from 0 to 65535"),
     Mistake(fields={"nodes": 2, "min_nodes": 3}, says="the minimum exceeds the maximum"),
+    *(
+        Mistake(
+            fields={"nodes": 2, "main_address": "n0", "rendezvous_options": [setting], **fields},
+            says=says,
+        )
+        for setting, fields, says in (
+            ("keep_alive=5", {"rendezvous": "c10d"}, "pass one of close_timeout, heartbeat"),
+            ("join_timeout=soon", {"min_nodes": 1}, "with a whole number above 0"),
+            ("join_timeout=0", {"min_nodes": 1}, "with a whole number above 0"),
+            ("join_timeout=5", {}, "nodes with fixed numbers have no options"),
+        )
+    ),
     Mistake(fields={"nodes": 2, "node_rank": 2}, says="numbered from 0 to 1"),
     Mistake(fields={"module": True, "executable": True}, says="a program cannot be both"),
     Mistake(fields={"monitor_interval_s": 0}, says="choose a number from 0.001 to"),
@@ -83,6 +95,12 @@ MISTAKES = [
         says="--name value only, each once. Change 'in.json'",
     ),
 ]
+
+
+def test_a_node_waits_at_least_a_second():
+    """As whole seconds, which torch's rendezvous takes."""
+    fields = {"nodes": 2, "min_nodes": 1, "main_address": "n0", "connect_timeout_s": 0.3}
+    assert "--rdzv-conf=join_timeout=1" in prepare(spec_of(**fields), HERE).argv
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: str(mistake.fields)[:60])

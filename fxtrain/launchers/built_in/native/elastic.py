@@ -4,6 +4,7 @@ import errno
 import importlib
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -41,6 +42,11 @@ _ONE_TRY_S = 5.0
 _PAUSE_S = 0.5
 _ON_CPU = ("node", "exclusive")
 _SPARE_AFTER_S = 2.0  # after a rank, so that it starts alone
+# Of torch's c10d rendezvous.
+_OPTIONS = (
+    "close_timeout", "heartbeat_timeout", "join_timeout", "keep_alive_interval",
+    "keep_alive_max_attempt", "last_call_timeout",
+)  # fmt: skip
 _HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 _Process = subprocess.Popen[str]
 _STREAMS = {"none": "0", "out": "1", "err": "2", "both": "3"}
@@ -50,7 +56,8 @@ def native(spec: LaunchSpec, machine: Machine) -> Invocation:
     """The command line of torchrun, which runs in this process so that torch is imported once.
 
     Raises:
-        LaunchError: several nodes without a main address, or a binding that needs GPUs.
+        LaunchError: several nodes without a main address, an option that torch's rendezvous does
+            not have, or a binding that needs GPUs.
     """
     if spec.nodes > 1 and not spec.main_address:
         raise LaunchError(
@@ -91,8 +98,20 @@ def _rendezvous(spec: LaunchSpec, machine: Machine) -> list[str]:
     alone = spec.nodes == 1
     host = "127.0.0.1" if alone else spec.main_address
     local = spec.local_address or ("127.0.0.1" if alone else machine.route.address)
-    wait = f"{spec.connect_timeout_s:.0f}"
-    settings = [f"timeout={wait}", *spec.rendezvous_options]
+    for setting in spec.rendezvous_options:
+        name, _, value = setting.partition("=")
+        if spec.nodes > 1 and not spec.elastic:
+            raise LaunchError(
+                f"LaunchSpec(rendezvous_options=[{setting!r}]): nodes with fixed numbers have "
+                f"no options. Remove it, or set rendezvous to c10d."
+            )
+        if name not in _OPTIONS or not value.isdecimal() or not int(value):
+            raise LaunchError(
+                f"LaunchSpec(rendezvous_options=[{setting!r}]): pass one of {', '.join(_OPTIONS)}, "
+                f"with a whole number above 0."
+            )
+    wait = math.ceil(spec.connect_timeout_s)
+    settings = [f"timeout={wait}"]
     if spec.meets == "c10d":
         settings = [f"join_timeout={wait}", *spec.rendezvous_options]
     return [

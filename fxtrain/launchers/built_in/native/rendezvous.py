@@ -226,7 +226,7 @@ def meet(store: Any, node: int, count: int, wait_s: float, hint: str = "") -> No
         names = ", ".join(str(other) for other in sorted(missing))
         who = f"node{'s' * (len(missing) > 1)} {names}"
         if missing and waited_s > wait_s:
-            why = why or f"{who} never came within the {wait_s:.0f} s of node {node}.{hint}"
+            why = why or f"{who} never came within the {wait_s:g} s of node {node}.{hint}"
         if why:
             store.compare_set("refused", "", why)  # the first one's, for all
         elif missing and waited_s > _SILENT_S and not told:
