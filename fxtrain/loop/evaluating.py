@@ -24,6 +24,8 @@ from fxtrain.state.wrapped import check_open
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 _Value = Tensor | float | Weighted | list[float]
+# Of rows that torch's default collate function makes a list of tensors of.
+_Tuples = DataLoader[tuple[Tensor | int | float, ...]]
 # What Hugging Face's metrics call the two columns that most of them take.
 _COLUMNS = ("predictions", "references")
 
@@ -145,6 +147,28 @@ def evaluate(
 def evaluate(
     ctx: DistContext,
     model: Wrapped[M],
+    loader: _Tuples,
+    fn: Callable[[Wrapped[M], Batch[list[Tensor]]], _Value],
+    *,
+    metrics: None = None,
+) -> float: ...
+
+
+@overload
+def evaluate(
+    ctx: DistContext,
+    model: Wrapped[M],
+    loader: _Tuples,
+    fn: Callable[[Wrapped[M], Batch[list[Tensor]]], Mapping[str, _Value]],
+    *,
+    metrics: None = None,
+) -> dict[str, float]: ...
+
+
+@overload
+def evaluate(
+    ctx: DistContext,
+    model: Wrapped[M],
     loader: Sharded[T] | DataLoader[T],
     fn: Callable[[Wrapped[M], Batch[T]], object],
     *,
@@ -155,8 +179,8 @@ def evaluate(
 def evaluate(
     ctx: DistContext,
     model: Wrapped[M],
-    loader: Sharded[T] | DataLoader[T],
-    fn: Callable[[Wrapped[M], Batch[T]], object],
+    loader: Sharded[Any] | DataLoader[Any],
+    fn: Callable[[Wrapped[M], Batch[Any]], object],
     *,
     metrics: object = None,
 ) -> Any:

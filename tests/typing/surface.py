@@ -176,3 +176,19 @@ def evaluations(
     assert_type(fx.evaluate(ctx, model, rows, loss), float)
     assert_type(fx.evaluate(ctx, model, rows, several), dict[str, float])
     assert_type(fx.evaluate(ctx, model, rows, several, metrics={"a": object()}), Any)
+
+
+def evaluated_as_trained(ctx: fx.DistContext, model: fx.Wrapped[Net]) -> None:
+    """A function of the batches that `shard` makes of a loader also takes those of the loader."""
+
+    def loss(model: fx.Wrapped[Net], batch: fx.Batch[list[Tensor]]) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    def several(model: fx.Wrapped[Net], batch: fx.Batch[list[Tensor]]) -> dict[str, Tensor]:
+        return {"loss": loss(model, batch)}
+
+    rows = DataLoader(TensorDataset(torch.ones(8, 2), torch.ones(8, 1)))
+    for batch in fx.shard(rows, ctx):
+        loss(model, batch)
+    assert_type(fx.evaluate(ctx, model, rows, loss), float)
+    assert_type(fx.evaluate(ctx, model, rows, several), dict[str, float])
