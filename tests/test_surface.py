@@ -84,6 +84,7 @@ packages = lambda: {name.partition(".")[0] for name in sys.modules}
 core = packages()
 from fxtrain import *
 import fxtrain.ops, fxtrain.cli
+assert "torch._dynamo" not in sys.modules  # a second, which an optimizer of torch's takes anyway
 from fxtrain._other_names import _table
 assert _table.cache_info().currsize == 0  # names of other libraries are read for an error
 assert not hasattr(fxtrain, "wait_for_everyone") and _table.cache_info().currsize == 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, _redistribute, debug, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, _redistribute, distribute_tensor
 
 from fxtrain.ops.opening import open_by_members
 from fxtrain.state import DistContext, Mesh
@@ -47,6 +47,8 @@ def device_mesh(ctx: DistContext, shard: int, expert: int = 1) -> DeviceMesh:
         Opens the groups that the context lacks, on every rank: those of `replicate` and
         `shard` where the context's own mesh splits the data ranks differently.
     """
+    from torch.distributed.tensor import debug  # imports torch.compile's packages, a second
+
     meshes = ctx.comm.slot(_Meshes)
     if (ctx.mesh, shard, expert) not in meshes:
         split = {axis: ctx.mesh.sizes[axis] for axis in AXES}
@@ -133,6 +135,8 @@ def clear_sharding_caches() -> None:
     torch caches them by the value of a mesh, and would reuse those of an equal mesh of an earlier
     context, whose groups may be closed.
     """
+    from torch.distributed.tensor import debug
+
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
