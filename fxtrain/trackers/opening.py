@@ -425,14 +425,19 @@ def trackers() -> dict[type, Tracker]:
     `fxtrain.trackers.Tracker`.
 
     Raises:
-        PlanError: an entry point loads something else, or two trackers share a config type.
+        PlanError: an entry point loads something else, two trackers share a config type, or one
+            has none.
     """
     own: dict[type, Tracker] = {row.config: row for row in TRACKERS if row.config is not None}
     group = "fxtrain.trackers"
     of_config = attrgetter("config")
-    return own | installed_rows(
-        taken=own, group=group, kind=Tracker, key=of_config, error=PlanError
-    )
+    added = installed_rows(taken=own, group=group, kind=Tracker, key=of_config, error=PlanError)
+    if None in added:
+        raise PlanError(
+            f"The tracker {added[None].name} of an installed package has no config, by which "
+            f"fx.track finds it. Set Tracker(config=...) in its package."
+        )
+    return own | added
 
 
 def targets(to: Any) -> Iterator[tuple[Tracker, Any]]:

@@ -138,8 +138,9 @@ def test_arguments_of_the_library_reach_it(ctx, tmp_path, monkeypatch, config, n
     [
         ("text", "found str"),
         (attrs.evolve(own_tracker()[1], config=fx.JsonLines), "second tracker for JsonLines"),
+        (own_tracker()[1], r"has no config, by which fx.track finds it. Set Tracker\(config=...\)"),
     ],
-    ids=["text", "twice"],
+    ids=["text", "twice", "without config"],
 )
 def test_a_wrong_entry_point_is_named(monkeypatch, row, words):
     _install(monkeypatch, row)
