@@ -34,6 +34,12 @@ def test_the_table_has_what_the_project_allows():
     assert {name: cells[0] for name, cells in _rows().items()} == _allowed()
 
 
+def test_the_page_of_installing_has_every_extra():
+    page = (ROOT / "docs" / "start" / "install.md").read_text()
+    extras = PROJECT["optional-dependencies"].keys() - OWN - {"recipes"}
+    assert [name for name in sorted(extras) if f"`{name}`" not in page] == []
+
+
 def test_versions_that_were_tested_are_allowed():
     for name, (allowed, oldest, newest, _) in _rows().items():
         tested = [Version(one) for one in (oldest, newest) if one]
