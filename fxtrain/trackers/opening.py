@@ -432,9 +432,9 @@ def trackers() -> dict[type, Tracker]:
     group = "fxtrain.trackers"
     of_config = attrgetter("config")
     added = installed_rows(taken=own, group=group, kind=Tracker, key=of_config, error=PlanError)
-    if None in added:
+    for row in (row for row in added.values() if row.config is None):
         raise PlanError(
-            f"The tracker {added[None].name} of an installed package has no config, by which "
+            f"The tracker {row.name} of an installed package has no config, by which "
             f"fx.track finds it. Set Tracker(config=...) in its package."
         )
     return own | added
