@@ -21,6 +21,7 @@ from fxtrain.backends.core.optimizers import (
 )
 from fxtrain.backends.core.weights import torch_weights
 from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped
+from fxtrain.state.window import ModelStatus
 
 
 def wrap_without_engine(
@@ -67,6 +68,8 @@ def make_handle(
     if ctx.world_size > 1:
         refuse_later_parameters(optimizers, module)
     planned, schedulers = make_schedulers(scheduler, objects)
+    updated = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+    others = [p for p in module.parameters() if p not in updated] if optimizers else []
     return Wrapped(
         module=module,
         engine=module,
@@ -80,6 +83,7 @@ def make_handle(
         strategy=with_context_parallel(strategy, ctx, plan),
         window=step_functions.new_window(ctx),
         undo=undo,
+        status=ModelStatus(others=others),
     )
 
 

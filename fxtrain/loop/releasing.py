@@ -89,6 +89,7 @@ def _context(objects: tuple[Any, ...]) -> DistContext:
 def _release(target: Any) -> None:
     if isinstance(target, Wrapped):
         target.status.closed = "release"
+        target.status.others.clear()
         for part in (*target.optimizers, target.module):
             _release(part)
     elif isinstance(target, nn.Module):

@@ -205,6 +205,8 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
         )
     model.status.added_grads = False
     result = model.strategy.apply(model, update)
+    for parameter in model.status.others:
+        parameter.grad = None
     model.window.end()
     return result
 

@@ -36,6 +36,8 @@ class ModelStatus:
         replica: The averaging state of a replica that trains independently (`Plan.local`); None
             if all ranks make updates together.
         without_rows: Whether that replica has no row in the window that closes.
+        others: Parameters that no optimizer had when the model was wrapped. A new window drops
+            their gradients too.
     """
 
     closed: Literal["", "gathered", "unwrap", "release"] = ""
@@ -45,6 +47,7 @@ class ModelStatus:
     schedule_counts: tuple[int, ...] = ()
     replica: Round | None = None
     without_rows: bool = False
+    others: list[torch.nn.Parameter] = attrs.field(factory=list, repr=False)
 
 
 @attrs.define(kw_only=True, eq=False)

@@ -13,6 +13,7 @@ from fxtrain.testing.training import on_mesh
 TENSOR = fx.TP(
     styles=(fx.Style(modules="0", style="colwise"), fx.Style(modules="1", style="rowwise"))
 )
+FP16 = fx.Precision(compute="fp16", scale=fx.LossScale(initial=64.0))
 PLANS = {
     "ddp": (fx.Plan(), fx.Mesh()),
     "fsdp": (fx.Plan(strategy=fx.FSDP(min_params=1)), fx.Mesh()),
@@ -56,6 +57,30 @@ def test_norms_are_those_of_torch_on_one_process(pair, name, p, part):
         assert mine == pytest.approx(float(norm), rel=1e-9)
         for grad, parameter in zip(grads, net.parameters(), strict=True):
             torch.testing.assert_close(grad, parameter.grad, rtol=1e-6, atol=1e-9)
+
+
+def _norms_of_updates(ctx, plan):
+    """Norms of three updates, by an optimizer of the last layer."""
+    last = lambda params: torch.optim.SGD([p for n, p in params.named() if n[0] == "2"], lr=0.01)  # noqa: E731
+    model = fx.wrap(_net().float(), ctx, plan, optimizer=last)
+    fns = fx.StepFns(model, lambda model, batch: model(batch.data).square().sum())
+    batch = fx.batch(_rows().float(), ctx, plan)
+    return [fx.step(ctx, batch, fns).grad_norm.item() for _ in range(3)]
+
+
+@pytest.mark.parametrize("precision", [fx.Precision(), FP16])
+@pytest.mark.parametrize("strategy", [fx.DDP(), fx.FSDP()])
+def test_gradients_that_no_optimizer_takes_do_not_add_up_over_updates(pair, strategy, precision):
+    net, wanted = _net().float(), []
+    optimizer = torch.optim.SGD(net[2].parameters(), lr=0.01)
+    for _ in range(3):
+        net.zero_grad()
+        net(_rows().float()).square().sum().backward()
+        wanted.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5).item())
+        optimizer.step()
+    plan = fx.Plan(strategy=strategy, precision=precision, clip_norm=0.5)
+    for norms in pair.run(_norms_of_updates, plan):
+        assert norms == pytest.approx(wanted, rel=1e-2 if precision == FP16 else 1e-5)
 
 
 def test_parameters_of_another_model_and_norms_that_are_none_are_refused():

@@ -187,6 +187,43 @@ def test_an_error_inside_a_window_leaves_gradients_reduced_later(pair):
     assert pair.run(_stopped) == [True, True]
 
 
+class _Scaled(nn.Module):
+    """Has parameters that torch does not shard: one without a dimension, one without values."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.scale, self.empty = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        return self.last(self.first(x)) * self.scale + self.empty.sum()
+
+
+def _by_hand(ctx):
+    torch.manual_seed(ctx.rank)
+    plan = fx.Plan(strategy=fx.FSDP(ignore=("last.*",)))
+    model = fx.wrap(_Scaled(), ctx, plan, optimizer=_sgd)
+    before = {name: value.clone() for name, value in fx.weights(model)}
+    rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        model(rows[ctx.rank :: ctx.world_size]).square().mean().backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+    return before, dict(fx.weights(model)), rows
+
+
+def test_parameters_that_are_not_sharded_train_in_a_loop_by_hand(pair):
+    for before, after, rows in pair.run(_by_hand):
+        net = _Scaled()
+        net.load_state_dict(before)
+        optimizer = _sgd(net.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(rows).square().mean().backward()
+            optimizer.step()
+        torch.testing.assert_close(after, dict(net.state_dict()))
+
+
 def _optimizers(ctx):
     other = _sgd(Transformer().parameters())
     with pytest.raises(fx.PlanError, match="are not those of the Transformer"):

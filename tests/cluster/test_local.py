@@ -29,9 +29,10 @@ def test_an_outer_optimizer_may_jump(pair):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ignore", [(), ("gain",)])
 @pytest.mark.parametrize("law", HOLD, ids=lambda law: law.__name__)
-def test_copies_may_be_sharded(clusters, law):
-    plan = fx.Plan(strategy=fx.FSDP(), local=fx.LocalSGD(every=1))
+def test_copies_may_be_sharded(clusters, law, ignore):
+    plan = fx.Plan(strategy=fx.FSDP(ignore=ignore), local=fx.LocalSGD(every=1))
     law(clusters[4], plan, fx.Mesh(replicate=-1, shard=2))
 
 
@@ -168,7 +169,6 @@ def test_a_loop_by_hand_is_the_step(pair):
 BAD = {
     "one copy": (fx.FSDP(), fx.Mesh(shard=4), "replicate=1 and shard=4"),
     "no mesh": (fx.FSDP(shard=2), None, "shard=1. Use fx.detect"),
-    "ignored": (fx.FSDP(ignore=("0.bias",)), fx.Mesh(shard=2), "Remove one of them"),
     "deepspeed": (fx.DeepSpeed(), None, "does not support that"),
     "mesh": (fx.DDP(), fx.Mesh(tensor=2), "the mesh has tensor=2"),
     "zero": (fx.DDP(shard_optimizer=True), None, "Remove one of them"),

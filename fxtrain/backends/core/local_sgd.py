@@ -98,11 +98,6 @@ def _fsdp_problems(ctx: DistContext, config: FSDP, name: str) -> list[str]:
             f"replicate={ctx.mesh.replicate} and shard={shard}. Use fx.detect(mesh=fx.Mesh("
             f"shard=...)) or fxtrain launch --mesh shard=..., or DDP()."
         )
-    if config.ignore:
-        problems.append(
-            f"Plan(local={name}(...)) with FSDP(ignore=...): ignored parameters are averaged over "
-            f"all ranks in every update. Remove one of them."
-        )
     return problems
 
 

@@ -112,6 +112,8 @@ def begin(model: Wrapped) -> None:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad = None
+    for parameter in model.status.others:
+        parameter.grad = None
 
 
 def run(
@@ -235,9 +237,11 @@ def _unscale(model: Wrapped) -> None:
     scale = scaler._scale
     assert scale is not None
     inverse = (scale.double() if scale.device.type != "mps" else scale).reciprocal().float()
+    groups = [group["params"] for each in model.optimizers for group in each.param_groups]
+    # Each once: a group that was added later has some of the others.
+    parameters = dict.fromkeys(itertools.chain(*groups, model.status.others))
+    nonfinite = unscale_local(local_grads(parameters), inverse)
     for optimizer in model.optimizers:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        nonfinite = unscale_local(local_grads(parameters), inverse)
         state = scaler._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {nonfinite.device: nonfinite}
         state["stage"] = OptState.UNSCALED
@@ -454,10 +458,16 @@ def _receiving(module: nn.Module) -> Iterator[Tensor]:
                 yield parameter._unsharded_param
 
 
-def fsdp_parameters(part: Any) -> Iterator[Any]:
-    """torch's records of the parameters that FSDP shards in a module, without its children's."""
+def fsdp_groups(part: Any) -> Iterator[Any]:
+    """torch's groups of the parameters that FSDP shards in a module, without its children's."""
     if hasattr(part, "_get_fsdp_state"):
         state = part._get_fsdp_state()
         several = hasattr(state, "_fsdp_param_groups")  # since torch 2.13
-        for group in state._fsdp_param_groups if several else [state._fsdp_param_group]:
-            yield from () if group is None else group.fsdp_params
+        every = state._fsdp_param_groups if several else [state._fsdp_param_group]
+        yield from (group for group in every if group is not None)
+
+
+def fsdp_parameters(part: Any) -> Iterator[Any]:
+    """torch's records of those parameters."""
+    for group in fsdp_groups(part):
+        yield from group.fsdp_params

@@ -38,6 +38,7 @@ from fxtrain.backends.core.device_mesh import (
 )
 from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module, send_values
+from fxtrain.backends.core.step_functions import average_grads, fsdp_groups
 from fxtrain.backends.tensor import is_mixture, split_layers
 from fxtrain.models.block_names import block_names
 from fxtrain.ops.step_parts import DTYPES
@@ -59,12 +60,17 @@ def shard_size(ctx: DistContext, config: FSDP) -> int:
 
 
 def ignored_names(module: nn.Module, config: FSDP) -> set[str]:
-    """All names of the parameters that match a pattern, including the other names of tied ones."""
+    """All names of the parameters that match a pattern, including the other names of tied ones.
+
+    And of those without a dimension, such as a logit scale, or without values, which torch does
+    not shard.
+    """
     named = list(module.named_parameters(remove_duplicate=False))
     ignored = {
         id(parameter)
         for name, parameter in named
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.ignore)
+        if not (parameter.ndim and parameter.numel())
+        or any(fnmatch.fnmatchcase(name, pattern) for pattern in config.ignore)
     }
     return {name for name, parameter in named if id(parameter) in ignored}
 
@@ -149,13 +155,18 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
         split_layers(module, mesh["tensor"], config.tensor)
     expose_positions(module, ctx, plan)
     prepare_module(module, plan, ctx, hooked=True)
+    averages: list[Any] = []
     if ctx.axis("loss").world_size > 1:
         spread = None if config.expert is None else device_mesh(ctx, size, config.expert)
         _apply(module, mesh, spread, ctx, plan)
+        replica = ctx.axis("loss" if plan.local is None else "shard")
+        averages = _average_ignored(module, replica)
     fill_sharded(module, start, ctx, offload=config.offload, seed=plan.seed)
     send_values(companions(module), ctx)
 
     def undo() -> None:
+        for handle in averages:
+            handle.remove()
         for part, name, parameter in _gathered(module, ctx.device):
             part._parameters[name] = parameter
         for part in module.modules():
@@ -203,6 +214,38 @@ def shard_parts(
     if config.unused_parameters:
         root: Any = module
         root.set_reduce_scatter_unused_params(True)
+
+
+def _average_ignored(module: nn.Module, ranks: DistContext) -> list[Any]:
+    """Average the gradients of ignored parameters, which torch leaves to the user.
+
+    At the end of each backward in which torch reduces the others: in loops by hand too.
+
+    Returns:
+        The hooks, to be removed.
+    """
+    every = module.parameters()
+    ignored = [p for p in every if not isinstance(p, DTensor) and p.is_floating_point()]
+    shards = [shard for part in module.modules() for shard in fsdp_groups(part)]
+    arrived: list[Tensor] = []
+
+    def average() -> None:
+        if arrived:  # else an earlier call in this backward has averaged all of them
+            arrived.clear()
+            average_grads([p.grad for p in ignored if p.grad is not None], ranks)
+
+    def arrives(parameter: Tensor) -> None:
+        if all([shard.reduce_grads for shard in shards]):
+            arrived.append(parameter)
+            torch.autograd.Variable._execution_engine.queue_callback(average)
+
+    handles: list[Any] = []
+    for parameter in ignored:
+        trained = parameter.requires_grad
+        # torch takes hooks of parameters that require a gradient, as a frozen one may later.
+        handles.append(parameter.requires_grad_().register_post_accumulate_grad_hook(arrives))
+        parameter.requires_grad_(trained)
+    return handles
 
 
 def _options(

@@ -172,12 +172,8 @@ def undone_together(undo: Callable[[], None], ctx: DistContext) -> Iterator[None
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
     module: Any = model.module
-    inner: AbstractContextManager[None] = nullcontext()
-    if hasattr(module, "set_requires_gradient_sync"):
-        if not enabled:
-            inner = _unreduced(module)
-        elif model.plan.strategy.ignore:
-            inner = _reduce_ignored(model)
+    sharded = hasattr(module, "set_requires_gradient_sync")
+    inner = _unreduced(module) if sharded and not enabled else nullcontext()
     return loss_on_parts(inner) if splits_logits(model.ctx, model.plan.strategy) else inner
 
 
@@ -215,18 +211,6 @@ def _unreduced(module: Any) -> Iterator[None]:
         yield
     finally:
         module.set_requires_gradient_sync(True)
-
-
-@contextmanager
-def _reduce_ignored(model: Wrapped) -> Iterator[None]:
-    """Average the gradients of ignored parameters, which torch leaves to the user."""
-    yield
-    grads = [
-        parameter.grad
-        for parameter in model.module.parameters()
-        if parameter.grad is not None and not hasattr(parameter, "device_mesh")
-    ]
-    step_functions.average_grads(grads, model.ctx.axis("loss"))
 
 
 def _generate(model: Wrapped, method: Any, args: Any, kwargs: Any) -> Any:
