@@ -13,12 +13,14 @@ from fxtrain._optional import optional
 from fxtrain.data.token_maps import (
     FileState,
     Opened,
+    check_unchanged,
     damaged,
     file_state,
     load_numpy,
     map_file,
     mapped_tokens,
     open_megatron,
+    open_nanogpt,
 )
 from fxtrain.errors import DataError
 from fxtrain.state.token_files import (
@@ -184,7 +186,10 @@ def _size(source: TokenSource, states: tuple[FileState, ...], key: _Key) -> int:
 def _part(source: TokenSource, states: tuple[FileState, ...], key: _Key) -> Opened:
     path, number = key
     if isinstance(source, MegatronTokens):
+        check_unchanged(states, f"{path}.idx")
+        check_unchanged(states, f"{path}.bin")
         return open_megatron(source)
+    check_unchanged(states, path)
     if isinstance(source, DatatroveTokens):
         return _datatrove(source, path)
     if isinstance(source, MDSTokens):
@@ -193,7 +198,7 @@ def _part(source: TokenSource, states: tuple[FileState, ...], key: _Key) -> Open
         return _npy(path)
     if isinstance(source, ColumnTokens):
         return _column(source, path, number)
-    return Opened(path=path, tokens=mapped_tokens(path, source.dtype), end=source.end)
+    return open_nanogpt(source)
 
 
 def _datatrove(source: DatatroveTokens, path: str) -> Opened:

@@ -1,5 +1,6 @@
 """Files of tokens, mapped into memory and checked against their headers."""
 
+import json
 import mmap
 import os
 import struct
@@ -10,7 +11,7 @@ import attrs
 
 from fxtrain._optional import optional
 from fxtrain.errors import DataError
-from fxtrain.state.token_files import MegatronTokens
+from fxtrain.state.token_files import MegatronTokens, NanoGPTTokens
 
 MAGIC = b"MMIDIDX\0\0"
 # The codes of integer types in `.idx` files.
@@ -147,6 +148,45 @@ def file_state(path: str) -> FileState:
     except OSError as error:
         raise _unreadable(path, error) from error
     return path, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def check_unchanged(states: tuple[FileState, ...], path: str) -> None:
+    """Check that a file is still the one that a source had.
+
+    Raises:
+        DataError: it was replaced, or its size or time of change differ.
+    """
+    for state in states:
+        # An object store may give a file another inode each time.
+        if state[0] == path and file_state(path)[2:] != state[2:]:
+            raise DataError(
+                f"tokens: {path} has changed since fx.tokens was called, so its rows are others. "
+                f"Write new files to another path, or call fx.tokens again."
+            )
+
+
+def read_description(stem: str) -> dict[str, Any]:
+    """How `tokenize` made the files at a path; empty if it did not."""
+    try:
+        with open(f"{stem}.json", encoding="utf-8") as file:
+            saved = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return saved if isinstance(saved, dict) and "vocabulary_size" in saved else {}
+
+
+def open_nanogpt(source: NanoGPTTokens) -> Opened:
+    """The map of a file without a header; compared with what `tokenize` wrote beside it."""
+    stem = source.path.removesuffix(".bin")
+    saved = read_description(stem)
+    for name, given in (("dtype", source.dtype), ("end", source.end)):
+        if given is not None and saved.get(name, given) != given:
+            raise DataError(
+                f"tokens: NanoGPTTokens({name}={given!r}): {source.path} was made with "
+                f"{name}={saved[name]!r}, says {stem}.json. Use that."
+            )
+    tokens = mapped_tokens(source.path, source.dtype)
+    return Opened(path=source.path, tokens=tokens, end=source.end)
 
 
 def open_megatron(source: MegatronTokens) -> Opened:

@@ -116,6 +116,12 @@ def tokens(
     ):
         if type(value) is not int or value < least:
             raise DataError(f"tokens({name}={value!r}): pass a number, {least} or more.")
+    for name, value, kind in (
+        ("packing", packing, BestFit),
+        ("compatible", None if compatible == "megatron" else compatible, MegatronOrder),
+    ):
+        if not isinstance(value, kind | None):
+            raise DataError(f"tokens({name}={value!r}): pass an fx.data.{kind.__name__}, or None.")
     plan = plan_for("tokens", ctx, plan)
     if (documents or packing) and plan.context and ctx.axis("context").world_size > 1:
         raise PlanError(

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from fxtrain.data.token_folders import open_source, source_states
-from fxtrain.data.token_maps import load_numpy
+from fxtrain.data.token_maps import load_numpy, read_description
 from fxtrain.data.token_rows import planned
-from fxtrain.data.tokenizing import Encoder, read_description
+from fxtrain.data.tokenizing import Encoder
 from fxtrain.errors import DataError
 from fxtrain.state.token_files import (
     BestFit,

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from fxtrain._optional import optional
 from fxtrain._reading import StrPath, write_file
 from fxtrain.data.token_folders import open_parquet
-from fxtrain.data.token_maps import CODES, HEAD, MAGIC, load_numpy
+from fxtrain.data.token_maps import CODES, HEAD, MAGIC, load_numpy, read_description
 from fxtrain.errors import DataError
 from fxtrain.state.token_files import MegatronTokens, NanoGPTTokens
 
@@ -162,14 +162,6 @@ def tokenize(
     if format == "megatron":
         return MegatronTokens(path=stem)
     return NanoGPTTokens(path=last_file, dtype=description["dtype"], end=end_number)
-
-
-def read_description(stem: str) -> dict[str, Any]:
-    """How the files of tokens at a path were made; empty if that is not known."""
-    try:
-        return json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
 
 
 class Encoder:

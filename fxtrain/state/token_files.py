@@ -38,6 +38,14 @@ class NanoGPTTokens:
     dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"
     end: int | None = attrs.field(default=None, validator=at_least(0))
 
+    def __attrs_post_init__(self) -> None:
+        bits = int(self.dtype.lstrip("uint")) - (self.dtype[0] == "i")
+        if self.end is not None and self.end >= 1 << bits:
+            raise PlanError(
+                f"NanoGPTTokens(end={self.end}): a token of {self.dtype} is at most "
+                f"{(1 << bits) - 1}. Choose another end, or the dtype of the file."
+            )
+
 
 @record
 class DatatroveTokens:

@@ -263,3 +263,16 @@ def test_a_killed_command_continues_and_leaves_no_process(tmp_path, tokenizer, v
     assert (tmp_path / "whole.bin").read_bytes() == (tmp_path / "out.bin").read_bytes()
     assert (tmp_path / "whole.idx").read_bytes() == (tmp_path / "out.idx").read_bytes()
     assert len(documents_of(source)) == 400
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": "uint16"}, {"dtype": "uint32", "end": 1}])
+def test_a_file_is_read_as_it_was_made(tmp_path, tokenizer, wrong):
+    path = write_lines(tmp_path / "in.jsonl", TEXTS)
+    options = {"format": "nanogpt", "dtype": "uint32", "end": "<end>"}
+    source = fx.data.tokenize(path, tmp_path / "out", tokenizer, **options)
+    with fx.detect({}, device="cpu") as ctx:
+        (batch,) = fx.tokens(source, ctx, length=16, batch_size=1, documents=True)
+        assert batch.data["documents"].max() == 2
+        other = fx.data.NanoGPTTokens(path=source.path, **wrong)
+        with pytest.raises(fx.errors.DataError, match=r"was made with .*out\.json"):
+            fx.tokens(other, ctx, length=16, batch_size=1)

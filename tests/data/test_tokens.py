@@ -3,6 +3,7 @@
 import re
 import struct
 
+import numpy as np
 import pytest
 
 import fxtrain as fx
@@ -59,7 +60,15 @@ def test_documents_of_no_sequence_are_errors(tmp_path, bounds):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"length": 0}, {"batch_size": 0}, {"workers": -1}, {"source": "a.bin"}]
+    "wrong",
+    [
+        {"length": 0},
+        {"batch_size": 0},
+        {"workers": -1},
+        {"packing": True},
+        {"compatible": "nanogpt"},
+        {"source": "a.bin"},
+    ],
 )
 def test_wrong_arguments_are_errors(tmp_path, wrong):
     given = {"source": write_nanogpt(tmp_path, [[1]]), "length": 1, "batch_size": 1, **wrong}
@@ -93,6 +102,27 @@ def test_a_tokens_file_replaced_alone_is_read_anew(tmp_path):
     (tmp_path / "b").write_bytes(struct.pack("<4H", 5, 6, 7, 8))
     (tmp_path / "b").rename(tmp_path / "a.bin")
     assert _all(source) == [[5, 6], [7, 8]]
+
+
+def test_a_folder_replaced_while_it_is_read_is_an_error(tmp_path):
+    for number in range(40):  # more files than are open at a time
+        np.save(tmp_path / f"{number:02d}.npy", np.full(2, number, "u2"))
+    (ctx,), source = world(1), fx.data.NumPyTokens(path=str(tmp_path))
+    batches = iter(fx.tokens(source, ctx, length=2, batch_size=1, shuffle=False))
+    first = next(batches).data["tokens"].tolist()
+    for number in range(40):
+        np.save(tmp_path / "new", np.full(2, number + 100, "u2"))
+        (tmp_path / "new.npy").rename(tmp_path / f"{number:02d}.npy")
+    with pytest.raises(fx.errors.DataError, match=r"npy has changed since fx\.tokens was called"):
+        list(batches)
+    assert (first, _all(source)[0]) == ([[0, 0]], [100, 100])
+
+
+def test_the_end_of_documents_is_a_token_of_the_file():
+    with pytest.raises(fx.PlanError, match="a token of uint16 is at most 65535"):
+        fx.data.NanoGPTTokens(path="a.bin", end=65536)
+    for dtype, end in (("uint16", 65535), ("int32", 2**31 - 1), ("uint32", 2**32 - 1)):
+        assert fx.data.NanoGPTTokens(path="a.bin", dtype=dtype, end=end).end == end
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
