@@ -200,7 +200,9 @@ def uneven_batches(
             position = advance(position, batch, plan, is_last=is_last)
             state = None
             if ended or now.stream is not None:
-                state = {"stream": None if ended else now.stream, "behind": behind}
+                # At its end, a stream may have the state of its start again.
+                stream = None if ended or after.state != _HAS else now.stream
+                state = {"stream": stream, "behind": behind}
             yield (batch, Cursor(position, state)), (now.data,)
         now, table = after, coming
     if skipped:

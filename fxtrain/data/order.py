@@ -231,6 +231,13 @@ def _weighted(sampler: WeightedRandomSampler, seed: int, epoch: int) -> EpochOrd
         # Each draw depends on those before it, so a table is unavoidable.
         table = torch.multinomial(sampler.weights, count, replacement=False, generator=generator)
         return EpochOrder(count, lambda places: table[places].tolist())
+    # As `torch.multinomial` does, which torch's own sampler calls.
+    valid = sampler.weights.isfinite() & (sampler.weights >= 0)
+    if not valid.all() or not sampler.weights.any():
+        raise DataError(
+            "iterating: the weights of this WeightedRandomSampler are not all finite and at least "
+            "0, or all are 0. A class without rows often gives 1 / 0: leave it out."
+        )
     edges = sampler.weights.double().cumsum(0)
     last = int(sampler.weights.nonzero()[-1])
     keys = round_keys(seed, epoch)

@@ -104,11 +104,6 @@ def tokens(
         ([[8, 9, 0, 0]], [[9, 0, -100, -100]])
         [[[6, 0, -100, 8, 9, 0, -100]]]
     """
-    if not isinstance(source, TokenSource | Blend):
-        raise DataError(
-            f"tokens: source is a {type(source).__name__}. Pass fx.data.MegatronTokens(path=...), "
-            f"another source of fx.data, or an fx.data.Blend."
-        )
     for name, value, least in (
         ("length", length, 1),
         ("batch_size", batch_size, 1),
@@ -116,12 +111,8 @@ def tokens(
     ):
         if type(value) is not int or value < least:
             raise DataError(f"tokens({name}={value!r}): pass a number, {least} or more.")
-    for name, value, kind in (
-        ("packing", packing, BestFit),
-        ("compatible", None if compatible == "megatron" else compatible, MegatronOrder),
-    ):
-        if not isinstance(value, kind | None):
-            raise DataError(f"tokens({name}={value!r}): pass an fx.data.{kind.__name__}, or None.")
+    how = MegatronOrder() if compatible == "megatron" else compatible
+    _check_types(source, packing, how)
     plan = plan_for("tokens", ctx, plan)
     if (documents or packing) and plan.context and ctx.axis("context").world_size > 1:
         raise PlanError(
@@ -129,12 +120,11 @@ def tokens(
             "attention has no mask of documents: tokens would attend to other documents. Use "
             "documents=False without packing, or a mesh without a context axis."
         )
-    if compatible is not None:
+    if how is not None:
         if packing is not None:
             raise DataError(
                 "tokens: Megatron has no best-fit packing. Use either compatible or packing."
             )
-        how = MegatronOrder() if compatible == "megatron" else compatible
         parts = [megatron_rows(source, length, plan.seed, how, separate=documents)]
         return shard(_loader(_Rows(parts), batch_size, workers), ctx, plan)
     blend = source if isinstance(source, Blend) else None
@@ -150,6 +140,17 @@ def tokens(
         order["shuffle"] = shuffle
     rows = _Rows(parts, blended=blend is not None)
     return shard(_loader(rows, batch_size, workers, **order), ctx, plan)
+
+
+def _check_types(source: Any, packing: Any, how: Any) -> None:
+    if not isinstance(source, TokenSource | Blend):
+        raise DataError(
+            f"tokens: source is a {type(source).__name__}. Pass fx.data.MegatronTokens(path=...), "
+            f"another source of fx.data, or an fx.data.Blend."
+        )
+    for name, value, kind in (("packing", packing, BestFit), ("compatible", how, MegatronOrder)):
+        if not isinstance(value, kind | None):
+            raise DataError(f"tokens({name}={value!r}): pass an fx.data.{kind.__name__}, or None.")
 
 
 def _rows_of(

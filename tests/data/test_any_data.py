@@ -265,3 +265,25 @@ def test_every_loader_of_a_stream_begins_where_the_first_one_did(make):
     for _ in range(4):  # as `fx.evaluate` does, with placeholders on rank 1 at the end
         loader = fx.shard(DataLoader(stream, batch_size=1), _world(2)[1], plan)
         assert [batch.data[batch.valid].tolist() for batch in loader] == [[1], [3], []]
+
+
+def _cut_and_whole(ctx, even, cut):
+    """What follows a cut, in a run that resumes there and in the one that goes on."""
+    plan = fx.Plan(even=even, data=fx.Data(source="sharded"))
+
+    def make():
+        return fx.shard(DataLoader(Counted(3 + 4 * ctx.rank), batch_size=2), ctx, plan)
+
+    loader, whole, cursors = make(), [], []
+    for batch in loader:
+        whole.append((batch.data.tolist(), batch.position, batch.rows))
+        cursors.append((batch.position, loader.state()))
+    resumed = [(b.data.tolist(), b.position, b.rows) for b in make().at(*cursors[cut - 1])]
+    return resumed, whole[cut:]
+
+
+@pytest.mark.parametrize("even", ["pad", "uneven"])
+def test_a_rank_whose_stream_had_ended_does_not_begin_it_again(pair, even):
+    # The stream of rank 0 ends with its second batch, and has the state of its start then.
+    for resumed, whole in pair.run(_cut_and_whole, even, 2):
+        assert resumed == whole and len(whole) == 2

@@ -14,6 +14,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import fxtrain as fx
 from fxtrain.data.order import (
     CustomOrder,
     find_order,
@@ -233,3 +234,12 @@ def test_whether_a_custom_sampler_shuffles_shows_when_it_has_run():
         assert not custom.shuffled
         list(custom)
         assert custom.shuffled is shuffled
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, math.nan], [1.0, math.inf], [2.0, -1.0]])
+def test_weights_that_torch_refuses_are_errors(weights):
+    sampler = WeightedRandomSampler(weights, 4)
+    with pytest.raises(RuntimeError):
+        list(sampler)
+    with pytest.raises(fx.errors.DataError, match="not all finite and at least 0, or all are 0"):
+        take(sampler)
