@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from types import TracebackType
 
 # A rank that cannot exit, for example in a library's clean-up, prints its error after this time.
@@ -41,8 +42,9 @@ def main() -> dict[str, object]:
     given = dict(option.removeprefix("--").split("=", 1) for option in options)
     end_with_parent()
     if SPARE in os.environ:
-        _import_packages(how, target)
-        _wait_until_needed()
+        with _ignored_signals():
+            _import_packages(how, target)
+            _wait_until_needed()
     if "cores" in given:
         _pin_to_cores(given["cores"].split("/"))
     if how == "program":
@@ -65,6 +67,17 @@ def main() -> dict[str, object]:
         raise
 
 
+@contextlib.contextmanager
+def _ignored_signals() -> Iterator[None]:
+    """Ignore the signals that a launcher forwards to its ranks, and end other processes."""
+    numbers = [getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+    yield
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+
+
 def _import_packages(how: str, target: str) -> None:
     """Import the packages that a script or module imports, but no modules of its own folder.
 
@@ -76,7 +89,7 @@ def _import_packages(how: str, target: str) -> None:
     if how == "module":
         spec = importlib.util.find_spec(target)
         source = spec.origin if spec is not None and spec.origin is not None else target
-    with open(source, encoding="utf-8") as file:
+    with open(source, "rb") as file:  # whose encoding its first lines may tell
         tree = ast.parse(file.read())
     names: list[str] = []
     for node in ast.walk(tree):

@@ -1,13 +1,19 @@
 """Spares of a launch: processes that become the ranks of a restart."""
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from fxtrain.cli import Exit, main
 from fxtrain.errors import LaunchError
-from fxtrain.launchers import LaunchSpec
+from fxtrain.launchers import LaunchSpec, child
 from tests.launched._run import FXTRAIN, SCRIPTS, run_fork
 
 pytestmark = pytest.mark.timeout(200)
@@ -43,6 +49,36 @@ def test_spares_become_the_ranks_of_a_restart(tmp_path):
     assert not [
         words for words in map(_words, Path("/proc").glob("[0-9]*")) if str(tmp_path) in words
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_spare_survives_the_signals_of_ranks(tmp_path):
+    """`kill -USR2` to a launcher asks the ranks where they stand. The script may be in Latin-1."""
+    script = tmp_path / "script.py"
+    script.write_bytes(b"# -*- coding: latin-1 -*-\nimport os\nprint(os.environ['RANK'], '\xe9')\n")
+    spare = subprocess.Popen(
+        (sys.executable, child.__file__, "script", "--", str(script)),
+        env={**os.environ, child.SPARE: "1", "PYTHONIOENCODING": "utf-8"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+    )
+    deadline = time.monotonic() + 60
+    numbers = [signal.SIGUSR1, signal.SIGUSR2]
+    while not all(_ignored(spare.pid) >> number - 1 & 1 for number in numbers):
+        assert time.monotonic() < deadline and spare.poll() is None
+        time.sleep(0.05)
+    for number in numbers:
+        spare.send_signal(number)
+    order = {"env": {**os.environ, "RANK": "7"}, "outputs": [None, None]}
+    said, _ = spare.communicate(json.dumps(order), timeout=60)
+    assert (spare.returncode, said) == (0, "7 \xe9\n")
+
+
+def _ignored(pid):
+    """Signals that a process ignores, as bits."""
+    return int(re.search(r"SigIgn:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)
 
 
 def test_spares_need_restarts_and_python(capsys):
