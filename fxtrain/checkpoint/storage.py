@@ -113,8 +113,9 @@ class LocalStorage:
         sizes: dict[str, int] = {}
         with reading(self.path), os.scandir(self.path) as entries:
             for entry in entries:
-                about = entry.stat(follow_symlinks=False)
-                sizes[entry.name] = about.st_size if stat.S_ISREG(about.st_mode) else -1
+                with suppress(FileNotFoundError):  # a draft that a save has renamed meanwhile
+                    about = entry.stat(follow_symlinks=False)
+                    sizes[entry.name] = about.st_size if stat.S_ISREG(about.st_mode) else -1
         return sizes
 
     def remove(self, name: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import stat
 import tempfile
 
 import pytest
@@ -198,6 +199,22 @@ def test_a_checkpoint_that_a_save_removes_meanwhile_is_not_missed(run, tmp_path,
 
     monkeypatch.setattr(folders, "checkpoint_names", slow)
     assert fx.latest(tmp_path).endswith("update-0000000060")
+
+
+def test_a_draft_that_a_save_renames_meanwhile_stops_no_reader(run, tmp_path, monkeypatch):
+    run.save(50, None)
+    drafts = [tmp_path / f".partial-update-0000000060-{number}" for number in range(3)]
+    is_file = stat.S_ISREG
+    for draft in drafts:
+        draft.mkdir()
+
+    def commit(mode):
+        while drafts:
+            drafts.pop().rmdir()
+        return is_file(mode)
+
+    monkeypatch.setattr(stat, "S_ISREG", commit)
+    assert fx.restore(tmp_path, run.ctx, run.model).position.updates == 50
 
 
 def test_a_save_parses_manifests_that_it_knows_no_more(run, tmp_path, monkeypatch):
