@@ -147,6 +147,9 @@ def _optimizer(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of an optimizer by name, and its values as a checkpoint has them."""
     names = _names_of(state, module)
+    named = () if module is None else module.named_parameters()
+    # Scripts of other libraries pass these to optimizers too, which `fx.wrap` does not.
+    frozen = {name for name, parameter in named if not parameter.requires_grad}
     moments: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for key, entries in state["state"].items():
@@ -165,7 +168,7 @@ def _optimizer(
             moments[f"{MODEL}/optimizer.{index}.{name}.{part}"] = value
         values[name] = {"keys": list(entries), "plain": plain}
     groups = [
-        {**group, "params": [names[key] for key in group["params"]]}
+        {**group, "params": [names[key] for key in group["params"] if names[key] not in frozen]}
         for group in state["param_groups"]
     ]
     # These files do not record the type of the optimizer.
@@ -181,11 +184,13 @@ def _names_of(state: Mapping[str, Any], module: nn.Module | None) -> dict[Any, s
             "The optimizer numbers its parameters instead of naming them. Pass module= to give "
             "their order, or optimizer=False to skip the optimizer."
         )
-    order = [name for name, p in module.named_parameters() if p.requires_grad]
+    every = dict(module.named_parameters())
+    trained = [name for name, parameter in every.items() if parameter.requires_grad]
+    order = list(every) if len(keys) == len(every) else trained
     if sorted(keys) != list(range(len(order))):
         raise CheckpointError(
-            f"The optimizer has {len(keys)} parameters, but the model has {len(order)} trained "
-            f"ones. Pass the model that was saved."
+            f"The optimizer has {len(keys)} parameters, but the model has {len(every)}, of which "
+            f"{len(trained)} are trained. Pass the model that was saved."
         )
     # torch.distributed.checkpoint turns the numbers into strings.
     return {key: name for i, name in enumerate(order) for key in (i, str(i))}

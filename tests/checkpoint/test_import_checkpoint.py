@@ -132,3 +132,23 @@ def test_an_optimizer_in_another_order_is_noticed(tmp_path):
         fx.interop.import_checkpoint(tmp_path / "old", tmp_path / "new", module=make_model())
     path = fx.interop.import_checkpoint(tmp_path / "old", tmp_path / "new", optimizer=False)
     assert fx.checkpoint.verify(path).tensors >= 3
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_frozen_parameters_of_an_optimizer_are_left_out(named, tmp_path):
+    def start(make_optimizer):
+        net = make_model()
+        net[1].requires_grad_(requires_grad=False)
+        return net, make_optimizer(net)
+
+    net, optimizer = start(lambda net: torch.optim.AdamW(net.parameters()))
+    _train(net, optimizer, 2)
+    states = get_state_dict(net, optimizer) if named else (net.state_dict(), optimizer.state_dict())
+    folder = tmp_path / "old"
+    dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=folder)
+    fx.interop.import_checkpoint(folder, tmp_path / "new", module=start(id)[0])
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(start(id)[0], ctx, optimizer=lambda params: torch.optim.AdamW(params))
+        fx.restore(tmp_path / "new", ctx, model)
+    state = model.optimizer.state[model.module[0].weight]
+    assert torch.equal(state["exp_avg"], optimizer.state[net[0].weight]["exp_avg"])
