@@ -18,7 +18,7 @@ from fxtrain.checkpoint import save
 from fxtrain.checkpoint.restoring import restore_newest
 from fxtrain.data import Sharded
 from fxtrain.data.sharding import share_of_replica
-from fxtrain.errors import CollectiveError, PlanError, StepError
+from fxtrain.errors import CheckpointError, CollectiveError, PlanError, StepError
 from fxtrain.loop.stepping import StepFns, advance_schedulers, loss_and_aux, steps_per_update
 from fxtrain.ops.devices import as_scalar
 from fxtrain.ops.whole_tensors import local_values
@@ -175,9 +175,12 @@ def _updates(
         while run.position.updates < updates:
             try:
                 update = run.next_update(members)
-            except CollectiveError:
+            except CollectiveError as error:
                 if folder is not None and saved != run.position:
-                    save(folder, run.ctx, run.model, position=run.position)
+                    try:
+                        save(folder, run.ctx, run.model, position=run.position)
+                    except CheckpointError as other:  # such as: another replica is saving
+                        error.add_note(f"This replica's state: {other}")
                 raise
             if update is None:
                 return

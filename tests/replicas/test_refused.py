@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import fxtrain as fx
+from fxtrain.checkpoint.folder_lock import acquire
+from fxtrain.checkpoint.storage import open_storage
 from fxtrain.errors import CollectiveError, MissingPackageError, PlanError, StepError
 from fxtrain.replicas import healing
 from fxtrain.replicas.rounds import independent
@@ -79,6 +81,17 @@ def test_too_few_replicas_end_the_run_after_saving_it(ctx, lighthouse, tmp_path,
     with pytest.raises(CollectiveError, match=r"2 of 2 replicas were not ready at .*: 1 were"):
         _train(ctx, fx.Plan(seed=3), team, folder=tmp_path / "run")
     assert fx.latest(tmp_path / "run") is not None
+
+
+def test_a_replica_that_is_left_while_another_one_saves(ctx, lighthouse, tmp_path):
+    team = fx.replicas.Replicas(count=2, min_count=2, lighthouse=lighthouse, timeout_s=0.5)
+    lock = acquire(open_storage(tmp_path))
+    try:
+        with pytest.raises(CollectiveError, match="1 were") as caught:
+            _train(ctx, fx.Plan(seed=3), team, folder=tmp_path)
+    finally:
+        lock.release()
+    assert "is in use by process" in caught.value.__notes__[0]
 
 
 def test_a_run_continues_from_its_folder(lighthouse, tmp_path, caplog):
