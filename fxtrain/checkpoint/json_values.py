@@ -73,8 +73,10 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) ->
             f"{path[:80]}… is nested more than {_MAX_DEPTH} levels deep, or contains itself. "
             f"Save a flatter value."
         )
-    if value is None or type(value) in (bool, int, str):
+    if value is None or type(value) in (bool, int):
         return value
+    if type(value) is str:
+        return _text(value, path)
     if isinstance(value, Tensor):
         return {"$": "tensor", "name": _put(value, path, tensors)}
     if type(value) is float:
@@ -128,8 +130,20 @@ def _encode_numpy(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         raise CheckpointError(
             f"{path} is a NumPy value of dtype {value.dtype}. Save numbers or booleans."
         )
-    name = _put(torch.as_tensor(value.copy(), device="cpu"), path, tensors)
+    native = value.astype(value.dtype.newbyteorder("="))  # a copy
+    name = _put(torch.as_tensor(native, device="cpu"), path, tensors)
     return {"$": "numpy", "name": name, "scalar": not hasattr(value, "__setitem__")}
+
+
+def _text(text: str, path: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"{path} is {text[:80]!r}, which UTF-8 cannot express, as some names of files. Save "
+            f"os.fsencode(text), or another text."
+        ) from None
+    return text
 
 
 def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
@@ -145,7 +159,10 @@ def _encode_mapping(
     value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor], depth: int
 ) -> Any:
     if set(map(type, value)) <= {str} and "$" not in value:
-        return {key: encode(item, f"{path}.{key}", tensors, depth) for key, item in value.items()}
+        return {
+            _text(key, f"{path}, a key"): encode(item, f"{path}.{key}", tensors, depth)
+            for key, item in value.items()
+        }
     items = [
         [
             encode(key, f"{path}, a key", tensors, depth),

@@ -20,6 +20,7 @@ def _with_extra(ctx, folder):
         "seen": (1, 2.5, None, float("inf")),
         3: torch.arange(4, dtype=torch.bfloat16),
         "np": np.arange(3, dtype=np.int16),
+        "files": np.arange(3, dtype=">f4"),  # as formats with another order of bytes have them
         "ema": ema,
         "plan": fx.Plan(accumulate=3),
         "z": torch.complex(torch.ones(2), -torch.ones(2)),
@@ -42,6 +43,7 @@ def test_the_users_state_comes_back_as_it_was(cluster, tmp_path):
         assert plain["best"] == 0.25 and plain["seen"] == (1, 2.5, None, float("inf"))
         assert plain[3].dtype == torch.bfloat16 and plain[3].tolist() == [0, 1, 2, 3]
         assert plain["np"].dtype == np.int16 and plain["np"].tolist() == [0, 1, 2]
+        assert plain["files"].dtype == np.float32 and plain["files"].tolist() == [0, 1, 2]
         assert plain["z"].tolist() == [1 - 1j, 1 - 1j]
         assert plain["plan"]["accumulate"] == 3
 

@@ -25,6 +25,8 @@ from tests.checkpoint import _runs
         (np.array(["text"]), "extra is a NumPy value of dtype"),
         (torch.empty(2, device="meta"), "extra is on the meta device"),
         (nn.Linear, "extra is a builtins.type"),
+        ({"files": ["a\udcff.txt"]}, r"extra\.files\.0 is 'a\\udcff\.txt', which UTF-8 cannot"),
+        ({"a\udcff": 1}, r"extra, a key is 'a\\udcff'"),
     ],
 )
 def test_what_cannot_be_saved_is_named(extra, message, tmp_path):
@@ -53,6 +55,18 @@ def test_a_trained_model_is_saved_with_a_position(pair, accumulate, tmp_path):
     assert told[0] == told[1]
     assert "save(position=...) is missing" in told[0] and "Pass position=report.position" in told[0]
     assert len(os.listdir(tmp_path)) >= 2
+
+
+def test_what_could_not_be_restored_is_not_committed(ctx, tmp_path, monkeypatch):
+    model = fx.wrap(nn.Linear(2, 2), ctx)
+    wanted = fx.save(tmp_path, ctx, model, keep_last=1).path
+    dump = saving.dump_manifest
+    monkeypatch.setattr(
+        saving, "dump_manifest", lambda manifest: dump(manifest)[:-9] + b"9}}}}}}}}"
+    )
+    with pytest.raises(fx.CheckpointError, match=r"was not saved.*\n.*its digest does not match"):
+        fx.save(tmp_path, ctx, model, keep_last=1)
+    assert fx.checkpoint.verify(tmp_path).path == wanted
 
 
 def test_a_value_that_holds_itself(tmp_path):
