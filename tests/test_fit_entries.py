@@ -157,20 +157,32 @@ def test_skipped_updates_are_counted_across_a_restart(ctx, tmp_path):
     assert [values["skipped"] for values in _entries(tmp_path)] == [2, 1]
 
 
-def test_the_profile_of_the_plan_is_recorded_once(ctx, tmp_path):
-    spec = fx.Profile(folder=str(tmp_path / "profile"), wait=0, warmup=1, active=2)
+def _profiled(ctx, folder, epochs, fails_at=9):
+    spec = fx.Profile(folder=str(folder / "profile"), wait=0, warmup=1, active=2)
     plan = fx.Plan(profile=spec)
+    net = torch.nn.Linear(1, 1)
+    model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    loader = fx.shard(DataLoader(torch.ones(5, 1), batch_size=1), ctx, plan)
 
-    def run(epochs):
-        net = torch.nn.Linear(1, 1)
-        model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-        loader = fx.shard(DataLoader(torch.ones(5, 1), batch_size=1), ctx, plan)
-        fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
-        return len(list(fx.fit(ctx, fns, loader, tmp_path / "run", epochs=epochs, show=False)))
+    def loss(model, batch):
+        assert batch.position.index < fails_at
+        return model(batch.data).mean()
 
-    assert (run(1), run(2)) == (5, 5)
-    summary = fx.profiling.summary(spec.folder)
+    fns = fx.StepFns(model=model, loss=loss)
+    return len(list(fx.fit(ctx, fns, loader, folder / "run", epochs=epochs, show=False)))
+
+
+def test_the_profile_of_the_plan_is_recorded_once(ctx, tmp_path):
+    assert (_profiled(ctx, tmp_path, 1), _profiled(ctx, tmp_path, 2)) == (5, 5)
+    summary = fx.profiling.summary(tmp_path / "profile")
     assert len(summary.ranks[0].steps) == 2
     table = read_curves([tmp_path / "run"])[0].tables["ms per step by phase"]
     assert list(table["columns"]) == list(summary.columns)
     assert table["rows"] == [[one for (one,) in summary.columns.values()]]
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_is_not_profiled_again(ctx, tmp_path):
+    with pytest.raises(AssertionError):
+        _profiled(ctx, tmp_path, 1, fails_at=5)
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["cycle-000"]
+    assert _profiled(ctx, tmp_path, 1) == 5

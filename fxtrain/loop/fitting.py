@@ -401,7 +401,7 @@ def _opened(
             position=position,
             lock=lock,
         )
-        recorded = fns.model.plan.profile if restored is None else None
+        recorded = fns.model.plan.profile if run._is_new else None
         recording = nullcontext() if recorded is None else profile(ctx, recorded)
         signals = rules.signals
         preemption = ops.preemption(ctx, signals=signals) if signals else nullcontext()

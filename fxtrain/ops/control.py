@@ -212,7 +212,7 @@ def preemption(
     if threading.current_thread() is not threading.main_thread():
         raise ContextError(
             "preemption: called outside the main thread, the only one in which Python can handle "
-            "signals. Call it in the main thread."
+            "signals. Call it in the main thread; elsewhere, use fx.fit(..., signals=())."
         )
     notice = Preemption(ctx=ctx, every=every)
 

@@ -255,9 +255,9 @@ def open_run(
             except FxError as error:
                 problem = error
         of_ranks = gather_or_raise(ids, problem, ctx)
-        identity = attrs.evolve(
-            identity, identities=tuple(of_ranks if ranks == "all" else of_ranks[:1])
-        )
+        is_new, opened = not known, of_ranks if ranks == "all" else of_ranks[:1]
+        # Those of ranks that this start does not have are for a later one.
+        identity = attrs.evolve(identity, identities=(*opened, *identity.identities[len(opened) :]))
         if ctx.is_main and not ctx.comm.simulated:
             try:
                 replace_file(start.folder / FILE, [dumps(identity).encode()])
@@ -269,6 +269,7 @@ def open_run(
             writer=writer,
             calls=start.position.updates,
             lock=lock,
+            is_new=is_new,
         )
         undo.pop_all()
     # Registered after the libraries' own functions, so that it runs before them.

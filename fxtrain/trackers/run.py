@@ -48,6 +48,8 @@ class Run:
     _calls: int = attrs.field(default=0, alias="calls", repr=False)
     _step: Position | int | None = attrs.field(default=None, init=False, repr=False)  # the last one
     _is_closed: bool = attrs.field(default=False, init=False, repr=False)
+    # Whether no process has opened this run before; the same on every rank.
+    _is_new: bool = attrs.field(default=True, alias="is_new", repr=False)
 
     @property
     def id(self) -> str:

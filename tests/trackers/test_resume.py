@@ -171,10 +171,14 @@ def test_trackers_get_back_what_they_call_the_run(ctx, tmp_path):
     with fx.track(tmp_path, ctx, [mine, mine]) as run:
         state = run.state()
     assert state["identities"] == [{"mine": "theirs-1", "mine-2": "theirs-2"}]
+    state["identities"].append({"mine": "of rank 1"})  # which tracks no more
+    (tmp_path / "run.json").write_text(json.dumps(state))
     with fx.track(tmp_path, ctx, [mine], resume=state, position=fx.Position()) as more:
         pass
     assert seen == [("", False), ("", False), ("theirs-1", True)]
-    assert more.state()["identities"] == [{"mine": "theirs-3", "mine-2": "theirs-2"}]
+    opened, other = more.state()["identities"]
+    assert opened == {"mine": "theirs-3", "mine-2": "theirs-2"}
+    assert other == {"mine": "of rank 1"}
     assert json.loads((tmp_path / "run.json").read_text())["id"] == run.id
 
 
