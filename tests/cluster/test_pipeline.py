@@ -198,6 +198,20 @@ def test_a_dry_run_says_that_a_model_does_not_split(rank):
         assert problem.fatal and REFUSED[case] in problem.text, problem.text
 
 
+def test_an_error_in_a_stage_is_raised_as_it_is():
+    def loss(model, batch):
+        model(batch[0])
+        raise KeyError("labels") from ValueError("why")
+
+    def train(ctx):
+        model = fx.wrap(Net("list"), ctx, fx.Plan(strategy=fx.PP()), optimizer=_sgd)
+        fx.step(ctx, next(iter(_rows(model, ctx, model.plan))), fx.StepFns(model, loss))
+
+    with pytest.raises(KeyError, match="labels") as error:
+        fx.dry_run(train, world=2, rank=1, mesh=fx.Mesh(pipeline=2))
+    assert isinstance(error.value.__cause__, ValueError)
+
+
 def _others(ctx):
     placed = fx.detect({}, device="cpu", mesh=fx.Mesh(pipeline=2), timeout_s=20)
     return [_trained(placed, "early head", shared=("head.*",)), _trained(placed, "list")]

@@ -22,7 +22,7 @@ from fxtrain.backends.pipeline.stage import (
     reshard_stage,
 )
 from fxtrain.backends.pipeline.weights import TensorSlot
-from fxtrain.errors import FxError, PlanError
+from fxtrain.errors import PlanError
 from fxtrain.state import PP, DistContext, Wrapped
 
 _MAX_SCHEDULES = 8  # cached schedules, each with receive buffers
@@ -97,17 +97,20 @@ class Pipeline:
         """Run a job on every micro-batch of every stage of this rank, in the schedule's order."""
         index = torch.arange(ready.parts, device="cpu")
         kwargs = {} if ready.schedule._loss_fn is None else {"target": index}
+        failure: BaseException | None = None
         for stage in self.stages.values():
             stage.job = job
         try:
             ready.schedule.step(index=index, return_outputs=False, **kwargs)
-        except RuntimeError as error:  # torch wraps errors
-            if isinstance(error.__cause__, FxError):
-                raise error.__cause__ from None
-            raise
+        except RuntimeError as error:  # torch wraps those of a forward
+            if "failed to run forward" not in str(error):
+                raise
+            failure = error.__cause__
         finally:
             for stage in self.stages.values():
                 stage.job = None
+        if failure is not None:
+            raise failure
         for stage in self.stages.values():
             reshard_stage(stage)
 
