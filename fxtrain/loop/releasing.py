@@ -10,6 +10,7 @@ from torch import nn
 from fxtrain.backends.core.optimizers import HostOptimizer, local_optimizer
 from fxtrain.errors import PlanError
 from fxtrain.meters import Memory, memory
+from fxtrain.precision.quantizing import quantized_layers
 from fxtrain.state import DistContext, Wrapped
 from fxtrain.state.wrapped import check_open
 
@@ -24,8 +25,8 @@ def release(*objects: Wrapped | nn.Module | torch.optim.Optimizer) -> tuple[Memo
 
     Not freed are tensors to which something else refers: another model with the same parameters,
     a variable such as the last output or loss (whose graph holds activations), an exception's
-    traceback. FSDP's shards, DDP's buckets and DeepSpeed's engine belong to the handle: drop your
-    own names, `del model, net`, and call `fx.release()` again.
+    traceback. FSDP's shards, DDP's buckets, DeepSpeed's engine and what Offload streams belong to
+    the handle: drop your own names, `del model, net`, and call `fx.release()` again.
 
     Args:
         objects: Models from `fx.wrap`, modules and optimizers; without any, only garbage is
@@ -111,6 +112,10 @@ def _empty_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def _empty_module(module: nn.Module) -> None:
+    for _, part, _ in list(quantized_layers(module)):  # what bitsandbytes has beside parameters
+        own = vars(part)
+        own |= {name: None for name in ("quant_state", "_copy") if name in own}
+        own |= {"state": type(own["state"])()} if "state" in own else {}
     empty: dict[int, Any] = {}  # tied tensors stay tied
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):

@@ -9,11 +9,18 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxtrain as fx
 from fxtrain.models import quantized_loading
 from fxtrain.models.stored_layers import saved_layers
-from fxtrain.precision.quantizing import library_of, live_tensors, quantize_layers, stored_tensors
+from fxtrain.precision.quantizing import (
+    library_of,
+    live_tensors,
+    quantize_layers,
+    quantized_tensors,
+    stored_tensors,
+)
 from tests.precision._records import RECORDS, TRAINABLE, frozen_mlp, marked, mlp
 
 CPU = torch.device("cpu")
@@ -71,6 +78,17 @@ def test_a_quantized_model_can_be_pickled(name, tmp_path):
     quantize_layers(net, RECORDS[name], CPU)
     torch.save(net, tmp_path / "net")
     assert torch.equal(torch.load(tmp_path / "net", weights_only=False)(x), net(x))
+
+
+@EVERY
+def test_released_layers_hold_no_memory(name):
+    net = mlp().requires_grad_(False).eval()
+    quantize_layers(net, RECORDS[name], CPU)
+    net(torch.randn(2, 64))
+    refs = [StorageWeakRef(tensor.untyped_storage()) for tensor in quantized_tensors(net).values()]
+    for _ in range(2):
+        fx.release(net)
+    assert refs and all(ref.expired() for ref in refs)
 
 
 @EVERY
