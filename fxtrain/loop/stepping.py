@@ -12,10 +12,10 @@ from typing_extensions import TypeVar
 from fxtrain import _tree, ops
 from fxtrain._record import shown
 from fxtrain.backends.core.replica_digests import verify_replicas
-from fxtrain.errors import CollectiveError, StepError
+from fxtrain.errors import StepError
 from fxtrain.loop import weighting
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers
-from fxtrain.ops.transport.mismatches import call_site, lost_rank_error
+from fxtrain.ops.transport.mismatches import name_lost_rank
 from fxtrain.ops.transport.pace import Pace
 from fxtrain.state import (
     DDP,
@@ -199,7 +199,8 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
         if plan.local is not None or plan.verify_replicas:
             _average_or_verify(model, position)
     except RuntimeError as error:
-        _name_lost_rank(ctx, error)
+        # torch's message says how long it waited.
+        name_lost_rank(ctx, ("step", "forward, backward and update"), error)
         raise
     if not window.updates or (position.is_last and model.scheduler is not None):
         _remind(ctx, model, position)
@@ -499,16 +500,6 @@ def _warn_of_lengths(model: Wrapped, batch: Batch, steps: int) -> None:
             model.plan.schedule,
             cure,
         )
-
-
-def _name_lost_rank(ctx: DistContext, error: RuntimeError) -> None:
-    """Raise an error that names the lost rank, if that is the cause."""
-    if isinstance(error, CollectiveError | StepError) or not any(
-        word in str(error) for word in ("gloo", "NCCL", "Connection closed", "ProcessGroup")
-    ):
-        return
-    call = ("step", "forward, backward and update")  # torch's message says how long it waited
-    raise lost_rank_error(ctx, call, call_site(call[0]), None, error) from error
 
 
 def _detach(leaf: Any) -> Any:

@@ -27,6 +27,7 @@ from fxtrain.ops.transport.packing import (
     byte_size,
     combinable,
     from_bytes,
+    octets,
     pack,
     packed_leaves,
     signature,
@@ -364,7 +365,7 @@ def gather_piece(piece: list[Tensor], ranks: int, group: Any) -> Tensor:
         dist.all_gather(received, flat, group=group)
         return torch.stack(received)
     if flat.is_cpu:
-        dist.all_gather(list(_octets(rows)), _octets(flat), group=group)
+        dist.all_gather(list(_octets(rows.view(-1)).view(ranks, -1)), _octets(flat), group=group)
     else:
         _gather_into(_octets(rows.view(-1)), _octets(flat), group=group)
     return rows
@@ -393,8 +394,8 @@ def _flattened(piece: list[Tensor]) -> Tensor:
 
 
 def _octets(tensor: Tensor) -> Tensor:
-    """The same memory as bytes, since libraries lack some dtypes; XLA gives no access to it."""
-    return tensor if tensor.device.type == "xla" else tensor.view(torch.uint8)
+    """The same memory as bytes; XLA gives no access to it."""
+    return tensor if tensor.device.type == "xla" else octets(tensor)
 
 
 def with_gradient(own: Tensor, whole: Tensor, ctx: DistContext) -> Tensor:
@@ -425,7 +426,8 @@ class _Gathered(torch.autograd.Function):
             return grad.reshape(state.shape), None
         mine = grad.new_empty(state.shape)
         group = ctx.comm.control if grad.is_cpu else ctx.comm.group
-        _reduce_scatter(mine.view(-1), grad.reshape(-1), group=group)
+        with rank_loss_guard(ctx, ("gather", "grad=True"), ("gather", "its backward")):
+            _reduce_scatter(mine.view(-1), grad.reshape(-1), group=group)
         return mine, None
 
 

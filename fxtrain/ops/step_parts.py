@@ -4,8 +4,8 @@ Each calls the function of the same name of the model's strategy.
 """
 
 import numbers
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from fxtrain._record import shown
 from fxtrain.errors import StepError
 from fxtrain.ops.collectives import reduce
 from fxtrain.ops.devices import as_scalar
+from fxtrain.ops.transport.mismatches import name_lost_rank
 from fxtrain.state import Position, UpdateResult, UpdateSpec, Wrapped
 from fxtrain.state.wrapped import check_open
 
@@ -87,9 +88,20 @@ def backward(loss: Tensor, model: Wrapped) -> None:
     check_loss(loss)
     model.status.added_grads = model.status.in_backward = True
     try:
-        model.strategy.backward(loss, model)
+        with _lost_ranks_named(model, "backward"):
+            model.strategy.backward(loss, model)
     finally:
         model.status.in_backward = False
+
+
+@contextmanager
+def _lost_ranks_named(model: Wrapped, op: str) -> Iterator[None]:
+    """Name the ranks that never joined a part of a step, where torch says how long it waited."""
+    try:
+        yield
+    except RuntimeError as error:
+        name_lost_rank(model.ctx, (op, ""), error)
+        raise
 
 
 def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
@@ -142,7 +154,8 @@ def clip_norm(
     """
     check_open(model, "ops.clip_norm")
     if norm_type == 2 and parameters is None:
-        return model.strategy.clip_norm(model, max_norm)
+        with _lost_ranks_named(model, "clip_norm"):
+            return model.strategy.clip_norm(model, max_norm)
     if not norm_type > 0:
         raise StepError(
             f"ops.clip_norm(norm_type={shown(norm_type)}): no such norm. Use a number above 0, or "
@@ -156,7 +169,8 @@ def clip_norm(
             f"parameters of this {type(model.module).__name__}. fx.wrap may replace parameters: "
             f"take them from model.module, after it."
         )
-    return model.strategy.clip_norm(model, max_norm, norm_type=norm_type, parameters=chosen)
+    with _lost_ranks_named(model, "clip_norm"):
+        return model.strategy.clip_norm(model, max_norm, norm_type=norm_type, parameters=chosen)
 
 
 def clip_value(model: Wrapped, max_value: float) -> None:
@@ -204,7 +218,8 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
             code="FX504",
         )
     model.status.added_grads = False
-    result = model.strategy.apply(model, update)
+    with _lost_ranks_named(model, "apply"):
+        result = model.strategy.apply(model, update)
     for parameter in model.status.others:
         parameter.grad = None
     model.window.end()

@@ -73,6 +73,22 @@ def test_gather_walks_every_container(cluster, size):
         assert torch.equal(got["complex"], torch.cat([t["complex"] for t in trees]))
 
 
+def _columns(ctx, rows):
+    table = torch.arange(5.0 * rows).view(rows, 5) + ctx.rank
+    last = ops.broadcast(table[:, 3], ctx, src=ctx.world_size - 1)
+    return table, ops.gather(table[:, 1], ctx), ops.reduce(table[:, 2], ctx, op="sum"), last
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_columns_of_any_number_of_rows(cluster, rows):
+    found = cluster.run(_columns, rows)
+    tables = torch.stack([table for table, *_ in found])
+    for _, gathered, total, last in found:
+        assert torch.equal(gathered, tables[:, :, 1].flatten())
+        assert torch.equal(total, tables[:, :, 2].sum(0))
+        assert torch.equal(last, tables[-1, :, 3])
+
+
 def _reduce_all(ctx, size, op):
     rows = _rows(ctx.rank, size, op)
     return ops.reduce(rows, ctx, op=op), rows

@@ -74,6 +74,46 @@ def test_a_mismatch_is_an_error_on_every_rank_and_the_group_survives(cluster, wr
     assert cluster.run(_numbers)[0]["n"] == cluster.n * (cluster.n + 1) // 2
 
 
+def _layout(ctx, kind):
+    if kind == "DTensor":
+        plan = fx.Plan(strategy=fx.FSDP())
+        return next(fx.wrap(nn.Linear(2, 2), ctx, plan).parameters()).norm()
+    if kind == "sparse_coo":
+        return torch.eye(2).to_sparse()
+    parts = [torch.ones(2), torch.ones(3)]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+
+def _gather_layout(ctx, kind):
+    return ops.gather({"x": _layout(ctx, kind)}, ctx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cure"),
+    [("DTensor", "full_tensor()"), ("sparse_coo", "to_dense()"), ("nested", "to_padded_tensor(")],
+)
+def test_tensors_that_are_not_one_block_of_values_are_refused(pair, kind, cure):
+    for error in pair.outcomes(_gather_layout, kind):
+        assert isinstance(error, CollectiveError)
+        assert kind in str(error) and cure in str(error)
+    assert pair.run(_numbers)[0]["n"] == 3
+
+
+def _clips_alone(ctx):
+    model = fx.wrap(nn.Linear(2, 2), ctx, fx.Plan(strategy=fx.FSDP()))
+    ops.backward(model(torch.ones(1, 2)).sum(), model)
+    if ctx.rank:
+        ops.clip_norm(model, 1.0)
+    ops.barrier(ctx)
+
+
+@pytest.mark.slow  # waits for the timeout of torch's group
+def test_a_rank_that_never_joins_a_part_of_a_step_is_named(pair):
+    error = str(pair.outcomes(_clips_alone)[1])
+    assert re.search(r"clip_norm\(\) at \S*test_ops_errors.py:\d+ did not complete", error)
+    assert re.search(r"rank 0: waited [\d.]+ s in barrier at \S*test_ops_errors.py:\d+\n", error)
+
+
 def _saves_alone(ctx, path):
     model = fx.wrap(nn.Linear(1, 1), ctx, fx.Plan())
     return ops.barrier(ctx) if ctx.rank else fx.save(path, ctx, model)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fxtrain.errors import CollectiveError
+from fxtrain.errors import CollectiveError, FxError
 from fxtrain.ops.closing import answered, read_views
 from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state import DistContext
@@ -125,6 +125,15 @@ def lost_rank_error(
     )
     ctx.comm.state.failure = message
     return CollectiveError(message, code="FX302")
+
+
+def name_lost_rank(ctx: DistContext, call: tuple[str, ...], error: RuntimeError) -> None:
+    """Raise an error that names the lost rank, if that is the cause."""
+    if isinstance(error, FxError) or not any(
+        word in str(error) for word in ("gloo", "NCCL", "Connection closed", "ProcessGroup")
+    ):
+        return
+    raise lost_rank_error(ctx, call, call_site(call[0]), None, error) from error
 
 
 def _ask_others(ctx: DistContext, view: str) -> tuple[dict[int, str], dict[int, str], str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from fxtrain import _tree
+from fxtrain.errors import CollectiveError
 
 # From a tensor back to the type of the original leaf.
 Back = Callable[[Tensor], Any]
@@ -66,12 +67,32 @@ def packed_leaves(leaves: Sequence[Any], shape: _tree.TreeSpec, *, numbers: bool
     back: dict[int, Back] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
+            _check_layout(leaf)
             tensors[place] = leaf.detach() if leaf.requires_grad else leaf
         elif converted := as_tensor(leaf) or (number_as_tensor(leaf) if numbers else None):
             tensors[place], back[place] = converted
         else:
             others[place] = leaf
     return Packed(shape=shape, tensors=tensors, others=others, back=back)
+
+
+def _check_layout(leaf: Any) -> None:
+    """Refuse a tensor that is not one block of values of its dtype.
+
+    Raises:
+        CollectiveError: it is a DTensor, sparse, nested or quantized.
+    """
+    if leaf.is_nested:
+        found, instead = "a nested tensor", "to_padded_tensor(0.0)"
+    elif leaf.layout is not torch.strided:
+        found, instead = f"a tensor of layout {leaf.layout}", "to_dense()"
+    elif leaf.is_quantized:  # by torch's own dtypes
+        found, instead = "a quantized tensor", "dequantize()"
+    elif type(leaf) is not Tensor and hasattr(leaf, "device_mesh"):
+        found, instead = "a DTensor", "full_tensor(), which all ranks call, or its to_local()"
+    else:
+        return
+    raise CollectiveError(f"Collectives do not take {found}. Pass its {instead}.")
 
 
 def signature(packed: Packed, extra: str = "") -> str:
@@ -97,12 +118,23 @@ def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
         flat = _flatten_dense_tensors([tensors[place] for place in places])
         if flat.is_conj() or flat.is_neg():  # lazy views, whose bytes are not their values
             flat = flat.resolve_conj().resolve_neg()
-        parts.append(flat.view(torch.uint8))
+        parts.append(octets(flat))
     if not parts:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     if gap := -sum([part.numel() for part in parts]) % _WIDEST:
         parts.append(parts[0].new_empty(gap))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def octets(flat: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes, since libraries lack some dtypes.
+
+    Args:
+        flat: 1-D. A single value may have any stride, such as that of a column of one row, with
+            which torch refuses a view of another dtype.
+    """
+    flat = flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def unpack_ranks(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) -> list[Tensor]:
