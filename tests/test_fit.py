@@ -191,9 +191,10 @@ def test_progress_is_a_line_where_there_is_no_terminal(ctx, tmp_path, capsys):
     with fx.track(tmp_path, ctx, [tracker]) as run:
         run.log({"loss": 0.5, "lr": 0.1, "rows_per_s": 12.0, "memory_gib": 1.5}, 2)
         run.log({"eval": {"a": 0.25}}, 2)
-    first, second = capsys.readouterr().err.splitlines()
+        run.log({"loss": 0.25, "rows_per_s": 12.0}, 3)
+    first, second, third = capsys.readouterr().err.splitlines()
     assert first.startswith("update 2 of 4  loss 0.5  12 rows/s  1.5 GiB  0:00:00 left")
-    assert "eval/a 0.25" in second
+    assert "eval/a 0.25" in second and "eval/a 0.25" in third and "loss 0.25" in third
 
 
 def test_progress_is_a_bar_in_a_terminal(ctx, tmp_path):

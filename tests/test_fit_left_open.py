@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from fxtrain.trackers import read_run
+from fxtrain.trackers import Tracker, read_run
 from tests._slow import slow_after
 from tests.launched._run import FXTRAIN, PYTHON, run_fork
 
@@ -78,13 +78,15 @@ def test_an_error_of_its_last_save_is_that_of_closing(tmp_path):
 @pytest.mark.parametrize(("error", "stopped"), [(None, True), (KeyError("body"), False)])
 def test_it_ends_with_its_block(tmp_path, error, stopped):
     with fx.detect({}, device="cpu") as ctx:
-        expected = nullcontext() if error is None else pytest.raises(KeyError)
-        with expected, _fitted(ctx, tmp_path) as reports:
+        expected, closed = nullcontext() if error is None else pytest.raises(KeyError), []
+        mine = Tracker(name="mine", write=print, close=lambda native, failed: closed.append(failed))
+        with expected, _fitted(ctx, tmp_path, to=[mine]) as reports:
             for report in reports:
                 if report.position.updates == 3 and error is not None:
                     raise error
                 if report.position.updates == 3:
                     break
+        assert closed == [not stopped]
         assert _saved(tmp_path) == [3]
         assert list(reports) == []
         left = list(_fitted(ctx, tmp_path, resume="unless stopped"))

@@ -299,19 +299,21 @@ def progress(
 
     def begin(_: None, start: Start) -> tuple[Callable[[Entry], None], Callable[[], None]]:
         before, began_s = start.position.updates, time.monotonic()
-        last_s = began_s
+        last_s, latest = began_s, dict[str, float]()
 
         def update_bar(entry: Entry) -> None:
-            bar.update(bar.task_ids[0], completed=entry.step, seen=_text(entry.value))
+            latest.update(entry.value)  # so that an evaluation stays in view
+            bar.update(bar.task_ids[0], completed=entry.step, seen=_text(latest))
 
         def print_line(entry: Entry) -> None:
             nonlocal last_s
+            latest.update(entry.value)
             now_s, done = time.monotonic(), entry.step - before
             if now_s - last_s < every_s:
                 return
             last_s = now_s
             parts = [f"update {entry.step}" + ("" if total is None else f" of {total}")]
-            parts.append(_text(entry.value))
+            parts.append(_text(latest))
             if total is not None and done > 0:
                 left_s = (now_s - began_s) / done * (total - entry.step)
                 parts.append(f"{timedelta(seconds=round(left_s))} left")

@@ -359,6 +359,7 @@ class _Loop:
     # Whether an epoch has ended, maybe inside an open window, and what is due then has not
     # happened yet.
     epoch_over: bool = False
+    failed: bool = False  # whether the body of a loop has ended with an error, on any rank
     saving: Saving | None = None  # the last checkpoint, which may still be written
     saved: Position | None  # its position
     # When it was begun, by the clock of this rank.
@@ -409,14 +410,13 @@ def _opened(
             with recording as trace:
                 entries = entries_after(restored, position, ctx, run, fns=fns, trace=trace)
                 entries.counts_tokens = rules.tokens is not None
-                yield _Loop(
-                    loader=loader,
-                    rules=rules,
-                    notice=notice,
-                    entries=entries,
-                    saved=None if restored is None else restored.position,
+                saved = None if restored is None else restored.position
+                loop = _Loop(
+                    loader=loader, rules=rules, notice=notice, entries=entries, saved=saved
                 )
+                yield loop
             entries.write_profile()
+            run.close(failed=loop.failed)
     finally:
         if lock is not None:
             lock.release()
@@ -480,6 +480,7 @@ def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: Rules) -> Gen
                 if due:
                     _save(loop, report)
             entries.asked_s = time.monotonic()
+        loop.failed = stop == "failed"
         _finish(loop, report, stopped=stop == "stopped")
 
 
