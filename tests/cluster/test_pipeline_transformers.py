@@ -23,7 +23,11 @@ def _tokens():
 def _model_loss(model, batch):
     out = model(input_ids=batch[0], labels=batch[0])
     right = out.logits.argmax(-1) == batch[0]
-    return out.loss, {"right": right.sum(), "rows": out.logits[:, 0, 0], "mean": out.loss}
+    shares = right.double().mean(0)  # of each place
+    return out.loss, {
+        **{"right": right.sum(), "rows": out.logits[:, 0, 0], "mean": out.loss},
+        **{"counts": batch[0].flatten().bincount(minlength=25), "shares": shares},
+    }
 
 
 def _sgd(params):

@@ -433,7 +433,7 @@ def _broadcast_aux(model: Wrapped, ready: Any, shares: list[WeightedLoss], rows:
     if model.ctx.comm.simulated and not own:
         fake = _tree.map_leaves(lambda leaf: _made(leaf, device), ready.form[2])
         own = [fake] * ready.parts
-    aux = _broadcast_object(model, join(own, rows) if own else None)
+    aux = _broadcast_object(model, join(own, rows, totals=True) if own else None)
     return _tree.map_leaves(lambda x: x.to(device) if isinstance(x, Tensor) else x, aux)
 
 
@@ -513,24 +513,27 @@ def _is_column(leaf: Any, rows: int) -> bool:
     return values and not any(isinstance(value, Tensor) for value in leaf)
 
 
-def join(trees: Sequence[Any], rows: int) -> Any:
+def join(trees: Sequence[Any], rows: int, *, totals: bool = False) -> Any:
     """Join the trees of several micro-batches with this many rows each.
 
     Tensors with this many rows are concatenated. Single floating-point numbers are averaged, as
     they are means over rows; single integers are summed, as they are counts. Of any other value,
     the last micro-batch's is used.
+
+    Args:
+        totals: Whether other tensors of numbers are averaged or summed as single ones are.
     """
     flat = [_tree.flatten(tree) for tree in trees]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return _tree.unflatten(flat[-1][1], [_joined(column, rows) for column in columns])
+    return _tree.unflatten(flat[-1][1], [_joined(column, rows, totals) for column in columns])
 
 
-def _joined(column: tuple[Any, ...], rows: int) -> Any:
+def _joined(column: tuple[Any, ...], rows: int, totals: bool) -> Any:  # noqa: FBT001
     last = column[-1]
     if isinstance(last, Tensor):
         if last.ndim and last.shape[0] == rows:
             return torch.cat(column)
-        if last.ndim or last.dtype == torch.bool:
+        if (last.ndim and not totals) or last.dtype == torch.bool:
             return last
         total = torch.stack(column).sum(0)
         return (total / len(column) if last.is_floating_point() else total).to(last.dtype)
