@@ -120,7 +120,10 @@ def plan_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
         config = resolve(plan, base, ranks=ranks, partial=True)
         if problems := config_problems(config, ranks):
             return problems
-    return problems_of(row, ctx, without_names(plan), stand_in(ctx.mesh))
+    config = plan.strategy.stages if isinstance(plan.strategy, PP) else plan.strategy
+    spread = config.expert if isinstance(config, FSDP) else None
+    model = stand_in(ctx.mesh, experts=(spread or 0) * ctx.world_size)
+    return problems_of(row, ctx, without_names(plan), model)
 
 
 def without_names(plan: Plan) -> Plan:
@@ -147,13 +150,29 @@ def _nameless(config: object) -> object:
     return Offload() if isinstance(config, Offload) else config
 
 
-def stand_in(mesh: Mesh) -> nn.Module:
-    """A model that any number of ranks can split: blocks of wide layers, named as Llama's."""
+class _Experts(nn.Module):
+    """The form of a mixture of experts; see `is_mixture`."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.weight = nn.Parameter(torch.empty(count, _WIDTH, device="meta"))
+
+    def forward(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> None:
+        """Not called: only its arguments are read."""
+
+
+def stand_in(mesh: Mesh, experts: int = 0) -> nn.Module:
+    """A model that any number of ranks can split: blocks of wide layers, named as Llama's.
+
+    Args:
+        experts: Experts of a mixture in each block; none by default.
+    """
     width = _WIDTH * mesh.tensor
 
     def block() -> nn.Module:
         layers = {name: nn.Linear(width, width) for name in ("up_proj", "down_proj")}
-        return nn.ModuleDict(layers)
+        return nn.ModuleDict(layers | ({"experts": _Experts(experts)} if experts else {}))
 
     with torch.device("meta"):
         return nn.ModuleDict({"layers": nn.ModuleList(block() for _ in range(8 * mesh.pipeline))})

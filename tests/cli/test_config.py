@@ -274,6 +274,10 @@ def test_check_tells_mistakes_by_its_exit_code(good, capsys):
     assert told["file"] == "fxtrain.toml"
     assert "did you mean 'ranks'?" in told["problems"][0] and len(told["problems"]) == 1
     assert main(["config", "check"]) == Exit.FOUND
+    capsys.readouterr()
+    good.write_text('[launch]\nranks = 4\n[plan.strategy]\nkind = "fsdp"\nexpert = 3\n')
+    assert main(["config", "check"]) == Exit.FOUND
+    assert "needs replicas of a multiple of 3 ranks, but one has 4" in capsys.readouterr().out
     assert main(["config", "check", "nowhere.toml"]) == Exit.WRONG
     assert "Traceback" not in capsys.readouterr().err
 

@@ -264,9 +264,10 @@ def test_jobset():
 
 
 FILES = sorted((ROOT / "examples" / "configs").iterdir())
+PRETRAIN = sorted((ROOT / "examples" / "pretrain" / "plans").iterdir())
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*FILES, *PRETRAIN], ids=lambda path: path.stem)
 def test_each_is_valid_and_starts(path, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # which looks for a GPU when imported
     monkeypatch.chdir(tmp_path)
