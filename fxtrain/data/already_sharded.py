@@ -112,6 +112,7 @@ def _stream(loader: DataLoader[Any], batching: Batching, ctx: DistContext, plan:
 
     def read(epoch: int, state: Any) -> Iterator[_Loaded]:
         dataset.epoch.fill_(epoch)
+        call_set_epoch(dataset.dataset, epoch)  # before workers, which may share the number
         dataset.state = state
         assert isinstance(over.generator, torch.Generator)
         over.generator.manual_seed(hash_key(plan.seed, epoch, "workers", ctx.rank))

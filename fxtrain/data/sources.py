@@ -17,6 +17,7 @@ from fxtrain.data.blends import BlendOrder
 from fxtrain.data.fetch import (
     RowFetch,
     StreamFetch,
+    StreamRequest,
     call_set_epoch,
     collate_nothing,
     fetch_key,
@@ -75,8 +76,6 @@ def row_source(
     def run(cursor: Cursor) -> Iterator[Loaded]:
         nonlocal order
         epoch = cursor.position.epoch
-        if not asks:
-            call_set_epoch(loader.dataset, epoch)
         start, steps = cursor.position.index, deque[Step]()
         if isinstance(sampler, BlendOrder):
             order, seed, accumulate = sampler, plan.seed, plan.accumulate
@@ -88,6 +87,8 @@ def row_source(
             batches = batches_of_stream(batching, order, start, ranks)
 
         def indices() -> Iterator[Any]:
+            # Here first: workers that share the number with this process would all add to it.
+            call_set_epoch(loader.dataset, epoch)
             position, following = cursor.position, next(batches, None)
             while following is not None:
                 batch, following = following, next(batches, None)
@@ -134,8 +135,15 @@ def stream_source(
         fetch, feed, over = idle.pop() if idle else open_loader()
         opened = next(passes), position.epoch, position.index
         # Each worker opens the stream at its first request.
-        first, state = max(1, loader.num_workers), cursor.state
-        feed.give((opened, step, state if step < first else None) for step in itertools.count())
+        first, state, epoch = max(1, loader.num_workers), cursor.state, position.epoch
+
+        def requests() -> Iterator[StreamRequest]:
+            # As in `row_source`.
+            call_set_epoch(loader.dataset, epoch)
+            for step in itertools.count():
+                yield opened, step, state if step < first else None
+
+        feed.give(requests())
         _seed_workers(over, plan, position.epoch, ranks)
         try:
             with _named_errors(loader):

@@ -1,6 +1,7 @@
 """Iterable datasets: the order is that of the stream, whoever reads it."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -281,3 +282,25 @@ def test_an_iteration_within_another_leaves_it_alone(rows, persistent):
         outer.append((batch.data.tolist(), batch.position.index))
         assert next(iter(loader)).data.tolist() == [0, 1]
     assert outer == [([0, 1], 2), ([2, 3], 4), ([4, 5], 6), ([6, 7], 8), ([8], 9)]
+
+
+class SharedEpoch(IterableDataset):
+    """Workers share the number of the epoch, and each adds to it, as streams of `datasets` do."""
+
+    def __init__(self):
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch):
+        more = epoch - self.epoch
+        time.sleep(0.1)
+        self.epoch += more
+
+    def __iter__(self):
+        for row in range(6):
+            yield 10 * int(self.epoch) + row
+
+
+def test_workers_that_share_the_epoch_read_the_same_one():
+    settings = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
+    (loader,) = shards(SharedEpoch(), 1, **settings)
+    assert data(loader.epochs(2)) == [[[0, 1], [2, 3], [4, 5]], [[10, 11], [12, 13], [14, 15]]]
