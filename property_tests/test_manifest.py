@@ -141,7 +141,7 @@ def test_stretches_of_a_tensor_are_boxes_that_cover_it(shape, data):
             assert torch.equal(whole[place], box)
         assert len(found) <= max(1, 2 * len(shape) - 1)
         parts += [(start, tuple(box.shape)) for start, box in found]
-    assert covers(tuple(shape), parts)
+    assert parts and covers(tuple(shape), parts)
 
 
 @pytest.mark.parametrize("part", [((1,), (2,)), ((-1,), (2,)), ((0,), (3,)), ((0,), (1,))])

@@ -157,21 +157,24 @@ def _tensor_of(key: str) -> str:
 
 def held_boxes(tensor: Tensor | FlatShard) -> list[tuple[tuple[int, ...], Tensor]]:
     """The boxes of a tensor that this rank holds: offset in the full tensor, and a view."""
+    values = tensor.values.detach() if isinstance(tensor, FlatShard) else local_values(tensor)
+    if 0 in tensor.shape:  # each rank has all of it
+        return [((0,) * len(tensor.shape), values.new_empty(tensor.shape))]
     if isinstance(tensor, FlatShard):
-        values, at, boxes = tensor.values.detach(), 0, list[tuple[tuple[int, ...], Tensor]]()
+        at, boxes = 0, list[tuple[tuple[int, ...], Tensor]]()
         for start, shape in boxes_of(tensor.shape, tensor.start, tensor.start + len(values)):
             size = math.prod(shape)
             boxes.append((start, values[at : at + size].view(shape)))
             at += size
         return boxes
     if not isinstance(tensor, DTensor):
-        return [((0,) * tensor.ndim, local_values(tensor))]
+        return [((0,) * tensor.ndim, values)]
     if tensor.device_mesh.get_coordinate() is None:
         return []
     shape, start = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return [] if 0 in shape else [(tuple(start), local_values(tensor))]
+    return [] if 0 in shape else [(tuple(start), values)]
 
 
 def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:

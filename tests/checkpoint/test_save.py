@@ -62,6 +62,20 @@ def test_values_that_share_memory_on_some_ranks_are_those_of_rank_0(pair, rank, 
     assert pair.run(_shared_on, str(tmp_path), rank) == [wanted, wanted]
 
 
+def _spread_without_elements(ctx, folder):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (ctx.world_size,))
+    spread = distribute_tensor(torch.empty(0, 4), mesh, [Shard(1)])
+    fx.save(folder, ctx, fx.wrap(_runs.net(), ctx), extra=spread)
+    return fx.restore(folder, ctx, fx.wrap(_runs.net(), ctx)).extra.shape
+
+
+def test_a_sharded_tensor_without_elements(pair, tmp_path):
+    assert pair.run(_spread_without_elements, str(tmp_path)) == [(0, 4), (0, 4)]
+
+
 def _several(ctx, folder):
     plan = fx.Plan(seed=2)
     models = {name: _runs.start(ctx, "plain", plan)[0] for name in ("student", "teacher")}
