@@ -437,6 +437,12 @@ def _add_hook(engine: StableBucketsDDP, data: DistContext, config: CommHook) -> 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
     if model.engine is model.module:
         return step_functions.NOTHING
+    if not enabled and model.plan.strategy.static_graph:
+        raise StepError(
+            "ops.sync(enabled=False): DDP(static_graph=True) needs the same graph in every "
+            "backward, and one without a reduction is another. Use static_graph=False.",
+            code="FX505",
+        )
     return Reduced(model.engine) if enabled else model.engine.no_sync()
 
 

@@ -210,6 +210,17 @@ def test_a_rank_that_leaves_the_loop_is_named(pair):
     assert not re.search(r"waited 0 s|failed after", str(first))  # the step does not measure it
 
 
+def _unreduced(ctx):
+    model = fx.wrap(small_net(), ctx, fx.Plan(strategy=fx.DDP(static_graph=True)))
+    with ops.sync(model, enabled=False):
+        pass
+
+
+def test_a_static_graph_has_no_backward_without_a_reduction(pair):
+    for error in pair.outcomes(_unreduced):
+        assert isinstance(error, fx.errors.StepError) and "Use static_graph=False" in str(error)
+
+
 def test_eval_and_train_modes(ctx):
     model = fx.wrap(small_net(), ctx)
     assert model.eval().module.training is False and model.train().module.training is True

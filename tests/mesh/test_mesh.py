@@ -1,5 +1,8 @@
 """Contexts with axes, over torch's fake backend: many ranks in one process."""
 
+from datetime import timedelta
+from types import SimpleNamespace
+
 import attrs
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fxtrain as fx
 from fxtrain import ops
+from fxtrain.backends.pipeline.weights import open_shared_groups
 from fxtrain.state.mesh import AXES, axis_groups, resolve_mesh
 from fxtrain.testing import count_collectives, fake_world
 
@@ -35,6 +39,20 @@ def test_axes_of_a_mesh(rank, want):
         assert ctx.axis("pipeline").world_size == ctx.axis("context").world_size == 1
         with pytest.raises(fx.errors.MeshError, match="no such axis"):
             ctx.axis("expert")
+
+
+def test_groups_of_stages_that_share_parameters_wait_as_long_as_the_context(monkeypatch):
+    opens, waits = dist.new_subgroups_by_enumeration, []
+
+    def noted(ranks, **options):
+        waits.append(options.get("timeout"))
+        return opens(ranks, **options)
+
+    with fake_world(4, mesh=fx.Mesh(pipeline=4)) as ctx:
+        monkeypatch.setattr(dist, "new_subgroups_by_enumeration", noted)
+        tied = SimpleNamespace(holders=lambda _: (0, 2))
+        open_shared_groups(["embed.weight"], tied, ctx)
+        assert waits == [timedelta(seconds=ctx.comm.timeout_s)]
 
 
 def test_data_is_split_over_the_data_axis_only():

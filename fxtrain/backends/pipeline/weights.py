@@ -5,6 +5,7 @@ Gradients are summed over stages that share a parameter, and averaged over repli
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import attrs
@@ -266,7 +267,8 @@ def open_shared_groups(
         if len(ranks) < axis.world_size:
             lines = axis_groups(ctx.mesh, ("pipeline",))
             group, _ = dist.new_subgroups_by_enumeration(
-                [[line[rank] for rank in ranks] for line in lines]
+                [[line[rank] for rank in ranks] for line in lines],
+                timeout=timedelta(seconds=ctx.comm.timeout_s),
             )
             if axis.rank in ranks:
                 opened.append(group)
