@@ -156,11 +156,19 @@ def fit(
         )
     given["checkpoints"] = path if checkpoints is None else checkpoints
     rules = Rules(**given)
-    return Reports(ctx, _train(ctx, fns, loader, rules), path)
+    reader = _Reader()
+    return Reports(ctx, _train(ctx, fns, loader, rules, reader), path, reader)
 
 
 class _ScriptEnded(BaseException):
     """The script ended, and its run is still open."""
+
+
+@attrs.define
+class _Reader:
+    """The loop over the reports, by the identity of its frame, which refers to them."""
+
+    frame: int = 0
 
 
 class Reports(Iterator[Report]):
@@ -171,14 +179,20 @@ class Reports(Iterator[Report]):
     groups are closing then, and no thread starts any more.
     """
 
-    def __init__(self, ctx: DistContext, reports: Generator[Report], path: StrPath) -> None:
-        self._ctx, self._reports, self._path = ctx, reports, path
+    def __init__(
+        self, ctx: DistContext, reports: Generator[Report], path: StrPath, reader: _Reader
+    ) -> None:
+        self._ctx, self._reports, self._path, self._reader = ctx, reports, path, reader
         ctx.comm.state.open_runs.add(self)
         at_exit = functools.partial(self._abandon, weakref.ref(self))
         atexit.register(at_exit)
         weakref.finalize(self, atexit.unregister, at_exit).atexit = False
 
     def __next__(self) -> Report:
+        frame: Any = sys._getframe(1)
+        while frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_back is not None:
+            frame = frame.f_back  # a generator such as tqdm's ends before its object does
+        self._reader.frame = id(frame)
         return next(self._reports)
 
     def __enter__(self) -> "Reports":
@@ -235,10 +249,7 @@ class Reports(Iterator[Report]):
 
     @staticmethod
     def frames(depth: int) -> list[Any]:
-        """A frame of the stack and, while these are of generators, those that called them.
-
-        A generator that passes reports on, such as that of tqdm, ends before its object does.
-        """
+        """A frame of the stack and, while these are of generators, those that called them."""
         frames: list[Any] = [sys._getframe(depth)]
         while frames[-1].f_back is not None and (
             frames[-1].f_code is Reports.close.__code__
@@ -447,7 +458,9 @@ def _is_over(ctx: DistContext, loader: Sharded, rules: Rules, restored: Restored
     return left
 
 
-def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: Rules) -> Generator[Report]:
+def _train(
+    ctx: DistContext, fns: StepFns, loader: Sharded, rules: Rules, reader: _Reader
+) -> Generator[Report]:
     handled = sys.exception()
     report, left, stop = None, None, None
     with _opened(ctx, fns, loader, rules) as loop:
@@ -466,11 +479,10 @@ def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: Rules) -> Gen
                 if entries.due or rules.evaluate:
                     report = _tracked(loop, report)
             if left is None:
-                reader = id(Reports.frames(3)[-1])
                 try:
                     yield report
                 except GeneratorExit as error:
-                    failed = Reports.body_failed(error, handled, reader)
+                    failed = Reports.body_failed(error, handled, reader.frame)
                     left = "failed" if failed else "stopped"
             if closes:
                 stop, due = _agreed(loop, position, left)
