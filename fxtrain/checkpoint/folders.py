@@ -260,7 +260,11 @@ def read_manifest(storage: Storage, known: KnownManifests | None = None) -> Mani
         raw = storage.read(MANIFEST, _LARGEST)
         if known is None:
             return load_manifest(raw)
-        return known_manifest(str(storage), raw, known)
+        path, digest = str(storage), digest_of(raw)
+        if path not in known or known[path][0] != digest:
+            small = {"models": {}, "extra": None, "tensors": {}, "aliases": {}, "own": ()}
+            known[path] = digest, attrs.evolve(load_manifest(raw), **small)
+        return known[path][1]
     except OSError as error:
         raise CheckpointError(
             f"{storage} is not a checkpoint: {MANIFEST} cannot be opened ({error}). Pass a folder "
@@ -271,15 +275,6 @@ def read_manifest(storage: Storage, known: KnownManifests | None = None) -> Mani
         raise
     except CheckpointError as error:
         raise type(error)(f"{storage}: {error}") from None
-
-
-def known_manifest(path: str, raw: bytes, known: KnownManifests) -> Manifest:
-    """The manifest without tensors that some bytes are; raises if they are not valid."""
-    digest = digest_of(raw)
-    if path not in known or known[path][0] != digest:
-        small = {"models": {}, "extra": None, "tensors": {}, "aliases": {}, "own": ()}
-        known[path] = digest, attrs.evolve(load_manifest(raw), **small)
-    return known[path][1]
 
 
 def _numbers(name: str) -> tuple[int, int]:

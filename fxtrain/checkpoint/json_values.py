@@ -76,7 +76,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) ->
     if value is None or type(value) in (bool, int):
         return value
     if type(value) is str:
-        return _text(value, path)
+        return value if value.isascii() else _text(value, path)
     if isinstance(value, Tensor):
         return {"$": "tensor", "name": _put(value, path, tensors)}
     if type(value) is float:
@@ -160,7 +160,9 @@ def _encode_mapping(
 ) -> Any:
     if set(map(type, value)) <= {str} and "$" not in value:
         return {
-            _text(key, f"{path}, a key"): encode(item, f"{path}.{key}", tensors, depth)
+            key if key.isascii() else _text(key, f"{path}, a key"): encode(
+                item, f"{path}.{key}", tensors, depth
+            )
             for key, item in value.items()
         }
     items = [

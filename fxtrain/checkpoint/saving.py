@@ -27,7 +27,6 @@ from fxtrain.checkpoint.folder_lock import Lock, acquire, process_of, this_proce
 from fxtrain.checkpoint.folders import (
     CheckpointInfo,
     check_rule,
-    known_manifest,
     list_checkpoints,
     new_name,
     to_prune,
@@ -333,9 +332,7 @@ class _Job:
         manifest = self._manifest(ctx, [written for _, written in rows], order)
         self._check_shared(rows)
         lock.check()
-        raw = dump_manifest(manifest)
-        known_manifest(self.path, raw, self.state.manifests)  # raises if it could not be restored
-        self.folder.commit(self.name, self.token, raw)
+        self.folder.commit(self.name, self.token, dump_manifest(manifest))
         new = CheckpointInfo(name=self.name, order=order, metric=manifest.metric)
         # Of these, the last is the new one.
         for name in to_prune([*checkpoints, new], process_of(this_process()), **self.rule):

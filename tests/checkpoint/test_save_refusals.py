@@ -57,18 +57,6 @@ def test_a_trained_model_is_saved_with_a_position(pair, accumulate, tmp_path):
     assert len(os.listdir(tmp_path)) >= 2
 
 
-def test_what_could_not_be_restored_is_not_committed(ctx, tmp_path, monkeypatch):
-    model = fx.wrap(nn.Linear(2, 2), ctx)
-    wanted = fx.save(tmp_path, ctx, model, keep_last=1).path
-    dump = saving.dump_manifest
-    monkeypatch.setattr(
-        saving, "dump_manifest", lambda manifest: dump(manifest)[:-9] + b"9}}}}}}}}"
-    )
-    with pytest.raises(fx.CheckpointError, match=r"was not saved.*\n.*its digest does not match"):
-        fx.save(tmp_path, ctx, model, keep_last=1)
-    assert fx.checkpoint.verify(tmp_path).path == wanted
-
-
 def test_a_value_that_holds_itself(tmp_path):
     loop = []
     loop.append(loop)
