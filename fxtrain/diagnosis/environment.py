@@ -199,14 +199,6 @@ def _tool(*command: str) -> str:
     return output if done.returncode == 0 else f"exit code {done.returncode}: {output}"
 
 
-def _text(path: str) -> str:
-    """The content of a system file; empty if it does not exist."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 HIDDEN = "***"
 _NAME = re.compile(
     r"(?i)(token|secret|passw|passphrase|_?pwd|jwt|credential|api_?-?key|access_?-?key|"

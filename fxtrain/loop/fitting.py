@@ -237,7 +237,13 @@ class Reports(Iterator[Report]):
         """
         if closing.__context__ not in (None, handled):  # closed by a `with` block, or at the end
             return True
-        frames = Reports.frames(3)
+        frames: list[Any] = [sys._getframe(2)]
+        # Of generators, those that called them too.
+        while frames[-1].f_back is not None and (
+            frames[-1].f_code is Reports.close.__code__
+            or frames[-1].f_code.co_flags & inspect.CO_GENERATOR
+        ):
+            frames.append(frames[-1].f_back)
         is_dropped, frame = frames[0].f_code is not Reports.close.__code__, frames[-1]
         while is_dropped and id(frame) != reader:
             if (frame := frame.f_back) is None:
@@ -246,17 +252,6 @@ class Reports(Iterator[Report]):
             type(referrer) is TracebackType and referrer.tb_lasti == referrer.tb_frame.f_lasti
             for referrer in gc.get_referrers(*frames)
         )
-
-    @staticmethod
-    def frames(depth: int) -> list[Any]:
-        """A frame of the stack and, while these are of generators, those that called them."""
-        frames: list[Any] = [sys._getframe(depth)]
-        while frames[-1].f_back is not None and (
-            frames[-1].f_code is Reports.close.__code__
-            or frames[-1].f_code.co_flags & inspect.CO_GENERATOR
-        ):
-            frames.append(frames[-1].f_back)
-        return frames
 
 
 def _targets(to: Any) -> tuple[Any, ...]:

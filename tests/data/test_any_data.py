@@ -268,7 +268,7 @@ def test_every_loader_of_a_stream_begins_where_the_first_one_did(make):
 
 
 def _cut_and_whole(ctx, even, cut):
-    """What follows a cut, in a run that resumes there and in the one that goes on."""
+    """The batches after a cut: those of a resumed run, and those of the uninterrupted run."""
     plan = fx.Plan(even=even, data=fx.Data(source="sharded"))
 
     def make():
