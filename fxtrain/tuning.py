@@ -405,7 +405,8 @@ def find_lr(
 
 
 def _check_rates(fns: StepFns, start: float, stop: float, updates: int, diverged: float) -> None:
-    if type(updates) is not int or updates < 2 or not 0 < start < stop or not diverged > 1:
+    grows = 0 < start < stop < math.inf
+    if type(updates) is not int or updates < 2 or not grows or not diverged > 1:
         raise PlanError(
             f"find_lr(start={shown(start)}, stop={shown(stop)}, updates={shown(updates)}, "
             f"diverged={shown(diverged)}): rates grow from start, above 0, to stop, in 2 or more "

@@ -1,5 +1,6 @@
 """The learning-rate range test: what it finds, and that it leaves no trace."""
 
+import math
 import random
 
 import pytest
@@ -117,7 +118,9 @@ def test_a_loss_that_never_falls_suggests_nothing():
     assert empty.suggestion is None
 
 
-@pytest.mark.parametrize("how", [{"start": 0.0}, {"stop": 1e-9}, {"updates": 1}, {"diverged": 1}])
+@pytest.mark.parametrize(
+    "how", [{"start": 0.0}, {"stop": 1e-9}, {"updates": 1}, {"diverged": 1}, {"stop": math.inf}]
+)
 def test_wrong_arguments_are_named(how):
     with (
         fx.detect(env={}, device="cpu") as ctx,
