@@ -1,5 +1,6 @@
 """Records what real tensors do, to compare a dry run with it."""
 
+import time
 from contextlib import contextmanager
 
 import torch
@@ -17,13 +18,20 @@ class _RealValues(TorchDispatchMode):
     """Calls `record` after each operator, as the mode of a dry run does."""
 
     record = None
+    after_collective = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         # DTensors are unwrapped first; their local tensors are dispatched here later.
         # Operations inside another fake mode only compute shapes.
         if any(not _is_plain(kind) for kind in types):
             return NotImplemented
+        if self.after_collective:
+            # A thread of gloo needs the interpreter's lock to release the tensors that it sent.
+            time.sleep(0.001)
+            self.after_collective -= 1
         out = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self.after_collective = 4
         if func is not _DEVICE and active_fake_mode() is None:
             self.record(func, args, kwargs or {}, out)
         return out
