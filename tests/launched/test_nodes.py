@@ -182,10 +182,13 @@ def test_a_node_whose_ranks_fail_twice_in_a_row_leaves_the_run(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_a_node_in_reserve_takes_the_place_of_one_whose_ranks_fail(tmp_path):
-    """At the latest once its ranks have failed twice: torch may give its place away before."""
+    """At the latest once its ranks have failed twice: torch may give its place away before.
+
+    It is then itself in reserve, until the run has succeeded without it.
+    """
     stays, replaces, bad = _with_a_bad_node(tmp_path, 2, reserve=True)
     assert (stays.code, replaces.code) == (0, 0), (stays.err, replaces.err)
-    assert bad.code and "a broken device" in bad.err
+    assert "a broken device" in bad.err and bad.code == (_LEFT in bad.err), bad.err
     done = sorted((stays.out + replaces.out).splitlines())
     assert done == [f"done {rank} of 4" for rank in range(4)]
 

@@ -1,11 +1,14 @@
 """The rendezvous of the native launcher: what it reads from the store of a network."""
 
+import argparse
 import base64
 import json
 import os
 import pickle
 import re
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
+    RendezvousGracefulExitError,
     RendezvousStateError,
     dynamic_rendezvous,
 )
@@ -21,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 from fxtrain.launchers.built_in.native import rendezvous
 from fxtrain.launchers.built_in.native.rendezvous import (
     Clock,
+    ElasticRendezvous,
     StateBackend,
     meet,
     read_state,
@@ -90,6 +95,42 @@ def test_all_nodes_learn_why_they_did_not_meet_before_the_store_ends(nodes, why)
     assert len({*said.values()}) == 1 and re.search(why, said[0])
 
 
+def test_nodes_that_run_do_not_start_again_for_a_node_without_a_place(monkeypatch):
+    """Such as one that waited while others started again, of which one was quicker."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    store, options = HashStore(), {"join_timeout": "20", "last_call_timeout": "1"}
+    config = argparse.Namespace(
+        rdzv_configs=options, run_id="run", rdzv_endpoint="127.0.0.1:1", min_nodes=2, max_nodes=2,
+        local_addr="127.0.0.1",
+    )  # fmt: skip
+    first, quick, third = (ElasticRendezvous(store, config) for _ in range(3))
+    look = StateBackend(store, "run", 3)  # sees a wait list as it is stored
+
+    def listed(name, count):
+        _wait_for(lambda: look.get_state() and len(getattr(look.seen, name)) == count)
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(first.next_rendezvous)
+        quick.next_rendezvous()
+        others = [pool.submit(third.next_rendezvous)]
+        listed("redundancy_list", 1)
+        others.append(pool.submit(first.next_rendezvous))
+        listed("wait_list", 2)
+        quick.next_rendezvous()  # the others look once in a second, and one of them joins
+        listed("wait_list", 1)
+        assert quick.num_nodes_waiting() == 0 and quick.nodes_in_reserve() == 1
+        quick.shutdown()
+        ends = [other.exception(20) for other in others]
+    assert [type(end) for end in ends if end] == [RendezvousGracefulExitError]
+
+
+def _wait_for(happened):
+    end = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < end, "It did not happen in time."
+        time.sleep(0.01)
+
+
 @given(state=_states())
 def test_a_state_travels_as_json(state):
     clock = Clock()
@@ -103,7 +144,7 @@ def _got(answer):
 
 def test_a_backend_gives_back_what_was_set():
     store = HashStore()
-    first, second = StateBackend(store, "run"), StateBackend(store, "run")
+    first, second = StateBackend(store, "run", 2), StateBackend(store, "run", 2)
     assert first.get_state() is None
     state = dynamic_rendezvous._RendezvousState()
     state.last_heartbeats[dynamic_rendezvous._NodeDesc("n0", 1, 0)] = datetime.now(UTC)
@@ -122,7 +163,7 @@ def test_a_backend_gives_back_what_was_set():
 def test_clocks_may_differ():
     """A heartbeat is as old as the reader knows it, and is written back as its writer wrote it."""
     store = HashStore()
-    first, second = StateBackend(store, "run"), StateBackend(store, "run")
+    first, second = StateBackend(store, "run", 2), StateBackend(store, "run", 2)
     fast, slow = (dynamic_rendezvous._NodeDesc(f"n{n}", 1, 0) for n in (0, 1))
     state = dynamic_rendezvous._RendezvousState()
     state.last_heartbeats[fast] = datetime.now(UTC) + timedelta(minutes=7)
@@ -143,7 +184,7 @@ def test_clocks_may_differ():
 
 def test_a_deleted_state_is_an_error_at_once():
     store = HashStore()
-    backend = StateBackend(store, "run")
+    backend = StateBackend(store, "run", 2)
     state = pickle.dumps(dynamic_rendezvous._RendezvousState())
     token = _got(backend.set_state(state))[1]
     store.delete_key(KEY)
@@ -165,13 +206,13 @@ def test_a_store_that_does_not_answer_is_an_error(monkeypatch):
             threading.Event().wait(60)
 
     with pytest.raises(RendezvousConnectionError, match="no answer within 0 s"):
-        StateBackend(Silent(), "run")
+        StateBackend(Silent(), "run", 2)
 
 
 @pytest.mark.parametrize("form", [bytes, base64.b64encode], ids=["pickle", "base64"])
 def test_a_pickle_in_the_store_is_never_read(form, tmp_path):
     store = HashStore()
-    backend = StateBackend(store, "run")
+    backend = StateBackend(store, "run", 2)
     store.set(KEY, form(pickle.dumps(_Harm(tmp_path / "harm"))))
     with pytest.raises(RendezvousStateError, match="invalid rendezvous state"):
         backend.get_state()

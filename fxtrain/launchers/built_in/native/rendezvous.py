@@ -94,7 +94,8 @@ class ElasticRendezvous:
 
     def __init__(self, store: Any, config: Any) -> None:
         options = config.rdzv_configs
-        backend = StateBackend(store, config.run_id, float(options.get("last_call_timeout", 30)))
+        last_call_s = float(options.get("last_call_timeout", 30))
+        backend = StateBackend(store, config.run_id, config.max_nodes, last_call_s)
         params = RendezvousParameters(
             BACKEND,
             config.rdzv_endpoint,
@@ -134,11 +135,12 @@ class ElasticRendezvous:
         state = self._backend.seen
         if state is None:
             return
-        if state.redundancy_list and not self._before:
+        if self._handler._this_node in state.redundancy_list:
+            other = " If it belongs to another run, end it, and choose another main_port for it."
             say(
                 f"Run {self._run_id!r} at {self._place} has its {len(state.participants)} nodes. "
-                f"This launcher stands by, to take the place of one that leaves. If it belongs to "
-                f"another run, end it, and choose another main_port for it."
+                f"This launcher stands by, to take the place of one that leaves."
+                f"{'' if self._before else other}"
             )
             return
         # Those of a complete state are of the attempt before.
@@ -250,8 +252,8 @@ class StateBackend(dynamic.RendezvousBackend):
     process.
     """
 
-    def __init__(self, store: Any, run_id: str, last_call_s: float = 30.0) -> None:
-        self._store = store
+    def __init__(self, store: Any, run_id: str, max_nodes: int, last_call_s: float = 30.0) -> None:
+        self._store, self._max_nodes = store, max_nodes
         self._key = f"fxtrain.rendezvous.{run_id}"
         self._clock, self._last_call_s = Clock(), last_call_s
         self._question: threading.Thread | None = None
@@ -284,8 +286,14 @@ class StateBackend(dynamic.RendezvousBackend):
         """A state as torch's handler takes it, and the text by which the store compares it."""
         if stored == _EMPTY.encode():
             return None
-        self.seen = read_state(stored, self._clock, self._last_call_s)
-        return pickle.dumps(self.seen), stored.decode()
+        state = read_state(stored, self._clock, self._last_call_s)
+        if state.complete and len(state.participants) >= self._max_nodes:
+            # A node that waited while others of an attempt started again, and found no place. For
+            # each node in the wait list, torch's agent starts the ranks of all nodes again.
+            state.redundancy_list |= state.wait_list
+            state.wait_list = set()
+        self.seen = state
+        return pickle.dumps(state), stored.decode()
 
     def _get(self) -> bytes:
         # For a key that does not exist, a store would wait.
