@@ -25,11 +25,9 @@ _BACKLOG = 2048  # connections not yet accepted; torch's own number
 
 @attrs.frozen(kw_only=True)
 class Route:
-    """How other ranks reach this machine; empty if its own name resolves correctly.
+    """How other ranks reach this machine: its address, and the network interface that has it.
 
-    Attributes:
-        address: An address of this machine.
-        interface: The name of the network interface that has it.
+    Empty if its own name resolves correctly.
     """
 
     address: str = ""
@@ -49,26 +47,13 @@ class Route:
 
 
 def find_route(towards: str, port: int, *, local: str = "") -> Route:
-    """The address and interface of this machine towards the main one.
+    """The address and interface of this machine towards the main one, to which it sends nothing.
 
     Nodes that connect through a loopback address are all on this machine, and use loopback only.
     gloo would use the address of the host name, which /etc/hosts maps to loopback, or to another
-    network, on many machines.
-
-    Args:
-        towards: Host name or address of the main machine, which may be this one.
-        port: TCP port there.
-        local: Address of this machine, if the user gave one.
-
-    Returns:
-        The route; empty if `towards` is not known here.
-
-    Effects:
-        Resolves names; sends nothing to `towards`.
-
-    Raises:
-        ContextError: this is the main machine, its name is that of loopback here, and it has
-            several networks.
+    network, on many machines. `local` is an address of this machine that the user gave. Empty if
+    `towards` is not known here. A main machine whose name is that of loopback here, and which has
+    several networks, is a ContextError.
     """
     if is_loopback(towards):
         return loopback_route()
@@ -199,19 +184,11 @@ def free_port() -> int:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen at the address by which others reach this machine.
+    """Listen at the address of this machine to which others connect; port 0 chooses a free one.
 
-    Args:
-        address: Host name or address that the others connect to.
-        port: TCP port; 0 for one that the system chooses.
-
-    Returns:
-        A listening socket. It is bound to `address` alone if that is an address of this machine.
-        Otherwise (the name resolves to a loopback address here, or the address is forwarded to this
-        machine) it is bound to every interface, since the one that others use is unknown.
-
-    Raises:
-        OSError: the port is in use, or not permitted.
+    The socket is bound to `address` alone if that is an address of this machine. Otherwise (the
+    name resolves to a loopback address here, or the address is forwarded to this machine) it is
+    bound to every interface, since the one that others use is unknown.
 
     Example:
         >>> from fxtrain._addresses import listen

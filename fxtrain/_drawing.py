@@ -40,11 +40,7 @@ def make_table(
 
 
 def make_figure(needed_by: str, title: str = "", *, height: float = 4, rows: int = 1) -> Any:
-    """A `matplotlib.figure.Figure` of this height in inches, with axes one below the other.
-
-    Raises:
-        MissingPackageError: matplotlib is not installed (the extra `plots`).
-    """
+    """A `matplotlib.figure.Figure` of this height in inches, with axes one below the other."""
     library = optional("matplotlib.figure", extra="plots", needed_by=needed_by)
     figure = library.Figure(figsize=(8, height), layout="constrained")
     figure.subplots(rows)

@@ -19,19 +19,12 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this proce
 
 
 def pinned_buffer(nbytes: int, device_type: str) -> tuple[Tensor, str]:
-    """A buffer in page-locked memory, and why it is pageable where the system refuses to lock it.
+    """A uint8 buffer in page-locked memory; and why it is pageable, where that was refused.
 
     torch's allocator of pinned memory rounds sizes up to a power of two and keeps what it freed,
     which may be twice the size, so CUDA locks the pages of the buffer itself. They are unlocked
-    when the tensor that is returned is freed; copies must have ended by then.
-
-    Args:
-        nbytes: Size of the buffer.
-        device_type: Type of the accelerator; "cpu" and "mps" lock nothing.
-
-    Returns:
-        A uint8 tensor of this size, and the reason; an empty one if the buffer is pinned, or if
-        nothing was to be locked.
+    when the tensor that is returned is freed; copies must have ended by then. "cpu" and "mps" lock
+    nothing.
     """
     if device_type in ("cpu", "mps") or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu"), ""

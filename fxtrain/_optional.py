@@ -14,15 +14,9 @@ R = TypeVar("R")
 
 
 def optional(name: str, *, extra: str, needed_by: str) -> ModuleType:
-    """Import a package that is not a core dependency.
+    """Import a module that is not a core dependency; if it is missing, name the pip command.
 
-    Args:
-        name: The module to import, such as `yaml`.
-        extra: The extra of fxtrain that installs it.
-        needed_by: What needs it, in the words of the user's plan or call.
-
-    Raises:
-        MissingPackageError: it is not installed; the message has the pip command.
+    `needed_by` is what needs it, in the words of the user's plan or call.
     """
     try:
         return importlib.import_module(name)
@@ -44,21 +38,10 @@ def installed_rows(
     key: Callable[[R], K],
     error: type[FxError],
 ) -> dict[K, R]:
-    """The records that entry points of installed packages load, by key.
+    """The records of a kind that entry points of installed packages load, by key.
 
-    Args:
-        taken: Keys of fxtrain's own records.
-        group: The group of entry points, such as `fxtrain.launchers`.
-        kind: The type that each entry point must load.
-        key: (record) → its key.
-        error: The error to raise.
-
-    Effects:
-        Imports the packages that have an entry point in the group.
-
-    Raises:
-        FxError: of type `error`: an entry point does not load or loads something else, or two
-            records share a key.
+    Imports the packages that have one in the group, such as `fxtrain.launchers`. One that does not
+    load, loads something else, or has a key of another record or one that is taken, raises `error`.
     """
     table: dict[K, R] = {}
     metadata = importlib.import_module("importlib.metadata")  # slow, and few commands need it

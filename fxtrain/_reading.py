@@ -41,13 +41,10 @@ def path_problem(path: Any) -> str:
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading.
+    """Open a regular file for reading, or raise an OSError.
 
     Reading a pipe would wait for a writer, and a device has no end: both are refused before they
     are opened.
-
-    Raises:
-        OSError: the file does not exist, cannot be read, or is not a regular file.
     """
     if problem := path_problem(path):
         raise OSError(errno.EINVAL, f"This is not a path: {problem}", str(path))
@@ -64,11 +61,7 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """The bytes of a regular file.
-
-    Raises:
-        OSError: see `open_file`; or the file is larger than `max_bytes` bytes.
-    """
+    """The bytes of a regular file; an OSError, as in `open_file`, if it has over `max_bytes`."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read() if size <= max_bytes else b""
@@ -79,11 +72,7 @@ def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int = _MAX_TEXT_BYTES) -> str:
-    """The text of a regular file in UTF-8.
-
-    Raises:
-        OSError: see `read_file`; or it is not UTF-8.
-    """
+    """The text of a regular file; an OSError, as in `read_file`, if it is not UTF-8."""
     data = read_file(path, max_bytes)
     try:
         return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
@@ -103,11 +92,7 @@ def lines_of(file: BinaryIO, longest: int = LONGEST_LINE) -> Iterator[bytes | No
 
 
 def write_file(path: StrPath, data: bytes | str) -> None:
-    """Write a file completely or not at all; an earlier file of that name stays if this fails.
-
-    Raises:
-        OSError: it cannot be written, with its name.
-    """
+    """Write a file completely or not at all; an earlier one stays if this fails with an OSError."""
     raw, target = data.encode() if isinstance(data, str) else data, Path(path).resolve()
     is_special = target.exists() and not target.is_file()  # such as /dev/stdout
     draft = target.with_name(f".fxtrain-draft-{secrets.token_hex(4)}")

@@ -95,12 +95,9 @@ def _with_hints(cls: Any) -> Callable[..., None]:
 
 
 def check(field: "attrs.Attribute[Any]", value: Any) -> None:
-    """Refuse a value that does not fit the annotation of a field, or its validator.
+    """Refuse a value that does not fit a field, with a ValueError that says what to choose instead.
 
     Needs no instance, so it also checks files.
-
-    Raises:
-        ValueError: says what to choose instead.
     """
     if not _fits(field.type, value):
         literals = [member for member in members(field.type) if get_origin(member) is Literal]

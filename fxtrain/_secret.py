@@ -17,11 +17,7 @@ def fresh_secret() -> str:
 
 
 def derive_key(secret: str) -> bytes:
-    """The key with which ranks sign what they send; empty without a secret.
-
-    Raises:
-        ContextError: the secret is too short.
-    """
+    """The key with which ranks sign what they send; empty without a secret."""
     if not secret:
         return b""
     if len(secret) < _MIN_BYTES:

@@ -333,11 +333,7 @@ def _watched(module: nn.Module, take: Callable[[str, Tensor], None]) -> Iterator
 
 
 def _add_error(sums: _Sums, name: str, reference: Tensor, value: Tensor) -> None:
-    """Add the difference of two outputs to the sums of a module.
-
-    Raises:
-        PlanError: the shapes differ.
-    """
+    """Add the difference of two outputs to the sums of a module."""
     if reference.shape != value.shape:
         raise PlanError(
             f"quality.compare: {name or 'the output of the model'} has shape "

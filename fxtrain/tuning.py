@@ -482,9 +482,7 @@ def _set_rates(model: Wrapped, ratios: list[float], rate: float) -> None:
 def kept_state(ctx: DistContext, model: Wrapped) -> Iterator[None]:
     """Restore a model, its optimizers, schedulers and loss scale, and random state, after a block.
 
-    Effects:
-        Memory for a copy of what a checkpoint of this model contains, on the model's devices.
-        Communicates as far as the strategy does to read and to restore its state.
+    Takes memory for a copy of what a checkpoint of this model contains, on the model's devices.
     """
     state = model.strategy.state(model)
     parts = {name: local_part_of(tensor).clone() for name, tensor in state.tensors.items()}

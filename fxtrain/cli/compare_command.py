@@ -75,11 +75,7 @@ def COMPARE(
 
 
 def plan_of(word: str, *, emulate: bool = False) -> Plan:
-    """The plan in a file, or what the short name of a dtype, a recipe or a format stands for.
-
-    Raises:
-        PlanError: it is neither, or the plan is invalid.
-    """
+    """The plan in a file, or what the short name of a dtype, a recipe or a format stands for."""
     if word in FORMATS:
         plan = Plan(precision=word)  # type: ignore[arg-type]
     elif word in WEIGHTS:

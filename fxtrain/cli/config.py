@@ -207,11 +207,7 @@ class Machine:
 
 
 def detect_machine() -> Machine:
-    """Inspect this machine.
-
-    Effects:
-        Imports torch and asks it for devices.
-    """
+    """Inspect this machine; imports torch and asks it for devices."""
     torch = import_module("torch")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = accelerator.type if accelerator else "cpu"

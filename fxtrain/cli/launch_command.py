@@ -30,12 +30,7 @@ from fxtrain.launchers.spec import FLAGS, PLAN_FLAGS, Flag
 def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
     """The spec from parsed options, on top of the launch file and the environment.
 
-    Effects:
-        Imports torch if the number of ranks is not given and accelerators must be counted.
-
-    Raises:
-        LaunchError: the program does not exist.
-        PlanError: a value is invalid.
+    Imports torch if the number of ranks is not given and accelerators must be counted.
     """
     plan = [
         f"{flag.field}={options[_name(flag)] if flag.metavar else 'true'}"

@@ -88,11 +88,7 @@ def _text_of(documents: int, tokens: int, empty: int) -> str:
 
 @contextmanager
 def _progress(latest: list[int]) -> Iterator[Callable[..., None]]:
-    """What shows the counts after each part, by a bar in a terminal, else by a line now and then.
-
-    Args:
-        latest: Gets the counts of the last part.
-    """
+    """What shows the counts after each part: a bar in a terminal, else a line now and then."""
     console, shown_s = Console(stderr=True), time.monotonic()
 
     def print_line(done: int, total: int, *counts: int) -> None:

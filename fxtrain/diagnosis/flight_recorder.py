@@ -39,14 +39,8 @@ def read_dumps(paths: Sequence[Path]) -> list[Stand]:
     """Where the ranks of a program stood, from the dumps of torch's Flight Recorder.
 
     A rank waits if it has started a collective that is not completed, and no rank of its group has
-    started a later one. It has the stack of that collective, or of its last one.
-
-    Args:
-        paths: Files, whose names end in the rank, as pickles or JSON; and folders of them.
-
-    Raises:
-        LaunchError: there are none, or one is not a dump. Pickles are read without running code
-            from them.
+    started a later one. It has the stack of that collective, or of its last one. `paths` are files,
+    whose names end in the rank, as pickles, whose code never runs, or JSON; and folders of them.
     """
     calls = {rank: _read(path) for rank, path in sorted(_files(paths).items())}
     last: dict[_Group, int] = {}

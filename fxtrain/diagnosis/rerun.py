@@ -158,11 +158,7 @@ class Replayed:
 
 
 def read_replays(folders: Sequence[Path]) -> list[Replayed]:
-    """Compare the updates that a script has recorded in each of several folders.
-
-    Raises:
-        CheckpointError: a script has recorded no update, or not the same ones each time.
-    """
+    """Compare the updates that a script has recorded in each of several folders."""
     times = [_recorded(folder) for folder in folders]
     updates = [sorted(rows) for ranks in times for rows in ranks.values()]
     if not updates or any(numbers != updates[0] for numbers in updates):

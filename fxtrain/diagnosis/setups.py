@@ -42,10 +42,7 @@ def launch_file_problems(config: LaunchConfig) -> tuple[str, ...]:
     """Why `fxtrain launch --dry` would not start this launch, or `fx.wrap` refuse its plan.
 
     What depends on the model is not checked: classes and names of modules, sizes of layers. Nor is
-    a strategy whose package is not installed here.
-
-    Effects:
-        Inspects this machine as `--dry` does. Reads the config of a DeepSpeed plan.
+    a strategy whose package is not installed here. Inspects this machine as `--dry` does.
     """
     spec, plan = config.launch, config.plan
     if "ranks" not in config.values["launch"]:
@@ -64,11 +61,7 @@ def launch_file_problems(config: LaunchConfig) -> tuple[str, ...]:
 
 
 def planned_context(spec: LaunchSpec, plan: Plan) -> DistContext:
-    """The context of rank 0 of a launch, without process groups.
-
-    Raises:
-        MeshError: the mesh of the plan does not fit the ranks.
-    """
+    """The context of rank 0 of a launch, without process groups."""
     tpu = spec.launcher.startswith("tpu")
     asked = Mesh() if plan.mesh is None else plan.mesh
     count = spec.world_size
@@ -103,12 +96,7 @@ def _comm(ranks: int) -> Comm:
 
 
 def plan_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
-    """What `fx.wrap` would refuse of a plan in a context, except for what depends on the model.
-
-    Raises:
-        MissingPackageError: the strategy needs a package that is not installed here.
-        PlanError: no strategy carries out the plan, or the config of DeepSpeed is invalid.
-    """
+    """What `fx.wrap` would refuse of a plan in a context, except for what depends on the model."""
     row = strategies().get(type(plan.strategy))
     if row is None:
         raise PlanError(f"No strategy is registered for {type(plan.strategy).__name__}.")
@@ -163,11 +151,7 @@ class _Experts(nn.Module):
 
 
 def stand_in(mesh: Mesh, experts: int = 0) -> nn.Module:
-    """A model that any number of ranks can split: blocks of wide layers, named as Llama's.
-
-    Args:
-        experts: Experts of a mixture in each block; none by default.
-    """
+    """A model that any number of ranks can split: blocks of wide layers or experts, as Llama's."""
     width = _WIDTH * mesh.tensor
 
     def block() -> nn.Module:

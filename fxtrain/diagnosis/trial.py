@@ -61,9 +61,7 @@ WITH_OBJECTS: dict[str, tuple[Call, Right]] = {
 def measure(name: str, ctx: DistContext, *, mib: float) -> dict[str, Any]:
     """Whether a collective is right, the latency of a small call, and the bandwidth of a large one.
 
-    Returns:
-        Plain data, for the slowest rank; `gib_per_s` is the size of one rank's tensor divided by
-        the time of the call, and None without a tensor.
+    For the slowest rank; the bandwidth is the size of one rank's tensor divided by the time.
     """
     call, right = (WITH_TENSORS | WITH_OBJECTS)[name]
     size = max(_SMALL, int(mib * 2**20 / 4))
@@ -130,11 +128,7 @@ def train(ctx: DistContext, plan: Plan) -> dict[str, Any]:
 
 
 def trial(ctx: DistContext, plan: Plan, *, mib: float) -> dict[str, Any]:
-    """The results of all tests, as plain data, equal on every rank.
-
-    Effects:
-        Traffic of every kind; trains a model with 161 parameters for a few updates.
-    """
+    """The results of all tests, equal on every rank, with a training of 161 parameters."""
     facts = ops.gather_objects(facts_here(os.environ, torch), ctx)
     ops.barrier(ctx)
     times = ops.gather_objects(time.time(), ctx)

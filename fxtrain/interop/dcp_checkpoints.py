@@ -49,12 +49,7 @@ def read_dcp(root: Path, *, optimizer: bool) -> Imported:
 def read_tree(
     root: Path, only: Callable[[str], bool] = lambda name: True, *, values: bool = True
 ) -> dict[Any, Any]:
-    """The nested state dict that was saved, with full tensors.
-
-    Args:
-        only: Name → whether to read it.
-        values: Whether to read what is no tensor.
-    """
+    """The nested state dict that was saved, with full tensors; `values=False` reads only these."""
     index = load_records(read_file(inside(root, _METADATA), _MAX_BYTES), _RECORDS).fields
     records = {
         name: told

@@ -51,12 +51,7 @@ class Imported:
 
 @contextmanager
 def expected_layout(path: Path, layout: str) -> Iterator[None]:
-    """Raise a CheckpointError for whatever unexpected contents make a reader raise.
-
-    Args:
-        path: The checkpoint, for the message.
-        layout: What was expected.
-    """
+    """Raise a CheckpointError for whatever unexpected contents make a reader raise."""
     try:
         yield
     except FxError:
@@ -70,11 +65,7 @@ def expected_layout(path: Path, layout: str) -> Iterator[None]:
 
 
 def named_folder(root: Path, file: str, to_name: Callable[[str], str] = str) -> Path:
-    """The folder in `root` of the latest checkpoint, which a file there names.
-
-    Args:
-        to_name: The text of the file → the name.
-    """
+    """The folder in `root` of the latest checkpoint, named by the text of a file there."""
     name = to_name(text := read_text(inside(root, file), _LONGEST_NAME).strip())
     if not name or Path(name).name != name or not (root / name).is_dir():
         raise CheckpointError(

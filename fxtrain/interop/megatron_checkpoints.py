@@ -62,9 +62,7 @@ def is_megatron(folder: Path) -> bool:
 def read_megatron(folder: Path, overrides: Mapping[str, Any]) -> Imported:
     """Read the weights at any tensor- and pipeline-parallel sizes, as transformers names them.
 
-    Args:
-        folder: The folder of `--save`, whose latest checkpoint is read, or one checkpoint in it.
-        overrides: Arguments of Megatron that replace those in the files.
+    Of the latest checkpoint in the folder of `--save`, or of one; `overrides` change its arguments.
     """
     root = _checkpoint(folder)
     if (root / "metadata.json").is_file():

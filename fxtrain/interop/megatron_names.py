@@ -253,11 +253,7 @@ def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
 def to_transformers(
     row: Row, parts: Sequence[Tensor], heads: tuple[int, int], vocab: int
 ) -> list[Tensor]:
-    """The tensors of `row.names`, from the parts that tensor-parallel ranks have.
-
-    Raises:
-        CheckpointError: ranks differ in what is not cut.
-    """
+    """The tensors of `row.names`, from the parts that tensor-parallel ranks have."""
     if row.cut is None and not all(torch.equal(part, parts[0]) for part in parts[1:]):
         raise CheckpointError(f"Tensor-parallel ranks have different values of {row.megatron}.")
     parts = parts[:1] if row.cut is None else parts

@@ -64,12 +64,7 @@ class LaunchConfig:
 
 
 def launch_config(values: Any, *, file: str = "") -> LaunchConfig:
-    """A launch and its plan from the plain data of a launch file.
-
-    Raises:
-        PlanError: it has fields that neither a launch nor a plan has, a value is invalid, or the
-            launcher does not support it; one line per problem, each with its path.
-    """
+    """A launch and its plan from the data of a launch file; a PlanError has a line per problem."""
     values = {} if values is None else values
     if not isinstance(values, Mapping):
         raise PlanError(f"the file: found {shown(values)}; choose a table of launch and plan.")
@@ -119,11 +114,7 @@ def _unknown(key: Any) -> str:
 
 
 def read_launch_file(path: str | Path) -> LaunchConfig:
-    """Read and check a launch file.
-
-    Raises:
-        PlanError: it does not exist, is not TOML, YAML or JSON, or as `launch_config`.
-    """
+    """Read and check a launch file; a PlanError has a line per problem."""
     if not os.path.exists(path):
         raise PlanError(
             f"{path}: no such launch file. Create one with `fxtrain config`.", code="FX201"
@@ -149,11 +140,7 @@ def find_file(env: Mapping[str, str]) -> str:
 
 
 def from_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Values by path from words such as `plan.accumulate=4`.
-
-    Raises:
-        PlanError: a word has another form.
-    """
+    """Values by path from words such as `plan.accumulate=4`."""
     values: dict[str, Any] = {}
     for word in words:
         path, equals, text = word.partition("=")
@@ -172,12 +159,9 @@ def resolve(
     env: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> LaunchConfig:
-    """Resolve values: flags override the environment, which overrides the file.
+    """Resolve values: flags (`from_flags`) override the environment, which overrides the file.
 
-    `find_file` finds a file if none is named. Flags are values by path, see `from_flags`.
-
-    Raises:
-        PlanError: the file or a value is invalid; one line per problem, each with its path.
+    `find_file` finds a file if none is named. A PlanError has a line per problem, with its path.
     """
     env = env or {}
     path = file or find_file(env)
@@ -206,9 +190,6 @@ def render(
 
     TOML has a comment on every field, unless `brief`; yaml and json have values only. Notes are
     sentences for the top of the file, where the format has comments.
-
-    Raises:
-        MissingPackageError: TOML needs tomlkit and YAML pyyaml (the extra `files`).
     """
     if brief or form != "toml":
         text = text_of({name: table for name, table in values.items() if table}, form)

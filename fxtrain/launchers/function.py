@@ -189,11 +189,7 @@ def _result(path: Path) -> Any:
 
 
 def pack(value: Any, *, interactive: bool) -> bytes:
-    """Turn a value into bytes that pickle reads; if interactive, the main module's by value.
-
-    Raises:
-        MissingPackageError: this needs cloudpickle, which is not installed.
-    """
+    """Turn a value into bytes that pickle reads; if interactive, the main module's by value."""
     with contextlib.suppress(*UNPICKLABLE):
         data = pickle.dumps(value)
         if not (interactive and b"__main__" in data):

@@ -50,13 +50,8 @@ FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 def run_program(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
     """Write the files of an invocation, run its command line and wait for its end.
 
-    Signals are forwarded to the program, which passes them to its ranks.
-
-    Effects:
-        Writes files; starts a process. Call it in the main thread, where signals arrive.
-
-    Raises:
-        LaunchError: the program is not installed.
+    Signals are forwarded to the program, which passes them to its ranks. Call it in the main
+    thread, where they arrive.
     """
     program = shutil.which(invocation.argv[0])
     if program is None:
@@ -170,10 +165,8 @@ def _ended(process: "subprocess.Popen[bytes]", errors: Path) -> int:
 def forward_signals(numbers: tuple[int, ...], give: Callable[[int], None]) -> Iterator[None]:
     """While the block runs, call `give` with each of these signals, in the main thread.
 
-    Effects:
-        Replaces the handlers of these signals. Restores them afterwards, and those of signals that
-        end a launch, which torch's launcher replaces. Outside of the main thread, where signals do
-        not arrive, does nothing.
+    Restores their handlers afterwards, and those of signals that end a launch, which torch's
+    launcher replaces. Outside of the main thread, where signals do not arrive, does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -65,9 +65,7 @@ class Machine:
 def look(env: Mapping[str, str], *, mpi: str, route: Route) -> Machine:
     """Inspect this machine; `mpi` is the program that starts ranks under MPI.
 
-    Effects:
-        Reads /sys; opens a port on loopback and closes it; with `mpi` runs that program with
-        --version.
+    Reads /sys; opens a port on loopback and closes it; runs `mpi` with --version.
     """
     cores = usable_cores()
     return Machine(
@@ -130,11 +128,7 @@ def _which_mpi(program: str) -> str:
 
 
 def default_ranks(spec: LaunchSpec) -> int:
-    """Ranks of a launch that names no number: one per chosen GPU, or accelerator of this machine.
-
-    Effects:
-        Imports torch if accelerators must be counted.
-    """
+    """Ranks of a launch that names no number: one per chosen GPU, else those that torch counts."""
     if spec.gpus:
         return len(spec.gpus)
     if spec.launcher != "native" or spec.cpu or spec.executable:

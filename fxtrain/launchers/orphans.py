@@ -35,11 +35,7 @@ def mark_within(env: Mapping[str, str]) -> str:
 
 @contextmanager
 def kept(mark: str, *, patience_s: float) -> Iterator[None]:
-    """End the ranks of a launch, `patience_s` after this process was killed within the block.
-
-    Effects:
-        Starts a small process, and ends it. On other systems than Linux, does nothing.
-    """
+    """End a launch's ranks `patience_s` after this process was killed in the block; Linux only."""
     if sys.platform != "linux":
         yield
         return
@@ -66,11 +62,7 @@ def kept(mark: str, *, patience_s: float) -> Iterator[None]:
 
 
 def end_strays(mark: str, *, patience_s: float, ask: bool) -> None:
-    """End processes that the ranks of a launch have left behind.
-
-    Effects:
-        With `ask`, sends SIGTERM. Waits `patience_s` for the processes to end, then kills them.
-    """
+    """End processes that ranks left behind, after `patience_s`; with `ask`, send SIGTERM first."""
     if ask:
         _send(signal.SIGTERM, mark)
     deadline = time.monotonic() + patience_s

@@ -138,7 +138,6 @@ def distance(failure: Failure) -> int:
     """How far a failure is from the cause.
 
     0 for an error of the rank's own, 1 for a lost peer, 2 for a rank that was ended from outside.
-
     A rank that aborts without an exception may have waited for a peer: NCCL's watchdog aborts a
     process whose collective times out.
     """
@@ -206,11 +205,7 @@ def _signal_name(number: int) -> str:
 
 
 def count_memory_kills() -> int | None:
-    """How often the kernel has ended a process of this machine since memory ran out.
-
-    Returns:
-        The kernel's counter; None where it has none.
-    """
+    """How often this machine's kernel has ended a process for memory; None if it does not count."""
     if not _KERNEL_COUNTERS.exists():
         return None
     match = re.search(r"^oom_kill (\d+)$", _KERNEL_COUNTERS.read_text(), re.MULTILINE)

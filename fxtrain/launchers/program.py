@@ -98,11 +98,7 @@ def plan_variable(plan: Plan) -> str:
 
 
 def check_mesh(spec: LaunchSpec, plan: Plan) -> None:
-    """Check that the mesh of a plan fits the ranks of a launch, where these are known.
-
-    Raises:
-        MeshError: it does not.
-    """
+    """Check that the mesh of a plan fits the ranks of a launch, where these are known."""
     known = spec.min_nodes is None and spec.launcher not in OWN_RANKS
     if plan.mesh is not None and known:
         resolve_mesh(plan.mesh, spec.world_size)

@@ -217,9 +217,6 @@ def options_from(kind: type | None, options: Mapping[str, Any], *, launcher: str
 
     `kind` is their record, or None for a launcher without options. A string is parsed as in
     TOML, unless the option is text.
-
-    Raises:
-        LaunchError: the launcher has no such option, or a value is invalid.
     """
     types_of = {} if kind is None else {field.name: field.type for field in attrs.fields(kind)}
     for name in options:

@@ -101,11 +101,7 @@ def find_launcher(spec: LaunchSpec) -> Launcher:
 
 
 def with_options(spec: LaunchSpec) -> LaunchSpec:
-    """The spec with its launcher's options as a record: converted from a mapping, or defaults.
-
-    Raises:
-        LaunchError: the options are another launcher's, or invalid.
-    """
+    """The spec with its launcher's options as a record: converted from a mapping, or defaults."""
     row = find_launcher(spec)
     options = {} if spec.options is None else spec.options
     if isinstance(options, Mapping):

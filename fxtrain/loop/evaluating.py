@@ -96,11 +96,7 @@ class Mean:
 
 
 def total_of(value: Any) -> Tensor | float:
-    """A number in host memory as Python's, or a tensor in the widest format of its device.
-
-    Raises:
-        DataError: it is neither a number nor a tensor of one element.
-    """
+    """A number in host memory as Python's, or a tensor in the widest format of its device."""
     if type(value) is Tensor and value.is_cpu and value.numel() == 1 and not value.is_complex():
         return float(value.item())  # sums of Python numbers take a tenth of the time
     if isinstance(value, Tensor):

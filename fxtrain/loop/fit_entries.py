@@ -170,11 +170,7 @@ class Entries:
         self._paused_s += time.monotonic() - began_s
 
     def tokens(self) -> float:
-        """The weights of the losses of the whole run, on all ranks; waits for the device.
-
-        Raises:
-            PlanError: they are numbers of rows; on every rank.
-        """
+        """The weights of the losses of the whole run, on all ranks; waits for the device."""
         pair = Mean(float(self.by_tokens), self.weight).pair(self.ctx)
         by_tokens, weight = ops.reduce(pair, self.ctx.axis("loss"), op="sum").tolist()
         if not by_tokens:
@@ -290,10 +286,7 @@ def progress(
 ) -> Tracker:
     """A tracker that shows updates, loss, speed, memory and the time left on standard error.
 
-    Args:
-        total: Updates of the whole run; None if unknown.
-        every_s: Seconds between two lines where there is no terminal.
-        console: Where to write; by default standard error.
+    Where there is no terminal, it writes a line every `every_s`. `total` is of the whole run.
     """
     screen = console or Console(stderr=True)
 
@@ -346,13 +339,10 @@ def _text(values: Mapping[str, float]) -> str:
 
 
 def check_changes(ctx: DistContext, restored: Restored, loader: Sharded) -> None:
-    """Compare the data of a checkpoint with those that continue it; `restore` compares the plan.
+    """Compare the data of a checkpoint with those that continue it; log one line with what differs.
 
-    Effects:
-        Logs one line with what differs.
-
-    Raises:
-        DataError: the position is inside an epoch, and refers to another row of this data.
+    Inside an epoch, a position that is another row of this data is a DataError. `restore` compares
+    the plan.
     """
     position, saved, now = restored.position, restored.extra["layout"], layout_of(loader)
     changes = [f"{name} {saved[name]} → {now[name]}" for name in now if saved[name] != now[name]]

@@ -327,11 +327,7 @@ class Rules:
         return reached
 
     def score(self, values: Any) -> float | None:
-        """The number by which checkpoints are compared, if it is finite.
-
-        Raises:
-            PlanError: it is not among what `evaluate` returned.
-        """
+        """The number by which checkpoints are compared, if it is finite."""
         named = values if isinstance(values, Mapping) else {}
         if self.metric not in named and (self.metric is not None or (named and self.keep_best)):
             raise PlanError(

@@ -63,11 +63,7 @@ def _check_model(_: Any, __: Any, model: Any) -> None:
 
 
 def check_loss_function(call: str, function: Any) -> None:
-    """Refuse what is not a function of (model, batch), such as `nn.CrossEntropyLoss()`.
-
-    Raises:
-        StepError: with an example.
-    """
+    """Refuse what is not a function of (model, batch), such as `nn.CrossEntropyLoss()`."""
     kind = function if isinstance(function, type) else type(function)
     if issubclass(kind, _Loss) or getattr(function, "__module__", "") == "torch.nn.functional":
         name = getattr(function, "__name__", kind.__name__)
@@ -276,11 +272,7 @@ def update(ctx: DistContext, batch: Batch, model: Wrapped, loss: Tensor | Weight
 
 
 def check_step(call: str, ctx: DistContext, batch: Any, model: Wrapped) -> None:
-    """Refuse what a micro-batch cannot be trained with.
-
-    Raises:
-        FxError: what `step` raises before it runs anything.
-    """
+    """Raise what `step` raises before it runs anything."""
     check_connected(call, ctx)
     if not isinstance(batch, Batch):
         raise StepError(
@@ -462,11 +454,8 @@ def _advance(scheduler: Any, steps: int, *, capped: bool) -> None:
 def _warn_of_lengths(model: Wrapped, batch: Batch, steps: int) -> None:
     """Log schedulers that are done long before the run, or long after it.
 
-    Args:
-        model: The model, which was updated.
-        batch: The last one of that update. Unless the model trains on each batch of its loader,
-            nothing is known.
-        steps: Of schedulers, for each update.
+    `batch` is the last one of an update, and `steps` those of schedulers for each update. Unless
+    the model trains on each batch of its loader, nothing is known.
     """
     updates = batch.run_updates
     if updates is None or batch.position.updates != model.window.updates:

@@ -43,18 +43,9 @@ class KvCache:
 
 
 def build_on_meta(source: str | os.PathLike[str]) -> Any:
-    """Build the model of a config or of code, on the meta device.
+    """Build the model of a transformers config, `module:function` or timm name on the meta device.
 
-    Args:
-        source: A transformers config.json or a folder with one; `module:function`; or a timm
-            model name.
-
-    Effects:
-        Imports and runs that code.
-
-    Raises:
-        PlanError: the source is none of these, or its code fails.
-        MissingPackageError: transformers or timm is needed.
+    That code is imported and runs. A source that is none of these or fails is a PlanError.
     """
     path = Path(source)
     if path.is_dir():
@@ -72,11 +63,7 @@ def build_on_meta(source: str | os.PathLike[str]) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file.
-
-    Raises:
-        PlanError: the file does not contain one.
-    """
+    """Read the object in a JSON file; a PlanError if it has none."""
     try:
         data = parse_json(read_file(path, _MAX_BYTES))
     except OSError as error:
@@ -112,15 +99,7 @@ def _build_function(source: str) -> Any:
 
 
 def import_function(source: str, returns: str = "a model") -> Any:
-    """What MODULE:FUNCTION names; modules in the current folder are found.
-
-    Args:
-        source: Such as "mymodels:make".
-        returns: What the function should return, for messages.
-
-    Raises:
-        PlanError: there is no such module, importing it fails, or it has no such name.
-    """
+    """What MODULE:FUNCTION names, also in the current folder; `returns` is for messages."""
     module, _, function = source.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:

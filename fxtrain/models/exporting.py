@@ -120,11 +120,7 @@ def export(
 
 
 def _weights(model: Any, module: nn.Module | None) -> dict[str, Weight]:
-    """The tensors to export by name.
-
-    Raises:
-        CheckpointError: one of them cannot be stored.
-    """
+    """The tensors to export by name, all of which can be stored."""
     weights = weights_by_name(model, module)
     if module is not None:
         ignored = ignored_names(module)
@@ -273,11 +269,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: "floa
 
 
 def transformers_config(module: Any) -> dict[str, Any] | None:
-    """What the config.json of a transformers model says of its quantised layers.
-
-    Returns:
-        None if there are none, or if transformers does not read their format.
-    """
+    """What a config.json says of quantised layers; None if transformers does not read them."""
     first = next(quantized_layers(module), None)
     if first is None:
         return None

@@ -33,13 +33,7 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 @attrs.frozen(kw_only=True)
 class ModelFile:
-    """One file of an export.
-
-    Attributes:
-        name: Its name in the folder.
-        entries: Its tensors, in order.
-        metadata: Its metadata: the format, and other names of its tensors.
-    """
+    """One file of an export, with its tensors in order; metadata has other names of its tensors."""
 
     name: str
     entries: tuple[FileTensor, ...]
@@ -49,11 +43,7 @@ class ModelFile:
 def split(
     entries: Sequence[FileTensor], limit: int, others: Mapping[str, str]
 ) -> tuple[ModelFile, ...]:
-    """Divide tensors into files of at most `limit` bytes of values, as transformers does.
-
-    Args:
-        others: For each name that is not stored, the stored name of the same tensor.
-    """
+    """Divide tensors into files of at most `limit` bytes of values, as transformers does."""
     groups: list[list[FileTensor]] = []
     group: list[FileTensor] = []
     filled = 0
@@ -85,18 +75,11 @@ def split(
 
 @contextlib.contextmanager
 def staging(folder: Path) -> Iterator[Path]:
-    """A new staging folder for files that `commit` moves into `folder`.
+    """A new staging folder for files that `commit` moves into `folder`, which is created if needed.
 
-    It is inside `folder`, so that moving needs no copy even if that is a mount point. Processes
-    that export into one folder do so one after the other.
-
-    Effects:
-        Creates the folder, removes leftovers of an interrupted export, and removes the staging
-        folder at the end.
-
-    Raises:
-        CheckpointError: the folder is a file, or another process exports into it and the file
-            system has no locks.
+    It is inside `folder`, so that moving needs no copy even if that is a mount point; what an
+    interrupted export left there is removed first. Processes that export into one folder do so one
+    after the other, where its file system has locks.
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file. Export into a folder.")
@@ -137,13 +120,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def commit(source: Path, folder: Path) -> None:
-    """Move a finished export into place.
+    """Move a finished export into place, over files of the same name, and remove earlier weights.
 
     A single rename or removal switches readers from the earlier export to this one. If this is
     interrupted at any point, one of the two is complete.
-
-    Effects:
-        Replaces files of the same name; removes the weights of earlier exports.
     """
     coming = {path.name for path in source.iterdir()}
     head, other = (SINGLE, INDEX) if SINGLE in coming else (INDEX, SINGLE)

@@ -62,13 +62,8 @@ def gguf_name(name: str, architecture: str) -> str:
 def read_gguf(path: Path) -> tuple[dict[str, FileTensor], Callable[[str], Tensor]]:
     """Read the header of a GGUF file, and map its tensors into memory.
 
-    Returns:
-        Its tensors by name, quantised ones in fp32; those that are neither quantised nor in another
-        order there have a place in the file. And (name) → values.
-
-    Raises:
-        CheckpointError: the file is damaged, or has a type that `gguf` does not know.
-        MissingPackageError: the package `gguf` is not installed.
+    Returns its tensors by name, quantised ones in fp32; those that are neither quantised nor in
+    another order there have a place in the file. And (name) → values. Damage is a CheckpointError.
     """
     library = optional("gguf", extra="models", needed_by=f"The GGUF file {path}")
     try:

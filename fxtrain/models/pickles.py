@@ -63,16 +63,10 @@ def load_weights_only(
     mmap: bool = False,
     placeholders: bool = False,
 ) -> Any:
-    """Load a file onto the CPU with `torch.load(weights_only=True)`.
+    """Load a file onto the CPU with `torch.load(weights_only=True)`; else a CheckpointError.
 
-    Args:
-        file: Path of a regular file, or a file object in memory.
-        what: Description for messages.
-        mmap: Map the file instead of reading it; requires a path.
-        placeholders: Read objects of classes that torch does not load as placeholders.
-
-    Raises:
-        CheckpointError: the file cannot be opened, torch rejects it, or it is damaged.
+    `file` is a path, mapped if `mmap`, or a file object in memory. With `placeholders`, objects of
+    classes that torch does not load are read as placeholders.
     """
     try:
         with _opened(file) as opened:
@@ -121,15 +115,10 @@ class _Records(pickle.Unpickler):
 
 
 def load_records(raw: bytes, records: str = "") -> Any:
-    """Unpickle plain values and records, each of which becomes a placeholder.
+    """Unpickle plain values, and records of modules that begin with `records` as placeholders.
 
-    Args:
-        raw: The pickle.
-        records: How the modules begin whose classes become placeholders.
-
-    Raises:
-        Exception: the pickle requests anything else, would allocate more than it contains, or is
-            damaged, for which the pickle module raises anything.
+    Raises if the pickle requests anything else, would allocate more than it has, or is damaged, for
+    which the pickle module raises anything.
     """
     # The memo grows to its largest index, and a byte array to its declared length.
     for count, (opcode, argument, offset) in enumerate(pickletools.genops(raw)):

@@ -44,20 +44,9 @@ def prepare_layers(
 ) -> tuple[dict[str, str], frozenset[str]]:
     """Make a model ready for the quantised layers of a source, or for being quantised.
 
-    Args:
-        undo: Receives the functions that restore the model.
-
-    Returns:
-        The layers to quantise once their weights are read, by the names of these weights; and the
-        names of tensors that are converted to fp32.
-
-    Effects:
-        Replaces layers that are quantised in the source by layers without values.
-
-    Raises:
-        CheckpointError: the source is quantised in another format than `record` says, or the
-            layers do not fit the model.
-        PlanError: as `planned_layers`.
+    Layers that are quantised in the source are replaced by such layers without values; `undo` gets
+    the functions that restore the model. Returns the layers to quantise once their weights are
+    read, by the names of these weights; and the names of tensors that are converted to fp32.
     """
     if is_quantized(module):
         _check_quantized(opened, record, module)
@@ -90,11 +79,7 @@ def quantized_while_read(
     layers: Mapping[str, str],
     device: torch.device,
 ) -> dict[str, nn.Module]:
-    """Layers that are quantised as their weights are read, one at a time.
-
-    Args:
-        layers: Layer → name of its weight in the source.
-    """
+    """Layers that are quantised as their weights are read, one by one, from these names."""
     library, layers_read = library_of(record), dict[str, nn.Module]()
     for name, stored in layers.items():
         part = module.get_submodule(name)
@@ -130,16 +115,9 @@ def _check_quantized(opened: Source, record: Quantize | None, module: nn.Module)
 def put_stored_layers(
     source: Any, opened: Source, module: nn.Module, record: Quantize | None = None
 ) -> Callable[[], None]:
-    """Replace layers that are quantised in a source by such layers on the meta device.
+    """Replace layers that are quantised in a source by ones on the meta device; returns the undo.
 
-    Args:
-        source: The path that was opened; a config.json beside it is read.
-
-    Returns:
-        A function that puts the replaced layers back.
-
-    Raises:
-        CheckpointError: they do not fit the model.
+    `source` is the path that was opened; a config.json beside it is read.
     """
     config = _config_of(source)
     described = record or record_of(opened.what, opened.layers, opened.metadata, config)
@@ -168,11 +146,7 @@ def put_stored_layers(
 
 
 def quantized_source(source: Any, module: nn.Module, record: Quantize) -> WeightSource:
-    """A source whose weights are quantised as they are read, one layer at a time.
-
-    Args:
-        module: A model that is quantised as the record says.
-    """
+    """A source whose weights are quantised as the module's, as they are read, layer by layer."""
 
     @contextlib.contextmanager
     def open_quantizing() -> Iterator[Source]:

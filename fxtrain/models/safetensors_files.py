@@ -30,11 +30,7 @@ _ALIGNMENT = 64  # bytes; where memory is mapped, some products round differentl
 def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     """Read the header of a safetensors file, and check it against the size of the file.
 
-    Returns:
-        The tensors by name, which fill the file without gaps or overlaps; and its metadata.
-
-    Raises:
-        CheckpointError: the file does not exist, is truncated, or has an invalid header.
+    Returns the tensors by name, which fill the file without gaps or overlaps; and its metadata.
     """
     try:
         with open_file(path) as file:
@@ -74,17 +70,10 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
 def writing(
     path: Path, entries: Sequence[FileTensor], metadata: Mapping[str, str]
 ) -> Iterator[Callable[[Tensor], None]]:
-    """Write a new safetensors file; yields a function that writes the next tensor.
+    """Write a new safetensors file; yields a function that writes the next of these tensors.
 
-    Args:
-        entries: The tensors to write, in order; their offsets are computed.
-        metadata: Free-form metadata of the file.
-
-    Effects:
-        Creates the file, and flushes it to disk at the end of the block.
-
-    Raises:
-        CheckpointError: a tensor does not match its entry, or tensors are missing.
+    Their offsets are computed. The file is flushed to disk at the end of the block, where all of
+    them have to be written.
     """
     waiting = list(reversed(entries))
 
@@ -107,11 +96,7 @@ def writing(
 
 
 def parse_json(raw: bytes, path: Path) -> dict[str, Any]:
-    """Parse a JSON object from a file; a repeated key is an error.
-
-    Raises:
-        CheckpointError: the bytes are not a JSON object.
-    """
+    """Parse a JSON object from a file; a repeated key is an error."""
     try:
         table = parse(raw)
     except ValueError as error:
@@ -135,16 +120,9 @@ def to_header(
 ) -> tuple[bytes, list[int]]:
     """The first bytes of a file: the length of its header, and the header.
 
-    Args:
-        rows: (name, dtype in the format's word, shape, bytes) of each tensor, in order.
-        metadata: Free words for the file.
-
-    Returns:
-        The bytes, padded so that what follows is aligned, and where each tensor ends, counted
-        from the end of the header.
-
-    Raises:
-        CheckpointError: this machine is big-endian.
+    `rows` has name, dtype in the format's word, shape and bytes of each tensor, in order. The bytes
+    are padded so that what follows is aligned. Also returns where each tensor ends, counted from
+    the end of the header.
     """
     if sys.byteorder == "big":
         raise CheckpointError("Safetensors files are little-endian; this machine is big-endian.")

@@ -57,11 +57,7 @@ def stored_layers(
     metadata: Mapping[str, str],
     read: Callable[[str], Tensor],
 ) -> dict[str, StoredLayer]:
-    """The quantised layers among the tensors of a source.
-
-    Raises:
-        CheckpointError: the description of a layer is damaged.
-    """
+    """The quantised layers among the tensors of a source."""
     layers: dict[str, StoredLayer] = {}
     for name, entry in entries.items():
         layer, mark, _ = name.partition(_SUMMARY)
@@ -81,16 +77,9 @@ def stored_layers(
 def saved_layers(
     what: str, entries: Mapping[str, FileTensor], saved: Any
 ) -> tuple[dict[str, StoredLayer], dict[str, str]]:
-    """The quantised layers of a model in a checkpoint, and how they compute.
+    """The quantised layers of a model in a checkpoint, and metadata as those of a model file.
 
-    Args:
-        saved: The plan of the model, and its values beside tensors.
-
-    Returns:
-        The layers, and metadata as those of a model file.
-
-    Raises:
-        CheckpointError: their description is damaged.
+    `saved` has the plan of the model, and its values beside tensors.
     """
     layers: dict[str, StoredLayer] = {}
     try:
@@ -114,11 +103,7 @@ def record_of(
     metadata: Mapping[str, str],
     config: Mapping[str, Any],
 ) -> Quantize | None:
-    """How layers compute, as far as a file or a transformers configuration says so.
-
-    Raises:
-        CheckpointError: a description is damaged.
-    """
+    """How layers compute, as far as a file or a transformers configuration says so."""
     libraries = {stored.library for stored in layers.values()}
     try:
         if DESCRIPTION in metadata:
@@ -259,11 +244,7 @@ _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 def shape_problem(
     library: Library, tensors: Tensors, facts: Mapping[str, Any], shape: tuple[int, int]
 ) -> str | None:
-    """Which tensor of a layer does not fit its weight of (output, input) features, or None.
-
-    Raises:
-        KeyError, TypeError, ValueError: the facts are damaged.
-    """
+    """Which tensor of a layer does not fit its weight of (output, input) features, or None."""
     if library is BNB4:
         wanted = _wanted4(facts, shape, tensors)
     elif library is BNB8:

@@ -52,11 +52,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(tensor: Tensor, path: str) -> str:
-    """The name of a tensor's dtype in a manifest.
-
-    Raises:
-        CheckpointError: the tensor cannot be written.
-    """
+    """The name of a tensor's dtype in a manifest; a CheckpointError if it cannot be written."""
     name = _NAMES.get(tensor.dtype)
     if name is None or tensor.layout is not torch.strided or tensor.is_quantized:
         raise CheckpointError(
@@ -92,11 +88,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def module_of(model: Any, call: str) -> nn.Module:
-    """The user's module, without the wrappers around it.
-
-    Raises:
-        CheckpointError: the value is not a model, or is a closed wrapped model.
-    """
+    """The user's module, without the wrappers around it; a CheckpointError if there is none."""
     if isinstance(model, Wrapped):
         check_open(model, call, CheckpointError)
     module = model.module if isinstance(model, Wrapped) else model
@@ -115,22 +107,14 @@ def module_of(model: Any, call: str) -> nn.Module:
 
 
 def context_of(model: Any, ctx: DistContext | None, call: str) -> DistContext | None:
-    """The context of a call: the one passed, or the model's.
-
-    Raises:
-        CheckpointError: ctx is not a context.
-    """
+    """The context of a call: the one passed, or the model's."""
     if ctx is not None and not isinstance(ctx, DistContext):
         raise CheckpointError(f"{call}: ctx is a {type(ctx).__name__}. Pass a DistContext.")
     return model.ctx if ctx is None and isinstance(model, Wrapped) else ctx
 
 
 def weights_by_name(model: Any, module: nn.Module | None) -> dict[str, Weight]:
-    """The stored tensors of a model or a mapping by name, on whichever ranks they are.
-
-    Args:
-        module: The user's module, or None if the model is a mapping.
-    """
+    """The stored tensors of a model, or of a mapping if `module` is None, on whichever rank."""
     if isinstance(model, Wrapped):
         weights = model.strategy.weights(model)
     elif module is None:

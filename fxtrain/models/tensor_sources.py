@@ -68,11 +68,7 @@ class WeightSource:
 
 @contextlib.contextmanager
 def open_source(source: Any) -> Iterator[Source]:
-    """Open a file, an index, a folder, a mapping of tensors or a `WeightSource`.
-
-    Raises:
-        CheckpointError: the source is none of these, or is damaged.
-    """
+    """Open a file, an index, a folder, a mapping of tensors or a `WeightSource`."""
     if isinstance(source, Mapping):
         yield with_layers(_of_tensors(dict(source), "the state dict"))
         return
@@ -105,12 +101,8 @@ def open_source(source: Any) -> Iterator[Source]:
 def renamed(source: Source, prefix: str, rename: Callable[[str], str | None] | None) -> Source:
     """The tensors of a source under the model's names for them.
 
-    Args:
-        prefix: Keep only names with this prefix, and remove it.
-        rename: Name → new name, or None to skip the tensor.
-
-    Raises:
-        CheckpointError: two tensors get the same name.
+    Only names with the prefix are kept, without it. `rename` may return None to skip a tensor. Two
+    tensors with one name are a CheckpointError.
     """
     if not prefix and rename is None:
         return source

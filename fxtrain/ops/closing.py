@@ -23,17 +23,11 @@ _POLL_INTERVAL_S = 0.05
 def make_close(
     state: CommState, timeout_s: float, *, topology: Topology | None = None, store: Any = None
 ) -> Callable[[BaseException | None], None]:
-    """A function that closes what was opened, once.
+    """A function that closes what was opened, once, and at the latest when the process ends.
 
-    Args:
-        state: Has the groups that were opened in addition to an existing process group.
-        timeout_s: Longest wait for the other ranks, at most 5 s.
-        topology: Of a run whose default process group was opened here, which closes all groups; the
-            other ranks are told why. None if that group existed before.
-        store: Of such a run.
-
-    Effects:
-        Such a group is closed when the process ends, at the latest.
+    `state` has the groups that were opened in addition to an existing process group. With
+    `topology` and `store`, those of a run whose default group was opened here, it closes all
+    groups, and the other ranks are told why; it waits for them 5 s, or `timeout_s`, at most.
     """
     world = dist.group.WORLD
     patience_s = min(_LONGEST_CLOSE_S, timeout_s)
@@ -91,13 +85,9 @@ def answered(patience_s: float, question: Callable[[], object]) -> bool:
 def read_views(
     store: Any, keys: Mapping[int, Mapping[str, str]], views: dict[int, str], deadline: float
 ) -> None:
-    """Add what other ranks tell in the store, until all have or the deadline has passed.
+    """Add to `views` what other ranks tell in the store, until all have or the deadline has passed.
 
-    Args:
-        store: Of the run.
-        keys: By rank, the keys under which it may write, each with the text before what it writes.
-        views: By rank, what is known.
-        deadline: By `time.monotonic`.
+    `keys` has, by rank, those under which it may write, each with the text before what it writes.
     """
     while missing := keys.keys() - views.keys():
         for rank in missing:

@@ -123,12 +123,9 @@ def gather_packed(
     own: Mapping[int, Tensor] = MappingProxyType({}),
     arguments: str = "",
 ) -> Any:
-    """As `gather`, for a packed tree.
+    """As `gather`, for a packed tree; gradients flow through the leaves in `own`, by place.
 
-    Args:
-        name: The function that was called, for messages; equal on every rank.
-        own: Leaves through which gradients flow, by place.
-        arguments: The caller's other arguments as text, which the ranks compare.
+    Ranks compare the name of the call, and its other arguments as text.
     """
     others = dump(list(packed.others.values()), ctx) if packed.others else None
     call = (name, signature(packed, arguments))
@@ -231,11 +228,7 @@ def broadcast(tree: T, ctx: DistContext, src: int = 0) -> T:
 
 
 def broadcast_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> Any:
-    """As `broadcast`, for a packed tree.
-
-    Args:
-        name: The function that was called, for messages; equal on every rank.
-    """
+    """As `broadcast`, for a packed tree; `name` is that of the call, equal on every rank."""
     tensors = list(packed.tensors.values())
     check_source_rank(name, src, ctx)
     call = (name, signature(packed, f"src={src}"))
@@ -265,11 +258,7 @@ def broadcast_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> A
 def _gather_leaves(
     ctx: DistContext, call: Call, packed: Packed, others: Tensor | None, *, joined: bool = False
 ) -> tuple[list[Tensor], list[list[Any]]]:
-    """Each tensor of all ranks, as `split_rows` returns it, and the other leaves of each rank.
-
-    Args:
-        others: The output of `dump` for the other leaves; None if they are not needed.
-    """
+    """Each tensor of all ranks, as `split_rows` returns it, and the other leaves of each rank."""
     tensors = list(packed.tensors.values())
     if ctx.world_size == 1:
         copies = [t.clone() if joined and t.ndim else t.clone()[None] for t in tensors]
@@ -320,13 +309,8 @@ def in_pieces(
     """Carry out a collective of tensors that do not fit in a packet.
 
     A collective of many tensors copies them into a buffer; of one tensor it needs none. So the
-    memory beyond arguments and results does not grow with the tree.
-
-    Args:
-        call: For the error if a rank never joins.
-        run: The collective of one of `pieces` over a group. Returns its values, 1-D for a tensor,
-            of one rank or several: (ranks, values).
-        joined: As for `split_rows`, which splits them.
+    memory beyond arguments and results does not grow with the tree. `run` is the collective of one
+    of `pieces` over a group: (ranks, values), with one rank or several.
     """
     out: dict[int, Tensor] = {}
     for places in pieces(tensors):
@@ -339,10 +323,7 @@ def in_pieces(
 
 
 def pieces(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The places of tensors that are sent together: those of one device and dtype, in order.
-
-    Each piece but that of a single tensor has `PIECE_BYTES` at most.
-    """
+    """The places of tensors sent together: of one device and dtype, up to `PIECE_BYTES`."""
     out: list[list[int]] = []
     last: dict[Any, tuple[list[int], int]] = {}  # by kind, its last piece and the bytes of that
     for place, tensor in enumerate(tensors):
@@ -372,11 +353,7 @@ def gather_piece(piece: list[Tensor], ranks: int, group: Any) -> Tensor:
 
 
 def broadcast_piece(piece: list[Tensor], src: int, group: Any, *, sends: bool) -> Tensor:
-    """The values of one rank, given by its global rank, as (1, values), by one broadcast.
-
-    Args:
-        sends: This is that rank. The values of others are not read.
-    """
+    """The values of one global rank, which `sends`, as (1, values), by one broadcast."""
     first = piece[0]
     if sends or first.device.type == "xla":
         flat = _flattened(piece)
@@ -399,14 +376,9 @@ def _octets(tensor: Tensor) -> Tensor:
 
 
 def with_gradient(own: Tensor, whole: Tensor, ctx: DistContext) -> Tensor:
-    """The rows of all ranks, differentiable with respect to those of this rank.
+    """The gathered rows of all ranks, differentiable with respect to this rank's.
 
-    Args:
-        own: What this rank has passed to the gather, (r, ...) or 0-d.
-        whole: What the gather has returned, (world size · r, ...).
-
-    Effects:
-        Backward sends one reduce-scatter over the ranks.
+    Backward sends one reduce-scatter over the ranks.
     """
     return _Gathered.apply(own, (whole, ctx))  # autograd looks into no tuple, and so copies no rows
 
@@ -432,14 +404,9 @@ class _Gathered(torch.autograd.Function):
 
 
 def _check_reducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) -> None:
-    """Refuse unsupported reductions; call it once the ranks have compared their leaves.
+    """Refuse an unknown `op`, one that has no order, and numbers that would be kept unchanged.
 
-    Args:
-        others: Leaves that are kept unchanged.
-
-    Raises:
-        CollectiveError: `op` is unknown, `op` compares complex numbers, or a numeric leaf cannot
-            be combined (keeping it unchanged would be wrong).
+    Called once the ranks have compared their leaves.
     """
     if op not in _OPS:
         raise CollectiveError(f"reduce(op={op!r}): no such op. Use one of {', '.join(_OPS)}.")

@@ -131,11 +131,7 @@ def set_defaults(variables: Mapping[str, str]) -> None:
 
 
 def launched_plan() -> Plan | None:
-    """The plan that came with the launch; None if there was none.
-
-    Raises:
-        PlanError: the variable FXTRAIN_PLAN contains no plan.
-    """
+    """The plan that came with the launch, in the variable FXTRAIN_PLAN; None if there was none."""
     return plan_in(os.environ)
 
 
@@ -372,24 +368,19 @@ def _open_control(parts: list[list[int]], mine: list[int], wait: timedelta, *, o
 
 
 def export_local_rank(ctx: DistContext) -> None:
-    """Export the index of this rank's device on its node.
+    """Set LOCAL_RANK to the index of this rank's device on its node.
 
-    DeepSpeed reads the variable while it trains, so it stays set; `detect` ignores it if it is
-    set without the others.
-
-    Effects:
-        Sets LOCAL_RANK.
+    DeepSpeed reads it while it trains, so it stays set; `detect` ignores it without the others.
     """
     device = ctx.device.index
     os.environ["LOCAL_RANK"] = str(ctx.local_rank if device is None else device)
 
 
 def ensure_group(ctx: DistContext) -> None:
-    """Open torch's process group for a context of one rank, which has none.
+    """Open torch's process group for a context of one rank, which has none, until the process ends.
 
-    Effects:
-        A group of one rank until the process ends. Its store is not reachable from outside;
-        gloo listens at the address of the host name, or on GLOO_SOCKET_IFNAME.
+    Its store is not reachable from outside; gloo listens at the address of the host name, or on
+    GLOO_SOCKET_IFNAME.
     """
     if dist.is_initialized():
         return

@@ -73,14 +73,7 @@ def _pick_device(requested: str | torch.device | None, topology: Topology) -> to
 def check_own_device(
     topology: Topology, device: torch.device, store: Any, timeout_s: float
 ) -> None:
-    """Check that no other rank of this node uses the same GPU.
-
-    Effects:
-        Under CUDA, one key in the store, and one read for each other rank of the node.
-
-    Raises:
-        ContextError: another rank has the same device; on the ranks of this node.
-    """
+    """Check that no other rank of this node uses the same GPU: CUDA's are compared in the store."""
     if device.type != "cuda":
         return
     mine = str(torch.cuda.get_device_properties(device).uuid)

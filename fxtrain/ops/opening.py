@@ -40,18 +40,10 @@ def open_group(
     *,
     addresses: Sequence[str] = (),
 ) -> None:
-    """Open torch's default process group.
+    """Open torch's default process group over a store that every rank has joined.
 
-    Args:
-        topology: The rank among the others.
-        device: Where it computes; decides the communication library.
-        store: The store of the run, which every rank has joined.
-        wait: Longest wait for the other ranks.
-        addresses: At which other machines reach this rank, if there are several.
-
-    Raises:
-        ContextError: torch has no library for the device, or the ranks do not reach each other
-            within `wait` and a second. The message has what each rank saw.
+    `addresses` reach this rank from other machines, if there are several. A rank that is not
+    reached within `wait` and a second is a ContextError, with what each rank saw.
     """
     try:
         library = "xla" if device.type == "xla" else dist.get_default_backend_for_device(device)
@@ -228,19 +220,12 @@ def duplicate(ctx: DistContext) -> DistContext:
 
 
 def open_by_members(ranks: list[int], **options: Any) -> Any:
-    """Open a process group without the ranks that are not in it.
+    """Open a process group by its members alone, who open the same groups in the same order.
 
     torch names such a group after its ranks and the number of open groups. Once other groups have
     been closed, that may be the name of an earlier group of the same ranks: of one that is open,
     which torch refuses, or of a closed one, whose addresses are still in the store. Here the
     number counts the groups of these ranks that this rank has opened, so that no name comes twice.
-
-    Args:
-        ranks: The members, of which this rank is one. They open the same groups in the same order.
-        options: Further arguments of `torch.distributed.new_group`.
-
-    Returns:
-        The group.
     """
     # torch_xla replaces torch.distributed.new_group with one that takes fewer arguments.
     library: Any = dist.distributed_c10d

@@ -34,13 +34,8 @@ class LoggedPlans(set[Plan]):
 def plan_for(action: str, ctx: DistContext, plan: Plan | None) -> Plan:
     """The plan of a call: the script's, else the one that came with the launch, else the default.
 
-    Args:
-        action: The call, for messages.
-
-    Effects:
-        Where the script passes another plan than came with the launch, the main rank logs once
-        how they differ. Reads the config of a DeepSpeed plan on every rank, and logs once what it
-        adds.
+    Where the script passes another plan than came with the launch, the main rank logs once how
+    they differ. Reads the config of a DeepSpeed plan on every rank, and logs once what it adds.
     """
     launched = ctx.given_plan
     if plan is None:
@@ -78,11 +73,7 @@ def _filled(action: str, ctx: DistContext, plan: Plan) -> Plan:
 def _config_on_ranks(action: str, ctx: DistContext, strategy: DeepSpeed) -> dict[str, Any]:
     """The content of a DeepSpeed config, which every rank can read or none.
 
-    Effects:
-        One exchange of packets for a file, which may be missing on some nodes; none for its text.
-
-    Raises:
-        PlanError: some rank cannot read it, or it is not a JSON table; on every rank.
+    One exchange of packets for a file, which may be missing on some nodes; none for its text.
     """
     data: dict[str, Any] = {}
     problem = ""
@@ -98,19 +89,10 @@ def _config_on_ranks(action: str, ctx: DistContext, strategy: DeepSpeed) -> dict
 
 
 def check_same_plan(action: str, ctx: DistContext, plan: Plan, extra: Mapping[str, Any]) -> None:
-    """Check that every rank passes the same plan and the same extra values.
+    """Check that every rank passes the same plan, and the same extra values as text, by name.
 
-    Args:
-        action: The call, for messages.
-        extra: Further values that must be equal, by name; `str` must tell them apart.
-
-    Effects:
-        One exchange of packets; none at one rank or with `checks=False`. If ranks differ, their
-        plans are gathered.
-
-    Raises:
-        PlanError: the plans differ; on every rank, with the differences.
-        CollectiveError: something else differs; on every rank.
+    One exchange of packets, and the plans are gathered if they differ; none at one rank or with
+    `checks=False`.
     """
     if ctx.world_size == 1 or not ctx.comm.checks or ctx.comm.control is None:
         return
@@ -142,12 +124,7 @@ def _fingerprint(plan: Plan) -> str:
 def raise_plan_differences(
     action: str, ctx: DistContext, plan: Plan, extra: Mapping[str, Any]
 ) -> NoReturn:
-    """Raise an error that shows how the ranks differ; every rank calls it.
-
-    Raises:
-        PlanError: the plans differ.
-        CollectiveError: an extra value differs.
-    """
+    """Raise an error that shows how plans, or else extra values, differ; every rank calls it."""
     plans = gather_objects((plan, _extra_text(extra)), ctx)
     first, facts = plans[0]
     changes = {rank: _changes(first, other) for rank, (other, _) in enumerate(plans)}

@@ -29,19 +29,10 @@ _LOG = logging.getLogger(__name__)
 def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any:
     """Connect to the store at the main address and wait until every rank has joined.
 
-    Args:
-        topology: The rank and the main address.
-        timeout_s: Longest wait for the other ranks.
-        key: Derived from the run's secret; empty without one.
-
-    Effects:
-        Rank 0 listens at the main address, unless the launcher does. If the address belongs to
-        this machine, it listens on no other interface. Logs a warning after ten seconds of
-        waiting, which names the ranks that are missing.
-
-    Raises:
-        ContextError: the store cannot be opened or reached; or, on every rank that has joined, one
-            never joined, or the ranks have different secrets or versions.
+    Rank 0 listens at the main address, unless the launcher does. If the address belongs to this
+    machine, it listens on no other interface. Logs a warning after ten seconds of waiting, which
+    names the ranks that are missing. If one never joins, or the ranks have different secrets (from
+    which `key` is derived) or versions, every rank that has joined raises.
     """
     where = f"{topology.main_address}:{topology.main_port}"
     me = f"Rank {topology.rank} of {topology.world_size}"

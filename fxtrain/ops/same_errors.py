@@ -46,18 +46,10 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
 
 @contextlib.contextmanager
 def fail_together(ctx: DistContext | None, action: str = "") -> Iterator[None]:
-    """Run a block on every rank; if it fails on any of them, raise on all.
+    """Run a block on every rank; if it fails on any, raise on all, by one exchange of packets.
 
-    Args:
-        ctx: The ranks that run the block; None for this process only.
-        action: What the block does, for one CheckpointError with every rank's message. Without it,
-            a rank raises its own error, as `raise_together` does.
-
-    Effects:
-        One exchange of packets at the end of the block; none at one rank.
-
-    Raises:
-        CheckpointError: the block failed on some rank, and `action` is given.
+    With an `action`, in words, all raise one CheckpointError with every rank's message. Without
+    one, a rank raises its own error, as in `raise_together`. `ctx=None` is this process alone.
     """
     problem: Exception | None = None
     try:
@@ -87,16 +79,9 @@ def fail_together(ctx: DistContext | None, action: str = "") -> Iterator[None]:
 def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
     """The problems of all ranks as one text, equal on every rank; empty if there is none.
 
-    Args:
-        op: The call, for the error if a rank makes another one.
-        words: This rank's problem; empty for none.
-
-    Returns:
-        The problem, if all ranks with a problem have the same; otherwise a line per rank. On
-        several machines, ranks that do not share a problem with all others are named with theirs.
-
-    Effects:
-        One exchange of packets; none at one rank.
+    That is the problem, if all ranks with one have the same; otherwise a line per rank. On several
+    machines, ranks that do not share a problem with all others are named with theirs. One exchange
+    of packets; `op` is the call, for the error if a rank makes another one.
     """
     machine = f" on {platform.node()}" if ctx.num_nodes > 1 else ""
     mine = words and f"{machine}: {words}"
@@ -111,11 +96,7 @@ def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
 def gather_with_errors(
     value: Any, problem: BaseException | None, ctx: DistContext
 ) -> tuple[list[Any], list[str]]:
-    """Gather a value per rank together with the ranks' problems, in one exchange.
-
-    Returns:
-        The values by rank; and one line per problem, with the ranks that have it.
-    """
+    """The values of all ranks, and a line per problem with its ranks, in one exchange."""
     mine = "" if problem is None else error_text(problem)
     own = (value, mine, mine and platform.node())
     rows = [own] if ctx.world_size == 1 else gather_objects(own, ctx)
@@ -127,11 +108,7 @@ def gather_with_errors(
 def gather_or_raise(value: Any, problem: FxError | None, ctx: DistContext) -> list[Any]:
     """Every rank's value; if a rank has a problem, raise the first one on every rank.
 
-    Effects:
-        One exchange of packets; none at one rank or in a dry run.
-
-    Raises:
-        FxError: of the class of the first problem, or a PlanError for a class of its own.
+    Its class is that of the problem, or PlanError for one of another package.
     """
     words = None if problem is None else (type(problem).__name__, str(problem))
     own = (words, value)

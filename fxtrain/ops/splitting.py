@@ -64,12 +64,7 @@ def split(value: Any, ctx: DistContext, *, pad: bool = False) -> Any:
 
 
 def length_of(value: Any) -> int:
-    """The number of items to split.
-
-    Raises:
-        DataError: the value has no items, their number is unknown, or the entries of a dict
-            differ in length.
-    """
+    """The number of items to split; a DataError if it is unknown, or entries of a dict differ."""
     if isinstance(value, Mapping):
         lengths = {key: length_of(entry) for key, entry in value.items()}
         if len(set(lengths.values())) > 1:

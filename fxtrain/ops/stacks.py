@@ -63,13 +63,9 @@ class Frame:
 
 @attrs.frozen(kw_only=True)
 class Stand:
-    """Where a rank stands.
+    """Where a rank stands: its record, and the stack of its main thread, innermost first.
 
-    Attributes:
-        rank: The rank.
-        record: What it wrote about itself: the fields of `standing.py`, or of
-            `diagnosis/flight_recorder.py`.
-        stack: Of its main thread, innermost first; empty if it wrote none.
+    A record has the fields of `standing.py`, or of `diagnosis/flight_recorder.py`.
     """
 
     rank: int
@@ -125,12 +121,7 @@ def has_records(folder: Path) -> bool:
 
 
 def read_stands(folder: Path) -> list[Stand]:
-    """Where ranks stood when they last wrote it, by rank.
-
-    Raises:
-        LaunchError: no rank has written into this folder, or a record is damaged or of another
-            version of fxtrain.
-    """
+    """Where ranks stood when they last wrote it, by rank; a LaunchError if none has."""
     paths = sorted(folder.glob("rank-*.json"), key=lambda path: (len(path.name), path.name))
     if not paths:
         raise LaunchError(
@@ -238,11 +229,7 @@ def _described(stand: Stand) -> str:
 
 
 def write_report(folder: Path, stands: Sequence[Stand]) -> str:
-    """Write which rank stands apart, and the collectives of all of them for `torchfrtrace`.
-
-    Returns:
-        The text of the report.
-    """
+    """Write which rank stands apart, and all collectives for `torchfrtrace`; the text of that."""
     text = described(stands)
     (folder / REPORT).write_text(text, encoding="utf-8")
     write_dumps(folder / DUMPS, stands)
@@ -339,20 +326,12 @@ def unreported(folder: Path) -> str:
 
 
 def ask(folder: Path, *, patience_s: float = 3.0) -> list[Stand]:
-    """Ask all ranks of a run where they stand, without stopping them.
+    """Ask all ranks of a run where they stand, without stopping them; wait `patience_s` at most.
 
-    Args:
-        folder: Into which they write.
-        patience_s: How long to wait for all of them.
-
-    Effects:
-        Changes the time of a file, which ranks look at. Ranks of this machine that do not answer,
-        because C code holds the interpreter's lock, get SIGUSR2 if `faulthandler` answers it. Of
-        those that do not answer either, because their process is stopped or handles the signal
-        itself, py-spy writes the stacks if it is installed.
-
-    Raises:
-        LaunchError: no rank has written into this folder.
+    Changes the time of a file, which ranks look at. Ranks of this machine that do not answer,
+    because C code holds the interpreter's lock, get SIGUSR2 if `faulthandler` answers it. Of those
+    that do not answer either, because their process is stopped or handles the signal itself,
+    py-spy writes the stacks if it is installed.
     """
     read_stands(folder)
     (folder / ASK).touch()

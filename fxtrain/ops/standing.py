@@ -54,9 +54,8 @@ class Windows(weakref.WeakSet[AccumulationWindow]):
 def watch_standing(ctx: DistContext, folder: str) -> None:
     """Write where this rank stands into a folder, when it makes no progress or is asked.
 
-    Effects:
-        Starts a thread until the context closes; opens a file. Registers `faulthandler` for SIGUSR2
-        in the main thread, unless the signal has a handler.
+    Starts a thread until the context closes. Registers `faulthandler` for SIGUSR2 in the main
+    thread, unless the signal has a handler.
     """
     watch = _Watch(ctx, Path(folder))
     ctx.comm.state.at_close.append(watch.stop)

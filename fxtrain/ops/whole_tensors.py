@@ -23,11 +23,7 @@ from fxtrain.state.context import check_connected
 
 
 def weights_of(module: nn.Module) -> dict[str, Weight]:
-    """Every tensor of a module by name: those of its state dict in order, then all others.
-
-    Effects:
-        No traffic; no tensor is copied.
-    """
+    """Every tensor of a module by name, none copied: those of its state dict, then all others."""
     stored = stored_tensors(module)
     weights = {plain_name(name): weight_of(value) for name, value in stored.items()}
     known = {id(value) for value in stored.values()}
@@ -40,10 +36,7 @@ def weights_of(module: nn.Module) -> dict[str, Weight]:
 
 
 def weight_of(tensor: Any) -> Weight:
-    """The record of a tensor of this rank, which may be a DTensor.
-
-    Accepts values that are not tensors, which state dicts may contain; callers check them.
-    """
+    """The record of a tensor, a DTensor, or what else a state dict contains; callers check it."""
     return Weight(
         like=tensor,
         shape=() if is_lazy(tensor) else tuple(getattr(tensor, "shape", ())),
@@ -60,11 +53,7 @@ def plain_name(name: str) -> str:
 
 
 def local_values(tensor: Any) -> Tensor:
-    """This rank's part of a tensor that may be a DTensor, sharing memory, without a gradient.
-
-    Effects:
-        No traffic.
-    """
+    """This rank's part of a tensor that may be a DTensor, sharing memory, without a gradient."""
     local: Any = (tensor.to_local() if is_sharded(tensor) else tensor).detach()
     # torchao's weights that are gathered in float8 have no memory of their own.
     casts = type(local).__name__ == "WeightWithDynamicFloat8CastTensor"
@@ -84,11 +73,7 @@ def identity(tensor: Tensor) -> Hashable:
 def part_of(tensor: Any) -> TensorIndex | None:
     """The indices, by dimension, of a DTensor's local part; None for a plain tensor.
 
-    Effects:
-        No traffic: torch distributes a tensor of indices in the same way.
-
-    Raises:
-        CheckpointError: the DTensor has a Partial placement.
+    torch distributes a tensor of indices in the same way, without traffic.
     """
     if not is_sharded(tensor):
         return None
@@ -123,11 +108,7 @@ def _rows(tensor: Any, dim: int, package: Any) -> slice | Tensor:
 
 @torch.no_grad()
 def full_values(tensor: Any) -> Tensor:
-    """All values of a tensor that may be a DTensor, without a gradient.
-
-    Effects:
-        Gathers a DTensor on the ranks of its mesh.
-    """
+    """All values of a tensor without a gradient; gathers a DTensor on the ranks of its mesh."""
     full: Any = tensor.detach()
     if not is_sharded(full):
         return full

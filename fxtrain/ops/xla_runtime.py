@@ -35,11 +35,7 @@ def wants_xla(requested: str | torch.device | None, env: Mapping[str, str]) -> b
 
 
 def load(part: str = "", *, needed_by: str = "XLA") -> ModuleType:
-    """torch_xla, or a module of it, such as `runtime`.
-
-    Raises:
-        MissingPackageError: it is not installed, or is built for another version of torch.
-    """
+    """torch_xla, or a module of it, such as `runtime`; one built for another torch is refused."""
     if _PACKAGE not in sys.modules:
         _check_versions(needed_by)
     optional(_PACKAGE, extra="xla", needed_by=needed_by)
@@ -66,14 +62,8 @@ def start_runtime(
 ) -> tuple[torch.device, int]:
     """Start the runtime; return the device of this process and how many devices it drives.
 
-    A single process with several devices drives them as one (SPMD), unless the request names
-    one by number.
-
-    Effects:
-        Selects the device type and SPMD for the whole process, as torch_xla does.
-
-    Raises:
-        ContextError: the device does not exist, or another device type was selected before.
+    A single process with several devices drives them as one (SPMD), unless the request names one
+    by number. The device type and SPMD are selected for the whole process, as torch_xla does.
     """
     named = f"device={str(requested)!r}" if requested is not None else f"{_DEVICES}={env[_DEVICES]}"
     xla = load(needed_by=f"detect with {named}")
@@ -120,9 +110,6 @@ def replicate(topology: Topology, device: torch.device) -> int:
     """Connect the processes of a run, one for each device; return the rank of this one.
 
     The rank is the runtime's, which orders collectives; the launcher's may differ.
-
-    Raises:
-        ContextError: the runtime finds a different number of processes than the launcher started.
     """
     runtime = load("runtime")
     model = load("core.xla_model")

@@ -155,11 +155,7 @@ def _has_no_values(weight: Tensor) -> bool:
 
 
 def _weight(kind: str, tensor: Tensor, attributes: dict[str, Any], **options: Any) -> nn.Parameter:
-    """A parameter of a class of the library, or a plain one for a dry run with fake tensors.
-
-    Args:
-        attributes: What both have; the class gets the options too.
-    """
+    """A parameter of a class of the library, or a plain one in a dry run, with these attributes."""
     if type(tensor).__name__ != "FakeTensor":
         make = getattr(importlib.import_module("bitsandbytes").nn, kind)
         return make(tensor, requires_grad=False, **attributes, **options)
@@ -205,11 +201,7 @@ def _put4(part: nn.Module, tensors: Tensors, facts: Mapping[str, Any] | None = N
 
 
 def float_dtype(name: Any) -> torch.dtype:
-    """A floating dtype by its name.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """A floating dtype by its name; a ValueError if there is none."""
     dtype = getattr(torch, name, None) if type(name) is str else None
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"a weight of {shown(name)}")

@@ -52,11 +52,7 @@ def is_sharded(tensor: object) -> bool:
 
 
 def linear_like(part: nn.Linear, weight: Tensor | None = None) -> nn.Linear:
-    """A plain layer of the same size and with the same bias.
-
-    Args:
-        weight: Its weight, which gets no gradient; by default one on the meta device.
-    """
+    """A plain layer of the same size and bias, with a frozen `weight` or one on the meta device."""
     layer = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
     if weight is not None:
         layer.weight = nn.Parameter(weight, requires_grad=False)

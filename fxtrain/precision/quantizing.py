@@ -94,13 +94,9 @@ def stored_tensors(module: nn.Module) -> dict[str, Any]:
 
 
 def allocate(module: nn.Module, device: torch.device, *, memory: bool = True) -> Callable[[], None]:
-    """Move quantised weights on the meta device to another one; they have no values there.
+    """Move quantised weights from the meta device to another, without values; returns the undo.
 
-    Args:
-        memory: Give them memory; False for a strategy that allocates their tensors one by one.
-
-    Returns:
-        A function that puts them back onto the meta device.
+    `memory=False` gives them none, for a strategy that allocates their tensors one by one.
     """
     before: list[tuple[Library, nn.Module, dict[str, Tensor]]] = []
     for _, part, library in quantized_layers(module):
@@ -147,13 +143,8 @@ def planned_layers(
 ) -> tuple[str, ...]:
     """Names of the layers that a record quantises; none in a model that has its format already.
 
-    Effects:
-        None on the module. Imports the library.
-
-    Raises:
-        PlanError: the model is quantised in another way, the device cannot compute in this
-            one, it has no gradient for what is to be trained, or a layer does not fit it.
-        MissingPackageError: the library is not installed.
+    A PlanError if the model is quantised in another way, the device cannot compute in this one, it
+    has no gradient for what is to be trained, or a layer does not fit it. Imports the library.
     """
     problem = library_of(record).check(record, device)
     measured = device.type == "meta"
@@ -181,21 +172,11 @@ def _quantized_already(module: nn.Module, record: Quantize) -> bool:
 def quantize_layers(
     module: nn.Module, record: Quantize, device: torch.device, *, trains: bool = False
 ) -> Callable[[], None]:
-    """Quantise the layers of a model in place, one at a time.
+    """Quantise the layers of a model in place, one at a time; returns the undo.
 
-    Args:
-        device: Where the new layers are; on the meta device they have no values, to measure them.
-        trains: Skip layers whose weight requires grad.
-
-    Returns:
-        A function that puts the original layers back, which stay in memory as long as it is
-        referenced.
-
-    Effects:
-        Replaces layers; the new ones are frozen and on the device.
-
-    Raises:
-        PlanError: as `planned_layers`; the model is as it was, then and after any other error.
+    The new layers are frozen and on the device; on the meta device they have no values, to measure
+    them. `trains` skips layers whose weight requires grad. The original layers stay in memory as
+    long as the undo is referenced. After an error, the model is as it was.
     """
     names = planned_layers(module, record, device, trains=trains)
     if device.type == "meta" and isinstance(record, Torchao):
@@ -265,11 +246,7 @@ def converted_to_fp32(module: nn.Module, record: Quantize) -> Callable[[], None]
 
 
 def sharding_problem(module: nn.Module, record: Quantize | None) -> str | None:
-    """Why the quantised weights of a model cannot be split over ranks; None if they can.
-
-    Args:
-        record: How the model will be quantised, if it is not yet.
-    """
+    """Why weights that are or will be quantised cannot be split over ranks; None if they can."""
     layers = list(quantized_layers(module))
     libraries = {library for _, _, library in layers}
     if record is not None:
@@ -298,11 +275,8 @@ def hold_as_parameters(module: nn.Module, device: torch.device) -> Callable[[], 
     """Hold quantised weights as plain parameters of bytes, and their scales on a device.
 
     torch then splits and gathers the bytes like those of any other parameter, and the layers
-    compute with what was gathered.
-
-    Returns:
-        A function that turns them into parameters of their library again, with their current
-        values; parameters that are sharded stay as they are.
+    compute with what was gathered. What is returned turns them into parameters of their library
+    again, with their current values; parameters that are sharded stay as they are.
     """
     changed: list[tuple[nn.Module, Library]] = []
     for _, part, library in quantized_layers(module):

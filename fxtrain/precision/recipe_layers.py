@@ -50,9 +50,8 @@ def _like_float8(part: nn.Linear, recipe: Float8, device: torch.device, seed: in
 def gather_in_float8(module: nn.Module, recipe: Float8) -> None:
     """Have FSDP cast shards of converted layers to float8 before it gathers them.
 
-    Effects:
-        Replaces the weights of converted layers by tensors of torchao that cast themselves, over
-        the same memory. To be called before the model is split.
+    To be called before the model is split: the weights become tensors of torchao that cast
+    themselves, over the same memory.
     """
     modules = _modules()
     config = _float8_config(recipe, gather=True)
@@ -158,12 +157,7 @@ def _recipe(recipe: TE) -> Any:
 def engine_region(
     module: nn.Module, recipe: TE, group: Any, run: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A forward that computes in the library's autocast region.
-
-    Args:
-        group: The ranks over which the largest values are reduced; None at one rank.
-        run: The module's forward.
-    """
+    """A forward in the library's autocast region; `group` reduces the largest values, if any."""
     library, settings = _engine(), _recipe(recipe)
 
     @functools.wraps(run)
@@ -176,11 +170,7 @@ def engine_region(
 
 
 def scaling_state(module: nn.Module, recipe: TE, *, create: bool = False) -> dict[str, Tensor]:
-    """The live scales and histories of delayed scaling, by layer.
-
-    Args:
-        create: Give layers that have never run their tensors, to fill them.
-    """
+    """The live scales and histories of delayed scaling; `create` makes those of unused layers."""
     scales: dict[str, Tensor] = {}
     if recipe.scaling != "delayed":
         return scales
@@ -233,14 +223,7 @@ _LIKE: Mapping[type, Callable[[Any, Any, torch.device, int], nn.Module]] = {
 
 
 def recipe_targets(module: nn.Module, recipe: Recipe) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The linear layers that a recipe converts, and why it skips the others. Imports nothing.
-
-    Returns:
-        As `choose_linears`.
-
-    Raises:
-        PlanError: a pattern or class name matches nothing, or no layer is left.
-    """
+    """The linear layers that a recipe converts, and why it skips others, as `choose_linears`."""
     unit = 16
     if isinstance(recipe, MX):
         unit = 128 if recipe.format == "nvfp4" else 32
@@ -263,19 +246,10 @@ def convert_layers(
 ) -> None:
     """Convert the linear layers of a model in place, as a recipe says.
 
-    Args:
-        device: Where the model will compute.
-        seed: For recipes that draw random numbers: the same on every rank.
-        checked: Whether to refuse a device that cannot compute in the format.
-
-    Effects:
-        Gives the layers the class of the library's, and the attributes that it needs. Parameters,
-        buffers and hooks stay as they are.
-
-    Raises:
-        PlanError: as `recipe_targets`, or the device cannot compute in this format. The model
-            is as it was, then and after any other error.
-        MissingPackageError: the library is not installed.
+    Gives the layers the class of the library's, and the attributes that it needs. Parameters,
+    buffers and hooks stay as they are. `seed` is for recipes that draw random numbers, the same on
+    every rank. With `checked`, a device that cannot compute in the format is refused. After an
+    error, the model is as it was.
     """
     if checked and (problem := _device_problem(recipe, device)) is not None:
         raise PlanError(f"Plan(precision=fx.Precision(compute='fp8', ...)): {problem}")

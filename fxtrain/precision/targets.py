@@ -24,17 +24,9 @@ _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 def choose_layers(
     module: nn.Module, record: Quantize, *, trains: bool
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Choose the layers of class `nn.Linear` that a record quantises.
+    """The layers of class `nn.Linear` that a record quantises, as `choose_linears`.
 
-    Args:
-        trains: Skip layers whose weight requires grad: an optimizer will change them.
-
-    Returns:
-        As `choose_linears`.
-
-    Raises:
-        PlanError: a pattern or class name matches nothing, no layer is left, or the shape or dtype
-            of a layer does not fit the format.
+    A shape or dtype that does not fit the format is a PlanError.
     """
 
     def computed(part: nn.Linear) -> str | None:  # as by torch's pruning
@@ -55,18 +47,11 @@ def choose_linears(
     *,
     trains: bool = False,
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Choose the layers of class `nn.Linear` that a record replaces.
+    """The names of the layers of class `nn.Linear` that a record replaces; why it skips the others.
 
-    Args:
-        misfit: (layer) → why the format does not fit it, or None.
-        trains: Skip layers whose weight requires grad.
-
-    Returns:
-        The names of the layers, in the order of the model; and for each other one, why it is
-        skipped.
-
-    Raises:
-        PlanError: a pattern or class name matches nothing, or no layer is left.
+    `misfit` says of a layer why the format does not fit it, or None. `trains` skips layers whose
+    weight requires grad: an optimizer will change them. A pattern or class name that matches
+    nothing, or no layer that is left, is a PlanError.
     """
     _check_names(module, record)
     linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}

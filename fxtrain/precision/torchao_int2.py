@@ -57,12 +57,7 @@ class Int2Tensor(TorchAOBaseTensor):
 
 
 def int2_of(weight: Tensor, group: int) -> Int2Tensor:
-    """Quantise a matrix; also on the meta device.
-
-    Args:
-        weight: (rows, columns); the columns are a multiple of `group`.
-        group: Values of a row with the same scale; a multiple of 8.
-    """
+    """Quantise a matrix, also on the meta device, in groups of a row of a multiple of 8 values."""
     rows, columns = weight.shape
     if weight.is_meta:  # the search for scales reads values
         packed = torch.empty(rows, columns // 4, dtype=torch.uint8, device="meta")

@@ -25,11 +25,7 @@ _LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def import_torchao(needed_by: str) -> Any:
-    """The package, imported without its remarks about kernels for other devices.
-
-    Raises:
-        MissingPackageError: it is not installed.
-    """
+    """The package, imported without its remarks about kernels for other devices."""
     with quiet(*_LOGGERS):
         package = optional("torchao", extra="quant", needed_by=needed_by)
         importlib.import_module("torchao.quantization")
@@ -93,9 +89,7 @@ def _config(record: Record, device: torch.device) -> Any:
 def torchao_config(part: nn.Module) -> dict[str, Any] | None:
     """The library's own description of how a layer was quantised, as it writes it into files.
 
-    Returns:
-        None for formats that the library does not write itself, and for scales that are not of
-        whole rows.
+    None for formats that it does not write itself, and for scales that are not of whole rows.
     """
     weight: Any = part.weight
     formats = {"Int8Tensor": "int8", "Float8Tensor": "float8"}

@@ -239,14 +239,7 @@ def place(world: int, rank: int, mesh: Mesh | None) -> dict[str, str]:
 
 @contextmanager
 def fake_group(variables: Mapping[str, str]) -> Iterator[None]:
-    """Open the fake process group that these variables describe.
-
-    Effects:
-        Opens and closes torch's default process group in this process.
-
-    Raises:
-        ContextError: a process group is already open.
-    """
+    """Open the fake process group that these variables describe, as torch's default one."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():

@@ -236,13 +236,10 @@ def step_times(events: Iterable[Event]) -> list[StepTimes]:
 
 
 def _on_device(steps: list[Event], kernels: list[Event], launched: dict[int, int]) -> list[Event]:
-    """The steps as the device ran them.
+    """The steps as the device ran them, from when the host launched a kernel, by its `launcher`.
 
     The host launches kernels long before they run, so a step ends with the last kernel that was
     launched in it, or on the host if that is later. It begins where the one before has ended.
-
-    Args:
-        launched: When the host launched a kernel, by its `launcher`.
     """
     begins, ends = [step.begin for step in steps], [step.end for step in steps]
     for kernel in kernels:

@@ -36,11 +36,7 @@ def is_profiling() -> bool:
 
 
 def activities_of(profile: Profile, ctx: DistContext) -> list[ProfilerActivity]:
-    """The devices to record.
-
-    Raises:
-        PlanError: torch cannot record one of them on this machine.
-    """
+    """The devices to record; a PlanError if torch cannot on this machine."""
     supported = {each.name.lower(): each for each in torch.profiler.supported_activities()}
     default = tuple(name for name in ("cpu", ctx.device.type) if name in supported)
     names = profile.activities or default

@@ -131,13 +131,9 @@ Mark = tuple[int, int]  # positions in the memory log and in the traffic log
 
 
 class LoopRecorder:
-    """Records what a loop does, in order.
+    """Records what a loop does, in order, for `most` steps, on tensors that represent real ones.
 
     Each update of the first optimizer that updates ends a step.
-
-    Args:
-        most: Number of steps after which the loop ends.
-        fakes: The mode whose tensors represent real ones.
     """
 
     def __init__(self, *, most: int, fakes: FakeTensorMode | None = None) -> None:
@@ -219,11 +215,7 @@ class LoopRecorder:
 
 @contextmanager
 def recording(watch: LoopRecorder, mode: FakeValuesMode) -> Iterator[LoopRecorder]:
-    """Record what happens inside the block, in which a mode runs all operators.
-
-    Effects:
-        Registers torch's global hooks of modules and optimizers; removes them at the end.
-    """
+    """Record what happens inside the block by torch's global hooks; a mode runs all operators."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -260,14 +252,11 @@ _ACTIVATIONS, _OTHER = PARTS.index("activations"), PARTS.index("other")
 
 
 class MemoryLog:
-    """Storages by number, in the order of their first use.
+    """Storages by number, in the order of their first use; those of `fakes` count like real ones.
 
     The log records only when bytes are allocated and freed. A storage is assigned to a part once
     a module, a gradient or an optimizer is found to contain it; the assignment covers its whole
     lifetime, and sums are computed at the end.
-
-    Args:
-        fakes: The mode whose tensors count like real ones. Other modes' tensors are ignored.
     """
 
     def __init__(self, fakes: FakeTensorMode | None = None) -> None:

@@ -34,17 +34,10 @@ def pack_state(
     more: Mapping[str, Tensor] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """This rank's part of the state, in the format of safetensors.
+    """This rank's part of the state, in the format of safetensors: uint8, 1-D, on the CPU.
 
-    Args:
-        more: Tensors beside those of the model.
-        facts: Values that JSON can have.
-
-    Returns:
-        uint8, 1-D, on the CPU.
-
-    Effects:
-        Memory for two copies of the state on the host.
+    `more` are tensors beside those of the model, and `facts` values that JSON can have. Takes
+    memory for two copies of the state on the host.
     """
     state = model.strategy.state(model)
     inside: dict[str, Tensor] = {}
@@ -78,15 +71,8 @@ def unpack_state(
 ) -> tuple[Progress, dict[str, Tensor], dict[str, Any]]:
     """Replace the state of a model by that of another replica, in place.
 
-    Args:
-        local: How the replicas average, which is compared as well.
-
-    Returns:
-        How far the other one is, and what `pack_state` was given beside that.
-
-    Raises:
-        PlanError: the other replica runs another plan, or other versions.
-        CheckpointError: it trains another model.
+    Returns how far the other one is, and what `pack_state` was given beside that. A replica with
+    another plan, another way to average (`local`) or other versions is a PlanError.
     """
     raw = data.numpy().tobytes()
     header = _header(raw)

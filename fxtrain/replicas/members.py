@@ -95,15 +95,10 @@ class Heartbeats:
     A replica whose process is frozen, or whose machine has lost its network, keeps its connections
     open, so that the others wait in an all-reduce until its timeout. A thread of each rank raises a
     counter in the store and reads those of the others. A second thread cuts the connections of the
-    group if one has not changed for too long while this rank waits. The all-reduce then fails as if
-    the other replica had been killed, on the remaining replicas too, since they are cut off in
-    turn.
-
-    Args:
-        missed_s: Seconds without a sign of life after which a peer is given up.
-        tell: Called with the numbers of the replicas that are given up, from a thread.
-        shared: The store of the ranks of this replica, where a rank whose peer is lost tells the
-            others to cut their connections too; None if it is the only one.
+    group if one has not changed for `missed_s` while this rank waits, and calls `tell` with the
+    numbers of such replicas. The all-reduce then fails as if the other replica had been killed, on
+    the remaining replicas too, since they are cut off in turn. In `shared`, the store of this
+    replica's ranks, a rank whose peer is lost tells the others to cut their connections too.
     """
 
     def __init__(self, missed_s: float, tell: Callable[[list[int]], None], shared: Any) -> None:
@@ -114,12 +109,7 @@ class Heartbeats:
     def start(
         self, store: Any, quorum: object, index: int, count: int, cut: Callable[[], None]
     ) -> None:
-        """Begin for the present replicas, of which this is one.
-
-        Args:
-            store: That of their group, as a client of its own.
-            cut: Closes the connections to the others.
-        """
+        """Begin for the replicas of a group; `cut` closes the connections to them."""
         self._stop = stop = threading.Event()
         now = time.monotonic()
         heard = {other: now for other in range(count) if other != index}
@@ -185,13 +175,8 @@ class Members:
     def gather(self, step: int, update: int) -> None:
         """Find out who takes part in the next exchange, and bring this replica up to date.
 
-        Args:
-            step: A number that is larger where more was done: a replica with a smaller one than
-                others receives the state of one of them.
-            update: For which update they meet.
-
-        Raises:
-            CollectiveError: fewer than `min_count` replicas are there in time.
+        `step` is larger where more was done: a replica with a smaller one than others receives the
+        state of one of them. Fewer than `min_count` replicas in time are a CollectiveError.
         """
         settings, wait_s = self.settings, _WAITS * self.settings.timeout_s
         batches = self.manager.batches_committed()
@@ -218,13 +203,10 @@ class Members:
             time.sleep(_PAUSE_S)
 
     def sum(self, tensors: Iterable[Tensor]) -> bool:
-        """Add up tensors over the replicas that take part, in place.
+        """Add up tensors over the replicas that take part, in place, in buckets of 64 MiB.
 
-        Returns:
-            Whether that is complete on this rank. Else a replica was lost: values are undefined.
-
-        Effects:
-            One all-reduce for each 64 MiB of neighbouring tensors of a dtype.
+        Returns whether that is complete on this rank. If not, a replica was lost, and values are
+        undefined.
         """
         works: list[tuple[list[Tensor], Tensor, Any]] = []
         for bucket in _buckets(tensors):
@@ -243,11 +225,7 @@ class Members:
         return True
 
     def check_history(self, total: float, mine: int, update: int) -> None:
-        """Compare this replica's digest of what was computed last with the sum of all.
-
-        Raises:
-            CollectiveError: they have not made the last update, or the last average, together.
-        """
+        """Compare this replica's digest of what was computed last with the sum of all replicas'."""
         if total != mine * self.live:
             raise CollectiveError(
                 f"Update {update}: the {self.live} replicas have not all made the last exchange "
@@ -287,16 +265,8 @@ def join(
 ) -> Members:
     """Connect this replica to the lighthouse.
 
-    Args:
-        pack: The state of this rank, as bytes on the CPU.
-        unpack: Replaces it by that of the same rank of another replica.
-
-    Effects:
-        Rank 0 serves a store and torchft's manager on free ports; one broadcast of its address.
-
-    Raises:
-        CollectiveError: no lighthouse answers within `timeout_s`.
-        MissingPackageError: torchft is not installed.
+    `pack` gives the state of this rank as bytes on the CPU, and `unpack` replaces it by that of
+    the same rank of another replica. Rank 0 serves a store and torchft's manager on free ports.
     """
     set_defaults({"RUST_LOG": "warn"})  # torchft logs twenty lines an update otherwise
     torchft: Any = optional("torchft", extra="replicas", needed_by="fx.replicas.train")
@@ -457,12 +427,9 @@ def open_sockets() -> dict[int, int]:
 
 
 def cut_sockets(sockets: Iterable[tuple[int, int]]) -> None:
-    """Shut down connections that another library waits on, which sees them closed by the peer.
+    """Shut down connections of `open_sockets`, as if the peer had closed them.
 
     gloo has no other way to end a collective that has begun: its groups ignore `abort`.
-
-    Args:
-        sockets: Entries of `open_sockets`; those that are closed by now, or listen, are left alone.
     """
     for number, inode in sockets:
         with contextlib.suppress(OSError):

@@ -47,11 +47,7 @@ _DIGESTED = 1 << 16  # numbers of a mean
 
 
 def independent(model: Wrapped, local: LocalSGD | DiLoCo, updates: int) -> tuple[Wrapped, "Rounds"]:
-    """The model with an outer optimizer in its state, and the averages of a run.
-
-    Args:
-        updates: Of the whole run, after which everything is averaged.
-    """
+    """The model with an outer optimizer in its state, and the averages of a run of `updates`."""
     alone = only_this_rank(model.ctx.axis("data"))
     now = first_round(model.module, local, alone, alone, ())
     inner = model.strategy
@@ -177,15 +173,9 @@ class Rounds:
     def exchange(self, members: Members, progress: Progress) -> tuple[float, Tensor]:
         """Average what is due at a position over the replicas that are there, and start the rest.
 
-        Returns:
-            Rows that they have trained on since the last exchange, and whole-number buffers of the
-            first one; undefined if a replica was lost meanwhile.
-
-        Effects:
-            One all-reduce of a few numbers, and those of each fragment that some replica lacks.
-
-        Raises:
-            CollectiveError: the replicas have made the last average apart from each other.
+        Returns rows that they have trained on since the last exchange, and whole-number buffers of
+        the first one; undefined if a replica was lost meanwhile. One all-reduce of a few numbers,
+        and those of each fragment that some replica lacks.
         """
         under_way = self.now.under_way
         keys = sorted(under_way)
@@ -220,11 +210,7 @@ class Rounds:
 
     @torch.no_grad()
     def apply(self, position: Position, counters: Tensor) -> tuple[bool, int]:
-        """Continue from what was averaged.
-
-        Returns:
-            Whether parameters changed, and a digest of what was received.
-        """
+        """Continue from what was averaged; returns whether parameters changed, and a digest."""
         due, digest = self._due(position), 0
         for key in due:
             exchange = self.now.under_way.pop(key)

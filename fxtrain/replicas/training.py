@@ -325,9 +325,7 @@ class _Run:
     def _gradients(self, members: Members) -> tuple[Tensor, Batch]:
         """Compute the gradients of this replica's parts of the update, as sums over their rows.
 
-        Returns:
-            The sums of losses, weights, non-finite losses and rows of this replica, and the batch
-            at which the update ends.
+        Returns the sums of losses, weights, non-finite losses and rows, and the last batch.
         """
         data, keep = self.ctx.axis("data"), members.settings.batch == "keep"
         parts = members.settings.count if keep else members.live
@@ -351,11 +349,7 @@ class _Run:
         return ops.reduce(totals, self.ctx.axis("loss"), op="sum"), batch
 
     def _sum_gradients(self, totals: Tensor, members: Members) -> Tensor:
-        """Add up gradients over the replicas, in place, and the numbers that travel with them.
-
-        Raises:
-            CollectiveError: the replicas have made the last update apart from each other.
-        """
+        """Add up gradients over the replicas, in place, and the numbers that travel with them."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         present = [parameter.grad is not None for parameter in parameters]
         more = torch.tensor([self.progress.history, *present], dtype=totals.dtype, device="cpu")

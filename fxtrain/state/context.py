@@ -250,11 +250,7 @@ def with_plan(ctx: DistContext, plan: Plan | None) -> DistContext:
 
 
 def check_connected(call: str, ctx: DistContext) -> None:
-    """Refuse a context that was closed.
-
-    Raises:
-        ContextError: it is closed; on every rank, before any of them waits.
-    """
+    """Raise a ContextError if `ctx` is closed or is not a context, before any rank waits."""
     if not isinstance(ctx, DistContext):
         raise ContextError(
             f"{call}: ctx is a {type(ctx).__name__}, not a context from fx.detect(). Check the "

@@ -85,11 +85,7 @@ def fingerprint(record: object) -> str:
 
 @functools.cache  # building one generates code; a converter is never changed afterwards
 def converter_for(configs: tuple[type, ...] = ()) -> cattrs.Converter:
-    """A strict converter that knows fxtrain's strategies and these.
-
-    Raises:
-        PlanError: a config has no `kind` whose default is a string, or two share one.
-    """
+    """A strict converter that knows fxtrain's strategies and these configs, by their `kind`."""
     known: dict[str, type] = {}
     for config in (*BUILT_IN, *configs):
         kind = kind_of(config)
@@ -112,11 +108,7 @@ def converter_for(configs: tuple[type, ...] = ()) -> cattrs.Converter:
 
 
 def plain(record: Any) -> dict[str, Any]:
-    """Like `unstructure`, but only for values that files support.
-
-    Raises:
-        PlanError: it is not a record, or contains another value.
-    """
+    """Like `unstructure`, but a PlanError for values that files do not support."""
     data = unstructure(record)
     try:
         json.dumps(data, ensure_ascii=False, allow_nan=False).encode()

@@ -172,11 +172,7 @@ def from_config(made_for: object = None, /, **values: Any) -> FromConfig:
 
 
 def read_config(config: DeepSpeed) -> dict[str, Any]:
-    """The content of a strategy's config, from its text or its file.
-
-    Raises:
-        PlanError: the file does not exist, or is not a JSON table.
-    """
+    """The content of a strategy's config, from its text or its file, which is a JSON table."""
     text, where = config.config, "DeepSpeed(config=...)"
     if text is None:
         return {}
@@ -198,10 +194,7 @@ def read_config(config: DeepSpeed) -> dict[str, Any]:
 def fill_from_config(plan: "Plan", data: Mapping[str, Any], ranks: int) -> "Plan":
     """A plan whose default precision, accumulation and clipping are those of its DeepSpeed config.
 
-    Args:
-        plan: A plan whose strategy is `DeepSpeed`.
-        data: The config's content.
-        ranks: Ranks over which data is split, for a config that has the rows of an update only.
+    Data is split over `ranks`, for a config that has the rows of an update only.
     """
     changes: dict[str, Any] = {}
     count = data.get("gradient_accumulation_steps")

@@ -82,11 +82,7 @@ def read_record(path: str | Path, cls: type[T] = Plan) -> T:
 
 
 def read_data(path: str | Path) -> Any:
-    """Plain data from a .json, .toml, .yaml or .yml file.
-
-    Raises:
-        PlanError: the suffix is another one, or the file does not exist or is invalid.
-    """
+    """Plain data from a .json, .toml, .yaml or .yml file; a PlanError if it is invalid."""
     form = format_of(path)
     try:
         return parse_text(read_text(path), form)
@@ -116,11 +112,7 @@ read_plan, write_plan = read_record, write_record
 
 
 def format_of(path: str | Path) -> Format:
-    """The format of a file by its suffix.
-
-    Raises:
-        PlanError: the suffix is unknown.
-    """
+    """The format of a file by its suffix; a PlanError for another one."""
     if problem := path_problem(path):
         raise PlanError(f"The path of a file: {problem}.")
     suffix = Path(path).suffix.lower()
@@ -142,9 +134,6 @@ def plan_in(env: Mapping[str, str]) -> Plan | None:
 
     `fxtrain launch` merges the latter into the former, so they count only where it is not set:
     under other launchers. None if no such variable is set.
-
-    Raises:
-        PlanError: a variable is not a valid plan, or not a valid part of one.
     """
     if PLAN_VARIABLE in env:
         try:

@@ -33,11 +33,7 @@ class Mesh:
 
 
 def resolve_mesh(mesh: Mesh, world_size: int) -> Mesh:
-    """Replace -1 by the remaining ranks of the world.
-
-    Raises:
-        MeshError: the sizes do not multiply to the world size, or are not positive.
-    """
+    """Replace -1 by the remaining ranks of the world; a MeshError if sizes do not fit it."""
     open_axes = [axis for axis, size in mesh.sizes.items() if size == -1]
     fixed = math.prod(size for size in mesh.sizes.values() if size != -1)
     bad = {axis: size for axis, size in mesh.sizes.items() if size < 1 and size != -1}
@@ -58,11 +54,7 @@ def resolve_mesh(mesh: Mesh, world_size: int) -> Mesh:
 
 
 def agreed_mesh(mesh: Mesh | None, planned: Mesh | None, size: int) -> Mesh | None:
-    """The mesh that the script asks for, or that of the launch's plan; None if both leave it open.
-
-    Raises:
-        MeshError: a mesh does not fit this number of ranks, or the two differ.
-    """
+    """The mesh of the script and of the launch's plan, which must agree; None if both are open."""
     shapes = {resolve_mesh(shape, size) for shape in (mesh, planned) if shape is not None}
     if len(shapes) == 2:
         raise MeshError(
@@ -74,9 +66,6 @@ def agreed_mesh(mesh: Mesh | None, planned: Mesh | None, size: int) -> Mesh | No
 
 def read_mesh(text: str) -> Mesh:
     """A mesh from text, as in `fxtrain launch --mesh`.
-
-    Raises:
-        MeshError: it is not of the form `axis=size,axis=size`, or an axis is unknown.
 
     Example:
         >>> read_mesh("shard=8,tensor=2") == Mesh(shard=8, tensor=2)

@@ -20,12 +20,7 @@ _SHORT_FORMS = {"strategy": "kind", "quantize": "kind", "precision": "compute"}
 
 
 def parse_text(text: str, format: Format) -> Any:
-    """Plain data from the text of a settings file.
-
-    Raises:
-        PlanError: the text is invalid in that format.
-        MissingPackageError: YAML needs pyyaml (the extra `files`).
-    """
+    """Plain data from the text of a settings file; a PlanError if it is invalid in that format."""
     if format not in _FORMATS:
         raise PlanError(f"format={format!r}: choose one of {', '.join(_FORMATS)}.", code="FX201")
     try:
@@ -38,12 +33,9 @@ def parse_text(text: str, format: Format) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Plain data from JSON that every parser reads alike.
+    """Plain data from JSON that every parser reads alike; else a ValueError.
 
     Each key appears once in its table, numbers are finite, and text can be encoded as UTF-8.
-
-    Raises:
-        ValueError: it is not, or it is nested too deeply.
     """
     text = text if isinstance(text, str) else text.decode()
     try:
@@ -58,11 +50,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, for `json.loads(object_pairs_hook=...)`; each key once.
-
-    Raises:
-        ValueError: a key appears twice.
-    """
+    """An object of JSON, for `json.loads(object_pairs_hook=...)`, unless a key appears twice."""
     table = dict(pairs)
     if len(table) < len(pairs):
         seen = set[str]()
@@ -83,12 +71,7 @@ def _no_number(word: str) -> NoReturn:
 
 
 def parse_yaml(text: str) -> Any:
-    """Data from YAML, as pyyaml's `safe_load` reads it; aliases are refused.
-
-    Raises:
-        ValueError: it is no YAML, it is large or nested too deeply, or it has an alias.
-        MissingPackageError: pyyaml is not installed (the extra `files`).
-    """
+    """Data as pyyaml's `safe_load` reads it; aliases and input that is too large are refused."""
     yaml: Any = optional("yaml", extra="files", needed_by="A file in YAML")
     if len(text) > _MAX_YAML:
         raise ValueError(f"it has {len(text)} characters; YAML is limited to {_MAX_YAML}.")

@@ -134,11 +134,7 @@ class Placement:
 
 
 def owner_of(units: Mapping[str, T], tensor: str) -> T:
-    """The unit of a parameter or buffer: the one with the longest name that contains it.
-
-    Raises:
-        PlanError: it belongs to none.
-    """
+    """The unit of a parameter or buffer, which has the longest name that contains it."""
     for name in names_above(tensor):
         if name in units:
             return units[name]
@@ -166,12 +162,7 @@ Limits = tuple[tuple[str, int | str], ...]
 
 
 def check_limit(size: int | str) -> None:
-    """Check how much of a device a model may take: bytes, text such as "10GiB", or "50%".
-
-    Raises:
-        ValueError: it is a share above 100%.
-        PlanError: it is no size.
-    """
+    """Check how much of a device a model may take: bytes, text such as "10GiB", or "50%"."""
     share = share_of(size)
     if share is not None and share > 1:
         raise ValueError("choose a share from 0% to 100%.")

@@ -46,11 +46,8 @@ def kind_of(config: type) -> str | None:
 def installed_strategies() -> "tuple[Strategy, ...]":
     """The strategies of installed packages, from the entry points in the group `GROUP`.
 
-    Everything that reads, checks or carries out a plan finds them here.
-
-    Raises:
-        PlanError: an entry point does not load, loads something else, or loads a second strategy
-            for a config.
+    Everything that reads, checks or carries out a plan finds them here. An entry point that does
+    not load, or loads a second strategy for a config, is a PlanError.
     """
     from fxtrain.state.strategy import Strategy  # imports the records that plans contain
 
@@ -61,9 +58,5 @@ def installed_strategies() -> "tuple[Strategy, ...]":
 
 
 def installed_configs() -> tuple[type, ...]:
-    """The configs of the strategies of installed packages.
-
-    Raises:
-        PlanError: as `installed_strategies`.
-    """
+    """The configs of the strategies of installed packages."""
     return tuple(row.config for row in installed_strategies())

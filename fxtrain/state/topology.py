@@ -96,11 +96,7 @@ def read_number(
     most: int = 10**9,
     default: int | None = None,
 ) -> int:
-    """The first of these variables that is set, as a whole number in a range.
-
-    Raises:
-        ContextError: none is set and there is no default, or the value is invalid.
-    """
+    """The first of these variables that is set, as a whole number in a range, or the default."""
     name = next((name for name in names if name in env), None)
     if name is None:
         if default is None:
@@ -137,9 +133,6 @@ def checked_topology(topology: Topology, env: Mapping[str, str]) -> Topology:
 
     MASTER_ADDR and MASTER_PORT override the topology's; an empty address or port 0 in it means
     unknown.
-
-    Raises:
-        ContextError: the numbers contradict each other, or the address is missing.
     """
     if problems := _contradictions(topology, env):
         raise ContextError(

@@ -248,13 +248,7 @@ _CLOSED = {
 
 
 def check_open(model: Wrapped, call: str, kind: type[FxError] = StepError) -> None:
-    """Refuse a handle whose module was unwrapped or released, or is inside `fx.gathered`.
-
-    Any other value is refused too.
-
-    Raises:
-        FxError: of this type, with what to do.
-    """
+    """Raise unless `model` is a wrapped model that is not unwrapped, released or gathered."""
     if not isinstance(model, Wrapped):
         raise kind(
             f"{call} takes a wrapped model, found {type(model).__name__}. Use "

@@ -259,16 +259,10 @@ def _send(pipe: Connection, request: bytes) -> None:
 
 
 def starter(*more: str) -> Any:
-    """Multiprocessing's context whose processes have torch loaded within a fraction of a second.
+    """Multiprocessing's context for processes that have torch, and `more`, when they start.
 
-    They are forks of Python's fork server, which imports torch once. Forking is safe with loaded
-    libraries only on Linux; elsewhere every process imports torch by itself.
-
-    Args:
-        more: Modules that the fork server loads as well, if it has not started yet.
-
-    Effects:
-        Tells the fork server what to load when it starts.
+    They are forks of Python's fork server, which imports torch once, when it starts. Forking is
+    safe with loaded libraries only on Linux; elsewhere every process imports torch by itself.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")

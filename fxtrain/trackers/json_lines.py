@@ -80,13 +80,7 @@ def _stays(line: bytes, position: Position) -> bool:
 
 
 def replace_file(path: Path, lines: Iterable[bytes]) -> None:
-    """Write a file of a locked folder completely or not at all.
-
-    What a process that was killed here has left is replaced by the next one.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file of a locked folder completely or not at all, over an earlier draft of it."""
     draft = path.with_name(f".{path.name}-draft")
     try:
         with draft.open("wb") as file:
@@ -198,11 +192,7 @@ class RunLog:
 
 
 def folder_of(path: Any) -> Path:
-    """The folder of a run on this machine.
-
-    Raises:
-        PlanError: it is not a path.
-    """
+    """The folder of a run on this machine; a PlanError if it is not a path."""
     if problem := path_problem(path):
         raise PlanError(f"track: {problem}.")
     text = os.fspath(path)

@@ -154,14 +154,7 @@ def track(
 
 
 def lock_folder(folder: Path, ctx: DistContext) -> Lock | None:
-    """Lock the folder of a run, on rank 0; None on other ranks and in a dry run.
-
-    Effects:
-        Creates the folder.
-
-    Raises:
-        PlanError: a run is open there, or the folder cannot be written.
-    """
+    """Create and lock the folder of a run, on rank 0; None on other ranks and in a dry run."""
     if ctx.comm.simulated or not ctx.is_main:
         return None
     try:
@@ -174,11 +167,7 @@ def lock_folder(folder: Path, ctx: DistContext) -> Lock | None:
 
 
 def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) -> Identity:
-    """Decide which run this is.
-
-    Raises:
-        PlanError: the folder belongs to another run, or its file is damaged.
-    """
+    """Decide which run this is; a PlanError if the folder belongs to another one."""
     requested = None if resume is None or resume == "folder" else structure(resume, Identity)
     if not (folder / FILE).exists():
         return requested or Identity(id=secrets.token_hex(16))
@@ -198,11 +187,7 @@ def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) ->
 
 
 def own(path: Any, ctx: DistContext) -> Lock | None:
-    """Lock the folder of a run before anything in it is read; the lock, on rank 0.
-
-    Raises:
-        PlanError: a run is open there, or the folder cannot be written; on every rank.
-    """
+    """Lock the folder of a run before it is read; a problem is raised on every rank."""
     with contextlib.ExitStack() as undo:
         lock, problem = None, None
         try:
@@ -288,11 +273,7 @@ def _start(
     position: Any = None,
     ranks: Any,
 ) -> Start:
-    """What the trackers of a run have in common.
-
-    Raises:
-        PlanError: an argument is invalid.
-    """
+    """What the trackers of a run have in common, from checked arguments."""
     folder = folder_of(path)
     if ranks not in ("main", "all"):
         raise PlanError(f"track(ranks={shown(ranks)}): choose 'main' or 'all'.")
@@ -351,11 +332,8 @@ def _open_all(
 ) -> dict[str, str]:
     """Open every tracker that can be opened.
 
-    Returns:
-        The libraries' ids of the run by kind, as `known` from when it was opened before.
-
-    Raises:
-        FxError: a tracker refuses the run, such as for a missing package.
+    Returns the libraries' ids of the run by kind, as `known` from when it was opened before. A
+    tracker that refuses the run, such as for a missing package, raises.
     """
     ids = {**known}
     params = Entry(
@@ -442,11 +420,7 @@ def trackers() -> dict[type, Tracker]:
 
 
 def targets(to: Any) -> Iterator[tuple[Tracker, Any]]:
-    """Trackers with their configs, from what `fx.track` takes.
-
-    Raises:
-        PlanError: no tracker is registered for one; the message has the most similar name.
-    """
+    """Trackers with their configs, from what `fx.track` takes."""
     for target in (to,) if isinstance(to, str) or not isinstance(to, Iterable) else to:
         if target == "all":
             yield from ((row, row.config()) for row in TRACKERS if row.config and _is_there(row))

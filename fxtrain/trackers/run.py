@@ -212,11 +212,7 @@ class Run:
 
 
 def place_of(step: Any) -> dict[str, Any]:
-    """The position at which something is logged, as fields of an `Entry`.
-
-    Raises:
-        PlanError: `step` is neither a position nor a whole number.
-    """
+    """The position at which something is logged, as fields of an `Entry`."""
     if isinstance(step, Position):
         known = {"step": step.updates, "rows": step.samples, "epoch": step.epoch}
         return {**known, "time": time.time()}
@@ -273,9 +269,7 @@ def numbers_of(
 def image_of(image: Any) -> Callable[[], Tensor]:
     """Capture an image; the returned function gives uint8 on the CPU, (height, width, channels).
 
-    Args:
-        image: Tensor or array of shape (channels, height, width) or (height, width); floats from
-            0 to 1, or uint8.
+    It is (channels, height, width) or (height, width), of floats from 0 to 1 or uint8.
     """
     tensor = image if isinstance(image, Tensor) else torch.as_tensor(image, device="cpu")
     tensor = tensor.detach().clone()

@@ -152,9 +152,5 @@ def array(image: Tensor) -> Any:
 
 
 def picture(config: type, image: Tensor) -> Any:
-    """A `PIL.Image`.
-
-    Raises:
-        MissingPackageError: pillow is not installed.
-    """
+    """A `PIL.Image`."""
     return library(config, "PIL.Image").fromarray(array(image))

@@ -69,12 +69,6 @@ class Writer:
 
     A tracker that is in one call when training has waited for `patience_s` is dropped: another
     thread continues with the others.
-
-    Args:
-        patience_s: How long a call of the run waits for a tracker, in seconds.
-
-    Attributes:
-        opened: The trackers.
     """
 
     def __init__(self, patience_s: float) -> None:

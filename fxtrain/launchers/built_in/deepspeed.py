@@ -40,10 +40,6 @@ def deepspeed(spec: LaunchSpec, machine: Machine) -> Invocation:
 
     One rank runs on each slot that remains after the filters. With a hostfile, `nodes` above 1
     uses its first machines, and `ranks` above 1 the first slots of each.
-
-    Raises:
-        LaunchError: filters or nodes without a hostfile, no main address for a runner other than
-            pdsh, or a value that DeepSpeed cannot pass.
     """
     return (_by_runner if spec.options.hostfile else _here)(spec, machine)
 

@@ -74,13 +74,7 @@ class KubernetesOptions:
 
 
 def kubernetes(spec: LaunchSpec, machine: Machine) -> Invocation:
-    """A manifest, and the command that submits it to the cluster.
-
-    The file is JSON, which is also valid YAML.
-
-    Raises:
-        LaunchError: no image was given.
-    """
+    """A manifest in JSON, which is also valid YAML, and the command that submits it."""
     options = spec.options
     if not options.image:
         raise LaunchError(

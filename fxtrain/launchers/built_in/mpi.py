@@ -44,11 +44,7 @@ class MpiOptions:
 
 
 def mpi(spec: LaunchSpec, machine: Machine) -> Invocation:
-    """The command line of mpirun, on this machine or on those of a hostfile.
-
-    Raises:
-        LaunchError: the MPI is unknown, or several nodes without names.
-    """
+    """The command line of mpirun, on this machine or on those of a hostfile."""
     options = spec.options
     kind = options.kind or machine.mpi
     if not kind:

@@ -16,11 +16,7 @@ from fxtrain.launchers.child import end_with_parent
 
 
 def main() -> int:
-    """Run the launch described by the file in the first argument.
-
-    Returns:
-        The exit code of the first node that failed, or 0.
-    """
+    """Run the launch in the file; the exit code of the first node that failed, or 0."""
     settings = json.loads(Path(sys.argv[1]).read_text())
     ray = optional("ray", extra="ray", needed_by="fxtrain launch --launcher ray")
     if settings["address"]:

@@ -83,11 +83,7 @@ class _Code(str):
 
 
 def sagemaker(spec: LaunchSpec, machine: Machine) -> Invocation:
-    """The program that submits the job, on whose machines SageMaker starts torchrun.
-
-    Raises:
-        LaunchError: role, machine or image are missing, or SageMaker cannot pass the arguments.
-    """
+    """The program that submits the job, on whose machines SageMaker starts torchrun."""
     _check(spec)
     inputs = dict(item.split("=", 1) for item in spec.options.inputs)
     lines = [f"trainer = {_trainer(spec)}"]

@@ -61,11 +61,7 @@ def tpu(spec: LaunchSpec, machine: Machine) -> Invocation:
 
 
 def tpu_pod(spec: LaunchSpec, machine: Machine) -> Invocation:
-    """The program on every host of a pod, where it must already exist.
-
-    Raises:
-        LaunchError: the TPU has no name.
-    """
+    """The program on every host of a pod, where it must already exist."""
     _check(spec)
     options = spec.options
     env = {"PJRT_DEVICE": "TPU"} | remote_environment(spec)
@@ -76,11 +72,7 @@ def tpu_pod(spec: LaunchSpec, machine: Machine) -> Invocation:
 
 
 def pod_command(options: TpuPodOptions, command: str) -> tuple[str, ...]:
-    """gcloud's command line that runs a shell command on the hosts of a pod, after its `setup`.
-
-    Raises:
-        LaunchError: the TPU has no name.
-    """
+    """gcloud's command line that runs a shell command on the hosts of a pod, after its `setup`."""
     if not options.name:
         raise LaunchError("A TPU pod needs the option name, as gcloud lists it.")
     place = [f"cd {_folder(options.folder)}"] if options.folder else []
@@ -101,9 +93,6 @@ def setup_command(
     """gcloud's command line that prepares the hosts of a pod. The first failing command ends it.
 
     Its `setup` runs first, then pip for what is to be installed, then the commands.
-
-    Raises:
-        LaunchError: the pod has no name, or there is nothing to run.
     """
     pip = [f"{options.python} -m pip install {shlex.quote(install)}"] if install else []
     wanted = [*options.setup, *pip, *commands]
