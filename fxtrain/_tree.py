@@ -64,6 +64,11 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     return fn(tree) if node is None else node[3]([map_leaves(fn, child) for child in node[2]])
 
 
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Apply a function to every tensor and rebuild the tree; other leaves stay as they are."""
+    return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
 def leaf_paths(shape: TreeSpec, prefix: str = "") -> list[str]:
     """Name every leaf, such as `['images'][0]`, in the order of `flatten`."""
     if shape is _LEAF_SPEC:

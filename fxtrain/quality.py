@@ -217,9 +217,7 @@ def _compare_outputs(case: Case, name: str, base: Wrapped, other: Wrapped) -> Co
     other.eval()
     mine = ctx.axis("data")
     for batch in case.batches[mine.rank :: mine.world_size]:
-        moved = _tree.map_leaves(
-            lambda leaf: leaf.to(ctx.device) if isinstance(leaf, Tensor) else leaf, batch
-        )
+        moved = _tree.map_tensors(lambda tensor: tensor.to(ctx.device), batch)
         wanted, got = _both(case, moved, base, other, sums)
         if case.outputs == "logits":
             same = wanted.argmax(-1) == got.argmax(-1)

@@ -27,13 +27,8 @@ from fxtrain.state import (
     Single,
 )
 from fxtrain.state.deepspeed import fill_from_config, read_config
-from fxtrain.state.mesh import AXES, resolve_mesh
+from fxtrain.state.mesh import SPANS, resolve_mesh
 
-_SPANS = {
-    "data": ("replicate", "shard"),
-    "loss": ("replicate", "shard", "context"),
-    **{axis: (axis,) for axis in AXES},
-}
 _CHIPS = 4  # of a TPU host, where the mesh leaves it open
 _WIDTH = 256
 
@@ -83,7 +78,7 @@ def planned_context(spec: LaunchSpec, plan: Plan) -> DistContext:
     )
     if ctx.world_size == 1:
         return ctx
-    sizes = {name: math.prod(mesh.sizes[axis] for axis in span) for name, span in _SPANS.items()}
+    sizes = {name: math.prod(mesh.sizes[axis] for axis in span) for name, span in SPANS.items()}
     axes = {
         name: attrs.evolve(ctx, world_size=size, comm=_comm(size), mesh=Mesh(replicate=size))
         for name, size in sizes.items()

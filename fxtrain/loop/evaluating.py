@@ -284,9 +284,7 @@ def _update_metrics(
         update: Any = getattr(metric, "update", None)
         if hasattr(metric, "add_batch"):  # Hugging Face's take lists, by name
             update = metric.add_batch
-            arguments = _tree.map_leaves(
-                lambda leaf: leaf.tolist() if isinstance(leaf, Tensor) else leaf, arguments
-            )
+            arguments = _tree.map_tensors(Tensor.tolist, arguments)
             if type(arguments) is tuple:
                 arguments = dict(zip(_COLUMNS, arguments, strict=True))
         if isinstance(arguments, Mapping):

@@ -206,21 +206,19 @@ class Reports(Iterator[Report]):
         if inspect.getgeneratorstate(self._reports) != inspect.GEN_RUNNING:
             self._reports.close()
 
-    def abandon(self) -> None:
-        """End the run as it is, at the end of the script."""
-        if inspect.getgeneratorstate(self._reports) == inspect.GEN_SUSPENDED:
-            ops.log(self._ctx).warning(
-                "fit: the run in %s is still open at the end of the script, so what it trained "
-                "since its last checkpoint is not saved. Use `with fx.fit(...) as reports:`.",
-                self._path,
-            )
-            with contextlib.suppress(_ScriptEnded):
-                self._reports.throw(_ScriptEnded())
-
     @staticmethod
     def _abandon(reference: "weakref.ref[Reports]") -> None:
-        if (reports := reference()) is not None:
-            reports.abandon()
+        """End a run as it is, at the end of the script."""
+        run = reference()
+        if run is None or inspect.getgeneratorstate(run._reports) != inspect.GEN_SUSPENDED:
+            return
+        ops.log(run._ctx).warning(
+            "fit: the run in %s is still open at the end of the script, so what it trained since "
+            "its last checkpoint is not saved. Use `with fx.fit(...) as reports:`.",
+            run._path,
+        )
+        with contextlib.suppress(_ScriptEnded):
+            run._reports.throw(_ScriptEnded())
 
     @staticmethod
     def body_failed(closing: GeneratorExit, handled: BaseException | None, reader: int) -> bool:

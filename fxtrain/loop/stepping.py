@@ -10,6 +10,7 @@ from torch.nn.modules.loss import _Loss
 from typing_extensions import TypeVar
 
 from fxtrain import _tree, ops
+from fxtrain._display import counted
 from fxtrain._record import shown
 from fxtrain.backends.core.replica_digests import verify_replicas
 from fxtrain.errors import StepError
@@ -210,7 +211,7 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
         skipped=due and not outcome.applied,
         position=position,
         updates=window.updates,
-        aux=None if weighted.aux is None else _tree.map_leaves(_detach, weighted.aux),
+        aux=None if weighted.aux is None else _tree.map_tensors(Tensor.detach, weighted.aux),
     )
 
 
@@ -394,22 +395,17 @@ def _nonfinite_problem(ctx: DistContext, batch: Batch, model: Wrapped) -> StepEr
     if not any(losses or grads for losses, grads in counts):
         return None
     lines = [
-        f"  rank {rank}: {losses} non-finite loss{'' if losses == 1 else 'es'}; "
-        f"gradients are {'non-finite' if grads else 'finite'}"
-        for rank, (losses, grads) in enumerate(counts)
-        if losses or grads
-    ]
-    return StepError(
-        "\n".join(
-            [
-                f"Non-finite values before update {model.window.updates + 1} "
-                f"(epoch {batch.position.epoch}, index {batch.position.index}):",
-                *lines,
-                'Update skipped. Use Plan(nonfinite="skip") to continue without raising.',
-            ]
+        f"Non-finite values before update {model.window.updates + 1} "
+        f"(epoch {batch.position.epoch}, index {batch.position.index}):",
+        *(
+            f"  rank {rank}: {counted(losses, 'non-finite loss')}; "
+            f"gradients are {'non-finite' if grads else 'finite'}"
+            for rank, (losses, grads) in enumerate(counts)
+            if losses or grads
         ),
-        code="FX501",
-    )
+        'Update skipped. Use Plan(nonfinite="skip") to continue without raising.',
+    ]
+    return StepError("\n".join(lines), code="FX501")
 
 
 def advance_schedulers(batch: Batch, model: Wrapped, steps: int) -> None:
@@ -489,7 +485,3 @@ def _warn_of_lengths(model: Wrapped, batch: Batch, steps: int) -> None:
             model.plan.schedule,
             cure,
         )
-
-
-def _detach(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -46,19 +46,13 @@ PIECE_BYTES = 256 << 20
 # tensors in a buffer of its own, and copies them from there, so the first takes one tensor.
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_OPS = {
-    "mean": dist.ReduceOp.SUM,
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
-_FOLDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda rows: rows.sum(0),
-    "sum": lambda rows: rows.sum(0),
-    "max": lambda rows: rows.amax(0),
-    "min": lambda rows: rows.amin(0),
-    "product": lambda rows: rows.prod(0),
+# How a library combines the ranks, and how their rows are combined here.
+_OPS: dict[str, tuple[Any, Callable[[Tensor, int], Tensor]]] = {
+    "mean": (dist.ReduceOp.SUM, torch.sum),
+    "sum": (dist.ReduceOp.SUM, torch.sum),
+    "max": (dist.ReduceOp.MAX, torch.amax),
+    "min": (dist.ReduceOp.MIN, torch.amin),
+    "product": (dist.ReduceOp.PRODUCT, torch.prod),
 }
 # Dtypes that every library sums natively; others are computed in a wider one.
 _NATIVE_DTYPES = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8}
@@ -425,7 +419,7 @@ def _check_reducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) 
 
 def _fold(rows: Tensor, op: str) -> Tensor:
     """Combine (ranks, ...) in rank order, so that the result is bitwise equal on every rank."""
-    return _narrow(_FOLDS[op](_widen(rows, op)), rows.dtype, op, len(rows))
+    return _narrow(_OPS[op][1](_widen(rows, op), 0), rows.dtype, op, len(rows))
 
 
 def _reduced(piece: list[Tensor], op: str, ranks: int, group: Any) -> Tensor:
@@ -438,7 +432,7 @@ def _reduced(piece: list[Tensor], op: str, ranks: int, group: Any) -> Tensor:
         wide = gather_piece([wide], ranks, group).prod(0)
     else:
         sent = torch.view_as_real(wide) if wide.is_complex() else wide
-        dist.all_reduce(sent, op=_OPS[op], group=group)
+        dist.all_reduce(sent, op=_OPS[op][0], group=group)
     return _narrow(wide, flat.dtype, op, ranks)[None]
 
 

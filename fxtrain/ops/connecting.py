@@ -27,7 +27,7 @@ from fxtrain.ops.transport.exchange import CallState
 from fxtrain.state import Comm, CommState, DistContext, Mesh, Plan
 from fxtrain.state.context import with_plan
 from fxtrain.state.files import plan_in
-from fxtrain.state.mesh import AXES, agreed_mesh, axis_groups, resolve_mesh
+from fxtrain.state.mesh import SPANS, agreed_mesh, axis_groups, resolve_mesh
 from fxtrain.state.topology import Topology, read_topology
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -234,7 +234,8 @@ def _connect_ranks(
     )
     state.opened_groups.append(control)
     comm.slot(CallState)  # the thread that connects makes the calls
-    parts = {} if mesh is None else _mesh_parts(shape)
+    spans = {} if mesh is None else SPANS
+    parts = {name: axis_groups(shape, span) for name, span in spans.items()}
     if topology.num_nodes > 1:
         parts["node"] = _node_parts(_context(topology, device, comm, shape, {}))
     axes = _open_axes(comm, parts, topology.rank, wait, device, owned=owned)
@@ -271,16 +272,6 @@ def _context(
         for name, (rank, part) in axes.items()
     }
     return attrs.evolve(ctx, axes=MappingProxyType(along))
-
-
-def _mesh_parts(mesh: Mesh) -> dict[str, list[list[int]]]:
-    """The ranks along each axis."""
-    spans: dict[str, tuple[str, ...]] = {
-        "data": ("replicate", "shard"),
-        "loss": ("replicate", "shard", "context"),
-        **{axis: (axis,) for axis in AXES},
-    }
-    return {name: axis_groups(mesh, span) for name, span in spans.items()}
 
 
 def _node_parts(ctx: DistContext) -> list[list[int]]:

@@ -137,14 +137,13 @@ def _message(topology: Topology, store: Any, backend: str, error: Exception) -> 
     silent = "has told no error so far" if known else "unknown, since the store does not answer"
     views = [(rank, errors.get(rank, silent)) for rank in ranks]
     did = f"did not reach {'; '.join(far)} to open" if far else "could not open"
-    return "\n".join(
-        [
-            f"{me} {did} the process group {backend!r}.",
-            *by_rank(views, hosts),
-            "Check the output of ranks that never began. Machines must reach each other at the "
-            "addresses of the interfaces that GLOO_SOCKET_IFNAME names.",
-        ]
-    )
+    lines = [
+        f"{me} {did} the process group {backend!r}.",
+        *by_rank(views, hosts),
+        "Check the output of ranks that never began. Machines must reach each other at the "
+        "addresses of the interfaces that GLOO_SOCKET_IFNAME names.",
+    ]
+    return "\n".join(lines)
 
 
 def _unreached(places: Collection[str]) -> dict[str, str]:

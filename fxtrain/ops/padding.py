@@ -298,12 +298,8 @@ def _to_send(leaf: Any, size: int, longest: int) -> Any:
         return leaf
     leaf = leaf[:size]
     if any([isinstance(entry, Tensor) for entry in _tree.flatten(leaf)[0]]):
-        return _tree.map_leaves(_detached, leaf)
+        return _tree.map_tensors(Tensor.detach, leaf)
     return leaf
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _real_rows(leaf: Any, gathered: Any, batch: Batch) -> Any:

@@ -130,28 +130,21 @@ def raise_plan_differences(
     changes = {rank: _changes(first, other) for rank, (other, _) in enumerate(plans)}
     lines = by_rank((rank, text) for rank, text in changes.items() if text)
     if lines:
-        raise PlanError(
-            "\n".join(
-                [
-                    f"{action}: the ranks pass different plans. Compared with rank 0:",
-                    *lines,
-                    "Pass the same plan on every rank: read it from one file, and do not set "
-                    "fields by rank.",
-                ]
-            )
-        )
+        lines = [
+            f"{action}: the ranks pass different plans. Compared with rank 0:",
+            *lines,
+            "Pass the same plan on every rank: read it from one file, and do not set fields by "
+            "rank.",
+        ]
+        raise PlanError("\n".join(lines))
     names = [name for name in facts if len({others[name] for _, others in plans}) > 1]
     shown = [", ".join(f"{name}: {facts[name]}" for name in names) for _, facts in plans]
-    raise CollectiveError(
-        "\n".join(
-            [
-                f"{action}: the ranks differ in {' and '.join(names)}.",
-                *by_rank(enumerate(shown)),
-                f"Every rank must pass the same {' and the same '.join(names)}.",
-            ]
-        ),
-        code="FX301",
-    )
+    lines = [
+        f"{action}: the ranks differ in {' and '.join(names)}.",
+        *by_rank(enumerate(shown)),
+        f"Every rank must pass the same {' and the same '.join(names)}.",
+    ]
+    raise CollectiveError("\n".join(lines), code="FX301")
 
 
 def _changes(first: Plan, other: Plan) -> str:

@@ -1,6 +1,6 @@
 """Positions of a rank's tokens under context parallelism, and gathering them in order."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -63,21 +63,15 @@ def join_tokens(tree: T, model: Wrapped, *, dim: int = 1) -> T:
     if axis.world_size == 1:
         return tree
 
-    def sorted_again(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        count = leaf.shape[0] // axis.world_size
+    def sorted_again(tensor: Tensor) -> Tensor:
+        count = tensor.shape[0] // axis.world_size
         ranks = range(axis.world_size)
         places = [positions_of(count, model.ctx, model.plan, rank=rank) for rank in ranks]
-        order = torch.cat(places).argsort().to(leaf.device)
-        return leaf.index_select(0, order).movedim(0, dim)
+        order = torch.cat(places).argsort().to(tensor.device)
+        return tensor.index_select(0, order).movedim(0, dim)
 
-    first = _tree.map_leaves(lambda leaf: _dim_first(leaf, dim), tree)
-    return _tree.map_leaves(sorted_again, gather(first, axis))
-
-
-def _dim_first(leaf: Any, dim: int) -> Any:
-    return leaf.detach().movedim(dim, 0).contiguous() if isinstance(leaf, Tensor) else leaf
+    first = _tree.map_tensors(lambda x: x.detach().movedim(dim, 0).contiguous(), tree)
+    return _tree.map_tensors(sorted_again, gather(first, axis))
 
 
 def positions_of(count: int, ctx: DistContext, plan: Plan, *, rank: int | None = None) -> Tensor:

@@ -127,14 +127,13 @@ def _frozen(weight: Tensor) -> nn.Parameter:
 def _meta_int4(weight: Tensor, group: int) -> Tensor:
     """What the prototype for CPUs makes of a weight; itself, it takes CPU tensors only."""
     rows, columns = weight.shape
-    prototype = quietly(_INT4)
-    return prototype.Int4OpaqueTensor(
-        torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta"),
-        torch.empty(columns // group, rows, 2, dtype=weight.dtype, device="meta"),
-        [1, group],
-        weight.shape,
-        None,
-    )
+    packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta")
+    scales = torch.empty(columns // group, rows, 2, dtype=weight.dtype, device="meta")
+    return _int4(packed, scales, [1, group], weight.shape)
+
+
+def _int4(packed: Tensor, scales: Tensor, block: list[int], shape: torch.Size) -> Tensor:
+    return quietly(_INT4).Int4OpaqueTensor(packed, scales, block, shape, None)
 
 
 def _tensors(part: nn.Module) -> dict[str, Tensor]:
@@ -169,15 +168,8 @@ def _build(
     inner = {name.removeprefix("_weight_"): tensor for name, tensor in tensors.items()}
     layer = linear_like(like)
     if facts["_type"] == _OPAQUE:
-        prototype = quietly(_INT4)
-        data = facts["_data"]
-        weight = prototype.Int4OpaqueTensor(
-            inner["qdata"],
-            inner["scale_and_zero"],
-            data["block_size"],
-            torch.Size(data["shape"]),
-            None,
-        )
+        block, shape = facts["_data"]["block_size"], torch.Size(facts["_data"]["shape"])
+        weight = _int4(inner["qdata"], inner["scale_and_zero"], block, shape)
     elif facts["_type"] == _INT2:
         weight = quietly(_INT2_MODULE).Int2Tensor(
             inner["qdata"], inner["scale"], facts["_data"]["group"]

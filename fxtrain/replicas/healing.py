@@ -116,12 +116,9 @@ def _compare(header: dict[str, Any], model: Wrapped, local: Mapping[str, Any] | 
     if (theirs := header["facts"].get("local")) != local:
         differences.append(f"Replicas(local=...): {local} here, {theirs} in the other replicas")
     if differences:
-        raise PlanError(
-            "\n".join(
-                [
-                    "This replica differs from those that train already, so it cannot join them:",
-                    *(f"  {line}" for line in differences),
-                    "Start it with the same script, plan and packages.",
-                ]
-            )
-        )
+        lines = [
+            "This replica differs from those that train already, so it cannot join them:",
+            *(f"  {line}" for line in differences),
+            "Start it with the same script, plan and packages.",
+        ]
+        raise PlanError("\n".join(lines))

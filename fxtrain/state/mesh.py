@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections.abc import Mapping
 
 import attrs
 
@@ -11,6 +12,12 @@ from fxtrain.errors import MeshError
 
 # Outermost first: neighbouring ranks, whose links are fastest, share the innermost axis.
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+# Those over which ranks read different rows, and over which a loss is summed; and each alone.
+SPANS: Mapping[str, tuple[str, ...]] = {
+    "data": ("replicate", "shard"),
+    "loss": ("replicate", "shard", "context"),
+    **{axis: (axis,) for axis in AXES},
+}
 
 
 @record

@@ -243,10 +243,7 @@ def _kill(process: Any) -> None:
     """Kill a rank and its children, such as the workers of a loader."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
-    except (
-        AttributeError,
-        ProcessLookupError,
-    ):  # Windows, or just started, or already ended
+    except (AttributeError, ProcessLookupError):  # Windows, or just started, or already ended
         process.kill()
 
 

@@ -143,37 +143,31 @@ def _name(spec: LaunchSpec) -> str:
 
 def _batch(spec: LaunchSpec, machine: Machine) -> str:
     own = name_values(spec.env)
-    env = {
-        k: v
-        for k, v in (remote_environment(spec) | _rendezvous_variables(spec)).items()
-        if k not in own
-    }
+    env = remote_environment(spec) | _rendezvous_variables(spec)
+    env = {name: value for name, value in env.items() if name not in own}
     options = attrs.evolve(spec.options, job_name=_name(spec))
     spec = attrs.evolve(spec, options=options)
     again = ["--requeue", "--open-mode=append", f"--signal=B:USR1@{options.warn_s}"]
     asked = [*_shape(spec, machine), *_asked(spec)]
     asked += again if options.requeue else ["--no-requeue"]
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            "# Written by fxtrain launch, which overwrites it on the next call.",
-            *(
-                [f"# Needs these variables in the environment of sbatch: {', '.join(own)}."]
-                * bool(own)
-            ),
-            *(f"#SBATCH {word}" for word in (*asked, *options.extra)),
-            "",
-            f"cd {shlex.quote(machine.folder)}",
-            *(f"export {name}={shlex.quote(value)}" for name, value in env.items()),
-            *([] if "OMP_NUM_THREADS" in env | own else [_THREADS]),
-            *([] if SECRET in env | own else [_SECRET]),
-            *options.setup,
-            "",
-            f"{shlex.join(_srun(spec, machine, errors=''))} &",
-            _REQUEUE if options.requeue else "wait $!",
-            "",
-        ]
-    )
+    needs = f"# Needs these variables in the environment of sbatch: {', '.join(own)}."
+    lines = [
+        "#!/bin/bash",
+        "# Written by fxtrain launch, which overwrites it on the next call.",
+        *([needs] if own else []),
+        *(f"#SBATCH {word}" for word in (*asked, *options.extra)),
+        "",
+        f"cd {shlex.quote(machine.folder)}",
+        *(f"export {name}={shlex.quote(value)}" for name, value in env.items()),
+        *([] if "OMP_NUM_THREADS" in env | own else [_THREADS]),
+        *([] if SECRET in env | own else [_SECRET]),
+        *options.setup,
+        "",
+        f"{shlex.join(_srun(spec, machine, errors=''))} &",
+        _REQUEUE if options.requeue else "wait $!",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 _THREADS = "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
