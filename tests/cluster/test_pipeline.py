@@ -252,6 +252,25 @@ def test_outputs_are_on_the_last_rank_or_all(pair):
     assert last == [None] * 3
 
 
+def _in_windows(ctx, schedule, look):
+    placed = fx.detect({}, device="cpu", mesh=fx.Mesh(pipeline=2), timeout_s=20)
+    plan = fx.Plan(strategy=fx.PP(schedule=schedule, microbatches=2), accumulate=2)
+    model = fx.wrap(Transformer(blocks=4), placed, plan, optimizer=_sgd)
+    fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).square().mean())
+    tokens = torch.arange(128).reshape(16, 8) % 24
+    for batch in fx.shard(DataLoader(tokens, batch_size=4), placed, plan):
+        fx.step(placed, batch, fns)
+        if look:
+            fx.evaluate(placed, model, DataLoader(tokens, batch_size=4), fns.loss)
+    return {name: value.tolist() for name, value in fx.weights(model)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_evaluations_inside_a_window_change_no_gradient(pair, schedule):
+    wanted = pair.run(_in_windows, schedule, False)
+    assert pair.run(_in_windows, schedule, True) == wanted
+
+
 def _noise(ctx):
     placed = fx.detect({}, device="cpu", mesh=fx.Mesh(pipeline=2), timeout_s=20)
     plan = fx.Plan(strategy=fx.PP(split=("blocks.1",)))

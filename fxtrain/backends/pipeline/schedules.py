@@ -209,8 +209,10 @@ def _schedule(model: Wrapped, stages: list[Any], parts: int, *, train: bool) -> 
     kind = fitting_kind(config, len(set(model.engine.partition.ranks)), parts)
     is_single = kind.stages == (1, 1)
     if not train:
-        kind_of_schedule = torch_schedules.ScheduleGPipe if is_single else _ForwardSchedule
-        return kind_of_schedule(stages[0] if is_single else stages, n_microbatches=parts)  # type: ignore[arg-type]
+        if not is_single:
+            return _ForwardSchedule(stages, n_microbatches=parts)
+        # Gradients are those of an open window, also where torch scales them after a forward.
+        return torch_schedules.ScheduleGPipe(stages[0], n_microbatches=parts, scale_grads=False)
     return getattr(torch_schedules, kind.name)(
         stages[0] if is_single else stages,
         n_microbatches=parts,
