@@ -145,6 +145,11 @@ TP_PLANS = {
     "and shards": (fx.TP(styles=CUTS + ENDS), {}, fx.Mesh(shard=2, tensor=2)),
     "sequence and shards": (fx.TP(styles=CUTS, sequence=True), {}, fx.Mesh(shard=2, tensor=2)),
     "and copies": (fx.TP(styles=CUTS), {"mode": "none"}, fx.Mesh(tensor=2)),
+    "not all in shards": (
+        fx.TP(styles=CUTS, sequence=True),
+        {"ignore": ("*.up.*", "*.norm_2.*")},
+        fx.Mesh(shard=2, tensor=2),
+    ),
 }
 
 TP_LAWS = {
@@ -160,6 +165,7 @@ TP_LAWS = {
     (4, "and shards"): ("same_clipped",),
     (4, "sequence and shards"): ("all_at_once", *REST),
     (4, "and copies"): ("all_at_once",),
+    (4, "not all in shards"): ("all_at_once",),
 }
 
 

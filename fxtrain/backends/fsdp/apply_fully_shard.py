@@ -38,7 +38,7 @@ from fxtrain.backends.core.device_mesh import (
 )
 from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module, send_values
-from fxtrain.backends.core.step_functions import average_grads, fsdp_groups
+from fxtrain.backends.core.step_functions import average_grads, fsdp_groups, local_grads
 from fxtrain.backends.tensor import is_mixture, split_layers
 from fxtrain.models.block_names import block_names
 from fxtrain.ops.step_parts import DTYPES
@@ -224,15 +224,20 @@ def _average_ignored(module: nn.Module, ranks: DistContext) -> list[Any]:
     Returns:
         The hooks, to be removed.
     """
-    every = module.parameters()
-    ignored = [p for p in every if not isinstance(p, DTensor) and p.is_floating_point()]
+    # Those of layers split over the tensor axis are DTensors, which the data ranks do not shard.
+    apart = (None, ("tensor",))
+    axes = [
+        (p, p.device_mesh.mesh_dim_names if isinstance(p, DTensor) else None)
+        for p in module.parameters()
+    ]
+    ignored = [p for p, names in axes if names in apart and p.is_floating_point()]
     shards = [shard for part in module.modules() for shard in fsdp_groups(part)]
     arrived: list[Tensor] = []
 
     def average() -> None:
         if arrived:  # else an earlier call in this backward has averaged all of them
             arrived.clear()
-            average_grads([p.grad for p in ignored if p.grad is not None], ranks)
+            average_grads(local_grads(ignored), ranks)
 
     def arrives(parameter: Tensor) -> None:
         if all([shard.reduce_grads for shard in shards]):
