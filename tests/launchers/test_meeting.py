@@ -9,12 +9,15 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import DistStoreError, HashStore, TCPStore
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousGracefulExitError,
@@ -22,7 +25,9 @@ from torch.distributed.elastic.rendezvous import (
     dynamic_rendezvous,
 )
 
+from fxtrain.launchers import LaunchSpec
 from fxtrain.launchers.built_in.native import rendezvous
+from fxtrain.launchers.built_in.native.agent import _Agent
 from fxtrain.launchers.built_in.native.rendezvous import (
     Clock,
     ElasticRendezvous,
@@ -31,6 +36,7 @@ from fxtrain.launchers.built_in.native.rendezvous import (
     read_state,
     write_state,
 )
+from fxtrain.launchers.orphans import MARK
 
 KEY = "fxtrain.rendezvous.run"
 NODES = st.builds(
@@ -95,33 +101,81 @@ def test_all_nodes_learn_why_they_did_not_meet_before_the_store_ends(nodes, why)
     assert len({*said.values()}) == 1 and re.search(why, said[0])
 
 
-def test_nodes_that_run_do_not_start_again_for_a_node_without_a_place(monkeypatch):
-    """Such as one that waited while others started again, of which one was quicker."""
+@pytest.fixture
+def run(monkeypatch):
+    """A run of at most two nodes: `make` one, and `submit` what it does beside the others."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    store, options = HashStore(), {"join_timeout": "20", "last_call_timeout": "1"}
-    config = argparse.Namespace(
-        rdzv_configs=options, run_id="run", rdzv_endpoint="127.0.0.1:1", min_nodes=2, max_nodes=2,
-        local_addr="127.0.0.1",
-    )  # fmt: skip
-    first, quick, third = (ElasticRendezvous(store, config) for _ in range(3))
-    look = StateBackend(store, "run", 3)  # sees a wait list as it is stored
+    store = HashStore()
 
-    def listed(name, count):
-        _wait_for(lambda: look.get_state() and len(getattr(look.seen, name)) == count)
+    def make(least=2, **options):
+        config = argparse.Namespace(
+            rdzv_configs={"join_timeout": "20", "last_call_timeout": "1", **options},
+            run_id="run", rdzv_endpoint="127.0.0.1:1", min_nodes=least, max_nodes=2,
+            local_addr="127.0.0.1",
+        )  # fmt: skip
+        return ElasticRendezvous(store, config)
 
     with ThreadPoolExecutor() as pool:
-        pool.submit(first.next_rendezvous)
-        quick.next_rendezvous()
-        others = [pool.submit(third.next_rendezvous)]
-        listed("redundancy_list", 1)
-        others.append(pool.submit(first.next_rendezvous))
-        listed("wait_list", 2)
-        quick.next_rendezvous()  # the others look once in a second, and one of them joins
-        listed("wait_list", 1)
-        assert quick.num_nodes_waiting() == 0 and quick.nodes_in_reserve() == 1
-        quick.shutdown()
-        ends = [other.exception(20) for other in others]
+        yield argparse.Namespace(make=make, submit=pool.submit, store=store)
+        make().shutdown()  # so that none waits for another one
+
+
+def test_nodes_that_run_do_not_start_again_for_a_node_without_a_place(run):
+    """Such as one that waited while others started again, of which one was quicker."""
+    first, quick, third = (run.make() for _ in range(3))
+    look = StateBackend(run.store, "run", 3)  # sees a wait list as it is stored
+
+    def listed(names, count):
+        lists = lambda: [len(getattr(look.seen, f"{name}_list")) for name in names]  # noqa: E731
+        _wait_for(lambda: look.get_state() and sum(lists()) == count)
+
+    run.submit(first.next_rendezvous)
+    quick.next_rendezvous()
+    others = [run.submit(third.next_rendezvous)]
+    listed(["redundancy"], 1)
+    others.append(run.submit(first.next_rendezvous))
+    listed(["wait"], 2)
+    quick.next_rendezvous()  # the others look once in a second, and one of them joins
+    listed(["wait", "redundancy"], 1)
+    assert quick.num_nodes_waiting() == 0 and quick.nodes_in_reserve() == 1
+    quick.shutdown()
+    ends = [other.exception(20) for other in others]
     assert [type(end) for end in ends if end] == [RendezvousGracefulExitError]
+
+
+def test_a_node_that_leaves_gives_its_place_away_before_its_heartbeats_are_missed(run):
+    stays, leaves, reserve = (run.make() for _ in range(3))
+    run.submit(stays.next_rendezvous)
+    leaves.next_rendezvous()
+    waits = run.submit(reserve.next_rendezvous)
+    _wait_for(lambda: stays.num_nodes_waiting() == 0 and stays.nodes_in_reserve() == 1)
+    start = time.monotonic()
+    leaves.leave()
+    _wait_for(lambda: stays.num_nodes_waiting() == 1)
+    assert time.monotonic() - start < 10
+    assert {stays.next_rendezvous().rank, waits.result(20).rank} == {0, 1}
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_nodes_join_again_without_one_that_is_lost_once_it_has_joined(
+    node, run, monkeypatch, tmp_path, capsys
+):
+    """Before the others know its ranks, for which they would wait until they end the run."""
+    monkeypatch.setenv(MARK, "none")
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 1.0)
+    beats = {"keep_alive_interval": "1", "keep_alive_max_attempt": "2"}
+    handlers = [run.make(1, **beats) for _ in range(2)]  # torch numbers nodes in this order
+    lost, stays = handlers.pop(node), *handlers
+    spec = WorkerSpec("default", 1, stays, entrypoint="none", local_addr="127.0.0.1")
+    agent = _Agent(spec, DefaultLogsSpecs(str(tmp_path)))
+    agent.launch, agent.serves = LaunchSpec(target="train.py", nodes=2, rendezvous="c10d"), True
+    meets = run.submit(agent._rendezvous, agent._worker_group)
+    with suppress(DistStoreError):  # which waits for what the other one writes
+        lost.next_rendezvous()
+    lost._handler._stop_heartbeats()
+    meets.result(30)
+    assert agent._worker_group.group_world_size == 1
+    assert "A node that had joined was lost before its ranks started." in capsys.readouterr().err
 
 
 def _wait_for(happened):
@@ -180,6 +234,24 @@ def test_clocks_may_differ():
     assert after["last_heartbeats"][0] == json.loads(before)["last_heartbeats"][0]
     assert after["deadline"] == json.loads(before)["deadline"]
     assert [*pickle.loads(_got(first.get_state())[0]).last_heartbeats] == [fast, slow]
+
+
+def test_a_heartbeat_is_sent_again_if_another_node_wrote_first():
+    """Both know what was stored a second ago, so nodes that joined together meet here each time."""
+    store = HashStore()
+    first, second = StateBackend(store, "run", 2), StateBackend(store, "run", 2)
+    ours, theirs = (dynamic_rendezvous._NodeDesc(f"n{n}", 1, 0) for n in (0, 1))
+    state = dynamic_rendezvous._RendezvousState()
+    before = datetime.now(UTC) - timedelta(seconds=9)
+    state.last_heartbeats = {ours: before, theirs: before}
+    token = _got(first.set_state(pickle.dumps(state)))[1]
+    state.last_heartbeats[theirs] = datetime.now(UTC)
+    _got(second.set_state(pickle.dumps(state), _got(second.get_state())[1]))
+    state.last_heartbeats = {ours: datetime.now(UTC), theirs: before}
+    bits, token, stored = _got(first.set_state(pickle.dumps(state), token))
+    assert not stored and pickle.loads(bits).last_heartbeats[ours] == before
+    state.last_heartbeats[ours] = datetime.now(UTC)
+    assert _got(first.set_state(pickle.dumps(state), token))[2]
 
 
 def test_a_deleted_state_is_an_error_at_once():

@@ -16,6 +16,7 @@ from fxtrain.launchers import LaunchSpec
 from fxtrain.launchers.built_in.native.agent import NodeEnd, NodeEnds, _Agent
 from fxtrain.launchers.built_in.native.elastic import check_devices
 from fxtrain.launchers.built_in.native.rendezvous import ElasticRendezvous
+from fxtrain.launchers.outcome import Failure, LaunchResult
 
 
 def _nodes(count, store=None):
@@ -146,6 +147,44 @@ def _agent(*, failures=2, count=2, least=1, reserve=0, serves=False, elastic=Tru
 )
 def test_a_node_leaves_if_its_ranks_failed_twice_and_enough_others_remain(settings, leaves):
     assert _agent(**settings)._can_leave() is leaves
+
+
+@pytest.mark.parametrize(
+    ("end", "reserve", "again"),
+    [
+        (NodeEnd(text="Node 1 was stopped by SIGTERM.", stopped=True), 1, True),
+        (NodeEnd(text="Node 1 was stopped by SIGTERM.", stopped=True), 0, False),
+        (NodeEnd(text="Rank 1 failed"), 1, True),
+        (NodeEnd(), 1, False),  # the run has succeeded
+    ],
+)
+def test_ranks_that_ended_well_start_again_if_a_node_in_reserve_replaces_another(
+    end, reserve, again
+):
+    """They may have saved and stopped only since those of the other node did."""
+    agent, closed = _agent(), []
+    agent._ends, other = _nodes(2)
+    agent.handler = SimpleNamespace(
+        num_nodes_waiting=lambda: 0,
+        nodes_in_reserve=lambda: reserve,
+        noticed_s=20,
+        is_closed=lambda: bool(closed),
+    )
+    other.tell(end)
+    assert [agent._starts_again(), agent._starts_again()] == [again, again]
+    closed.append(True)
+    assert not agent._starts_again()
+
+
+def test_ranks_that_ended_well_start_again_with_those_of_another_node_that_fail_later():
+    agent, fails = _agent(), _agent()
+    agent._ends, fails._ends = _nodes(2)
+    ended = LaunchResult(ranks=4, failures=(Failure(rank=1, code=3),), node="node 1")
+    fails._ended, fails._failures, fails._remaining_restarts = lambda _: ended, {}, 1
+    agent.handler = fails.handler = SimpleNamespace(
+        num_nodes_waiting=lambda: 0, nodes_in_reserve=lambda: 0, noticed_s=20, is_closed=bool
+    )
+    assert _together([agent._starts_again, fails._count_failure])[0]
 
 
 @pytest.mark.parametrize("met", [False, True])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from torch.distributed import DistError, DistNetworkError
+from torch.distributed import DistError, DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -57,7 +57,6 @@ _POLL_INTERVAL_S = 0.1
 _LONGEST_TEXT = 4000
 _FAILURES = 2  # in a row, of ranks of one node, after which it leaves the run
 _NOTICED_S = 2.0  # launchers that wait or stand by look once a second whether the run has ended
-_WAITING_S = 20.0  # for nodes that start their ranks again to be seen waiting
 _MAIN_LOST = (
     "The launcher that serves the store of this run ended before this one, or does not answer, so "
     "it is not known whether the ranks of other nodes succeeded."
@@ -343,6 +342,7 @@ class _Agent(LocalElasticAgent):
     kills: int | None  # by the kernel's out-of-memory killer, until then
     _failures: dict[int, Any]
     met: bool = False  # whether the nodes have come together once
+    _joined: bool = False  # whether they have, for this attempt
     _in_a_row: int = 0  # attempts that failed since ranks of this node did
     _left: LaunchResult | None = None  # how this node ended, if the others go on without it
     _ends: NodeEnds = _ALONE
@@ -410,6 +410,8 @@ class _Agent(LocalElasticAgent):
             elastic = isinstance(self.handler, ElasticRendezvous)
             if self.serves and elastic and (self.handler.nodes_in_reserve() or not self.met):
                 time.sleep(_NOTICED_S)
+        elif not closes and self._joined and not self.serves and self.launch.elastic:
+            self.handler.leave()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         look: Any = super()._monitor_workers
@@ -441,16 +443,34 @@ class _Agent(LocalElasticAgent):
         """
         if self._stopped_at is None and self._ends.interrupted():
             self._stopped_at = time.monotonic()
-        if self._stopped_at is not None and time.monotonic() - self._stopped_at < _WAITING_S:
+        if self._stopped_at is not None and self._waits_since(self._stopped_at):
             return True
         self._culprit = self._ends.wait(self._nodes_wait)
-        return self._culprit is not None and self._nodes_wait()
+        if self._culprit is None:
+            return False
+        if self._stopped_at is None and self._is_replaced():
+            self._stopped_at = time.monotonic()
+            return True
+        return self._nodes_wait()
+
+    def _waits_since(self, start: float) -> bool:
+        """Whether other nodes may still be seen waiting: one stops its ranks, or was lost."""
+        with contextlib.suppress(RendezvousError):
+            patience_s = self.handler.noticed_s + self.launch.shutdown_s
+            return time.monotonic() - start < patience_s and not self.handler.is_closed()
+        return False
+
+    def _is_replaced(self) -> bool:
+        """Whether another node starts its ranks again, or left and one in reserve replaces it."""
+        left = bool(self._culprit or self._ends.told())
+        return self._ends.interrupted() or (left and self.handler.nodes_in_reserve() > 0)
 
     def _count_failure(self) -> None:
         """Tell that ranks failed that start again, or leave the run without a further attempt."""
         attempt = self.launch.restarts - self._remaining_restarts + 1
         ending = self._ended(self._failures)
         if self.launch.elastic:  # numbered nodes start their ranks again each by itself
+            self._ends.interrupt()  # first, for nodes that wait for the end of this one
             ending = self._told(ending)
         lost = self._ends is _ALONE
         self._in_a_row = 0 if ending.culprit or lost else self._in_a_row + 1
@@ -459,7 +479,6 @@ class _Agent(LocalElasticAgent):
                 f"N{self._ends.name[1:]} leaves the run: its ranks failed {_FAILURES} times in a "
                 f"row, and enough other nodes remain."
             )
-            self._ends.interrupt()
             self._left, self._remaining_restarts = ending, 0
             return
         why = describe(ending) if ending.failures else "A rank of another node ended."
@@ -488,19 +507,32 @@ class _Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # Remaining children of ranks, before the next attempt starts.
         end_strays(os.environ[MARK], patience_s=self.launch.shutdown_s, ask=True)
-        join: Any = super()._rendezvous
+        self._joined = False
         try:
-            join(worker_group)
+            self._join(super()._rendezvous, worker_group)
         except RendezvousClosedError as error:
             why = "another launcher waited in vain for nodes, or failed; its output says why."
             raise RendezvousClosedError(self._ends.told() or why) from error
-        self.met = True
+        self.met = self._joined = True
         count = worker_group.group_world_size or 1
         if count < self._ends.count:
             say(f"The run continues with {count} of {self._ends.count} nodes.")
         self._ends = NodeEnds(self._store, worker_group.group_rank or 0, count, self.serves)
         self._ends.begin()
         self._stopped_at = None
+
+    def _join(self, join: Any, worker_group: WorkerGroup) -> None:
+        """Join the nodes, and again where one of them was lost before all knew their ranks."""
+        lost_at: float | None = None
+        while True:
+            try:
+                return join(worker_group)
+            except DistStoreError:  # the store waited in vain for what that node would write
+                lost_at = lost_at or time.monotonic()
+                late = time.monotonic() - lost_at > self.launch.connect_timeout_s
+                if late or not self.launch.elastic:
+                    raise
+                say("A node that had joined was lost before its ranks started. All join again.")
 
     def _exit_barrier(self) -> None:
         if not self.launch.elastic:  # where nodes join and leave, it has waited for the others

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStateError,
@@ -95,6 +96,10 @@ class ElasticRendezvous:
     def __init__(self, store: Any, config: Any) -> None:
         options = config.rdzv_configs
         last_call_s = float(options.get("last_call_timeout", 30))
+        beats = options.get("keep_alive_interval", 5), options.get("keep_alive_max_attempt", 3)
+        # Until a node that was lost is noticed; those that joined with it wait no longer for it.
+        self.noticed_s = float(beats[0]) * float(beats[1]) + _ANSWER_S
+        store.set_timeout(timedelta(seconds=self.noticed_s))
         backend = StateBackend(store, config.run_id, config.max_nodes, last_call_s)
         params = RendezvousParameters(
             BACKEND,
@@ -159,9 +164,10 @@ class ElasticRendezvous:
             )
 
     def num_nodes_waiting(self) -> int:
-        """See `RendezvousHandler`; 0 while the store does not answer."""
+        """See `RendezvousHandler`; 0 if the run has ended, and while the store does not answer."""
         try:
-            return self._handler.num_nodes_waiting()
+            waiting = self._handler.num_nodes_waiting()
+            return 0 if self._backend.seen.closed else waiting
         except RendezvousConnectionError as error:
             if not self._lost:
                 say(
@@ -175,6 +181,11 @@ class ElasticRendezvous:
         """Nodes that have come since the attempt began: they wait, or replace one that leaves."""
         state = self._backend.seen
         return len(state.wait_list) + len(state.redundancy_list) if state else 0
+
+    def leave(self) -> None:
+        """Give up this node's place, which would otherwise be free after `noticed_s`."""
+        with contextlib.suppress(RendezvousError):
+            self._backend.remove(self._handler._this_node)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)
@@ -272,15 +283,29 @@ class StateBackend(dynamic.RendezvousBackend):
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """See base class."""
+        # A heartbeat that is not stored, since another node wrote first, was not sent.
+        clock = self._clock.copy()
         # Created by this process's own handler.
-        text = write_state(pickle.loads(state), self._clock)
+        text = write_state(pickle.loads(state), clock)
         expected = _EMPTY if token is None else token
         stored = self._exchange(expected, text)
+        if stored.decode() == text:
+            self._clock = clock
         # A store answers so for a key that does not exist, and torch's handler would ask forever.
         if stored.decode() == expected != text:
             raise _deleted()
         given = self._given(stored)
         return None if given is None else (*given, given[1] == text)
+
+    def remove(self, node: Any) -> None:
+        """Take a node out of the participants, if others remain."""
+        found: Any = self.get_state()
+        while found is not None:  # until what is stored is without it
+            state = pickle.loads(found[0])
+            if node not in state.participants or len(state.participants) == 1:
+                return
+            del state.participants[node], state.last_heartbeats[node]
+            found = self.set_state(pickle.dumps(state), found[1])
 
     def _given(self, stored: bytes) -> tuple[bytes, str] | None:
         """A state as torch's handler takes it, and the text by which the store compares it."""
@@ -354,6 +379,12 @@ class Clock:
 
     def __init__(self) -> None:
         self._seen: dict[Any, tuple[str, datetime]] = {}  # as written, and here
+
+    def copy(self) -> "Clock":
+        """A clock that knows the same times, and may learn others."""
+        other = Clock()
+        other._seen = dict(self._seen)
+        return other
 
     def here(self, key: Any, written: str, new: datetime) -> datetime:
         """The time of this machine for a text that was read, which is `new` for another text."""
