@@ -25,6 +25,7 @@ def place(
     budget: Mapping[str, int] | None = None,
     *,
     policy: Policy | Mapping[str, str | int] = "auto",
+    resident: Iterable[str] = (),
     prefetch: int | None = None,
     offload_buffers: bool = False,
     activations: int = 0,
@@ -44,6 +45,9 @@ def place(
             balanced_low_0: the first holds as little as possible; sequential: one is filled
             after another, in the order of the model. Or a mapping from names of modules or tensors
             to devices, the longest name first: `{"": "cuda:0", "layers.3": "disk"}`.
+        resident: Names of modules and tensors that stay where they compute, such as adapters, which
+            could not be trained otherwise. They are units of their own. A mapping names devices
+            for them itself.
         prefetch: Units to read ahead of the one in use. None is 1, or 0 where that takes less time.
         offload_buffers: Stream buffers with parameters, rather than keep them.
         activations: Bytes of every accelerator that stay free for activations.
@@ -63,6 +67,7 @@ def place(
     """
     cache = _cache_of_units(sizes, batch * tokens)
     by_name = isinstance(policy, Mapping)
+    named = dict(policy) if by_name else dict.fromkeys(resident)
     units = [
         attrs.evolve(
             unit,
@@ -70,7 +75,7 @@ def place(
             reads=unit.reads + (unit.buffers if offload_buffers else 0),
             working=cache.get(unit.name, 0),
         )
-        for unit in (_units_of_mapping(sizes, policy) if by_name else sizes.units)
+        for unit in (_cut_units(sizes, named) if named else sizes.units)
     ]
     groups = _tied_groups(units, sizes.tied)
     if by_name:
@@ -79,26 +84,17 @@ def place(
         main = next((name for name in devices.values() if name not in ("cpu", DISK)), "cpu")
         _check_tied(groups, devices)
     else:
-        shared = cache.get("", 0)
-        rooms, cpu, disk = _limits(budget, policy, activations, shared)
-        main = next(iter(rooms))
-        tries = (1, 0) if prefetch is None else (prefetch,)
-        choices = [
-            (*fit, count)
-            for count in tries
-            if (fit := _fill(groups, rooms, cpu, disk, policy, count)) is not None
-        ]
-        if not choices:
-            _refuse(sizes, groups, rooms, cpu, disk, policy, activations + shared, tries[-1])
-        _, held, prefetch = min(choices, key=lambda choice: choice[0])  # the first of equals
-        devices = {unit.name: held[n] for n, group in enumerate(groups) for unit in group}
+        reserved = activations, cache.get("", 0)
+        main, devices, prefetch = _automatic(
+            sizes, groups, named, budget, policy, reserved, prefetch
+        )
     streaming = [
         unit for unit in units if devices[unit.name] == DISK or devices[unit.name] == "cpu" != main
     ]
     room = (1 + prefetch) * max((unit.reads for unit in streaming), default=0)
     on_disk = any(devices[unit.name] == DISK and unit.bytes > unit.buffers for unit in streaming)
     computing = dict.fromkeys([main, *(n for n in devices.values() if n not in ("cpu", DISK))])
-    reserved = {name: activations + (cache.get("", 0) if name == main else 0) for name in computing}
+    free = {name: activations + (cache.get("", 0) if name == main else 0) for name in computing}
     placement = Placement(
         units=tuple(attrs.evolve(unit, device=devices[unit.name]) for unit in units),
         device=main,
@@ -107,12 +103,57 @@ def place(
         prefetch=prefetch,
         room=room,
         staging=room if on_disk and main != "cpu" else 0,
-        reserved=tuple((name, size) for name, size in reserved.items() if size),
+        reserved=tuple((name, size) for name, size in free.items() if size),
         dtypes=sizes.dtypes,
     )
     if by_name and budget is not None:
         _check_budget(placement, budget)
     return placement
+
+
+def _automatic(
+    sizes: Sizes,
+    groups: list[_Group],
+    resident: Mapping[str, object],
+    budget: Mapping[str, int] | None,
+    policy: str,
+    reserved: tuple[int, int],
+    prefetch: int | None,
+) -> tuple[str, dict[str, str], int]:
+    """The first device that computes, the device of each unit, and how many to read ahead.
+
+    Args:
+        reserved: Bytes that stay free on every device that computes, and on the first one beside.
+    """
+    parts: tuple[list[_Group], list[_Group]] = [], []
+    for group in groups:
+        parts[any(_is_under(unit, resident) for unit in group)].append(group)
+    groups, kept = parts
+    # Which of the devices will hold them is not known yet.
+    stay = sum(unit.bytes + unit.working for group in kept for unit in group)
+    activations, shared = reserved
+    rooms, cpu, disk = _limits(budget, policy, activations + stay, shared)
+    main = next(iter(rooms))
+    taken = activations + stay + shared
+    if kept and rooms[main] < 0:
+        raise PlanError(
+            f"place(resident=...): {show_bytes(stay)} stay on {main}, which allows "
+            f"{show_bytes(rooms[main] + taken)}. Allow more of it, or name fewer tensors."
+        )
+    tries = (1, 0) if prefetch is None else (prefetch,)
+    choices = [
+        (*fit, count)
+        for count in tries
+        if (fit := _fill(groups, rooms, cpu, disk, policy, count)) is not None
+    ]
+    if not choices:
+        _refuse(sizes, groups, rooms, cpu, disk, policy, taken, tries[-1])
+    _, held, prefetch = min(choices, key=lambda choice: choice[0])  # the first of equals
+    devices = {unit.name: held[n] for n, group in enumerate(groups) for unit in group}
+    devices |= {
+        unit.name: _beside(group[0].name, devices, main) for group in kept for unit in group
+    }
+    return main, devices, prefetch
 
 
 def _cache_of_units(sizes: Sizes, tokens: int) -> dict[str, int]:
@@ -147,6 +188,16 @@ def _tied_groups(units: Sequence[Unit], tied: Iterable[tuple[str, ...]]) -> list
                 joined += group_of[other]
                 group_of.update((unit.name, joined) for unit in group_of[other])
     return list({id(group): group for group in group_of.values()}.values())
+
+
+def _is_under(unit: Unit, names: Mapping[str, object]) -> bool:
+    return any(name in names for name in names_above(unit.name))
+
+
+def _beside(name: str, devices: Mapping[str, str], main: str) -> str:
+    """The device that computes what a part is in."""
+    device = next((devices[above] for above in names_above(name) if above in devices), main)
+    return main if device in ("cpu", DISK) else device
 
 
 def _limits(
@@ -312,15 +363,15 @@ def _refuse(
     )
 
 
-def _units_of_mapping(sizes: Sizes, names: Mapping[str, object]) -> Sequence[Unit]:
+def _cut_units(sizes: Sizes, names: Mapping[str, object]) -> Sequence[Unit]:
     """The units of a model, and those that names inside of units cut off from them."""
     prefixes = {name for tensor in sizes.tensors for name in names_above(tensor)} | {""}
     if unknown := [name for name in names if name not in prefixes]:
         raise PlanError(
             "\n".join(
                 few(
-                    f"place(policy={{{name!r}: ...}}): {sizes.source} has no module or tensor of "
-                    f"this name.{closest(name, prefixes)}"
+                    f"place: {sizes.source} has no module or tensor "
+                    f"{name!r}.{closest(name, prefixes)}"
                     for name in unknown
                 )
             )

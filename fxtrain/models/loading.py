@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain._record import few
-from fxtrain.errors import CheckpointError
+from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.models.quantized_loading import prepare_layers, quantized_while_read
 from fxtrain.models.tensor_bytes import context_of, ignored_names, module_of, weights_by_name
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source, renamed
@@ -75,7 +75,7 @@ def load_model(
             `fx.checkpoint.saved_weights(path)`.
         model: A model from `wrap`, or a module.
         strict: Raise if names in the source and in the model differ.
-        cast: Convert dtypes that differ, instead of raising.
+        cast: Convert dtypes that differ, instead of raising; but no complex values to real ones.
         prefix: Read only names of the source with this prefix, and remove it.
         rename: Name in the source, without the prefix → name in the model, or None to skip it.
         device: Where to allocate parameters that are on the meta device; by default the
@@ -100,7 +100,7 @@ def load_model(
     Raises:
         CheckpointError: names, shapes or dtypes do not match, or a file is damaged, missing or
             outside the folder that names it; the same error on every rank.
-        PlanError: `quantize` does not fit the model or the device.
+        PlanError: there is no such device, or `quantize` does not fit it or the model.
 
     Example:
         >>> import fxtrain as fx, tempfile, torch
@@ -114,10 +114,10 @@ def load_model(
     """
     ranks = context_of(model, ctx, "load_model")
     with contextlib.ExitStack() as stack:
-        where = torch.device(
-            ("cpu" if ranks is None else ranks.device) if device is None else device
-        )
         with fail_together(ranks, "load_model"):
+            where = _device(
+                ("cpu" if ranks is None else ranks.device) if device is None else device
+            )
             module = module_of(model, "load_model")
             opened = stack.enter_context(open_source(source))
             named = renamed(opened, prefix, rename)
@@ -150,6 +150,16 @@ def load_model(
             put_layers(module, quantized)
             undo.pop_all()
     return Loaded(missing=fit.missing, unexpected=fit.unexpected)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise PlanError(
+            f"load_model(device={device!r}): torch knows no such device. Choose 'cpu', 'cuda' or "
+            f"another of torch's names."
+        ) from None
 
 
 def _match_names(module: nn.Module, weights: Mapping[str, Weight], source: Source) -> _NameMatch:
@@ -206,9 +216,15 @@ def _refuse(
         )
     shapes, dtypes = _differences(weights, source, fit)
     problems += _list("with a different shape", shapes)
-    dtypes = [] if cast else [line for name, line in dtypes if name not in in_fp32]
-    if dtypes:
-        problems += _list("with a different dtype (cast=True converts)", dtypes)
+    complex_only = [
+        line
+        for name, line in dtypes
+        if source.entries[fit.pairs[name]].dtype.is_complex and not weights[name].dtype.is_complex
+    ]
+    problems += _list("complex in the source, and real in the model", complex_only)
+    others = [line for name, line in dtypes if name not in in_fp32 and line not in complex_only]
+    if not cast:
+        problems += _list("with a different dtype (cast=True converts)", others)
     problems += _list(
         "tied in the model, but different in the source", _conflicting_ties(weights, source, fit)
     )

@@ -130,6 +130,19 @@ def test_a_mapping_may_cut_units_and_is_checked():
         big.place(sizes, big.budget({"cpu": 100}), policy={"": "cpu"})
 
 
+def test_what_is_resident_stays_where_it_computes():
+    sizes = big.sizes(Net())
+    names = ("layers.2.inner.weight", "head")
+    placement = big.place(sizes, big.budget({"cuda:0": 510, "cpu": 1000}), resident=names)
+    held = {unit.name: unit.device for unit in placement.units}
+    assert held["layers.2.inner.weight"] == held["head"] == held["embed"] == "cuda:0"  # a tie
+    assert held["layers.2"] == "cpu" and placement.bytes_on("cuda:0") <= 510
+    with pytest.raises(fx.PlanError, match=r"resident=.*: 64 B stay on cpu, which allows 50 B"):
+        big.place(sizes, big.budget({"cpu": 50}), resident=names[:1])
+    with pytest.raises(fx.PlanError, match=r"no module or tensor 'haed'\. Did you mean 'head'"):
+        big.place(sizes, big.budget({"cpu": 50}), resident=("haed",))
+
+
 def test_room_is_kept_for_activations_and_the_cache():
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,

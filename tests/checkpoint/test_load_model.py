@@ -46,6 +46,20 @@ def test_names_shapes_and_dtypes_that_do_not_fit_are_listed(tmp_path):
     assert torch.equal(net[0].bias, state["0.bias"].float())
 
 
+def test_no_conversion_drops_imaginary_parts():
+    net = nn.Linear(2, 1, bias=False)
+    with pytest.raises(fx.CheckpointError, match=r"1 complex in the source, and real in the mod"):
+        load_model({"weight": torch.full((1, 2), 1j)}, net, cast=True)
+    net.weight = nn.Parameter(torch.zeros(1, 2, dtype=torch.complex64))
+    load_model({"weight": torch.ones(1, 2)}, net, cast=True)
+    assert torch.equal(net.weight, torch.ones(1, 2) + 0j)
+
+
+def test_a_device_that_torch_does_not_know():
+    with pytest.raises(fx.PlanError, match=r"load_model\(device='gpu'\).*Choose 'cpu', 'cuda'"):
+        load_model({}, nn.Identity(), device="gpu")
+
+
 def test_long_lists_are_cut():
     with pytest.raises(fx.CheckpointError, match=r"30 missing(.*\n){11}    and 20 more"):
         load_model({}, Holder({f"w{i}": torch.ones(1) for i in range(30)}))

@@ -1,6 +1,8 @@
 """Streamed models: what is shared, what changes behind their back, and what is left behind."""
 
+import copy
 import gc
+import pickle
 
 import attrs
 import pytest
@@ -117,6 +119,87 @@ def test_weights_used_by_attribute_are_right(ctx, folder):
     model = streamed(ctx, folder.parent / "scores", placed, net=Scores(empty()))
     with torch.no_grad():
         assert torch.equal(model(TOKENS), Scores(Transformer())(TOKENS))
+
+
+def _other(folder):
+    torch.manual_seed(1)
+    net = Transformer()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.normal_()
+    fx.export(net, folder)
+    return net
+
+
+@pytest.mark.parametrize("row", [OFFLOAD, COPIES], ids=["in place", "copied"])
+@pytest.mark.parametrize("same_folder", [False, True])
+def test_loading_again_replaces_what_was_read_ahead(ctx, folder, tmp_path, row, same_folder):
+    model = streamed(ctx, folder, row=row, offload_folder=str(tmp_path / "units"))
+    for _ in range(2):
+        model(TOKENS)
+    at = folder if same_folder else tmp_path / "other"
+    other = _other(at)
+    fx.load_model(at, model)
+    for _ in range(2):
+        assert torch.equal(model(TOKENS), other(TOKENS))
+    fx.load_model(Transformer().state_dict(), model)
+    for _ in range(2):
+        assert torch.equal(model(TOKENS), Transformer()(TOKENS))
+
+
+@pytest.mark.parametrize("row", [OFFLOAD, COPIES], ids=["in place", "copied"])
+def test_load_state_dict_leaves_values_of_files_alone(ctx, folder, row):
+    model = streamed(ctx, folder, row=row)
+    model(TOKENS)
+    state = {name: value + 1 for name, value in model.module.state_dict().items()}
+    for part, some in (
+        (model.module, state),
+        (model.module.blocks[0].up, {"weight": state["blocks.0.up.weight"]}),
+    ):
+        with pytest.raises(fx.PlanError, match=r"weight.*Use fx\.load_model\(state_dict, model\)"):
+            part.load_state_dict(some, strict=False)
+    assert torch.equal(model(TOKENS), Transformer()(TOKENS))
+    fx.unwrap(model).load_state_dict(state)
+
+
+def test_a_copy_of_a_streamed_model_is_one_of_its_weights(ctx, folder):
+    model = streamed(ctx, folder)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(fx.PlanError, match=r"fx\.gathered\(model\)"):
+            copied(model.module)
+    with fx.gathered(model) as net:
+        other = copy.deepcopy(net)
+    fx.unwrap(model)
+    assert torch.equal(other(TOKENS), Transformer()(TOKENS))
+
+
+class Rotated(nn.Module):
+    """A layer with a buffer that no file has."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+
+    def forward(self, x):
+        return self.layer(x) + self.angles
+
+
+@pytest.mark.parametrize("row", [OFFLOAD, COPIES], ids=["in place", "copied"])
+def test_buffers_that_no_file_has_stream_too(ctx, tmp_path, row):
+    torch.manual_seed(0)
+    net = nn.Sequential(Rotated(), Rotated())
+    fx.export(net, tmp_path / "model")
+    meta = fx.big.empty(lambda: nn.Sequential(Rotated(), Rotated()))
+    placed = placement("0", "1", offload_buffers=True)
+    config = fx.Offload(placement=placed, source=str(tmp_path / "model"))
+    with pytest.raises(fx.PlanError, match=r"'0\.angles' on disk.*offload_folder"):
+        fx.wrap(meta, ctx, fx.Plan(strategy=config), strategy=row)
+    config = attrs.evolve(config, offload_folder=str(tmp_path / "units"))
+    model = fx.wrap(meta, ctx, fx.Plan(strategy=config), strategy=row)
+    x = torch.randn(2, 4)
+    for _ in range(2):
+        assert torch.equal(model(x), net(x))
 
 
 def test_whole_weights_and_an_export_of_a_streamed_model(ctx, folder, tmp_path):

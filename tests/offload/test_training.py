@@ -100,6 +100,27 @@ def test_steps_equal_those_of_the_resident_model(ctx, folder, plan):
         assert torch.equal(_trained(found)[name], value), name
 
 
+def test_a_placement_by_memory_keeps_what_trains(ctx, tmp_path):
+    """Also what is inside of a unit that streams."""
+
+    def make():
+        net = Adapted(Transformer())
+        net.net.blocks[0].up.bias.requires_grad_()
+        return net
+
+    limit = int(0.6 * fx.big.sizes(make()).bytes)
+    config = fx.Offload(memory={"cpu": limit}, offload_folder=str(tmp_path))
+    found = fx.wrap(make(), ctx, fx.Plan(strategy=config), optimizer=_adam)
+    wanted = fx.wrap(make(), ctx, optimizer=_adam)
+    assert "net.blocks.0" in {unit.name for unit in found.placement.streamed}
+    assert found.placement.bytes_on("cpu") <= limit
+    one, other = _train(ctx, found), _train(ctx, wanted)
+    assert [float(report.loss) for report in one] == [float(report.loss) for report in other]
+    assert "net.blocks.0.up.bias" in _trained(wanted)
+    for name, value in _trained(wanted).items():
+        assert torch.equal(_trained(found)[name], value), name
+
+
 def test_a_checkpoint_has_what_is_trained_and_names_the_frozen_files(ctx, folder, tmp_path):
     model = _streamed(ctx, folder)
     _train(ctx, full := _streamed(ctx, folder))
@@ -174,9 +195,11 @@ def test_running_statistics_that_stream_are_updated_and_saved(ctx, row, tmp_path
     for _ in range(3):
         assert torch.equal(model(x), resident(x))
     fx.save(tmp_path / "run", ctx, model, position=fx.Position())
-    again = wrapped()
-    fx.restore(tmp_path / "run", ctx, again)
+    again, used = wrapped(), wrapped()
+    used(x)
+    for one in (again, used):
+        fx.restore(tmp_path / "run", ctx, one)
     resident.eval()
-    for one in (model, again):
+    for one in (model, again, used):
         one.eval()
         assert torch.equal(one(x), resident(x))

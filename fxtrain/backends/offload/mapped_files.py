@@ -106,6 +106,14 @@ def check(file: MappedFile, tensor: str, start: int) -> None:
         raise _failure(file, tensor, start, "the file was changed or replaced since it was opened")
 
 
+def unchanged(file: MappedFile) -> bool:
+    """Whether a file is the one that was mapped."""
+    try:
+        return _status(os.stat(file.path)) == file.status
+    except OSError:
+        return False
+
+
 def read(file: MappedFile, tensor: str, start: int, stop: int) -> None:
     """Bring bytes of a tensor into memory; other threads run meanwhile.
 

@@ -1,14 +1,14 @@
 """Stream units from the CPU or from disk to their device when they are needed."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxtrain import big
 from fxtrain.backends.core.initial_values import apply_with_buffers
@@ -20,13 +20,18 @@ from fxtrain.backends.core.module_changes import (
 )
 from fxtrain.backends.core.step_functions import average_grads
 from fxtrain.backends.core.weights import torch_weights
-from fxtrain.backends.offload.mapped_files import digest_of
+from fxtrain.backends.offload.mapped_files import (
+    digest_of,
+    fits,
+    map_file,
+    mapped,
+    unchanged,
+    write_tensor,
+)
 from fxtrain.backends.offload.streaming import (
     DeviceCopies,
     Streaming,
     attach,
-    keep_in_folder,
-    place,
 )
 from fxtrain.backends.offload.units import PlacedTensor, placed_tensors, streamed_units
 from fxtrain.backends.single import SINGLE, make_handle
@@ -35,20 +40,23 @@ from fxtrain.models import load_model
 from fxtrain.models.quantized_loading import quantized_source
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import set_values
-from fxtrain.precision.quantizing import has_no_memory, quantized_layers
+from fxtrain.precision.quantizing import has_no_memory, quantized_layers, stored_tensors
 from fxtrain.state import (
     DistContext,
+    FileTensor,
     ModelState,
     Offload,
     Placement,
     Plan,
     StateReader,
     Strategy,
+    TensorIndex,
     Weight,
     Wrapped,
 )
 from fxtrain.state.placement import DISK, dtype_of
 
+_Read = Callable[[TensorIndex | None], Tensor]
 _FILES = "frozen_files"  # of a checkpoint: digests of files with frozen parameters, by name
 
 
@@ -117,7 +125,9 @@ def wrap_streamed(
     """
     config: Offload = plan.strategy
     with fail_together(ctx if ctx.world_size > 1 else None, "wrap"):
-        placement = config.placement or _compute_placement(config, module, ctx)
+        placement = config.placement or _compute_placement(
+            config, module, ctx, trains=optimizer is not None
+        )
     _refuse_packed(module, placement, trains=optimizer is not None)
     tensors = placed_tensors(module, placement)
     if optimizer is not None:
@@ -138,7 +148,8 @@ def wrap_streamed(
     undo.callback(streaming.close)
     try:
         undo.callback(_freeze(tensors))
-        _hold(streaming, placement, filled_later=config.source is not None)
+        stored = set(stored_tensors(module)) if config.source is not None else set[str]()
+        _hold(streaming, placement, filled_later=stored)
         _send(streaming, ctx)
         prepare_module(module, plan, ctx, hooked=True)
         attach(module, streaming, backward=optimizer is not None)
@@ -155,13 +166,22 @@ def wrap_streamed(
     return wrapped
 
 
-def _compute_placement(config: Offload, module: nn.Module, ctx: DistContext) -> Placement:
-    """Place a model in the memory that the config allows."""
+def _compute_placement(
+    config: Offload, module: nn.Module, ctx: DistContext, *, trains: bool
+) -> Placement:
+    """Place a model in the memory that the config allows; what trains of a frozen one stays."""
     memory: Any = config.memory or None
     if memory is None and ctx.world_size > 1:  # other ranks use the other devices
         share = f"{90 // ctx.local_world_size}%"
         memory = {"cpu": share} if ctx.device.type == "cpu" else {ctx.device: "90%", "cpu": share}
-    placement = big.place(big.sizes(module), big.budget(memory), prefetch=config.prefetch)
+    named = list(module.named_parameters(remove_duplicate=False))
+    trained = [name for name, parameter in named if parameter.requires_grad]
+    placement = big.place(
+        big.sizes(module),
+        big.budget(memory),
+        resident=trained if trains and len(trained) < len(named) else (),
+        prefetch=config.prefetch,
+    )
     if problems := _device_problems(ctx, placement, "memory"):
         raise PlanError("\n".join(problems))
     return placement
@@ -217,8 +237,12 @@ def _freeze(tensors: tuple[PlacedTensor, ...]) -> Callable[[], None]:
     return undo
 
 
-def _hold(streaming: Streaming, placement: Placement, *, filled_later: bool) -> None:
-    """Give tensors the dtype of the placement, and move those with values to where it says."""
+def _hold(streaming: Streaming, placement: Placement, *, filled_later: Set[str]) -> None:
+    """Give tensors the dtype of the placement, and move those with values to where it says.
+
+    Args:
+        filled_later: Names of tensors whose values a source has.
+    """
     for name, placed in streaming.tensors.items():
         rule = dtype_of(placement.dtypes, name)
         wanted = None if rule is None else getattr(torch, rule)
@@ -228,10 +252,10 @@ def _hold(streaming: Streaming, placement: Placement, *, filled_later: bool) -> 
                 set_values(tensor, tensor.detach().to(wanted))
         if name in streaming.empty:
             continue
-        if placed.held == DISK and filled_later:
+        if placed.held == DISK and not filled_later.isdisjoint(placed.names):
             streaming.empty.add(name)
         elif placed.held == DISK:
-            keep_in_folder(streaming, placed, placed.tensors[0])
+            _keep_in_folder(streaming, placed, placed.tensors[0])
         else:
             for tensor in placed.tensors:
                 set_values(tensor, tensor.data.to(placed.held))
@@ -267,11 +291,64 @@ def _weights(model: Wrapped) -> dict[str, Weight]:
     streaming: Streaming = model.strategy_state
     first = {name: known for known, placed in streaming.tensors.items() for name in placed.names}
     return {
-        name: attrs.evolve(weight, place=functools.partial(place, streaming, first[name]))
+        name: attrs.evolve(weight, place=functools.partial(_place, streaming, first[name]))
         if name in first
         else weight
         for name, weight in torch_weights(model).items()
     }
+
+
+def _place(streaming: Streaming, name: str, read: _Read, stored: FileTensor) -> None:
+    """Give the tensor of a first name its values: from where they are in a file, or by `read`.
+
+    Raises:
+        CheckpointError: a file cannot be mapped or written.
+        PlanError: values for the disk are in no file, and there is no offload folder.
+    """
+    streaming.settle()
+    placed = streaming.tensors[name]
+    dtype = placed.tensors[0].dtype
+    exact = streaming.folder is not None and streaming.copies is None
+    if placed.held == DISK and stored.path is not None and fits(stored, dtype, exact=exact):
+        _link(streaming, placed, stored.path, stored)
+    elif placed.held == DISK:
+        _keep_in_folder(streaming, placed, read(None).to(dtype))
+    else:
+        home = torch.device(placed.held)
+        for tensor in placed.tensors:
+            _fill(tensor, read, home)
+        placed.source = stored.path or placed.source
+    streaming.empty.discard(name)
+
+
+def _keep_in_folder(streaming: Streaming, placed: PlacedTensor, value: Tensor) -> None:
+    """Write a tensor to the offload folder, and use it from there."""
+    if streaming.folder is None:
+        raise PlanError(
+            f"The placement has {placed.names[0]!r} on disk, and no safetensors file contains it "
+            f"as {value.dtype}. Use fx.Offload(offload_folder=...), into which it is written once, "
+            f"or take the model from a safetensors file: fx.Offload(source=...)."
+        )
+    _link(streaming, placed, *write_tensor(streaming.folder, placed.names[0], value.data))
+
+
+def _link(streaming: Streaming, placed: PlacedTensor, path: Path, stored: FileTensor) -> None:
+    """Let a tensor use the bytes of a file."""
+    file = streaming.files.get(path)
+    if file is None or not unchanged(file):
+        file = streaming.files[path] = map_file(path)
+        streaming.digests.pop(path, None)
+    value = mapped(file, stored)
+    for tensor in placed.tensors:
+        set_values(tensor, value)
+    placed.file, placed.start, placed.source = file, stored.start, path
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, read: _Read, device: torch.device) -> None:
+    if has_no_memory(tensor):
+        set_values(tensor, torch.empty_like(tensor.data, device=device))
+    tensor.copy_(read(None))
 
 
 def _trained_state(model: Wrapped) -> ModelState:
@@ -301,6 +378,7 @@ def _load_trained(model: Wrapped, saved: StateReader) -> None:
             f"the checkpoint was saved.",
             code="FX603",
         )
+    model.strategy_state.settle()
     load_state(model, saved, omit=_frozen(model.strategy_state))
 
 
@@ -309,12 +387,7 @@ def _frozen(streaming: Streaming) -> frozenset[str]:
 
 
 def _from_files(streaming: Streaming) -> list[PlacedTensor]:
-    """Parameters that stay as the files have them; a forward may change any buffer."""
-    return [
-        tensor
-        for tensor in streaming.tensors.values()
-        if tensor.source and not tensor.is_buffer and (tensor.streamed or not tensor.trained)
-    ]
+    return [tensor for tensor in streaming.tensors.values() if tensor.fixed]
 
 
 def _digests(streaming: Streaming) -> dict[str, str]:

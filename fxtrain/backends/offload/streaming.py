@@ -4,8 +4,8 @@ import contextlib
 import functools
 import logging
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,13 @@ from fxtrain.backends.offload.mapped_files import (
     MappedFile,
     check,
     disk_waits,
-    fits,
-    map_file,
-    mapped,
     read,
-    write_tensor,
 )
 from fxtrain.backends.offload.units import PlacedTensor, StreamedUnit
 from fxtrain.errors import CheckpointError, PlanError
-from fxtrain.ops.whole_tensors import set_values
-from fxtrain.precision.quantizing import has_no_memory
-from fxtrain.state import FileTensor, TensorIndex
 from fxtrain.state.placement import DISK
 
 _LOG = logging.getLogger(__name__)
-_Read = Callable[[TensorIndex | None], Tensor]
 _THREADS = 4
 # Bytes that a thread reads at once: few, so that what is read at the same time is close together,
 # as the read-ahead of the system expects.
@@ -75,7 +67,7 @@ class DeviceCopies:
         passing: list[int] = []
         for unit in self.units:
             unit.homes = tuple(_dense(placed.tensors[0].data) for placed in unit.tensors)
-            starts: list[int] = []
+            unit.nbytes, starts = 0, list[int]()
             for home in unit.homes:
                 starts.append(unit.nbytes)
                 unit.nbytes += -(-home.numel() * home.element_size() // _ALIGNMENT) * _ALIGNMENT
@@ -85,11 +77,12 @@ class DeviceCopies:
             if any(placed.held == DISK for placed in unit.tensors):
                 passing.append(unit.nbytes)
             else:  # one buffer, so that one copy brings all
-                unit.host = self.host_buffer(unit.nbytes)
+                if unit.host is None:
+                    unit.host = self.host_buffer(unit.nbytes)
                 unit.gather(unit.host)
                 unit.homes = unit.views(unit.host)
                 _point(unit, unit.homes)
-        for _ in range(self.prefetch + 1 if passing else 0):
+        for _ in range(self.prefetch + 1 if passing and self.staging.empty() else 0):
             self.staging.put((self.host_buffer(max(passing)), None))
 
     def fetch(self, unit: StreamedUnit) -> tuple[Tensor, Any]:
@@ -165,14 +158,12 @@ class DeviceCopies:
                 return unit, int(tensor.storage_offset()) * tensor.element_size()
         return None
 
-    def close(self) -> None:
-        """Point all parameters to where they are held; give up the copies."""
+    def take_back(self) -> None:
+        """Point all parameters to where they are held."""
         for unit in list(self.loaded):
             self._release(unit)
         for stream in self.streams.values():
             stream.synchronize()  # copies that nobody waited for read the buffers
-        for unit in self.units:
-            unit.host = None
 
     def host_buffer(self, nbytes: int) -> Tensor:
         """A buffer that an accelerator reads, pinned if the system allows it."""
@@ -220,6 +211,7 @@ class Streaming:
         digests: Of files, by path, once a checkpoint was saved.
         files: Mapped files by path.
         waits: The value of `disk_waits` when units were last known to be in memory.
+        checked: All values are there, and are where the next forward takes them from.
     """
 
     tensors: dict[str, PlacedTensor]
@@ -237,6 +229,7 @@ class Streaming:
     digests: dict[Path, str] = attrs.field(factory=dict, init=False)
     files: dict[Path, MappedFile] = attrs.field(factory=dict, init=False)
     waits: int | None = attrs.field(default=None, init=False)
+    checked: bool = attrs.field(default=False, init=False)
 
     def use(self, unit: StreamedUnit) -> None:
         """Bring a unit to its device, and begin with those that come next.
@@ -262,7 +255,7 @@ class Streaming:
         unit.in_memory = waits is not None
 
     def ready(self) -> None:
-        """Check before the first forward that every tensor has values.
+        """Check before a forward, once after each change, that every tensor has values.
 
         Raises:
             CheckpointError: tensors have no values.
@@ -275,13 +268,28 @@ class Streaming:
             )
         if self.copies is not None:
             self.copies.prepare()
+        self.checked = True
+
+    def settle(self) -> None:
+        """Leave values where they are held before they change: nothing has a copy of them."""
+        if not self.checked:
+            return
+        wait(future for futures in self.pending.values() for future in futures)
+        self.pending.clear()
+        if self.copies is not None:
+            self.copies.take_back()
+        for unit in self.units:
+            unit.in_memory = False
+        self.checked = False
 
     def close(self) -> None:
         """End the threads, and leave values where they are held."""
-        self.pending.clear()
         self.pool.shutdown(wait=True, cancel_futures=True)
+        self.pending.clear()
         if self.copies is not None:
-            self.copies.close()
+            self.copies.take_back()
+            for unit in self.units:
+                unit.host = None
 
     def _prepared(self, number: int) -> list[Any]:
         """Wait until a unit is prepared, and begin with those that come next."""
@@ -349,55 +357,6 @@ def _read_and_copy(parts: Iterable[Any], copies: DeviceCopies, unit: StreamedUni
     return copies.fetch(unit)
 
 
-def place(streaming: Streaming, name: str, read: _Read, stored: FileTensor) -> None:
-    """Give the tensor of a first name its values: from where they are in a file, or by `read`.
-
-    Raises:
-        CheckpointError: a file cannot be mapped or written.
-        PlanError: values for the disk are in no file, and there is no offload folder.
-    """
-    placed = streaming.tensors[name]
-    dtype = placed.tensors[0].dtype
-    exact = streaming.folder is not None and streaming.copies is None
-    if placed.held == DISK and stored.path is not None and fits(stored, dtype, exact=exact):
-        _link(streaming, placed, stored.path, stored)
-    elif placed.held == DISK:
-        keep_in_folder(streaming, placed, read(None).to(dtype))
-    else:
-        home = torch.device(placed.held)
-        for tensor in placed.tensors:
-            _fill(tensor, read, home)
-        placed.source = stored.path or placed.source
-    streaming.empty.discard(name)
-
-
-def keep_in_folder(streaming: Streaming, placed: PlacedTensor, value: Tensor) -> None:
-    """Write a tensor to the offload folder, and use it from there."""
-    if streaming.folder is None:
-        raise PlanError(
-            f"The placement has {placed.names[0]!r} on disk, and no safetensors file contains it "
-            f"as {value.dtype}. Use fx.Offload(offload_folder=...), into which it is written once, "
-            f"or take the model from a safetensors file: fx.Offload(source=...)."
-        )
-    _link(streaming, placed, *write_tensor(streaming.folder, placed.names[0], value.data))
-
-
-def _link(streaming: Streaming, placed: PlacedTensor, path: Path, stored: FileTensor) -> None:
-    """Let a tensor use the bytes of a file."""
-    file = streaming.files.get(path) or streaming.files.setdefault(path, map_file(path))
-    value = mapped(file, stored)
-    for tensor in placed.tensors:
-        set_values(tensor, value)
-    placed.file, placed.start, placed.source = file, stored.start, path
-
-
-@torch.no_grad()
-def _fill(tensor: Tensor, read: _Read, device: torch.device) -> None:
-    if has_no_memory(tensor):
-        set_values(tensor, torch.empty_like(tensor.data, device=device))
-    tensor.copy_(read(None))
-
-
 def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> None:
     """Register hooks on a module, which `fx.wrap` removes as all that it changes.
 
@@ -407,8 +366,10 @@ def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> None:
 
     @_outside_graphs
     def check_values(_: nn.Module, __: Any) -> None:
-        streaming.ready()
-        check.remove()  # once is enough
+        if not streaming.checked:
+            streaming.ready()
+        if not streaming.units:
+            check.remove()  # once is enough
 
     check = module.register_forward_pre_hook(check_values)
     if any(tensor.device.type != "cpu" for tensor in streaming.tensors.values()):
@@ -420,7 +381,30 @@ def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> None:
             _use_in_place(streaming, unit, backward=backward)
     streamed = [owner for unit in streaming.units for owner in unit.owners]
     for part in dict.fromkeys([module, *streamed] if streamed else ()):
-        vars(part)["_apply"] = _refuse_move
+        vars(part).update(_apply=_refuse_move, __reduce_ex__=_refuse_copy)
+    if streamed:
+        _guard_state(module, streaming)
+
+
+def _guard_state(module: nn.Module, streaming: Streaming) -> None:
+    """Let `load_state_dict` change what is trained, and buffers, but no values that files have."""
+    names = {name: placed for placed in streaming.tensors.values() for name in placed.names}
+
+    def guard(path: str, _: nn.Module, state: Any, prefix: str, *__: Any) -> None:
+        coming = {key.removeprefix(prefix): key for key in state if key.startswith(prefix)}
+        known = {key: names[path + name] for name, key in coming.items() if path + name in names}
+        if refused := sorted(key for key, placed in known.items() if placed.fixed):
+            more = f" and {len(refused) - 3} more" if refused[3:] else ""
+            raise PlanError(
+                f"load_state_dict: {', '.join(refused[:3])}{more}: a streamed model has these "
+                f"parameters in files, and checkpoints leave them out. Use "
+                f"fx.load_model(state_dict, model), or load the others alone, with strict=False."
+            )
+        streaming.settle()
+
+    for path, part in module.named_modules():
+        start = f"{path}." if path else ""
+        part.register_load_state_dict_pre_hook(functools.partial(guard, start))
 
 
 def _use_in_place(streaming: Streaming, unit: StreamedUnit, *, backward: bool) -> None:
@@ -542,6 +526,13 @@ def _moved(tree: Any, device: torch.device) -> Any:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in _tree.flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _refuse_copy(*_: Any) -> Any:
+    raise PlanError(
+        "A streamed model cannot be copied or pickled as it is: its copy would stream the weights "
+        "of this one. Use with fx.gathered(model) as net: copy.deepcopy(net)."
+    )
 
 
 def _refuse_move(*_: Any, **__: Any) -> Any:

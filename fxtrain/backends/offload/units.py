@@ -49,6 +49,12 @@ class PlacedTensor:
         return self.held == DISK or torch.device(self.held) != self.device
 
     @property
+    def fixed(self) -> bool:
+        """Whether it is a parameter that stays as a file has it; a forward may change a buffer."""
+        from_file = self.source is not None and not self.is_buffer
+        return from_file and (self.streamed or not self.trained)
+
+    @property
     def is_buffer(self) -> bool:
         """Whether a forward may change it: it is neither a parameter nor of a quantised weight."""
         return self.trained and not isinstance(self.tensors[0], nn.Parameter)
