@@ -59,6 +59,21 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _NAMED = 5  # how many names a message lists
 
 
+@attrs.define(eq=False)
+class _Progress:
+    """How far a forward and its backward are; torch's modules are slow to set attributes of.
+
+    Attributes:
+        in_block: Whether inside an `ops.sync` that reduces.
+        expects: Whether the reducer expects a backward.
+        undecided: Whether there was a forward that the reducer does not know of.
+    """
+
+    in_block: bool = False
+    expects: bool = False
+    undecided: bool = False
+
+
 class StableBucketsDDP(DistributedDataParallel):
     """torch's wrapper, with buckets that a restart does not change.
 
@@ -79,10 +94,11 @@ class StableBucketsDDP(DistributedDataParallel):
     add_hook: Callable[["StableBucketsDDP"], None] | None = None  # adds the communication hook
     data: DistContext | None = None  # over whose ranks gradients are averaged
     hook_state: Any = None  # of the communication hook
-    in_block = False  # whether inside an `ops.sync` that reduces
     _uses_all = False  # whether every backward has to reach all parameters
-    _expects = False  # whether the reducer expects a backward
-    _undecided = False  # whether there was a forward that the reducer does not know of
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.progress = _Progress()
 
     def _build_params_for_reducer(self) -> Any:
         self._trained = {p: p.requires_grad for p in self.module.parameters()}
@@ -102,8 +118,9 @@ class StableBucketsDDP(DistributedDataParallel):
         self._check_reduced()
         if changed := self._changed():
             self._change_parameters(changed)
-        if self.in_block or not self.require_backward_grad_sync:
-            self._expects, self._undecided = self.in_block, False
+        progress = self.progress
+        if progress.in_block or not self.require_backward_grad_sync:
+            progress.expects, progress.undecided = progress.in_block, False
             return super().forward(*inputs, **kwargs)
         with self.no_sync():
             out = super().forward(*inputs, **kwargs)
@@ -159,24 +176,24 @@ class StableBucketsDDP(DistributedDataParallel):
 
     def before_backward(self, loss: Tensor) -> None:
         """Have the reducer expect this backward, unless forward did or nothing is reduced."""
-        if self.require_backward_grad_sync and not self._expects:
+        if self.require_backward_grad_sync and not self.progress.expects:
             self._expect([loss])
-        self._expects = self._undecided = False
+        self.progress.expects = self.progress.undecided = False
 
     def _decide_in_backward(self, out: Any) -> None:
         """Make a `loss.backward()` outside of a step reduce gradients."""
         leaves = _tree.flatten(out)[0]
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        self._undecided = bool(outputs)
+        self.progress.undecided = bool(outputs)
         if not outputs:  # that are found
             self._expect([])
             return
         roots = list(outputs) if self.find_unused_parameters else []
 
         def begins(_: Tensor) -> None:
-            if self._undecided and self.require_backward_grad_sync:
+            if self.progress.undecided and self.require_backward_grad_sync:
                 self._expect(roots)
-            self._undecided = False
+            self.progress.undecided = False
             roots.clear()  # they hold this function
 
         for leaf in outputs:
@@ -219,10 +236,10 @@ class Reduced:
         self._engine = engine
 
     def __enter__(self) -> None:
-        self._engine.in_block = True
+        self._engine.progress.in_block = True
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._engine.in_block = False
+        self._engine.progress.in_block = False
         if kind is None:
             self._engine.finish_reduction()
 

@@ -220,8 +220,6 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
     model.status.added_grads = False
     with _lost_ranks_named(model, "apply"):
         result = model.strategy.apply(model, update)
-    for parameter in model.status.others:
-        parameter.grad = None
     model.window.end()
     return result
 

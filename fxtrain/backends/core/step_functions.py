@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
 
 from fxtrain import _tree, ops
 from fxtrain.errors import StepError
@@ -106,7 +107,7 @@ def backward(loss: Tensor, model: Wrapped) -> None:
 
 
 def begin(model: Wrapped) -> None:
-    """Drop existing gradients: a new window has computed none yet."""
+    """Drop the gradients of the last window, or those that another model has left since."""
     for optimizer in model.optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -204,9 +205,16 @@ def apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
             optimizer.step()
     if pace is not None:
         pace.add(began, device)
-    for optimizer in model.optimizers:
-        optimizer.zero_grad()
+    _zero_grads(model)
     return UpdateResult(applied=applied, grad_norm=norm)
+
+
+def _zero_grads(model: Wrapped) -> None:
+    for optimizer in model.optimizers:
+        # torch's own takes twenty calls, to do what `begin` does.
+        if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
+            optimizer.zero_grad()
+    begin(model)
 
 
 def new_scaler(ctx: DistContext, plan: Plan) -> torch.amp.GradScaler | None:
