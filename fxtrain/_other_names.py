@@ -20,23 +20,14 @@ _LIKE = 0.75  # of the letters of two names that may be one name and its misspel
 
 
 class OtherName(NamedTuple):
-    """A name of another library, and what to write here.
-
-    Attributes:
-        library: Where it is from.
-        kind: class, method, argument, flag, key, or value.
-        name: The name; after an owner and a dot if only that owner is asked for it.
-        use: What to write in a script, or on the command line for what a launch decides.
-        path: The field in a launch file; empty if no file has it.
-        none: Why there is no counterpart, in place of `use`.
-    """
+    """A name of another library, and what to write here."""
 
     library: str
-    kind: str
-    name: str
-    use: str = ""
-    path: str = ""
-    none: str = ""
+    kind: str  # class, method, argument, flag, key, or value
+    name: str  # after an owner and a dot if only that owner is asked for it
+    use: str = ""  # in a script, or on the command line for what a launch decides
+    path: str = ""  # the field in a launch file; empty if no file has it
+    none: str = ""  # why there is no counterpart, in place of `use`
 
 
 def other_names() -> tuple[OtherName, ...]:
@@ -60,10 +51,6 @@ def setting(name: str) -> OtherName | None:
 
 def hint(name: object, *, at: Literal["script", "file", "command"] = "script") -> str:
     """A sentence on what a name of another library is called here; empty for other names.
-
-    Args:
-        name: As it was typed: with underscores or hyphens.
-        at: Where it was typed.
 
     Example:
         >>> from fxtrain._other_names import hint

@@ -44,10 +44,6 @@ def record(cls: type[T], *, error: type[FxError] = PlanError) -> type[T]:
     that depend on each other are checked in `__attrs_post_init__`. `choose` in the metadata of a
     field replaces the description of its type in messages. A field that is not in the `repr` may
     be a secret, so its value is never in a message. Messages name the class, or its `OWNER`.
-
-    Args:
-        cls: The class.
-        error: The error that a wrong value raises.
     """
     owner = cls.__dict__.get("OWNER", cls.__name__)
 

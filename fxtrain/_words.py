@@ -24,14 +24,11 @@ _MAX_LENGTH = 10_000  # bits of an integer in decimal; more is slow, or refused 
 
 
 def canonical_text(value: Any) -> str:
-    """Describe a value by text that only equal values share.
+    """Describe a value by text that only equal values share; waits for tensors on a device.
 
     Tensors and arrays are described by dtype, shape and a digest of their bytes, containers by
     their parts (dicts and sets in any order), functions and classes by their names, every other
     object by its pickled state. Plain values look as in `repr`.
-
-    Effects:
-        Waits for tensors on a device and copies them.
 
     Example:
         >>> canonical_text({"b": (1, 2.5), "a": "x"})

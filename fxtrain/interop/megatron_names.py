@@ -26,40 +26,24 @@ _FUSED = {
 
 @attrs.frozen
 class Row:
-    """One tensor of Megatron, or the same one of each layer.
+    """One tensor of Megatron, or the same one of each layer."""
 
-    Attributes:
-        megatron: Its name; `{}` is the number of the layer.
-        names: Its parts in transformers.
-        cut: The dimension that tensor-parallel ranks divide, or None.
-        layout: How the parts are stacked. The rows of "vocab" are padded.
-        transposed: Whether transformers stores the transposed matrix.
-    """
-
-    megatron: str
-    names: tuple[str, ...]
-    cut: int | None = None
-    layout: Literal["plain", "qkv", "gated", "vocab"] = "plain"
-    transposed: bool = False
+    megatron: str  # its name; `{}` is the number of the layer
+    names: tuple[str, ...]  # its parts in transformers
+    cut: int | None = None  # the dimension that tensor-parallel ranks divide
+    layout: Literal["plain", "qkv", "gated", "vocab"] = "plain"  # of the parts; vocab is padded
+    transposed: bool = False  # in transformers
 
 
 @attrs.frozen(kw_only=True)
 class Family:
-    """A family of models that both libraries have.
+    """A family of models that both libraries have."""
 
-    Attributes:
-        model_type: Its name in transformers.
-        rows: Its tensors.
-        tied: The names of the output layer and of the embedding in transformers.
-        fields: Settings: the argument of Megatron, the field of transformers.
-        fixed: Arguments of Megatron that every model of the family has.
-    """
-
-    model_type: str
+    model_type: str  # its name in transformers
     rows: tuple[Row, ...]
-    tied: tuple[str, str]
-    fields: Mapping[str, str]
-    fixed: Mapping[str, Any]
+    tied: tuple[str, str]  # names of the output layer and of the embedding in transformers
+    fields: Mapping[str, str]  # settings: the argument of Megatron, the field of transformers
+    fixed: Mapping[str, Any]  # arguments of Megatron that every model of the family has
 
 
 _BLOCK = "decoder.layers.{}."

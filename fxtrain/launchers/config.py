@@ -30,21 +30,15 @@ _TABLES: Mapping[str, type] = {"launch": LaunchSpec, "plan": Plan}
 
 @attrs.frozen(kw_only=True)
 class LaunchConfig:
-    """A launch and its plan, as a file, variables and flags set them.
+    """A launch and its plan, as a file, variables and flags set them."""
 
-    Attributes:
-        launch: The spec; its target is a placeholder if nothing names a script.
-        plan: The plan.
-        values: What was set, as plain data in the tables `launch` and `plan`.
-        file: The file that was read; empty for none.
-    """
-
+    # Its target is a placeholder if nothing names a script.
     launch: LaunchSpec = attrs.field(factory=lambda: LaunchSpec(target=NO_TARGET))
     plan: Plan = attrs.field(factory=Plan)
-    values: Mapping[str, Mapping[str, Any]] = attrs.field(
+    values: Mapping[str, Mapping[str, Any]] = attrs.field(  # what was set, as plain data
         factory=lambda: {"launch": {}, "plan": {}}
     )
-    file: str = ""
+    file: str = ""  # that was read
 
     def by_path(self, *, set_only: bool = False) -> dict[str, Any]:
         """Every value by its path, such as `launch.ranks`; with `set_only`, without defaults.

@@ -290,20 +290,13 @@ def _flag_of(row: Any) -> str:
 
 @attrs.frozen
 class Flag:
-    """One option of `fxtrain launch`.
+    """One option of `fxtrain launch`."""
 
-    Attributes:
-        field: The field of `LaunchSpec` that it sets, or the path of a field of the plan.
-        metavar: Name of its value; empty for a switch.
-        help: A one-line description.
-        flag: The flag on the command line; by default the field's name, with hyphens.
-        many: "" for one value, "," for several separated by commas, "again" for a repeated flag.
-    """
-
-    field: str
-    metavar: str
+    field: str  # of `LaunchSpec`, which it sets, or the path of a field of the plan
+    metavar: str  # name of its value; empty for a switch
     help: str
     flag: str = attrs.field(default=attrs.Factory(_flag_of, takes_self=True), kw_only=True)
+    # "" for one value, "," for several separated by commas, "again" for a repeated flag.
     many: str = attrs.field(default="", kw_only=True)
 
 

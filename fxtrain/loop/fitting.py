@@ -225,13 +225,9 @@ class Reports(Iterator[Report]):
         """Whether the body of a loop ended with an error, not by `break`; called by its iterator.
 
         Python closes an iterator in both cases and does not say why. An error that unwinds the
-        frame of the loop has a traceback that stands where the frame does. Where that frame has
-        ended before the iterator, nobody knows, and the run was not stopped for sure.
-
-        Args:
-            closing: What the iterator received.
-            handled: The error that was being handled where the loop began, if any.
-            reader: Identity of the frame of the loop, when it asked for the last report.
+        frame of the loop, by identity `reader`, has a traceback that stands where the frame does.
+        Where that frame has ended before the iterator, nobody knows, and the run was not stopped
+        for sure. `handled` is the error that was being handled where the loop began, if any.
         """
         if closing.__context__ not in (None, handled):  # closed by a `with` block, or at the end
             return True

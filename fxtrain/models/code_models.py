@@ -25,16 +25,10 @@ _FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")  # no timm model name 
 
 @attrs.frozen(kw_only=True)
 class KvCache:
-    """The shape of a transformer's key-value cache.
-
-    Attributes:
-        layers: Attention layers.
-        heads: Key-value heads, after grouping.
-        head_dim: Elements per head.
-    """
+    """The shape of a transformer's key-value cache."""
 
     layers: int
-    heads: int
+    heads: int  # of keys and values, after grouping
     head_dim: int
 
     def nbytes(self, each: float, tokens: int) -> float:

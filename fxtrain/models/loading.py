@@ -39,18 +39,11 @@ class Loaded:
 
 @attrs.frozen(kw_only=True)
 class _NameMatch:
-    """How the names of a source match those of a model.
+    """How the names of a source match those of a model."""
 
-    Attributes:
-        pairs: For each tensor to load, its name in the model and in the source.
-        doubles: Additional pairs for tied tensors that `pairs` already contains.
-        missing: As in `Loaded`.
-        unexpected: As in `Loaded`.
-    """
-
-    pairs: dict[str, str]
-    doubles: tuple[tuple[str, str, str], ...]
-    missing: tuple[str, ...]
+    pairs: dict[str, str]  # for each tensor to load, its name in the model and in the source
+    doubles: tuple[tuple[str, str, str], ...]  # tied tensors that `pairs` has under another name
+    missing: tuple[str, ...]  # this and `unexpected`: as in `Loaded`
     unexpected: tuple[str, ...]
 
 

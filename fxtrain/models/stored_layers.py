@@ -34,21 +34,13 @@ _SUMMARY_KEYS = ("quant_type", "blocksize", "shape", "dtype")
 
 @attrs.frozen(kw_only=True, eq=False)
 class StoredLayer:
-    """A quantised layer in a source.
-
-    Attributes:
-        library: Whose format it has.
-        keys: Names of its tensors below the layer's.
-        facts: What `library.build` needs beside them.
-        values: Tensors that the file holds as text.
-        summaries: Names of entries that are not tensors of the layer.
-    """
+    """A quantised layer in a source."""
 
     library: Library
-    keys: tuple[str, ...]
-    facts: Mapping[str, Any]
-    values: Mapping[str, Tensor] = attrs.Factory(dict)
-    summaries: tuple[str, ...] = ()
+    keys: tuple[str, ...]  # names of its tensors below the layer's
+    facts: Mapping[str, Any]  # what `library.build` needs beside them
+    values: Mapping[str, Tensor] = attrs.Factory(dict)  # tensors that the file holds as text
+    summaries: tuple[str, ...] = ()  # names of entries that are not tensors of the layer
 
 
 def stored_layers(

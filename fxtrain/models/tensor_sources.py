@@ -34,23 +34,14 @@ Read = Callable[[str, TensorIndex | None], Tensor]
 
 @attrs.frozen(kw_only=True, eq=False)
 class Source:
-    """Tensors that can be read by name, in full or in part.
+    """Tensors that can be read by name, in full or in part."""
 
-    Attributes:
-        what: Description for messages.
-        entries: The tensors by name.
-        others: Additional names, each with the name in `entries`.
-        read: (name, part) → values, on any device; valid while the source is open.
-        metadata: Free-form metadata of the files.
-        layers: The quantised layers by name.
-    """
-
-    what: str
+    what: str  # for messages
     entries: Mapping[str, FileTensor]
-    others: Mapping[str, str]
-    read: Read
-    metadata: Mapping[str, str] = attrs.Factory(dict)
-    layers: Mapping[str, StoredLayer] = attrs.Factory(dict)
+    others: Mapping[str, str]  # additional names, each with the name in `entries`
+    read: Read  # (name, part) → values, on any device; valid while the source is open
+    metadata: Mapping[str, str] = attrs.Factory(dict)  # of the files, in any form
+    layers: Mapping[str, StoredLayer] = attrs.Factory(dict)  # those that are quantised
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -119,11 +119,9 @@ def select(value: Any, places: list[int]) -> Any:
 
 
 def chunk_of(tensor: Tensor, n: int, dim: int, index: int) -> Tensor:
-    """One of the chunks that `torch.chunk` makes, without the others.
+    """One of the chunks that `torch.chunk` makes, as a view, without the others.
 
-    Returns:
-        A view. It is empty along `dim` where torch makes fewer chunks than requested, since the
-        dimension is short.
+    It is empty along `dim` where torch makes fewer than requested, since the dimension is short.
 
     Example:
         >>> import torch

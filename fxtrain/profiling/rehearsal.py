@@ -177,11 +177,7 @@ def figures(watch: LoopRecorder, axis_of: Callable[[Collective], str]) -> dict[s
 
 
 def axis_namer(mesh: Mesh, rank: int) -> Callable[[Collective], str]:
-    """A function that maps a collective to the mesh axis along which it runs.
-
-    Args:
-        mesh: The resolved mesh.
-        rank: A rank that takes part in every collective.
+    """A function that maps a collective, in which `rank` takes part, to the mesh axis of its ranks.
 
     Example:
         >>> name = axis_namer(Mesh(replicate=2, shard=2, tensor=2), 0)

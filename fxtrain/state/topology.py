@@ -59,22 +59,7 @@ _MOST_NODES = 100_000
 
 @attrs.frozen(kw_only=True)
 class Topology:
-    """The rank of this process, and the address to which ranks connect, by a launcher.
-
-    Attributes:
-        rank: Number of this rank, from 0.
-        world_size: Number of ranks.
-        local_rank: Number of this rank on its node.
-        local_world_size: Ranks on this node.
-        node_rank: Number of this node.
-        num_nodes: Number of nodes.
-        launcher: torchrun, slurm, openmpi, mpich, pjrt, plain or none.
-        main_address: Host name or address of the node of rank 0.
-        main_port: TCP port there; 0 at one rank.
-        store_is_served: Whether the launcher already serves the store at that port, so that
-            rank 0 connects to it like the others.
-        attempt: Number of the restart under an elastic launcher; each uses separate keys.
-    """
+    """The rank of this process, and the address to which ranks connect, by a launcher."""
 
     rank: int = 0
     world_size: int = 1
@@ -82,11 +67,12 @@ class Topology:
     local_world_size: int = 1
     node_rank: int = 0
     num_nodes: int = 1
-    launcher: str = "none"
-    main_address: str = "127.0.0.1"
-    main_port: int = 0
+    launcher: str = "none"  # torchrun, slurm, openmpi, mpich, pjrt, plain or none
+    main_address: str = "127.0.0.1"  # of the node of rank 0
+    main_port: int = 0  # a TCP port there; 0 at one rank
+    # Whether the launcher serves the store at that port, so that rank 0 connects like the others.
     store_is_served: bool = False
-    attempt: int = 0
+    attempt: int = 0  # restarts under an elastic launcher, each of which uses separate keys
 
 
 def read_number(
@@ -215,14 +201,8 @@ def read_topology(env: Mapping[str, str]) -> Topology:
     4. PJRT's, for the hosts and processes of a TPU.
 
     MASTER_ADDR and MASTER_PORT override values derived from a scheduler. To run alone inside
-    one, set RANK=0 and WORLD_SIZE=1.
-
-    Args:
-        env: Variables by name; not changed.
-
-    Raises:
-        ContextError: variables are missing, contradict each other, or are not numbers in
-            range; the message names them and what was found.
+    one, set RANK=0 and WORLD_SIZE=1. Variables that are missing, contradict each other, or are no
+    numbers in range are a ContextError with their names.
 
     Example:
         >>> from fxtrain.state.topology import read_topology
