@@ -1,6 +1,7 @@
 """`fxtrain report`, `watch` and `profile`: what runs have logged and traced."""
 
 import math
+import re
 import sys
 import time
 from itertools import islice
@@ -54,7 +55,8 @@ def REPORT(
     RUN is a folder that fx.track wrote with fx.JsonLines(), which is the default. The page needs
     no network and replaces FILE.
     """
-    path = Path(output or (f"{_as_file(curve)}.svg" if curve else "report.html"))
+    stem = re.sub(r"[^\w.-]", "-", curve or "report")
+    path = Path(output or f"{stem}.{'svg' if curve else 'html'}")
     if curve is not None and path.suffix.lower() not in PICTURES:
         raise click.UsageError(
             f"--output {str(path)!r}: a curve is a picture. Choose a name that ends in "
@@ -66,10 +68,6 @@ def REPORT(
     else:
         save_picture(picture_of(curves, curve, over=over), path)
     say(f"Wrote {path} ({show_bytes(path.stat().st_size)}).")
-
-
-def _as_file(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
 
 
 @click.command("watch")

@@ -448,7 +448,8 @@ def _widen(tensor: Tensor, op: str) -> Tensor:
     if dtype == torch.uint64 and op == "mean":
         return tensor.to(torch.float64)
     if dtype.is_complex or dtype in _NATIVE_DTYPES:
-        return tensor.to(torch.float64) if _integer_mean(dtype, op) else tensor
+        whole = not (dtype.is_floating_point or dtype.is_complex)
+        return tensor.to(torch.float64) if whole and op == "mean" else tensor
     return tensor.to(torch.int64)
 
 
@@ -464,7 +465,3 @@ def _narrow(wide: Tensor, dtype: torch.dtype, op: str, count: int) -> Tensor:
     if dtype == torch.uint64 and op in ("max", "min"):
         return (wide ^ _LOWEST).view(dtype)
     return wide.to(dtype)
-
-
-def _integer_mean(dtype: torch.dtype, op: str) -> bool:
-    return op == "mean" and not (dtype.is_floating_point or dtype.is_complex)

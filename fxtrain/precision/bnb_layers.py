@@ -55,10 +55,6 @@ def state_of4(part: Any) -> Any:
     return getattr(part, "quant_state", None) if state is None else state
 
 
-def _owns4(part: nn.Module) -> bool:
-    return _is_class(part, "Linear4bit") and state_of4(part) is not None
-
-
 def _layer4(like: nn.Linear, compute: torch.dtype | None) -> Any:
     kind = _modules(Bnb4).Linear4bit
     with _disable_current_modes():  # a dry run's, whose tensors the library's classes do not take
@@ -318,7 +314,7 @@ def _build8(
 
 BNB4 = Library(
     name="bitsandbytes",
-    owns=_owns4,
+    owns=lambda part: _is_class(part, "Linear4bit") and state_of4(part) is not None,
     check=_check,
     quantize=_quantize4,
     tensors=_tensors4,

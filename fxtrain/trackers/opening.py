@@ -64,6 +64,7 @@ _HOW = "resume=run.state() from the checkpoint, and position=restored.position"
 TRACKERS = (
     JSON_LINES, TERMINAL, TENSORBOARD, WANDB, TRACKIO, COMET, AIM, MLFLOW, CLEARML, DVCLIVE, SWANLAB
 )  # fmt: skip
+_OWN: dict[type, Tracker] = {row.config: row for row in TRACKERS if row.config is not None}
 
 
 def _is_id(_: Any, __: Any, value: str) -> None:
@@ -407,16 +408,15 @@ def trackers() -> dict[type, Tracker]:
         PlanError: an entry point loads something else, two trackers share a config type, or one
             has none.
     """
-    own: dict[type, Tracker] = {row.config: row for row in TRACKERS if row.config is not None}
     group = "fxtrain.trackers"
     of_config = attrgetter("config")
-    added = installed_rows(taken=own, group=group, kind=Tracker, key=of_config, error=PlanError)
+    added = installed_rows(taken=_OWN, group=group, kind=Tracker, key=of_config, error=PlanError)
     for row in (row for row in added.values() if row.config is None):
         raise PlanError(
             f"The tracker {row.name} of an installed package has no config, by which "
             f"fx.track finds it. Set Tracker(config=...) in its package."
         )
-    return own | added
+    return _OWN | added
 
 
 def targets(to: Any) -> Iterator[tuple[Tracker, Any]]:
@@ -437,8 +437,7 @@ def _is_there(row: Tracker) -> bool:
 
 
 def _found(target: Any) -> tuple[Tracker, Any]:
-    own = {row.config: row for row in TRACKERS if row.config is not None}
-    table = own if type(target) in own else trackers()  # packages are asked only if needed
+    table = _OWN if type(target) in _OWN else trackers()  # packages are asked only if needed
     kinds = {str(kind_of(config)): config for config in table}
     config = kinds[target]() if isinstance(target, str) and target in kinds else target
     if type(config) in table:
