@@ -108,6 +108,53 @@ def test_checkpoints_are_resharded_between_numbers_of_expert_ranks(
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
 
 
+class _Inverse(Block):
+    """Makes infinite tokens of zeros."""
+
+    def forward(self, x):
+        return super().forward(x.reciprocal())
+
+
+def _rows_of(update, rank):
+    rows = torch.linspace(1, 2, 4 * 3 * WIDTH).view(4, 3, WIDTH) * (update + 1)
+    return rows[:0] if rank != update % 2 else rows
+
+
+def _squares(out, rows):
+    """NaN for a placeholder, of zeros."""
+    return (out.square() * rows.abs()).sum() / rows.abs().sum()
+
+
+def _with_placeholders(ctx, way, kind):
+    torch.manual_seed(0)
+    plan = fx.Plan(strategy=fx.FSDP(expert=2), clip_norm=0.5)
+    model = fx.wrap(kind(4, 2, 0.0), ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    fns = fx.StepFns(model, lambda model, batch: _squares(model(batch.data), batch.data))
+    for update in range(4):
+        batch = fx.batch(_rows_of(update, ctx.rank), ctx, plan)
+        if way == "step":
+            fx.step(ctx, batch, fns)
+        else:
+            fx.update(ctx, batch, model, fns.loss(model, batch))
+    return dict(fx.weights(model))
+
+
+@pytest.mark.parametrize(("way", "kind"), [("step", _Inverse), ("update", Block)])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_experts_of_ranks_without_rows_learn_from_the_tokens_of_others(clusters, n, way, kind):
+    torch.manual_seed(0)
+    net = kind(4, 2, 0.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for update in range(4):
+        optimizer.zero_grad()
+        rows = _rows_of(update, update % 2)
+        _squares(net(rows), rows).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+    for weights in clusters[n].run(_with_placeholders, way, kind):
+        torch.testing.assert_close(weights, dict(net.state_dict()))
+
+
 def _unwrapped(ctx):
     model = _wrap(ctx, SPREAD)
     before = _net()

@@ -129,7 +129,7 @@ def run(
     try:
         with strategy.sync(model, reduce):
             if 0 in batch.sizes and has_no_row(model, batch):
-                with uncounted([model.module]) as drop_gradients:
+                with uncounted([model.module], model.ctx) as drop_gradients:
                     weighted = compute_loss(model, batch)
                     drop_gradients()
                     strategy.backward(weighted.loss, model)
@@ -429,9 +429,17 @@ def has_no_row(model: Wrapped, batch: Batch) -> bool:
     return not batch.sizes[model.ctx.axis("data").rank]
 
 
+class Placeholders:
+    """Whether this rank runs a model on placeholders, for mixtures whose experts ranks share."""
+
+    now = False
+
+
 @contextmanager
-def uncounted(modules: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
+def uncounted(modules: Sequence[nn.Module], ctx: DistContext) -> Iterator[Callable[[], None]]:
     """A block in which all gradients of modules are zero, and which leaves their buffers unchanged.
+
+    Except those of experts that are spread over ranks: they come from the tokens of others.
 
     Yields:
         () → None, to be called after a forward and before its backward: FSDP makes the parameters
@@ -439,6 +447,7 @@ def uncounted(modules: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
     """
     buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
     handles: dict[int, Any] = {}
+    placeholders = ctx.comm.slot(Placeholders)
 
     def drop_gradients() -> None:
         for parameter in itertools.chain.from_iterable(map(_receiving, modules)):
@@ -446,9 +455,11 @@ def uncounted(modules: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
                 handles[id(parameter)] = parameter.register_hook(torch.zeros_like)
 
     drop_gradients()
+    placeholders.now = True
     try:
         yield drop_gradients
     finally:
+        placeholders.now = False
         for handle in handles.values():
             handle.remove()
         with torch.no_grad():
@@ -457,13 +468,17 @@ def uncounted(modules: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
 
 
 def _receiving(module: nn.Module) -> Iterator[Tensor]:
-    """The tensors that receive gradients: parameters, and what FSDP gathers of them."""
-    yield from module.parameters()
-    part: Any
-    for part in module.modules():
-        for parameter in fsdp_parameters(part):
-            if hasattr(parameter, "_unsharded_param"):  # gathered before
-                yield parameter._unsharded_param
+    """The tensors that receive gradients of this rank's rows: parameters, and what FSDP gathers."""
+    gathered = (
+        parameter._unsharded_param
+        for part in module.modules()
+        for parameter in fsdp_parameters(part)
+        if hasattr(parameter, "_unsharded_param")  # gathered before
+    )
+    for parameter in itertools.chain(module.parameters(), gathered):
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None or "expert" not in mesh.mesh_dim_names:
+            yield parameter
 
 
 def fsdp_groups(part: Any) -> Iterator[Any]:

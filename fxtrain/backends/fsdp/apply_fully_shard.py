@@ -38,7 +38,12 @@ from fxtrain.backends.core.device_mesh import (
 )
 from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module, send_values
-from fxtrain.backends.core.step_functions import average_grads, fsdp_groups, local_grads
+from fxtrain.backends.core.step_functions import (
+    Placeholders,
+    average_grads,
+    fsdp_groups,
+    local_grads,
+)
 from fxtrain.backends.tensor import is_mixture, split_layers
 from fxtrain.models.block_names import block_names
 from fxtrain.ops.step_parts import DTYPES
@@ -436,11 +441,14 @@ def _add_hooks(
     signature, group = inspect.signature(part.forward), mesh.get_group()
     count: Any = part.num_experts
     open_forwards: list[tuple[Tensor, list[int], list[int], Tensor, torch.dtype]] = []
+    placeholders = ctx.comm.slot(Placeholders)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         tokens, index, weights, *rest = signature.bind(*args, **kwargs).args
         show_local(module, names)
         vars(module)["num_experts"] = here
+        if placeholders.now:  # of which other ranks' experts must get nothing
+            index = index[:0]
         order = index.flatten().argsort(stable=True)
         sent, received, per_expert = _counts(index, here, group, ctx)
         open_forwards.append((order, sent, received, weights, tokens.dtype))
@@ -460,8 +468,8 @@ def _add_hooks(
             return out  # forward failed, and this hook was called to clean up
         if not len(out):  # backward runs the same collectives and reductions on all ranks
             out = out + sum([unused[:0].sum() for unused in (args[0], *local)])
-        back = _AllToAll.apply(out, received, sent, group, 1 / mesh.size())
-        each = torch.empty_like(back).index_copy(0, order, back)
+        back = _AllToAll.apply(out, received, sent, group, 1 / mesh.size(), placeholders)
+        each = back.new_zeros(weights.numel(), *back.shape[1:]).index_copy(0, order, back)
         weighted = each.view(*weights.shape, -1) * weights[..., None]
         return weighted.to(dtype).sum(1)
 
@@ -497,15 +505,24 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        state: Any, rows: Tensor, sent: list[int], received: list[int], group: Any, factor: float
+        state: Any,
+        rows: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: Any,
+        factor: float,
+        placeholders: Placeholders | None = None,
     ) -> Tensor:
         state.sent, state.received, state.group, state.factor = sent, received, group, factor
+        state.placeholders = placeholders
         return _sent(rows, sent, received, group)
 
     @staticmethod
     def backward(state: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        if state.placeholders is not None and state.placeholders.now:
+            grad = torch.zeros_like(grad)  # of outputs that this rank got before it said so
         back = _sent(grad, state.received, state.sent, state.group)
-        return back * state.factor, None, None, None, None
+        return back * state.factor, None, None, None, None, None
 
 
 def _sent(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:

@@ -190,7 +190,8 @@ def run(
     with model.strategy.sync(model, reduce):
         # Sharded stages have parameters of their own.
         parts = (model.module, *engine.stages.values())
-        with step_functions.uncounted(parts) if empty else nullcontext(_nothing) as after_stage:
+        uncounted = step_functions.uncounted(parts, model.ctx) if empty else nullcontext(_nothing)
+        with uncounted as after_stage:
             _run_all(model, ready, calls, finish, after_stage)
         told = broadcast_loss(model, ready, shares, batch, fake)
         if model.window.closes:  # sums over stages are computed once per window
