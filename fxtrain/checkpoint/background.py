@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._host_memory import pinned_buffer
-from fxtrain.checkpoint.folders import KnownManifests
 from fxtrain.checkpoint.write_plan import TensorChunk
 from fxtrain.errors import CheckpointError
 from fxtrain.models.safetensors_files import aligned_first
@@ -33,13 +32,11 @@ class CheckpointState:
         background: The ranks over a separate group, for background saves.
         buffer: Host memory to which saves copy tensors, uint8, reused by the next save.
         restored_from: The checkpoint of the last restore, which no save may prune.
-        manifests: Those that the saves have read, which are parsed once.
     """
 
     background: DistContext | None = None
     buffer: Tensor | None = attrs.field(default=None, repr=False)
     restored_from: str | None = None
-    manifests: KnownManifests = attrs.field(factory=dict, repr=False)
 
 
 def _done() -> "Future[None]":

@@ -10,7 +10,7 @@ import attrs
 
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folder_lock import Process, is_running
-from fxtrain.checkpoint.manifest import Manifest, NewerFormatError, digest_of, load_manifest
+from fxtrain.checkpoint.manifest import Manifest, NewerFormatError, load_manifest
 from fxtrain.checkpoint.reading import file_problems
 from fxtrain.checkpoint.storage import MANIFEST, Storage, UnreadableError, open_storage
 from fxtrain.errors import CheckpointError
@@ -71,17 +71,10 @@ def latest(path: StrPath) -> str | None:
         >>> fx.latest(tempfile.mkdtemp()) is None
         True
     """
-    newest = _latest(open_storage(path))
-    return None if newest is None else newest[0]
-
-
-def _latest(folder: Storage) -> tuple[str, Manifest] | None:
-    """As `latest`, and its manifest."""
-    checkpoints, manifest = _listed(folder)
+    folder = open_storage(path)
+    checkpoints = list_checkpoints(folder)
     newest = _first_complete(folder, reversed(checkpoints))
-    if newest is not None and manifest is not None:
-        return newest, manifest
-    if checkpoints:
+    if newest is None and checkpoints:
         lines = [f"  {info.name}: {'; '.join(info.problems)}" for info in checkpoints]
         raise CheckpointError(
             "\n".join(
@@ -94,7 +87,7 @@ def _latest(folder: Storage) -> tuple[str, Manifest] | None:
             ),
             code="FX602",
         )
-    return None
+    return newest
 
 
 def best(path: StrPath, mode: Literal["min", "max"] = "min") -> str | None:
@@ -165,7 +158,7 @@ def find_checkpoint(path: Any) -> tuple[Storage, Manifest]:
     try:
         if MANIFEST in storage.files():
             return storage, read_manifest(storage)
-        newest = _latest(storage)
+        newest = latest(path)
     except OSError as error:
         raise CheckpointError(f"No checkpoint at {path}: {error}", code="FX601") from error
     if newest is None:
@@ -174,7 +167,8 @@ def find_checkpoint(path: Any) -> tuple[Storage, Manifest]:
             f"libraries, and fx.load_model reads model files.",
             code="FX601",
         )
-    return open_storage(newest[0]), newest[1]
+    storage = open_storage(newest)
+    return storage, read_manifest(storage)
 
 
 def _first_complete(folder: Storage, checkpoints: Iterable[CheckpointInfo]) -> str | None:
@@ -186,50 +180,32 @@ def _first_complete(folder: Storage, checkpoints: Iterable[CheckpointInfo]) -> s
     return None
 
 
-# By path, the digest of the manifest file that was read before, and the manifest without tensors.
-KnownManifests = dict[str, tuple[str, Manifest]]
-
-
-def list_checkpoints(folder: Storage, known: KnownManifests | None = None) -> list[CheckpointInfo]:
+def list_checkpoints(folder: Storage) -> list[CheckpointInfo]:
     """All checkpoints of a folder, newest last, then those with damaged manifests.
-
-    Args:
-        known: Manifests that need no parsing if their bytes are the same; extended.
 
     Raises:
         CheckpointError: one cannot be read, or has a newer format.
     """
-    return _listed(folder, {} if known is None else known)[0]
-
-
-def _listed(
-    folder: Storage, known: KnownManifests | None = None
-) -> tuple[list[CheckpointInfo], Manifest | None]:
-    """As `list_checkpoints`; without `known`, also the manifest of the newest complete one."""
     checkpoints: list[CheckpointInfo] = []
-    newest: Manifest | None = None
     for name in checkpoint_names(folder):
         inside = folder.join(name)
         order, saver, metric = None, None, None
         try:
-            manifest = read_manifest(inside, known)
+            manifest = read_manifest(inside, summary=True)
             order, saver, metric = manifest.order, manifest.saver, manifest.metric
             problems = file_problems(inside.files(), manifest)
-            if not problems and (newest is None or manifest.order >= newest.order):
-                newest = manifest
         except (UnreadableError, NewerFormatError):
             raise
         except (CheckpointError, OSError) as error:
             if name not in folder.folders():  # a save has removed it, after it committed another
-                return _listed(folder, known)
+                return list_checkpoints(folder)
             problems = [str(error)]
         checkpoints.append(
             CheckpointInfo(
                 name=name, order=order, saver=saver, metric=metric, problems=tuple(problems)
             )
         )
-    checkpoints.sort(key=lambda info: math.inf if info.order is None else info.order)
-    return checkpoints, newest
+    return sorted(checkpoints, key=lambda info: math.inf if info.order is None else info.order)
 
 
 def checkpoint_names(folder: Storage) -> list[str]:
@@ -245,11 +221,11 @@ def new_name(folder: Storage, updates: int) -> str:
     return f"{name}.{max(used) + 1}" if used else name
 
 
-def read_manifest(storage: Storage, known: KnownManifests | None = None) -> Manifest:
+def read_manifest(storage: Storage, *, summary: bool = False) -> Manifest:
     """The manifest of a checkpoint.
 
     Args:
-        known: As for `list_checkpoints`.
+        summary: As for `load_manifest`.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -257,14 +233,7 @@ def read_manifest(storage: Storage, known: KnownManifests | None = None) -> Mani
         NewerFormatError: a newer fxtrain wrote it.
     """
     try:
-        raw = storage.read(MANIFEST, _LARGEST)
-        if known is None:
-            return load_manifest(raw)
-        path, digest = str(storage), digest_of(raw)
-        if path not in known or known[path][0] != digest:
-            small = {"models": {}, "extra": None, "tensors": {}, "aliases": {}, "own": ()}
-            known[path] = digest, attrs.evolve(load_manifest(raw), **small)
-        return known[path][1]
+        return load_manifest(storage.read(MANIFEST, _LARGEST), summary=summary)
     except OSError as error:
         raise CheckpointError(
             f"{storage} is not a checkpoint: {MANIFEST} cannot be opened ({error}). Pass a folder "

@@ -28,6 +28,9 @@ CHUNK = 4 << 20  # bytes of a stored box that share a digest; reads verify compl
 _MAX_DIMS = 64  # torch's limit
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _HEAD, _MIDDLE, _TAIL = b'{"digest":"', b'","manifest":', b"}\n"
+# Of the inner object, what a list of checkpoints needs: what is between grows with the model.
+_SUMMARY = re.compile(rb'(.*?),"models":.*(,"files":.*)', re.DOTALL)
+_NO_DETAILS = b',"models":{},"extra":null,"tensors":{},"aliases":{},"own":[]'
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset in a tensor and shape
 
@@ -131,17 +134,21 @@ def dump_manifest(manifest: Manifest) -> bytes:
     return _HEAD + digest_of(body).encode() + _MIDDLE + body + _TAIL
 
 
-def load_manifest(raw: bytes) -> Manifest:
+def load_manifest(raw: bytes, *, summary: bool = False) -> Manifest:
     """Parse the bytes of the file, and validate every field.
+
+    Args:
+        summary: Leave out models, extra and tensors, which take long to parse.
 
     Raises:
         CheckpointError: a byte has changed, or the manifest is inconsistent. Raised before
             anything is opened or allocated from its content.
         NewerFormatError: this version does not know its format.
     """
-    body = _body(raw)
+    body = bytes(_body(raw))
+    match = _SUMMARY.fullmatch(body) if summary else None
     try:
-        data = parse_json(bytes(body))
+        data = parse_json(match[1] + _NO_DETAILS + match[2] if match else body)
         # The format comes first: the other fields of a newer format are unknown.
         number = data.pop("format")
         if type(number) is int and number > FORMAT:
@@ -153,7 +160,8 @@ def load_manifest(raw: bytes) -> Manifest:
             raise ValueError(f"its format is {str(number)[:80]!r}")
         manifest = _converter().structure(data, Manifest)
         _check(manifest)
-        _check_tensors(manifest)
+        if not match:
+            _check_tensors(manifest)
     except NewerFormatError:
         raise
     except Exception as error:  # whatever a missing field or one of another type raises
@@ -203,22 +211,22 @@ def _body(raw: bytes) -> memoryview:
 
 
 def _check(manifest: Manifest) -> None:
-    """Raise a ValueError if fields contradict each other."""
-    ranks = manifest.topology["world_size"]
-    if type(ranks) is not int or not ranks or ranks != len(manifest.own):
-        raise ValueError(f"{str(ranks)[:80]} ranks, with states of {len(manifest.own)}")
+    """Raise a ValueError if fields of a summary contradict each other."""
     _exact(manifest.order, int)
     _ = manifest.saver  # raises if it does not describe a process
     for name, file in manifest.files.items():
         if not _FILE_NAME.fullmatch(name) or not 8 <= file.header <= file.size:
             raise ValueError(f"{name[:200]!r} is not the name of a data file of {file.size} bytes")
-    for name, target in manifest.aliases.items():
-        if target not in manifest.tensors or name in manifest.tensors:
-            raise ValueError(f"{name!r} is not a valid alias of the tensor {target!r}")
 
 
 def _check_tensors(manifest: Manifest) -> None:
     """Check that parts are inside their files, do not overlap, and cover their tensors."""
+    ranks = manifest.topology["world_size"]
+    if type(ranks) is not int or not ranks or ranks != len(manifest.own):
+        raise ValueError(f"{str(ranks)[:80]} ranks, with states of {len(manifest.own)}")
+    for name, target in manifest.aliases.items():
+        if target not in manifest.tensors or name in manifest.tensors:
+            raise ValueError(f"{name!r} is not a valid alias of the tensor {target!r}")
     used = {name: [(0, file.header)] for name, file in manifest.files.items()}
     for table in (manifest.tensors, *manifest.own):
         for name, tensor in table.items():

@@ -78,7 +78,7 @@ class Reader:
         """Read a full tensor; a per-rank tensor by its entry."""
         entry = entry or self.entry(name)
         tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
-        self.fill(name, tensor, entry)
+        self._fill_box(entry, name, (0,) * tensor.ndim, tensor)
         return tensor
 
     def box(self, name: str, box: tuple[slice, ...]) -> Tensor:

@@ -233,9 +233,10 @@ def _restore(
 def _state_reader(reader: Reader, name: str, ctx: DistContext) -> StateReader:
     """A reader of one model's state in a checkpoint."""
     manifest, prefix = reader.manifest, f"{name}/"
+    tied = {full: manifest.tensors[stored] for full, stored in manifest.aliases.items()}
     entries = {
-        full.removeprefix(prefix): reader.entry(full)
-        for full in (*manifest.tensors, *manifest.aliases)
+        full.removeprefix(prefix): entry
+        for full, entry in {**manifest.tensors, **tied}.items()
         if full.startswith(prefix)
     }
     return StateReader(

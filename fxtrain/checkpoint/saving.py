@@ -327,7 +327,7 @@ class _Job:
         Args:
             rows: The machine of each rank, and what it wrote.
         """
-        checkpoints = list_checkpoints(self.folder, self.state.manifests)
+        checkpoints = list_checkpoints(self.folder)
         order = 1 + max((info.order or 0 for info in checkpoints), default=0)
         manifest = self._manifest(ctx, [written for _, written in rows], order)
         self._check_shared(rows)
@@ -339,7 +339,6 @@ class _Job:
             # Looked up each time, since the run may go back while this is written.
             if self.folder.join(name).key() != self.state.restored_from:
                 _remove(self.folder, name)
-                self.state.manifests.pop(str(self.folder.join(name)), None)
 
     def _manifest(self, ctx: DistContext, written: Sequence[Written], order: int) -> Manifest:
         sizes = {"world_size": ctx.world_size, "mesh": ctx.mesh.sizes}

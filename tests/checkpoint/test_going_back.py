@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint import folders
+from fxtrain.checkpoint import folders, manifest
 from fxtrain.checkpoint.folders import CheckpointInfo, to_prune
 from fxtrain.checkpoint.manifest import MANIFEST, digest_of
 
@@ -217,16 +217,30 @@ def test_a_draft_that_a_save_renames_meanwhile_stops_no_reader(run, tmp_path, mo
     assert fx.restore(tmp_path, run.ctx, run.model).position.updates == 50
 
 
-def test_a_save_parses_manifests_that_it_knows_no_more(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["latest", "restore", "save"])
+def test_only_the_manifest_that_is_restored_is_parsed_whole(run, tmp_path, monkeypatch, call):
+    for update in (10, 30, 20):
+        run.save(update, None)
+    checked, check = [], manifest._check_tensors
+    monkeypatch.setattr(
+        manifest, "_check_tensors", lambda each: checked.append(each) or check(each)
+    )
+    if call == "latest":
+        assert fx.latest(tmp_path).endswith("update-0000000020")
+    elif call == "restore":
+        assert fx.restore(tmp_path, run.ctx, run.model).position.updates == 20
+    else:
+        fx.save(tmp_path, run.ctx, run.model, position=fx.Position(updates=40), keep_last=2)
+    assert [each.position.updates for each in checked] == [20] * (call == "restore")
+
+
+def test_a_manifest_whose_tensors_were_changed_is_damaged_for_the_next_save(run, tmp_path):
     for update in (10, 20, 30):
         run.save(update, None)
-    parsed, load = [], folders.load_manifest
-    monkeypatch.setattr(folders, "load_manifest", lambda raw: parsed.append(raw) or load(raw))
-    fx.save(tmp_path, run.ctx, run.model, position=fx.Position(updates=40))
-    assert len(parsed) == 1  # of 30
-    _flip(tmp_path / "update-0000000010" / MANIFEST, 100)
-    fx.save(tmp_path, run.ctx, run.model, position=fx.Position(updates=50), keep_last=4)
-    assert _names(tmp_path) == [20, 30, 40, 50]
+    path = tmp_path / "update-0000000010" / MANIFEST
+    _flip(path, path.stat().st_size // 2)
+    fx.save(tmp_path, run.ctx, run.model, position=fx.Position(updates=40), keep_last=4)
+    assert _names(tmp_path) == [20, 30, 40]
 
 
 def test_the_order_survives_a_copy_and_clocks_do_not_count(run, tmp_path):
