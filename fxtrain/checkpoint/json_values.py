@@ -126,7 +126,7 @@ def _encode_object(value: Any, path: str, tensors: dict[str, Tensor], depth: int
 
 
 def _encode_numpy(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    if value.dtype.kind not in "biufc":
+    if value.dtype.kind not in "biufc" or value.dtype.char in "gG":  # long doubles
         raise CheckpointError(
             f"{path} is a NumPy value of dtype {value.dtype}. Save numbers or booleans."
         )
@@ -148,6 +148,8 @@ def _text(text: str, path: str) -> str:
 
 def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
     """Name a tensor by its path, made unique: the keys 3 and "3" have the same path."""
+    if tensor.is_nested:
+        raise CheckpointError(f"{path} is a nested tensor. Save the list of its tensors.")
     name = path
     while name in tensors:
         name += "'"

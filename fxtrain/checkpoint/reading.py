@@ -111,7 +111,16 @@ class Reader:
             outer = tuple(map(slice, map(sub, low, start), map(sub, high, start)))
             self._copy(name, part, inner, target[outer])
         if not direct:
-            out.copy_(target)
+            # Elements of an expanded tensor share memory, which torch refuses to write twice.
+            single = tuple(slice(0, 1) if not stride else slice(None) for stride in out.stride())
+            if not _same_bits(target[single].expand_as(target), target):
+                raise CheckpointError(
+                    f"{name} is expanded in this process, with elements that share memory, but "
+                    f"was saved with different values in them. Restore into the model that was "
+                    f"saved, or clone() the tensor.",
+                    code="FX603",
+                )
+            out[single].copy_(target[single])
 
     def _copy(self, name: str, part: StoredBox, inner: list[slice], goal: Tensor) -> None:
         """Copy a range of a part into a tensor, in blocks of the part's rows."""
@@ -156,6 +165,10 @@ class Reader:
             if not fits:
                 a, b = max(low, begin), min(high, end)
                 into[a - begin : b - begin] = chunk[a - low : b - low]
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    return left.stride() == right.stride() or memory_of(left.contiguous()) == memory_of(right)
 
 
 @contextmanager

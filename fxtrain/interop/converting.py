@@ -1,6 +1,6 @@
 """Read checkpoints of other libraries, and convert them into fxtrain's."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxtrain._reading import StrPath
+from fxtrain.backends.core.optimizers import Params, flattened
 from fxtrain.checkpoint.json_values import encode
 from fxtrain.checkpoint.saving import save_alone
 from fxtrain.checkpoint.snapshot import MODEL, model_facts
@@ -70,7 +71,7 @@ def import_checkpoint(
     *,
     module: nn.Module | None = None,
     position: Position = Position(),  # noqa: B008 - a frozen value
-    optimizer: bool = True,
+    optimizer: bool | Callable[[Any], Any] = True,
 ) -> str:
     """Convert a checkpoint of another library into one that `restore` can load.
 
@@ -82,7 +83,9 @@ def import_checkpoint(
         module: The model, on any device. Needed if the optimizer numbers its parameters
             instead of naming them, and for the names of tied parameters.
         position: Position of the run, which other libraries do not save in this form.
-        optimizer: Whether to convert optimizers and schedulers.
+        optimizer: Whether to convert optimizers and schedulers. Or the factory for `fx.wrap`, whose
+            groups give the order of numbered parameters that is not the module's, as where
+            some have no weight decay.
 
     Returns:
         The path of the checkpoint.
@@ -102,7 +105,8 @@ def import_checkpoint(
         Traceback (most recent call last):
         fxtrain.errors.CheckpointError: No folder runs/nowhere. [FX601]
     """
-    found = read_checkpoint(source, optimizer=optimizer)
+    found = read_checkpoint(source, optimizer=bool(optimizer))
+    factory = optimizer if callable(optimizer) else None
     if found.config and optimizer:
         raise CheckpointError(
             f"{source} is a checkpoint of Megatron, of which only weights can be converted. Pass "
@@ -119,7 +123,7 @@ def import_checkpoint(
         tensors = {f"{MODEL}/module.{name}": tensor for name, tensor in weights.items()}
         optimizers: list[Any] = []
         for index, state in enumerate(found.optimizers):
-            moments, described = _optimizer(state, index, module, weights)
+            moments, described = _optimizer(state, index, module, weights, factory)
             tensors.update(moments)
             optimizers.append(described)
         values = {"module": {}, "optimizers": optimizers, "schedulers": list(found.schedulers)}
@@ -143,16 +147,24 @@ def _tied(tensors: Mapping[str, Tensor], module: nn.Module | None) -> dict[str, 
 
 
 def _optimizer(
-    state: Mapping[str, Any], index: int, module: nn.Module | None, tensors: Mapping[str, Tensor]
+    state: Mapping[str, Any],
+    index: int,
+    module: nn.Module | None,
+    tensors: Mapping[str, Tensor],
+    factory: Callable[[Any], Any] | None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of an optimizer by name, and its values as a checkpoint has them."""
-    names = _names_of(state, module)
+    names = _names_of(state, module, index, factory)
     named = () if module is None else module.named_parameters()
     # Scripts of other libraries pass these to optimizers too, which `fx.wrap` does not.
     frozen = {name for name, parameter in named if not parameter.requires_grad}
     moments: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
+    keyed: dict[Any, Any] = {}
     for key, entries in state["state"].items():
+        if key not in names:
+            keyed[key] = entries
+            continue
         name = names[key]
         plain: dict[str, Any] = {}
         for part, value in entries.items():
@@ -163,7 +175,8 @@ def _optimizer(
                 raise CheckpointError(
                     f"{part} of the optimizer has shape {list(value.shape)}, but its parameter "
                     f"{name} has shape {list(tensors[name].shape)}: the optimizer's parameters "
-                    f"are in a different order than the model's. Pass optimizer=False."
+                    f"are in a different order than the model's. Pass optimizer= the factory that "
+                    f"builds it with the same groups, or False."
                 )
             moments[f"{MODEL}/optimizer.{index}.{name}.{part}"] = value
         values[name] = {"keys": list(entries), "plain": plain}
@@ -171,11 +184,18 @@ def _optimizer(
         {**group, "params": [names[key] for key in group["params"] if names[key] not in frozen]}
         for group in state["param_groups"]
     ]
+    own = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     # These files do not record the type of the optimizer.
-    return moments, {"kind": "", "groups": groups, "state": values}
+    described = {"kind": "", "groups": groups, "state": values}
+    return moments, {**described, "keyed": keyed, "own": own}
 
 
-def _names_of(state: Mapping[str, Any], module: nn.Module | None) -> dict[Any, str]:
+def _names_of(
+    state: Mapping[str, Any],
+    module: nn.Module | None,
+    index: int,
+    factory: Callable[[Any], Any] | None,
+) -> dict[Any, str]:
     keys = [key for group in state["param_groups"] for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
         return {key: key for key in keys}
@@ -187,10 +207,16 @@ def _names_of(state: Mapping[str, Any], module: nn.Module | None) -> dict[Any, s
     every = dict(module.named_parameters())
     trained = [name for name, parameter in every.items() if parameter.requires_grad]
     order = list(every) if len(keys) == len(every) else trained
-    if sorted(keys) != list(range(len(order))):
+    if factory is not None:
+        optimizers = flattened(factory(Params((name, every[name]) for name in order)))
+        groups = [group for each in optimizers[index : index + 1] for group in each.param_groups]
+        known = {id(parameter): name for name, parameter in every.items()}
+        order = [known.get(id(p), "") for group in groups for p in group["params"]]
+    if sorted(keys) != list(range(len(order))) or "" in order:
+        made = "" if factory is None else f", and optimizer= has {len(order) - order.count('')}"
         raise CheckpointError(
             f"The optimizer has {len(keys)} parameters, but the model has {len(every)}, of which "
-            f"{len(trained)} are trained. Pass the model that was saved."
+            f"{len(trained)} are trained{made}. Pass the model and the optimizer that were saved."
         )
     # torch.distributed.checkpoint turns the numbers into strings.
     return {key: name for i, name in enumerate(order) for key in (i, str(i))}

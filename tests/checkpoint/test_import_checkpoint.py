@@ -1,6 +1,7 @@
 """Going on from what Accelerate and torch.distributed.checkpoint saved."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -132,6 +133,32 @@ def test_an_optimizer_in_another_order_is_noticed(tmp_path):
         fx.interop.import_checkpoint(tmp_path / "old", tmp_path / "new", module=make_model())
     path = fx.interop.import_checkpoint(tmp_path / "old", tmp_path / "new", optimizer=False)
     assert fx.checkpoint.verify(path).tensors >= 3
+
+
+def _regrouped(params):
+    """Biases first, without weight decay."""
+    biases, weights = ([p for p in params if (p.ndim == 1) is one] for one in (True, False))
+    groups = [{"params": biases, "weight_decay": 0.0}, {"params": weights}]
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+def test_an_optimizer_in_other_groups_is_imported_by_its_factory(tmp_path):
+    net, _, _ = _start()
+    optimizer = _regrouped([*net.parameters()])
+    _train(net, optimizer, 2)
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "old", no_dist=True)
+    bring = partial(fx.interop.import_checkpoint, tmp_path / "old", tmp_path / "new")
+    with pytest.raises(fx.CheckpointError, match="and optimizer= has 0"):
+        bring(module=make_model(), optimizer=lambda _: _regrouped([*net.parameters()]))
+    bring(module=make_model(), optimizer=_regrouped)
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(make_model(), ctx, optimizer=_regrouped)
+        fx.restore(tmp_path / "new", ctx, model)
+        for name, parameter in model.module.named_parameters():
+            saved = optimizer.state[net.get_parameter(name)]
+            for key, value in model.optimizer.state[parameter].items():
+                assert torch.equal(value, saved[key])
 
 
 @pytest.mark.parametrize("named", [False, True])

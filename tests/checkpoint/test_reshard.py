@@ -142,3 +142,67 @@ def test_a_checkpoint_may_have_more_files_than_a_process_may_open(pair, clusters
     ((found, most, left),) = clusters[1].run(_restore_one_file_at_a_time, str(tmp_path), "ddp")
     assert all(torch.equal(saved[0][name], tensor) for name, tensor in found.items())
     assert most == 1 and left == 0
+
+
+class Unusual(torch.optim.Optimizer):
+    """Keeps states in lists, under a key that is no parameter, and in an attribute."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        total = self.state.setdefault("total", {"steps": 0, "scale": torch.ones(1)})
+        total["steps"] += 1
+        total["scale"] *= 0.5
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                history = self.state[parameter].setdefault("history", [])
+                history.append(parameter.grad.clone())
+                rate = group["lr"] / self.steps + float(total["scale"]) / total["steps"]
+                parameter.sub_(sum(history) * rate)
+
+    def state_dict(self):
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "steps"})
+        self.steps = state_dict["steps"]
+
+
+def _continued(ctx, folder, places):
+    """The state after three updates, and after the last of them again in another model."""
+    models = []
+    for name in places:
+        torch.manual_seed(1)
+        plan = fx.Plan(strategy=PLACES[name][0])
+        models.append(fx.wrap(Transformer(), ctx, plan, optimizer=Unusual))
+    _train(ctx, models[0], 2)
+    fx.save(folder, ctx, models[0], position=fx.Position(updates=2))
+    _train(ctx, models[1], 1)  # its states are replaced
+    fx.restore(folder, ctx, models[1])
+    for model in models:
+        _train(ctx, model, 1)
+    return [(_whole(model), model.optimizer.steps) for model in models]
+
+
+@pytest.mark.parametrize("places", [("ddp", "ddp"), ("fsdp", "fsdp"), ("ddp", "fsdp")])
+def test_whatever_an_optimizer_keeps_is_restored(pair, places, tmp_path):
+    for (wanted, _), (found, steps) in pair.run(_continued, str(tmp_path), places):
+        assert steps == 3
+        for name, tensor in wanted.items():
+            close = torch.equal if len({*places}) == 1 else torch.allclose
+            assert close(tensor, found[name]), name
+
+
+def _refused(ctx, folder):
+    model = fx.wrap(Transformer(), ctx, fx.Plan(strategy=PLACES["zero1"][0]), optimizer=Unusual)
+    _train(ctx, model, 1)
+    with pytest.raises(fx.CheckpointError, match=r"optimizer\.0\..*\.history: .*Tensor"):
+        fx.save(folder, ctx, model, position=fx.Position(updates=1))
+
+
+def test_states_in_lists_are_refused_where_ranks_have_states_of_their_own(pair, tmp_path):
+    pair.run(_refused, str(tmp_path))

@@ -234,3 +234,25 @@ def test_states_that_are_there_are_filled_unless_their_memory_is_shared(tmp_path
         fx.restore(tmp_path, ctx, model)
         assert torch.equal(net.weight, wanted)
         assert torch.equal(states[net.weight]["momentum_buffer"], kept)
+
+
+class Expanded(nn.Module):
+    """Its buffer is one row, expanded; or a full matrix."""
+
+    def __init__(self, scale, *, copy=False):
+        super().__init__()
+        rows = (torch.arange(4.0) * scale).expand(3, 4)
+        self.register_buffer("rows", rows.clone() if copy else rows)
+
+
+def test_an_expanded_buffer(tmp_path):
+    with fx.detect(env={}, device="cpu") as ctx:
+        fx.save(tmp_path, ctx, fx.wrap(Expanded(1), ctx))
+        for copy in (False, True):
+            model = fx.wrap(Expanded(2, copy=copy), ctx)
+            fx.restore(tmp_path, ctx, model)
+            assert torch.equal(model.module.rows, Expanded(1).rows)
+        model.module.rows[1, 2] = 9
+        fx.save(tmp_path, ctx, model)
+        with pytest.raises(fx.CheckpointError, match=r"module\.rows is expanded"):
+            fx.restore(tmp_path, ctx, fx.wrap(Expanded(1), ctx))

@@ -23,6 +23,7 @@ from tests.checkpoint import _runs
         ({"fn": len}, r"extra\.fn is a builtins\.builtin_function_or_method"),
         (torch.eye(2).to_sparse(), "extra is a torch.sparse_coo tensor"),
         (np.array(["text"]), "extra is a NumPy value of dtype"),
+        (np.ones(2, np.longdouble), "extra is a NumPy value of dtype"),
         (torch.empty(2, device="meta"), "extra is on the meta device"),
         (nn.Linear, "extra is a builtins.type"),
         ({"files": ["a\udcff.txt"]}, r"extra\.files\.0 is 'a\\udcff\.txt', which UTF-8 cannot"),
@@ -35,6 +36,12 @@ def test_what_cannot_be_saved_is_named(extra, message, tmp_path):
         with pytest.raises(fx.CheckpointError, match=message):
             fx.save(tmp_path, ctx, model, extra=extra)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_is_named(tmp_path):
+    extra = {"n": [torch.nested.nested_tensor([torch.ones(2)])]}
+    test_what_cannot_be_saved_is_named(extra, r"extra\.n\.0 is a nested tensor", tmp_path)
 
 
 def _saved_without_a_position(ctx, folder, accumulate):
@@ -133,10 +140,15 @@ def _wrong_model(ctx, folder, change):
         net.append(nn.Linear(2, 2))
     if change == "dtype":
         net.double()
-    optimizer = torch.optim.SGD if change == "kind" else torch.optim.AdamW
-    other = fx.wrap(
-        net, ctx, optimizer=lambda p: optimizer(p if change != "order" else p[::-1], lr=0.1)
-    )
+    if change == "frozen":
+        net[0].weight.requires_grad_(False)
+
+    def optimizer(params):
+        given = {"order": params[::-1], "groups": [{"params": params[:1]}, {"params": params[1:]}]}
+        kind = torch.optim.SGD if change == "kind" else torch.optim.AdamW
+        return kind(given.get(change, params), lr=0.1)
+
+    other = fx.wrap(net, ctx, optimizer=optimizer)
     try:
         fx.restore(folder, ctx, other)
     except fx.CheckpointError as error:
@@ -151,7 +163,12 @@ def _wrong_model(ctx, folder, change):
         ("names", "5.weight is not in the checkpoint"),
         ("dtype", "torch.float64"),
         ("kind", "is SGD here, and was saved as AdamW"),
-        ("order", "AdamW with other parameters"),
+        (
+            "order",
+            "AdamW with other parameters:\n  The groups have the same parameters, in another",
+        ),
+        ("frozen", "AdamW with other parameters:\n  0.weight is only in the saved one\nBuild"),
+        ("groups", "with other parameters:\n  0.bias is in group 1, and was in group 0\n"),
     ],
 )
 def test_another_model_is_told_apart(pair, change, message, tmp_path):

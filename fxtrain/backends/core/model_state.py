@@ -12,6 +12,7 @@ from fxtrain.backends.core.open_windows import load_window, window_state
 from fxtrain.backends.core.optimizer_state import (
     as_bytes,
     load_optimizers,
+    more_state,
     names_of,
     optimizer_state,
 )
@@ -42,7 +43,7 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
     for index, optimizer in enumerate(model.optimizers):
         held, values = optimizer_state(optimizer, f"optimizer.{index}", names_of(model.module))
         tensors.update(held)
-        optimizers.append(values)
+        optimizers.append(values | more_state(optimizer))
         if local_optimizer(optimizer) is not optimizer:
             own[f"optimizer.{index}.state"] = as_bytes(values["state"], f"optimizer.{index}")
     tensors |= grads

@@ -1,7 +1,7 @@
 """The state of optimizers by the names of parameters: read and restored."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,11 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fxtrain._record import few
+from fxtrain._tree import map_leaves
+from fxtrain.backends.core.initial_values import copy_shard
 from fxtrain.backends.core.optimizers import flattened, kind_of, local_optimizer, place_of_states
 from fxtrain.backends.core.packed_states import is_packed, pack, unpack
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import StateReader, Wrapped
+
+_OF_TORCH = ("state", "param_groups")
 
 
 def optimizer_state(
@@ -37,6 +42,47 @@ def optimizer_state(
         "groups": groups,
         "state": values,
     }
+
+
+def more_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps for no parameter: states under other keys, and its own entries."""
+    part = local_optimizer(optimizer)
+    keyed = {key: value for key, value in part.state.items() if not isinstance(key, Tensor)}
+    own = {key: value for key, value in part.state_dict().items() if key not in _OF_TORCH}
+    return {**({"keyed": keyed} if keyed else {}), **({"own": own} if own else {})}
+
+
+def _load_more(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
+    """Restore what `more_state` returned."""
+    part = local_optimizer(optimizer)
+    for key in [key for key in part.state if not isinstance(key, Tensor)]:
+        del part.state[key]
+    if not values.keys() & {"keyed", "own"}:
+        return
+    no_place = torch.empty(0, device="cpu")  # a stage of a pipeline may have no parameter
+    place = next((p for group in part.param_groups for p in group["params"]), no_place)
+    if own := values.get("own"):
+        kept, groups = dict(part.state), part.param_groups
+        state = {key: value for key, value in part.state_dict().items() if key in _OF_TORCH}
+        part.load_state_dict({**state, **({"state": {}} if state else {}), **_placed(own, place)})
+        part.state.update(kept)
+        part.param_groups = groups
+    part.state.update(_placed(values.get("keyed", {}), place))
+
+
+def _placed(value: Any, parameter: Tensor) -> Any:
+    """A value whose tensors are beside a parameter, and sharded as it is if they have its shape."""
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+            return leaf
+        if not isinstance(parameter, DTensor) or leaf.shape != parameter.shape:
+            return leaf.to(parameter.device)
+        shard = torch.empty_like(parameter, dtype=leaf.dtype, requires_grad=False)
+        copy_shard(leaf, shard)
+        return shard
+
+    return map_leaves(place, value) if isinstance(value, list | tuple | dict) else value
 
 
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -95,6 +141,15 @@ def load_schedulers(model: Wrapped, saved: StateReader) -> None:
 
 
 def as_bytes(states: Mapping[str, Any], prefix: str) -> Tensor:
+    for name, state in states.items():
+        for key, value in state["plain"].items():
+            try:
+                json.dumps(value)
+            except TypeError as error:
+                raise CheckpointError(
+                    f"{prefix}.{name}.{key}: {error}. Where ranks have optimizer states of their "
+                    f"own, a state is a tensor, or consists of numbers and strings."
+                ) from None
     return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
 
 
@@ -125,12 +180,19 @@ def _load_optimizer(
     kind = kind_of(optimizer)
     # Checkpoints of other libraries do not name the kind.
     if values["kind"] not in (kind, "") or own != theirs:
-        was = values["kind"] if own == theirs else f"{values['kind']} with other parameters"
+        was = f"{prefix} is {kind} here, and was saved as {values['kind'] or 'one'}"
+        lines = [] if own == theirs else _differences(own, theirs)
         raise CheckpointError(
-            f"{prefix} is {kind} here, and was saved as {was}. Build it as it was when the "
-            f"checkpoint was saved.",
+            "\n".join(
+                [
+                    f"{was}{' with other parameters:' if lines else '.'}",
+                    *lines,
+                    "Build it as it was when the checkpoint was saved.",
+                ]
+            ),
             code="FX603",
         )
+    _load_more(optimizer, values)
     for (group, named), options in zip(groups, values["groups"], strict=True):
         for key, value in options.items():
             if key != "params":
@@ -145,21 +207,43 @@ def _load_optimizer(
             place = place_of_states(optimizer, parameter)
             read = _reader(place, old, saved, taken, fast=fast)
             part.state[parameter] = {
-                key: _read_value(state, key, partial(read, f"{prefix}.{name}"), parameter)
+                key: _read_value(state, key, partial(read, f"{prefix}.{name}"), parameter, place)
                 for key in state["keys"]
             }
 
 
 def _read_value(
-    state: Mapping[str, Any], key: str, read: Callable[[str], Tensor], parameter: Tensor
+    state: Mapping[str, Any],
+    key: str,
+    read: Callable[[str], Tensor],
+    parameter: Tensor,
+    place: Tensor,
 ) -> Any:
     """One entry of a parameter's state, as it was saved."""
     if key in state["plain"]:
-        return state["plain"][key]
+        return _placed(state["plain"][key], place)
     packed = state.get("packed", {})
     if key not in packed:
         return read(key)
     return unpack(packed[key], lambda name: read(f"{key}.{name}"), parameter)
+
+
+def _differences(own: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> list[str]:
+    """How the parameters of an optimizer differ from those of the saved one."""
+    here, there = (
+        {name: index for index, group in enumerate(groups) for name in group}
+        for groups in (own, theirs)
+    )
+    lines = few(
+        f"  {name} is not in the saved one"
+        if name not in there
+        else f"  {name} is only in the saved one"
+        if name not in here
+        else f"  {name} is in group {here[name]}, and was in group {there[name]}"
+        for name in {**here, **there}
+        if here.get(name) != there.get(name)
+    )
+    return lines or ["  The groups have the same parameters, in another order."]
 
 
 def _states(states: Mapping[str, Any], prefix: str, saved: StateReader) -> Mapping[str, Any]:
