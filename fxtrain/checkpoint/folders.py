@@ -16,7 +16,7 @@ from fxtrain.checkpoint.storage import MANIFEST, Storage, UnreadableError, open_
 from fxtrain.errors import CheckpointError
 
 _NAME = re.compile(r"update-(\d{10,18})(?:\.(\d{1,9}))?")
-_LARGEST = 1 << 30
+LARGEST = 1 << 30  # bytes of a manifest
 _LOG = logging.getLogger(__name__)
 
 
@@ -233,7 +233,7 @@ def read_manifest(storage: Storage, *, summary: bool = False) -> Manifest:
         NewerFormatError: a newer fxtrain wrote it.
     """
     try:
-        return load_manifest(storage.read(MANIFEST, _LARGEST), summary=summary)
+        return load_manifest(storage.read(MANIFEST, LARGEST), summary=summary)
     except OSError as error:
         raise CheckpointError(
             f"{storage} is not a checkpoint: {MANIFEST} cannot be opened ({error}). Pass a folder "

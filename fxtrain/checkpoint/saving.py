@@ -25,6 +25,7 @@ from fxtrain.checkpoint.background import (
 )
 from fxtrain.checkpoint.folder_lock import Lock, acquire, process_of, this_process
 from fxtrain.checkpoint.folders import (
+    LARGEST,
     CheckpointInfo,
     check_rule,
     list_checkpoints,
@@ -330,9 +331,15 @@ class _Job:
         checkpoints = list_checkpoints(self.folder)
         order = 1 + max((info.order or 0 for info in checkpoints), default=0)
         manifest = self._manifest(ctx, [written for _, written in rows], order)
+        raw = dump_manifest(manifest)
+        if len(raw) > LARGEST:
+            raise CheckpointError(
+                f"The manifest has {len(raw)} bytes; the limit is {LARGEST}. Plain values in extra "
+                f"are part of it: save large ones as tensors, bytes by torch.frombuffer."
+            )
         self._check_shared(rows)
         lock.check()
-        self.folder.commit(self.name, self.token, dump_manifest(manifest))
+        self.folder.commit(self.name, self.token, raw)
         new = CheckpointInfo(name=self.name, order=order, metric=manifest.metric)
         # Of these, the last is the new one.
         for name in to_prune([*checkpoints, new], process_of(this_process()), **self.rule):

@@ -102,11 +102,14 @@ class LocalStorage:
     def _names(self) -> list[str]:
         try:
             with reading(self.path), os.scandir(self.path) as entries:
-                return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+                # A checkpoint may be a link to where it was moved, even if that is not mounted.
+                return [entry.name for entry in entries if entry.is_dir() or entry.is_symlink()]
         except FileNotFoundError:
             return []
         except NotADirectoryError as error:
             raise CheckpointError(f"{self.path} is a file. Pass a folder.") from error
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error.strerror}. Pass a folder.") from error
 
     def files(self) -> dict[str, int]:
         """Size of every file, by name; -1 if it is not a plain file."""
@@ -126,7 +129,7 @@ class LocalStorage:
             hidden = self.join(f"{_TEMPORARY}{name}-removed").path
             os.rename(inside, hidden)
             inside = hidden
-        shutil.rmtree(inside)
+        (os.unlink if os.path.islink(inside) else shutil.rmtree)(inside)
 
     def read(self, name: str, most: int) -> bytes:
         """The bytes of a file; an error if there are more than `most`."""

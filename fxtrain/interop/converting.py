@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxtrain._reading import StrPath
-from fxtrain.backends.core.optimizers import Params, flattened
+from fxtrain.backends.core.optimizers import Optimizers, Params, flattened
 from fxtrain.checkpoint.json_values import encode
 from fxtrain.checkpoint.saving import save_alone
 from fxtrain.checkpoint.snapshot import MODEL, model_facts
@@ -71,7 +71,7 @@ def import_checkpoint(
     *,
     module: nn.Module | None = None,
     position: Position = Position(),  # noqa: B008 - a frozen value
-    optimizer: bool | Callable[[Any], Any] = True,
+    optimizer: bool | Callable[[Params], Optimizers] = True,
 ) -> str:
     """Convert a checkpoint of another library into one that `restore` can load.
 
@@ -151,7 +151,7 @@ def _optimizer(
     index: int,
     module: nn.Module | None,
     tensors: Mapping[str, Tensor],
-    factory: Callable[[Any], Any] | None,
+    factory: Callable[[Params], Optimizers] | None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of an optimizer by name, and its values as a checkpoint has them."""
     names = _names_of(state, module, index, factory)
@@ -194,7 +194,7 @@ def _names_of(
     state: Mapping[str, Any],
     module: nn.Module | None,
     index: int,
-    factory: Callable[[Any], Any] | None,
+    factory: Callable[[Params], Optimizers] | None,
 ) -> dict[Any, str]:
     keys = [key for group in state["param_groups"] for key in group["params"]]
     if all(isinstance(key, str) for key in keys):

@@ -44,6 +44,16 @@ def test_a_nested_tensor_is_named(tmp_path):
     test_what_cannot_be_saved_is_named(extra, r"extra\.n\.0 is a nested tensor", tmp_path)
 
 
+def test_a_manifest_that_could_not_be_read_is_not_committed(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "LARGEST", 10_000)
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(nn.Linear(2, 2), ctx)
+        fx.save(tmp_path, ctx, model)
+        with pytest.raises(fx.CheckpointError, match="Plain values in extra"):
+            fx.save(tmp_path, ctx, model, extra=b"x" * 10_000)
+    assert os.listdir(tmp_path) == ["update-0000000000"]
+
+
 def _saved_without_a_position(ctx, folder, accumulate):
     plan = fx.Plan(accumulate=accumulate)
     model = fx.wrap(nn.Linear(2, 1), ctx, plan, optimizer=torch.optim.SGD)

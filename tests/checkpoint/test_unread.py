@@ -121,7 +121,7 @@ def test_the_command_line_says_so_without_a_traceback(
     assert "Permission denied" in said and "damaged" not in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize("path", ["file", "file/inside", "\0", 5, b"x", None])
+@pytest.mark.parametrize("path", ["file", "file/inside", "\0", "x" * 300, 5, b"x", None])
 @pytest.mark.parametrize("what", ["latest", "verify", "restore", "merge", "save"])
 def test_a_path_that_is_none(ctx, path, what, tmp_path):
     (tmp_path / "file").touch()
