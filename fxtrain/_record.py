@@ -6,15 +6,7 @@ import re
 import reprlib
 import types
 from collections.abc import Callable, Iterable
-from typing import (
-    Any,
-    Literal,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-)
+from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 import attrs
 

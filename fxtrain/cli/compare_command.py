@@ -9,14 +9,7 @@ import attrs
 import click
 
 from fxtrain._other_names import closest
-from fxtrain.cli.output import (
-    NOT_NEGATIVE,
-    as_json,
-    option,
-    picture_option,
-    report,
-    save_picture,
-)
+from fxtrain.cli.output import NOT_NEGATIVE, as_json, option, picture_option, report, save_picture
 from fxtrain.errors import PlanError
 from fxtrain.models.code_models import import_function
 from fxtrain.state import TE, Plan, Precision, read_plan

@@ -102,9 +102,9 @@ def report(data: Any, shown: str | RenderableType | Callable[[], None]) -> None:
         print_renderable(shown)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table, in colour in a terminal only."""
-    print_renderable(make_table(columns, rows, title=title))
+    print_renderable(make_table(columns, rows))
 
 
 def print_renderable(table: RenderableType) -> None:

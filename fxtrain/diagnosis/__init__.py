@@ -9,11 +9,4 @@ from fxtrain.diagnosis.environment import (
     shown,
 )
 
-__all__ = [
-    "clock_problems",
-    "collect",
-    "fact_problems",
-    "facts_here",
-    "hidden",
-    "shown",
-]
+__all__ = ["clock_problems", "collect", "fact_problems", "facts_here", "hidden", "shown"]

@@ -146,7 +146,7 @@ class _Experts(nn.Module):
 
 
 def stand_in(mesh: Mesh, experts: int = 0) -> nn.Module:
-    """A model that any number of ranks can split: blocks of wide layers or experts, as Llama's."""
+    """A model that any ranks can split: blocks of wide layers, as Llama's, and of these experts."""
     width = _WIDTH * mesh.tensor
 
     def block() -> nn.Module:

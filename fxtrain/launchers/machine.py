@@ -128,7 +128,7 @@ def _which_mpi(program: str) -> str:
 
 
 def default_ranks(spec: LaunchSpec) -> int:
-    """Ranks of a launch that names no number: one per chosen GPU, else those that torch counts."""
+    """Ranks of a launch that names no number: one per chosen GPU, or accelerator of a machine."""
     if spec.gpus:
         return len(spec.gpus)
     if spec.launcher != "native" or spec.cpu or spec.executable:

@@ -18,13 +18,7 @@ from torch import Tensor
 from fxtrain import _tree, ops
 from fxtrain.errors import StepError
 from fxtrain.ops.devices import as_scalar
-from fxtrain.state import (
-    Batch,
-    DistContext,
-    Weighted,
-    WeightedLoss,
-    Wrapped,
-)
+from fxtrain.state import Batch, DistContext, Weighted, WeightedLoss, Wrapped
 
 
 def weigh_loss(loss: Any, aux: Any, batch: Batch, model: Wrapped) -> WeightedLoss:

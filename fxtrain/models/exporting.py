@@ -20,13 +20,7 @@ from fxtrain._reading import path_problem
 from fxtrain._record import few
 from fxtrain.errors import CheckpointError
 from fxtrain.models.block_names import own_names
-from fxtrain.models.folder import (
-    ModelFile,
-    commit,
-    split,
-    staging,
-    write_index,
-)
+from fxtrain.models.folder import ModelFile, commit, split, staging, write_index
 from fxtrain.models.safetensors_files import writing
 from fxtrain.models.stored_layers import file_metadata, file_weights
 from fxtrain.models.tensor_bytes import (

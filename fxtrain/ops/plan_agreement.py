@@ -13,14 +13,7 @@ from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.ops.transport.exchange import exchange_payloads
 from fxtrain.ops.transport.mismatches import by_rank
-from fxtrain.state import (
-    DDP,
-    DeepSpeed,
-    DistContext,
-    Plan,
-    diff,
-    fingerprint,
-)
+from fxtrain.state import DDP, DeepSpeed, DistContext, Plan, diff, fingerprint
 from fxtrain.state.deepspeed import fill_from_config, read_config
 
 _DEFAULT = Plan()  # one object, so that a step finds by identity that plans are equal

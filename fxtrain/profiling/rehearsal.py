@@ -27,13 +27,7 @@ from fxtrain.ops.connecting import launched_plan
 from fxtrain.ops.splitting import chunk_of
 from fxtrain.profiling.fake_tensors import FakeValuesMode, is_library
 from fxtrain.profiling.tables import show_mesh
-from fxtrain.profiling.watching import (
-    Collective,
-    LoopRecorder,
-    StepsConverged,
-    recording,
-    summary,
-)
+from fxtrain.profiling.watching import Collective, LoopRecorder, StepsConverged, recording, summary
 from fxtrain.state import DistContext, DryRun, Mesh, Problem, dumps
 from fxtrain.state.dry_runs import PARTS
 from fxtrain.state.files import PLAN_VARIABLE

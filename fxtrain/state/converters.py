@@ -101,8 +101,7 @@ def converter_for(configs: tuple[type, ...] = ()) -> cattrs.Converter:
         attrs.has, lambda cls: _record_hook(cls, converter, known)
     )
     converter.register_unstructure_hook_factory(
-        attrs.has,
-        lambda cls: make_dict_unstructure_fn(cls, converter, kind=override(omit=False)),
+        attrs.has, lambda cls: make_dict_unstructure_fn(cls, converter, kind=override(omit=False))
     )
     return converter
 

@@ -15,12 +15,7 @@ from fxtrain.state.plan import Plan
 PLAN_VARIABLE = "FXTRAIN_PLAN"  # with which `fxtrain launch` passes a plan to the ranks
 
 T = TypeVar("T")
-_SUFFIXES: dict[str, Format] = {
-    ".json": "json",
-    ".toml": "toml",
-    ".yaml": "yaml",
-    ".yml": "yaml",
-}
+_SUFFIXES: dict[str, Format] = {".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
 
 def dumps(record: object, format: Format = "json") -> str:

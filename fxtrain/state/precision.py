@@ -103,17 +103,13 @@ QUANTIZE: tuple[type, ...] = (Bnb8, Bnb4, Torchao)
 _BY_KIND = {"bnb8": Bnb8, "bnb4": Bnb4, "torchao": Torchao}
 
 
-def quantize_of(
-    value: Bnb8 | Bnb4 | Torchao | QuantizeKind | None,
-) -> Bnb8 | Bnb4 | Torchao | None:
+def quantize_of(value: Quantize | QuantizeKind | None) -> Quantize | None:
     """The record of a kind of quantisation; everything else as it is."""
     config = _BY_KIND[value]() if isinstance(value, str) and value in _BY_KIND else value
     return cast(Quantize | None, config)  # the plan's check refuses anything else
 
 
 FORMATS = ("fp32", "bf16", "fp16", "fp8")
-
-
 Compute = Literal["fp32", "bf16", "fp16", "fp8"]
 
 
@@ -229,11 +225,7 @@ class TE:
 
 
 Recipe = Float8 | MX | TE
-
-
 RECIPES: tuple[type, ...] = (Float8, MX, TE)
-
-
 _SHORT: dict[str, Any] = {
     **{
         name: (Float8, {"scaling": name})

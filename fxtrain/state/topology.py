@@ -31,18 +31,8 @@ _MPI = (
         "mpich",  # and Intel MPI; Cray's PMI and PALS; MVAPICH
         ("PMI_RANK", "MV2_COMM_WORLD_RANK", "PALS_RANKID"),
         ("PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
-        (
-            "MPI_LOCALRANKID",
-            "PMI_LOCAL_RANK",
-            "PALS_LOCAL_RANKID",
-            "MV2_COMM_WORLD_LOCAL_RANK",
-        ),
-        (
-            "MPI_LOCALNRANKS",
-            "PMI_LOCAL_SIZE",
-            "PALS_LOCAL_SIZE",
-            "MV2_COMM_WORLD_LOCAL_SIZE",
-        ),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "MV2_COMM_WORLD_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ),
 )
 _RANKS = tuple(name for row in _MPI for name in row[1])
