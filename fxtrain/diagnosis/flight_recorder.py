@@ -56,10 +56,12 @@ def _files(paths: Sequence[Path]) -> dict[int, Path]:
     """The dumps, by rank."""
     inside = (file for path in paths for file in (path.iterdir() if path.is_dir() else [path]))
     named = [(_RANK.search(file.name), file) for file in inside if file.is_file()]
-    dumps = [(int(rank[1]), file) for rank, file in named if rank]
-    files = dict(dumps)
-    if len(files) < len(dumps):
-        raise LaunchError("Two of these dumps are of the same rank. Pass the dumps of one run.")
+    files: dict[int, Path] = {}
+    for rank, file in ((int(rank[1]), file) for rank, file in named if rank):
+        if (other := files.setdefault(rank, file)) != file:
+            raise LaunchError(
+                f"{other} and {file} are both dumps of rank {rank}. Pass the dumps of one run."
+            )
     if not files:
         names = ", ".join(map(str, paths))
         raise LaunchError(

@@ -310,7 +310,7 @@ def test_a_file_that_is_no_dump_is_named_and_runs_no_code(tmp_path, capsys, raw)
 def test_dumps_that_do_not_belong_together_are_named(tmp_path, capsys):
     first, second = (_dump(tmp_path, 0, 1, name=name) for name in ("a_", "b_"))
     assert main(["diagnose", str(first), str(second)]) == 2
-    assert "Two of these dumps are of the same rank" in capsys.readouterr().err
+    assert f"{first} and {second} are both dumps of rank 0" in capsys.readouterr().err
     first.write_bytes(_dump(tmp_path, 0).read_bytes())
     assert main(["diagnose", str(first)]) == 2
     assert "contain no collective" in capsys.readouterr().err

@@ -5,7 +5,9 @@ import base64
 import json
 import os
 import pickle
+import platform
 import re
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
     dynamic_rendezvous,
 )
 
+from fxtrain._secret import SECRET
 from fxtrain.launchers import LaunchSpec
 from fxtrain.launchers.built_in.native import rendezvous
 from fxtrain.launchers.built_in.native.agent import _Agent
@@ -33,6 +36,7 @@ from fxtrain.launchers.built_in.native.rendezvous import (
     ElasticRendezvous,
     StateBackend,
     meet,
+    open_handler,
     read_state,
     write_state,
 )
@@ -101,23 +105,41 @@ def test_all_nodes_learn_why_they_did_not_meet_before_the_store_ends(nodes, why)
     assert len({*said.values()}) == 1 and re.search(why, said[0])
 
 
+def test_all_nodes_are_told_of_a_node_with_another_secret(monkeypatch):
+    """At once, not once they have waited for it in vain."""
+
+    def handler(node, secret, door=None):
+        monkeypatch.setenv(SECRET, secret)
+        launch = LaunchSpec(target="train.py", nodes=3, node_rank=node, main_port=port)
+        config = argparse.Namespace(run_id="run", rdzv_endpoint=f"127.0.0.1:{port}")
+        return open_handler(launch, config, door)
+
+    with socket.create_server(("127.0.0.1", 0)) as door, ThreadPoolExecutor() as pool:
+        port = door.getsockname()[1]
+        nodes = [handler(0, "a" * 16, door), handler(1, "a" * 16)]
+        waits = [pool.submit(node.next_rendezvous) for node in nodes]
+        with pytest.raises(RendezvousStateError, match="on this node differs"):
+            handler(2, "b" * 16)
+        for wait in waits:
+            with pytest.raises(RendezvousStateError, match=f"{platform.node()} differs from that"):
+                wait.result(20)
+
+
 @pytest.fixture
 def run(monkeypatch):
     """A run of at most two nodes: `make` one, and `submit` what it does beside the others."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    store = HashStore()
+    store, config = HashStore(), argparse.Namespace()
 
     def make(least=2, **options):
-        config = argparse.Namespace(
-            rdzv_configs={"join_timeout": "20", "last_call_timeout": "1", **options},
-            run_id="run", rdzv_endpoint="127.0.0.1:1", min_nodes=least, max_nodes=2,
-            local_addr="127.0.0.1",
-        )  # fmt: skip
+        config.rdzv_configs = {"join_timeout": "20", "last_call_timeout": "1", **options}
+        config.run_id, config.rdzv_endpoint = "run", "127.0.0.1:1"
+        config.min_nodes, config.max_nodes, config.local_addr = least, 2, "127.0.0.1"
         return ElasticRendezvous(store, config)
 
     with ThreadPoolExecutor() as pool:
         yield argparse.Namespace(make=make, submit=pool.submit, store=store)
-        make().shutdown()  # so that none waits for another one
+        ElasticRendezvous(store, config).shutdown()  # so that none waits for another one
 
 
 def test_nodes_that_run_do_not_start_again_for_a_node_without_a_place(run):
@@ -141,6 +163,13 @@ def test_nodes_that_run_do_not_start_again_for_a_node_without_a_place(run):
     quick.shutdown()
     ends = [other.exception(20) for other in others]
     assert [type(end) for end in ends if end] == [RendezvousGracefulExitError]
+
+
+def test_a_launcher_for_another_number_of_nodes_is_refused(run):
+    run.make(1)
+    with pytest.raises(RendezvousStateError, match="for 2 nodes, and the first one for 1 to 2"):
+        run.make(2)
+    run.make(1)
 
 
 def test_a_node_that_leaves_gives_its_place_away_before_its_heartbeats_are_missed(run):

@@ -41,6 +41,7 @@ from fxtrain.state.parsing import parse_json
 BACKEND = "fxtrain"
 T = TypeVar("T")
 _EMPTY = "none"
+_OTHER_SECRET = "fxtrain.other_secret."  # under which a node says so that has another one
 _POLL_INTERVAL_S = 0.05
 _ANSWER_S = 5.0  # for the store to answer, which has no time limit of its own
 _LATE_S = 4.0  # for a late answer, when the ranks have ended and start again
@@ -75,14 +76,15 @@ def open_handler(launch: LaunchSpec, config: Any, door: socket.socket | None) ->
     proof = key_proof(derive_key(os.environ.get(SECRET, "")))
     mine = proof or "none"
     if store.compare_set(f"fxtrain.secret.{config.run_id}", "", mine).decode() != mine:
+        store.set(_OTHER_SECRET + config.run_id, platform.node())
         raise RendezvousStateError(
             f"{SECRET} on this node differs from that on another, or is set on one of them only."
         )
-    if proof:  # so that others cannot guess the keys of this run
-        store = PrefixStore(proof, store)
+    # So that others cannot guess the keys of this run.
+    own = PrefixStore(proof, store) if proof else store
     if launch.elastic:
-        return ElasticRendezvous(store, config)
-    return _StaticRendezvous(store, launch, config.run_id, (host, port))
+        return ElasticRendezvous(own, config)
+    return _StaticRendezvous(store, own, launch, config.run_id, (host, port))
 
 
 class ElasticRendezvous:
@@ -91,9 +93,19 @@ class ElasticRendezvous:
     Effects:
         Writes a line to standard error if nodes that join and leave are missing after a few
         seconds, or once if the store does not answer.
+
+    Raises:
+        RendezvousStateError: other launchers were started for other numbers of nodes.
     """
 
     def __init__(self, store: Any, config: Any) -> None:
+        fewest, most = config.min_nodes, config.max_nodes
+        mine = f"{fewest} to {most}" if fewest < most else str(most)
+        theirs = store.compare_set(f"fxtrain.nodes.{config.run_id}", "", mine).decode()
+        if theirs != mine:
+            raise RendezvousStateError(
+                f"this launcher was started for {mine} nodes, and the first one for {theirs[:80]}."
+            )
         options = config.rdzv_configs
         last_call_s = float(options.get("last_call_timeout", 30))
         beats = options.get("keep_alive_interval", 5), options.get("keep_alive_max_attempt", 3)
@@ -194,10 +206,12 @@ class ElasticRendezvous:
 class _StaticRendezvous(StaticTCPRendezvous):
     """Numbered nodes, or a single node, which meet once in the given store."""
 
-    def __init__(self, store: Any, launch: LaunchSpec, run_id: str, place: tuple[str, int]) -> None:
+    def __init__(
+        self, plain: Any, store: Any, launch: LaunchSpec, run_id: str, place: tuple[str, int]
+    ) -> None:
         wait_s = math.ceil(launch.connect_timeout_s)
         super().__init__(*place, launch.node_rank, launch.nodes, run_id, wait_s)
-        self._shared = PrefixStore(run_id, store)
+        self._plain, self._shared = plain, PrefixStore(run_id, store)
         self._launch = launch
         self._met = launch.nodes == 1
 
@@ -205,14 +219,32 @@ class _StaticRendezvous(StaticTCPRendezvous):
         """See base class; the ranks use the same store."""
         if not self._met:
             wait_s, hint = self._launch.connect_timeout_s, main_hint(self._launch)
-            meet(self._shared, self.rank, self.world_size, wait_s, hint)
+            meet(self._shared, self.rank, self.world_size, wait_s, hint, self._other_secret)
             self._met = True
         place = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(self._shared, self.rank, self.world_size, place)
 
+    def _other_secret(self) -> str:
+        key = _OTHER_SECRET + self.get_run_id()
+        if not self._plain.check([key]):
+            return ""
+        host = self._plain.get(key).decode(errors="replace")[:80]
+        return (
+            f"{SECRET} on {host} differs from that on another node, or is set on one of them only."
+        )
 
-def meet(store: Any, node: int, count: int, wait_s: float, hint: str = "") -> None:
+
+def meet(
+    store: Any,
+    node: int,
+    count: int,
+    wait_s: float,
+    hint: str = "",
+    refusal: Callable[[], str] = lambda: "",
+) -> None:
     """Wait until every node of a launch has come; `hint` is what may be wrong if some do not.
+
+    `refusal` says why one never will.
 
     Effects:
         Writes a line to standard error if nodes are missing after a few seconds.
@@ -225,7 +257,7 @@ def meet(store: Any, node: int, count: int, wait_s: float, hint: str = "") -> No
     missing, start = set(range(count)) - {node}, time.monotonic()
     told = False
     while missing and not store.check(["refused"]):
-        why = ""
+        why = refusal()
         for other in [*missing]:
             if store.check([f"node/{other}"]):
                 missing.discard(other)
