@@ -47,6 +47,30 @@ def test_what_does_not_fit_in_a_packet_follows_it(clusters, ranks):
         assert clusters[ranks].run(_payloads, sizes) == [[True] * ranks] * ranks
 
 
+def _results_kept(ctx):
+    """Whether results of small calls are as they were after calls with other values."""
+
+    def results(fill):
+        values = torch.full((3, 2), fill + ctx.rank, dtype=torch.uint8)
+        tree = {"f": values.float(), "u": values, "name": f"{fill}", "n": values[0, 0].double()}
+        return [
+            *[ops.gather(each, ctx) for each in (values, values[:0], values[0, 0], tree)],
+            *[ops.reduce(values, ctx, op=op) for op in ("max", "sum", "mean")],
+            *[ops.broadcast(each, ctx) for each in (values, [values, values.float(), "a"])],
+            *ops.gather_objects([values, bytes([fill]) * 100], ctx),
+        ]
+
+    first = results(1)
+    before = repr(first)
+    results(100)
+    return before == repr(first)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_results_do_not_share_memory_with_the_packets_of_later_calls(clusters, ranks):
+    assert clusters[ranks].run(_results_kept) == [True] * ranks
+
+
 CALLS = {
     "large": lambda ctx: ops.gather(_big(ctx.rank, 30_000), ctx),
     "larger": lambda ctx: ops.gather(_big(ctx.rank, 60_000), ctx),

@@ -126,7 +126,7 @@ def exchange_payloads(ctx: DistContext, call: Call, payload: Tensor) -> list[Ten
     """
     if ctx.world_size == 1:
         return [payload.clone()]
-    rows, sizes = exchange_rows(ctx, call, payload)
+    rows, sizes = exchange_rows(ctx, call, payload, keep=True)
     return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -137,8 +137,13 @@ def exchange_texts(ctx: DistContext, call: Call, text: str) -> list[str]:
     return [bytes(row.tolist()).decode(errors="replace")[:-1] for row in rows]
 
 
-def exchange_rows(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor, list[int]]:
+def exchange_rows(
+    ctx: DistContext, call: Call, payload: Tensor, *, keep: bool = False
+) -> tuple[Tensor, list[int]]:
     """As `exchange_payloads`, with the payloads as one tensor.
+
+    Args:
+        keep: Copy payloads out of the memory of packets, which the next exchange overwrites.
 
     Returns:
         uint8, (ranks, bytes), and by rank the number of payload bytes in its row.
@@ -151,7 +156,8 @@ def exchange_rows(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor
         return payload.repeat(ctx.world_size, 1), sizes
     if exchange.rows is not None:
         return exchange.rows, sizes
-    return state.packets[:, HEADER : HEADER + max(sizes)].clone(), sizes
+    rows = state.packets[:, HEADER : HEADER + max(sizes)]
+    return rows.clone() if keep else rows, sizes
 
 
 def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
@@ -190,36 +196,38 @@ def settle(ctx: DistContext) -> CallState:
         CollectiveError: its calls differed or a rank never joined; on every rank. Or an earlier
             call broke the communicator, or as `check_thread`.
     """
-    check_thread(ctx)
+    state = check_thread(ctx)
     if ctx.comm.state.failure is not None:
         raise CollectiveError(
             f"An earlier call broke this communicator. Close the context and open a new one. "
             f"The earlier error:\n{ctx.comm.state.failure}",
             code="FX302",
         )
-    state = ctx.comm.slot(CallState)
     if (exchange := state.in_flight) is not None:
         with rank_loss_guard(ctx, exchange.call, exchange.site):
             _complete(ctx, state, exchange)
     return state
 
 
-def check_thread(ctx: DistContext) -> None:
+def check_thread(ctx: DistContext) -> CallState:
     """Refuse a call from any thread but the communicator's owner.
+
+    Returns:
+        What is kept about the communicator.
 
     Raises:
         CollectiveError: the communicator belongs to another thread, which is still running.
     """
     state, me = ctx.comm.slot(CallState), threading.get_ident()
     if state.thread == me:
-        return
+        return state
     # torch's own threads run backward on an accelerator while the calling thread waits.
     if type(threading.current_thread()).__name__ == "_DummyThread":
-        return
+        return state
     running = {thread.ident: thread.name for thread in threading.enumerate()}
     if state.thread is None or state.thread not in running:
         state.thread = me
-        return
+        return state
     raise CollectiveError(
         f"Thread {running[me]!r} calls a collective at {call_site('')[1]} on a context owned by "
         f"thread {running[state.thread]!r}. Calls of two threads would interleave differently on "

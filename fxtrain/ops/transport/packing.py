@@ -173,15 +173,16 @@ def split_rows(rows: Tensor, like: Sequence[Tensor], *, joined: bool) -> list[Te
         For each tensor (ranks, *its shape); joined (ranks · n, ...), in which a 0-d tensor counts
         as one row.
     """
-    ranks, shapes = rows.shape[0], [tensor.shape for tensor in like]
+    ranks = rows.shape[0]
     # Joined rows of several tensors are copied in any case, by one call of torch for all.
     copies = joined and not (len(like) == 1 and rows.is_contiguous())
     split: Any = torch.split_with_sizes_copy if copies else torch.split_with_sizes
-    parts = split(rows, [shape.numel() for shape in shapes], dim=1)
-    return [
-        part.view((ranks * shape[0], *shape[1:]) if joined and shape else (ranks, *shape))
-        for part, shape in zip(parts, shapes, strict=True)
-    ]
+    parts = split(rows, [tensor.numel() for tensor in like], dim=1)
+    out: list[Tensor] = []
+    for part, tensor in zip(parts, like, strict=True):
+        first, *rest = tensor.shape if joined and tensor.ndim else (1, *tensor.shape)
+        out.append(part.view(ranks * first, *rest))  # a third faster than of a tuple
+    return out
 
 
 def from_bytes(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
