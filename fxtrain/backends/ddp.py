@@ -291,6 +291,14 @@ def _hook_problems(ctx: DistContext, config: DDP, module: nn.Module) -> list[str
                 f"and deadlock. These gradients have {size / 2**20:.0f} MiB: set "
                 f"DDP(bucket_mib=...) above that, or use fp16."
             )
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    scalars = [name for name, p in trained if not (p.ndim and p.numel())]
+    if hook.name == "power_sgd" and scalars:
+        problems.append(
+            f"CommHook(name='power_sgd'): torch's hook views each gradient as a matrix, which "
+            f"{', '.join(scalars[:_NAMED])} cannot be: parameters without a dimension or values. "
+            f"Give them shape (1,), or use fp16."
+        )
     if hook.name == "batched_power_sgd" and not _batched_power_sgd_works():
         problems.append(
             f"CommHook(name='batched_power_sgd'): this hook fails on every gradient in torch "

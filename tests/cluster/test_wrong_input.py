@@ -180,12 +180,22 @@ def test_power_sgd_in_several_buckets_over_gloo_is_refused_before_it_can_hang(pa
     assert pair.run(_refused, problems(1.0)) == [None, None]
 
 
-def _refused(ctx, plan):
+def _refused(ctx, plan, more=None):
+    net = small_net()
+    net.more = more
     try:
-        fx.wrap(small_net(), ctx, plan)
+        fx.wrap(net, ctx, plan)
     except fx.PlanError as error:
         return str(error)
     return None
+
+
+@pytest.mark.parametrize("size", [(), (0,)])
+def test_power_sgd_refuses_what_is_no_matrix_before_it_starts_to_compress(pair, size):
+    plan = fx.Plan(strategy=fx.DDP(hook=fx.CommHook(name="power_sgd")))
+    for refused in pair.run(_refused, plan, nn.Parameter(torch.zeros(size))):
+        assert "which more cannot be" in refused
+    assert pair.run(_refused, plan, nn.Parameter(torch.zeros(1))) == [None, None]
 
 
 def test_step_functions_by_position(ctx):
