@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxtrain import ops
+from fxtrain.backends.core.step_functions import Placeholders
 from fxtrain.backends.tensor import is_mixture
 from fxtrain.errors import PlanError
 from fxtrain.state import DistContext, Wrapped
@@ -166,6 +167,8 @@ def balance_loss(
     count = layers[0].shape[-1]
     kept = torch.ones(len(layers[0]), device=layers[0].device)
     kept = kept if mask is None else mask.flatten().to(kept)
+    if ctx.comm.slot(Placeholders).now:
+        kept = torch.zeros_like(kept)  # a rank without rows
     probabilities = torch.stack([layer.float().softmax(-1) for layer in layers])
     index = probabilities.topk(top_k, dim=-1).indices
     chosen = F.one_hot(index, count).sum(-2) * kept[:, None]

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain.testing.training import on_mesh
@@ -113,11 +114,10 @@ def test_biases_are_those_of_one_process(pair, data):
                 assert torch.equal(weights[name], value)
 
 
-def _balance(ctx, rows, mask, chosen, parts):
-    """The loss and gradient of a router whose micro-batches are weighted by their tokens."""
+def _router(ctx, chosen, plan):
+    """A router, and a loss whose micro-batches are weighted by their tokens."""
     torch.manual_seed(0)
     router = nn.Linear(WIDTH, EXPERTS, bias=False).double()
-    plan = fx.Plan(strategy=fx.DDP(), accumulate=parts)
     model = fx.wrap(router, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
 
     def loss(model, batch):
@@ -125,12 +125,33 @@ def _balance(ctx, rows, mask, chosen, parts):
         balance = fx.experts.balance_loss(model(tokens).flatten(0, 1), ctx, top_k=chosen, mask=kept)
         return fx.Weighted(balance * kept.sum(), kept.sum())
 
-    fns = fx.StepFns(model, loss)
+    return fx.StepFns(model, loss)
+
+
+def _balance(ctx, rows, mask, chosen, parts):
+    plan = fx.Plan(strategy=fx.DDP(), accumulate=parts)
+    fns = _router(ctx, chosen, plan)
     for part, kept in zip(rows.chunk(parts), mask.chunk(parts), strict=True):
         own = [whole.chunk(ctx.world_size)[ctx.rank] for whole in (part, kept)]
         report = fx.step(ctx, fx.batch(tuple(own), ctx, plan), fns)
     assert report.applied
-    return router.weight.detach().clone()
+    return fns.model.module.weight.detach().clone()
+
+
+def _balance_of_six_rows(ctx):
+    plan = fx.Plan(strategy=fx.DDP(), even="uneven", batch="global")
+    fns, rows = _router(ctx, 2, plan), _rows(0)[:6]
+    data = TensorDataset(rows, torch.ones(6, rows.shape[1]))
+    for batch in fx.shard(DataLoader(data, batch_size=4), ctx, plan):
+        fx.step(ctx, batch, fns)
+    return fns.model.module.weight.detach().clone()
+
+
+def test_a_rank_without_rows_counts_for_nothing_in_the_loss(clusters):
+    with fx.detect({}, device="cpu") as alone:
+        wanted = _balance_of_six_rows(alone)
+    for weight in clusters[4].run(_balance_of_six_rows):  # the last two rows are on two ranks
+        torch.testing.assert_close(weight, wanted, rtol=1e-5, atol=1e-6)  # in fp32
 
 
 @ON_RANKS
