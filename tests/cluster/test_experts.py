@@ -283,7 +283,9 @@ def test_a_dry_run_assumes_equal_shares():
             fx.update(ctx, fx.batch(rows, ctx, model.plan), model, model(rows).square().mean())
 
     found = fx.dry_run(loop, world=8)
-    assert [one.count for one in found.step if one.kind == "all_to_all"] == [3]
+    # As on real ranks; of three tokens, (2, 3) rows and two experts each: 12 rows of 16 bytes.
+    (sent,) = [one for one in found.step if one.kind == "all_to_all"]
+    assert (sent.count, sent.bytes) == (4, 3 * 12 * 4 * WIDTH + 4 * 8)
 
 
 class _Fresh(torch.nn.Module):

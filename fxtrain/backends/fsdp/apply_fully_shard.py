@@ -482,15 +482,17 @@ def _counts(
 ) -> tuple[list[int], list[int], Tensor]:
     """How many tokens go to each rank, how many arrive from it, and those by sender and expert."""
     ranks, flat = group.size(), index.flatten()
-    if ctx.comm.simulated:  # as if all ranks and experts were used alike
+    simulated = ctx.comm.simulated
+    size = ranks * here
+    counts = flat.new_zeros(size) if simulated else torch.bincount(flat, minlength=size)
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=group)
+    if simulated:  # as if all ranks and experts were used alike
         each = [len(flat) // ranks] * ranks
         each[-1] += len(flat) % ranks
         arriving = torch.zeros(ranks, here, dtype=torch.int64, device=index.device)
         arriving[:, 0] = torch.tensor(each, device=index.device)
         return each, each, arriving.flatten()
-    counts = torch.bincount(flat, minlength=ranks * here)
-    arriving = torch.empty_like(counts)
-    dist.all_to_all_single(arriving, counts, group=group)
     sent, received = torch.stack([counts, arriving]).view(2, ranks, here).sum(2).tolist()
     return sent, received, arriving
 
