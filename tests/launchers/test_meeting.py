@@ -191,9 +191,9 @@ def test_nodes_join_again_without_one_that_is_lost_once_it_has_joined(
 ):
     """Before the others know its ranks, for which they would wait until they end the run."""
     monkeypatch.setenv(MARK, "none")
-    monkeypatch.setattr(rendezvous, "_ANSWER_S", 1.0)
-    beats = {"keep_alive_interval": "1", "keep_alive_max_attempt": "2"}
+    beats = {"keep_alive_interval": "1", "keep_alive_max_attempt": "4"}
     handlers = [run.make(1, **beats) for _ in range(2)]  # torch numbers nodes in this order
+    run.store.set_timeout(timedelta(seconds=3))  # not 9 s
     lost, stays = handlers.pop(node), *handlers
     spec = WorkerSpec("default", 1, stays, entrypoint="none", local_addr="127.0.0.1")
     agent = _Agent(spec, DefaultLogsSpecs(str(tmp_path)))
