@@ -181,6 +181,16 @@ def _position(position: Any, models: Mapping[str, Wrapped]) -> Position:
             f"save(position=...) takes a Position, found {type(position).__name__}. Pass "
             f"batch.position or report.position."
         )
+    wrong = [
+        f"{field}={value!r}"
+        for field, value in attrs.asdict(position).items()
+        if type(value) is not (bool if field == "is_last" else int) or not 0 <= value < 10**18
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"save(position=...) has {', '.join(wrong)}: its counts are integers from 0, such as "
+            f"int(value)."
+        )
     return position
 
 

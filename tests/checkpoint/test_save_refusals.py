@@ -93,6 +93,9 @@ def test_a_value_that_holds_itself(tmp_path):
         ({"best": "most"}, "'min' or 'max'"),
         ({"busy": "maybe"}, "'wait' or 'skip'"),
         ({"position": 3}, "takes a Position"),
+        ({"position": fx.Position(updates=-1)}, "has updates=-1: its counts are integers"),
+        ({"position": fx.Position(updates=10**18)}, "has updates=1000"),
+        ({"position": fx.Position(index=np.int64(3), epoch=1.5)}, r"epoch=1\.5, index=.*int64"),
     ],
 )
 def test_wrong_arguments(keywords, message, tmp_path):

@@ -59,8 +59,9 @@ def _load_more(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> N
         del part.state[key]
     if not values.keys() & {"keyed", "own"}:
         return
-    no_place = torch.empty(0, device="cpu")  # a stage of a pipeline may have no parameter
-    place = next((p for group in part.param_groups for p in group["params"]), no_place)
+    # A stage of a pipeline may have no parameter.
+    devices = [p.device for group in part.param_groups for p in group["params"][:1]]
+    place = torch.empty(0, device=devices[0] if devices else "cpu")
     if own := values.get("own"):
         kept, groups = dict(part.state), part.param_groups
         state = {key: value for key, value in part.state_dict().items() if key in _OF_TORCH}
