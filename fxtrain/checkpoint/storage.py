@@ -102,8 +102,7 @@ class LocalStorage:
     def _names(self) -> list[str]:
         try:
             with reading(self.path), os.scandir(self.path) as entries:
-                # A checkpoint may be a link to where it was moved, even if that is not mounted.
-                return [entry.name for entry in entries if entry.is_dir() or entry.is_symlink()]
+                return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
             return []
         except NotADirectoryError as error:
@@ -129,7 +128,7 @@ class LocalStorage:
             hidden = self.join(f"{_TEMPORARY}{name}-removed").path
             os.rename(inside, hidden)
             inside = hidden
-        (os.unlink if os.path.islink(inside) else shutil.rmtree)(inside)
+        shutil.rmtree(inside)
 
     def read(self, name: str, most: int) -> bytes:
         """The bytes of a file; an error if there are more than `most`."""

@@ -243,24 +243,6 @@ def test_a_manifest_whose_tensors_were_changed_is_damaged_for_the_next_save(run,
     assert _names(tmp_path) == [20, 30, 40]
 
 
-def test_a_checkpoint_may_be_a_link_to_where_it_was_moved(run, tmp_path, caplog):
-    folder, other = tmp_path / "run", tmp_path / "disk"
-    for update in (10, 20):
-        fx.save(folder, run.ctx, run.model, position=fx.Position(updates=update))
-    newest = folder / "update-0000000020"
-    shutil.move(newest, other)
-    newest.symlink_to(other)
-    assert fx.restore(folder, run.ctx, run.model).position.updates == 20
-    other.rename(tmp_path / "unmounted")
-    assert fx.latest(folder).endswith("update-0000000010")
-    assert "update-0000000020 is skipped" in caplog.text
-    (tmp_path / "unmounted").rename(other)
-    with fx.detect(env={}, device="cpu") as ctx:
-        model = fx.wrap(nn.Linear(2, 1), ctx)
-        fx.save(folder, ctx, model, position=fx.Position(updates=20), keep_last=1)
-    assert os.listdir(folder) == ["update-0000000020.1"] and os.listdir(other)
-
-
 def test_the_order_survives_a_copy_and_clocks_do_not_count(run, tmp_path):
     for update in (50, 90, 100, 60):
         run.save(update, None)
