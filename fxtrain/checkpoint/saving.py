@@ -171,9 +171,9 @@ def _position(position: Any, models: Mapping[str, Wrapped]) -> Position:
         for name, model in models.items():
             if model.window.updates or model.window.micro:
                 raise CheckpointError(
-                    f"save(position=...) is missing, but model {name!r} has made "
-                    f"{model.window.updates} updates: the checkpoint would continue with the first "
-                    f"row of the data. Pass position=report.position, or batch.position."
+                    f"save(position=...) is missing, but model {name!r} has been "
+                    f"trained: the checkpoint would continue with the first row of the data. Pass "
+                    f"position=report.position, or batch.position."
                 )
         return Position()
     if not isinstance(position, Position):

@@ -148,6 +148,11 @@ def convert(source: str, path: str, brief: bool, force: bool) -> None:  # noqa: 
         cache = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME", "~"), ".cache")
         home = Path(os.environ.get("HF_HOME") or Path(cache, "huggingface"))
         source = str(home / "accelerate" / "default_config.yaml")
+        if not Path(source).exists():
+            raise PlanError(
+                f"`accelerate config` has written no {source}. Name the file to convert: "
+                f"fxtrain config convert OLD.yaml."
+            )
     data = read_data(source)
     try:
         values, noted = convert_accelerate(data)

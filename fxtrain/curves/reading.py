@@ -341,9 +341,9 @@ def file_of(folder: Any, file: str) -> Path:
         advice = (
             f"Pass the runs in this folder: {', '.join(inner[:3])}"
             if inner
-            else "A report shows what fx.JsonLines() has logged; pass --file if it has another name"
+            else "fx.JsonLines() writes this file; pass --file if it has another name"
         )
-        raise PlanError(f"report: {error}. {advice}.") from error
+        raise PlanError(f"{error}. {advice}.") from error
     return path
 
 

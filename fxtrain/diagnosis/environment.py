@@ -157,7 +157,7 @@ def _config(env: Mapping[str, str]) -> dict[str, Any]:
         # Without the values found there, which may be secrets.
         wrong = re.findall(r"^((?:launch|plan)\b[\w.]*): ", str(error), re.MULTILINE)
         names = ", ".join(wrong) or "the file"
-        return {"invalid": f"{names}; run `fxtrain config show`"}
+        return {"invalid": f"{names}; `fxtrain config check` lists the errors"}
     home = env.get("HOME", "")
     values = config.by_path(set_only=True)
     return {

@@ -86,7 +86,7 @@ def launch(
         >>> fx.launch(divmod, (7, 2), ranks=1)
         [(3, 1)]
     """
-    _check(fn, timeout_s)
+    _check(fn, args, timeout_s)
     with tempfile.TemporaryDirectory(prefix="fxtrain-function-") as folder, _unchanged_process():
         # The record checks numbers and addresses.
         spec = LaunchSpec(
@@ -121,7 +121,7 @@ def launch(
     raise LaunchError(describe(ending))
 
 
-def _check(fn: Any, timeout_s: Any) -> None:
+def _check(fn: Any, args: Any, timeout_s: Any) -> None:
     if multiprocessing.current_process().name == _IMPORTS:
         raise LaunchError(
             'A script must call fx.launch under `if __name__ == "__main__":`, since every rank '
@@ -131,6 +131,11 @@ def _check(fn: Any, timeout_s: Any) -> None:
         raise LaunchError(
             f"launch takes a function and its arguments, found a {type(fn).__name__}. "
             f"For example: fx.launch(train, (0.1,), ranks=2), not fx.launch(train(0.1), ranks=2)."
+        )
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise LaunchError(
+            f"launch(args=...) takes a tuple of arguments, found a {type(args).__name__}. "
+            f"For example: fx.launch(train, (plan,), ranks=2)."
         )
     number = type(timeout_s) in (int, float)
     if timeout_s is not None and not (number and 0 < timeout_s <= LONGEST_S):

@@ -149,6 +149,11 @@ def fit(
     given: dict[str, Any] = {
         name: value for name, value in locals().items() if name not in _PASSED_ON
     }
+    if not isinstance(fns, StepFns):
+        raise PlanError(
+            f"fit takes fx.StepFns, found {type(fns).__name__}. "
+            f"Use fx.fit(ctx, fx.StepFns(model, loss), loader, path, epochs=3)."
+        )
     if not isinstance(loader, Sharded):
         raise PlanError(
             f"fit: loader is a {type(loader).__name__}; pass a loader from fx.shard(loader, ctx, "

@@ -14,6 +14,7 @@ from torch.autograd import DeviceType
 
 from fxtrain._drawing import make_table
 from fxtrain._record import at_least, record
+from fxtrain.errors import PlanError
 from fxtrain.state import read_record
 
 _PHASES = ("optimizer", "backward", "data", "forward")
@@ -175,7 +176,14 @@ def summary(path: str | Path) -> Summary:
         PlanError: the file is missing or damaged.
     """
     file = Path(path)
-    return read_record(file if file.suffix == ".json" else file / "summary.json", Summary)
+    file = file if file.suffix == ".json" else file / "summary.json"
+    if not file.exists():
+        raise PlanError(
+            f"No such file: {file}. fx.Plan(profile=fx.Profile(folder=...)) and fx.profile write "
+            f"it; pass their folder.",
+            code="FX201",
+        )
+    return read_record(file, Summary)
 
 
 class Event(NamedTuple):

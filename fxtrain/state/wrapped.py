@@ -208,7 +208,7 @@ class Wrapped(Displayed, Generic[M_co]):
             f"{call}: a wrapped model has optimizers and communicators, which cannot be copied. To "
             f"copy the model, use with fx.gathered(model) as net: copy.deepcopy(net). Where each "
             f"rank has full weights, copy.deepcopy(model.module) and AveragedModel(model.module) "
-            f"do too. To store it, use fx.save(path, ctx, model)."
+            f"do too. To store it, use fx.save(path, ctx, model, position=report.position)."
         )
 
     if not TYPE_CHECKING:  # for a type checker, every name would exist

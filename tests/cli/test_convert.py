@@ -427,6 +427,12 @@ def test_without_a_source_it_is_the_one_that_accelerate_wrote(tmp_path, monkeypa
     assert read_launch_file("fxtrain.toml").plan.accumulate == 2
 
 
+def test_without_any_source_the_error_asks_for_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert main(["config", "convert"]) == 2
+    assert "Name the file to convert" in " ".join(capsys.readouterr().err.split())
+
+
 def test_notes_say_what_becomes_of_a_setting():
     section = {"backend": "MSAMP", "override_linear_precision": [True], "opt_level": "O1"}
     old = {**ONE, "distributed_type": "NO", "mixed_precision": "fp8", "fp8_config": section}

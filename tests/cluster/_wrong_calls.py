@@ -94,6 +94,10 @@ WRONG = {
         lambda ctx, model, loader, batch: fx.ops.preemption(model).__enter__(),
         "ContextError: preemption: ctx is a Wrapped, not a context from fx.detect().",
     ),
+    "fit, a model": (
+        lambda ctx, model, loader, batch: fx.fit(ctx, model, loader, "runs/none", epochs=1),
+        "PlanError: fit takes fx.StepFns, found Wrapped. Use fx.fit(ctx, fx.StepFns(model, loss),",
+    ),
     "fit, epochs as text": (
         lambda ctx, model, loader, batch: next(
             fx.fit(ctx, fx.StepFns(model, _loss), loader, "runs/none", epochs="1")

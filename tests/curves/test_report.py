@@ -171,7 +171,7 @@ def test_an_empty_run_has_a_page(tmp_path):
         ({}, "No such file or directory"),
         ({"metrics.jsonl": ""}, "no line that starts a run"),
         ({"metrics.jsonl": '{"step":1,"values":{"loss":1}}\n'}, "no line that starts a run"),
-        ({"events.out.tfevents.1": "x"}, "shows what fx.JsonLines"),
+        ({"events.out.tfevents.1": "x"}, "writes this file"),
         ({"a/metrics.jsonl": ""}, "Pass the runs in this folder: a"),
     ],
 )

@@ -101,6 +101,14 @@ def test_time_limit_names_the_ranks_and_ends_them():
     ("kwargs", "text"),
     [
         ({"fn": 3}, "launch takes a function and its arguments, found a int"),
+        (
+            {"fn": _meet, "args": ("runs/a")},
+            "launch(args=...) takes a tuple of arguments, found a str",
+        ),
+        (
+            {"fn": _meet, "args": fx.Plan()},
+            "launch(args=...) takes a tuple of arguments, found a Plan",
+        ),
         ({"fn": _meet, "ranks": 0}, "ranks=0): choose a whole number of at least 1"),
         ({"fn": _meet, "ranks": True}, "ranks=True): choose a whole number of at least 1"),
         ({"fn": _meet, "ranks": 2.0}, "ranks=2.0): choose a whole number of at least 1"),

@@ -51,6 +51,18 @@ def test_what_an_answer_names_exists():
         check_answer(use, path)
 
 
+def test_an_answer_that_saves_passes_the_position():
+    """Without it, `fx.save` refuses a model that has been trained."""
+    saving = [row for row in ROWS if "fx.save(" in row.use]
+    assert saving
+    assert [row for row in saving if "position=" not in row.use] == []
+
+
+def test_a_function_of_tuning_is_named_by_its_place():
+    with pytest.raises(AttributeError, match=r"fx\.tuning\.find_batch_size finds"):
+        fx.find_batch_size
+
+
 def _unexpected(record, name):
     return f"{record.__name__}() got an unexpected keyword argument {name!r}."
 

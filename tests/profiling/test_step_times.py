@@ -136,6 +136,11 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path, capsys, old, new, wo
     assert "summary.json" in told.err and "\x1b" not in told.err + told.out
 
 
+def test_a_folder_without_a_profile_says_what_writes_one(tmp_path, capsys):
+    assert main(["profile", str(tmp_path)]) == 2
+    assert "fx.Plan(profile=fx.Profile(folder=...))" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_file_of_another_kind_is_an_error(tmp_path):
     os.mkfifo(tmp_path / "summary.json")
     with pytest.raises(fx.PlanError, match="pipe"):
