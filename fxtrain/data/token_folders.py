@@ -124,17 +124,23 @@ def open_source(source: TokenSource, states: tuple[FileState, ...]) -> Opened | 
     """
     numpy = load_numpy()
     keys = _parts(source, states)
-    sizes = [_size(source, states, key) for key in keys]
+    files = {state[0]: (state,) for state in states}
+
+    def open_part(key: _Key) -> Opened:
+        # With the state of its own file, of what may be thousands.
+        return _part(source, files.get(key[0], states), key)
+
+    sizes = [_size(source, key, open_part) for key in keys]
     keys = [key for key, size in zip(keys, sizes, strict=True) if size]
     if not keys:
         raise damaged(source.path, "has no tokens")
-    first = _part(source, states, keys[0])
+    first = open_part(keys[0])
     if len(keys) == 1:
         return first
     bounds = numpy.concatenate([[0], numpy.cumsum([size for size in sizes if size])])
 
     def part(number: int) -> Opened:
-        file = _part(source, states, keys[number])
+        file = open_part(keys[number])
         if file.size != bounds[number + 1] - bounds[number] or file.dtype != first.dtype:
             raise damaged(
                 keys[number][0],
@@ -169,7 +175,7 @@ def _parts(source: TokenSource, states: tuple[FileState, ...]) -> list[_Key]:
     ]
 
 
-def _size(source: TokenSource, states: tuple[FileState, ...], key: _Key) -> int:
+def _size(source: TokenSource, key: _Key, open_part: Callable[[_Key], Opened]) -> int:
     """Tokens of a part; of a Parquet file, without reading more than its footer."""
     path, number = key
     if isinstance(source, ColumnTokens) and not path.endswith(".arrow"):
@@ -179,7 +185,7 @@ def _size(source: TokenSource, states: tuple[FileState, ...], key: _Key) -> int:
             named = column.path_in_schema.split(".")[0] == source.column
             if named and statistics is not None and statistics.has_null_count:
                 return column.num_values - statistics.null_count
-    return _part(source, states, key).size
+    return open_part(key).size
 
 
 @functools.lru_cache(maxsize=_OPEN_PARTS)
