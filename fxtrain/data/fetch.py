@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import attrs
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
@@ -81,45 +82,82 @@ class PlainStream(IterableDataset[Any]):
             self.rows.set_epoch(epoch)
 
 
-_START = "_fxtrain_start"  # attribute of a dataset: its state when it was first passed
+# Attributes of a dataset: its state when it was first passed, and how often it was opened.
+_START, _PASSES = "_fxtrain_start", "_fxtrain_passes"
+
+
+@attrs.define(eq=False)
+class _Pass:
+    """One iteration of a stream."""
+
+    known: Any  # the last state of it that was asked for, or that from which it began
+    number: int | None = None  # of times that the dataset was opened, this one included
+    rows: Any = None
+    since: int = 0  # rows read after the known state
 
 
 class StreamMemory:
     """The state protocol of a dataset or of its iterator: `state_dict` and `load_state_dict`.
 
-    A dataset that has it starts every epoch from the state in which it was first passed.
+    A dataset that has it starts every epoch from the state in which it was first passed. It has one
+    state for all passes: one that goes on after another was begun, as training does after an
+    evaluation of the same dataset, opens it again where it was.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._owner = dataset.rows if isinstance(dataset, PlainStream) else dataset
-        self._rows: Any = None
+        self._pass = _Pass(None)  # the one that read last
         self._opened, self._initial = False, None
         if self._keeps_state():
             # Reading changes the state, and not equally on all ranks: each loader of the dataset
             # starts where the first one did.
-            marks = getattr(self._owner, "__dict__", {})
-            self._opened = _START in marks
-            self._initial = marks.setdefault(_START, copy.deepcopy(self._owner.state_dict()))
+            self._opened = _START in self._marks
+            start = copy.deepcopy(self._owner.state_dict())
+            self._initial = self._marks.setdefault(_START, start)
+
+    @property
+    def _marks(self) -> dict[str, Any]:
+        return getattr(self._owner, "__dict__", {})
 
     def open(self, state: Any = None) -> Iterator[Any]:
-        """The rows from a state on, or from the start."""
-        if self._keeps_state() and (state is not None or self._opened):
-            own = self._initial if state is None else state["dataset"]
-            self._owner.load_state_dict(copy.deepcopy(own))
-        self._opened = True
-        self._rows = rows = iter(self.dataset)
-        if state is not None and self._has_iterator_state():
-            rows.load_state_dict(copy.deepcopy(state["iterator"]))
-        return rows
+        """The rows from a state on, or from the start; none after the end."""
+        one, marks = _Pass(state), self._marks
+        self._begin(one)
+        while True:
+            if one.number != marks.get(_PASSES):
+                self._begin(one)
+                for _ in itertools.islice(one.rows, one.since):
+                    pass
+            self._pass = one
+            try:
+                row = next(one.rows)
+            except StopIteration:
+                return
+            one.since += 1
+            yield row
+
+    def _begin(self, one: _Pass) -> None:
+        """Open the dataset at the known state of a pass."""
+        state = one.known
+        if self._keeps_state():
+            if state is not None or self._opened:
+                own = self._initial if state is None else state["dataset"]
+                self._owner.load_state_dict(copy.deepcopy(own))
+            self._marks[_PASSES] = self._marks.get(_PASSES, 0) + 1
+        self._opened, one.rows, one.number = True, iter(self.dataset), self._marks.get(_PASSES)
+        if state is not None and self._has_iterator_state(one.rows):
+            one.rows.load_state_dict(copy.deepcopy(state["iterator"]))
 
     def state(self) -> Any:
-        """The state after the rows read so far; None if neither keeps one."""
+        """The state of the pass that read last, after its rows; None if there is none."""
+        one = self._pass
         own = self._owner.state_dict() if self._keeps_state() else None
-        of_iterator = self._rows.state_dict() if self._has_iterator_state() else None
-        if not (self._keeps_state() or self._has_iterator_state()):
+        of_iterator = one.rows.state_dict() if self._has_iterator_state(one.rows) else None
+        if not (self._keeps_state() or self._has_iterator_state(one.rows)):
             return None
-        return copy.deepcopy({"dataset": own, "iterator": of_iterator})
+        one.known, one.since = copy.deepcopy({"dataset": own, "iterator": of_iterator}), 0
+        return one.known
 
     def again(self) -> Iterator[Any]:
         """The rows from the start, to pad with; none of a stream that has one pass."""
@@ -129,8 +167,8 @@ class StreamMemory:
     def _keeps_state(self) -> bool:
         return is_stateful(self._owner)
 
-    def _has_iterator_state(self) -> bool:
-        return self._rows is not self._owner and is_stateful(self._rows)
+    def _has_iterator_state(self, rows: Any) -> bool:
+        return rows is not self._owner and is_stateful(rows)
 
 
 def is_stateful(stream: Any) -> bool:
@@ -229,9 +267,7 @@ class StreamFetch(Dataset["tuple[GlobalBatch, bool, list[Any], Any] | None"]):
         # With drop, a batch is not last only if a whole global batch follows it.
         look = stride if drops else 1
         place, lent = 0 if state is None else start, self._lent(epoch)
-        with _hide_worker_info(), lent():
-            # torch, too, reads no row after the end, where an iterator may begin again.
-            rows = (row for row in self.memory.open(state))
+        rows = self.memory.open(state)
 
         def fill(count: int) -> None:
             nonlocal place

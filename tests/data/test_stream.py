@@ -304,3 +304,56 @@ def test_workers_that_share_the_epoch_read_the_same_one():
     settings = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
     (loader,) = shards(SharedEpoch(), 1, **settings)
     assert data(loader.epochs(2)) == [[[0, 1], [2, 3], [4, 5]], [[10, 11], [12, 13], [14, 15]]]
+
+
+class Library(IterableDataset):
+    """Its iterators are independent; its state is that of the last one, as with `datasets`."""
+
+    def __init__(self, n):
+        self.n, self.start, self.now = n, {"row": 0}, {"row": 0}
+
+    def __iter__(self):
+        now = self.now = dict(self.start)
+        while now["row"] < self.n:
+            now["row"] += 1
+            yield now["row"] - 1
+
+    def state_dict(self):
+        return dict(self.now)
+
+    def load_state_dict(self, state):
+        self.start = dict(state)
+
+
+class Counting(Library):
+    """All its iterators continue from the one count that it has."""
+
+    def __iter__(self):
+        while self.now["row"] < self.n:
+            self.now["row"] += 1
+            yield self.now["row"] - 1
+        self.now = {"row": 0}
+
+    def load_state_dict(self, state):
+        self.now = dict(state)
+
+
+@pytest.mark.parametrize("source", ["shard", "sharded"])
+@pytest.mark.parametrize("kind", [Library, Counting])
+def test_a_pass_over_a_dataset_with_a_state_leaves_other_passes_alone(kind, source):
+    plan = fx.Plan(data=fx.Data(source=source))
+
+    def shard(dataset):
+        return fx.shard(DataLoader(dataset, batch_size=2), fx.DistContext(), plan)
+
+    dataset = kind(9)
+    loader, seen = shard(dataset), []
+    for batch in loader:
+        seen.append(batch.data.tolist())
+        inner = shard(dataset) if len(seen) == 1 else loader
+        assert [b.data.tolist() for b in inner.at(fx.Position())][:2] == [[0, 1], [2, 3]]
+        if len(seen) == 3:
+            position, state = batch.position, loader.state()
+    assert seen == [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
+    rest = shard(kind(9)).at(position, state)
+    assert [b.data.tolist() for b in rest] == [[6, 7], [8]]
