@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 import fxtrain as fx
 from fxtrain.loop import fitting
@@ -285,6 +285,33 @@ MOVED = {
     "order": ({"shuffle": False}, "order RandomSampler with seed 3 .* SequentialSampler now"),
     "unit": ({"units": True}, "unit row when it was saved, batch now"),
 }
+
+
+class Longer(Sampler):
+    """Two rows, and four more in each later epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 2 + 4 * self.epoch
+
+    def __iter__(self):
+        return iter(range(len(self)))
+
+
+def test_a_run_continues_inside_an_epoch_that_is_longer_than_the_first(ctx, tmp_path):
+    def run(updates):
+        model, data = fx.wrap(torch.nn.Linear(1, 1), ctx, optimizer=torch.optim.SGD), torch.ones(9)
+        fns = fx.StepFns(model, lambda model, batch: model(batch.data[:, None]).square().mean())
+        loader = fx.shard(DataLoader(data, batch_size=2, sampler=Longer()), ctx)
+        reports = fx.fit(ctx, fns, loader, tmp_path, epochs=2, updates=updates, show=False)
+        return [(report.position.epoch, report.position.index) for report in reports]
+
+    assert run(3) == [(0, 2), (1, 2), (1, 4)]
+    assert run(9) == [(1, 6)]
 
 
 @pytest.mark.parametrize("name", MOVED)

@@ -64,7 +64,7 @@ def presharded_source(
         read, rows = _rows(loader, sampler, batching, ctx, plan)
     source = Source(
         run=lambda cursor: uneven_batches(read, cursor, ctx, plan),
-        length=lambda: None,
+        length=lambda _: None,
         # Only the author of a stream knows whether it shuffles.
         shuffled=lambda: rows is not None and rows.shuffled(),
         stateful=rows is not None or not loader.num_workers,

@@ -149,8 +149,8 @@ class CustomOrder:
         self._told = False
 
     def __iter__(self) -> Iterator[Any]:
-        self._told = _set_epoch(self._sampler, self._epoch, self._key)
         with self._lent():
+            self._told = _set_epoch(self._sampler, self._epoch, self._key)
             units = (unit for unit in self._sampler)  # none after the end
         while block := self._pull(units):
             yield from block
@@ -163,6 +163,14 @@ class CustomOrder:
     def _pull(self, units: Iterator[Any]) -> list[Any]:
         with self._lent():
             return list(itertools.islice(units, _SAMPLER_CHUNK))
+
+
+def tell_epoch(sampler: Any, seed: int, epoch: int) -> None:
+    """Tell a custom sampler the epoch, on which its length may depend."""
+    if type(sampler) not in _FINDERS:
+        key = hash_key(seed, epoch)
+        with BorrowedGenerators(key)():
+            _set_epoch(sampler, epoch, key)
 
 
 def _set_epoch(sampler: Any, epoch: int, key: int) -> bool:

@@ -159,7 +159,7 @@ class Sharded(Displayed, Generic[Data_co]):
         return updates
 
     def _total_updates(self, n: int) -> int | None:
-        length = self._source.length()
+        length = self._source.length(0)
         if length is None:
             return None
         batches, every = self._batching.count(length), self.plan.accumulate
@@ -401,7 +401,8 @@ class Sharded(Displayed, Generic[Data_co]):
 
     def _left(self) -> int | None:
         """Batches from here to the end of the epoch; None if only reading tells."""
-        position, length = self.position, self._source.length()
+        position = self.position
+        length = self._source.length(position.epoch)
         if length is None:
             return None
         return 0 if position.is_last else self._batching.count(length - position.index)
@@ -410,7 +411,7 @@ class Sharded(Displayed, Generic[Data_co]):
         """Check, before the first batch, that all ranks are about to read the same."""
         if self.plan.data.source == "shard" and self.ctx.world_size > 1 and not self._alone:
             asked = {
-                "rows": self._source.length(),
+                "rows": self._source.length(self.position.epoch),
                 "batching": self._batching,
                 "position": self.position,
             }

@@ -248,8 +248,8 @@ def in_windows(loader: Sharded[T], ctx: DistContext, plan: Plan) -> Sharded[T]:
     return _at_the_same_row(_shard(loader._loader, ctx, plan), loader)
 
 
-def layout_of(loader: Sharded) -> dict[str, Any]:
-    """What a checkpoint records of the data: plain values, equal on every rank."""
+def layout_of(loader: Sharded, epoch: int) -> dict[str, Any]:
+    """What a checkpoint records of the data of an epoch: plain values, equal on every rank."""
     batching, source = loader._batching, loader._loader
     sampler = getattr(source, "batch_sampler", None)
     if sampler is None or type(sampler) is BatchSampler:
@@ -260,7 +260,7 @@ def layout_of(loader: Sharded) -> dict[str, Any]:
     if loader.plan.data.source == "sharded":
         order += ", sharded already"
     return {
-        "units": loader._source.length(),
+        "units": loader._source.length(epoch),
         "unit": batching.unit,
         "order": order,
         "batch": batching.stride,

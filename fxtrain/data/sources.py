@@ -23,7 +23,7 @@ from fxtrain.data.fetch import (
     fetch_key,
     start_worker,
 )
-from fxtrain.data.order import CustomOrder, EpochOrder, find_order, hash_key, length_of
+from fxtrain.data.order import CustomOrder, EpochOrder, find_order, hash_key, length_of, tell_epoch
 from fxtrain.data.rank_slices import (
     Batching,
     Cursor,
@@ -45,6 +45,7 @@ _ENDED = "DataLoader worker"
 
 # A step, and the data of each served rank.
 Loaded = tuple[Step, Sequence[Any]]
+_Order = EpochOrder | CustomOrder | BlendOrder
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -52,7 +53,7 @@ class Source:
     """Steps from a cursor on, and what is known of an epoch before reading it."""
 
     run: Callable[[Cursor], Iterator[Loaded]]  # cursor → every step until the epoch ends
-    length: Callable[[], int | None]  # units in an epoch; None if only reading tells
+    length: Callable[[int], int | None]  # units in an epoch; None if only reading tells
     shuffled: Callable[[], bool]  # whether epochs differ in their order, as far as is known so far
     # Whether worker processes read, so that prefetching draws no random numbers here.
     apart: bool = False
@@ -64,10 +65,11 @@ def row_source(
     loader: DataLoader[Any], sampler: Any, batching: Batching, plan: Plan, ranks: Sequence[int]
 ) -> Source:
     """A map-style dataset, read by index for some of the ranks."""
-    order: EpochOrder | CustomOrder | BlendOrder | None = None  # that of the latest epoch
+    order: _Order | None = None  # that of the latest epoch
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
     asks = loader.num_workers > 0 or len(ranks) != 1
     idle = [_over_rows(loader, asks=asks)]  # which no iteration reads
+    told = _Told(loader.dataset, sampler, plan.seed)
 
     def ask(batch: GlobalBatch, epoch: int) -> Any:
         seeds = [fetch_key(batching, plan.seed, epoch, batch.first, rank) for rank in ranks]
@@ -75,20 +77,12 @@ def row_source(
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         nonlocal order
-        epoch = cursor.position.epoch
-        start, steps = cursor.position.index, deque[Step]()
-        if isinstance(sampler, BlendOrder):
-            order, seed, accumulate = sampler, plan.seed, plan.accumulate
-            batches = order.batches(batching, cursor, ranks, seed=seed, accumulate=accumulate)
-        elif (known := find_order(sampler, plan.seed, epoch)) is not None:
-            order, batches = known, batches_of_order(batching, known, start, ranks)
-        else:
-            order = CustomOrder(sampler, plan.seed, epoch)
-            batches = batches_of_stream(batching, order, start, ranks)
+        epoch, steps = cursor.position.epoch, deque[Step]()
+        # Here first: workers that share the number with this process would all add to it.
+        told.tell(epoch)
+        order, batches = _order_from(cursor, sampler, batching, plan, ranks)
 
         def indices() -> Iterator[Any]:
-            # Here first: workers that share the number with this process would all add to it.
-            call_set_epoch(loader.dataset, epoch)
             position, following = cursor.position, next(batches, None)
             while following is not None:
                 batch, following = following, next(batches, None)
@@ -103,17 +97,55 @@ def row_source(
             with _named_errors(loader):
                 for data in over:
                     yield steps.popleft(), data if asks else (data,)
+            if steps:
+                raise _stopped(loader)
         finally:
             idle.append((feed, over))
 
     return Source(
         run=run,
-        length=lambda: length_of(sampler),
+        length=lambda epoch: told.length(epoch, idle=bool(idle)),
         shuffled=lambda: order is not None and order.shuffled,
         apart=loader.num_workers > 0,
         stateful=isinstance(sampler, BlendOrder),
         endless=isinstance(sampler, BlendOrder) and sampler.endless,
     )
+
+
+@attrs.define(eq=False)
+class _Told:
+    """A dataset and its sampler, whose number of rows may depend on the epoch."""
+
+    dataset: Any
+    sampler: Any
+    seed: int
+    epoch: int | None = None  # the one that they know
+
+    def tell(self, epoch: int) -> None:
+        """Tell the dataset the epoch that is read; the order tells the sampler."""
+        self.epoch = epoch
+        call_set_epoch(self.dataset, epoch)
+
+    def length(self, epoch: int, *, idle: bool) -> int | None:
+        """Units in an epoch; or in the one that an iteration reads, unless they are idle."""
+        if idle and self.epoch != epoch:
+            self.tell(epoch)
+            tell_epoch(self.sampler, self.seed, epoch)
+        return length_of(self.sampler)
+
+
+def _order_from(
+    cursor: Cursor, sampler: Any, batching: Batching, plan: Plan, ranks: Sequence[int]
+) -> tuple[_Order, Iterator[GlobalBatch]]:
+    """The order of an epoch, and its global batches from a cursor on."""
+    epoch, start = cursor.position.epoch, cursor.position.index
+    if isinstance(sampler, BlendOrder):
+        seed, accumulate = plan.seed, plan.accumulate
+        return sampler, sampler.batches(batching, cursor, ranks, seed=seed, accumulate=accumulate)
+    if (known := find_order(sampler, plan.seed, epoch)) is not None:
+        return known, batches_of_order(batching, known, start, ranks)
+    order = CustomOrder(sampler, plan.seed, epoch)
+    return order, batches_of_stream(batching, order, start, ranks)
 
 
 def stream_source(
@@ -129,6 +161,11 @@ def stream_source(
         return fetch, *_over_fetch(loader, fetch)
 
     idle = [open_loader()]  # which no iteration reads
+
+    def length(epoch: int) -> int | None:
+        if idle:
+            call_set_epoch(loader.dataset, epoch)
+        return length_of(loader.dataset)
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         position = cursor.position
@@ -157,13 +194,14 @@ def stream_source(
                     yield (batch, Cursor(position, state)), data
                     if is_last:
                         return
+            raise _stopped(loader)
         finally:
             fetch.close()
             idle.append((fetch, feed, over))
 
     return Source(
         run=run,
-        length=lambda: length_of(loader.dataset),
+        length=length,
         shuffled=lambda: False,  # only the author of a stream knows whether it shuffles
         apart=loader.num_workers > 0,
         stateful=True,  # only reading tells whether an iterator keeps a state
@@ -204,6 +242,15 @@ def _named_errors(loader: DataLoader[Any]) -> Iterator[None]:
             f"the crash in this process.",
             code="FX402",
         ) from error
+
+
+def _stopped(loader: DataLoader[Any]) -> DataError:
+    return DataError(
+        f"iterating: {type(loader.dataset).__name__} or the collate function raised StopIteration "
+        f"within an epoch, which would end the epoch there. An iterator in it has ended: use "
+        f"next(iterator, None), or start it again.",
+        code="FX402",
+    )
 
 
 def _worker_ended(error: Exception) -> bool:
@@ -272,7 +319,7 @@ def function_source(
             position = advance(position, batch, plan, is_last=False)
             yield (batch, Cursor(position)), data
 
-    return Source(run=run, length=lambda: None, shuffled=lambda: False, endless=True)
+    return Source(run=run, length=lambda _: None, shuffled=lambda: False, endless=True)
 
 
 def _called(make: Callable[[Position], Any], position: Position, size: int) -> Any:
@@ -333,7 +380,7 @@ def dispatch_source(
 
     source = Source(
         run=run,
-        length=lambda: length,
+        length=lambda _: length,
         shuffled=(lambda: False) if inner is None else inner.shuffled,
         stateful=stateful,
         endless=endless,
@@ -349,7 +396,7 @@ def _broadcast_layout(
     if ctx.is_main:
         try:
             source, batching = make()
-            layout = batching, source.length(), source.stateful, source.endless
+            layout = batching, source.length(0), source.stateful, source.endless
         except Exception as error:
             problem, layout = error, error_text(error)
     layout: Any = ops.broadcast_object(layout, ctx)

@@ -344,7 +344,8 @@ def check_changes(ctx: DistContext, restored: Restored, loader: Sharded) -> None
     Inside an epoch, a position that is another row of this data is a DataError. `restore` compares
     the plan.
     """
-    position, saved, now = restored.position, restored.extra["layout"], layout_of(loader)
+    position, saved = restored.position, restored.extra["layout"]
+    now = layout_of(loader, position.epoch)
     changes = [f"{name} {saved[name]} → {now[name]}" for name in now if saved[name] != now[name]]
     moved = [
         f"{words} {saved[name]} when it was saved, {now[name]} now"

@@ -553,7 +553,8 @@ def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = Fa
         score = rules.score(report.metrics)
     pruned = rules.keep_best is None or score is not None
     kept = {"run": entries.run.state(), "stopped": stopped, **entries.state()}
-    kept |= {"data": loop.loader.state(), "layout": layout_of(loop.loader)}
+    layout = layout_of(loop.loader, report.position.epoch)
+    kept |= {"data": loop.loader.state(), "layout": layout}
     with entries.paused():
         loop.saving = save(
             rules.checkpoints,

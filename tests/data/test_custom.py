@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import fxtrain as fx
 from fxtrain.state import DistContext
@@ -192,3 +192,71 @@ class Rewinding(Sampler):
 
 def test_an_epoch_ends_where_the_iterator_of_a_sampler_ends_first():
     assert data(shards(1, batch_size=2, sampler=Rewinding())) == [[[1, 2], [3, 4], [5]]]
+
+
+class Growing(Sampler):
+    """Also a dataset and a stream: four rows, and six more in each later epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 4 + 6 * self.epoch
+
+    def __iter__(self):
+        return iter(range(len(self)))
+
+    def __getitem__(self, row):
+        return row
+
+
+class GrowingStream(IterableDataset):
+    epoch = 0
+    set_epoch, __len__, __iter__ = Growing.set_epoch, Growing.__len__, Growing.__iter__
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (torch.arange(100), {"sampler": Growing()}),
+        lambda: (Growing(), {}),
+        lambda: (Growing(), {"shuffle": True}),
+        lambda: (GrowingStream(), {}),
+    ],
+)
+def test_the_number_of_rows_may_depend_on_the_epoch(make, workers):
+    def loader():
+        dataset, order = make()
+        return fx.shard(
+            DataLoader(dataset, batch_size=2, num_workers=workers, **order), DistContext()
+        )
+
+    lengths, batches = [], []
+    for epoch in loader().epochs(2):
+        lengths.append(len(epoch))
+        batches += epoch
+    assert lengths == [2, 5]
+    assert sorted(torch.cat([b.data for b in batches[2:]]).tolist()) == list(range(10))
+    rest = [batch for epoch in loader().at(batches[4].position).epochs(2) for batch in epoch]
+    assert data([rest]) == data([batches[5:]])
+
+
+class EarlyShuffle(Growing):
+    """Shuffles where it is told the epoch, by the process's generator."""
+
+    def set_epoch(self, epoch):
+        self.order = random.sample(range(8), 8)
+
+    def __iter__(self):
+        return iter(self.order)
+
+
+def test_a_sampler_that_shuffles_when_told_the_epoch_is_the_same_on_all_ranks():
+    rows = []
+    for rank, loader in enumerate(shards(2, sampler=EarlyShuffle(), batch_size=2)):
+        random.seed(rank)
+        rows += [row for batch in loader for row in batch.data.tolist()]
+    assert sorted(rows) == list(range(8))

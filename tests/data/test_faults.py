@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import fxtrain as fx
 from fxtrain.errors import DataError
@@ -82,3 +82,29 @@ def test_what_a_dataset_raises_otherwise_stays_its_own(workers):
     with pytest.raises(FileNotFoundError) as caught:
         _read(Missing(), num_workers=workers)
     assert not isinstance(caught.value, fx.FxError)
+
+
+class Stops(Dataset):
+    """Row 5 is the next one of an iterator that has ended."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return index if index != 5 else next(iter(()))
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(12))
+
+
+def _collate(rows):
+    return [row if row != 5 else next(iter(())) for row in rows]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("dataset, how", [(Stops(), {}), (Numbers(), {"collate_fn": _collate})])
+def test_an_iterator_that_ends_within_the_data_does_not_end_the_epoch(dataset, how, workers):
+    with pytest.raises(DataError, match="raised StopIteration within an epoch"):
+        _read(dataset, num_workers=workers, **how)
