@@ -140,6 +140,8 @@ def save(
         if earlier is not None:
             return earlier
         arguments = {"background": background, "busy": busy, "position": position}
+        # Ranks may differ in its last bits, and that of rank 0 counts.
+        arguments["metric"] = None if metric is None else "a number"
         job, open_group = _prepare(ctx, path, capture, rule, arguments)
         if not background:
             job.run(ctx)

@@ -7,6 +7,7 @@ from typing import Any, Generic
 
 import attrs
 from torch import Tensor
+from torch.utils.data import BatchSampler
 
 from fxtrain import _tree, ops
 from fxtrain._display import Displayed, counted
@@ -407,12 +408,21 @@ class Sharded(Displayed, Generic[Data_co]):
             return None
         return 0 if position.is_last else self._batching.count(length - position.index)
 
+    def _sampler_name(self) -> str:
+        """The type of the sampler that orders the units; NoneType where there is none."""
+        sampler = getattr(self._loader, "batch_sampler", None)
+        if sampler is None or type(sampler) is BatchSampler:
+            inner = self._loader if sampler is None else sampler
+            sampler = getattr(inner, "sampler", None)
+        return type(sampler).__name__
+
     def _agree(self) -> None:
         """Check, before the first batch, that all ranks are about to read the same."""
         if self.plan.data.source == "shard" and self.ctx.world_size > 1 and not self._alone:
             asked = {
                 "rows": self._source.length(self.position.epoch),
                 "batching": self._batching,
+                "sampler": self._sampler_name(),
                 "position": self.position,
             }
             check_same_plan("iterating", self.ctx, self.plan, asked)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import attrs
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from fxtrain.data.already_sharded import presharded_source
 from fxtrain.data.fetch import PlainStream
@@ -250,12 +250,8 @@ def in_windows(loader: Sharded[T], ctx: DistContext, plan: Plan) -> Sharded[T]:
 
 def layout_of(loader: Sharded, epoch: int) -> dict[str, Any]:
     """What a checkpoint records of the data of an epoch: plain values, equal on every rank."""
-    batching, source = loader._batching, loader._loader
-    sampler = getattr(source, "batch_sampler", None)
-    if sampler is None or type(sampler) is BatchSampler:
-        sampler = getattr(source if sampler is None else sampler, "sampler", None)
-    order = type(sampler).__name__
-    if type(sampler) is not SequentialSampler:
+    batching, order = loader._batching, loader._sampler_name()
+    if order != SequentialSampler.__name__:
         order += f" with seed {loader.plan.seed}"
     if loader.plan.data.source == "sharded":
         order += ", sharded already"

@@ -120,7 +120,8 @@ def _one_rank_fails(ctx, folder, where):
     position = fx.Position(updates=2 + ctx.rank) if where == "position" else fx.Position(updates=2)
     try:
         with mock.patch.object(saving, "write_file", side_effect=full) if fails else nullcontext():
-            fx.save(folder, ctx, model, position=position, extra=extra)
+            metric = 0.5 if where != "metric" or ctx.rank else None
+            fx.save(folder, ctx, model, position=position, extra=extra, metric=metric)
     except fx.CheckpointError as error:
         return str(error)
     return None
@@ -132,6 +133,7 @@ def _one_rank_fails(ctx, folder, where):
         ("values", "rank 1: CheckpointError: extra is"),
         ("file", "rank 1: OSError: [Errno 28]"),
         ("position", "different values of position"),
+        ("metric", "different values of metric"),
     ],
 )
 def test_a_rank_that_fails_is_heard_on_all(pair, where, word, tmp_path):

@@ -60,6 +60,16 @@ def test_ranks_whose_data_differs_say_so_on_every_rank(pair):
         assert "rows: 8" in str(outcome) and "rows: 6" in str(outcome)
 
 
+def _shuffled_on_one(ctx):
+    next(iter(fx.shard(DataLoader(torch.arange(8), shuffle=ctx.rank == 1), ctx)))
+
+
+def test_a_loader_that_shuffles_on_one_rank_only_is_refused(pair):
+    for outcome in pair.outcomes(_shuffled_on_one):
+        assert isinstance(outcome, CollectiveError)
+        assert "RandomSampler" in str(outcome) and "SequentialSampler" in str(outcome)
+
+
 def _read_from(ctx, indices):
     loader = fx.shard(DataLoader(torch.arange(8)), ctx)
     return list(loader.at(fx.Position(index=indices[ctx.rank])))
