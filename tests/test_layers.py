@@ -158,6 +158,8 @@ MUTABLE = {
     "fxtrain.checkpoint.saving._Job": "copies in place of the live tensors, or why there are none",
     "fxtrain.state.window.AccumulationWindow": "what a model counts",
     "fxtrain.state.window.ModelStatus": "what changes in the handle of a model",
+    "fxtrain.data.fetch._Pass": "how far a pass over a stream got",
+    "fxtrain.data.sources._Told": "the epoch that a dataset and its sampler know",
     "fxtrain.data.sharded_loader.Iteration": "how far iterators over one loader got",
     "fxtrain.data.sharded_loader.Reached": "the batch that a loader or its epochs yielded last",
     "fxtrain.backends.ddp._Progress": "how far a forward and its backward are",

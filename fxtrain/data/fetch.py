@@ -82,8 +82,9 @@ class PlainStream(IterableDataset[Any]):
             self.rows.set_epoch(epoch)
 
 
-# Attributes of a dataset: its state when it was first passed, and how often it was opened.
-_START, _PASSES = "_fxtrain_start", "_fxtrain_passes"
+# Attributes of a dataset: its state when it was first passed, how often it was opened, and the
+# epoch that it was told.
+_START, _PASSES, _EPOCH = "_fxtrain_start", "_fxtrain_passes", "_fxtrain_epoch"
 
 
 @attrs.define(eq=False)
@@ -373,3 +374,9 @@ def call_set_epoch(dataset: Any, epoch: int) -> None:
     """Call a dataset's `set_epoch`, if it has one."""
     if callable(getattr(dataset, "set_epoch", None)):
         dataset.set_epoch(epoch)
+        getattr(dataset, "__dict__", {})[_EPOCH] = epoch
+
+
+def last_set_epoch(dataset: Any) -> int | None:
+    """The epoch of the last such call."""
+    return getattr(dataset, "__dict__", {}).get(_EPOCH)

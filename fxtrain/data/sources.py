@@ -21,6 +21,7 @@ from fxtrain.data.fetch import (
     call_set_epoch,
     collate_nothing,
     fetch_key,
+    last_set_epoch,
     start_worker,
 )
 from fxtrain.data.order import CustomOrder, EpochOrder, find_order, hash_key, length_of, tell_epoch
@@ -88,6 +89,8 @@ def row_source(
                 batch, following = following, next(batches, None)
                 position = advance(position, batch, plan, is_last=following is None)
                 steps.append((batch, Cursor(position, batch.state)))
+                if last_set_epoch(loader.dataset) not in (None, epoch):  # an evaluation of it
+                    told.tell(epoch)
                 yield ask(batch, epoch) if asks else batch.keys[0]
 
         feed, over = idle.pop() if idle else _over_rows(loader, asks=asks)

@@ -244,6 +244,19 @@ def test_the_number_of_rows_may_depend_on_the_epoch(make, workers):
     assert data([rest]) == data([batches[5:]])
 
 
+def test_an_iteration_within_another_leaves_the_epoch_of_the_dataset_alone():
+    class Told(Growing):
+        def __getitem__(self, row):
+            return 100 * self.epoch + row
+
+    dataset, rows = Told(), []
+    loader, other = (fx.shard(DataLoader(dataset, batch_size=5), DistContext()) for _ in "ab")
+    for batch in loader.at(fx.Position(epoch=1)):
+        rows.append(batch.data.tolist())
+        assert [b.data.tolist() for b in other] == [[0, 1, 2, 3]]
+    assert rows == [[100, 101, 102, 103, 104], [105, 106, 107, 108, 109]]
+
+
 class EarlyShuffle(Growing):
     """Shuffles where it is told the epoch, by the process's generator."""
 
