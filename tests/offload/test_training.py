@@ -165,6 +165,37 @@ def test_ranks_average_what_they_train(pair, ctx, folder):
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11)
 
 
+class Routed(nn.Module):
+    """A frozen layer with an adapter for each task; a batch names the tasks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.adapters = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, task):
+        return self.adapters[task](self.base(x))
+
+
+def _routed(ctx, folder):
+    placed = placement("base")
+    plan = fx.Plan(strategy=fx.Offload(placement=placed, offload_folder=folder))
+    model = fx.wrap(Routed(), ctx, plan, optimizer=_adam)
+    with fx.ops.sync(model):
+        fx.ops.backward(model(torch.ones(2, 4), ctx.rank).sum(), model)
+    fx.ops.apply(model)
+    return _trained(model), [parameter.grad is None for parameter in model.parameters()]
+
+
+def test_what_no_rank_uses_stays_as_it_is(pair, tmp_path):
+    before = dict(Routed().named_parameters())
+    first, second = pair.run(_routed, str(tmp_path))
+    assert str(first) == str(second)
+    for name, value in first[0].items():
+        assert torch.equal(value, before[name]) == ("adapters.2" in name), name
+
+
 class Normed(nn.Module):
     """Frozen layers with running statistics, and a gain that trains."""
 

@@ -278,12 +278,18 @@ def _sync(model: Wrapped, enabled: bool) -> Iterator[None]:  # noqa: FBT001
     """Average gradients over ranks at the end: those of the few parameters that are trained."""
     yield
     data = model.ctx.axis("loss")
-    if enabled and data.world_size > 1:
-        trained = [p for o in model.optimizers for g in o.param_groups for p in g["params"]]
-        for parameter in trained:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        average_grads([parameter.grad for parameter in trained], data)
+    trained = [p for o in model.optimizers for g in o.param_groups for p in g["params"]]
+    if not (enabled and trained and data.world_size > 1):
+        return
+    absent = [index for index, parameter in enumerate(trained) if parameter.grad is None]
+    used = trained[0].detach().new_ones(len(trained))
+    for index in absent:
+        used[index] = 0
+        trained[index].grad = torch.zeros_like(trained[index])
+    average_grads([*(parameter.grad for parameter in trained), used], data)
+    for index in absent:
+        if not used[index]:  # on no rank: optimizers leave it alone, as on one rank
+            trained[index].grad = None
 
 
 def _weights(model: Wrapped) -> dict[str, Weight]:
