@@ -99,7 +99,32 @@ def test_ranks_generate_together(clusters, name):
     for prompt, tokens, _ in answers:
         assert tokens == _tokens(net, prompt)
     assert len({str(counts) for _, _, counts in answers}) == 1
-    assert ("all_gather" in answers[0][2]) == (name != "TP")  # weights are never gathered whole
+    # Under TP those of arguments and a seed: weights are never gathered whole.
+    assert (answers[0][2]["all_gather"] == 2) == (name == "TP")
+
+
+def _one_text(ctx, strategy, mesh):
+    with on_mesh(ctx, mesh) as placed:
+        model = fx.wrap(llama(), placed, fx.Plan(strategy=strategy))
+        with pytest.raises(fx.CollectiveError, match=r"rank 1: .*the arguments of generate"):
+            model.generate(torch.tensor([PROMPTS[2 * ctx.rank]]), max_new_tokens=2)
+        torch.manual_seed(ctx.rank)
+        options = {"do_sample": True, "pad_token_id": 0, "max_new_tokens": 6}
+        return model.generate(torch.tensor([PROMPTS[0]]), **options).tolist()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [
+        (TOGETHER["TP"][1], fx.Mesh(tensor=2)),
+        pytest.param(fx.PP(), fx.Mesh(pipeline=2), marks=PIPELINES),
+    ],
+    ids=["TP", "PP"],
+)
+def test_ranks_of_one_model_write_one_text(pair, strategy, mesh):
+    """From one prompt, and with one seed, whatever states their generators are in."""
+    first, second = pair.run(_one_text, strategy, mesh)
+    assert first == second
 
 
 class _Own(torch.nn.Linear):

@@ -42,6 +42,33 @@ from fxtrain.state import (
 NOTHING = nullcontext()  # a block that does nothing, which may be entered many times
 
 
+@contextmanager
+def same_text(
+    model: Wrapped, axis: DistContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """Let the ranks of an axis compute one text: from equal arguments, and with one seed.
+
+    Effects:
+        Compares arguments that are tensors, numbers or text; sends a seed from the first rank.
+
+    Raises:
+        CollectiveError: the arguments differ; on every rank.
+    """
+    named = {**dict(enumerate(args)), **kwargs}
+    config: Any = kwargs.get("generation_config")
+    if hasattr(config, "to_dict"):
+        named["generation_config"] = config.to_dict()
+    plain = Tensor | int | float | str | None
+    compared = {
+        name: [leaf for leaf in _tree.flatten(value)[0] if isinstance(leaf, plain)]
+        for name, value in named.items()
+    }
+    ops.agree(compared, axis, name="the arguments of generate")
+    seed = ops.broadcast_object(int(torch.randint(1 << 62, (), device="cpu")), axis)
+    with ops.fork_rng(model.ctx, seed):
+        yield
+
+
 def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the engine in the plan's precision.
 

@@ -215,7 +215,10 @@ def _unreduced(module: Any) -> Iterator[None]:
 
 def _generate(model: Wrapped, method: Any, args: Any, kwargs: Any) -> Any:
     inner = attrs.evolve(model, module=method, engine=method)
-    return step_functions.forward(inner, args, {"synced_gpus": True, **kwargs})
+    axis, alone = model.ctx.axis("tensor"), step_functions.NOTHING
+    same = step_functions.same_text(model, axis, args, kwargs) if axis.world_size > 1 else alone
+    with same:
+        return step_functions.forward(inner, args, {"synced_gpus": True, **kwargs})
 
 
 FSDP_STRATEGY: Strategy = attrs.evolve(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fxtrain import ops
+from fxtrain.backends.core.step_functions import same_text
 from fxtrain.backends.pipeline.stage import Call, Stage, TensorMeta, probe
 from fxtrain.errors import PlanError, StepError
 from fxtrain.state import Wrapped
@@ -35,6 +36,7 @@ def generate(
         Random choices start from one seed, drawn on the first rank of the pipeline.
 
     Raises:
+        CollectiveError: the ranks pass different arguments; on every rank.
         StepError: the model or its cache is not that of a decoder of transformers.
         PlanError: the stages are sharded, or the model cannot be split.
     """
@@ -46,12 +48,11 @@ def generate(
         )
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         raise StepError(f"PP: generate needs a decoder; found {type(module).__name__}. {_GATHERED}")
-    seed = ops.broadcast_object(int(torch.randint(1 << 62, (), device="cpu")), engine.axis)
     refuse: Any = module.forward
     known: dict[Any, Any] = {}
     module.forward = functools.wraps(refuse)(functools.partial(_forward, model, known))
     try:
-        with ops.fork_rng(model.ctx, seed), ops.autocast(model):
+        with same_text(model, engine.axis, args, kwargs), ops.autocast(model):
             return method(*args, **kwargs)
     finally:
         module.forward = refuse
