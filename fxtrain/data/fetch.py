@@ -84,7 +84,7 @@ class PlainStream(IterableDataset[Any]):
 
 # Attributes of a dataset: its state when it was first passed, how often it was opened, and the
 # epoch that it was told.
-_START, _PASSES, _EPOCH = "_fxtrain_start", "_fxtrain_passes", "_fxtrain_epoch"
+_START, _PASSES, EPOCH = "_fxtrain_start", "_fxtrain_passes", "_fxtrain_epoch"
 
 
 @attrs.define(eq=False)
@@ -374,9 +374,4 @@ def call_set_epoch(dataset: Any, epoch: int) -> None:
     """Call a dataset's `set_epoch`, if it has one."""
     if callable(getattr(dataset, "set_epoch", None)):
         dataset.set_epoch(epoch)
-        getattr(dataset, "__dict__", {})[_EPOCH] = epoch
-
-
-def last_set_epoch(dataset: Any) -> int | None:
-    """The epoch of the last such call."""
-    return getattr(dataset, "__dict__", {}).get(_EPOCH)
+        getattr(dataset, "__dict__", {})[EPOCH] = epoch

@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from fxtrain import _tree, ops
 from fxtrain.data.blends import BlendOrder
 from fxtrain.data.fetch import (
+    EPOCH,
     RowFetch,
     StreamFetch,
     StreamRequest,
     call_set_epoch,
     collate_nothing,
     fetch_key,
-    last_set_epoch,
     start_worker,
 )
 from fxtrain.data.order import CustomOrder, EpochOrder, find_order, hash_key, length_of, tell_epoch
@@ -85,11 +85,12 @@ def row_source(
 
         def indices() -> Iterator[Any]:
             position, following = cursor.position, next(batches, None)
+            marks = getattr(loader.dataset, "__dict__", {})
             while following is not None:
                 batch, following = following, next(batches, None)
                 position = advance(position, batch, plan, is_last=following is None)
                 steps.append((batch, Cursor(position, batch.state)))
-                if last_set_epoch(loader.dataset) not in (None, epoch):  # an evaluation of it
+                if marks.get(EPOCH, epoch) != epoch:  # an evaluation of it
                     told.tell(epoch)
                 yield ask(batch, epoch) if asks else batch.keys[0]
 

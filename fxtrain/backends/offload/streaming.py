@@ -165,6 +165,12 @@ class DeviceCopies:
         for stream in self.streams.values():
             stream.synchronize()  # copies that nobody waited for read the buffers
 
+    def close(self) -> None:
+        """Point all parameters to where they are held; give up the copies."""
+        self.take_back()
+        for unit in self.units:
+            unit.host = None
+
     def host_buffer(self, nbytes: int) -> Tensor:
         """A buffer that an accelerator reads, pinned if the system allows it."""
         buffer, refused = pinned_buffer(nbytes, "cuda" if self.pin and self.streams else "cpu")
@@ -287,9 +293,7 @@ class Streaming:
         self.pool.shutdown(wait=True, cancel_futures=True)
         self.pending.clear()
         if self.copies is not None:
-            self.copies.take_back()
-            for unit in self.units:
-                unit.host = None
+            self.copies.close()
 
     def _prepared(self, number: int) -> list[Any]:
         """Wait until a unit is prepared, and begin with those that come next."""
