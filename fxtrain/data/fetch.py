@@ -100,9 +100,9 @@ class _Pass:
 class StreamMemory:
     """The state protocol of a dataset or of its iterator: `state_dict` and `load_state_dict`.
 
-    A dataset that has it starts every epoch from the state in which it was first passed. It has one
-    state for all passes: one that goes on after another was begun, as training does after an
-    evaluation of the same dataset, opens it again where it was.
+    A dataset that has it starts every epoch from the state in which it was first passed. All passes
+    share the one state of the dataset. If another pass began meanwhile, such as an evaluation
+    during training, the earlier pass opens the dataset again at its own row.
     """
 
     def __init__(self, dataset: Any) -> None:
