@@ -227,7 +227,6 @@ def _build4(
 
 
 def _split4(part: Any, device: torch.device) -> None:
-    part.keeps_copy = False  # of a layer of another program, which has none
     state = state_of4(part)
     state.to(device)
     part.quant_state = state
