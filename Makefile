@@ -19,7 +19,7 @@ TRACKERS := .venv-trackers
 MEMORY := $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 4000000 2>/dev/null && echo /dev/shm)
 test test-slow: export TMPDIR := $(or $(TMPDIR),$(MEMORY),/tmp)
 
-.PHONY: demo docs docs-look docs-serve examples gpu-bundle test test-deepspeed test-gpu test-megatron test-newest test-nodes test-recipes test-shadow test-slow test-trackers test-xla lint bench clean
+.PHONY: demo docs docs-look docs-serve examples gpu-bundle test test-anywhere test-deepspeed test-gpu test-megatron test-newest test-nodes test-recipes test-shadow test-slow test-trackers test-xla lint bench clean
 
 demo: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
@@ -28,6 +28,11 @@ demo: $(VENV)/.test
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.test
 	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
+
+# On other CPUs, accounts, folders, loads and versions, as far as this machine can be another one. One
+# of them: .ci/anywhere busy.
+test-anywhere:
+	PYTHON=$(PYTHON) .ci/anywhere
 
 # Programs, launchers and meshes of four ranks, each of which takes seconds.
 test-slow: export PYTHONDONTWRITEBYTECODE :=
