@@ -2,16 +2,20 @@
 
 import ast
 import gc
+import io
+import itertools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 import fxtrain as fx
-from fxtrain.loop import fitting
+from fxtrain.loop import fit_entries, fitting
 from fxtrain.loop.fit_entries import progress
 from fxtrain.trackers import read_run
 
@@ -185,8 +189,6 @@ def test_it_is_short():
 
 
 def test_progress_is_a_line_where_there_is_no_terminal(ctx, tmp_path, capsys):
-    from rich.console import Console
-
     tracker = progress(4, every_s=0.0, console=Console(stderr=True))
     with fx.track(tmp_path, ctx, [tracker]) as run:
         run.log({"loss": 0.5, "lr": 0.1, "rows_per_s": 12.0, "memory_gib": 1.5}, 2)
@@ -197,16 +199,19 @@ def test_progress_is_a_line_where_there_is_no_terminal(ctx, tmp_path, capsys):
     assert "eval/a 0.25" in second and "eval/a 0.25" in third and "loss 0.25" in third
 
 
-def test_progress_is_a_bar_in_a_terminal(ctx, tmp_path):
-    import io
-
-    from rich.console import Console
-
-    seen = io.StringIO()
-    console = Console(file=seen, force_terminal=True, width=120)
-    with fx.track(tmp_path, ctx, [progress(4, console=console)]) as run:
-        run.log({"loss": 0.5, "rows_per_s": 12.0}, 3)
-    assert "3/4" in seen.getvalue() and "loss 0.5" in seen.getvalue()
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_time_left_is_by_the_clock_since_the_run_was_opened(
+    ctx, tmp_path, monkeypatch, terminal
+):
+    """Also where entries are further apart than the half minute that bars of rich look back."""
+    seen, clock = io.StringIO(), itertools.chain([0.0], itertools.repeat(30.0))
+    console = Console(file=seen, force_terminal=terminal, width=120)
+    monkeypatch.setattr(fit_entries, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with fx.track(tmp_path, ctx, [progress(4, every_s=0.0, console=console)]) as run:
+        run.log({"loss": 0.5, "rows_per_s": 12.0, "evaluate_s": 3.0}, 3)
+    assert "0:00:10 left" in seen.getvalue() and "loss 0.5" in seen.getvalue()
+    assert ("3/4" if terminal else "update 3 of 4") in seen.getvalue()
+    assert "evaluate" not in seen.getvalue()
 
 
 def test_the_loop_of_the_docs_gives_the_same_parameters(ctx, tmp_path):

@@ -508,7 +508,7 @@ def _tracked(loop: _Loop, report: Report) -> Report:
     every = rules.evaluate_every
     by_count = every is not None and not (position.micro or position.updates % every)
     if rules.evaluate and (by_count or (every is None and loop.epoch_over)):
-        with entries.paused():
+        with entries.paused("evaluate_s"):
             report = attrs.evolve(report, metrics=rules.evaluate())
             rules.score(report.metrics)  # which refuses what has none
         entries.run.log({"eval": report.metrics}, position)
@@ -555,7 +555,7 @@ def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = Fa
     kept = {"run": entries.run.state(), "stopped": stopped, **entries.state()}
     layout = layout_of(loop.loader, report.position.epoch)
     kept |= {"data": loop.loader.state(), "layout": layout}
-    with entries.paused():
+    with entries.paused("save_s"):
         loop.saving = save(
             rules.checkpoints,
             entries.ctx,
