@@ -15,6 +15,7 @@ from rich.console import Console
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 import fxtrain as fx
+from fxtrain._display import show_bytes
 from fxtrain.loop import fit_entries, fitting
 from fxtrain.loop.fit_entries import progress
 from fxtrain.trackers import read_run
@@ -197,6 +198,37 @@ def test_progress_is_a_line_where_there_is_no_terminal(ctx, tmp_path, capsys):
     first, second, third = capsys.readouterr().err.splitlines()
     assert first.startswith("update 2 of 4  loss 0.5  12 rows/s  1.5 GiB  0:00:00 left")
     assert "eval/a 0.25" in second and "eval/a 0.25" in third and "loss 0.25" in third
+
+
+KEPT = {
+    "epochs": {"epochs": 3},
+    "updates": {"updates": 10, "save_every": 3},
+    "between epochs": {"epochs": 2, "save_every": 3, "save_epochs": False},
+    "minutes": {"epochs": 3, "save_minutes": 60.0},
+    "last": {"epochs": 3, "keep_last": 2},
+    "best": {"epochs": 3, "keep_best": 1, "evaluate": lambda: 1.0},
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_disk_that_checkpoints_take_is_said_once_where_all_are_kept(
+    ctx, tmp_path, caplog, name
+):
+    with caplog.at_level("INFO"):
+        _fit(ctx, tmp_path, **KEPT[name])
+    lines = [line for line in caplog.messages if "all are kept" in line]
+    if name in ("last", "best"):
+        assert not lines
+        return
+    sizes = [
+        sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        for folder in tmp_path.glob("update-*")
+    ]
+    assert len(set(sizes)) == 1
+    (line,) = lines
+    assert f"a checkpoint in {tmp_path} takes {show_bytes(sizes[0])}, " in line
+    total = f": {len(sizes)} in this run, about {show_bytes(sum(sizes))}. keep_last=2"
+    assert (total in line) == (name != "minutes")
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -123,6 +123,35 @@ def test_the_learning_rate_is_that_of_the_update(ctx, tmp_path):
         assert read_run(folder).curve("lr") == [(n, 0.5**n) for n in (1, 2, 3, 4)]
 
 
+LENGTHS = {"epochs": (1, 2), "updates": (4, 7), "rows": (8, 14), "tokens": (40, 70)}
+
+
+@pytest.mark.parametrize("measure", LENGTHS)
+def test_the_last_entry_has_what_the_others_have(ctx, tmp_path, measure):
+    """Also that of a run which is continued, whatever ends it."""
+
+    def run(folder, length):
+        model = fx.wrap(
+            torch.nn.Linear(1, 1),
+            ctx,
+            optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
+            scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (1 + n)),
+        )
+        fns = fx.StepFns(model, lambda m, b: fx.Weighted(m(b.data).sum(), torch.tensor(10.0)))
+        loader = fx.shard(DataLoader(torch.ones(8, 1), batch_size=2), ctx)
+        list(fx.fit(ctx, fns, loader, folder, **{measure: length}, show=False, log_every=3))
+        return read_run(folder).curve("lr"), [set(values) for values in _entries(folder)]
+
+    stop, end = LENGTHS[measure]
+    run(tmp_path / "parts", stop)
+    for folder in ("whole", "parts"):
+        rates, names = run(tmp_path / folder, end)
+        assert rates == [(n, 1 / n) for n, _ in rates] and len(rates) == len(names)
+        assert rates[-1][0] == (8 if measure == "epochs" else 7)
+        always = {"loss", "lr", "rows_per_s", "time/forward_ms", "time/optimizer_ms"}
+        assert all(always <= one for one in names)
+
+
 def test_speeds_are_by_the_clock_without_evaluation_and_saving(ctx, tmp_path, monkeypatch):
     """By a clock that moves in no other place than these, each by a power of two."""
     costs = {"data": 1, "step": 2, "body": 4, "evaluate": 8, "save": 16}

@@ -34,7 +34,6 @@ from fxtrain.state import Batch, DistContext, Position, Report, Wrapped
 from fxtrain.trackers import Entry, Run, Start, Tracker
 
 _SHOWN = ("loss", "rows_per_s", "tokens_per_s", "memory_gib")
-_FIELDS = ("{task.fields[seen]}", "{task.fields[left]}")  # of the bar
 _UNITS = {"rows_per_s": "rows/s", "tokens_per_s": "tokens/s", "memory_gib": "GiB"}
 # Settings that determine to which row a position inside an epoch refers.
 _MEANING = {"units": "rows or batches in an epoch", "unit": "unit", "order": "order"}
@@ -77,7 +76,8 @@ class Entries:
         asked_s, on_cpu = self.asked_s, self.ctx.device.type == "cpu"
         self._waited_s += time.monotonic() - asked_s
         self.position = batch.position
-        if self.due:
+        may_be_due = self.due or self.counts_tokens  # tokens tell only after the step
+        if may_be_due:
             self._rates = [  # copied, since schedulers may change a tensor in place
                 rate.clone() if isinstance(rate := group["lr"], Tensor) else rate
                 for optimizer in self.fns.model.optimizers
@@ -85,12 +85,12 @@ class Entries:
             ]
         if self.peak is not None:
             report = self._counted(batch)
-        elif self.due and on_cpu:  # an accelerator runs later than the host
+        elif may_be_due and on_cpu:  # an accelerator runs later than the host
             report = self._timed(batch)
         else:
             report = step(self.ctx, batch, self.fns)
         weight = report.weight
-        if self.due or self.counts_tokens:
+        if may_be_due:
             size = batch.sizes[self.ctx.axis("data").rank]
             self.by_tokens = isinstance(weight, Tensor) or weight != size
         weight = weight if type(weight) is int else total_of(weight)
@@ -301,8 +301,8 @@ def progress(
 
         def update_bar(entry: Entry) -> None:
             latest.update(entry.value)  # so that an evaluation stays in view
-            seen = {"seen": _text(latest), "left": left(entry)}
-            bar.update(bar.task_ids[0], completed=entry.step, **seen)
+            seen = f"{_text(latest)}  {left(entry)}"
+            bar.update(bar.task_ids[0], completed=entry.step, seen=seen)
 
         def print_line(entry: Entry) -> None:
             nonlocal last_s
@@ -317,9 +317,9 @@ def progress(
 
         if not screen.is_terminal:
             return print_line, lambda: None
-        columns = (BarColumn(), MofNCompleteColumn(), *map(TextColumn, _FIELDS))
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[seen]}"))
         bar = Progress(*columns, console=screen)
-        bar.add_task("updates", total=total, completed=before, seen="", left="")
+        bar.add_task("updates", total=total, completed=before, seen="")
         bar.start()
         return update_bar, bar.stop
 
