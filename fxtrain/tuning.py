@@ -1,4 +1,4 @@
-"""What to try before a run: batch sizes, learning rates, and how much rows still add."""
+"""What to try before a run: batch sizes and learning rates."""
 
 import copy
 import math
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain import ops
-from fxtrain._record import at_least, at_least_and_below, record, shown
+from fxtrain._record import record, shown
 from fxtrain.backends.core.model_state import format_of, local_part_of, memory_reader
 from fxtrain.data import Sharded
 from fxtrain.errors import PlanError, StepError
@@ -28,7 +28,7 @@ from fxtrain.state.context import check_connected
 from fxtrain.state.deepspeed import WINDOW_ENTRIES, fill_from_config, read_config
 from fxtrain.state.mesh import resolve_mesh
 
-__all__ = ["NoiseScale", "RateCurve", "find_batch_size", "find_lr", "predict_batch_size"]
+__all__ = ["RateCurve", "find_batch_size", "find_lr", "predict_batch_size"]
 
 # What allocators raise as a plain RuntimeError: CPU, MPS, CUDA libraries, XPU, NPU, XLA.
 _WORDS = (
@@ -225,81 +225,6 @@ def _fits(ctx: DistContext, trial: Callable[[int, Plan], object], size: int, pla
         finally:
             empty_cache(ctx.device)
     return ops.all_ranks(fits, ctx)
-
-
-@record
-class NoiseScale:
-    """The simple noise scale of McCandlish et al. 2018, from gradients of two batch sizes.
-
-    The squared norm of a gradient over B rows is on average ‖G‖² + tr(Σ) / B, with the gradient G
-    of all data and the covariance Σ of gradients of single rows. Two batch sizes give both terms;
-    `value` is tr(Σ) / ‖G‖². Far below that batch size, twice the rows halve the updates needed; far
-    above it, they add little. A plain value, so a checkpoint can store it.
-
-    Attributes:
-        decay: Weight of earlier updates in the moving averages of both terms; 0 uses the last
-            update only.
-        noise: Moving average of tr(Σ), without correction for its beginning.
-        signal: Moving average of ‖G‖², without correction for its beginning.
-        updates: Updates so far.
-
-    Source:
-        An Empirical Model of Large-Batch Training, appendix A.1, arXiv:1812.06162.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> scale = fx.tuning.NoiseScale().update(small=(3.0, 2), large=(2.0, 8))
-        >>> round(scale.value, 3)
-        5.714
-    """
-
-    decay: float = attrs.field(default=0.95, validator=at_least_and_below(0, 1))
-    noise: float = 0.0
-    signal: float = 0.0
-    updates: int = attrs.field(default=0, validator=at_least(0))
-
-    def update(
-        self, small: tuple[Tensor | float, float], large: tuple[Tensor | float, float]
-    ) -> "NoiseScale":
-        """Return the record after one more update.
-
-        Args:
-            small: Norm of a gradient over few rows, and their number: of one micro-batch, on one
-                rank. For several, pass the root of the mean of their squared norms.
-            large: Norm of the gradient over the rows of the update, unclipped (`report.grad_norm`),
-                and their number.
-
-        Returns:
-            A new record; unchanged if a norm is not finite.
-
-        Effects:
-            Reads norms that are tensors, which waits for the device.
-
-        Raises:
-            PlanError: `large` does not have more rows than `small`.
-        """
-        few, b, many, rows = map(float, (*small, *large))
-        if not 0 < b < rows:
-            raise PlanError(
-                f"NoiseScale.update: small has {b:g} rows, and large {rows:g}. Use a gradient of "
-                f"fewer rows, such as one micro-batch of several or one rank's."
-            )
-        few, many = few * few, many * many  # infinite if too large, where ** raises
-        noise = (few - many) / (1 / b - 1 / rows)
-        signal = (rows * many - b * few) / (rows - b)
-        if not (math.isfinite(noise) and math.isfinite(signal)):
-            return self
-        return attrs.evolve(
-            self,
-            noise=self.decay * self.noise + (1 - self.decay) * noise,
-            signal=self.decay * self.signal + (1 - self.decay) * signal,
-            updates=self.updates + 1,
-        )
-
-    @property
-    def value(self) -> float | None:
-        """The noise scale in rows; None while there is no positive estimate of ‖G‖²."""
-        return max(self.noise, 0.0) / self.signal if self.signal > 0 else None
 
 
 M = TypeVar("M", bound=nn.Module)

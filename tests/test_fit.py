@@ -2,16 +2,21 @@
 
 import ast
 import gc
+import io
+import itertools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 import fxtrain as fx
-from fxtrain.loop import fitting
+from fxtrain._display import show_bytes
+from fxtrain.loop import fit_entries, fitting
 from fxtrain.loop.fit_entries import progress
 from fxtrain.trackers import read_run
 
@@ -185,8 +190,6 @@ def test_it_is_short():
 
 
 def test_progress_is_a_line_where_there_is_no_terminal(ctx, tmp_path, capsys):
-    from rich.console import Console
-
     tracker = progress(4, every_s=0.0, console=Console(stderr=True))
     with fx.track(tmp_path, ctx, [tracker]) as run:
         run.log({"loss": 0.5, "lr": 0.1, "rows_per_s": 12.0, "memory_gib": 1.5}, 2)
@@ -197,16 +200,50 @@ def test_progress_is_a_line_where_there_is_no_terminal(ctx, tmp_path, capsys):
     assert "eval/a 0.25" in second and "eval/a 0.25" in third and "loss 0.25" in third
 
 
-def test_progress_is_a_bar_in_a_terminal(ctx, tmp_path):
-    import io
+KEPT = {
+    "epochs": {"epochs": 3},
+    "updates": {"updates": 10, "save_every": 3},
+    "between epochs": {"epochs": 2, "save_every": 3, "save_epochs": False},
+    "minutes": {"epochs": 3, "save_minutes": 60.0},
+    "last": {"epochs": 3, "keep_last": 2},
+    "best": {"epochs": 3, "keep_best": 1, "evaluate": lambda: 1.0},
+}
 
-    from rich.console import Console
 
-    seen = io.StringIO()
-    console = Console(file=seen, force_terminal=True, width=120)
-    with fx.track(tmp_path, ctx, [progress(4, console=console)]) as run:
-        run.log({"loss": 0.5, "rows_per_s": 12.0}, 3)
-    assert "3/4" in seen.getvalue() and "loss 0.5" in seen.getvalue()
+@pytest.mark.parametrize("name", KEPT)
+def test_the_disk_that_checkpoints_take_is_said_once_where_all_are_kept(
+    ctx, tmp_path, caplog, name
+):
+    with caplog.at_level("INFO"):
+        _fit(ctx, tmp_path, **KEPT[name])
+    lines = [line for line in caplog.messages if "all are kept" in line]
+    if name in ("last", "best"):
+        assert not lines
+        return
+    sizes = [
+        sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        for folder in tmp_path.glob("update-*")
+    ]
+    assert len(set(sizes)) == 1
+    (line,) = lines
+    assert f"a checkpoint in {tmp_path} takes {show_bytes(sizes[0])}, " in line
+    total = f": {len(sizes)} in this run, about {show_bytes(sum(sizes))}. keep_last=2"
+    assert (total in line) == (name != "minutes")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_time_left_is_by_the_clock_since_the_run_was_opened(
+    ctx, tmp_path, monkeypatch, terminal
+):
+    """Also where entries are further apart than the half minute that bars of rich look back."""
+    seen, clock = io.StringIO(), itertools.chain([0.0], itertools.repeat(30.0))
+    console = Console(file=seen, force_terminal=terminal, width=120)
+    monkeypatch.setattr(fit_entries, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with fx.track(tmp_path, ctx, [progress(4, every_s=0.0, console=console)]) as run:
+        run.log({"loss": 0.5, "rows_per_s": 12.0, "evaluate_s": 3.0}, 3)
+    assert "0:00:10 left" in seen.getvalue() and "loss 0.5" in seen.getvalue()
+    assert ("3/4" if terminal else "update 3 of 4") in seen.getvalue()
+    assert "evaluate" not in seen.getvalue()
 
 
 def test_the_loop_of_the_docs_gives_the_same_parameters(ctx, tmp_path):

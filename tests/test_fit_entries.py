@@ -1,14 +1,18 @@
 """The entries that `fit` writes: what they contain, and what they count across a restart."""
 
+import functools
 import time
+from collections import Counter
+from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.curves import read_curves
-from fxtrain.loop import fitting
+from fxtrain.loop import fit_entries, fitting
 from fxtrain.trackers import read_run
 
 
@@ -119,23 +123,80 @@ def test_the_learning_rate_is_that_of_the_update(ctx, tmp_path):
         assert read_run(folder).curve("lr") == [(n, 0.5**n) for n in (1, 2, 3, 4)]
 
 
-@pytest.mark.parametrize("where", ["body", "evaluate", "save"])
-def test_the_speed_is_that_of_training(ctx, tmp_path, monkeypatch, where):
-    nap_s = 0.1
+LENGTHS = {"epochs": (1, 2), "updates": (4, 7), "rows": (8, 14), "tokens": (40, 70)}
 
-    def nap(name):
-        if name == where:
-            time.sleep(nap_s)
+
+@pytest.mark.parametrize("measure", LENGTHS)
+def test_the_last_entry_has_what_the_others_have(ctx, tmp_path, measure):
+    """Also that of a run which is continued, whatever ends it."""
+
+    def run(folder, length):
+        model = fx.wrap(
+            torch.nn.Linear(1, 1),
+            ctx,
+            optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
+            scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (1 + n)),
+        )
+        fns = fx.StepFns(model, lambda m, b: fx.Weighted(m(b.data).sum(), torch.tensor(10.0)))
+        loader = fx.shard(DataLoader(torch.ones(8, 1), batch_size=2), ctx)
+        list(fx.fit(ctx, fns, loader, folder, **{measure: length}, show=False, log_every=3))
+        return read_run(folder).curve("lr"), [set(values) for values in _entries(folder)]
+
+    stop, end = LENGTHS[measure]
+    run(tmp_path / "parts", stop)
+    for folder in ("whole", "parts"):
+        rates, names = run(tmp_path / folder, end)
+        assert rates == [(n, 1 / n) for n, _ in rates] and len(rates) == len(names)
+        assert rates[-1][0] == (8 if measure == "epochs" else 7)
+        always = {"loss", "lr", "rows_per_s", "time/forward_ms", "time/optimizer_ms"}
+        assert all(always <= one for one in names)
+
+
+def test_speeds_are_by_the_clock_without_evaluation_and_saving(ctx, tmp_path, monkeypatch):
+    """By a clock that moves in no other place than these, each by a power of two."""
+    costs = {"data": 1, "step": 2, "body": 4, "evaluate": 8, "save": 16}
+    spent, written, saved = Counter(), [], fitting.save  # `written`: what was spent by an entry
+    clock = SimpleNamespace(monotonic=spent.total, perf_counter=time.perf_counter)
+    for module in (fit_entries, fitting):
+        monkeypatch.setattr(module, "time", clock)
+
+    def pay(part):
+        spent[part] += costs[part]
         return 1.0
 
-    fns, loader = _made(ctx)
-    saved = fitting.save
-    monkeypatch.setattr(fitting, "save", lambda *one, **more: nap("save") and saved(*one, **more))
-    how = {"updates": 3, "log_every": 1, "evaluate_every": 1, "save_every": 1, "show": False}
-    for _ in fx.fit(ctx, fns, loader, tmp_path, evaluate=lambda: nap("evaluate"), **how):
-        nap("body")
-    speeds = [values["rows_per_s"] for values in _entries(tmp_path) if "loss" in values]
-    assert len(speeds) == 3 and all(speed > 3 / nap_s for speed in speeds)
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, index):
+            pay("data")
+            return torch.ones(1)
+
+    def loss(model, batch):
+        pay("step")
+        return model(batch.data).square().mean()
+
+    monkeypatch.setattr(fitting, "save", lambda *one, **more: pay("save") and saved(*one, **more))
+    fns = attrs.evolve(_made(ctx)[0], loss=loss)
+    loader = fx.shard(DataLoader(Rows(), batch_size=2), ctx)
+    how = {"log_every": 2, "evaluate_every": 3, "save_every": 2, "show": False}
+    evaluate = functools.partial(pay, "evaluate")
+    for report in fx.fit(ctx, fns, loader, tmp_path, epochs=1, evaluate=evaluate, **how):
+        if report.updates % 2 == 0:
+            written.append(spent.copy())
+        pay("body")
+    entries = [values for values in _entries(tmp_path) if "loss" in values]
+    assert len(written) == len(entries) == 4
+    before = written[0]  # the run began by another clock
+    for now, values in zip(written[1:], entries[1:], strict=True):
+        since = now - before
+        seconds = sum(since[part] for part in ("data", "step", "body"))
+        assert values["rows_per_s"] == 4 / seconds
+        assert values["waiting"] == since["data"] / seconds
+        for part in ("evaluate", "save"):
+            assert values.get(f"{part}_s", 0) == since[part]
+        before = now
+    assert all((before - written[0])[part] for part in costs)
 
 
 def test_skipped_updates_are_counted_across_a_restart(ctx, tmp_path):

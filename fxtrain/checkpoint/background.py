@@ -39,9 +39,10 @@ class CheckpointState:
     restored_from: str | None = None
 
 
-def _done() -> "Future[None]":
-    future: Future[None] = Future()
-    future.set_result(None)
+def finished(size: int = 0) -> "Future[int]":
+    """The result of a save that is over: the bytes that it has written."""
+    future: Future[int] = Future()
+    future.set_result(size)
     return future
 
 
@@ -54,12 +55,18 @@ class Saving:
     """
 
     path: str
-    _future: "Future[None]" = attrs.field(factory=_done, alias="future", repr=False)
+    _future: "Future[int]" = attrs.field(factory=finished, alias="future", repr=False)
     _told: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
 
     def done(self) -> bool:
         """Whether the save has finished or failed."""
         return self._future.done()
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of the files of all ranks; None until they are written."""
+        failed = not self.done() or self._future.exception() is not None
+        return None if failed else self._future.result()
 
     def result(self, timeout_s: float | None = None) -> str:
         """Wait for the checkpoint and return its path.
@@ -122,7 +129,7 @@ def wait_for_earlier(ctx: DistContext) -> None:
 
 
 def start_background(
-    ctx: DistContext, path: str, run: Callable[[DistContext], None], *, open_group: bool
+    ctx: DistContext, path: str, run: Callable[[DistContext], int], *, open_group: bool
 ) -> Saving:
     """Write in a thread, over a separate process group.
 
@@ -136,20 +143,20 @@ def start_background(
             state.background = ops.duplicate(ctx)
         except RuntimeError as error:  # from torch, if a rank has exited
             raise CheckpointError(f"{path} was not saved: {error}", code="FX606") from error
-    future: Future[None] = Future()
+    future: Future[int] = Future()
     group = state.background
     saving = Saving(path=path, future=future)
 
     def work() -> None:
         try:
-            run(group)
+            size = run(group)
         except BaseException as error:  # raised by the next `result`
             future.set_exception(error)
             # Registered last, so that it runs first. The interpreter joins this thread before
             # it runs any function of `atexit`.
             atexit.register(saving._at_exit)
         else:
-            future.set_result(None)
+            future.set_result(size)
 
     ctx.comm.state.background_tasks.append(saving)
     release_thread(group)  # the previous save's thread has ended

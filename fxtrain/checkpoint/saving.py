@@ -18,6 +18,7 @@ from fxtrain._version import __version__
 from fxtrain.checkpoint.background import (
     CheckpointState,
     Saving,
+    finished,
     in_progress,
     stage,
     start_background,
@@ -144,8 +145,7 @@ def save(
         arguments["metric"] = None if metric is None else "a number"
         job, open_group = _prepare(ctx, path, capture, rule, arguments)
         if not background:
-            job.run(ctx)
-            return Saving(path=job.path)
+            return Saving(path=job.path, future=finished(job.run(ctx)))
         try:
             job.stage(ctx)
             return start_background(ctx, job.path, job.run, open_group=open_group)
@@ -301,8 +301,8 @@ class _Job:
         if self.lock is not None:
             self.lock.release()
 
-    def run(self, ctx: DistContext) -> None:
-        """Write this rank's file and commit with the other ranks."""
+    def run(self, ctx: DistContext) -> int:
+        """Write this rank's file and commit with the other ranks; the bytes that all wrote."""
         problem, mine = self.problem, ({}, [])
         try:
             try:
@@ -327,6 +327,7 @@ class _Job:
             self._remove_draft()  # on each rank, as each machine may have a folder of its own
             head = f"{self.path} was not saved. Earlier checkpoints are intact."
             raise CheckpointError("\n".join([head, *lines]), code="FX606")
+        return sum(file.size for _, (files, _) in rows for file in files.values())
 
     def _remove_draft(self) -> None:
         with suppress(OSError, CheckpointError):  # the next save removes what is left

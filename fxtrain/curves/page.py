@@ -22,8 +22,8 @@ from fxtrain.errors import PlanError, escape_unprintable
 _ASSETS = files("fxtrain.curves") / "assets"
 # Metrics that `fx.fit` logs first, in this order; then all others as they were logged.
 _FIRST = (
-    "loss", "eval", "grad_norm", "skipped", "lr", "rows_per_s", "tokens_per_s", "waiting", "time",
-    "memory_gib", "memory_peak_gib",
+    "loss", "eval", "grad_norm", "skipped", "lr", "rows_per_s", "tokens_per_s", "waiting",
+    "evaluate_s", "save_s", "time", "memory_gib", "memory_peak_gib",
 )  # fmt: skip
 _SHOWN = 5
 _CENTURY_S = 3600 * 24 * 36_500

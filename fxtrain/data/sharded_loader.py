@@ -1,5 +1,6 @@
 """The sharded loader that users hold."""
 
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from torch.utils.data import BatchSampler
 from fxtrain import _tree, ops
 from fxtrain._display import Displayed, counted
 from fxtrain.data.fetch import PlainStream
-from fxtrain.data.rank_slices import Batching, Cursor, to_epoch
+from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, advance, to_epoch
 from fxtrain.data.sources import Source
 from fxtrain.data.to_device import on_device, valid_mask
 from fxtrain.errors import DataError
@@ -291,6 +292,50 @@ class Sharded(Displayed, Generic[Data_co]):
             )
         fresh = attrs.evolve(self, reached=Reached(Cursor(position)))
         return continued(fresh, position, state)
+
+    def skip(self, n: int) -> "Sharded[Data_co]":
+        """The same loader without its next n batches, which end with its epoch.
+
+        For a run whose position is unknown, such as one of other code that has stored an epoch and
+        a number of batches: `loader.at(fx.Position(epoch=3)).skip(120)`. A checkpoint of fxtrain
+        has the position, for `at`.
+
+        Args:
+            n: Global batches to skip; an epoch with fewer is skipped to its end.
+
+        Effects:
+            None for rows of a dataset with a length, and for a function of a position. Streams,
+            batches of a batch sampler or that are ready, and already sharded data are read up to
+            there, as only that tells how many rows they have.
+
+        Raises:
+            DataError: n is not a number of batches.
+
+        Example:
+            >>> import fxtrain as fx, torch
+            >>> from torch.utils.data import DataLoader
+            >>> with fx.detect(env={}, device="cpu") as ctx:
+            ...     loader = fx.shard(DataLoader(torch.arange(4)), ctx)
+            ...     [batch.data.tolist() for batch in loader.skip(2)]
+            [[2], [3]]
+        """
+        if type(n) is not int or n < 0:
+            raise DataError(f"skip({n!r}): pass a number of batches, 0 or more.")
+        cursor, stride, source = self._trail.cursor(), self._batching.stride, self._source
+        position = cursor.position
+        left, length = self._left(), source.length(position.epoch)
+        of_rows = self._batching.unit == "row" and self.plan.data.source != "sharded"
+        if of_rows and (source.endless or length is not None):
+            for number in range(1, (n if left is None else min(n, left)) + 1):
+                rows = stride if length is None else min(stride, length - position.index)
+                batch = GlobalBatch(position.index, rows, (rows,), (rows,), ())
+                position = advance(position, batch, self.plan, is_last=number == left)
+            return self.at(position)
+        trail = Iteration(position.epoch, cursor)
+        ahead = attrs.evolve(self, trail=trail, reached=Reached(cursor))
+        for batch in itertools.islice(ahead, n):
+            position = batch.position
+        return self.at(position, ahead.state())
 
     def state(self) -> dict[str, object] | None:
         """State of the data at the batch that iteration yielded last, for `loader.at`.

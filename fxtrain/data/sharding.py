@@ -173,7 +173,9 @@ def _as_loader(source: Any, batch_size: int | None, plan: Plan) -> Any:
     return DataLoader(PlainStream(source), batch_size=batch_size)
 
 
-def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) -> Sharded[T]:
+def every_row(
+    loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan, *, ends: bool = False
+) -> Sharded[T]:
     """A loader that yields every row of the data once, without padding: for metrics.
 
     A rank without a row in a global batch gets a stand-in of size 0, as under `even="uneven"`.
@@ -181,9 +183,10 @@ def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) 
     Args:
         loader: A sharded loader, whose own plan and position count, or a torch DataLoader.
         plan: For a torch DataLoader.
+        ends: Whether the caller ends the iteration over data without an end.
 
     Raises:
-        DataError: the loader cannot be split, or it drops the last batch.
+        DataError: the loader cannot be split, drops the last batch, or has no end.
     """
     sharded = isinstance(loader, Sharded)
     given, plan = (loader._loader, loader.plan) if sharded else (loader, plan)
@@ -196,10 +199,10 @@ def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) 
     if isinstance(given, DataLoader) and not sharded and plan.batch == "global":
         given = with_shareable_batches(given, ctx.axis("data").world_size)
     every = _shard(given, ctx, attrs.evolve(plan, even="uneven"))
-    if every._source.endless:
+    if every._source.endless and not ends:
         raise DataError(
-            "evaluate: an epoch of this loader has no end. Pass a loader of the rows to evaluate, "
-            'or a blend with Blend(ends="stop").'
+            "evaluate: an epoch of this loader has no end. Pass batches=, the number of batches to "
+            'read, a loader of the rows to evaluate, or a blend with Blend(ends="stop").'
         )
     if every._batching.even == "drop":
         raise DataError(

@@ -34,6 +34,7 @@ from fxtrain.data.rank_slices import (
     batches_of_order,
     batches_of_stream,
 )
+from fxtrain.data.to_device import with_tensors
 from fxtrain.data.user_loader import FedSampler, rebuild
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import check_same_plan
@@ -327,7 +328,7 @@ def function_source(
 
 
 def _called(make: Callable[[Position], Any], position: Position, size: int) -> Any:
-    rows = make(position)
+    rows = with_tensors(make(position))
     count = _tree.row_count(rows)
     if count != size:
         has = f"{type(rows).__name__} without rows" if count is None else f"{count} rows"

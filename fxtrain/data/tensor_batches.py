@@ -6,7 +6,7 @@ import torch
 
 from fxtrain import _tree, ops
 from fxtrain.data.rank_slices import GlobalBatch, advance, to_epoch
-from fxtrain.data.to_device import make_splitter, to_device, valid_mask
+from fxtrain.data.to_device import make_splitter, to_device, valid_mask, with_tensors
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import Batch, DistContext, Plan, Position
@@ -32,8 +32,8 @@ def batch(
     nothing.
 
     Args:
-        data: This rank's rows: a tensor or any tree that contains one. The first dimension of the
-            first tensor is that of the rows.
+        data: This rank's rows: a tensor, a NumPy array or any tree that contains one; arrays of
+            numbers become tensors. The first dimension of the first one is that of the rows.
         ctx: The ranks; those of `ctx.axis("data")` pass rows of their own, the others of a mesh
             the same rows as their peers.
         plan: That of the model that trains on the batch; by default the plan of the launch, or
@@ -72,6 +72,7 @@ def batch(
     check_connected("batch", ctx)
     plan, axis = plan_for("batch", ctx, plan), ctx.axis("data")
     after = Position() if after is None else after
+    data = with_tensors(data)
     rows = _rows_of_ranks(_tree.row_count(data), axis, after, last=last)
     size = rows[axis.rank] or 1
     if not rows[axis.rank]:

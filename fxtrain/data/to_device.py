@@ -13,6 +13,7 @@ from torch import Tensor
 from fxtrain import _tree
 from fxtrain.errors import DataError
 from fxtrain.ops import xla_runtime
+from fxtrain.ops.transport.packing import as_tensor
 from fxtrain.state import CP, DistContext, Plan, token_ranges
 
 S = TypeVar("S")
@@ -95,6 +96,16 @@ def _moved(leaf: Any, ctx: DistContext, plan: Plan) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.to(ctx.device, non_blocking=plan.data.non_blocking and leaf.is_pinned())
+
+
+def with_tensors(data: Any) -> Any:
+    """The same data with its NumPy arrays of numbers as tensors, which share their memory."""
+
+    def converted(leaf: Any) -> Any:
+        found = as_tensor(leaf)
+        return leaf if found is None else found[0]
+
+    return _tree.map_leaves(converted, data)
 
 
 def valid_mask(size: int, real: int, ctx: DistContext, plan: Plan) -> Tensor:

@@ -1,5 +1,6 @@
 """Metrics over exactly the rows of the data, and running means, on any number of ranks."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -125,6 +126,7 @@ def evaluate(
     fn: Callable[[Wrapped[M], Batch[T]], _Value],
     *,
     metrics: None = None,
+    batches: int | None = None,
 ) -> float: ...
 
 
@@ -136,6 +138,7 @@ def evaluate(
     fn: Callable[[Wrapped[M], Batch[T]], Mapping[str, _Value]],
     *,
     metrics: None = None,
+    batches: int | None = None,
 ) -> dict[str, float]: ...
 
 
@@ -147,6 +150,7 @@ def evaluate(
     fn: Callable[[Wrapped[M], Batch[list[Tensor]]], _Value],
     *,
     metrics: None = None,
+    batches: int | None = None,
 ) -> float: ...
 
 
@@ -158,6 +162,7 @@ def evaluate(
     fn: Callable[[Wrapped[M], Batch[list[Tensor]]], Mapping[str, _Value]],
     *,
     metrics: None = None,
+    batches: int | None = None,
 ) -> dict[str, float]: ...
 
 
@@ -169,6 +174,7 @@ def evaluate(
     fn: Callable[[Wrapped[M], Batch[T]], object],
     *,
     metrics: object = None,
+    batches: int | None = None,
 ) -> Any: ...
 
 
@@ -179,6 +185,7 @@ def evaluate(
     fn: Callable[[Wrapped[M], Batch[Any]], object],
     *,
     metrics: object = None,
+    batches: int | None = None,
 ) -> Any:
     """Compute metrics of a model over exactly the rows of the data, once each.
 
@@ -198,6 +205,8 @@ def evaluate(
             Hugging Face `evaluate`, or with their methods (`update` or `add_batch`, and
             `compute`). Under the name of each, `fn` returns its arguments, per row: one, a tuple or
             a dict. A single object takes all that `fn` returns.
+        batches: The number of global batches to read, of data with more of them or without an end;
+            by default all.
 
     Returns:
         A float for each value, in the structure that `fn` returns; for a metric, what its
@@ -209,9 +218,9 @@ def evaluate(
         and random generators are restored; inside, generators are seeded with the plan's seed.
 
     Raises:
-        DataError: the data has no row, the loader leaves rows out (`drop_last=True`), or `fn`
-            returns something else.
-        PlanError: the strategy gives outputs to some ranks only.
+        DataError: the data has no row, or no end without `batches`, the loader leaves rows out
+            (`drop_last=True`), or `fn` returns something else.
+        PlanError: `batches` is less than 1, or the strategy gives outputs to some ranks only.
         StepError: the model was unwrapped, or `fn` is a loss of torch's, which takes no model.
         CollectiveError: the ranks return different structures, or a rank never joins.
 
@@ -236,7 +245,9 @@ def evaluate(
     given: Any = {} if metrics is None else metrics
     single = not isinstance(given, Mapping)
     objects: dict[str, Any] = {"": given} if single else dict(given)
-    rows = every_row(loader, ctx, model.plan)
+    if batches is not None and (type(batches) is not int or batches < 1):
+        raise PlanError(f"evaluate(batches={shown(batches)}): pass a number of batches, 1 or more.")
+    rows = every_row(loader, ctx, model.plan, ends=batches is not None)
     means: list[Mean] | None = None
     shape = _tree.TreeSpec("none")
     with ExitStack() as during:
@@ -245,7 +256,7 @@ def evaluate(
         during.enter_context(torch.no_grad())
         for metric in objects.values():
             during.enter_context(_local_metric(metric, ctx))
-        for batch in rows:
+        for batch in itertools.islice(rows, batches):
             values: Any = fn(model, batch)
             if objects:
                 values = _update_metrics({"": values} if single else values, objects, batch, ctx)

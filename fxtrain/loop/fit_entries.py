@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -63,10 +63,8 @@ class Entries:
     # When the loop asked for the current batch.
     asked_s: float = attrs.field(factory=time.monotonic)
     _started_s: float = attrs.field(factory=time.monotonic)
-    _stepped_s: float = attrs.field(factory=time.monotonic)
-    _apart_s: float = 0.0
-    _paused_s: float = 0.0
-    _waited_s: float = 0.0
+    _paused_s: dict[str, float] = attrs.field(factory=dict)  # since then, by what training waited
+    _waited_s: float = 0.0  # for data
     _flops: float = 0.0
     _slow: int = 0
     _flops_per_element: float | None = None
@@ -76,12 +74,10 @@ class Entries:
     def step(self, batch: Batch) -> Report:
         """A step; the last one before an entry is timed by phase."""
         asked_s, on_cpu = self.asked_s, self.ctx.device.type == "cpu"
-        # What the loop did since the last step is not the speed of training. Only on a CPU is it
-        # known to have been apart from the step.
-        self._apart_s += asked_s - self._stepped_s if on_cpu else self._paused_s
-        self._waited_s, self._paused_s = self._waited_s + time.monotonic() - asked_s, 0.0
+        self._waited_s += time.monotonic() - asked_s
         self.position = batch.position
-        if self.due:
+        may_be_due = self.due or self.counts_tokens  # tokens tell only after the step
+        if may_be_due:
             self._rates = [  # copied, since schedulers may change a tensor in place
                 rate.clone() if isinstance(rate := group["lr"], Tensor) else rate
                 for optimizer in self.fns.model.optimizers
@@ -89,12 +85,12 @@ class Entries:
             ]
         if self.peak is not None:
             report = self._counted(batch)
-        elif self.due and on_cpu:  # an accelerator runs later than the host
+        elif may_be_due and on_cpu:  # an accelerator runs later than the host
             report = self._timed(batch)
         else:
             report = step(self.ctx, batch, self.fns)
         weight = report.weight
-        if self.due or self.counts_tokens:
+        if may_be_due:
             size = batch.sizes[self.ctx.axis("data").rank]
             self.by_tokens = isinstance(weight, Tensor) or weight != size
         weight = weight if type(weight) is int else total_of(weight)
@@ -103,7 +99,6 @@ class Entries:
         self.skipped += report.skipped
         if self.trace is not None:
             self.trace.step()
-        self._stepped_s = time.monotonic()
         return report
 
     def _timed(self, batch: Batch) -> Report:
@@ -161,13 +156,13 @@ class Entries:
         return reports[0]
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Run a block whose time is not that of training."""
+    def paused(self, name: str) -> Iterator[None]:
+        """Run a block whose time is not that of training, and is logged under a name."""
         if self.ctx.device.type != "cpu":
             synchronize(self.ctx)
         began_s = time.monotonic()
         yield
-        self._paused_s += time.monotonic() - began_s
+        self._paused_s[name] = self._paused_s.get(name, 0.0) + time.monotonic() - began_s
 
     def tokens(self) -> float:
         """The weights of the losses of the whole run, on all ranks; waits for the device."""
@@ -183,7 +178,8 @@ class Entries:
     def write(self, report: Report) -> None:
         """Write the entry; the next one begins."""
         ctx, position = self.ctx, report.position
-        seconds = max(self._stepped_s - self._started_s - self._apart_s, 1e-9)
+        now_s = time.monotonic()
+        seconds = max(now_s - self._started_s - sum(self._paused_s.values()), 1e-9)
         loss, weight = self._mean()
         rates, used = self._rates, memory(ctx)
         values = {
@@ -195,6 +191,7 @@ class Entries:
             "tokens_per_s": weight / seconds if self.by_tokens and not self.carried else None,
             "mfu": self._flops / seconds / self.peak if self.peak and self._flops else None,
             "waiting": self._waited_s / seconds,
+            **self._paused_s,
             "memory_gib": used.now / 2**30,
             "memory_peak_gib": used.peak / 2**30,
             **self._phases,
@@ -203,7 +200,7 @@ class Entries:
         self._write_slow_ranks(position)
         self.weights = self.weights + weight
         self.total, self.weight, self.skipped, self.rows = 0.0, 0.0, 0, position.samples
-        self._started_s, self._apart_s, self._waited_s = self._stepped_s, 0.0, 0.0
+        self._started_s, self._paused_s, self._waited_s = now_s, {}, 0.0
         self._flops = 0.0
         self.carried, self._phases = False, {}
 
@@ -294,29 +291,34 @@ def progress(
         before, began_s = start.position.updates, time.monotonic()
         last_s, latest = began_s, dict[str, float]()
 
+        def left(entry: Entry) -> str:
+            """The time left if the rest of the run is as fast as it was since it was opened."""
+            done = entry.step - before
+            if total is None or done <= 0:
+                return ""
+            left_s = (time.monotonic() - began_s) / done * (total - entry.step)
+            return f"{timedelta(seconds=round(left_s))} left"
+
         def update_bar(entry: Entry) -> None:
             latest.update(entry.value)  # so that an evaluation stays in view
-            bar.update(bar.task_ids[0], completed=entry.step, seen=_text(latest))
+            seen = f"{_text(latest)}  {left(entry)}"
+            bar.update(bar.task_ids[0], completed=entry.step, seen=seen)
 
         def print_line(entry: Entry) -> None:
             nonlocal last_s
             latest.update(entry.value)
-            now_s, done = time.monotonic(), entry.step - before
+            now_s = time.monotonic()
             if now_s - last_s < every_s:
                 return
             last_s = now_s
-            parts = [f"update {entry.step}" + ("" if total is None else f" of {total}")]
-            parts.append(_text(latest))
-            if total is not None and done > 0:
-                left_s = (now_s - began_s) / done * (total - entry.step)
-                parts.append(f"{timedelta(seconds=round(left_s))} left")
-            text = "  ".join(part for part in parts if part)
+            updates = f"update {entry.step}" + ("" if total is None else f" of {total}")
+            text = "  ".join(part for part in (updates, _text(latest), left(entry)) if part)
             screen.print(text, highlight=False, soft_wrap=True)
 
         if not screen.is_terminal:
             return print_line, lambda: None
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[seen]}"))
-        bar = Progress(*columns, TimeRemainingColumn(), console=screen)
+        bar = Progress(*columns, console=screen)
         bar.add_task("updates", total=total, completed=before, seen="")
         bar.start()
         return update_bar, bar.stop
@@ -331,7 +333,7 @@ def progress(
 
 
 def _text(values: Mapping[str, float]) -> str:
-    shown = [name for name in values if name in _SHOWN or name.startswith("eval")]
+    shown = [name for name in values if name in _SHOWN or name.split("/")[0] == "eval"]
     return "  ".join(
         f"{values[name]:.4g} {_UNITS[name]}" if name in _UNITS else f"{name} {values[name]:.4g}"
         for name in shown

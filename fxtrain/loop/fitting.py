@@ -19,6 +19,7 @@ import attrs
 from torch import nn
 
 from fxtrain import ops
+from fxtrain._display import show_bytes
 from fxtrain._reading import StrPath
 from fxtrain._record import above, at_least, record, shown
 from fxtrain.backends.core.replica_digests import verify_replicas
@@ -341,6 +342,25 @@ class Rules:
             )
         return None if number is None or not math.isfinite(number) else number
 
+    def total_checkpoints(self, loader: Sharded) -> int | None:
+        """Checkpoints of the whole run; None where that is not known before."""
+        total, of_epoch = self.total_updates(loader), loader._total_updates(1)
+        if total is None or self.save_minutes is not None or (self.save_epochs and not of_epoch):
+            return None
+        steps = (self.save_every, of_epoch if self.save_epochs else None)
+        return len({total}.union(*(range(step, total, step) for step in steps if step)))
+
+    def log_disk(self, ctx: DistContext, loader: Sharded, size: int) -> None:
+        """Log how much disk checkpoints of this size take, if all are kept."""
+        if self.keep_last is self.keep_best is None:
+            total = self.total_checkpoints(loader)
+            ops.log(ctx).info(
+                "fit: a checkpoint in %s takes %s, and all are kept%s. keep_last=2 keeps two.",
+                self.checkpoints,
+                show_bytes(size),
+                f": {total} in this run, about {show_bytes(total * size)}" if total else "",
+            )
+
     def total_updates(self, loader: Sharded) -> int | None:
         """Updates of the whole run; None where only reading the data tells."""
         if self.epochs is None:
@@ -363,6 +383,7 @@ class _Loop:
     failed: bool = False  # whether the body of a loop has ended with an error, on any rank
     saving: Saving | None = None  # the last checkpoint, which may still be written
     saved: Position | None  # its position
+    saves: int = 0  # checkpoints that were begun
     # When it was begun, by the clock of this rank.
     saved_s: float = attrs.field(factory=time.monotonic)
 
@@ -508,7 +529,7 @@ def _tracked(loop: _Loop, report: Report) -> Report:
     every = rules.evaluate_every
     by_count = every is not None and not (position.micro or position.updates % every)
     if rules.evaluate and (by_count or (every is None and loop.epoch_over)):
-        with entries.paused():
+        with entries.paused("evaluate_s"):
             report = attrs.evolve(report, metrics=rules.evaluate())
             rules.score(report.metrics)  # which refuses what has none
         entries.run.log({"eval": report.metrics}, position)
@@ -555,7 +576,8 @@ def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = Fa
     kept = {"run": entries.run.state(), "stopped": stopped, **entries.state()}
     layout = layout_of(loop.loader, report.position.epoch)
     kept |= {"data": loop.loader.state(), "layout": layout}
-    with entries.paused():
+    earlier = loop.saving
+    with entries.paused("save_s"):
         loop.saving = save(
             rules.checkpoints,
             entries.ctx,
@@ -568,4 +590,7 @@ def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = Fa
             best=rules.best,
             background=not last,
         )
-    loop.saved, loop.saved_s = report.position, time.monotonic()
+    loop.saved, loop.saved_s, loop.saves = report.position, time.monotonic(), loop.saves + 1
+    size = None if earlier is None else earlier.size
+    if size and loop.saves == 2:
+        rules.log_disk(entries.ctx, loop.loader, size)

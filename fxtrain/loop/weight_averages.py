@@ -1,8 +1,8 @@
 """Exponential moving averages of a model's parameters, under every strategy of torch's."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -15,6 +15,25 @@ from fxtrain.state import Report, Wrapped
 from fxtrain.state.wrapped import check_open
 
 _HALF = (torch.bfloat16, torch.float16)
+Decay = float | Callable[[int], float]
+
+
+def _lerp(averages: list[Tensor], now: list[Tensor], decay: float) -> None:
+    torch._foreach_lerp_(averages, now, 1 - decay)
+
+
+def _sum(averages: list[Tensor], now: list[Tensor], decay: float) -> None:
+    torch._foreach_mul_(averages, decay)
+    torch._foreach_add_(averages, now, alpha=1 - decay)
+
+
+def _difference(averages: list[Tensor], now: list[Tensor], decay: float) -> None:
+    differences = torch._foreach_sub(averages, now)
+    torch._foreach_mul_(differences, 1 - decay)
+    torch._foreach_sub_(averages, differences)
+
+
+_FORMULAS = {"lerp": _lerp, "sum": _sum, "difference": _difference}
 
 
 @attrs.frozen(kw_only=True, eq=False, repr=False)
@@ -23,55 +42,81 @@ class EMA:
 
     Attributes:
         model: The model that trains.
-        decay: Weight of the average so far, in each update.
+        decay: Weight of the average so far, in each update; or the function that gives it.
         warmup: Whether the decay of early updates is smaller.
-        state: What a checkpoint stores, as live tensors: "updates", the number of updates in the
-            average (int64 on the CPU), and "weights", the averages by name, sharded as the
-            parameters are; fp32 for parameters in half precision.
+        update_every: The distance between two updates that are averaged.
+        start: Whether the average starts with the weights that the model had when it was made, or
+            with a copy of those after the first update.
+        formula: How the average is computed.
+        state: What a checkpoint stores, as live tensors: "updates", the number of updates so far
+            (int64 on the CPU), and "weights", the averages by name, sharded as the parameters
+            are; fp32 for parameters in half precision.
     """
 
     model: Wrapped
-    decay: float
+    decay: Decay
     warmup: bool
+    update_every: int
+    start: Literal["weights", "copy"]
+    formula: Literal["lerp", "sum", "difference"]
     state: Mapping[str, Any]
     _parameters: tuple[nn.Parameter, ...] = attrs.field(alias="parameters")
 
     def __repr__(self) -> str:
-        return f"EMA(decay={self.decay}, warmup={self.warmup}, updates={self.updates})"
+        decay = getattr(self.decay, "__name__", self.decay)
+        return f"EMA(decay={decay}, warmup={self.warmup}, updates={self.updates})"
 
     @property
     def updates(self) -> int:
-        """The number of updates in the average."""
+        """The number of updates so far."""
         return int(self.state["updates"])
 
     def decay_of(self, update: int) -> float:
-        """The decay of an update, from 0; with warm-up min(decay, (1 + n) / (10 + n))."""
-        return min(self.decay, (1 + update) / (10 + update)) if self.warmup else self.decay
+        """The decay of an update, from 0; with warm-up min(decay, (1 + n) / (10 + n)).
+
+        Raises:
+            PlanError: the function `decay` returns something else than a number from 0 to 1.
+        """
+        decay = self.decay(update) if callable(self.decay) else self.decay
+        if not isinstance(decay, int | float) or not 0 <= decay <= 1:
+            raise PlanError(
+                f"ema(decay=...): the function returned {shown(decay)} for update {update}. Return "
+                f"a number from 0 to 1, such as min(0.999, update / 1000)."
+            )
+        return min(decay, (1 + update) / (10 + update)) if self.warmup else decay
 
     @torch.no_grad()
     def update(self, report: Report) -> None:
         """Add the current parameters to the average, if the step has updated them.
 
-        Call it after every `fx.step` or `fx.update`. The first call copies the parameters, as
-        torch's `AveragedModel` does.
+        Call it after every `fx.step` or `fx.update`. Under `start="copy"`, the first update copies
+        the parameters, as torch's `AveragedModel` does.
 
         Effects:
             Changes `state` in place. No traffic; waits for no device.
+
+        Raises:
+            PlanError: as `decay_of`.
         """
         if not report.applied:
             return
+        update = self.updates
+        if not update % self.update_every:
+            self._add(update)
+        self.state["updates"].add_(1)
+
+    def _add(self, update: int) -> None:
+        copies = self.start == "copy" and not update
+        decay = 0.0 if copies else self.decay_of(update)
         averages = self._local_averages()
         now = [
             local if local.dtype == average.dtype else local.to(average.dtype)
             for local, average in zip(map(local_values, self._parameters), averages, strict=True)
         ]
-        if not averages:
-            pass
-        elif self.updates == 0:
+        if averages and copies:
             torch._foreach_copy_(averages, now)
-        else:
-            torch._foreach_lerp_(averages, now, 1 - self.decay_of(self.updates))
-        self.state["updates"].add_(1)
+        elif averages:
+            _FORMULAS[self.formula](averages, now, decay)
 
     @contextmanager
     def applied(self) -> Iterator[Wrapped]:
@@ -113,15 +158,32 @@ class EMA:
             local_values(parameter).copy_(value)
 
 
-def ema(model: Wrapped, *, decay: float = 0.999, warmup: bool = False) -> EMA:
+def ema(
+    model: Wrapped,
+    *,
+    decay: Decay = 0.999,
+    warmup: bool = False,
+    update_every: int = 1,
+    start: Literal["weights", "copy"] = "copy",
+    formula: Literal["lerp", "sum", "difference"] = "lerp",
+) -> EMA:
     """Average a model's parameters over the updates, with exponentially falling weights.
 
     Args:
         model: From `fx.wrap`. Parameters that require grad now are averaged, on this rank as the
             strategy shards them.
-        decay: Weight of the average so far, in each update: from 0 to less than 1.
+        decay: Weight of the average so far, in each update: from 0 to less than 1; or a function
+            of the update n, counted from 0, that returns it.
         warmup: Use min(decay, (1 + n) / (10 + n)) in update n, so that the average forgets the
             initial parameters sooner.
+        update_every: Average the parameters after updates 0, `update_every`,
+            `2 * update_every`, ... only.
+        start: "copy" starts with the parameters after the first update; "weights" with those that
+            the model has now, so that the first update is averaged too.
+        formula: Which of three formulas computes the average, for a result that is bitwise equal
+            to that of other code: "lerp", average + (1 - decay) * (parameter - average), rounded
+            once, as torch's; "sum", decay * average + (1 - decay) * parameter; "difference",
+            average - (1 - decay) * (average - parameter).
 
     Effects:
         Memory for a copy of this rank's parameters.
@@ -144,8 +206,23 @@ def ema(model: Wrapped, *, decay: float = 0.999, warmup: bool = False) -> EMA:
         EMA(decay=0.9, warmup=False, updates=2)
     """
     check_open(model, "ema", PlanError)
-    if not isinstance(decay, int | float) or not 0 <= decay < 1:
-        raise PlanError(f"ema(decay={shown(decay)}): choose a number from 0 to less than 1.")
+    if not callable(decay) and (not isinstance(decay, int | float) or not 0 <= decay < 1):
+        raise PlanError(
+            f"ema(decay={shown(decay)}): choose a number from 0 to less than 1, or a function of "
+            f"the update."
+        )
+    if type(update_every) is not int or update_every < 1:
+        raise PlanError(
+            f"ema(update_every={shown(update_every)}): choose a number of updates, 1 or more."
+        )
+    for name, value, choices in (
+        ("start", start, ("weights", "copy")),
+        ("formula", formula, tuple(_FORMULAS)),
+    ):
+        if value not in choices:
+            raise PlanError(
+                f"ema({name}={shown(value)}): choose one of {', '.join(map(repr, choices))}."
+            )
     if model.status.replica is not None:
         raise PlanError(
             "ema: with Plan(local=...), replicas have different parameters between averages. "
@@ -170,7 +247,16 @@ def ema(model: Wrapped, *, decay: float = 0.999, warmup: bool = False) -> EMA:
         "weights": {name: _average_of(parameter) for name, parameter in trained.values()},
     }
     parameters = tuple(parameter for _, parameter in trained.values())
-    return EMA(model=model, decay=float(decay), warmup=warmup, state=state, parameters=parameters)
+    return EMA(
+        model=model,
+        decay=decay if callable(decay) else float(decay),
+        warmup=warmup,
+        update_every=update_every,
+        start=start,
+        formula=formula,
+        state=state,
+        parameters=parameters,
+    )
 
 
 @torch.no_grad()

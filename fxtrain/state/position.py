@@ -29,6 +29,20 @@ class Position:
     micro: int = 0
     is_last: bool = False
 
+    @property
+    def update(self) -> int:
+        """The number of the update of which the batch is part, from 0 as in `range`.
+
+        Example:
+            >>> import fxtrain as fx, torch
+            >>> from torch.utils.data import DataLoader
+            >>> with fx.detect(env={}, device="cpu") as ctx:
+            ...     loader = fx.shard(DataLoader(torch.ones(5)), ctx, fx.Plan(accumulate=2))
+            ...     [batch.position.update for batch in loader]
+            [0, 0, 1, 1, 2]
+        """
+        return self.updates if self.micro else max(self.updates - 1, 0)
+
 
 def position_words(position: Position) -> str:
     """A cursor in words, for what records print.

@@ -1,5 +1,6 @@
 """Metrics over exactly the rows of the data: equal to one process, whatever the ranks do."""
 
+import itertools
 import random
 
 import pytest
@@ -399,3 +400,38 @@ def test_a_metric_of_hugging_face_gives_what_it_gives_in_one_process(pair):
     pytest.importorskip("evaluate")
     for found, wanted in pair.run(_hugging_face):
         assert found == [{"f1": wanted}] * 2
+
+
+def _first_batches(ctx):
+    """Of data without an end, of which the ranks' rows are 0, 1, 2, ...; and of data with one."""
+    model = fx.wrap(nn.Identity(), ctx)
+    endless = fx.shard(lambda at: at.index + torch.arange(3.0), ctx, batch_size=3)
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return map(float, itertools.count())
+
+    streams = DataLoader(Stream(), batch_size=3)
+    rows = DataLoader(torch.arange(8.0), batch_size=3)
+
+    def mean(loader, batches):
+        return fx.evaluate(ctx, model, loader, lambda m, b: m(b.data), batches=batches)
+
+    found = [[mean(loader, batches) for batches in (1, 2)] for loader in (endless, streams, rows)]
+    return found, mean(rows, 99), mean(endless.skip(1), 1)
+
+
+def test_the_first_batches_of_data_without_an_end_are_evaluated(clusters):
+    for ranks in (1, 2):
+        for found, whole, after in clusters[ranks].run(_first_batches):
+            means = [(3 * ranks * batches - 1) / 2 for batches in (1, 2)]
+            assert found == [means, means, [min(one, 3.5) for one in means]]
+            assert (whole, after) == (3.5, means[0] + 3 * ranks)
+
+
+@pytest.mark.parametrize("batches", [0, -1, 1.0, True])
+def test_a_number_of_batches_is_checked(batches):
+    words = r"evaluate\(batches=.*\): pass a number of batches"
+    with fx.detect(env={}, device="cpu") as ctx, pytest.raises(fx.PlanError, match=words):
+        model, rows = fx.wrap(nn.Identity(), ctx), DataLoader(torch.arange(3.0))
+        fx.evaluate(ctx, model, rows, lambda model, batch: 1.0, batches=batches)

@@ -1,5 +1,6 @@
 """`fx.batch`: rows that a loop has at hand, as many on each rank as there are."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -67,6 +68,19 @@ def test_positions_count_rows_updates_and_epochs():
             seen.append((after.epoch, after.index, after.samples, after.updates, after.micro))
         assert seen == [(0, 3, 3, 0, 1), (0, 5, 5, 1, 0), (0, 6, 6, 2, 0), (1, 4, 10, 2, 1)]
         assert fx.batch((1, torch.ones(2, 3)), ctx)[0] == 1
+
+
+@pytest.mark.parametrize("make", [np.asarray, lambda rows: np.asarray(rows)[::-1][::-1]])
+def test_arrays_become_tensors_that_share_their_memory(make):
+    rows = {"x": make(np.arange(6.0).reshape(3, 2)), "name": np.array(["a", "b", "c"])}
+    with fx.detect({}, device="cpu") as ctx:
+        batch = fx.batch(rows, ctx)
+        assert batch.rows == (3,) and torch.equal(batch["x"], torch.arange(6.0).view(3, 2).double())
+        assert batch["name"] is rows["name"]
+        rows["x"][0] = 7.0
+        assert batch["x"][0].tolist() == [7.0, 7.0]
+        made = fx.shard(lambda position: position.index + np.arange(2), ctx, batch_size=2)
+        assert [batch.data.tolist() for batch in made.updates(2)] == [[0, 1], [2, 3]]
 
 
 def _refused(ctx, case):

@@ -1,6 +1,7 @@
 """Averages of weights: torch's own, under every strategy, and in runs that resume."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
+from fxtrain.ops.whole_tensors import full_values
 from fxtrain.testing.training import on_mesh
 from tests.cluster._models import PIPELINES
 
@@ -110,6 +112,80 @@ def _check_run(found):
         assert not any(torch.equal(mine[key], before[key]) for key in names)
 
 
+# The averages of well-known code: how `fx.ema` is called for them, the average by their formula,
+# and the decay of an update by theirs; None leaves the average as it is.
+def _inverse(n):
+    return 1 - (1 + n / 2.0) ** -0.75
+
+
+LIBRARIES = {
+    "DiT": (
+        {"decay": 0.7, "start": "weights", "formula": "sum"},
+        lambda a, p, decay: a.mul_(decay).add_(p, alpha=1 - decay),
+        lambda n: 0.7,
+    ),
+    "diffusers": (
+        {"decay": lambda n: min(0.7, _inverse(n)), "start": "weights", "formula": "difference"},
+        lambda a, p, decay: a.sub_((1 - decay) * (a - p)),
+        lambda n: min(0.7, _inverse(n)) if n else 0.0,
+    ),
+    "ema_pytorch": (
+        {"decay": lambda n: min(0.7, _inverse(max(n - 2, 0))), "update_every": 2},
+        lambda a, p, decay: a.copy_(p) if decay == 0.0 else a.lerp_(p, 1 - decay),
+        lambda n: None if n % 2 else min(0.7, _inverse(n - 2)) if n > 2 else 0.0,
+    ),
+}
+
+
+def _as_in(ctx, plan, name):
+    how, average, decay_of = LIBRARIES[name]
+    model = fx.wrap(_net().float(), ctx, plan, optimizer=_adam)
+    loader = fx.shard(DataLoader(TensorDataset(ROWS.float()), batch_size=3), ctx, plan)
+    mine, fns = fx.ema(model, **how), fx.StepFns(model=model, loss=_loss)
+    trained = [key for key, one in model.module.named_parameters() if one.requires_grad]
+    theirs, n = {key: _values(model)[key].clone() for key in trained}, 0
+    for batch in _batches(loader):
+        report = fx.step(ctx, batch, fns)
+        mine.update(report)
+        if report.applied:
+            values, decay = _values(model), decay_of(n)
+            for key in trained if decay is not None else ():
+                average(theirs[key], values[key], decay)
+            n += 1
+    found = _averaged(mine)
+    return n, mine.updates, [torch.equal(found[key], theirs[key]) for key in trained]
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("plan", ["single", "ddp", "fsdp"])
+def test_it_is_the_average_of_other_code_bit_for_bit(clusters, plan, name):
+    ranks, settings = PLANS[plan]
+    for n, updates, equal in clusters[ranks].run(_as_in, settings, name):
+        assert n == updates >= 4 and len(equal) == 7 and all(equal)
+
+
+def _own(ctx, plan, folder, code, updates):
+    model = fx.wrap(_net(), ctx, plan, optimizer=_adam)
+    loader = fx.shard(DataLoader(TensorDataset(ROWS), batch_size=3, shuffle=True), ctx, plan)
+    fns = fx.StepFns(model=model, loss=_loss)
+    names = {"fx": fx, "torch": torch, "ctx": ctx, "model": model, "loader": loader, "fns": fns}
+    for until in updates:
+        exec(code.replace("runs/own", folder).replace("updates=4", f"updates={until}"), names)
+    return {name: full_values(one).tolist() for name, one in names["mean"].items()}
+
+
+@pytest.mark.parametrize("plan", ["single", "ddp", "fsdp"])
+def test_the_average_of_the_docs_is_the_same_after_a_restart(clusters, tmp_path, plan):
+    text = (Path(__file__).parents[2] / "docs" / "averages.md").read_text()
+    code = text.split("## An average of your own")[1].split("```python\n")[1].split("```")[0]
+    ranks, settings = PLANS[plan]
+    found = [
+        clusters[ranks].run(_own, settings, str(tmp_path / name), code, updates)
+        for name, updates in (("whole", (4,)), ("parts", (2, 4)))
+    ]
+    assert found[0] == found[1] and found[0][0] == found[0][-1]
+
+
 def test_it_is_an_averaged_model_in_one_process():
     net = _net()
     theirs = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -205,10 +281,28 @@ def test_warmup_and_skipped_updates():
         assert average.updates == 0
 
 
-@pytest.mark.parametrize("decay", [1.0, -0.1, "0.9", float("nan")])
-def test_wrong_decays_are_named(decay):
-    with fx.detect(env={}, device="cpu") as ctx, pytest.raises(fx.PlanError, match=r"ema\(decay="):
-        fx.ema(fx.wrap(nn.Linear(2, 1), ctx), decay=decay)
+WRONG = [
+    *(("decay", value) for value in (1.0, -0.1, "0.9", float("nan"))),
+    *(("update_every", value) for value in (0, 1.5, True)),
+    *(("start", "first"), ("formula", "mean")),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_wrong_arguments_are_named(name, value):
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(nn.Linear(2, 1), ctx)
+        with pytest.raises(fx.PlanError, match=rf"ema\({name}={value!r}\): choose"):
+            fx.ema(model, **{name: value})
+
+
+def test_a_function_that_gives_no_decay_is_named():
+    report = fx.Report(loss=torch.zeros(()), weight=1, applied=True, position=fx.Position())
+    with fx.detect(env={}, device="cpu") as ctx:
+        average = fx.ema(fx.wrap(nn.Linear(2, 1), ctx), decay=lambda n: 1.5, start="weights")
+        with pytest.raises(fx.PlanError, match=r"returned 1.5 for update 0. Return a number"):
+            average.update(report)
+        assert average.updates == 0
 
 
 def _refused(ctx, plan, mesh):
