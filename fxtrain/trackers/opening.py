@@ -29,6 +29,7 @@ from fxtrain.checkpoint.folder_lock import Lock, acquire
 from fxtrain.checkpoint.storage import open_storage
 from fxtrain.errors import FxError, PlanError
 from fxtrain.ops.same_errors import gather_or_raise
+from fxtrain.ops.standing import RunFolder
 from fxtrain.state import (
     DistContext,
     Plan,
@@ -258,6 +259,8 @@ def open_run(
             is_new=is_new,
         )
         undo.pop_all()
+    if not ctx.comm.simulated:
+        ctx.comm.slot(RunFolder).path = str(start.folder.absolute())
     # Registered after the libraries' own functions, so that it runs before them.
     atexit.register(run.close)
     return run
