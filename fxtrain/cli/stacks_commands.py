@@ -31,10 +31,10 @@ def STACKS(run: str, patience_s: float) -> None:
 def DIAGNOSE(run: tuple[str, ...]) -> None:
     """Show where the ranks of a run stood when they last wrote it.
 
-    RUN is as for `fxtrain stacks`, or the folder in which the run keeps its checkpoints and metrics.
-    Ranks write it when the run makes no progress for three quarters of the timeout of collectives,
-    or when they are asked. Or RUN is a folder or files of another program's ranks, as torch's
-    Flight Recorder writes them: pickles, which run no code, or JSON.
+    RUN is as for `fxtrain stacks`, or the folder of the run's checkpoints and metrics. Ranks write
+    it when the run makes no progress for three quarters of the timeout of collectives, or when they
+    are asked. Or RUN is a folder or files of another program's ranks, as torch's Flight Recorder
+    writes them: pickles, which run no code, or JSON.
     """
     folder = _folder(run[0])
     if len(run) == 1 and (has_records(folder) or folder != Path(run[0])):

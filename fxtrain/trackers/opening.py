@@ -161,11 +161,13 @@ def lock_folder(folder: Path, ctx: DistContext) -> Lock | None:
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return acquire(open_storage(folder), ".lock-run")
+        lock = acquire(open_storage(folder), ".lock-run")
     except FxError as error:
         raise PlanError(f"track({str(folder)!r}): {error}") from error
     except OSError as error:
         raise PlanError(f"track: {error}. Choose another folder for the run.") from error
+    ctx.comm.slot(RunFolder).path = str(folder.absolute())
+    return lock
 
 
 def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) -> Identity:
@@ -259,8 +261,6 @@ def open_run(
             is_new=is_new,
         )
         undo.pop_all()
-    if not ctx.comm.simulated:
-        ctx.comm.slot(RunFolder).path = str(start.folder.absolute())
     # Registered after the libraries' own functions, so that it runs before them.
     atexit.register(run.close)
     return run

@@ -202,9 +202,7 @@ def test_the_last_error_is_the_cause_if_nothing_fits():
 
 
 def test_a_function_that_takes_something_else_is_named_before_it_is_called():
-    with pytest.raises(
-        fx.PlanError, match=r"trial\(size, plan\), but .* \(n\): too many"
-    ):
+    with pytest.raises(fx.PlanError, match=r"trial\(size, plan\), but .* \(n\): too many"):
         fx.tuning.find_batch_size(fx.DistContext(), lambda n: 1 / 0, 8)
     with pytest.raises(fx.PlanError, match=r"called as train\(ctx, size, plan\)"):
         fx.tuning.predict_batch_size(lambda size, plan: 1 / 0, 8, world=2, device_memory="1GB")
