@@ -1,6 +1,7 @@
 """What to try before a run: batch sizes and learning rates."""
 
 import copy
+import inspect
 import math
 import sys
 import traceback
@@ -36,6 +37,9 @@ _WORDS = (
     "DefaultCPUAllocator: not enough memory",
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    # No kernel of cuDNN takes so many elements, or has its workspace. Smaller batches have one.
+    "CUDNN_STATUS_NOT_SUPPORTED",
     "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
     "UR_RESULT_ERROR_OUT_OF_RESOURCES",
     "RESOURCE_EXHAUSTED",
@@ -74,7 +78,8 @@ def find_batch_size(
         collected and the device's cache is emptied.
 
     Raises:
-        PlanError: nothing fits, or an argument makes no sense; on every rank.
+        PlanError: nothing fits, with the last error of this rank as its cause, or an argument makes
+            no sense; on every rank.
         CollectiveError: the trial communicates, and a rank that ran out of memory never joined a
             collective; after the context's timeout. Any other error of the trial is raised on the
             rank that has it, and named on the others.
@@ -92,10 +97,12 @@ def find_batch_size(
     check_connected("find_batch_size", ctx)
     _check("find_batch_size", start, shrink)
     plan = plan_for("find_batch_size", ctx, plan)
+    _check_takes("find_batch_size", "trial", trial, start, plan)
+    errors: list[Exception] = []
     for size, candidate in _candidates(start, plan, shrink):
-        if _fits(ctx, trial, size, candidate):
+        if _fits(ctx, trial, size, candidate, errors):
             return size, candidate
-    raise _nothing_fits("find_batch_size", start)
+    raise _nothing_fits("find_batch_size", start) from (errors[-1] if errors else None)
 
 
 def predict_batch_size(
@@ -147,6 +154,7 @@ def predict_batch_size(
     """
     _check("predict_batch_size", start, shrink)
     plan = Plan() if plan is None else plan
+    _check_takes("predict_batch_size", "train", train, DistContext(), start, plan)
     if isinstance(plan.strategy, DeepSpeed):
         data = read_config(plan.strategy)
         axes = resolve_mesh(Mesh() if mesh is None else mesh, world)
@@ -176,6 +184,23 @@ def _check(call: str, start: Any, shrink: Any) -> None:
             f"{call}(start={shown(start)}, shrink={shown(shrink)}): start is the largest "
             f"batch size, 1 or more, and shrink is between 0 and 1, such as 0.5."
         )
+
+
+def _check_takes(call: str, name: str, fn: Callable[..., object], *args: Any) -> None:
+    """Check that a function takes what it will be called with, before it is."""
+    try:
+        taken = inspect.signature(fn)
+    except ValueError:  # of a function written in C
+        return
+    try:
+        taken.bind(*args)
+    except TypeError as error:
+        words = ["ctx", "size", "plan"][-len(args) :]
+        raise PlanError(
+            f"{call}: {name} is called as {name}({', '.join(words)}), but its parameters are "
+            f"{taken}: {error}. Define it as `def {name}({', '.join(words)})`, and train with that "
+            f"plan, whose accumulate follows from the batch size."
+        ) from None
 
 
 def _candidates(start: int, plan: Plan, shrink: float) -> Iterator[tuple[int, Plan]]:
@@ -212,8 +237,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def _fits(ctx: DistContext, trial: Callable[[int, Plan], object], size: int, plan: Plan) -> bool:
-    """Whether a size fits on every rank; nothing of the trial is left."""
+def _fits(
+    ctx: DistContext,
+    trial: Callable[[int, Plan], object],
+    size: int,
+    plan: Plan,
+    errors: list[Exception],
+) -> bool:
+    """Whether a size fits on every rank; nothing of the trial is left but its error in a list."""
     fits = False
     with fail_together(ctx):
         try:
@@ -222,6 +253,7 @@ def _fits(ctx: DistContext, trial: Callable[[int, Plan], object], size: int, pla
             traceback.clear_frames(error.__traceback__)  # whose variables hold tensors
             if not is_out_of_memory(error):
                 raise
+            errors.append(error)
         finally:
             empty_cache(ctx.device)
     return ops.all_ranks(fits, ctx)

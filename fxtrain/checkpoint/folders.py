@@ -160,7 +160,11 @@ def find_checkpoint(path: Any) -> tuple[Storage, Manifest]:
             return storage, read_manifest(storage)
         newest = latest(path)
     except OSError as error:
-        raise CheckpointError(f"No checkpoint at {path}: {error}", code="FX601") from error
+        why = "no such folder" if isinstance(error, FileNotFoundError) else error.strerror
+        raise CheckpointError(
+            f"No checkpoint at {path}: {why}. Pass a folder into which fx.save or fx.fit wrote.",
+            code="FX601",
+        ) from error
     if newest is None:
         raise CheckpointError(
             f"No complete checkpoint in {storage}. fxtrain import converts checkpoints of other "

@@ -1,6 +1,7 @@
 """Save checkpoints atomically: every rank learns whether the checkpoint was committed."""
 
 import logging
+import os
 import platform
 import secrets
 import time
@@ -35,7 +36,7 @@ from fxtrain.checkpoint.folders import (
 )
 from fxtrain.checkpoint.manifest import Manifest, dump_manifest
 from fxtrain.checkpoint.snapshot import Snapshot, by_name, snapshot
-from fxtrain.checkpoint.storage import Storage, open_storage
+from fxtrain.checkpoint.storage import LocalStorage, Storage, open_storage
 from fxtrain.checkpoint.write_plan import (
     TensorChunk,
     Written,
@@ -49,6 +50,7 @@ from fxtrain.checkpoint.write_plan import (
 )
 from fxtrain.errors import CheckpointError, CollectiveError
 from fxtrain.ops.same_errors import gather_with_errors
+from fxtrain.ops.standing import RunFolder
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext, Position, Wrapped
 from fxtrain.state.context import check_connected
@@ -240,6 +242,9 @@ def _prepare(
                 undo.callback(lock.release)
                 for name in folder.leftovers():  # of interrupted saves
                     _remove(folder, name)
+                run = ctx.comm.slot(RunFolder)
+                if isinstance(folder, LocalStorage) and not run.path:
+                    run.path = os.path.abspath(folder.path)
                 named = new_name(folder, fields["position"].updates), secrets.token_hex(4)
             mine = offers_of(writable, varying), fields["aliases"], named
         except Exception as error:  # raised below on every rank

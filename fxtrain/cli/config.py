@@ -1,6 +1,7 @@
 """`fxtrain config`: its subcommands, and the questions that it asks."""
 
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,17 @@ import click
 
 from fxtrain._reading import read_text, write_file
 from fxtrain._record import shown
-from fxtrain.cli.output import Exit, Words, as_json, json_asked, print_table, report, say, warn
+from fxtrain.cli.output import (
+    Exit,
+    FilePath,
+    Words,
+    as_json,
+    json_asked,
+    print_table,
+    report,
+    say,
+    warn,
+)
 from fxtrain.diagnosis.setups import launch_file_problems
 from fxtrain.errors import PlanError
 from fxtrain.interop.accelerate_config import convert_accelerate
@@ -35,7 +46,7 @@ from fxtrain.state.parsing import put
 from fxtrain.state.registry import BUILT_IN, installed_configs
 
 _NOTED = 80  # characters of a value
-_path = click.Path(dir_okay=False)
+_path = FilePath()
 _file = click.option("--config", "-c", "file", default="", type=_path, help="the launch file")
 _force = click.option("--force", is_flag=True, help="replace an existing file")
 Tables = dict[str, dict[str, Any]]  # `launch` and `plan` of a launch file
@@ -160,7 +171,9 @@ def convert(source: str, path: str, brief: bool, force: bool) -> None:  # noqa: 
         raise PlanError(f"{source}:\n{error}") from None
     notes = [f"{key} = {_quoted_value(value)}: {text}." for key, value, text in noted]
     if json_asked():
-        listed = [{"key": key, "value": value, "text": text} for key, value, text in noted]
+        listed = [
+            {"key": k, "value": _plain_value(value), "text": text} for k, value, text in noted
+        ]
         report({**values, "notes": listed}, "")
         return
     changed = " Changed or without a counterpart:" if notes else ""
@@ -186,6 +199,15 @@ def _write_new(
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_file(path, render(values, format_of(path), notes=notes, brief=brief))
     say(f"Wrote {path}. Show all values with `fxtrain config show`.")
+
+
+def _plain_value(value: Any) -> Any:
+    """A value in a note, for JSON; one that JSON does not have, such as a date of YAML, as text."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return _quoted_value(value)
+    return value
 
 
 def _quoted_value(value: Any) -> str:

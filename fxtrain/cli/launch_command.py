@@ -54,7 +54,7 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
         return spec
     check_mesh(spec, config.plan)
     # For fx.detect, fx.wrap and fx.shard in the script.
-    return attrs.evolve(spec, env=(*spec.env, plan_variable(config.plan)))
+    return attrs.evolve(spec, env=(*spec.env, plan_variable(config.values["plan"])))
 
 
 def _launch(**options: Any) -> int:

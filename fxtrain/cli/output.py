@@ -3,6 +3,7 @@
 import enum
 import io
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from rich.console import Console, RenderableType
 
 from fxtrain._drawing import make_table
 from fxtrain._optional import optional
-from fxtrain._reading import write_file
+from fxtrain._reading import path_problem, write_file
 from fxtrain.errors import PlanError, escape_unprintable
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,6 +41,23 @@ class Words(click.ParamType):
     ) -> list[Any]:
         words = (word.strip() for word in value.split(","))
         return [self._kind.convert(word, param, ctx) for word in words if word]
+
+
+class FilePath(click.Path):
+    """Path of a file, which need not exist; text that is no path is a usage error."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False)
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
+        if value and (problem := path_problem(value)):
+            self.fail(f"{problem}.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class _Pair(click.ParamType):

@@ -7,9 +7,7 @@ import click
 
 from fxtrain.cli.output import as_json, report, say
 from fxtrain.diagnosis.flight_recorder import read_dumps
-from fxtrain.ops.stacks import DUMPS, Stand, ask, described, has_records, read_stands
-
-_FOLDER = "stacks"  # in the folder of a launch's output
+from fxtrain.ops.stacks import DUMPS, FOLDER, Stand, ask, described, has_records, read_stands
 
 
 @click.command("stacks")
@@ -33,9 +31,10 @@ def STACKS(run: str, patience_s: float) -> None:
 def DIAGNOSE(run: tuple[str, ...]) -> None:
     """Show where the ranks of a run stood when they last wrote it.
 
-    RUN is as for `fxtrain stacks`. Ranks write it when the run makes no progress for three quarters
-    of the timeout of collectives, or when they are asked. Or RUN is a folder or files of another
-    program's ranks, as torch's Flight Recorder writes them: pickles, which run no code, or JSON.
+    RUN is as for `fxtrain stacks`, or the folder of the run's checkpoints and metrics. Ranks write
+    it when the run makes no progress for three quarters of the timeout of collectives, or when they
+    are asked. Or RUN is a folder or files of another program's ranks, as torch's Flight Recorder
+    writes them: pickles, which run no code, or JSON.
     """
     folder = _folder(run[0])
     if len(run) == 1 and (has_records(folder) or folder != Path(run[0])):
@@ -45,7 +44,7 @@ def DIAGNOSE(run: tuple[str, ...]) -> None:
 
 
 def _folder(run: str) -> Path:
-    inside = Path(run, _FOLDER)
+    inside = Path(run, FOLDER)
     return inside if inside.is_dir() else Path(run)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain._reading import lines_of, open_file
+from fxtrain._reading import lines_of, open_file, path_problem
 from fxtrain._record import shown
 from fxtrain.errors import PlanError
 
@@ -333,17 +333,24 @@ def file_of(folder: Any, file: str) -> Path:
     Raises:
         PlanError: there is no such file.
     """
+    if problem := path_problem(folder):
+        raise PlanError(f"The folder of a run: {problem}.")
     path = Path(folder, file)
     try:
         open_file(path).close()
     except OSError as error:
+        if not Path(folder).is_dir():
+            raise PlanError(
+                f"{folder}: no such folder. Pass the folder of a run, into which fx.fit or "
+                f"fx.track wrote."
+            ) from error
         inner = sorted(each.parent.name for each in path.parent.glob(f"*/{file}"))
         advice = (
             f"Pass the runs in this folder: {', '.join(inner[:3])}"
             if inner
             else "fx.JsonLines() writes this file; pass --file if it has another name"
         )
-        raise PlanError(f"{error}. {advice}.") from error
+        raise PlanError(f"{path}: {error.strerror}. {advice}.") from error
     return path
 
 

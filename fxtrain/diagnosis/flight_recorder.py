@@ -65,9 +65,9 @@ def _files(paths: Sequence[Path]) -> dict[int, Path]:
     if not files:
         names = ", ".join(map(str, paths))
         raise LaunchError(
-            f"{names} has no records of ranks. Pass the folder given to fxtrain launch --log-dir, "
-            f"or in the variable FXTRAIN_STACKS; or dumps of torch's Flight Recorder, whose names "
-            f"end in a rank."
+            f"{names} has no records of ranks. Pass the folder of a run that hung, or that of "
+            f"fxtrain launch --log-dir, or of the variable FXTRAIN_STACKS; or dumps of torch's "
+            f"Flight Recorder, whose names end in a rank."
         )
     return files
 

@@ -48,6 +48,12 @@ _USUAL = {
     "fsdp.sync_module_states": True, "fsdp.version": 2, "fsdp.backward_prefetch": "BACKWARD_PRE",
     "fsdp.backward_prefetch_policy": "BACKWARD_PRE", "parallelism.cp_comm_strategy": "allgather",
 }  # fmt: skip
+# Keys of which NO is a word, which YAML reads as false where it has no quotes.
+_WORDS_WITH_NO = ("distributed_type", "mixed_precision", "dynamo.backend")
+_PREFETCH = (
+    "FSDP2 always gathers the next block while it computes the gradients of one, as BACKWARD_PRE "
+    "does; plan.strategy.backward_prefetch gathers more blocks ahead"
+)
 
 
 def convert_accelerate(
@@ -75,6 +81,7 @@ def convert_accelerate(
     if not isinstance(data, Mapping) or "distributed_type" not in data:
         raise PlanError("This is not an Accelerate config: the key distributed_type is missing.")
     facts = dict(_flat(data))
+    facts |= {key: "no" for key in _WORDS_WITH_NO if facts.get(key) is False}
     kind = facts["distributed_type"] = str(facts["distributed_type"]).upper()
     if kind not in _TYPES:
         raise PlanError(f"distributed_type: unknown {kind!r}{near(kind, _TYPES)}")
@@ -397,6 +404,7 @@ _RULES: Mapping[str, Rule] = {  # by names
     "fsdp.min_num_params": lambda value, _: (
         {f"{_S}.min_params": int(_number(value))} if _number(value) >= 1 else {}
     ),
+    "fsdp.backward_prefetch fsdp.backward_prefetch_policy": lambda value, _: ({}, _PREFETCH),
     "fsdp.forward_prefetch": _if(f"{_S}.forward_prefetch", 1),
     "fsdp.activation_checkpointing": _recompute,
     "deepspeed.deepspeed_config_file": _to(f"{_S}.config", _text),
@@ -447,6 +455,7 @@ _RULES: Mapping[str, Rule] = {  # by names
     "estimator.source_dir": _to(f"{_O}.source_dir", _text),
     "estimator.use_spot_instances": _to(f"{_O}.spot", _number),
     "estimator.max_run": _to(f"{_O}.max_run_s", _number),
+    "estimator.max_wait": _to(f"{_O}.max_wait_s", _number),
     "pytorch_version": _to(f"{_O}.framework_version", _text),
     "py_version": _to(f"{_O}.py_version", _text),
     "mixed_precision": _mixed_precision,

@@ -4,11 +4,12 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fxtrain.launchers.machine import Machine
 from fxtrain.launchers.spec import LaunchSpec, name_values
 from fxtrain.state import Plan
-from fxtrain.state.files import PLAN_VARIABLE, dumps, plan_in
+from fxtrain.state.files import PLAN_VARIABLE, given_values, plan_with
 from fxtrain.state.mesh import resolve_mesh
 
 _CHILD = Path(__file__).with_name("child.py")
@@ -70,31 +71,35 @@ def threads_of(spec: LaunchSpec, machine: Machine) -> int | None:
 
 
 def given_plan(default: Plan | None = None, *, env: Mapping[str, str] | None = None) -> Plan:
-    """The plan that `fxtrain launch` read from a launch file and the environment.
+    """The script's plan, with the fields that the launch sets.
 
-    `fx.wrap` and `fx.shard` use it by default. Call this function to inspect it, to change a
-    field of it (`attrs.evolve`), or to set another default.
+    `fxtrain launch` takes these from its flags, from variables and from a launch file. `fx.wrap`
+    and `fx.shard` use `fx.given_plan()` if the script passes no plan.
 
     Args:
-        default: The plan if no launcher passed one; `fx.Plan()` by default. Fields that the
-            launch file does not set have the defaults of `fx.Plan`, not those of this plan.
+        default: The plan of the script, which has the fields that the launch does not set;
+            `fx.Plan()` by default. Tables are merged as those of a launch file are: the options
+            of a strategy stay if the launch sets others of the same strategy.
         env: Variables to read instead of the process's environment.
 
     Raises:
-        PlanError: the variable FXTRAIN_PLAN is not a valid plan.
+        PlanError: the variable FXTRAIN_PLAN is not part of a valid plan, or its values and this
+            plan do not fit together.
 
     Example:
         >>> import fxtrain as fx
-        >>> fx.given_plan(fx.Plan(accumulate=2), env={}).accumulate
-        2
+        >>> env = {"FXTRAIN_PLAN__PRECISION": "bf16"}
+        >>> plan = fx.given_plan(fx.Plan(accumulate=2), env=env)
+        >>> plan.accumulate, plan.precision.compute
+        (2, 'bf16')
     """
-    return plan_in(os.environ if env is None else env) or default or Plan()
+    values = given_values(os.environ if env is None else env)
+    return plan_with(values, Plan() if default is None else default)
 
 
-def plan_variable(plan: Plan) -> str:
-    """NAME=VALUE of the variable that passes a plan to ranks."""
-    data = json.loads(dumps(plan))
-    return f"{PLAN_VARIABLE}={json.dumps(data, separators=(',', ':'))}"
+def plan_variable(values: Mapping[str, Any]) -> str:
+    """NAME=VALUE of the variable that passes values of a plan to ranks."""
+    return f"{PLAN_VARIABLE}={json.dumps(values, separators=(',', ':'))}"
 
 
 def check_mesh(spec: LaunchSpec, plan: Plan) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -20,6 +21,7 @@ from fxtrain.state.parsing import parse_json
 
 _MAX_BYTES = 100_000_000  # bytes of an index or a config
 _MAX_REASON_LENGTH = 500  # characters of another library's message
+_ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")  # NAME or OWNER/NAME
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")  # no timm model name ends in these
 
 
@@ -129,10 +131,14 @@ def _build_timm(name: str) -> Any:
 
 def _ways(name: str) -> str:
     """How to give the headers or the config of a model that is not here."""
-    return (
+    hub = (
         f"For a model on the Hugging Face hub, `fxtrain estimate-memory {name} --download` fetches "
-        f"its headers and config, and no weights. Or pass its folder, its config.json or "
-        f".safetensors file, or MODULE:FUNCTION that makes the model."
+        f"its headers and config, and no weights. Or pass"
+    )
+    start = hub if _ON_HUB.fullmatch(name) else "Pass"
+    return (
+        f"{start} its folder, its config.json or .safetensors file, or MODULE:FUNCTION that makes "
+        f"the model."
     )
 
 

@@ -26,8 +26,9 @@ from fxtrain.ops.standing import watch_standing
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.state import Comm, CommState, DistContext, Mesh, Plan
 from fxtrain.state.context import with_plan
-from fxtrain.state.files import plan_in
+from fxtrain.state.files import PLAN_VARIABLE, given_values, plan_with
 from fxtrain.state.mesh import SPANS, agreed_mesh, axis_groups, resolve_mesh
+from fxtrain.state.parsing import leaves
 from fxtrain.state.topology import Topology, read_topology
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -103,7 +104,8 @@ def detect(
             f"detect(timeout_s={shown(timeout_s)}): not a timeout. Pass a number of seconds above "
             f"0 and at most {LONGEST_S:.0f}."
         )
-    plan = plan_in(variables)
+    values = given_values(variables)
+    plan = plan_with(values, Plan()) if values else None
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
     exists = dist.is_available() and dist.is_initialized()
     topology = _existing_topology(variables) if exists else read_topology(variables)
@@ -121,7 +123,9 @@ def detect(
         ctx = _connect_ranks(topology, chosen, mesh, wait_s, checks=checks, store=store, key=key)
     if (folder := variables.get(STACKS)) and not ctx.comm.simulated:
         watch_standing(ctx, folder)
-    return with_plan(ctx, plan)
+    if plan is None:
+        return ctx
+    return with_plan(ctx, plan, tuple(path for path, _ in leaves(values)))
 
 
 def set_defaults(variables: Mapping[str, str]) -> None:
@@ -130,9 +134,9 @@ def set_defaults(variables: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
-def launched_plan() -> Plan | None:
-    """The plan that came with the launch, in the variable FXTRAIN_PLAN; None if there was none."""
-    return plan_in(os.environ)
+def plan_variables() -> dict[str, str]:
+    """The variables of this process with values of the launch's plan."""
+    return {name: text for name, text in os.environ.items() if name.startswith(PLAN_VARIABLE)}
 
 
 def close(ctx: DistContext) -> None:

@@ -1,7 +1,7 @@
 """Comparing plans and other arguments between ranks."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import attrs
@@ -27,24 +27,28 @@ class LoggedPlans(set[Plan]):
 def plan_for(action: str, ctx: DistContext, plan: Plan | None) -> Plan:
     """The plan of a call: the script's, else the one that came with the launch, else the default.
 
-    Where the script passes another plan than came with the launch, the main rank logs once how
-    they differ. Reads the config of a DeepSpeed plan on every rank, and logs once what it adds.
+    Where the script's plan overrides fields that the launch sets, the main rank logs once which.
+    Reads the config of a DeepSpeed plan on every rank, and logs once what it adds.
     """
     launched = ctx.given_plan
     if plan is None:
         return _filled(action, ctx, launched or _DEFAULT)
-    if launched is not None and plan.mesh is None:  # any mesh, such as the launch's
-        launched = attrs.evolve(launched, mesh=None)
-        launched = None if launched == _DEFAULT else launched
     if launched is not None and plan != launched and plan not in ctx.comm.slot(LoggedPlans):
         ctx.comm.slot(LoggedPlans).add(plan)
-        log(ctx, "fxtrain.plan").warning(
-            "fx.%s uses the plan that the script passes, not the one that came with the launch: "
-            "%s. Leave the plan out to use the launch's, or start from it: "
-            "attrs.evolve(fx.given_plan(), ...).",
-            *(action, _changes(launched, plan)),
-        )
+        if changes := _changes(launched, plan, fields=_binding(ctx, plan)):
+            log(ctx, "fxtrain.plan").warning(
+                "The plan that the script passes to fx.%s overrides what the launch sets: %s. To "
+                "follow the launch, leave the plan out, or pass fx.given_plan(plan), which takes "
+                "these fields from the launch and the others from the script.",
+                *(action, changes),
+            )
     return _filled(action, ctx, plan)
+
+
+def _binding(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
+    """The fields that the launch sets; a plan without a mesh takes any mesh."""
+    free = "mesh" if plan.mesh is None else ""
+    return tuple(path for path in ctx.given_fields if path.partition(".")[0] != free)
 
 
 def _filled(action: str, ctx: DistContext, plan: Plan) -> Plan:
@@ -140,8 +144,15 @@ def raise_plan_differences(
     raise CollectiveError("\n".join(lines), code="FX301")
 
 
-def _changes(first: Plan, other: Plan) -> str:
+def _changes(first: Plan, other: Plan, *, fields: Sequence[str] = ("",)) -> str:
+    """How a plan differs from another one; only in these fields, such as `strategy.shard`."""
     return ", ".join(
         f"{change.path} is {change.right!r} instead of {change.left!r}"
         for change in diff(first, other)
+        if any(_overlap(change.path, field) for field in fields)
     )
+
+
+def _overlap(path: str, field: str) -> bool:
+    """Whether one is the other, or a field of its table; an empty field is every field."""
+    return not field or f"{path}.".startswith(f"{field}.") or f"{field}.".startswith(f"{path}.")

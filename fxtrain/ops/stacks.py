@@ -21,6 +21,7 @@ from fxtrain.errors import LaunchError
 from fxtrain.ops.transport.exchange import HEADER, capacity
 from fxtrain.ops.transport.mismatches import by_rank, ranges
 
+FOLDER = "stacks"  # in the folder of a run, or of a launch's output
 STACKS = "FXTRAIN_STACKS"  # the folder, set by the launcher or by the user
 ASK = "ask"  # whoever changes the time of this file asks all ranks
 REPORT = "stacks.txt"
@@ -125,9 +126,9 @@ def read_stands(folder: Path) -> list[Stand]:
     paths = sorted(folder.glob("rank-*.json"), key=lambda path: (len(path.name), path.name))
     if not paths:
         raise LaunchError(
-            f"{folder} has no records of ranks. Pass the folder given to fxtrain launch --log-dir, "
-            f"or in the variable FXTRAIN_STACKS; ranks write into it once fx.detect has connected "
-            f"them."
+            f"{folder} has no records of ranks. Pass the folder of fxtrain launch --log-dir, or of "
+            f"the variable FXTRAIN_STACKS, into which ranks write once fx.detect has connected "
+            f"them; or, after a hang, the folder of the run."
         )
     stands = [_read(path) for path in paths]
     last = max(stands, key=lambda stand: stand.record["time"])  # an earlier attempt had other ranks

@@ -13,6 +13,8 @@ import json
 import os
 import pickle
 import platform
+import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -22,12 +24,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
 from fxtrain._host_memory import process_memory
 from fxtrain.ops.closing import within
 from fxtrain.ops.stacks import (
     ASK,
+    FOLDER,
     NO_PROGRESS,
     STARTED,
     process_start,
@@ -49,6 +53,16 @@ _SILENT = NO_PROGRESS + " for {:.0f} s"
 
 class Windows(weakref.WeakSet[AccumulationWindow]):
     """What counts the updates of each model that was wrapped for a communicator."""
+
+
+@attrs.define
+class RunFolder:
+    """Where a context trains: the folder of its open run, or else the first that it saved into.
+
+    Rank 0 leaves its report there, since that of the launcher may be temporary.
+    """
+
+    path: str = ""
 
 
 def watch_standing(ctx: DistContext, folder: str) -> None:
@@ -141,8 +155,23 @@ class _Watch(threading.Thread):
         if self._ctx.num_nodes > 1:
             within(_PATIENCE_S, self._receive)
         text = write_report(self._folder, read_stands(self._folder))
+        text += self._kept()
         sys.stderr.write(f"fxtrain: no progress for {self._bound_s:.0f} s. {text}\n")
         sys.stderr.flush()
+
+    def _kept(self) -> str:
+        """Copy what ranks have written into the folder of the run; how to show it again."""
+        run = self._ctx.comm.slot(RunFolder).path
+        if not run:
+            return ""
+        stacks = Path(run, FOLDER)
+        try:
+            if not stacks.exists() or not stacks.samefile(self._folder):
+                drafts = shutil.ignore_patterns("*.new")
+                shutil.copytree(self._folder, stacks, ignore=drafts, dirs_exist_ok=True)
+        except OSError as error:  # a full disk, say: the run may still continue
+            return f"\nThis is not kept in {stacks}: {error}"
+        return f"\nTo print this again: fxtrain diagnose {shlex.quote(run)}"
 
     def _receive(self) -> None:
         for rank in range(1, self._ctx.world_size):

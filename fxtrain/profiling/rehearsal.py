@@ -23,14 +23,14 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from fxtrain import ops
 from fxtrain._display import counted, read_bytes, show_bytes
 from fxtrain.errors import ContextError, FxError, PlanError, StepError
-from fxtrain.ops.connecting import launched_plan
+from fxtrain.ops.connecting import plan_variables
 from fxtrain.ops.splitting import chunk_of
 from fxtrain.profiling.fake_tensors import FakeValuesMode, is_library
 from fxtrain.profiling.tables import show_mesh
 from fxtrain.profiling.watching import Collective, LoopRecorder, StepsConverged, recording, summary
-from fxtrain.state import DistContext, DryRun, Mesh, Problem, dumps
+from fxtrain.state import DistContext, DryRun, Mesh, Plan, Problem
 from fxtrain.state.dry_runs import PARTS
-from fxtrain.state.files import PLAN_VARIABLE
+from fxtrain.state.files import given_values, plan_with
 from fxtrain.state.mesh import AXES, axis_groups, resolve_mesh
 from fxtrain.state.topology import read_topology
 
@@ -91,10 +91,9 @@ def dry_run(
         >>> [(row.kind, row.axis, row.count, row.bytes) for row in run.step]
         [('all_reduce', 'replicate', 1, 4000000)]
     """
-    given = launched_plan()
-    planned = None if given is None else given.mesh
+    launched = plan_variables()
+    planned = plan_with(given_values(launched), Plan()).mesh
     variables = place(world, rank, mesh or planned)
-    launched = {} if given is None else {PLAN_VARIABLE: dumps(given)}
 
     def call() -> None:
         with ops.detect({**variables, **launched}, device="cpu", mesh=mesh) as ctx:

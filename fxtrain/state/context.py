@@ -156,6 +156,7 @@ class DistContext(Displayed):
         devices: Devices that this rank drives as one: several only under XLA's SPMD.
         given_plan: The plan of the launch, which `fx.wrap` and `fx.shard` use by default; None
             if the launch has none.
+        given_fields: The fields of that plan that the launch sets, such as `strategy.shard`.
     """
 
     rank: int = 0
@@ -170,6 +171,7 @@ class DistContext(Displayed):
     launcher: str = "none"
     devices: int = 1
     given_plan: Plan | None = attrs.field(default=None, repr=False)
+    given_fields: tuple[str, ...] = attrs.field(default=(), repr=False)
     _axes: Mapping[str, DistContext] = attrs.field(
         factory=lambda: MappingProxyType({}), repr=False, eq=False, alias="axes"
     )
@@ -242,11 +244,11 @@ class DistContext(Displayed):
         self.comm.finish(error)
 
 
-def with_plan(ctx: DistContext, plan: Plan | None) -> DistContext:
+def with_plan(ctx: DistContext, plan: Plan, fields: tuple[str, ...]) -> DistContext:
     """The same context and axes, with the plan of the launch; that of an axis names no mesh."""
-    within = None if plan is None else attrs.evolve(plan, mesh=None)
-    axes = {name: with_plan(axis, within) for name, axis in ctx._axes.items()}
-    return attrs.evolve(ctx, given_plan=plan, axes=MappingProxyType(axes))
+    within = attrs.evolve(plan, mesh=None)
+    axes = {name: with_plan(axis, within, fields) for name, axis in ctx._axes.items()}
+    return attrs.evolve(ctx, given_plan=plan, given_fields=fields, axes=MappingProxyType(axes))
 
 
 def check_connected(call: str, ctx: DistContext) -> None:

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import attrs
+
 from fxtrain._optional import optional
 from fxtrain._reading import path_problem, read_text, write_file
 from fxtrain.errors import PlanError
-from fxtrain.state.converters import plain, structure
+from fxtrain.state.converters import plain, structure, unstructure
 from fxtrain.state.parsing import Format, from_environment, merge, parse_text, put
 from fxtrain.state.plan import Plan
 
@@ -124,31 +126,37 @@ def _without_none(data: Any) -> Any:
     return data
 
 
-def plan_in(env: Mapping[str, str]) -> Plan | None:
-    """The plan in the variable FXTRAIN_PLAN, or in variables such as FXTRAIN_PLAN__SEED=7.
+def given_values(env: Mapping[str, str]) -> dict[str, Any]:
+    """The values that the launch sets: in FXTRAIN_PLAN, or in variables such as FXTRAIN_PLAN__SEED.
 
-    `fxtrain launch` merges the latter into the former, so they count only where it is not set:
-    under other launchers. None if no such variable is set.
+    They are plain data; a PlanError if no plan has such values. `fxtrain launch` merges the latter
+    into the former, so they count only where it is not set: under other launchers.
     """
+    values: dict[str, Any] = {}
     if PLAN_VARIABLE in env:
-        try:
-            return loads(env[PLAN_VARIABLE])
-        except PlanError as error:
-            raise PlanError(
-                f"The variable {PLAN_VARIABLE}, set by fxtrain launch:\n{error}"
-            ) from None
-    parts = {
-        path.removeprefix("plan."): value
-        for path, value in from_environment(env).items()
-        if path.startswith("plan.")
-    }
-    if not parts:
-        return None
-    data: dict[str, Any] = {}
+        names = f"The variable {PLAN_VARIABLE}, set by fxtrain launch"
+    else:
+        listed = ", ".join(name for name in env if name.startswith(f"{PLAN_VARIABLE}__"))
+        names = f"The variables {listed}"
     try:
-        for path, value in parts.items():
-            data = merge(data, put({}, path, value))
-        return structure(data, Plan)
+        if PLAN_VARIABLE in env:
+            values = parse_text(env[PLAN_VARIABLE], "json")
+        else:
+            for path, value in from_environment(env).items():
+                if path.startswith("plan."):
+                    values = merge(values, put({}, path.removeprefix("plan."), value))
+        structure(values, Plan)
     except PlanError as error:
-        names = ", ".join(name for name in env if name.startswith(f"{PLAN_VARIABLE}__"))
-        raise PlanError(f"The variables {names}:\n{error}") from None
+        raise PlanError(f"{names}:\n{error}") from None
+    return values
+
+
+def plan_with(values: Mapping[str, Any], plan: Plan) -> Plan:
+    """The plan with these values, as plain data; the fields that they do not set stay as they are.
+
+    Tables are merged as those of a launch file are.
+    """
+    below = unstructure(plan)
+    data = merge({name: below[name] for name in values}, values)
+    after = structure(data, Plan)
+    return attrs.evolve(plan, **{name: getattr(after, name) for name in data})

@@ -29,6 +29,7 @@ from fxtrain.checkpoint.folder_lock import Lock, acquire
 from fxtrain.checkpoint.storage import open_storage
 from fxtrain.errors import FxError, PlanError
 from fxtrain.ops.same_errors import gather_or_raise
+from fxtrain.ops.standing import RunFolder
 from fxtrain.state import (
     DistContext,
     Plan,
@@ -160,11 +161,13 @@ def lock_folder(folder: Path, ctx: DistContext) -> Lock | None:
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return acquire(open_storage(folder), ".lock-run")
+        lock = acquire(open_storage(folder), ".lock-run")
     except FxError as error:
         raise PlanError(f"track({str(folder)!r}): {error}") from error
     except OSError as error:
         raise PlanError(f"track: {error}. Choose another folder for the run.") from error
+    ctx.comm.slot(RunFolder).path = str(folder.absolute())
+    return lock
 
 
 def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) -> Identity:

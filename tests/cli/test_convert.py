@@ -11,6 +11,7 @@ from fxtrain._other_names import hint
 from fxtrain.cli import Exit, main
 from fxtrain.interop.accelerate_config import _SECTIONS, RULES, convert_accelerate
 from fxtrain.launchers.config import read_launch_file
+from fxtrain.state.parsing import parse_json, parse_text
 
 ONE = {
     "compute_environment": "LOCAL_MACHINE", "debug": False, "downcast_bf16": "no",
@@ -340,6 +341,50 @@ CASES += [
         noted=("megatron_lm.sequence_parallelism",),
     ),
 ]
+
+
+# As a person writes it: YAML reads a plain `no` as false.
+UNQUOTED = {
+    "distributed_type: NO": {},
+    "distributed_type: NO\nmixed_precision: no": {"precision": "fp32"},
+    "distributed_type: no\ndynamo_config: {dynamo_backend: NO, dynamo_mode: default}": {},
+    "distributed_type: NO\ndynamo_backend: NO\nuse_cpu: no\ndowncast_bf16: no": {},
+    "distributed_type: NO\ngpu_ids: ALL\nenable_cpu_affinity: off": {},
+}
+
+
+@pytest.mark.parametrize("text", UNQUOTED)
+def test_a_no_without_quotes_is_the_word(text):
+    values, notes = convert_accelerate(parse_text(text, "yaml"))
+    assert (values["plan"], notes) == (UNQUOTED[text], [])
+
+
+def test_a_backward_prefetch_that_fsdp_2_does_not_have_says_what_it_does():
+    old = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_backward_prefetch": "BACKWARD_POST"}}
+    (text,) = _notes(old).values()
+    assert "as BACKWARD_PRE does" in text
+
+
+def test_the_wait_for_spot_instances_is_kept():
+    extra = {"use_spot_instances": True, "max_run": 60, "max_wait": 90}
+    old = {"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "NO"}
+    values, notes = convert_accelerate({**old, "additional_args": extra})
+    options = {"spot": True, "max_run_s": 60, "max_wait_s": 90}
+    assert (values["launch"]["options"], notes) == (options, [])
+
+
+def test_values_that_json_does_not_have_are_text_there(tmp_path, capsys):
+    """YAML has dates, times, sets, bytes, infinities and keys that are not text."""
+    (tmp_path / "old.yaml").write_text(
+        "distributed_type: NO\na: 2024-01-01\nb: 2024-01-01 10:00:00\nc: !!set {x}\n"
+        "d: !!binary aGk=\ne: .inf\nf: {2024-01-01: 1}\ng: [1, x]\n2024-02-02: 1\n"
+    )
+    assert main(["config", "convert", str(tmp_path / "old.yaml"), "--json"]) == Exit.WELL
+    notes = parse_json(capsys.readouterr().out)["notes"]
+    told = {note["key"]: note["value"] for note in notes}
+    assert told["a"] == "datetime.date(2024, 1, 1)" and told["g"] == [1, "x"]
+    assert list(told) == [*"abcdefg", "2024-02-02"]
+    assert all(isinstance(told[name], str) for name in "abcdef")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

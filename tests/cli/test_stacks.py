@@ -1,15 +1,20 @@
 """`fxtrain diagnose` and `fxtrain stacks` on records of ranks in files."""
 
+import contextlib
+import io
 import json
 import logging
 import os
 import pickle
 import platform
+import sys
 import time
 
 import pytest
+import torch
 from torch.distributed.flight_recorder import fr_trace
 
+import fxtrain as fx
 from fxtrain.cli import main
 from fxtrain.ops.stacks import Frame, ask, groups_of, process_start, read_stands, unreported
 
@@ -318,3 +323,27 @@ def test_dumps_that_do_not_belong_together_are_named(tmp_path, capsys):
     unnamed.touch()
     assert main(["diagnose", str(unnamed)]) == 2
     assert "whose names end in a rank" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["track", "save", "neither"])
+def test_a_run_without_progress_is_diagnosed_by_its_own_folder(tmp_path, monkeypatch, how):
+    """The folder of the launch may be a temporary one."""
+    monkeypatch.chdir(tmp_path)
+    env = {"FXTRAIN_STACKS": str(tmp_path / "launch")}
+    with fx.detect(env=env, device="cpu", timeout_s=0.4) as ctx:
+        model = fx.wrap(torch.nn.Linear(2, 1), ctx, optimizer=torch.optim.SGD)
+        if how == "save":
+            fx.save("other run", ctx, model, position=fx.Position())
+        with fx.track("a run", ctx, ()) if how == "track" else contextlib.nullcontext():
+            told = io.StringIO()
+            monkeypatch.setattr(sys, "stderr", told)
+            batch = fx.batch(torch.ones(1, 2), ctx)  # an update is progress, after which it hangs
+            fx.update(ctx, batch, model, model(batch.data).mean())
+            while "no progress" not in told.getvalue():  # as long as a hang lasts
+                time.sleep(0.01)
+    run = {"track": tmp_path / "a run", "save": tmp_path / "other run"}.get(how)
+    assert (run is None) == ("To print this again" not in told.getvalue())
+    if run is not None:
+        assert f"fxtrain diagnose '{run}'" in told.getvalue()
+        (stand,) = read_stands(run / "stacks")
+        assert stand.line.file == __file__

@@ -172,6 +172,7 @@ ERRORS = {
     "npu": RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB"),
     "xpu": RuntimeError("Native API failed: UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"),
     "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+    "cudnn": RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if"),
     "python": MemoryError(),
 }
 
@@ -189,6 +190,23 @@ def test_the_allocator_of_this_torch_is_recognised():
         torch.empty(1 << 60)
     assert is_out_of_memory(found.value)
     assert not is_out_of_memory(ValueError("CUDA out of memory"))
+
+
+def test_the_last_error_is_the_cause_if_nothing_fits():
+    def trial(size, plan):
+        raise RuntimeError(f"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. {size}")
+
+    with pytest.raises(fx.PlanError, match="no batch size from 8 down to 1") as error:
+        fx.tuning.find_batch_size(fx.DistContext(), trial, 8)
+    assert str(error.value.__cause__).endswith("SUPPORTED. 1")
+
+
+def test_a_function_that_takes_something_else_is_named_before_it_is_called():
+    with pytest.raises(fx.PlanError, match=r"trial\(size, plan\), but .* \(n\): too many"):
+        fx.tuning.find_batch_size(fx.DistContext(), lambda n: 1 / 0, 8)
+    with pytest.raises(fx.PlanError, match=r"called as train\(ctx, size, plan\)"):
+        fx.tuning.predict_batch_size(lambda size, plan: 1 / 0, 8, world=2, device_memory="1GB")
+    assert fx.tuning.find_batch_size(fx.DistContext(), lambda n, *rest: None, 8)[0] == 8
 
 
 @pytest.mark.parametrize("how", [{"start": 0}, {"start": "8"}, {"start": 8, "shrink": 1.0}])

@@ -195,7 +195,7 @@ def test_the_command(two_runs, tmp_path, capsys):
     assert main([*pictured, "loss", "--output", "loss.html"]) == 2
     assert main(["report", str(tmp_path / "none")]) == 2
     told = capsys.readouterr().err
-    assert "Did you mean 'loss'?" in told and "ends in .svg" in told and "No such file" in told
+    assert "Did you mean 'loss'?" in told and "ends in .svg" in told and "no such folder" in told
     figure = picture_of(read_curves(two_runs), NASTY, over="time")
     figure.savefig(tmp_path / "nasty.png")
 

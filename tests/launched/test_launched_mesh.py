@@ -6,6 +6,7 @@ import attrs
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain import ops
@@ -38,8 +39,8 @@ def _given(*words):
     return fx.given_plan(env=dict(line.split("=", 1) for line in spec.env))
 
 
-def _variables(plan):
-    return dict([plan_variable(plan).split("=", 1)])
+def _variables(values):
+    return dict([plan_variable(values).split("=", 1)])
 
 
 def test_the_six_settings_and_the_mesh_have_flags(here):
@@ -113,7 +114,7 @@ def test_variables_of_a_plan_count_without_fxtrain_launch():
     with fx.detect(env=env, device="cpu") as ctx:
         assert ctx.given_plan == fx.given_plan(env=env)
         assert ctx.given_plan == fx.Plan(strategy=fx.FSDP(mode="none"), seed=7)
-    launched = {**env, **_variables(fx.Plan(seed=8))}  # into which fxtrain launch merged them
+    launched = {**env, **_variables({"seed": 8})}  # into which fxtrain launch merged them
     assert fx.given_plan(env=launched) == fx.Plan(seed=8)
 
 
@@ -129,12 +130,12 @@ ADDRESS = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.1", "MASTER_P
 
 
 def test_a_script_that_asks_for_another_mesh_than_the_launch_is_refused_before_it_waits():
-    env = {**ADDRESS, **_variables(fx.Plan(mesh="tensor=2"))}
+    env = {**ADDRESS, **_variables({"mesh": "tensor=2"})}
     with pytest.raises(fx.errors.MeshError) as error:
         fx.detect(env, device="cpu", mesh=fx.Mesh(shard=2))
     assert "shard=2" in str(error.value) and "tensor=2" in str(error.value)
     with pytest.raises(fx.errors.MeshError, match="this run has 1"):
-        fx.detect(_variables(fx.Plan(mesh="tensor=2")), device="cpu")
+        fx.detect(_variables({"mesh": "tensor=2"}), device="cpu")
 
 
 def _axes(ctx, env, mesh):
@@ -149,7 +150,7 @@ def _axes(ctx, env, mesh):
 
 def test_the_same_mesh_in_the_script_and_in_the_launch(pair):
     """-1 and a number say the same; the existing process group is reused."""
-    env = _variables(fx.Plan(mesh=fx.Mesh(replicate=1, shard=2)))
+    env = _variables({"mesh": {"replicate": 1, "shard": 2}})
     mesh = fx.Mesh(replicate=1, shard=-1)
     for answer in pair.run(_axes, env, mesh):
         assert answer == (fx.Mesh(replicate=1, shard=2), [0, 1], (mesh, None))
@@ -170,14 +171,18 @@ def test_a_plan_with_another_mesh_than_the_context_names_both():
             fx.wrap(nn.Linear(2, 2), ctx, fx.Plan(mesh="tensor=3"))
 
 
+def _launched(ctx, values):
+    return attrs.evolve(ctx, given_plan=fx.Plan(**values), given_fields=tuple(values))
+
+
 def test_a_script_with_a_plan_of_its_own_takes_the_mesh_of_the_launch_without_a_word(caplog):
     own = fx.Plan(precision="bf16", accumulate=2)
     with caplog.at_level(logging.INFO), fake_world(4, mesh=fx.Mesh(tensor=2)) as ctx:
-        launched = attrs.evolve(ctx, given_plan=fx.Plan(mesh="tensor=2"))
-        assert fx.shard(torch.utils.data.DataLoader(torch.ones(4, 2)), launched, own).plan == own
+        launched = _launched(ctx, {"mesh": "tensor=2"})
+        assert fx.shard(DataLoader(torch.ones(4, 2)), launched, own).plan == own
         assert caplog.messages == []
-        launched = attrs.evolve(ctx, given_plan=fx.Plan(mesh="tensor=2", accumulate=4))
-        fx.shard(torch.utils.data.DataLoader(torch.ones(4, 2)), launched, own)
+        launched = _launched(ctx, {"mesh": "tensor=2", "accumulate": 4})
+        fx.shard(DataLoader(torch.ones(4, 2)), launched, attrs.evolve(own, seed=1))
         (text,) = caplog.messages
         assert "accumulate is 2 instead of 4" in text and "mesh" not in text
 

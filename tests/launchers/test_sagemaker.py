@@ -8,6 +8,7 @@ import types
 import attrs
 import pytest
 
+from fxtrain.errors import LaunchError
 from fxtrain.launchers import prepare
 from tests.launchers._specs import HERE, SAGEMAKER, spec_of
 
@@ -189,6 +190,16 @@ def test_version_2_gets_an_estimator(recorded_2, tmp_path):
         "environment": {"A": "1"},
     }
     assert recorded_2 == [arguments, {"inputs": {"train": "s3://b/d"}, "wait": False}]
+
+
+def test_a_job_waits_for_spot_instances(recorded, tmp_path):
+    options = attrs.evolve(SAGEMAKER, max_wait_s=90)
+    _submit(tmp_path, options=options)
+    waits = {"max_runtime_in_seconds": 60, "max_wait_time_in_seconds": 90}
+    assert dict(recorded.calls)["StoppingCondition"] == waits
+    for change in ({"spot": False}, {"max_wait_s": 30}):
+        with pytest.raises(LaunchError, match=r"max_wait_s=\d+, max_run_s=60"):
+            prepare(spec_of("sagemaker", options=attrs.evolve(options, **change)), HERE)
 
 
 def test_settings_of_version_2(recorded_2, tmp_path):

@@ -57,6 +57,8 @@ class SageMakerOptions:
             folder when the job starts again, such as s3://bucket/path.
         inputs: NAME=s3://... of data channels, one each.
         max_run_s: Maximum duration, in seconds.
+        max_wait_s: Maximum duration with the wait for spot instances, in seconds; by default
+            `max_run_s`, so that a job does not wait.
         spot: Use spot instances, which may be interrupted.
         local: Run the container with Docker on this machine.
         wait: Show the output until the job ends.
@@ -73,6 +75,7 @@ class SageMakerOptions:
     checkpoints: str = ""
     inputs: tuple[str, ...] = ()
     max_run_s: int | None = attrs.field(default=None, validator=count(1))
+    max_wait_s: int | None = attrs.field(default=None, validator=count(1))
     spot: bool = False
     local: bool = False
     wait: bool = True
@@ -144,7 +147,7 @@ def _trainer(spec: LaunchSpec) -> str:
         stopping_condition=_call(
             "configs.StoppingCondition",
             max_runtime_in_seconds=options.max_run_s,
-            max_wait_time_in_seconds=options.max_run_s if options.spot else None,
+            max_wait_time_in_seconds=_max_wait_s(options),
         ),
         output_data_config=_call("configs.OutputDataConfig", s3_output_path=options.output_path),
         checkpoint_config=_call("configs.CheckpointConfig", s3_uri=options.checkpoints),
@@ -167,13 +170,17 @@ def _estimator(spec: LaunchSpec) -> str:
         output_path=options.output_path,
         checkpoint_s3_uri=options.checkpoints,
         max_run=options.max_run_s,
-        max_wait=options.max_run_s if options.spot else None,
+        max_wait=_max_wait_s(options),
         max_retry_attempts=spec.restarts,
         use_spot_instances=options.spot,
         distribution={"torch_distributed": {"enabled": True}},
         hyperparameters=_hyperparameters(spec.args),
         environment=remote_environment(spec),
     )
+
+
+def _max_wait_s(options: SageMakerOptions) -> int | None:
+    return (options.max_wait_s or options.max_run_s) if options.spot else None
 
 
 def _machine(options: SageMakerOptions) -> str:
@@ -203,6 +210,13 @@ def _check(spec: LaunchSpec) -> None:
         missing.append("image_uri, or framework_version and py_version,")
     if missing:
         raise LaunchError(f"SageMaker needs the options {' and '.join(missing)} to start a job.")
+    wait_s, run_s = options.max_wait_s, options.max_run_s
+    if wait_s is not None and (not options.spot or wait_s < (run_s or 0)):
+        raise LaunchError(
+            f"SageMaker(max_wait_s={wait_s}, max_run_s={run_s}, spot={options.spot}): it is the "
+            f"time for which a job waits for spot instances and runs. Set spot=true, and at least "
+            f"max_run_s; or omit it."
+        )
     if spec.module or spec.executable:
         raise LaunchError("SageMaker starts Python scripts only. Write one that calls the program.")
 

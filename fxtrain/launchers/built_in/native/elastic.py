@@ -186,7 +186,7 @@ def run_elastic(
             check_devices(spec)
         _quiet()
         with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
-            stacks = Path(spec.log_dir or folder, "stacks").absolute()
+            stacks = Path(spec.log_dir or folder, _standing().FOLDER).absolute()
             os.environ.setdefault(_standing().STACKS, str(stacks))
             config, *command = _config(api, invocation.argv[3:], folder)
             agent = importlib.import_module("fxtrain.launchers.built_in.native.agent")
