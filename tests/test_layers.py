@@ -162,7 +162,7 @@ MUTABLE = {
     "fxtrain.data.sources._Told": "the epoch that a dataset and its sampler know",
     "fxtrain.data.sharded_loader.Iteration": "how far iterators over one loader got",
     "fxtrain.data.sharded_loader.Reached": "the batch that a loader or its epochs yielded last",
-    "fxtrain.backends.ddp._Progress": "how far a forward and its backward are",
+    "fxtrain.backends.core.gradient_buckets._Progress": "how far a forward and its backward are",
     "fxtrain.backends.xla.RecompilationLog": "counts compilations of one model",
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
     "fxtrain.profiling.tracing.Trace": "how far a schedule got",

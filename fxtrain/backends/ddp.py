@@ -2,12 +2,10 @@
 
 import copy
 import inspect
-import re
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -18,9 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
-from fxtrain import _tree
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import step_functions
+from fxtrain.backends.core.gradient_buckets import Reduced, StableBucketsDDP
 from fxtrain.backends.core.local_sgd import average, independent_replicas
 from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import (
@@ -33,7 +31,6 @@ from fxtrain.backends.core.optimizer_state import own_tensor_of_ranks
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.single import SINGLE, wrap_without_engine
 from fxtrain.errors import StepError
-from fxtrain.ops.transport.exchange import compare
 from fxtrain.precision.quantizing import quantized_layers, quantized_tensors
 from fxtrain.state import (
     DDP,
@@ -55,206 +52,7 @@ _COUNTS = (
     "total_numel_after_compression",
     "next_stats_report",
 )
-_REQUIRES_GRAD = attrgetter("requires_grad")
 _NAMED = 5  # how many names a message lists
-
-
-@attrs.define(eq=False)
-class _Progress:
-    """How far a forward and its backward are; torch's modules are slow to set attributes of.
-
-    Attributes:
-        in_block: Whether inside an `ops.sync` that reduces.
-        expects: Whether the reducer expects a backward.
-        undecided: Whether there was a forward that the reducer does not know of.
-    """
-
-    in_block: bool = False
-    expects: bool = False
-    undecided: bool = False
-
-
-class StableBucketsDDP(DistributedDataParallel):
-    """torch's wrapper, with buckets that a restart does not change.
-
-    After the first backward, torch rebuilds its buckets in the order in which gradients were
-    ready. The place of a gradient in its bucket decides the order in which the ranks' values are
-    added, and so its last bit: a resumed run, whose first backward would still use the old
-    buckets, would differ. Here they are sorted before the first backward, last registered first,
-    which is the order for a module that registers its parts in the order of their use.
-
-    torch decides in forward whether the backward that follows reduces gradients. Outside of
-    `ops.sync`, forward cannot know whether its micro-batch ends a window, so that there the
-    decision is made when backward begins.
-
-    torch reduces the parameters that required a gradient when it was constructed. Here that may
-    change: the next forward builds the buckets for those that require one by then.
-    """
-
-    add_hook: Callable[["StableBucketsDDP"], None] | None = None  # adds the communication hook
-    data: DistContext | None = None  # over whose ranks gradients are averaged
-    hook_state: Any = None  # of the communication hook
-    _uses_all = False  # whether every backward has to reach all parameters
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.progress = _Progress()
-
-    def _build_params_for_reducer(self) -> Any:
-        self._trained = {p: p.requires_grad for p in self.module.parameters()}
-        parameters, sparse = super()._build_params_for_reducer()
-        return parameters[::-1], sparse[::-1]
-
-    def fix_buckets(self) -> None:
-        self.reducer._push_all_rebuilt_params()
-        self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
-        self._uses_all = True
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            # Past torch's forward, in which the ranks wait for each other.
-            self.sync_buffers_once()
-            return self.module(*inputs, **kwargs)
-        self._check_reduced()
-        if changed := self._changed():
-            self._change_parameters(changed)
-        progress = self.progress
-        if progress.in_block or not self.require_backward_grad_sync:
-            progress.expects, progress.undecided = progress.in_block, False
-            return super().forward(*inputs, **kwargs)
-        with self.no_sync():
-            out = super().forward(*inputs, **kwargs)
-        self._decide_in_backward(out)
-        return out
-
-    def _changed(self) -> list[nn.Parameter]:
-        """The parameters that did not require a gradient and do now, and the reverse.
-
-        None if no parameter requires one now: a model may be frozen while another one is trained
-        through it.
-        """
-        before = self._trained
-        now = list(map(_REQUIRES_GRAD, before))
-        if now == list(before.values()) or not any(now):
-            return []
-        return [parameter for parameter in before if parameter.requires_grad != before[parameter]]
-
-    def _change_parameters(self, changed: list[nn.Parameter]) -> None:
-        """Reduce the parameters that require a gradient now, as after torch's constructor.
-
-        Effects:
-            One exchange of packets, and torch's comparison of buckets.
-
-        Raises:
-            StepError: the graph is static, or the change is inside an accumulation window.
-            CollectiveError: the ranks changed other parameters.
-        """
-        known = {p: name for name, p in self.module.named_parameters()}
-        names = ", ".join(known.get(p, "a removed one") for p in changed[:_NAMED])
-        if self.static_graph:
-            raise StepError(
-                f"requires_grad of {names} changed after fx.wrap, and DDP(static_graph=True) needs "
-                f"the same graph in every step. Use static_graph=False.",
-                code="FX505",
-            )
-        if any(parameter.grad is not None for parameter in changed if not parameter.requires_grad):
-            raise StepError(
-                f"requires_grad_(False) on {names} inside an accumulation window, whose gradients "
-                f"are not reduced yet. Call it after an update.",
-                code="FX505",
-            )
-        if self.data is not None:
-            compare(self.data, ("forward", f"requires_grad changed: {names}"))
-        parameters, sparse = self._build_params_for_reducer()
-        names_by_index = self._build_debug_param_to_name_mapping(parameters)
-        self._ddp_init_helper(parameters, sparse, names_by_index, self.static_graph)
-        self._has_rebuilt_buckets = False
-        if self.add_hook is not None:
-            self.add_hook(self)
-        if self._uses_all:
-            self.fix_buckets()
-
-    def before_backward(self, loss: Tensor) -> None:
-        """Have the reducer expect this backward, unless forward did or nothing is reduced."""
-        if self.require_backward_grad_sync and not self.progress.expects:
-            self._expect([loss])
-        self.progress.expects = self.progress.undecided = False
-
-    def _decide_in_backward(self, out: Any) -> None:
-        """Make a `loss.backward()` outside of a step reduce gradients."""
-        leaves = _tree.flatten(out)[0]
-        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        self.progress.undecided = bool(outputs)
-        if not outputs:  # that are found
-            self._expect([])
-            return
-        roots = list(outputs) if self.find_unused_parameters else []
-
-        def begins(_: Tensor) -> None:
-            if self.progress.undecided and self.require_backward_grad_sync:
-                self._expect(roots)
-            self.progress.undecided = False
-            roots.clear()  # they hold this function
-
-        for leaf in outputs:
-            leaf.register_hook(begins)
-
-    def _expect(self, roots: list[Tensor]) -> None:
-        self.reducer.prepare_for_forward()
-        self.require_forward_param_sync = True
-        searched = self.find_unused_parameters and not self.static_graph
-        self.reducer.prepare_for_backward(roots if searched else [])
-
-    def finish_reduction(self) -> None:
-        """End a backward: check that gradients were reduced, and send rank 0's buffers to all.
-
-        torch would send them in the next forward of any kind, on all ranks. Sent here, where all
-        ranks participate, they are also equal when one rank evaluates by itself.
-        """
-        self._check_reduced()
-        self.sync_buffers_once()
-
-    def sync_buffers_once(self) -> None:
-        """Send rank 0's buffers now, if a backward outside of fxtrain left that to do."""
-        if self.will_sync_module_buffers():
-            self._sync_buffers()
-            self.require_forward_param_sync = False
-
-    def _check_reduced(self) -> None:
-        if not self._uses_all:
-            return
-        try:
-            self.reducer._rebuild_buckets()  # done already, except for this check
-        except RuntimeError as error:
-            raise _not_reduced(self.module, str(error)) from error
-
-
-class Reduced:
-    """The region of a forward and backward whose gradients are reduced."""
-
-    def __init__(self, engine: StableBucketsDDP) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        self._engine.progress.in_block = True
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._engine.progress.in_block = False
-        if kind is None:
-            self._engine.finish_reduction()
-
-
-def _not_reduced(module: nn.Module, torch_says: str) -> StepError:
-    names = [name for name, p in module.named_parameters() if p.requires_grad][::-1]
-    match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", torch_says)
-    unused = [names[int(place)] for place in match[1].split()] if match else []
-    return StepError(
-        f"DDP averages the gradients of all parameters, but this backward reached "
-        f"{len(names) - len(unused) if unused else 'only some'} of {len(names)}. Without "
-        f"gradient: {', '.join(unused[::-1][:10]) or 'unknown'}. Use "
-        f"fx.DDP(unused_parameters=True), or requires_grad_(False) on those that no loss uses.",
-        code="FX503",
-    )
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
@@ -430,6 +228,9 @@ def _replicate(
         engine.add_hook(engine)
     if not config.static_graph and not config.unused_parameters:
         engine.fix_buckets()
+        # The state of PowerSGD belongs to the layout of the buckets, and is restored before.
+        engine.orders = config.hook.name not in ("power_sgd", "batched_power_sgd")
+        engine.progress.ordered = not engine.orders
     engine.require_forward_param_sync = False  # torch's constructor has just sent all buffers
     return engine
 

@@ -86,12 +86,12 @@ def _step_counts(ctx, weighted, accumulate):
 
 def test_a_step_makes_the_collectives_of_ddp_and_hides_none(pair):
     grads, weight = {"all_reduce": 1}, PACKET
-    # Buckets are settled when the model is wrapped, so every step is like the first.
+    first = grads | PACKET  # in which the ranks agree on the order of gradients
     for counts in pair.run(_step_counts, False, 1):
-        assert counts == [grads] * 4
+        assert counts == [first, *[grads] * 3]
     for counts in pair.run(_step_counts, False, 2):
-        assert counts == [{}, grads, {}, grads]
+        assert counts == [{}, first, {}, grads]
     for counts in pair.run(_step_counts, True, 1):
-        assert counts == [weight | grads] * 4
+        assert counts == [grads | {"all_gather": 2}, *[weight | grads] * 3]
     for counts in pair.run(_step_counts, True, 2):
-        assert counts == [weight | found for found in ({}, grads, {}, grads)]
+        assert counts == [weight, grads | {"all_gather": 2}, weight, weight | grads]
