@@ -14,8 +14,14 @@ import fxtrain as fx
 from fxtrain.testing.training import on_mesh
 
 EPOCHS, GLOBAL = 2, 4  # rows of a batch over all ranks
-STYLES = (fx.Style(modules="0", style="colwise"), fx.Style(modules="2", style="rowwise"))
+STYLES = (
+    fx.Style(modules="blocks.*.up", style="colwise"),
+    fx.Style(modules="blocks.*.down", style="rowwise"),
+)
+TOKENS = fx.Style(modules="tokens", style="rowwise")
+HEAD = fx.Style(modules="head", style="colwise_gather")
 TENSOR = fx.TP(styles=STYLES)
+WORDS, WIDTH, LENGTH = 12, 8, 4
 # By name: the world size, the strategy and its mesh.
 PLACES = {
     "single": (1, fx.Single(), None),
@@ -23,44 +29,93 @@ PLACES = {
     "ddp": (2, fx.DDP(), None),
     "unused": (2, fx.DDP(unused_parameters=True), None),
     "zero-1": (2, fx.DDP(shard_optimizer=True), None),
-    "fsdp": (2, fx.FSDP(min_params=1), None),
-    "kept full": (2, fx.FSDP(min_params=1, mode="grads_and_optimizer"), None),
+    "fsdp": (2, fx.FSDP(min_params=100), None),
+    "kept full": (2, fx.FSDP(min_params=100, mode="grads_and_optimizer"), None),
     "replicated": (2, fx.FSDP(mode="none"), None),
-    "ignored": (2, fx.FSDP(ignore=("4.weight", "4.bias")), None),
+    "ignored": (2, fx.FSDP(ignore=("head.weight", "tokens.weight")), None),
 }
 WIDE = {
     "ddp of four": (4, fx.DDP(), None),
-    "fsdp of four": (4, fx.FSDP(min_params=1), None),
+    "fsdp of four": (4, fx.FSDP(min_params=100), None),
     "hybrid": (4, fx.FSDP(shard=2), None),
     "tensor": (2, fx.FSDP(tensor=TENSOR), fx.Mesh(tensor=2)),
-    "tensor and shards": (4, fx.FSDP(min_params=1, tensor=TENSOR), fx.Mesh(shard=2, tensor=2)),
-    "stages": (2, fx.PP(split=("2",), microbatches=2), fx.Mesh(pipeline=2)),
-    "stages twice": (4, fx.PP(split=("2",), microbatches=2), fx.Mesh(pipeline=2, replicate=2)),
+    "embedding": (2, fx.FSDP(tensor=fx.TP(styles=(*STYLES, TOKENS))), fx.Mesh(tensor=2)),
+    "embedding, head": (2, fx.FSDP(tensor=fx.TP(styles=(TOKENS, HEAD))), fx.Mesh(tensor=2)),
+    "split logits": (
+        2,
+        fx.FSDP(tensor=fx.TP(styles=(*STYLES, TOKENS, HEAD), loss=True)),
+        fx.Mesh(tensor=2),
+    ),
+    "sequence": (
+        2,
+        fx.FSDP(tensor=fx.TP(styles=(*STYLES, TOKENS), sequence=True)),
+        fx.Mesh(tensor=2),
+    ),
+    "tensor and shards": (4, fx.FSDP(min_params=100, tensor=TENSOR), fx.Mesh(shard=2, tensor=2)),
+    "embedding and shards": (
+        4,
+        fx.FSDP(min_params=100, tensor=fx.TP(styles=(*STYLES, TOKENS, HEAD))),
+        fx.Mesh(shard=2, tensor=2),
+    ),
+    "sequence and replicas": (
+        4,
+        fx.FSDP(mode="none", tensor=fx.TP(styles=(*STYLES, TOKENS, HEAD), sequence=True)),
+        fx.Mesh(replicate=2, tensor=2),
+    ),
+    "stages": (2, fx.PP(split=("blocks.1",), microbatches=2), fx.Mesh(pipeline=2)),
+    "stages twice": (
+        4,
+        fx.PP(split=("blocks.1",), microbatches=2),
+        fx.Mesh(pipeline=2, replicate=2),
+    ),
     "stages of shards": (
         4,
-        fx.PP(split=("2",), microbatches=2, stages=fx.FSDP(min_params=1)),
+        fx.PP(split=("blocks.1",), microbatches=2, stages=fx.FSDP(min_params=100)),
         fx.Mesh(pipeline=2, shard=2),
     ),
 }
 
 
+class _Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class _Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 def _table(rows):
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
-    return TensorDataset(x, x.sum(1, keepdim=True).sign())
+    return TensorDataset(
+        torch.randint(WORDS, (rows, LENGTH), generator=torch.Generator().manual_seed(3))
+    )
 
 
 def _net(*, frozen):
     torch.manual_seed(0)
-    sizes = ((4, 6), (6, 6), (6, 1))
-    layers = [part for a, b in sizes for part in (nn.Linear(a, b), nn.Tanh())]
-    net = nn.Sequential(*layers[:-1]).double()
-    net[2].weight.requires_grad_(not frozen)
+    net = _Net().double()
+    net.blocks[0].down.weight.requires_grad_(not frozen)
     return net
 
 
 def _loss(model, batch, *, weighted):
-    each = F.mse_loss(model(batch[0]), batch[1], reduction="none")
+    logits = model(batch[0])
+    each = F.cross_entropy(logits.flatten(0, 1), batch[0].flatten(), reduction="none")
     return fx.Weighted(each.sum(), each.numel()) if weighted else each.mean()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fxtrain import ops
 from fxtrain.backends.core.optimizer_state import own_tensor_of_ranks
@@ -21,8 +21,10 @@ from fxtrain.state import AccumulationWindow, DistContext, StateReader, Wrapped
 
 # In the order of the numbers in a checkpoint; early ones end before `updates`.
 _COUNTS = ("micro", "rows", "full_rows", "real_rows", "unscaled", "updates")
-_KINDS = ("grad", "unreduced", "partial")
+_KINDS = ("grad", "unreduced")
 _PENDING = "unsharded_accumulated_grad"
+# How a checkpoint writes the placements of a gradient: the dimension of a shard, or one of these.
+_CODES: dict[Placement, int] = {Replicate(): -1, Partial(): -2}
 
 
 def window_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
@@ -38,12 +40,15 @@ def window_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Tensor], 
         pending = None if part is None else _unreduced(part)
         for kind, grad in (("grad", parameter.grad), ("unreduced", pending)):
             if grad is not None:
-                partial = any(
-                    placement.is_partial() for placement in getattr(grad, "placements", ())
-                )
-                own[f"partial.{name}" if partial else f"{kind}.{name}"] = local_values(grad)
+                own[f"{kind}.{name}"] = local_values(grad)
+                placements = getattr(grad, "placements", ())
+                if placements != _laid_out(kind, parameter)[1]:
+                    codes = [
+                        how.dim if isinstance(how, Shard) else _CODES[how] for how in placements
+                    ]
+                    own[f"placements.{kind}.{name}"] = torch.tensor(codes, device="cpu")
     tensors = _means(model, losses) if window.micro or model.status.added_grads else {}
-    facts = {"layout": _layout(model), "losses": losses.world_size, "replicas": _replicas(model)}
+    facts = {"own": _layout(model), "losses": losses.world_size, "replicas": _replicas(model)}
     return tensors, own, {"window": facts}
 
 
@@ -120,7 +125,7 @@ def full_gradient(grad: Any, like: Tensor) -> Tensor:
 def load_window(model: Wrapped, saved: StateReader) -> None:
     """Restore gradients and counts of an accumulation window that was open."""
     facts = saved.values.get("window", {})
-    exact = facts.get("layout") == _layout(model) and saved.ranks == saved.loading_ranks
+    exact = facts.get("own") == _layout(model) and saved.ranks == saved.loading_ranks
     for name, parameter, part in _parameters(model):
         parameter.grad = None
         if hasattr(part, "_unsharded_param"):
@@ -128,7 +133,10 @@ def load_window(model: Wrapped, saved: StateReader) -> None:
         if pending := part is not None and _PENDING in vars(part):  # until torch 2.13
             setattr(part, _PENDING, None)
         if exact and (pending or part is None):
-            _set_own(parameter, part, *[saved.own(f"{kind}.{name}", saved.rank) for kind in _KINDS])
+            grad, unreduced = [_own_grad(saved, kind, name, parameter) for kind in _KINDS]
+            parameter.grad = grad
+            if unreduced is not None:
+                setattr(part, _PENDING, unreduced)
         elif f"grad.{name}" in saved.shapes:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
             saved.fill(f"grad.{name}", parameter.grad)
@@ -142,30 +150,29 @@ def load_window(model: Wrapped, saved: StateReader) -> None:
         _load_counts(model, windows, ranks, replicas)
 
 
-def _set_own(
-    parameter: Any, part: Any, grad: Tensor | None, unreduced: Tensor | None, partial: Tensor | None
-) -> None:
-    """Put this rank's own gradients where they were."""
-    mesh = getattr(parameter, "device_mesh", None)
-    if grad is not None:
-        parameter.grad = _placed(grad, parameter, mesh, getattr(parameter, "placements", ()))
-    pending = partial if unreduced is None else unreduced
-    if pending is None:
-        return
-    split = None if mesh is None or "tensor" not in mesh.mesh_dim_names else mesh["tensor"]
-    last = Partial() if unreduced is None else parameter.placements[-1]
-    pending = _placed(pending, parameter, split, (last,))
-    if part is None:
-        parameter.grad = pending
-    else:
-        setattr(part, _PENDING, pending)
+def _laid_out(kind: str, parameter: Any) -> tuple[Any, tuple[Placement, ...]]:
+    """Mesh and placements of a gradient that is laid out as its parameter; None without a mesh.
+
+    An unreduced one is a DTensor only over the tensor axis, which is the last of a mesh.
+    """
+    mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
+    if kind == "grad" or mesh is None:
+        return mesh, placements
+    return (mesh["tensor"], placements[-1:]) if "tensor" in mesh.mesh_dim_names else (None, ())
 
 
-def _placed(local: Tensor, parameter: Any, mesh: Any, placements: Any) -> Tensor:
-    """A gradient of which this is the local part; itself where there is no mesh."""
+def _own_grad(saved: StateReader, kind: str, name: str, parameter: Any) -> Tensor | None:
+    """What this rank itself had accumulated of a gradient, placed as it was."""
+    local = saved.own(f"{kind}.{name}", saved.rank)
+    if local is None:
+        return None
     local = local.to(parameter.device)
+    mesh, placements = _laid_out(kind, parameter)
     if mesh is None:
         return local
+    if (codes := saved.own(f"placements.{kind}.{name}", saved.rank)) is not None:
+        by_code = {code: how for how, code in _CODES.items()}
+        placements = tuple(by_code[code] if code < 0 else Shard(code) for code in codes.tolist())
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
