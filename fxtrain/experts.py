@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxtrain import ops
-from fxtrain.backends.core.step_functions import Placeholders
 from fxtrain.backends.tensor import is_mixture
 from fxtrain.errors import PlanError
+from fxtrain.ops.placeholders import Placeholders
 from fxtrain.state import DistContext, Wrapped
 
 __all__ = ["balance_bias", "balance_loss", "mix"]

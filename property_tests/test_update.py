@@ -1,11 +1,11 @@
-"""A law: `fx.update` is `fx.step` in every bit, under any plan and strategy, for any data."""
+"""A law: `fx.update` and a loop of parts are `fx.step` in every bit, under any plan and strategy."""
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from tests.cluster._both_ways import Case, both_ways, check_equal
+from tests.cluster._both_ways import WAYS, Case, both_ways, check_equal
 
 ON_RANKS = settings(
     max_examples=10, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
@@ -29,21 +29,21 @@ OPTIONS = {
     "clip_value": st.sampled_from([None, 0.01]),
     "nonfinite": st.sampled_from(["ignore", "skip", "raise"]),
     "even": st.sampled_from(["pad", "uneven", "drop"]),
-    "schedule": st.sampled_from(["update", "samples"]),
+    "schedule": st.sampled_from(["update", "samples", "ranks"]),
     "sync_each": st.booleans(),
 }
 
 
 @ON_RANKS
 @given(data=st.data())
-def test_an_update_is_a_step_in_every_bit_on_one_rank(clusters, data):
+def test_every_way_is_a_step_in_every_bit_on_one_rank(clusters, data):
     _check(clusters[1], data)
 
 
 @pytest.mark.slow
 @ON_RANKS
 @given(data=st.data())
-def test_an_update_is_a_step_in_every_bit_on_two_ranks(clusters, data):
+def test_every_way_is_a_step_in_every_bit_on_two_ranks(clusters, data):
     _check(clusters[2], data)
 
 
@@ -64,4 +64,5 @@ def _check(pool, data):
         poison=data.draw(st.none() | st.tuples(st.integers(0, pool.n - 1), batches)),
         leave=data.draw(st.none() | st.integers(1, 5), label="leave"),
     )
-    check_equal(pool.run(both_ways, fx.Plan(**fields), case))
+    way = data.draw(st.sampled_from([*WAYS][1:]), label="way")
+    check_equal(pool.run(both_ways, fx.Plan(**fields), case, None, way))

@@ -29,6 +29,7 @@ from fxtrain.backends.core.module_changes import (
 )
 from fxtrain.backends.core.optimizer_state import own_tensor_of_ranks
 from fxtrain.backends.core.optimizers import local_optimizer
+from fxtrain.backends.core.replica_digests import verify_replicas
 from fxtrain.backends.single import SINGLE, wrap_without_engine
 from fxtrain.errors import StepError
 from fxtrain.precision.quantizing import quantized_layers, quantized_tensors
@@ -282,12 +283,26 @@ def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
     if model.engine is not model.module:
         # Of a loop without `ops.sync`.
         model.engine.finish_reduction()
+    every = model.plan.verify_replicas
+    verifies = every and not (update.skip or (model.window.updates + 1) % every)
+    if verifies and _shares_optimizer(model):
+        # The update overwrites parameters with those of the rank that computes them.
+        verify_replicas(model, before_update=True)
     return step_functions.apply(model, update)
+
+
+def _verify(model: Wrapped) -> None:
+    if not _shares_optimizer(model):  # otherwise `_apply` has compared them
+        SINGLE.verify(model)
+
+
+def _shares_optimizer(model: Wrapped) -> bool:
+    return any([local_optimizer(optimizer) is not optimizer for optimizer in model.optimizers])
 
 
 def _unwrap(model: Wrapped) -> nn.Module:
     module = SINGLE.unwrap(model)
-    if any(local_optimizer(optimizer) is not optimizer for optimizer in model.optimizers):
+    if _shares_optimizer(model):
         # Out of the buckets in which they were sent.
         for parameter in module.parameters():
             parameter.data = parameter.data.clone()
@@ -369,4 +384,5 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     load_state=load_power_sgd,
     cuts_sequences=True,
     average=average,
+    verify=_verify,
 )

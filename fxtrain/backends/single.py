@@ -19,6 +19,7 @@ from fxtrain.backends.core.optimizers import (
     make_schedulers,
     refuse_later_parameters,
 )
+from fxtrain.backends.core.replica_digests import verify_replicas
 from fxtrain.backends.core.weights import torch_weights
 from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped
 from fxtrain.state.window import ModelStatus
@@ -102,6 +103,10 @@ def _unwrap(model: Wrapped) -> nn.Module:
     return model.module
 
 
+def _verify(model: Wrapped) -> None:
+    verify_replicas(model)  # looked up here, where a replay replaces it
+
+
 SINGLE = Strategy(
     name="Single",
     config=Single,
@@ -124,5 +129,5 @@ SINGLE = Strategy(
     full_parameters=True,
     converts_layers=True,
     updates_on_host=True,
-    verifies_replicas=True,
+    verify=_verify,
 )

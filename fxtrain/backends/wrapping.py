@@ -284,7 +284,7 @@ def problems_of(
             f"{strategy.name} cannot split sequences, as Plan(context=...) asks. Remove context, "
             f"or use FSDP() or DDP()."
         )
-    if plan.verify_replicas and not strategy.verifies_replicas:
+    if plan.verify_replicas and strategy.verify is None:
         problems.append(
             f"Plan(verify_replicas={plan.verify_replicas}): {strategy.name} has no replicas in "
             f"memory that ranks could compare. Remove verify_replicas, or use DDP(), FSDP() or "

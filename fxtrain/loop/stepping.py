@@ -1,21 +1,20 @@
 """One micro-batch: forward, backward and, at the end of a window, the update and its schedulers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NoReturn
 
 import attrs
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 from typing_extensions import TypeVar
 
 from fxtrain import _tree, ops
-from fxtrain._display import counted
 from fxtrain._record import shown
-from fxtrain.backends.core.replica_digests import verify_replicas
 from fxtrain.errors import StepError
-from fxtrain.loop import weighting
-from fxtrain.ops.step_parts import check_loss, waiting_schedulers
+from fxtrain.ops import weighting
+from fxtrain.ops.micro_batches import end_micro_batch, run_micro_batch
+from fxtrain.ops.schedules import waiting_schedulers
 from fxtrain.ops.transport.mismatches import name_lost_rank
 from fxtrain.ops.transport.pace import Pace
 from fxtrain.state import (
@@ -25,8 +24,6 @@ from fxtrain.state import (
     Position,
     Report,
     Single,
-    UpdateResult,
-    UpdateSpec,
     Weighted,
     WeightedLoss,
     Wrapped,
@@ -37,15 +34,6 @@ from fxtrain.state.wrapped import check_open
 M = TypeVar("M", bound=nn.Module, default=Any)
 Loss = Tensor | Weighted
 
-_NO_UPDATE = UpdateResult(applied=False)
-_HALF = (torch.bfloat16, torch.float16)
-# The attributes in which schedulers of torch keep the number of steps after which they are done.
-_LENGTHS = {
-    "CosineAnnealingLR": "T_max",
-    "OneCycleLR": "total_steps",
-    "PolynomialLR": "total_iters",
-}
-_TOLERANCE = 0.05  # a last short window, and rows of padding
 LOSS_EXAMPLE = "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 
 
@@ -79,24 +67,18 @@ def check_loss_function(call: str, function: Any) -> None:
         )
 
 
-def _weighted(
-    loss_fn: Callable[[Any, Any], Any],
-) -> Callable[[Wrapped, Batch], WeightedLoss]:
-    """The loss function that strategies call: the user's, with its result checked and weighted."""
-
-    def compute_loss(model: Wrapped, batch: Batch) -> WeightedLoss:
-        if model.plan.precision.compute == "fp32":
+def _compute_loss(loss_fn: Callable[[Any, Any], Any], model: Wrapped, batch: Batch) -> WeightedLoss:
+    """What strategies call: the user's loss function, with its result checked and weighted."""
+    if model.plan.precision.compute == "fp32":
+        out = loss_fn(model, batch)
+    else:
+        with ops.autocast(model):
             out = loss_fn(model, batch)
-        else:
-            with ops.autocast(model):
-                out = loss_fn(model, batch)
-        if type(out) is Tensor and out.ndim == 0 and out.requires_grad:
-            loss, aux = out, None  # nothing to check or to unpack
-        else:
-            loss, aux = loss_and_aux(out)
-        return weighting.weigh_loss(loss, aux, batch, model)
-
-    return compute_loss
+    if type(out) is Tensor and out.ndim == 0 and out.requires_grad:
+        loss, aux = out, None  # nothing to check or to unpack
+    else:
+        loss, aux = weighting.loss_and_aux(out)
+    return weighting.weigh_loss(loss, aux, batch, model)
 
 
 def _timed(
@@ -140,7 +122,7 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
     of the data (unless `Plan(flush=False)`), whatever the loader and other models do. The gradient
     of an update is that of the mean over all rows (with `Weighted`, over the total weight) of the
     model's window on all ranks. Gradients left in this model by another model's backward
-    are dropped; those of `ops.backward` are kept.
+    are dropped; those of an `ops.backward` that `ops.apply` has not ended are kept.
 
     Args:
         ctx: The context for which the model was wrapped.
@@ -180,21 +162,12 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
         check_step("step", ctx, batch, model)
     position, window = batch.position, model.window
     pace = ctx.comm.state.slots.get(Pace)
-    window.closes = due = window.micro + 1 >= plan.accumulate or (position.is_last and plan.flush)
-    outcome = _NO_UPDATE
+    if model.status.block is not None:
+        _check_block(batch, model)
     try:
-        if not (model.status.added_grads or window.micro):
-            model.strategy.begin(model)
-        if not due or window.micro:  # else the window is this batch
-            weighting.count(batch, model)
         loss = fns.loss if pace is None else _timed(fns.loss, pace, model)
-        weighted = model.strategy.run(model, batch, _weighted(loss), due or plan.sync_each)
-        if plan.nonfinite != "ignore":
-            window.bad_losses.add_(~torch.isfinite(weighted.mean))
-        if due:
-            outcome = _update(ctx, batch, model, weighted)
-        if plan.local is not None or plan.verify_replicas:
-            _average_or_verify(model, position)
+        weighted = run_micro_batch(batch, model, partial(_compute_loss, loss))
+        outcome = end_micro_batch(batch, model)
     except RuntimeError as error:
         # torch's message says how long it waited.
         name_lost_rank(ctx, ("step", "forward, backward and update"), error)
@@ -208,7 +181,7 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
         weight=weighted.weight,
         grad_norm=outcome.grad_norm,
         applied=outcome.applied,
-        skipped=due and not outcome.applied,
+        skipped=outcome.due and not outcome.applied,
         position=position,
         updates=window.updates,
         aux=None if weighted.aux is None else _tree.map_tensors(Tensor.detach, weighted.aux),
@@ -258,7 +231,7 @@ def update(ctx: DistContext, batch: Batch, model: Wrapped, loss: Tensor | Weight
     if not fits or model.status.closed or ctx.comm.state.closed:
         check_step("update", ctx, batch, model)
     if model.plan.precision.compute != "fp32":
-        _check_dtype(loss, model)
+        weighting.check_dtype("update", loss, model)
     try:
         return step(ctx, batch, StepFns(model, lambda *_: loss))
     except RuntimeError as error:
@@ -297,17 +270,14 @@ def check_step(call: str, ctx: DistContext, batch: Any, model: Wrapped) -> None:
         )
 
 
-def _check_dtype(loss: Any, model: Wrapped) -> None:
-    """Refuse a loss that autocast would have computed in fp32."""
-    compute = model.plan.precision.compute
-    dtype = getattr(loss.total if isinstance(loss, Weighted) else loss, "dtype", None)
-    if dtype in _HALF:
+def _check_block(batch: Batch, model: Wrapped) -> None:
+    """Refuse a step inside a block of `ops.sync` that may have decided otherwise to reduce."""
+    block = model.status.block
+    if block is not None and block[0] is not batch and model.plan.accumulate > 1:
         raise StepError(
-            f"update: the loss is {dtype}, since it was computed outside of autocast, under a "
-            f"plan with precision={compute!r}. Compute it as fx.step does: `with "
-            f"fx.ops.autocast(model): loss = ...`, or from outputs in fp32 (outputs.float(), or "
-            f"Plan(precision=fx.Precision(compute={compute!r}, output='fp32'))).",
-            code="FX502",
+            f"A step inside `with fx.ops.sync(model):`, which does not know the batch: under "
+            f"Plan(accumulate={model.plan.accumulate}) it decides whether gradients are reduced. "
+            f"Use `with fx.ops.sync(model, batch):`."
         )
 
 
@@ -316,15 +286,6 @@ def _refuse(fns: object) -> NoReturn:
         f"step takes fx.StepFns, found {type(fns).__name__}. "
         f"Use fx.step(ctx, batch, fx.StepFns(model, loss))."
     )
-
-
-def _average_or_verify(model: Wrapped, position: Position) -> None:
-    """End an averaging round, and compare replicas, if it is time at the model's updates."""
-    micro, updates = model.window.micro, model.window.updates
-    if model.status.replica is not None:
-        model.strategy.average(model, attrs.evolve(position, updates=updates, micro=micro))
-    if model.plan.verify_replicas and not (micro or updates % model.plan.verify_replicas):
-        verify_replicas(model)
 
 
 def _remind(ctx: DistContext, model: Wrapped, position: Position) -> None:
@@ -348,140 +309,3 @@ def _remind(ctx: DistContext, model: Wrapped, position: Position) -> None:
                 "another number as the metric.",
                 type(scheduler).__name__,
             )
-
-
-def loss_and_aux(out: Any) -> tuple[Any, Any]:
-    """What a loss function returned: a loss, checked, and aux metrics."""
-    loss, aux = out if type(out) is tuple and len(out) == 2 else (out, None)
-    weighted = type(loss) is Weighted
-    total: Any = loss.total if weighted else loss
-    if hasattr(total, "full_tensor"):  # a loss computed from sharded logits
-        total = total.full_tensor()
-    check_loss(total)
-    if total.ndim:
-        total = total.reshape(())  # as torch's backward would
-    return attrs.evolve(loss, total=total) if weighted else total, aux
-
-
-def _update(ctx: DistContext, batch: Batch, model: Wrapped, weighted: WeightedLoss) -> UpdateResult:
-    plan, window = model.plan, model.window
-    scale = None
-    if window.micro or weighted.provisional:
-        scale = weighting.close_window(weighted, model)
-    problem = None if plan.nonfinite == "ignore" else _nonfinite_problem(ctx, batch, model)
-    spec = UpdateSpec(
-        scale=scale,
-        clip_norm=plan.clip_norm,
-        clip_value=plan.clip_value,
-        skip=problem is not None,
-    )
-    outcome = model.strategy.apply(model, spec)
-    model.status.added_grads = False
-    rows = window.real_rows if window.micro else sum(batch.rows)
-    window.end()
-    if problem is not None and plan.nonfinite == "raise":
-        raise problem
-    if outcome.applied and model.schedulers:
-        advance_schedulers(batch, model, steps_per_update(model, rows))
-    return outcome
-
-
-def _nonfinite_problem(ctx: DistContext, batch: Batch, model: Wrapped) -> StepError | None:
-    """An error that names the ranks with a non-finite loss or gradient; equal on every rank."""
-    bad_grads = not model.strategy.finite(model)
-    bad_losses = int(model.window.bad_losses)
-    model.window.bad_losses.zero_()
-    counts = ops.gather_objects((bad_losses, bad_grads), ctx)
-    if not any(losses or grads for losses, grads in counts):
-        return None
-    lines = [
-        f"Non-finite values before update {model.window.updates + 1} "
-        f"(epoch {batch.position.epoch}, index {batch.position.index}):",
-        *(
-            f"  rank {rank}: {counted(losses, 'non-finite loss')}; "
-            f"gradients are {'non-finite' if grads else 'finite'}"
-            for rank, (losses, grads) in enumerate(counts)
-            if losses or grads
-        ),
-        'Update skipped. Use Plan(nonfinite="skip") to continue without raising.',
-    ]
-    return StepError("\n".join(lines), code="FX501")
-
-
-def advance_schedulers(batch: Batch, model: Wrapped, steps: int) -> None:
-    """Advance the schedulers, which the loop has left alone since the last update."""
-    updates = model.window.updates
-    status = model.status
-    if status.scheduled_update is None:
-        _warn_of_lengths(model, batch, steps)
-    if status.scheduled_update == updates - 1:
-        for scheduler, count in zip(model.schedulers, status.schedule_counts, strict=True):
-            if getattr(scheduler, "last_epoch", 0) > count:
-                raise StepError(
-                    f"The loop called {type(scheduler).__name__}.step() after update "
-                    f"{updates - 1}, and a step of fxtrain advances this scheduler after every "
-                    f"update. Remove the call. A scheduler that advances once per epoch is not "
-                    f"passed to fx.wrap."
-                )
-    for scheduler in model.schedulers:
-        _advance(scheduler, steps, capped=model.plan.schedule == "ranks")
-    status.scheduled_update = updates
-    status.schedule_counts = tuple(getattr(each, "last_epoch", 0) for each in model.schedulers)
-
-
-def steps_per_update(model: Wrapped, rows: int) -> int:
-    """Steps of each scheduler for an update that averages over this many rows."""
-    plan = model.plan
-    if plan.schedule == "samples":
-        return rows
-    # One batch of the loader before it was sharded is one of a rank; a global one is one of all.
-    sharded = plan.schedule == "ranks" and plan.batch == "per_rank"
-    return model.ctx.axis("data").world_size if sharded else 1
-
-
-def _advance(scheduler: Any, steps: int, *, capped: bool) -> None:
-    """Step a scheduler; capped: as far as its length, which batches of ranks may exceed."""
-    for _ in range(steps):
-        if capped and scheduler.last_epoch >= getattr(scheduler, "total_steps", float("inf")):
-            return
-        scheduler.step()
-
-
-def _warn_of_lengths(model: Wrapped, batch: Batch, steps: int) -> None:
-    """Log schedulers that are done long before the run, or long after it.
-
-    `batch` is the last one of an update, and `steps` those of schedulers for each update. Unless
-    the model trains on each batch of its loader, nothing is known.
-    """
-    updates = batch.run_updates
-    if updates is None or batch.position.updates != model.window.updates:
-        return
-    ranks, steps_of_run = model.ctx.axis("data").world_size, updates * steps
-    names = [type(scheduler).__name__ for scheduler in model.schedulers]
-    lengths = [
-        getattr(scheduler, _LENGTHS.get(name, ""), None)
-        for scheduler, name in zip(model.schedulers, names, strict=True)
-    ]
-    # Schedulers of several optimizers are often alike.
-    for name, length in dict.fromkeys(zip(names, lengths, strict=True)):
-        if (
-            type(length) is not int
-            or abs(length - steps_of_run) <= steps + _TOLERANCE * steps_of_run
-        ):
-            continue
-        cure = f"Build it with {_LENGTHS[name]}={steps_of_run}, of loader.total_updates(epochs)"
-        if length > steps_of_run and ranks > 1 and model.plan.schedule == "update":
-            cure += (
-                f"; if it counts the batches of the loader before fx.shard, use "
-                f"Plan(schedule='ranks'), which steps it {ranks} times per update"
-            )
-        ops.log(model.ctx).warning(
-            "%s has a length of %d steps, and this run of %d updates makes %d under "
-            "Plan(schedule=%r). %s.",
-            name,
-            length,
-            updates,
-            steps_of_run,
-            model.plan.schedule,
-            cure,
-        )

@@ -22,6 +22,7 @@ from fxtrain.ops.padding import Padded, gather_valid, pad, unpad
 from fxtrain.ops.padding import gather_valid as gather_for_metrics
 from fxtrain.ops.restarts import restarting
 from fxtrain.ops.same_errors import raise_together
+from fxtrain.ops.schedules import schedule
 from fxtrain.ops.sequence_tokens import join_tokens, token_positions
 from fxtrain.ops.splitting import scatter, split
 from fxtrain.ops.step_parts import (
@@ -32,7 +33,6 @@ from fxtrain.ops.step_parts import (
     clip_norm,
     clip_value,
     scale_grads,
-    schedule,
     sync,
 )
 from fxtrain.ops.whole_tensors import save

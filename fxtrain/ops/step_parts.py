@@ -3,33 +3,47 @@
 Each calls the function of the same name of the model's strategy.
 """
 
-import numbers
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fxtrain._record import shown
 from fxtrain.errors import StepError
-from fxtrain.ops.collectives import reduce
-from fxtrain.ops.devices import as_scalar
+from fxtrain.ops.micro_batches import (
+    closes_window,
+    count_micro_batch,
+    end_micro_batch,
+    run_micro_batch,
+    uniform_batch,
+)
+from fxtrain.ops.placeholders import has_no_row, uncounted
 from fxtrain.ops.transport.mismatches import name_lost_rank
-from fxtrain.state import Position, UpdateResult, UpdateSpec, Wrapped
+from fxtrain.ops.weighting import check_dtype, loss_and_aux, ranks_of_update, weigh_loss
+from fxtrain.state import Batch, Position, UpdateResult, UpdateSpec, Weighted, Wrapped
 from fxtrain.state.wrapped import check_open
 
 # Of the formats that a plan names.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None]:
+def sync(
+    model: Wrapped, batch: Batch | None = None, *, enabled: bool | None = None
+) -> AbstractContextManager[None]:
     """A block for forward and backward of a micro-batch, in which gradients are reduced or not.
 
+    `ops.backward` needs no block: it reduces gradients where the plan makes an update. A block
+    decides otherwise, by `enabled`, or lets forward know too: for a loss on split logits
+    (`TP(loss=True)`), for buffers of ranks without a row (`even="uneven"`), and where torch's DDP
+    should reduce while backward runs.
+
     Args:
-        enabled: Whether to reduce gradients over ranks: False inside an accumulation window, True
-            for its last micro-batch.
+        model: The wrapped model.
+        batch: The batch of the micro-batch, which `ops.backward` takes from the block. None as for
+            `ops.backward`.
+        enabled: Whether to reduce gradients over ranks. None follows the plan: where it makes an
+            update after this micro-batch, and everywhere under `sync_each`.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -39,7 +53,25 @@ def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None
         ...         fx.ops.backward(model(torch.ones(1, 2)).sum(), model)
     """
     check_open(model, "ops.sync")
-    return model.strategy.sync(model, enabled)
+    return _block(model, batch, enabled)
+
+
+@contextmanager
+def _block(model: Wrapped, batch: Batch | None, enabled: bool | None) -> Iterator[None]:  # noqa: FBT001
+    status, outer = model.status, model.status.block
+    batch = uniform_batch(model) if batch is None else batch
+    closes = model.window.closes if status.batch is batch else closes_window(batch, model)
+    reduce = closes or model.plan.sync_each if enabled is None else enabled
+    counts = 0 not in batch.sizes or not has_no_row(model, batch)
+    status.block = (batch, reduce)
+    try:
+        with (
+            model.strategy.sync(model, reduce),
+            nullcontext() if counts else uncounted([model.module], model.ctx),
+        ):
+            yield
+    finally:
+        status.block = outer
 
 
 def autocast(model: Wrapped) -> AbstractContextManager[object]:
@@ -63,35 +95,114 @@ def autocast(model: Wrapped) -> AbstractContextManager[object]:
     return torch.autocast(model.ctx.device.type, dtype=DTYPES[dtype])
 
 
-def backward(loss: Tensor, model: Wrapped) -> None:
-    """Compute gradients of a scalar loss, under the model's loss scale if it has one.
+def backward(
+    loss: Tensor | Weighted, model: Wrapped, batch: Batch | None = None, *, counts: bool = True
+) -> None:
+    """Run backward of the loss of a micro-batch, as the plan says.
+
+    The loss is weighted and scaled as in `fx.step`, and gradients are reduced over ranks where
+    the plan makes an update. Call `ops.apply` after each micro-batch, or after each window.
 
     Args:
-        loss: Scalar with a gradient, already divided by the micro-batches of its window.
+        loss: A mean loss over the rows of the batch, or `Weighted(total, weight)`. Do not divide
+            it by the number of micro-batches.
+        model: The wrapped model.
+        batch: The batch from which it was computed. Another call with the same one, or in the same
+            `ops.sync` block, adds another loss of this micro-batch. None is a micro-batch that
+            weighs as much as any other, on each rank, and does not end the data.
+        counts: Whether the loss is one of the window. False adds its gradient as it is: not
+            weighted, and not as a micro-batch.
 
     Effects:
-        Adds to `.grad`, to which the next `fx.step`, if there is one, adds its own; reduces over
-        ranks inside `sync(model)`.
+        Adds to `.grad`; drops before what another model has left there, if a window begins.
+        Communicates as the strategy does.
 
     Raises:
-        StepError: the loss is not a scalar or does not require grad.
+        StepError: the loss is not a scalar, does not require grad, does not depend on the model, or
+            is in half precision because it was computed outside of `ops.autocast`; or the window
+            is complete, and `ops.apply` was not called.
 
     Example:
         >>> import fxtrain as fx, torch
         >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     model = fx.wrap(torch.nn.Linear(2, 1, bias=False), ctx)
+        ...     plan = fx.Plan(accumulate=2)
+        ...     model = fx.wrap(torch.nn.Linear(2, 1, bias=False), ctx, plan)
         ...     fx.ops.backward(model(torch.ones(1, 2)).sum(), model)
         ...     model.module.weight.grad
-        tensor([[1., 1.]])
+        tensor([[0.5000, 0.5000]])
     """
     check_open(model, "ops.backward")
-    check_loss(loss)
-    model.status.added_grads = model.status.in_backward = True
+    whole, _ = loss_and_aux(loss)
+    if model.plan.precision.compute != "fp32":
+        check_dtype("ops.backward", whole, model)
+    if model.ctx.world_size > 1 and "backward" in dict(model.strategy.fused):
+        model.strategy.backward(loss, model)  # says why it cannot
+    with _lost_ranks_named(model, "backward"):
+        if counts:
+            _backward_of_batch(whole, model, batch)
+        else:
+            _backward_alone(whole, model)
+    model.status.added_grads = True
+    _check_reached(model)
+
+
+def _check_reached(model: Wrapped) -> None:
+    """Refuse the loss of another model, after its backward; only full gradients can tell."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if model.strategy.full_parameters and trained and all(p.grad is None for p in trained):
+        raise StepError(
+            f"ops.backward: the loss does not depend on a parameter of this "
+            f"{type(model.module).__name__}. Pass the model that computed the loss, or call "
+            f"loss.backward() where it comes from a module that is not wrapped.",
+            code="FX502",
+        )
+
+
+def _backward_of_batch(loss: Tensor | Weighted, model: Wrapped, batch: Batch | None) -> None:
+    """Backward of a loss of the batch, of that of the block around it, or of none."""
+    status, plan = model.status, model.plan
+    if status.block is not None:
+        if batch is not None and batch is not status.block[0]:
+            raise StepError(
+                "ops.backward got another batch than the ops.sync block around it. Pass the batch "
+                "to the block: `with fx.ops.sync(model, batch):`."
+            )
+        batch = status.block[0]
+    elif batch is None:
+        batch = uniform_batch(model)
+    again = status.batch is batch
+    if again and model.window.micro and type(loss) is Weighted:
+        raise StepError(
+            "ops.backward got a second loss of one micro-batch as Weighted(total, weight). Add up "
+            "the totals and the weights, and pass one Weighted."
+        )
+    if status.batch is not None and model.window.closes and not again and plan.accumulate > 1:
+        raise StepError(
+            f"ops.backward: the accumulation window is complete, with {plan.accumulate} "
+            f"micro-batches, and ops.apply was not called. Call fx.ops.apply(model) after each "
+            f"micro-batch; it makes an update where Plan(accumulate={plan.accumulate}) says so."
+        )
+    status.batch = batch
+    run_micro_batch(batch, model, lambda m, b: weigh_loss(loss, None, b, m), counts=not again)
+
+
+def _backward_alone(loss: Tensor | Weighted, model: Wrapped) -> None:
+    """Backward of a loss that is no part of the window."""
+    if isinstance(loss, Weighted):
+        raise StepError(
+            "ops.backward(counts=False) adds the gradient of a loss as it is, and takes a scalar "
+            "tensor, found Weighted. Divide its total by its weight."
+        )
+    status, window, plan = model.status, model.window, model.plan
+    if not (status.added_grads or window.micro):
+        model.strategy.begin(model)
+    reduce = window.closes or window.micro + 1 >= plan.accumulate or plan.sync_each
+    status.in_backward = True
     try:
-        with _lost_ranks_named(model, "backward"):
+        with nullcontext() if status.block is not None else model.strategy.sync(model, reduce):
             model.strategy.backward(loss, model)
     finally:
-        model.status.in_backward = False
+        status.in_backward = False
 
 
 @contextmanager
@@ -189,25 +300,54 @@ def clip_value(model: Wrapped, max_value: float) -> None:
     model.strategy.clip_value(model, max_value)
 
 
-def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  # noqa: B008 - a frozen value
-    """Run the optimizers, update the loss scale and zero the gradients.
+def apply(
+    model: Wrapped,
+    update: UpdateSpec | None = None,
+    *,
+    now: bool = False,
+    advance: bool = True,
+    zero: bool = True,
+) -> UpdateResult:
+    """End a micro-batch, with an update where the plan makes one.
+
+    An update does what `fx.step` does after backward: it corrects the weight of a short window,
+    skips non-finite values or raises, clips, runs the optimizers, updates the loss scale, advances
+    schedulers and zeroes gradients. Then replicas are averaged or compared, as the plan says.
+
+    Call it after each micro-batch, or after each window. Without `ops.backward` before, it counts
+    one micro-batch, whose gradients `loss.backward()` has added.
 
     Args:
-        update: What to do to the gradients before; nothing by default.
+        model: The wrapped model.
+        update: What to do to gradients before the optimizers run, in place of the plan's
+            `clip_norm`, `clip_value` and `nonfinite`; `UpdateSpec()` does nothing.
+        now: Make an update now, although the window is not complete.
+        advance: Whether to advance schedulers.
+        zero: Whether to zero gradients. False keeps them for reading, as the optimizers got them,
+            until the next window begins.
+
+    Returns:
+        Whether an update was due and applied, and the norm before clipping.
 
     Effects:
-        Updates parameters in place. Schedulers are the caller's.
+        Updates parameters in place. Communicates as the strategy does; as `fx.step` for
+        `Weighted` losses and `nonfinite`.
 
     Raises:
-        StepError: the model was wrapped without an optimizer.
+        StepError: the model was wrapped without an optimizer; `now=True` finds gradients that are
+            not reduced; or as `fx.step`.
 
     Example:
         >>> import fxtrain as fx, torch
         >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx,
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx, fx.Plan(accumulate=2),
         ...                     optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
-        ...     fx.ops.backward(model(torch.ones(1, 2)).sum(), model)
-        ...     fx.ops.apply(model).applied
+        ...     for row in torch.ones(4, 1, 2):
+        ...         fx.ops.backward(model(row).sum(), model)
+        ...         print(fx.ops.apply(model).applied)
+        False
+        True
+        False
         True
     """
     check_open(model, "ops.apply")
@@ -217,25 +357,38 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
             "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params)).",
             code="FX504",
         )
-    model.status.added_grads = False
+    status, window = model.status, model.window
+    batch, status.batch = status.batch, None
+    if batch is None:
+        batch = uniform_batch(model)
+        if not (now and window.micro):
+            count_micro_batch(batch, model)
+    if now and not window.closes:
+        if status.unreduced and ranks_of_update(model).world_size > 1:
+            raise StepError(
+                "ops.apply(now=True): gradients are not reduced over ranks, since the plan makes "
+                "no update after this micro-batch. Run its backward in `with fx.ops.sync(model, "
+                "enabled=True):`, or pass the batch to ops.backward, if the data ends with it."
+            )
+        window.closes = True
     with _lost_ranks_named(model, "apply"):
-        result = model.strategy.apply(model, update)
-    model.window.end()
+        result = end_micro_batch(batch, model, update, advance=advance, zero=zero)
+    status.averaged = model.plan.local is not None
     return result
 
 
 def average(model: Wrapped, position: Position | None = None) -> None:
     """Average replicas that train independently (`Plan.local`), at the end of a round.
 
-    `fx.step` does this itself. A loop written by hand calls it after each micro-batch; all
-    replicas then have the same weight.
+    `fx.step` and `ops.apply` do this themselves. A loop that calls `optimizer.step()` calls it
+    after each micro-batch; all replicas then have the same weight.
 
     Args:
         position: `batch.position`, by which the plan tells whether the round ends. None ends it.
 
     Effects:
         Changes parameters and floating-point buffers in place, with one all-reduce per dtype.
-        Does nothing without `Plan.local`.
+        Does nothing without `Plan.local`, nor with a position after an `ops.apply`.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -244,82 +397,6 @@ def average(model: Wrapped, position: Position | None = None) -> None:
         ...     fx.ops.average(model, fx.Position(updates=8))
     """
     check_open(model, "ops.average")
-    if model.status.replica is not None:
+    done, model.status.averaged = model.status.averaged, False
+    if model.status.replica is not None and not (done and position is not None):
         model.strategy.average(model, position)
-
-
-def schedule(metric: float | Tensor, model: Wrapped) -> None:
-    """Step the model's schedulers that follow a metric (`ReduceLROnPlateau`): once per epoch.
-
-    `fx.step` advances all others, but does not know the metric.
-
-    Args:
-        metric: One number, such as a validation loss. Ranks whose metrics differ use their mean,
-            so that their learning rates stay equal.
-
-    Effects:
-        One reduction of a number over the ranks.
-
-    Raises:
-        StepError: no scheduler of the model follows a metric, or the metric is not one number.
-
-    Example:
-        >>> import fxtrain as fx, torch
-        >>> plateau = lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0)
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx, scheduler=plateau,
-        ...                     optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
-        ...     for loss in (1.0, 2.0):
-        ...         fx.ops.schedule(loss, model)
-        ...     model.optimizer.param_groups[0]["lr"]
-        0.05
-    """
-    check_open(model, "ops.schedule")
-    waiting = waiting_schedulers(model)
-    if not waiting:
-        raise StepError(
-            "ops.schedule: this model has no scheduler that follows a metric. Wrap it with one: "
-            "fx.wrap(..., scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau); fx.step advances "
-            "all others."
-        )
-    size = metric.numel() if isinstance(metric, Tensor) else isinstance(metric, numbers.Real)
-    if size != 1:
-        raise StepError(
-            f"ops.schedule(metric, model) takes one number, found {shown(metric)}. For example: "
-            f"fx.ops.schedule(validation_loss, model)."
-        )
-    mine = as_scalar(metric, model.window.sums)
-    mean = reduce(mine.reshape(()), model.ctx, op="mean").item()
-    for scheduler in waiting:
-        scheduler.step(mean)
-
-
-def waiting_schedulers(model: Wrapped) -> list[ReduceLROnPlateau]:
-    """The schedulers of a model that follow a metric."""
-    schedulers = model.scheduler
-    if isinstance(schedulers, Mapping):
-        schedulers = list(schedulers.values())
-    every = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
-    return [scheduler for scheduler in every if isinstance(scheduler, ReduceLROnPlateau)]
-
-
-def check_loss(loss: Any) -> None:
-    """Refuse a loss from which backward cannot start."""
-    if not isinstance(loss, Tensor):
-        raise StepError(
-            f"The loss is a {type(loss).__name__}, not a tensor. Return a scalar tensor, "
-            f"fx.Weighted(total, weight), or a pair of either and aux metrics.",
-            code="FX502",
-        )
-    if loss.numel() != 1:
-        raise StepError(
-            f"The loss has shape {list(loss.shape)}. Return a scalar: reduce it with "
-            f".mean(), or use fx.Weighted(losses.sum(), losses.numel()).",
-            code="FX502",
-        )
-    if not loss.requires_grad:
-        raise StepError(
-            "The loss does not require grad. Compute it from parameters that require grad, "
-            "outside torch.no_grad, and do not detach it.",
-            code="FX502",
-        )

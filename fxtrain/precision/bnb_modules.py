@@ -9,7 +9,6 @@ import logging
 from typing import Any
 
 import bitsandbytes as bnb
-import torch
 from torch import Tensor
 
 # Logged in each forward of each layer that is not fp16.

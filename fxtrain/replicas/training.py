@@ -19,8 +19,10 @@ from fxtrain.checkpoint.restoring import restore_newest
 from fxtrain.data import Sharded
 from fxtrain.data.sharding import share_of_replica
 from fxtrain.errors import CheckpointError, CollectiveError, PlanError, StepError
-from fxtrain.loop.stepping import StepFns, advance_schedulers, loss_and_aux, steps_per_update
+from fxtrain.loop.stepping import StepFns
 from fxtrain.ops.devices import as_scalar
+from fxtrain.ops.schedules import advance_schedulers, steps_per_update
+from fxtrain.ops.weighting import loss_and_aux
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.replicas.healing import Progress, pack_state, unpack_state
 from fxtrain.replicas.members import Members, Replicas, join
@@ -38,6 +40,7 @@ from fxtrain.state import (
     Wrapped,
 )
 from fxtrain.state.context import check_connected
+from fxtrain.state.wrapped import settle_buffers
 
 # Sums that travel with the gradients: of losses, weights, non-finite losses and rows. After them:
 # the replicas' histories, and how many replicas have a gradient of each parameter.
@@ -400,6 +403,7 @@ class _Run:
             keep_parameters=self.rounds is not None and not weight,
         )
         outcome = model.strategy.apply(model, spec)
+        settle_buffers(model, keep=outcome.applied)
         rows = batch.position.samples - self.position.samples
         self.progress = attrs.evolve(self.progress, position=batch.position, averaged=False)
         model.window.end()

@@ -33,6 +33,7 @@ class UpdateSpec:
         skip: Skip the update; equal on every rank.
         keep_parameters: Count the update but keep this rank's parameters: its replica trains
             independently (`Plan.local`) and had no rows.
+        zero: Zero the gradients afterwards.
     """
 
     scale: torch.Tensor | float | None = attrs.field(default=None, eq=False, repr=number)
@@ -40,6 +41,7 @@ class UpdateSpec:
     clip_value: float | None = None
     skip: bool = False
     keep_parameters: bool = False
+    zero: bool = True
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -49,10 +51,12 @@ class UpdateResult:
     Attributes:
         applied: Whether the optimizers ran.
         grad_norm: Total norm before clipping, if one was computed.
+        due: Whether the accumulation window closed, so that there was an update or one was skipped.
     """
 
     applied: bool
     grad_norm: torch.Tensor | None = attrs.field(default=None, repr=number)
+    due: bool = True
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -173,9 +177,9 @@ class Strategy:
             gradients and updates are those of the module.
         generate: (model, method, args, kwargs) → what the `generate` of the user's module returns,
             which all ranks call together; None where they cannot, or need not.
-        verifies_replicas: Whether ranks can compare their replicas (`Plan.verify_replicas`): the
-            parameters of the module and the states of its optimizers are in memory, and shards are
-            DTensors.
+        verify: (model) → None: compares the replicas of all ranks (`Plan.verify_replicas`), after
+            an update; None where the parameters of the module or the states of its optimizers are
+            not in memory, or shards are not DTensors.
         average: (model, position) → None: with independent replicas, ends the round that ends
             at a position, or begins the first; at None ends one. Only called if the model has a
             `Round`.
@@ -208,7 +212,7 @@ class Strategy:
     splits_quantized: bool = False
     updates_on_host: bool = False
     generate: Callable[[Wrapped, Callable[..., Any], Any, Any], Any] | None = None
-    verifies_replicas: bool = False
+    verify: Callable[[Wrapped], None] | None = None
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
         lambda: unsupported("average", by="This strategy")
     )

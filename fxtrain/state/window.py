@@ -14,6 +14,7 @@ from fxtrain._display import describe
 if TYPE_CHECKING:
     import torch
 
+    from fxtrain.state.batch import Batch
     from fxtrain.state.strategy import Round
 
 # Per dimension, the rows of the full tensor that are on this rank: a slice, or indices.
@@ -30,6 +31,13 @@ class ModelStatus:
         in_backward: Whether gradients of this model are computed now, by a step or by
             `ops.backward`: a backward that reaches it at another time is that of another model.
         added_grads: Whether `ops.backward` added gradients, to which the next step adds its own.
+        block: The batch of the `ops.sync` block that is open, and whether it reduces; None outside.
+        batch: The batch of the last `ops.backward`, until `ops.apply` ends it.
+        unreduced: Whether gradients are not reduced because the plan makes no update yet.
+        averaged: Whether `ops.apply` has averaged replicas, so that `ops.average` need not.
+        before_window: Buffers of the module before the open window, by name, where its plan may
+            skip the update; None before the model is called.
+        before_call: Those before the micro-batch, where this rank may have no row in it.
         scheduled_update: The number of the last update that stepped the schedulers, or None.
         schedule_counts: What each scheduler had counted then. By these a step notices that the
             loop advanced them as well.
@@ -43,6 +51,12 @@ class ModelStatus:
     closed: Literal["", "gathered", "unwrap", "release"] = ""
     in_backward: bool = False
     added_grads: bool = False
+    block: tuple[Batch, bool] | None = attrs.field(default=None, repr=False)
+    batch: Batch | None = attrs.field(default=None, repr=False)
+    unreduced: bool = False
+    averaged: bool = False
+    before_window: dict[str, torch.Tensor] | None = attrs.field(default=None, repr=False)
+    before_call: dict[str, torch.Tensor] | None = attrs.field(default=None, repr=False)
     scheduled_update: int | None = None
     schedule_counts: tuple[int, ...] = ()
     replica: Round | None = None
@@ -69,6 +83,7 @@ class AccumulationWindow:
         unscaled: Whether gradients are already unscaled (fp16).
         updates: Updates of the model, from the beginning of its training.
         closes: Whether the micro-batch that runs now ends the window.
+        provisional: Whether that one's loss was scaled by an estimate, as `WeightedLoss` says.
         epoch: The epoch in which the window opened; None once a warning has told of it.
     """
 
@@ -84,6 +99,7 @@ class AccumulationWindow:
     unscaled: bool = False
     updates: int = 0
     closes: bool = False
+    provisional: bool = False
     epoch: int | None = 0
 
     def __attrs_post_init__(self) -> None:
@@ -94,7 +110,7 @@ class AccumulationWindow:
         """Count an update, and begin a new window."""
         self.updates += 1
         self.micro = self.rows = self.full_rows = self.real_rows = 0
-        self.closes = False
+        self.closes = self.provisional = False
 
 
 @attrs.frozen(kw_only=True, eq=False)

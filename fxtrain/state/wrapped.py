@@ -92,6 +92,8 @@ class Wrapped(Displayed, Generic[M_co]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.status.closed:
             check_open(self, "calling the model")
+        if self.plan.nonfinite != "ignore" or self.plan.even == "uneven":
+            keep_buffers(self)
         return self.strategy.forward(self, args, kwargs)
 
     def __repr__(self) -> str:
@@ -220,6 +222,41 @@ class Wrapped(Displayed, Generic[M_co]):
             if name == "generate" and hasattr(self.module, name):
                 use = " Use with fx.gathered(model) as net: net.generate(...)."
             raise AttributeError(f"A wrapped model has no attribute {name!r}.{use}")
+
+
+def keep_buffers(model: Wrapped[Any]) -> None:
+    """Keep the values of buffers before training changes them, where that may count for nothing.
+
+    Effects:
+        Copies them once a window if its update may be skipped, and once a micro-batch if this rank
+        may have no row in it.
+    """
+    import torch  # already imported by the module; records are imported without it
+
+    status, plan = model.status, model.plan
+    for_window = plan.nonfinite != "ignore" and status.before_window is None
+    for_call = plan.even == "uneven" and status.before_call is None
+    if not (for_window or for_call) or not model.module.training or not torch.is_grad_enabled():
+        return
+    values = {name: buffer.detach().clone() for name, buffer in model.module.named_buffers()}
+    status.before_window = values if for_window else status.before_window
+    status.before_call = values if for_call else status.before_call
+
+
+def settle_buffers(model: Wrapped[Any], *, keep: bool) -> None:
+    """After a window, keep the buffers as training has changed them, or restore them.
+
+    Effects:
+        Restores values in place. One that was replaced by a buffer of another shape is put back.
+    """
+    before, model.status.before_window = model.status.before_window or {}, None
+    now = dict(model.module.named_buffers()) if before and not keep else {}
+    for name, value in before.items() if now else ():
+        owner, _, key = name.rpartition(".")
+        if name in now and now[name].shape == value.shape:
+            now[name].detach().copy_(value)
+        else:
+            setattr(model.module.get_submodule(owner), key, value.clone())
 
 
 def _has_full_weights(model: Wrapped[Any], *, same_dtype: bool = False) -> bool:

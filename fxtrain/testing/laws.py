@@ -206,6 +206,33 @@ def one_rank_is_the_loop(
         assert torch.equal(run.parameters[name], value), f"{name} differs from the reference"
 
 
+def parts_are_the_step(
+    ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
+) -> None:
+    """A loop of parts trains as `fx.step` does, bit for bit, whatever the plan decides.
+
+    Does nothing where a strategy runs forward and backward together, so that there are no parts.
+    """
+    if ranks.n > 1 and "backward" in dict(strategies()[type(plan.strategy)].fused):
+        return
+    busy = attrs.evolve(plan, accumulate=2, nonfinite="skip", clip_norm=0.05, schedule="ranks")
+    task = Task(plan=busy, mesh=mesh, dtype=terms.dtype, decay=0.5, poke_at=2, poke=1e300)
+    tasks = [task, attrs.evolve(task, weighted=True)]
+    if terms.fp16:
+        halves = attrs.evolve(plan, accumulate=2, precision=Precision(compute="fp16"))
+        tasks.append(Task(plan=halves, mesh=mesh, dtype=torch.float32, poke_at=2))
+    for each in tasks:
+        runs = ranks.run(on_ranks, each)
+        for run, parts in zip(
+            runs, ranks.run(on_ranks, attrs.evolve(each, parts=True)), strict=True
+        ):
+            assert parts.applied == run.applied, f"updates ran: {parts.applied}, not {run.applied}"
+            assert (parts.lr, parts.scale) == (run.lr, run.scale), "schedulers or scales differ"
+            assert repr(parts.norms) == repr(run.norms), f"norms {parts.norms}, not {run.norms}"
+            for name, value in run.parameters.items():
+                assert torch.equal(parts.parameters[name], value), f"{name} differs by parts"
+
+
 def unwrap_gives_the_module_back(
     ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
 ) -> None:
@@ -243,6 +270,7 @@ LAWS: tuple[Law, ...] = (
     whole_weights_change_nothing,
     every_function_is_used,
     one_rank_is_the_loop,
+    parts_are_the_step,
     unwrap_gives_the_module_back,
 )
 
@@ -295,6 +323,7 @@ def unused_functions(ctx: Any, task: Task, folder: str) -> list[str]:
             wanted -= {"average"}  # of replicas that train independently
         else:
             trained(placed, ctx.rank, attrs.evolve(task, plan=plan), strategy=mine)
+        wanted -= set() if task.plan.verify_replicas and placed.world_size > 1 else {"verify"}
         wanted -= {"clip_value"} if task.plan.clip_value is None else set()
         return sorted(wanted - calls)
 

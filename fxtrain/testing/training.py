@@ -53,6 +53,9 @@ class Task:
             gradient.
         poke: What that entry is multiplied by: 3e38 is finite in fp32, but not under a loss
             scale; 1e300 is in float64 only.
+        decay: Factor of the learning rate after each update; None has no scheduler.
+        parts: Train by the parts of a step (`ops.sync`, `ops.backward`, `ops.apply`), in place of
+            `step`.
         look: Take whole weights out, and lend the module out, between the micro-batches of the
             first update, after the second and at the end.
     """
@@ -66,6 +69,8 @@ class Task:
     dtype: torch.dtype = torch.float64
     poke_at: int | None = None
     poke: float = 3e38
+    decay: float | None = None
+    parts: bool = False
     look: bool = False
 
 
@@ -80,6 +85,7 @@ class Run:
         parameters: Full parameters by name.
         tied: Whether the head and the embedding are one parameter while wrapped.
         scale: Loss scale at the end; None without one.
+        lr: Learning rate at the end.
         seen: Full weights after the last micro-batch, if the task reads them.
     """
 
@@ -89,6 +95,7 @@ class Run:
     parameters: dict[str, Tensor]
     tied: bool = True
     scale: float | None = None
+    lr: float | None = None
     seen: dict[str, Tensor] = attrs.field(factory=dict)
 
 
@@ -118,7 +125,10 @@ def trained(
     """Train in a context; if asked, save halfway, start from there, or use a row of one's own."""
     data = placed.axis("data")
     own = attrs.evolve(task, seed=task.seed + rank)
-    model = wrap(new_model(own), placed, task.plan, optimizer=sgd, strategy=strategy)
+    decay = None if task.decay is None else _decaying(task.decay)
+    model = wrap(
+        new_model(own), placed, task.plan, optimizer=sgd, scheduler=decay, strategy=strategy
+    )
     tokens, mask = token_rows(_count(task, data.world_size))
     table = TensorDataset(tokens[:, :-1], tokens[:, 1:], mask)
     loader = shard(DataLoader(table, batch_size=task.size), placed, task.plan)
@@ -126,17 +136,41 @@ def trained(
         loader = loader.at(restore(start_from, placed, model).position)
     poked = task.poke_at if data.is_last else None
     fns = StepFns(model=model, loss=_loss(task, poked))
+    train = _parts_of_step if task.parts else step
     reports: list[Report] = []
     seen: dict[str, Tensor] = {}
     for epoch in loader.epochs(1):
         for batch in epoch:
-            reports.append(step(placed, batch, fns))
+            reports.append(train(placed, batch, fns))
             now = reports[-1].position
             if task.look and (now.updates, now.micro) in _LOOKS:
                 seen = _whole_weights(model)
             if save_to and now.micro == 0 and now.updates == _UPDATES // 2:
                 save(save_to, placed, model, position=now)
     return attrs.evolve(_result(task, model, reports), seen=seen)
+
+
+def _decaying(factor: float) -> Callable[[Any], Any]:
+    return lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, factor)
+
+
+def _parts_of_step(_: DistContext, batch: Batch, fns: StepFns) -> Report:
+    """What `step` does, by its parts."""
+    model = fns.model
+    with ops.sync(model, batch):
+        with ops.autocast(model):
+            loss: Any = fns.loss(model, batch)
+        ops.backward(loss, model)
+    result = ops.apply(model)
+    weighted = isinstance(loss, Weighted)
+    return Report(
+        loss=(loss.total / loss.weight if weighted else loss).detach(),
+        weight=loss.weight if weighted else len(batch.valid),
+        grad_norm=result.grad_norm,
+        applied=result.applied,
+        skipped=result.due and not result.applied,
+        position=batch.position,
+    )
 
 
 def _whole_weights(model: Wrapped) -> dict[str, Tensor]:
@@ -162,6 +196,7 @@ def _result(task: Task, model: Wrapped, reports: list[Report]) -> Run:
     ids = {name: id(parameter) for name, parameter in names}
     tied = ids.get("head.weight") == ids.get("embed.weight")
     scale = None if model.scaler is None else model.scaler.get_scale()
+    lr = model.optimizers[0].param_groups[0]["lr"]
     module = unwrap(model)
     return Run(
         losses=(totals[:, 0] / totals[:, 1]).tolist(),
@@ -170,6 +205,7 @@ def _result(task: Task, model: Wrapped, reports: list[Report]) -> Run:
         parameters={n: p.detach().cpu().clone() for n, p in module.named_parameters()},
         tied=tied,
         scale=scale,
+        lr=lr,
     )
 
 

@@ -1,4 +1,4 @@
-"""One run by `fx.step` and the same by `fx.update`, compared in every bit."""
+"""One run by `fx.step`, and the same by `fx.update` or by parts, compared in every bit."""
 
 import attrs
 import torch
@@ -72,6 +72,27 @@ def _by_update(ctx, batch, model, case):
     return fx.update(ctx, batch, model, loss)
 
 
+def _by_parts(ctx, batch, model, case):
+    with fx.ops.autocast(model):
+        loss = _loss(ctx, model, batch, case)
+    fx.ops.backward(loss, model, batch)
+    return fx.ops.apply(model)
+
+
+def _by_parts_in_blocks(ctx, batch, model, case):
+    with fx.ops.sync(model, batch), fx.ops.autocast(model):
+        fx.ops.backward(_loss(ctx, model, batch, case), model)
+    return fx.ops.apply(model)
+
+
+WAYS = {
+    "step": _by_step,
+    "update": _by_update,
+    "parts": _by_parts,
+    "parts in blocks": _by_parts_in_blocks,
+}
+
+
 def _run(ctx, plan, case, way):
     model = fx.wrap(
         _Net(),
@@ -83,31 +104,38 @@ def _run(ctx, plan, case, way):
     tokens, mask = token_rows(case.rows)
     table = TensorDataset(tokens[:, :-1], tokens[:, 1:], mask)
     loader = DataLoader(_Stream(table) if case.stream else table, batch_size=case.size)
-    told, numbers = [], []
+    told, numbers, losses = [], [], []
     for number, epoch in enumerate(fx.shard(loader, ctx, plan).epochs(2)):
         for count, batch in enumerate(epoch):
             try:
-                report = way(ctx, batch, model, case)
+                result = WAYS[way](ctx, batch, model, case)
             except fx.errors.StepError as error:
                 told.append(str(error))
                 continue
-            told.append((report.applied, report.skipped, report.position, float(report.weight)))
-            numbers.append(report.loss if report.grad_norm is None else report.grad_norm)
+            if isinstance(result, fx.Report):
+                losses += [result.loss, float(result.weight)]
+                skipped = result.skipped
+            else:
+                skipped = result.due and not result.applied
+            told.append((result.applied, skipped, batch.position))
+            numbers += [] if result.grad_norm is None else [result.grad_norm]
             if number == 0 and count + 1 == case.leave:
                 break
     tensors = (*model.module.parameters(), *model.module.buffers())
     held = [getattr(one, "_local_tensor", one).detach().clone() for one in tensors]
-    return (told, model.optimizer.param_groups[0]["lr"]), numbers + held
+    return (told, model.optimizer.param_groups[0]["lr"]), numbers + held, losses
 
 
-def both_ways(ctx, plan, case, mesh=None):
-    """Both runs on this rank: of each, what it reported, and its numbers and values."""
+def both_ways(ctx, plan, case, mesh=None, way="update"):
+    """Both runs on this rank: of each, what it reported, its numbers and values, and its losses."""
     with on_mesh(ctx, mesh) as placed:
-        return _run(placed, plan, case, _by_step), _run(placed, plan, case, _by_update)
+        return _run(placed, plan, case, "step"), _run(placed, plan, case, way)
 
 
 def check_equal(results):
     """Both runs of every rank are equal in every bit."""
-    for (told, values), (told_by_update, values_by_update) in results:
-        assert told_by_update == told
-        torch.testing.assert_close(values_by_update, values, rtol=0, atol=0, equal_nan=True)
+    for (told, values, losses), (other_told, other_values, other_losses) in results:
+        assert other_told == told
+        torch.testing.assert_close(other_values, values, rtol=0, atol=0, equal_nan=True)
+        if other_losses:
+            torch.testing.assert_close(other_losses, losses, rtol=0, atol=0, equal_nan=True)

@@ -63,8 +63,6 @@ def _train(ctx, strategy, kind, net=None):
             with fx.ops.sync(model):
                 fx.ops.backward(model(x).square().mean(), model)
             fx.ops.apply(model)
-            for one in model.schedulers:
-                one.step()
     state = model.strategy.state(model)
     held = sum(t.nbytes for name, t in state.tensors.items() if name.startswith("optimizer."))
     values = {name: value.detach() for name, value in fx.unwrap(model).named_parameters()}

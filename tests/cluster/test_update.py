@@ -30,11 +30,13 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize("name", slow_after(1, STRATEGIES))
-def test_an_update_is_a_step_in_every_bit(clusters, name):
+@pytest.mark.parametrize("way", ["update", "parts in blocks"])
+def test_every_way_is_a_step_in_every_bit(clusters, name, way):
     n, plan, mesh = STRATEGIES[name]
     accumulated = attrs.evolve(plan, accumulate=3, clip_norm=0.1, precision="bf16")
-    check_equal(clusters[n].run(both_ways, accumulated, Case(rows=7 * n, weighted=True), mesh))
-    check_equal(clusters[n].run(both_ways, plan, Case(rows=5 * n), mesh))
+    weighted = Case(rows=7 * n, weighted=True)
+    check_equal(clusters[n].run(both_ways, accumulated, weighted, mesh, way))
+    check_equal(clusters[n].run(both_ways, plan, Case(rows=5 * n), mesh, way))
 
 
 def _net():

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from fxtrain import ops
 from fxtrain.backends.core.optimizer_state import own_tensor_of_ranks
-from fxtrain.backends.core.step_functions import fsdp_parameters
+from fxtrain.ops.placeholders import fsdp_parameters
 from fxtrain.ops.whole_tensors import full_values, local_values
 from fxtrain.state import AccumulationWindow, DistContext, StateReader, Wrapped
 

@@ -50,10 +50,15 @@ class Difference(NamedTuple):
     others: tuple[int, ...]
 
 
-def verify_replicas(model: Wrapped) -> None:
+def verify_replicas(model: Wrapped, *, before_update: bool = False) -> None:
     """Compare parameters and optimizer states between the ranks that hold replicas of them.
 
     Called by every rank at the same update, as `Plan.verify_replicas` says.
+
+    Args:
+        model: The wrapped model.
+        before_update: Whether the optimizers run next. Then gradients, which the ranks have
+            averaged, are compared too.
 
     Effects:
         Reads every parameter and optimizer state once, and one exchange of objects; one more if
@@ -67,7 +72,7 @@ def verify_replicas(model: Wrapped) -> None:
     ctx = model.ctx
     if ctx.world_size == 1 or ctx.comm.simulated:
         return
-    digests = digests_of(model)
+    digests = digests_of(model, gradients=before_update)
     differing = _differing_parts(ctx, digests)
     if not differing:
         return
@@ -76,6 +81,7 @@ def verify_replicas(model: Wrapped) -> None:
     differences = differences_of([found for _, found in rows])
     hosts = {rank: host for rank, (host, _) in enumerate(rows) if ctx.num_nodes > 1}
     lines, update = described(differences, hosts), model.window.updates
+    when = f"before update {update + 1}" if before_update else f"after update {update}"
     cure = (
         "Continue from a checkpoint that was saved before, such as with `fxtrain launch "
         "--restarts`. `fxtrain replay --times 2` of the updates since then tells a faulty "
@@ -84,19 +90,16 @@ def verify_replicas(model: Wrapped) -> None:
     if model.plan.replicas_differ == "heal":
         undecided = next((each.name for each in differences if not each.most), None)
         if undecided is None:
-            _heal(ctx, _tensors_by_part(model), differences)
+            _heal(ctx, _tensors_by_part(model, gradients=before_update), differences)
             log(ctx, "fxtrain.replicas").warning(
-                "Replicas differed after update %d; most ranks' values were copied to the others:"
-                "\n%s",
-                update,
+                "Replicas differed %s; most ranks' values were copied to the others:\n%s",
+                when,
                 "\n".join(lines),
             )
             return
         cure = f"No majority of ranks agrees on {undecided}, so nothing was overwritten. {cure}"
     raise StepError(
-        "\n".join(
-            [f"Replicas differ after update {update} ({ctx.world_size} ranks):", *lines, cure]
-        ),
+        "\n".join([f"Replicas differ {when} ({ctx.world_size} ranks):", *lines, cure]),
         code="FX506",
     )
 
@@ -134,24 +137,27 @@ def weighted_sums(tensor: Tensor) -> Tensor:
     return sums
 
 
-def digests_of(model: Wrapped) -> dict[str, dict[str, str]]:
+def digests_of(model: Wrapped, *, gradients: bool = False) -> dict[str, dict[str, str]]:
     """Digests of parameters and optimizer states of this rank, by part and by name."""
     return {
         part: {name: digest(tensor) for name, tensor in tensors.items()}
-        for part, tensors in _tensors_by_part(model).items()
+        for part, tensors in _tensors_by_part(model, gradients=gradients).items()
     }
 
 
-def _tensors_by_part(model: Wrapped) -> dict[str, dict[str, Tensor]]:
+def _tensors_by_part(model: Wrapped, *, gradients: bool) -> dict[str, dict[str, Tensor]]:
     """This rank's elements of parameters and optimizer states, live, by part and by name.
 
-    Others may hold replicas of them. A name is that of a parameter, or `optimizer.0.` with that of
-    a parameter and a state.
+    Others may hold replicas of them. A name is that of a parameter, `grad.` with that of a
+    parameter, or `optimizer.0.` with that of a parameter and a state.
     """
     now = model.status.replica
     # Stages have tensors of their own, and so do replicas that train independently.
     where = f"{model.ctx.axis('pipeline').rank} {() if now is None else now.peers}"
     tensors: dict[str, Any] = dict(model.module.named_parameters())
+    if gradients:
+        named = {f"grad.{name}": parameter.grad for name, parameter in tensors.items()}
+        tensors |= {name: grad for name, grad in named.items() if grad is not None}
     names = names_of(model.module)
     for index, optimizer in enumerate(model.optimizers):
         if local_optimizer(optimizer) is optimizer:  # otherwise each state is on one rank only

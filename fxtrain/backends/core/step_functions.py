@@ -4,12 +4,6 @@ Gradients are changed in place, and are plain tensors, or DTensors over one mesh
 functions for a list of gradients take plain tensors only, or DTensors of a single mesh, and with a
 loss scale they reduce over the first mesh only. Here each rank works on its local tensors, and
 results are reduced over exactly the axes along which gradients are sharded.
-
-A micro-batch of which a rank has no row runs the model for the other ranks' sake. Its rows are
-placeholders, and what a model computes from them may be infinite or NaN. A factor of zero in the
-loss does not help: zero times infinity is NaN. So their gradients are replaced by zeros where they
-reach a parameter, before a strategy adds or reduces them, and buffers, such as running statistics,
-are as before afterwards.
 """
 
 import itertools
@@ -27,6 +21,7 @@ from torch.optim import Optimizer
 from fxtrain import _tree, ops
 from fxtrain.errors import StepError
 from fxtrain.ops import autocast
+from fxtrain.ops.placeholders import has_no_row, uncounted
 from fxtrain.ops.transport.pace import Pace
 from fxtrain.state import (
     AccumulationWindow,
@@ -156,7 +151,9 @@ def run(
     try:
         with strategy.sync(model, reduce):
             if 0 in batch.sizes and has_no_row(model, batch):
-                with uncounted([model.module], model.ctx) as drop_gradients:
+                with uncounted(
+                    [model.module], model.ctx, model.status.before_call
+                ) as drop_gradients:
                     weighted = compute_loss(model, batch)
                     drop_gradients()
                     strategy.backward(weighted.loss, model)
@@ -232,7 +229,8 @@ def apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
             optimizer.step()
     if pace is not None:
         pace.add(began, device)
-    _zero_grads(model)
+    if update.zero:
+        _zero_grads(model)
     return UpdateResult(applied=applied, grad_norm=norm)
 
 
@@ -449,75 +447,3 @@ def _by_dtype_and_device(
     for part in parts:
         groups.setdefault((part.dtype, part.device), []).append(part)
     return groups
-
-
-def has_no_row(model: Wrapped, batch: Batch) -> bool:
-    """Whether this rank runs a batch for the other ranks' sake."""
-    return not batch.sizes[model.ctx.axis("data").rank]
-
-
-class Placeholders:
-    """Whether this rank runs a model on placeholders, for mixtures whose experts ranks share."""
-
-    now = False
-
-
-@contextmanager
-def uncounted(modules: Sequence[nn.Module], ctx: DistContext) -> Iterator[Callable[[], None]]:
-    """A block in which all gradients of modules are zero, and which leaves their buffers unchanged.
-
-    Except those of experts that are spread over ranks: they come from the tokens of others.
-
-    Yields:
-        () → None, to be called after a forward and before its backward: FSDP makes the parameters
-        that receive gradients in its first forward.
-    """
-    buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
-    handles: dict[int, Any] = {}
-    placeholders = ctx.comm.slot(Placeholders)
-
-    def drop_gradients() -> None:
-        for parameter in itertools.chain.from_iterable(map(_receiving, modules)):
-            if parameter.requires_grad and id(parameter) not in handles:
-                handles[id(parameter)] = parameter.register_hook(torch.zeros_like)
-
-    drop_gradients()
-    placeholders.now = True
-    try:
-        yield drop_gradients
-    finally:
-        placeholders.now = False
-        for handle in handles.values():
-            handle.remove()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-
-
-def _receiving(module: nn.Module) -> Iterator[Tensor]:
-    """The tensors that receive gradients of this rank's rows: parameters, and what FSDP gathers."""
-    gathered = (
-        parameter._unsharded_param
-        for part in module.modules()
-        for parameter in fsdp_parameters(part)
-        if hasattr(parameter, "_unsharded_param")  # gathered before
-    )
-    for parameter in itertools.chain(module.parameters(), gathered):
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh is None or "expert" not in mesh.mesh_dim_names:
-            yield parameter
-
-
-def fsdp_groups(part: Any) -> Iterator[Any]:
-    """torch's groups of the parameters that FSDP shards in a module, without its children's."""
-    if hasattr(part, "_get_fsdp_state"):
-        state = part._get_fsdp_state()
-        several = hasattr(state, "_fsdp_param_groups")  # since torch 2.13
-        every = state._fsdp_param_groups if several else [state._fsdp_param_group]
-        yield from (group for group in every if group is not None)
-
-
-def fsdp_parameters(part: Any) -> Iterator[Any]:
-    """torch's records of those parameters."""
-    for group in fsdp_groups(part):
-        yield from group.fsdp_params

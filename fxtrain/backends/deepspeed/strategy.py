@@ -131,6 +131,8 @@ def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
     """Scale, clip, update and zero, each by the engine's own functions."""
     if update.clip_value is not None:
         _clip_value()
+    if not update.zero:
+        _keep_gradients()
     _check_trained(model)
     send_buffers(model)
     engine = model.engine
@@ -255,12 +257,15 @@ def _unwrap(model: Wrapped) -> nn.Module:
 
 _clip_norm = unsupported(
     "clip_norm by itself; give it to Plan(clip_norm=...), or to "
-    "ops.apply(model, Finish(clip_norm=...))",
+    "ops.apply(model, UpdateSpec(clip_norm=...))",
     by="DeepSpeed",
 )
 _clip_value = unsupported("clip_value", by="DeepSpeed")
+_keep_gradients = unsupported(
+    "ops.apply(zero=False), since its engine zeroes the gradients that it keeps", by="DeepSpeed"
+)
 _scale_grads = unsupported(
-    "scale_grads by itself; give it to ops.apply(model, Finish(scale=...))", by="DeepSpeed"
+    "scale_grads by itself; give it to ops.apply(model, UpdateSpec(scale=...))", by="DeepSpeed"
 )
 
 DEEPSPEED_STRATEGY = Strategy(

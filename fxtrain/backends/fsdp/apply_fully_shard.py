@@ -38,14 +38,10 @@ from fxtrain.backends.core.device_mesh import (
 )
 from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module, send_values
-from fxtrain.backends.core.step_functions import (
-    Placeholders,
-    average_grads,
-    fsdp_groups,
-    local_grads,
-)
+from fxtrain.backends.core.step_functions import average_grads, local_grads
 from fxtrain.backends.tensor import is_mixture, split_layers
 from fxtrain.models.block_names import block_names
+from fxtrain.ops.placeholders import Placeholders, fsdp_groups
 from fxtrain.ops.step_parts import DTYPES
 from fxtrain.ops.whole_tensors import full_values
 from fxtrain.precision.quantizing import companions

@@ -228,7 +228,6 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     full_parameters=False,
     splits_quantized=True,
     updates_on_host=False,
-    verifies_replicas=True,
     generate=_generate,
     check=_check,
     wrap=_wrap,

@@ -426,5 +426,5 @@ OFFLOAD = attrs.evolve(
     weights=_weights,
     converts_layers=False,
     updates_on_host=False,
-    verifies_replicas=False,
+    verify=None,
 )

@@ -38,6 +38,7 @@ from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor import region
 from fxtrain.errors import PlanError, StepError
 from fxtrain.ops.devices import as_scalar
+from fxtrain.ops.placeholders import has_no_row, uncounted
 from fxtrain.state import (
     PP,
     Batch,
@@ -186,12 +187,12 @@ def run(
         out = fake_output(model, ready, calls[0])
         return _computed_loss(model, compute_loss, micro_batches[0], seeds[0], out)
 
-    empty = step_functions.has_no_row(model, batch)
+    empty = has_no_row(model, batch)
     with model.strategy.sync(model, reduce):
         # Sharded stages have parameters of their own.
         parts = (model.module, *engine.stages.values())
-        uncounted = step_functions.uncounted(parts, model.ctx) if empty else nullcontext(_nothing)
-        with uncounted as after_stage:
+        block = uncounted(parts, model.ctx) if empty else nullcontext(_nothing)
+        with block as after_stage:
             _run_all(model, ready, calls, finish, after_stage)
         told = broadcast_loss(model, ready, shares, batch, fake)
         if model.window.closes:  # sums over stages are computed once per window
@@ -566,7 +567,6 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     full_parameters=False,
     converts_layers=False,
     updates_on_host=False,
-    verifies_replicas=True,
     check=_check,
     wrap=_wrap,
     forward=_of_stages(forward, SINGLE.forward),

@@ -12,13 +12,17 @@ For a replica that trains independently (`ModelStatus.replica`), "all ranks" are
 
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
-from fxtrain import _tree, ops
+from fxtrain import _tree
 from fxtrain.errors import StepError
+from fxtrain.ops.collectives import reduce
 from fxtrain.ops.devices import as_scalar
 from fxtrain.state import Batch, DistContext, Weighted, WeightedLoss, Wrapped
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def weigh_loss(loss: Any, aux: Any, batch: Batch, model: Wrapped) -> WeightedLoss:
@@ -51,14 +55,14 @@ def _zero(leaf: Any) -> Any:
     return 0 if type(leaf) in (int, float) else leaf
 
 
-def close_window(weighted: WeightedLoss, model: Wrapped) -> float | Tensor | None:
+def close_window(model: Wrapped) -> float | Tensor | None:
     """The factor by which to correct gradients when a window closes; None if none is needed.
 
     Not called for windows of one micro-batch whose loss was already weighted exactly.
     """
-    if weighted.provisional:
-        losses, window = _ranks_of_update(model), model.window
-        total = ops.reduce(window.weight, losses, op="sum")
+    if model.window.provisional:
+        losses, window = ranks_of_update(model), model.window
+        total = reduce(window.weight, losses, op="sum")
         factor = torch.where(total > 0, losses.world_size / (window.scale * total), 0.0)
         torch._foreach_zero_([window.scale, window.weight])
         return factor
@@ -66,7 +70,7 @@ def close_window(weighted: WeightedLoss, model: Wrapped) -> float | Tensor | Non
     return None if rows in (0, full) else full / rows
 
 
-def _ranks_of_update(model: Wrapped) -> DistContext:
+def ranks_of_update(model: Wrapped) -> DistContext:
     """The ranks over which gradients are averaged."""
     replica = model.status.replica
     return model.ctx.axis("loss") if replica is None else replica.within
@@ -95,7 +99,7 @@ def _weigh_explicit(
 
     Placeholder rows count for nothing, whatever weight the loss returned for them.
     """
-    losses, window = _ranks_of_update(model), model.window
+    losses, window = ranks_of_update(model), model.window
     weight = as_scalar(loss.weight, window.sums)
     if weight.numel() != 1:
         raise StepError(
@@ -110,7 +114,7 @@ def _weigh_explicit(
     mean = mean if present else torch.zeros_like(mean)
     provisional = batch.parts > 1 or window.micro > 0
     if not provisional:
-        total = ops.reduce(weight, losses, op="sum")
+        total = reduce(weight, losses, op="sum")
         scale = torch.where(total > 0, losses.world_size / total, 0.0)
     else:
         if window.micro <= 1 and batch.part == 0:
@@ -127,5 +131,54 @@ def _weigh_explicit(
 
 def _provisional_scale(weight: Tensor, micro: int, losses: DistContext) -> Tensor:
     """A power of two near the final scale: exact to multiply by, and no overflow in fp16."""
-    total = ops.reduce(weight, losses, op="sum").clamp(min=1.0) * micro
+    total = reduce(weight, losses, op="sum").clamp(min=1.0) * micro
     return torch.exp2(torch.round(torch.log2(losses.world_size / total)))
+
+
+def loss_and_aux(out: Any) -> tuple[Any, Any]:
+    """What a loss function returned: a loss, checked, and aux metrics."""
+    loss, aux = out if type(out) is tuple and len(out) == 2 else (out, None)
+    weighted = type(loss) is Weighted
+    total: Any = loss.total if weighted else loss
+    if hasattr(total, "full_tensor"):  # a loss computed from sharded logits
+        total = total.full_tensor()
+    check_loss(total)
+    if total.ndim:
+        total = total.reshape(())  # as torch's backward would
+    return attrs.evolve(loss, total=total) if weighted else total, aux
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse a loss from which backward cannot start."""
+    if not isinstance(loss, Tensor):
+        raise StepError(
+            f"The loss is a {type(loss).__name__}, not a tensor. Return a scalar tensor, "
+            f"fx.Weighted(total, weight), or a pair of either and aux metrics.",
+            code="FX502",
+        )
+    if loss.numel() != 1:
+        raise StepError(
+            f"The loss has shape {list(loss.shape)}. Return a scalar: reduce it with "
+            f".mean(), or use fx.Weighted(losses.sum(), losses.numel()).",
+            code="FX502",
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            "The loss does not require grad. Compute it from parameters that require grad, "
+            "outside torch.no_grad, and do not detach it.",
+            code="FX502",
+        )
+
+
+def check_dtype(call: str, loss: Any, model: Wrapped) -> None:
+    """Refuse a loss that autocast would have computed in fp32."""
+    compute = model.plan.precision.compute
+    dtype = getattr(loss.total if isinstance(loss, Weighted) else loss, "dtype", None)
+    if dtype in _HALF:
+        raise StepError(
+            f"{call}: the loss is {dtype}, since it was computed outside of autocast, under a "
+            f"plan with precision={compute!r}. Compute it as fx.step does: `with "
+            f"fx.ops.autocast(model): loss = ...`, or from outputs in fp32 (outputs.float(), or "
+            f"Plan(precision=fx.Precision(compute={compute!r}, output='fp32'))).",
+            code="FX502",
+        )
