@@ -25,7 +25,11 @@ class Clock:
         """Seconds."""
         return self.now
 
-    perf_counter = monotonic
+    perf_counter = time = monotonic
+
+    def time_ns(self) -> int:
+        """Nanoseconds."""
+        return round(1e9 * self.now)
 
     def sleep(self, seconds: float) -> None:
         """Move the clock, and let others act."""
