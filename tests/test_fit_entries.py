@@ -121,7 +121,7 @@ def test_the_learning_rate_is_that_of_the_update(ctx, tmp_path):
 
 @pytest.mark.parametrize("where", ["body", "evaluate", "save"])
 def test_the_speed_is_that_of_training(ctx, tmp_path, monkeypatch, where):
-    nap_s = 0.1
+    nap_s, began_s = 0.1, time.monotonic()
 
     def nap(name):
         if name == where:
@@ -134,8 +134,10 @@ def test_the_speed_is_that_of_training(ctx, tmp_path, monkeypatch, where):
     how = {"updates": 3, "log_every": 1, "evaluate_every": 1, "save_every": 1, "show": False}
     for _ in fx.fit(ctx, fns, loader, tmp_path, evaluate=lambda: nap("evaluate"), **how):
         nap("body")
+    took_s = time.monotonic() - began_s
     speeds = [values["rows_per_s"] for values in _entries(tmp_path) if "loss" in values]
-    assert len(speeds) == 3 and all(speed > 3 / nap_s for speed in speeds)
+    assert len(speeds) == 3
+    assert sum(2 / speed for speed in speeds) <= took_s - 3 * nap_s
 
 
 def test_skipped_updates_are_counted_across_a_restart(ctx, tmp_path):
