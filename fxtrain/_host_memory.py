@@ -15,6 +15,7 @@ from torch import Tensor
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _GROUPS_OF_THIS = Path("/proc/self/cgroup")
+_STATUS_OF_THIS = Path("/proc/self/status")
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process
 
 
@@ -63,8 +64,8 @@ def process_memory() -> tuple[int, int]:
     `getrusage` may also be that of a parent process.
     """
     if sys.platform == "linux":
-        with open("/proc/self/status", encoding="utf-8") as file:
-            sizes = dict(re.findall(r"^(VmHWM|VmRSS):\s+(\d+) kB$", file.read(), re.MULTILINE))
+        text = _text(_STATUS_OF_THIS)
+        sizes = dict(re.findall(r"^(VmHWM|VmRSS):\s+(\d+) kB$", text, re.MULTILINE))
         if now := int(sizes.get("VmRSS", 0)) << 10:
             return now, max(now, int(sizes.get("VmHWM", 0)) << 10)
     if sys.platform == "win32":

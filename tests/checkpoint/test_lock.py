@@ -16,6 +16,7 @@ from fxtrain.checkpoint import folder_lock, saving
 from fxtrain.checkpoint.folder_lock import acquire, process_of, this_process
 from fxtrain.checkpoint.folders import CheckpointInfo, to_prune
 from fxtrain.checkpoint.storage import UnreadableError, open_storage
+from tests._clock import Clock
 from tests.checkpoint._owners import elsewhere, ended
 
 
@@ -27,10 +28,12 @@ def _new_folder(kind, tmp_path):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(folder_lock, "_HEARTBEAT_INTERVAL_S", 0.05)
-    monkeypatch.setattr(folder_lock, "_POLL_INTERVAL_S", 0.02)
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of who waits for a sign of life."""
+    clock = Clock()
+    monkeypatch.setattr(folder_lock, "time", clock)
+    return clock
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -70,19 +73,17 @@ def test_the_lock_of_a_dead_process_is_taken_over(folder):
 
 
 @pytest.mark.parametrize("change", [{"pid": 1}, {"pid": 1 << 40}, {"started": "0"}], ids=repr)
-def test_a_number_that_another_process_has_now_blocks_nobody(folder, change):
+def test_a_number_that_another_process_has_now_blocks_nobody(folder, change, clock):
     _lock_of(folder, {**this_process(), **change})
-    began = time.monotonic()
     acquire(folder).release()
-    assert time.monotonic() - began < folder_lock.STALE_S / 2
+    assert not clock.slept
 
 
-def test_a_process_of_this_machine_that_runs_is_respected_without_waiting(folder):
+def test_a_process_of_this_machine_that_runs_is_respected_without_waiting(folder, clock):
     _lock_of(folder, this_process())  # which sends no heartbeats
-    began = time.monotonic()
     with pytest.raises(fx.CheckpointError, match=rf"in use by process {os.getpid()} on"):
         acquire(folder)
-    assert time.monotonic() - began < folder_lock.STALE_S / 2
+    assert not clock.slept
 
 
 def test_who_cannot_read_its_lock_leaves_none(folder, monkeypatch):
@@ -97,24 +98,34 @@ def test_who_cannot_read_its_lock_leaves_none(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("data", [None, b"", b"{", b'{"token":1}', b"[]", b"\xff"])
-def test_a_silent_lock_of_another_machine_is_taken_over(folder, data, monkeypatch):
-    monkeypatch.setattr(folder_lock, "STALE_S", 0.3)
+def test_a_silent_lock_of_another_machine_is_taken_over(folder, data, clock):
     if data is None:
         _lock_of(folder, elsewhere())
     else:
         folder.put(NAME, data, new=True)
-    began = time.monotonic()
     acquire(folder).release()
-    assert time.monotonic() - began >= 0.3
+    assert sum(clock.slept) >= folder_lock.STALE_S
 
 
-def test_a_lock_of_another_machine_that_shows_life_is_respected(folder, monkeypatch):
+def test_a_lock_of_another_machine_that_shows_life_is_respected(folder, monkeypatch, clock):
+    put, beats = folder_lock.Lock.put, threading.Event()
+
+    def put_and_tell(self, beat):
+        put(self, beat)
+        beats.set()
+
+    def wait_for_a_beat():
+        beats.clear()
+        beats.wait()
+
+    monkeypatch.setattr(folder_lock.Lock, "put", put_and_tell)
+    monkeypatch.setattr(folder_lock, "_HEARTBEAT_INTERVAL_S", 0.01)
     monkeypatch.setattr(folder_lock, "this_process", elsewhere)
     lock = acquire(folder)  # as the other machine, which shows that it lives
-    began = time.monotonic()
+    clock.meanwhile = wait_for_a_beat
     with pytest.raises(fx.CheckpointError, match=r"in use by process \d+ on node7\."):
         acquire(folder)
-    assert time.monotonic() - began < folder_lock.STALE_S / 2
+    assert sum(clock.slept) < folder_lock.STALE_S
     lock.release()
     acquire(folder).release()
 

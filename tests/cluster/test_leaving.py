@@ -1,7 +1,6 @@
 """A rank that leaves with an error does not wait for its peers."""
 
 import threading
-import time
 
 import pytest
 from torch import distributed as dist
@@ -24,13 +23,17 @@ def group():
 def stuck(monkeypatch):
     """A `destroy_process_group` that waits for peers, as NCCL's does."""
     released, destroy = threading.Event(), dist.destroy_process_group
-    monkeypatch.setattr(dist, "destroy_process_group", lambda *_: released.wait(60) and destroy())
+    monkeypatch.setattr(dist, "destroy_process_group", lambda *_: released.wait() and destroy())
     yield
     released.set()
     monkeypatch.undo()
-    for thread in threading.enumerate():
-        if thread.name == "fxtrain-within":
-            thread.join()
+    for thread in _left_behind():
+        thread.join()
+
+
+def _left_behind():
+    """Threads for which a rank does not wait any more."""
+    return [thread for thread in threading.enumerate() if thread.name == "fxtrain-within"]
 
 
 def _close(timeout_s=5.0):
@@ -39,9 +42,8 @@ def _close(timeout_s=5.0):
 
 
 def test_a_rank_that_leaves_with_an_error_gives_up_waiting(group, stuck):
-    started = time.monotonic()
     _close(timeout_s=0.2)(ValueError("bad"))
-    assert time.monotonic() - started < 30
+    assert len(_left_behind()) == 1 and dist.is_initialized()
 
 
 @pytest.fixture
@@ -68,10 +70,9 @@ def _opened():
 
 def test_groups_beside_an_existing_one_are_aborted_too(group, aborted, stuck):
     groups, state = _opened()
-    started = time.monotonic()
     closing.make_close(state, 5.0)(ValueError("bad"))
     assert aborted == groups[::-1] and not state.opened_groups
-    assert time.monotonic() - started < 30
+    assert not _left_behind()
 
 
 def test_groups_beside_an_existing_one_are_destroyed_without_an_error(group):

@@ -62,12 +62,9 @@ WRONG = {
 def test_a_mismatch_is_an_error_on_every_rank_and_the_group_survives(cluster, wrong):
     if cluster.n == 1:
         return
-    started = time.monotonic()
     errors = cluster.outcomes(wrong)
-    took_s = time.monotonic() - started
-    assert took_s < 0.8 * cluster.timeout_s
     for error in errors:
-        assert isinstance(error, CollectiveError)
+        assert isinstance(error, CollectiveError) and "timed out" not in str(error)
         for words in (*WRONG[wrong], "rank 0:", "test_ops_errors.py:"):
             assert words in str(error)
     assert len({str(error) for error in errors}) == 1
@@ -138,10 +135,10 @@ def _first_without_rank_1(ctx, folder):
 
 
 def _one_saves_late(ctx, folder):
-    ctx = attrs.evolve(ctx, comm=attrs.evolve(ctx.comm, timeout_s=1.0))
     model = fx.wrap(nn.Linear(1, 1), ctx, fx.Plan())
+    short = attrs.evolve(ctx, comm=attrs.evolve(ctx.comm, timeout_s=1.0))
     with _first_without_rank_1(ctx, folder):
-        fx.save(f"{folder}/run", ctx, model)
+        fx.save(f"{folder}/run", short, model)
 
 
 def test_a_rank_that_never_joins_a_save_is_named_with_it(pair, tmp_path):

@@ -1,6 +1,7 @@
 """Exchanges of packets: payloads of any size, calls that differ, and what an interrupt leaves."""
 
 import signal
+import threading
 import time
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain import ops
+from fxtrain.ops.transport.exchange import CallState
 
 
 class _Enough(Exception):
@@ -15,18 +17,30 @@ class _Enough(Exception):
 
 
 def _interrupted(ctx, who, n):
+    """A signal interrupts the gather of one rank, which others join only after that."""
+    state, store = ctx.comm.slot(CallState), ctx.comm.store
+    key = f"interrupted/{state.count}"
+
     def stop(*_):
         raise _Enough
 
+    def interrupt():
+        while state.in_flight is None:
+            time.sleep(0.001)
+        signal.raise_signal(signal.SIGALRM)
+        store.set(key, "")
+
     if ctx.rank == who:
         before = signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        thread = threading.Thread(target=interrupt)
         with pytest.raises(_Enough):
+            thread.start()
             ops.gather(torch.ones(n), ctx)
+        thread.join()
         signal.signal(signal.SIGALRM, before)
     else:
         if ctx.rank == ctx.world_size - 1 or who == ctx.world_size - 1:
-            time.sleep(0.4)
+            store.wait([key])
         ops.gather(torch.ones(n), ctx)
     return [ops.gather(torch.tensor(10.0 * i + ctx.rank), ctx).tolist() for i in (1, 2, 3)]
 

@@ -12,20 +12,28 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain import ops
+from fxtrain.ops.transport.exchange import CallState
 from fxtrain.profiling import summary
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10),
     reason="with torch 2.9 for CUDA and no GPU, no traces were written",
 )
-NAP_S = 0.02
+NAP_S = 0.05
 
 
 def _loss_of(ctx, slow):
+    """A loss that one rank computes only when the other waits for its gradients."""
+
     def loss(model, x):
+        key = f"waits/{x.position.epoch}/{x.position.index}/{ctx.comm.slot(CallState).count}"
         if ctx.rank == slow:
+            ctx.comm.store.wait([key])
             time.sleep(NAP_S)
-        return model(x.data).square().mean()
+        out = model(x.data).square().mean()
+        if slow is not None and ctx.rank != slow:
+            out.register_hook(lambda _: ctx.comm.store.set(key, ""))
+        return out
 
     return loss
 
@@ -45,7 +53,7 @@ def _train(ctx, spec, slow=None):
 
 def test_ranks_are_summarized_and_the_slowest_is_named(pair, tmp_path):
     spec = fx.Profile(folder=str(tmp_path / "p"), wait=1, warmup=1, active=2, repeat=2)
-    plain = pair.run(_train, None, 1)
+    plain = pair.run(_train, None)
     found = pair.run(_train, spec, 1)
     for (files, together, weight), (_, nothing, unprofiled) in zip(found, plain, strict=True):
         assert nothing is None

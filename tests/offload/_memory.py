@@ -1,49 +1,42 @@
-"""The memory that a process has allocated, at its peak."""
+"""What a function allocates, at its peak: counted as it is allocated, not measured in a process."""
 
-import ctypes
-import gc
-import threading
-import time
+import json
+import tempfile
+import tracemalloc
 from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
 
-__all__ = ["allocated_bytes", "peak_bytes"]
+from torch.profiler import ProfilerActivity, profile
 
-
-def allocated_bytes() -> int:
-    """What this process has allocated and not freed; pages of files do not count."""
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
+__all__ = ["peak_bytes"]
 
 
-def peak_bytes(run: Callable[[], object]) -> int:
-    """Most bytes that a function has allocated at any time; a thread looks every millisecond."""
-    before, done, seen = _settled_bytes(), threading.Event(), [0]
+def peak_bytes(run: Callable[[], object], mapped: int) -> int:
+    """Most bytes that torch, in this thread, and Python have allocated at any time of a call.
 
-    def look() -> None:
-        while not done.wait(0.001):
-            seen.append(allocated_bytes())
+    The peaks of the two are added.
 
-    thread = threading.Thread(target=look)
-    thread.start()
+    Args:
+        run: The function, whose result lives to the end.
+        mapped: Bytes of a file. torch counts a file that it maps into memory as if it were
+            allocated.
+    """
+    tracemalloc.start()
     try:
-        kept = run()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+            kept = run()
+        _, of_python = tracemalloc.get_traced_memory()
     finally:
-        done.set()
-        thread.join()
-    seen.append(allocated_bytes())
+        tracemalloc.stop()
     del kept
-    return max(seen) - before
-
-
-def _settled_bytes() -> int:
-    """What is allocated once threads of earlier calls have freed what they hold."""
-    lowest, unchanged = 2**63, 0
-    while unchanged < 6:  # on a busy machine, such a thread may wait for a while
-        time.sleep(0.05)
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        allocated = allocated_bytes()
-        unchanged = unchanged + 1 if lowest - allocated < 2**18 else 0
-        lowest = min(lowest, allocated)
-    return allocated_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        trace.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    changes = [
+        (event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]"
+    ]
+    assert changes
+    own = (size for _, size in sorted(changes, key=lambda one: one[0]) if abs(size) < mapped)
+    return max(accumulate(own)) + of_python

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from pathlib import Path
 
 import attrs
@@ -39,9 +40,22 @@ def _same(one, other):
         assert torch.equal(value, other[name]), name
 
 
+def _int8_overflows():
+    """Whether a limit of oneDNN is below what torch finds out about the CPU by itself.
+
+    torch then leaves products of int8 to kernels of oneDNN for older CPUs, whose sums of two
+    products overflow at 16 bits.
+    """
+    most = torch.full((32, 64), 127, dtype=torch.int8)
+    exact = int(torch._int_mm(most, most.t())[0, 0]) == 64 * 127**2
+    return "ONEDNN_MAX_CPU_ISA" in os.environ and not exact
+
+
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_outputs_are_near_and_forward_changes_nothing(name, dtype):
+    if name == "int8 dynamic" and _int8_overflows():
+        pytest.skip("ONEDNN_MAX_CPU_ISA makes products of int8 overflow")
     net, x = mlp(dtype=dtype).requires_grad_(False), torch.randn(5, 64, dtype=dtype)
     wanted = net(x).float()
     before = _values(net)

@@ -21,16 +21,10 @@ def _private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
-def _files() -> list[list[ast.AST]]:
-    """The nodes of every file."""
-    files = sorted((ROOT / "fxtrain").rglob("*.py"))
-    return [list(ast.walk(ast.parse(file.read_text()))) for file in files]
-
-
-def _defined(files: list[list[ast.AST]]) -> set[str]:
-    """Names that fxtrain itself defines or assigns somewhere."""
+def _defined(nodes: list[ast.AST]) -> set[str]:
+    """Names that a file defines or assigns somewhere."""
     found: set[str] = set()
-    for node in (node for nodes in files for node in nodes):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -71,11 +65,12 @@ def _dotted(node: ast.AST, names: dict[str, str]) -> str:
 
 def used() -> tuple[set[str], set[str]]:
     """Private names by path, and private attributes of objects, that the source uses."""
-    files = _files()
-    own = _defined(files) - set(ATTRIBUTES)  # which a class of ours may set as well
+    own: set[str] = set()
     names: set[str] = set()
     attributes: set[str] = set()
-    for nodes in files:
+    for file in (ROOT / "fxtrain").rglob("*.py"):  # one at a time: all nodes are 400,000
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        own |= _defined(nodes)
         imported = _imports(nodes)
         names |= set(filter(_private, imported.values()))
         inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
@@ -93,7 +88,7 @@ def used() -> tuple[set[str], set[str]]:
                 name = node.args[1]
                 if isinstance(name, ast.Constant) and _private(str(name.value)):
                     attributes.add(str(name.value))
-    return names, attributes - own
+    return names, attributes - (own - set(ATTRIBUTES))  # which a class of ours may set as well
 
 
 def _find(path: str) -> Any:

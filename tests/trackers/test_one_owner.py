@@ -13,6 +13,7 @@ import fxtrain as fx
 from fxtrain.checkpoint import folder_lock
 from fxtrain.checkpoint.folder_lock import this_process
 from fxtrain.trackers import read_run
+from tests._clock import Clock
 from tests.launched._run import PYTHON, finish, run_fork, start_fork
 
 
@@ -123,7 +124,7 @@ def _foreign_lock(folder, **change):
 
 
 def test_the_lock_of_a_dead_machine_is_replaced(ctx, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_lock, "STALE_S", 0.5)
+    monkeypatch.setattr(folder_lock, "time", Clock())
     _foreign_lock(tmp_path)
     with _track(ctx, tmp_path):
         assert json.loads((tmp_path / ".lock-run").read_text())["token"] != "ab"
@@ -132,7 +133,7 @@ def test_the_lock_of_a_dead_machine_is_replaced(ctx, tmp_path, monkeypatch):
 def test_the_lock_of_an_earlier_process_with_the_same_number_is_replaced(
     ctx, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(folder_lock, "STALE_S", 0.5)
+    monkeypatch.setattr(folder_lock, "time", Clock())
     _foreign_lock(tmp_path, **{**this_process(), "started": "0"})
     _track(ctx, tmp_path).close()
     assert not list(tmp_path.glob(".lock-*"))
