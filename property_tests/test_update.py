@@ -1,4 +1,4 @@
-"""A law: `fx.update` and a loop of parts are `fx.step` in every bit, under any plan and strategy."""
+"""A law: `fx.update` and a loop of parts equal `fx.step` bit for bit, under any plan."""
 
 import pytest
 from hypothesis import Phase, given, settings

@@ -152,6 +152,7 @@ MUTABLE = {
     "fxtrain.state.context.CommState": "whether a communicator can be used",
     "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
     "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
+    "fxtrain.ops.standing.RunFolder": "the folder of the run that a context trains",
     "fxtrain.ops.transport.pace.Pace": "how long a rank computed in its last steps",
     "fxtrain.checkpoint.background.CheckpointState": "what the last save and restore left",
     "fxtrain.checkpoint.folder_lock.Lock": "the thread that shows that its holder is alive",

@@ -44,7 +44,7 @@ def _time_is_up(*_):
 
 @pytest.mark.slow
 def test_a_missing_rank_is_named_within_the_timeout():
-    with pytest.raises(fx.errors.ContextError, match="waited 5 s at .* never joined: 1, 2"):
+    with pytest.raises(fx.errors.ContextError, match=r"waited 5 s at .* never joined: 1, 2"):
         fx.detect(_env(0, 3, free_port()), device="cpu", timeout_s=5)
 
 

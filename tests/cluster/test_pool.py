@@ -109,9 +109,11 @@ def _hangs(ctx):
 
 @pytest.mark.slow
 def test_a_hang_is_killed_and_the_other_ranks_are_heard():
-    with contextlib.closing(Cluster(2, timeout_s=60.0, call_s=8.0)) as ranks:
-        with pytest.raises(OSError, match="disk full") as caught:
-            ranks.run(_hangs)
+    with (
+        contextlib.closing(Cluster(2, timeout_s=60.0, call_s=8.0)) as ranks,
+        pytest.raises(OSError, match="disk full") as caught,
+    ):
+        ranks.run(_hangs)
     own, other = caught.value.__notes__
     assert "On rank 0 of 2" in own and "in _hangs" in own and "test_pool.py" in own
     assert "on rank 1 of 2: It did not answer within 8 s and was killed" in other
@@ -122,9 +124,12 @@ def _never_ends(ctx):
 
 
 def test_a_hang_is_killed():
-    with contextlib.closing(Cluster(1, call_s=0.2)) as alone:
-        with pytest.raises(RankFailure, match=r"It did not answer within 0\.2 s and was killed"):
-            alone.run(_never_ends)
+    killed = r"It did not answer within 0\.2 s and was killed"
+    with (
+        contextlib.closing(Cluster(1, call_s=0.2)) as alone,
+        pytest.raises(RankFailure, match=killed),
+    ):
+        alone.run(_never_ends)
 
 
 def _leaves(ctx):
