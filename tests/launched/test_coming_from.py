@@ -79,15 +79,15 @@ def test_fxtrain_gives_what_the_raw_script_gives(task, ranks, result):
     assert result(task, "fxtrain", ranks) == wanted
 
 
-# torch's profiler may corrupt memory when it stops while gloo's threads run, which `fx.profile`
-# prevents and Accelerate's does not.
-@pytest.mark.flaky(reruns=3)
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="no accelerate here")
 @RANKS
 @pytest.mark.parametrize("task", TASKS)
 def test_accelerate_gives_what_the_raw_script_gives(task, ranks, result):
     if (task, ranks) == ("local_sgd", 2):
         pytest.skip("compared with fxtrain's on two ranks")
+    if (task, ranks) == ("profiler", 2):
+        # `fx.profile` prevents that, and Accelerate's profiler does not.
+        pytest.skip("torch's profiler may corrupt memory where it stops while gloo's threads run")
     wanted = pytest.approx(result(task, "raw", 1), abs=WITHIN.get(task, 2e-3))
     assert result(task, "accelerate", ranks) == wanted
 
