@@ -18,13 +18,13 @@ from fxtrain.backends.core.optimizers import (
     Params,
     Schedulers,
     as_factories,
-    settings_of,
 )
 from fxtrain.backends.core.weights import raise_to_fp32
 from fxtrain.errors import MeshError, PlanError
 from fxtrain.models.quantized_loading import put_stored_layers
 from fxtrain.models.tensor_sources import open_source
 from fxtrain.ops.logs import log
+from fxtrain.ops.optimizer_settings import plain_settings, settings_of
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.standing import Windows
@@ -253,13 +253,15 @@ def unwrap(model: Wrapped[N]) -> N:
 
 
 def _compare_options(ctx: DistContext, plan: Plan, wrapped: Any, undo: Callable[[], None]) -> None:
-    """Undo wrapping if optimizers and schedulers have other options on other ranks."""
+    """Keep the options of optimizers and schedulers; undo wrapping if other ranks have others."""
+    status = wrapped.status
+    status.script_settings = settings_of(wrapped.optimizers, wrapped.scheduler)
+    status.settings = plain_settings(status.script_settings)
     if wrapped.optimizers and ctx.world_size > 1:
         # Stages of a pipeline may have groups of their own.
         among = ctx if ctx.mesh.pipeline == 1 else ctx.axis("data")
-        options = settings_of(wrapped.optimizers, wrapped.schedulers)
         try:
-            check_same_plan("wrap", among, plan, options)
+            check_same_plan("wrap", among, plan, status.settings)
         except BaseException:
             undo()
             raise

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -23,6 +23,7 @@ from fxtrain.checkpoint.storage import Storage, open_storage
 from fxtrain.checkpoint.verification import verify
 from fxtrain.errors import CheckpointError, FxError
 from fxtrain.models.tensor_bytes import DTYPES
+from fxtrain.ops.optimizer_settings import plain_settings, use_script_settings
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.state import (
     DistContext,
@@ -81,6 +82,7 @@ def restore(
     *,
     extra: object = None,
     random: bool = True,
+    settings: Literal["checkpoint", "script"] = "checkpoint",
 ) -> Restored:
     """Load a checkpoint into models, and restore the random generators.
 
@@ -98,17 +100,22 @@ def restore(
             are loaded, attrs records are created. An empty dict or list takes whatever was saved
             in it. Without it, `restored.extra` contains plain values and new tensors on the CPU.
         random: Whether to restore the random generators.
+        settings: Whose options of optimizers and schedulers count, such as learning rates: those
+            of the checkpoint, or those of the script. Schedulers of the script then make as many
+            steps as the saved ones have made; one that follows a metric keeps its counts, and the
+            learning rate is that of the script.
 
     Effects:
         Changes the models in place. Each rank reads its part of the files. A few small
         collectives. While the context is open, its saves never remove the checkpoint. Rank 0 logs
         one line for a model whose plan trains otherwise than the saved one, such as another seed,
-        `accumulate` or precision.
+        `accumulate` or precision, and one for options of its optimizers and schedulers in which the
+        script differs from the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint does not exist, is damaged, cannot be read, was written
-            by a newer fxtrain, or belongs to another model; on every rank. Models may then be
-            partially loaded.
+            by a newer fxtrain, or belongs to another model, or a scheduler of the script cannot be
+            advanced (`settings="script"`); on every rank. Models may then be partially loaded.
 
     Example:
         >>> import fxtrain as fx, tempfile, torch
@@ -120,6 +127,8 @@ def restore(
         {'best': 0.5}
     """
     check_connected("restore", ctx)
+    if settings not in ("checkpoint", "script"):
+        raise CheckpointError(f"restore(settings={settings!r}): choose 'checkpoint' or 'script'.")
     models = by_name(model)
     state = ctx.comm.slot(CheckpointState)
     earlier = state.restored_from
@@ -133,6 +142,8 @@ def restore(
             restored = _restore(storage, manifest, ctx, models, extra, random)
             for name, wrapped in models.items():
                 _log_changes(ctx, restored, name, wrapped)
+                saved = decode(manifest.models[name].get("settings", {}), str)
+                _settle_settings(restored.path, name, wrapped, saved, settings)
     except Exception as error:  # any error of the models or of the template
         state.restored_from = earlier
         known = isinstance(error, FxError | OSError) and str(error)
@@ -141,7 +152,12 @@ def restore(
 
 
 def restore_newest(
-    path: StrPath, ctx: DistContext, model: Wrapped, *, extra: object = None
+    path: StrPath,
+    ctx: DistContext,
+    model: Wrapped,
+    *,
+    extra: object = None,
+    settings: Literal["checkpoint", "script"] = "checkpoint",
 ) -> Restored | None:
     """Restore the latest checkpoint of a folder that is not damaged; None if the folder has none.
 
@@ -158,7 +174,7 @@ def restore_newest(
     chosen = ops.broadcast_object(chosen, ctx)
     while chosen is not None:
         try:
-            return restore(chosen, ctx, model, extra=extra)
+            return restore(chosen, ctx, model, extra=extra, settings=settings)
         except CheckpointError as error:
             with fail_together(ctx):
                 chosen = _before_damaged(path, chosen, error) if ctx.is_main else None
@@ -197,6 +213,46 @@ def _log_changes(ctx: DistContext, restored: Restored, name: str, model: Wrapped
             restored.path,
             "; ".join(changes),
         )
+
+
+def _settle_settings(
+    path: str, name: str, model: Wrapped, saved: Mapping[str, object], whose: str
+) -> None:
+    """Let options of the script count, if asked, and log on rank 0 which differ.
+
+    Args:
+        saved: Those of the checkpoint by name; empty if it names none.
+    """
+    status = model.status
+    script = plain_settings(status.script_settings)
+    changes = [
+        f"{key} {shown(saved[key])} → {shown(value)}"
+        for key, value in script.items()
+        if saved.get(key, value) != value and not _follows(key, script)
+    ]
+    if whose == "script":
+        use_script_settings(model)
+    status.settings = dict(saved) if saved and whose == "checkpoint" else script
+    if changes:
+        ops.log(model.ctx).info(
+            "restore: options of optimizers and schedulers of %r in %s differ from the script's "
+            "(%s), and those of the %s are used.%s",
+            name,
+            path,
+            "; ".join(changes),
+            whose,
+            ""
+            if whose == "script"
+            else ' fx.restore(..., settings="script") and fx.fit(..., restore_settings="script") '
+            "use the script's.",
+        )
+
+
+def _follows(key: str, settings: Mapping[str, object]) -> bool:
+    """Whether a setting follows from others: of a scheduler, or of its learning rate at present."""
+    where, _, option = key.rpartition(": ")
+    scheduled = option == "lr" and f"{where}: initial_lr" in settings
+    return scheduled or option == "base_lrs" or option.startswith("_")
 
 
 def _restore(

@@ -66,6 +66,7 @@ def snapshot(
         own.update({f"{name}/{key}": tensor for key, tensor in state.own.items()})
         varying |= {f"{name}/{key}" for key in state.varies_by_rank}
         facts[name] = model_facts(model.plan, values)
+        facts[name]["settings"] = encode(model.status.settings, f"{name}/settings", inside)
     users: dict[str, Tensor] = {}
     encoded = encode(extra, "extra", users)
     tensors.update(users)

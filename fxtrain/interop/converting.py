@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxtrain._reading import StrPath
-from fxtrain.backends.core.optimizers import Optimizers, Params, flattened
+from fxtrain.backends.core.optimizers import Optimizers, Params
 from fxtrain.checkpoint.json_values import encode
 from fxtrain.checkpoint.saving import save_alone
 from fxtrain.checkpoint.snapshot import MODEL, model_facts
@@ -18,6 +18,7 @@ from fxtrain.interop.dcp_checkpoints import is_dcp, read_dcp
 from fxtrain.interop.deepspeed_checkpoints import is_deepspeed, read_deepspeed
 from fxtrain.interop.imported import Imported, expected_layout, named_tensors
 from fxtrain.interop.megatron_checkpoints import is_megatron, read_megatron
+from fxtrain.ops.optimizer_settings import flattened
 from fxtrain.state import Plan, Position
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxtrain import ops
+from fxtrain._display import show_bytes
 from fxtrain._tree import flatten
 from fxtrain.checkpoint import Restored
 from fxtrain.data import Sharded
@@ -337,6 +338,16 @@ def _text(values: Mapping[str, float]) -> str:
     return "  ".join(
         f"{values[name]:.4g} {_UNITS[name]}" if name in _UNITS else f"{name} {values[name]:.4g}"
         for name in shown
+    )
+
+
+def log_disk(ctx: DistContext, folder: object, size: int, total: int | None) -> None:
+    """Log how much disk the checkpoints of a run take, of this size each, if all are kept."""
+    ops.log(ctx).info(
+        "fit: a checkpoint in %s takes %s, and all are kept%s. keep_last=2 keeps two.",
+        folder,
+        show_bytes(size),
+        f": {total} in this run, about {show_bytes(total * size)}" if total else "",
     )
 
 

@@ -19,7 +19,6 @@ import attrs
 from torch import nn
 
 from fxtrain import ops
-from fxtrain._display import show_bytes
 from fxtrain._reading import StrPath
 from fxtrain._record import above, at_least, record, shown
 from fxtrain.backends.core.replica_digests import verify_replicas
@@ -30,7 +29,14 @@ from fxtrain.data.sharded_loader import continued
 from fxtrain.data.sharding import in_windows, layout_of
 from fxtrain.errors import PlanError
 from fxtrain.loop.evaluating import number_of
-from fxtrain.loop.fit_entries import Entries, check_changes, entries_after, progress, tokens_of
+from fxtrain.loop.fit_entries import (
+    Entries,
+    check_changes,
+    entries_after,
+    log_disk,
+    progress,
+    tokens_of,
+)
 from fxtrain.loop.stepping import StepFns
 from fxtrain.profiling import profile
 from fxtrain.state import Batch, DistContext, Position, Report
@@ -54,6 +60,7 @@ def fit(
     rows: int | None = None,
     tokens: int | None = None,
     resume: bool | Literal["unless stopped"] = True,
+    restore_settings: Literal["checkpoint", "script"] = "checkpoint",
     save_every: int | None = None,
     save_minutes: float | None = None,
     save_epochs: bool = True,
@@ -101,6 +108,8 @@ def fit(
             with the first update at which their sum is at least this.
         resume: Continue from the latest checkpoint, if there is one. "unless stopped" leaves a run
             alone that its own loop has stopped by `break`: it is restored and yields no report.
+        restore_settings: Whose options of optimizers and schedulers count when a run continues, as
+            `settings` of `fx.restore`.
         save_every: Updates between checkpoints.
         save_minutes: Minutes between checkpoints, by the clock of rank 0.
         save_epochs: Save at the end of every epoch.
@@ -270,6 +279,7 @@ class Rules:
     rows: int | None = attrs.field(validator=at_least(0))
     tokens: int | None = attrs.field(validator=at_least(0))
     resume: Literal["unless stopped"] | bool
+    restore_settings: Literal["checkpoint", "script"]
     save_every: int | None = attrs.field(validator=at_least(1))
     save_minutes: float | None = attrs.field(validator=above(0))
     save_epochs: bool
@@ -350,17 +360,6 @@ class Rules:
         steps = (self.save_every, of_epoch if self.save_epochs else None)
         return len({total}.union(*(range(step, total, step) for step in steps if step)))
 
-    def log_disk(self, ctx: DistContext, loader: Sharded, size: int) -> None:
-        """Log how much disk checkpoints of this size take, if all are kept."""
-        if self.keep_last is self.keep_best is None:
-            total = self.total_checkpoints(loader)
-            ops.log(ctx).info(
-                "fit: a checkpoint in %s takes %s, and all are kept%s. keep_last=2 keeps two.",
-                self.checkpoints,
-                show_bytes(size),
-                f": {total} in this run, about {show_bytes(total * size)}" if total else "",
-            )
-
     def total_updates(self, loader: Sharded) -> int | None:
         """Updates of the whole run; None where only reading the data tells."""
         if self.epochs is None:
@@ -399,7 +398,8 @@ def _opened(
         if rules.resume:
             kept = dict.fromkeys(("run", "stopped", "data", "layout", *Entries.SAVED))
             extra = {**kept, "user": rules.extra}
-            restored = restore_newest(rules.checkpoints, ctx, fns.model, extra=extra)
+            how = {"extra": extra, "settings": rules.restore_settings}
+            restored = restore_newest(rules.checkpoints, ctx, fns.model, **how)
         loader = in_windows(loader, ctx, fns.model.plan)
         if restored is not None:
             check_changes(ctx, restored, loader)
@@ -592,5 +592,5 @@ def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = Fa
         )
     loop.saved, loop.saved_s, loop.saves = report.position, time.monotonic(), loop.saves + 1
     size = None if earlier is None else earlier.size
-    if size and loop.saves == 2:
-        rules.log_disk(entries.ctx, loop.loader, size)
+    if size and loop.saves == 2 and rules.keep_last is rules.keep_best is None:
+        log_disk(entries.ctx, rules.checkpoints, size, rules.total_checkpoints(loop.loader))

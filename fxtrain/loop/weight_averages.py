@@ -28,9 +28,8 @@ def _sum(averages: list[Tensor], now: list[Tensor], decay: float) -> None:
 
 
 def _difference(averages: list[Tensor], now: list[Tensor], decay: float) -> None:
-    differences = torch._foreach_sub(averages, now)
-    torch._foreach_mul_(differences, 1 - decay)
-    torch._foreach_sub_(averages, differences)
+    for average, value in zip(averages, now, strict=True):
+        average.sub_((1 - decay) * (average - value))
 
 
 _FORMULAS = {"lerp": _lerp, "sum": _sum, "difference": _difference}

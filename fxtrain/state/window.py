@@ -41,6 +41,10 @@ class ModelStatus:
         scheduled_update: The number of the last update that stepped the schedulers, or None.
         schedule_counts: What each scheduler had counted then. By these a step notices that the
             loop advanced them as well.
+        script_settings: What optimizers and schedulers were built with: the options of each group
+            and the state of each scheduler, after its name.
+        settings: Plain values by name of those that count: the script's, or those of the checkpoint
+            that was restored.
         replica: The averaging state of a replica that trains independently (`Plan.local`); None
             if all ranks make updates together.
         without_rows: Whether that replica has no row in the window that closes.
@@ -59,6 +63,8 @@ class ModelStatus:
     before_call: dict[str, torch.Tensor] | None = attrs.field(default=None, repr=False)
     scheduled_update: int | None = None
     schedule_counts: tuple[int, ...] = ()
+    script_settings: list[tuple[str, dict[str, object]]] = attrs.field(factory=list, repr=False)
+    settings: dict[str, object] = attrs.field(factory=dict, repr=False)
     replica: Round | None = None
     without_rows: bool = False
     others: list[torch.nn.Parameter] = attrs.field(factory=list, repr=False)

@@ -16,10 +16,11 @@ from fxtrain.backends.core.optimizer_state import (
     names_of,
     optimizer_state,
 )
-from fxtrain.backends.core.optimizers import flattened, local_optimizer
+from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.core.weights import HALF
 from fxtrain.errors import CheckpointError
 from fxtrain.models import tensor_bytes
+from fxtrain.ops.optimizer_settings import flattened
 from fxtrain.ops.whole_tensors import full_values, local_values, plain_name
 from fxtrain.precision.quantizing import quantized_facts, quantized_tensors, stored_tensors
 from fxtrain.precision.recipe_layers import scaling_state

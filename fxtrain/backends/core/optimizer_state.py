@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from fxtrain._record import few
 from fxtrain._tree import map_leaves
 from fxtrain.backends.core.initial_values import copy_shard
-from fxtrain.backends.core.optimizers import flattened, kind_of, local_optimizer, place_of_states
+from fxtrain.backends.core.optimizers import kind_of, local_optimizer, place_of_states
 from fxtrain.backends.core.packed_states import is_packed, pack, unpack
 from fxtrain.errors import CheckpointError
+from fxtrain.ops.optimizer_settings import flattened, with_option
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import StateReader, Wrapped
 
@@ -197,7 +198,7 @@ def _load_optimizer(
     for (group, named), options in zip(groups, values["groups"], strict=True):
         for key, value in options.items():
             if key != "params":
-                group[key] = _like(value, group.get(key))
+                group[key] = with_option(value, group.get(key))
         fast = bool(group.get("capturable")) or bool(group.get("fused"))
         for name, parameter in named:
             state = values["state"].get(name)
@@ -312,13 +313,6 @@ def _data_pointer(tensor: Tensor) -> int:
     """The address of its storage; 0 for tensors without one, such as on XLA devices."""
     local = local_values(tensor)
     return local.untyped_storage().data_ptr() if local.data_ptr() else 0
-
-
-def _like(value: Any, old: Any) -> Any:
-    """A saved hyperparameter in place of the old one: a tensor is filled, not replaced."""
-    if isinstance(old, Tensor):
-        return old.copy_(torch.as_tensor(value, device=old.device))
-    return value
 
 
 def _groups(

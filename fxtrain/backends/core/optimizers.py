@@ -6,7 +6,7 @@ them, by their names: it stays the same object, and so do the schedulers that we
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from fxtrain.backends.core.muon import divide_muon, matrices_named
 from fxtrain.backends.core.packed_states import has_packed_states, shard_problem, step_without_cache
 from fxtrain.errors import PlanError, StepError
+from fxtrain.ops.optimizer_settings import flattened
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import DistContext, Strategy
 
@@ -186,13 +187,6 @@ def _disable_foreach(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = False
 
 
-def flattened(objects: Any) -> list[Any]:
-    """The optimizers or schedulers in what a factory returned, in order."""
-    if isinstance(objects, Mapping):
-        return list(objects.values())
-    return list(objects) if isinstance(objects, list | tuple) else [objects]
-
-
 def _checked_list(objects: Any, kind: type, what: str, example: str) -> tuple[Any, ...]:
     entries = flattened(objects)
     wrong = [type(entry).__name__ for entry in entries if not isinstance(entry, kind)]
@@ -308,28 +302,6 @@ class _StepCount(LRScheduler):
 
     def _initial_step(self) -> None:
         """Leave learning rates as they are."""
-
-
-def settings_of(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, object]:
-    """Plain values of the groups of optimizers and of schedulers, which ranks compare."""
-    settings: dict[str, object] = {}
-    for number, optimizer in enumerate(optimizers):
-        for group, options in enumerate(optimizer.param_groups):
-            where = f"{type(optimizer).__name__} {number}, group {group}"
-            settings |= {f"{where}: {name}": value for name, value in _plain(options)}
-    for number, scheduler in enumerate(schedulers):
-        where = f"{type(scheduler).__name__} {number}"
-        settings |= {f"{where}: {name}": value for name, value in _plain(scheduler.state_dict())}
-    return settings
-
-
-def _plain(options: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    for name, value in options.items():
-        values = value if type(value) in (list, tuple) else [value]
-        if all(isinstance(entry, int | float | str | None) for entry in values):
-            yield name, value
-        elif isinstance(value, Tensor) and value.numel() == 1:
-            yield name, value.item()
 
 
 def _is_host_optimizer(optimizer: Any) -> bool:

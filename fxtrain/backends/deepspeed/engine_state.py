@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from fxtrain.backends.core.model_state import load_extra, load_state, state_of
 from fxtrain.backends.core.open_windows import counts_state, saved_windows
 from fxtrain.backends.core.optimizer_state import load_schedulers
-from fxtrain.backends.core.optimizers import flattened
 from fxtrain.backends.core.weights import from_first_rank, in_user_dtypes, torch_weights
 from fxtrain.backends.deepspeed.config import ZERO, device, section
 from fxtrain.backends.deepspeed.setup import load
 from fxtrain.errors import CheckpointError, PlanError
+from fxtrain.ops.optimizer_settings import flattened
 from fxtrain.ops.whole_tensors import weights_of
 from fxtrain.state import FlatShard, ModelState, StateReader, TensorIndex, Weight, Wrapped
 
