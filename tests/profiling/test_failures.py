@@ -1,5 +1,7 @@
 """Simulated failures: time is conserved, and the formulas of Young and Daly hold."""
 
+import math
+import random
 import statistics
 
 import attrs
@@ -61,6 +63,45 @@ def test_spares_save_waiting_and_never_cost_goodput():
     )
     none = simulate_run(attrs.evolve(setup, spares=64), interval_s=1000, work_s=3e6)
     assert none.waiting_s == 0
+
+
+def _piece_by_piece(setup, interval, work, seed):
+    """Useful, checkpoints, lost and restarts of a run without repairs, in seconds; and failures."""
+    chance = random.Random(seed)
+    now = useful = saved = lost = restarts = 0.0
+    fails_at, failures = chance.expovariate(1 / setup.mtbf_s), 0
+    while useful < work:
+        piece = min(interval, work - useful)
+        save = setup.checkpoint_s if useful + piece < work else 0.0
+        if fails_at >= now + piece + save:
+            now, useful, saved = now + piece + save, useful + piece, saved + save
+            continue
+        lost, ready = lost + fails_at - now, False
+        while not ready:
+            now, failures = fails_at, failures + 1
+            fails_at = now + chance.expovariate(1 / setup.mtbf_s)
+            ready = fails_at >= now + setup.restart_s
+            restarts += setup.restart_s if ready else fails_at - now
+        now += setup.restart_s
+    return useful, saved, lost, restarts, failures
+
+
+@pytest.mark.parametrize("numbers", SETUPS)
+@pytest.mark.parametrize("factor", [0.1, 0.7, 1, 3, math.inf])
+def test_a_run_from_failure_to_failure_is_that_piece_by_piece(numbers, factor):
+    setup = _setup(*numbers)
+    for seed, work in enumerate((1.0, 0.7 * setup.mtbf_s, 3 * setup.mtbf_s)):
+        how = {"interval_s": factor * setup.daly_interval_s, "work_s": work, "seed": seed}
+        run = simulate_run(setup, **how)
+        parts = (run.useful_s, run.checkpoint_s, run.lost_s, run.restart_s, run.failures)
+        assert parts == pytest.approx(_piece_by_piece(setup, *how.values()))
+
+
+def test_a_run_takes_no_longer_to_simulate_for_its_checkpoints():
+    """With a million million of them, as of a small model that is saved in a microsecond."""
+    setup = _setup(1e6, 1e-6, 10)
+    run = simulate_run(setup, interval_s=1e-3, work_s=1e9)
+    assert run.finished and run.checkpoint_s == pytest.approx(1e6, rel=1e-3)
 
 
 def test_a_run_that_cannot_end_is_given_up():
