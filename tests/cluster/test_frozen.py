@@ -23,7 +23,7 @@ PLANS = {
 CHANGES = {"unfrozen": (False, True), "both": (True, False, True)}
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", slow_after(1, [*CHANGES][::-1]))
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.filterwarnings("ignore:ZeroRedundancyOptimizer detected")
 def test_a_layer_that_is_frozen_for_a_while_trains_as_in_one_process(pair, name, change):
