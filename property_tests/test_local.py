@@ -24,7 +24,7 @@ def _net():
 
 
 def _inner(params):
-    return torch.optim.SGD(params, lr=0.2, momentum=0.5)
+    return torch.optim.SGD(params, lr=0.02, momentum=0.5)
 
 
 def _loss(model, x, y, w, *, weighted):

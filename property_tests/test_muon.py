@@ -13,7 +13,7 @@ from fxtrain.testing.training import on_mesh
 from tests.cluster._models import PIPELINES
 
 ON_RANKS = settings(
-    max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    max_examples=4, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 SHAPES = st.lists(st.tuples(*[st.integers(1, 9)] * 2), min_size=1, max_size=5)
 OPTIONS = st.fixed_dictionaries(

@@ -194,7 +194,11 @@ def test_an_open_window_continues_anywhere(clusters, before, after, drawn):
 
 
 @pytest.mark.parametrize(
-    "name", [*PLACES, *[pytest.param(name, marks=pytest.mark.slow) for name in WIDE]]
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("single", "ddp", "fsdp") else pytest.mark.slow)
+        for name in (*PLACES, *WIDE)
+    ],
 )
 @settings(DRAWN, max_examples=2)
 @given(drawn=_cases())

@@ -64,7 +64,7 @@ def nets(draw, unit):
     return net
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), record=records(), max_shard=st.sampled_from(["1KB", "5GB"]))
 def test_quantise_save_load_is_the_identity_on_bytes(data, record, max_shard, tmp_path_factory):
     net = data.draw(nets(_unit(record)))

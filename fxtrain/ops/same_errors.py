@@ -8,7 +8,7 @@ from typing import Any
 from fxtrain import errors
 from fxtrain.errors import CheckpointError, CollectiveError, FxError, PlanError
 from fxtrain.ops.objects import gather_objects
-from fxtrain.ops.transport.exchange import exchange_texts
+from fxtrain.ops.transport.exchange import CallState, exchange_texts
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
@@ -50,12 +50,13 @@ def fail_together(ctx: DistContext | None, action: str = "") -> Iterator[None]:
 
     With an `action`, in words, all raise one CheckpointError with every rank's message. Without
     one, a rank raises its own error, as in `raise_together`. `ctx=None` is this process alone.
+    Where the calls of the ranks differ inside the block, all have that error, without an exchange.
     """
     problem: Exception | None = None
     try:
         yield
     except Exception as error:
-        if action and isinstance(error, CollectiveError):
+        if isinstance(error, CollectiveError) and (action or _differed(ctx)):
             raise  # every rank has it
         problem = error
     if not action and ctx is not None:
@@ -74,6 +75,14 @@ def fail_together(ctx: DistContext | None, action: str = "") -> Iterator[None]:
         mine = "" if problem is None else _problem_text(problem, action)
         if problems := problem_of_ranks("raise_together", mine, ctx):
             raise CheckpointError(problems) from problem
+
+
+def _differed(ctx: DistContext | None) -> bool:
+    """Whether the last calls of a context were different ones, which all its ranks have heard."""
+    if ctx is None:
+        return False
+    state = ctx.comm.slot(CallState)
+    return state.count > 0 and state.differed == state.count
 
 
 def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:

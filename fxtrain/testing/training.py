@@ -228,6 +228,18 @@ def one_batch(placed: DistContext, model: Any) -> Batch:
     return next(iter(shard(loader, placed, model.plan)))
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A block that computes with one thread, as ranks of a pool do, so that sums are the same."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def reference(task: Task, data_ranks: int) -> Run:
     """Train in one process with plain torch, each update in one batch.
 

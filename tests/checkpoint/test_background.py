@@ -6,7 +6,6 @@ import sys
 import threading
 from contextlib import contextmanager
 
-import attrs
 import pytest
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from fxtrain.checkpoint import saving as implementation
 from fxtrain.checkpoint.background import CheckpointState, stage
 from fxtrain.checkpoint.write_plan import writable_chunks
 from tests.checkpoint import _runs
+from tests.cluster._timeouts import with_timeout
 
 
 def _model(ctx, net=None):
@@ -63,8 +63,7 @@ def _slow(ctx, folder):
     model = fx.wrap(nn.Linear(2, 2), ctx)
     fx.save(folder, ctx, model, position=fx.Position(), background=True).result()
     state = ctx.comm.slot(CheckpointState)  # the first save has opened its group
-    comm = attrs.evolve(state.background.comm, timeout_s=0.5)
-    state.background = attrs.evolve(state.background, comm=comm)
+    state.background = with_timeout(state.background)
     with _held() as go:
         if ctx.rank == 0:
             go.set()

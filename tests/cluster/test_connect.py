@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 
-import attrs
 import pytest
 import torch
 from torch import distributed as dist
@@ -17,6 +16,7 @@ from fxtrain import ops
 from fxtrain.ops import connecting, opening, rendezvous_store
 from fxtrain.testing import Transformer, free_port
 from fxtrain.testing.cluster import starter
+from tests.cluster._timeouts import with_timeout
 
 
 def _env(rank, world, port):
@@ -156,9 +156,11 @@ def test_a_device_that_is_not_there_is_refused(device, words):
         fx.detect({}, device=device)
 
 
-def test_a_timeout_is_positive():
+def test_a_timeout_is_positive_and_that_of_the_context():
     with pytest.raises(fx.errors.ContextError, match="timeout"):
         fx.detect({}, device="cpu", timeout_s=0)
+    with fx.detect({}, device="cpu", timeout_s=7) as ctx:
+        assert ctx.comm.timeout_s == 7
 
 
 def _connect_twice(rank, port, answers):
@@ -292,9 +294,8 @@ def test_a_duplicate_may_be_closed_at_once(clusters):
 
 
 def _skips_the_duplicate(ctx):
-    short = attrs.evolve(ctx, comm=attrs.evolve(ctx.comm, timeout_s=0.5))
     if ctx.rank == 0:
-        ops.duplicate(short)
+        ops.duplicate(with_timeout(ctx))
 
 
 def test_a_rank_that_skips_a_duplicate_is_named(pair):

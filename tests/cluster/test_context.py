@@ -197,6 +197,7 @@ def _train_llama(ctx, mesh):
     return norms, {n: p.detach() for n, p in fx.unwrap(model).named_parameters()}, refused
 
 
+@pytest.mark.slow
 def test_a_transformers_model_trains_as_in_one_process(clusters):
     ((wanted_norms, wanted, _),) = clusters[1].run(_train_llama, None)
     for norms, parameters, refused in clusters[2].run(_train_llama, PAIR):

@@ -86,7 +86,7 @@ def test_offload_on_one_rank_is_refused():
             fx.wrap(net, ctx, plan)
 
 
-@pytest.mark.parametrize("rank", [0, 13, 63])
+@pytest.mark.parametrize("rank", slow_after(1, [13, 0, 63]))
 @pytest.mark.parametrize(
     ("mesh", "config", "over"),
     [

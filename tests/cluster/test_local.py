@@ -13,13 +13,14 @@ import fxtrain as fx
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.testing import LAWS, count_collectives, fake_world
 from fxtrain.testing.training import on_mesh
+from tests._slow import slow_after
 
 JUMPS = fx.DiLoCo(every=1, outer_lr=1.0, outer_momentum=0.0)
 # Each copy clips its own gradient.
 HOLD = [law for law in LAWS if law.__name__ != "same_clipped"]
 
 
-@pytest.mark.parametrize("law", HOLD, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("law", slow_after(3, HOLD), ids=lambda law: law.__name__)
 def test_rounds_of_one_update_are_ddp(pair, law):
     law(pair, fx.Plan(local=fx.LocalSGD(every=1)))
 

@@ -56,7 +56,7 @@ ROWS = {
 
 
 # Whose answers are those of "DDP" by the same code.
-REPEATED = ("DDP, bf16", "DDP, sharded optimizer", "DDP, replicas")
+REPEATED = ("DDP, compiled", "DDP, bf16", "DDP, sharded optimizer", "DDP, replicas")
 MARKS = {"PP": PIPELINES} | dict.fromkeys(REPEATED, pytest.mark.slow)
 
 

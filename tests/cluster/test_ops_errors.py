@@ -5,7 +5,6 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import attrs
 import pytest
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain import CollectiveError, ops
 from fxtrain.errors import ContextError
+from tests.cluster._timeouts import with_timeout
 
 
 def _numbers(ctx):
@@ -136,9 +136,8 @@ def _first_without_rank_1(ctx, folder):
 
 def _one_saves_late(ctx, folder):
     model = fx.wrap(nn.Linear(1, 1), ctx, fx.Plan())
-    short = attrs.evolve(ctx, comm=attrs.evolve(ctx.comm, timeout_s=1.0))
     with _first_without_rank_1(ctx, folder):
-        fx.save(f"{folder}/run", short, model)
+        fx.save(f"{folder}/run", with_timeout(ctx), model)
 
 
 def test_a_rank_that_never_joins_a_save_is_named_with_it(pair, tmp_path):
@@ -153,6 +152,7 @@ def _one_is_late(ctx, folder):
         ops.barrier(short)
 
 
+@pytest.mark.slow  # waits for half of the pool's timeout
 def test_a_rank_that_never_comes_is_named_within_the_timeout(pair, tmp_path):
     errors = pair.outcomes(_one_is_late, str(tmp_path))
     assert all(isinstance(error, CollectiveError) for error in errors)

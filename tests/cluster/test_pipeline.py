@@ -22,6 +22,7 @@ from fxtrain.testing import (
     on_ranks,
 )
 from fxtrain.testing.training import reference
+from tests._slow import slow_after
 from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP, synced_each
 from tests.cluster._pipelines import FOUR, SHARDS, SPLITS, held
 
@@ -265,7 +266,7 @@ def _in_windows(ctx, schedule, look):
     return {name: value.tolist() for name, value in fx.weights(model)}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", slow_after(1, ["1f1b", "interleaved_1f1b"]))
 def test_evaluations_inside_a_window_change_no_gradient(pair, schedule):
     wanted = pair.run(_in_windows, schedule, False)
     assert pair.run(_in_windows, schedule, True) == wanted

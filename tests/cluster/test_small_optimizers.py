@@ -87,7 +87,7 @@ def _check(found):
     assert len(saved) == len(restored) and all(map(torch.equal, saved, restored))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", slow_after(2, OPTIMIZERS))
 def test_one_rank_resumes_bit_for_bit(ctx, name, tmp_path):
     _check(_resumed(ctx, name, str(tmp_path)))
 
@@ -96,6 +96,7 @@ def _all_resumed(ctx, folder):
     return {name: _resumed(ctx, name, f"{folder}/{name}") for name in OPTIMIZERS}
 
 
+@pytest.mark.slow
 def test_replicas_resume_bit_for_bit(pair, ctx, tmp_path):
     one, other = pair.run(_all_resumed, str(tmp_path))
     for name in OPTIMIZERS:

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 from fxtrain import ops
 from tests.cluster._small_nets import SGD, small_data, small_net, square_loss, train_small
+from tests.cluster._timeouts import shorten
 
 
 def _curve(ctx, plan):
@@ -197,8 +198,10 @@ def _lost_in_backward(ctx):
     model = fx.wrap(small_net(), ctx, optimizer=SGD)
     fns = fx.StepFns(model=model, loss=square_loss)
     for batch in fx.shard(DataLoader(small_data(), batch_size=4), ctx):
-        if ctx.rank == 1 and batch.position.updates == 2:
-            return "left the loop"
+        if batch.position.updates == 2:
+            shorten(ctx)
+            if ctx.rank == 1:
+                return "left the loop"
         fx.step(ctx, batch, fns)
     return None
 

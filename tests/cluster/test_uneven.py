@@ -32,7 +32,7 @@ PLANS = {
     "alone": ((2, 4), fx.DDP(), None),
 }
 # Which share their code with another plan here.
-REPEATED = ("sharded optimizer", "grads and optimizer", "there and back")
+REPEATED = ("sharded optimizer", "grads and optimizer", "there and back", "alone")
 
 
 def _sgd(params):

@@ -61,7 +61,7 @@ ONE_ENTRY = {
 
 @pytest.mark.parametrize("nonfinite", ["ignore", "skip", "raise"])
 @pytest.mark.parametrize("name", ONE_ENTRY)
-@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+@pytest.mark.parametrize("shape", [pytest.param((1,), marks=pytest.mark.slow), (1, 1)])
 def test_a_loss_of_one_entry_is_a_scalar(ctx, name, shape, nonfinite):
     def shaped(m, b):
         loss = ONE_ENTRY[name](m, b)

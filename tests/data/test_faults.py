@@ -7,6 +7,8 @@ import signal
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import fxtrain as fx
 from fxtrain.errors import DataError
@@ -70,11 +72,27 @@ def test_a_dataset_of_fewer_rows_than_it_says(workers):
     assert isinstance(e.value, IndexError)
 
 
-# torch's handler of SIGCHLD may raise a second time, inside its own iterator's __del__.
-@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
-def test_a_worker_that_is_killed():
+@pytest.fixture
+def no_handler(monkeypatch):
+    """Without torch's handler of SIGCHLD, which raises wherever this process is at that time."""
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", True)
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, handler)
+
+
+def test_a_worker_that_is_killed(no_handler):
     with pytest.raises(DataError, match=r"a worker process of this DataLoader \(num_workers=1"):
         _read(Dies(), num_workers=1)
+
+
+def test_a_worker_of_which_torchs_handler_says_that_it_was_killed(monkeypatch):
+    def fail(_):
+        raise RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed. ")
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_next_data", fail)
+    with pytest.raises(DataError, match=r"a worker process of this DataLoader \(num_workers=1"):
+        _read(Claims(8), num_workers=1)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -5,6 +5,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.precision.quantizing import quantize_layers, stored_tensors
+from tests._slow import slow_after
 from tests.offload._streamed import COPIES, placement
 from tests.precision._records import RECORDS, TRAINABLE, frozen_mlp, marked, mlp
 
@@ -29,7 +30,7 @@ def _same(one, other):
 
 
 @EVERY
-@pytest.mark.parametrize("row", [None, COPIES], ids=["in place", "copied"])
+@pytest.mark.parametrize("row", slow_after(1, [COPIES, None]), ids=["copied", "in place"])
 def test_files_of_quantised_models_stream(ctx, name, row, tmp_path):
     resident = _quantized(name)
     fx.export(resident, tmp_path)

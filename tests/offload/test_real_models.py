@@ -67,15 +67,14 @@ def test_smollm2_continues_as_the_resident_model_does(ctx, smollm2):
 ON_DISK = {
     "a layer": {"": "cpu", "encoder.layer.0": "disk"},
     "embeddings": {"": "cpu", "embeddings": "disk"},
-    "everything": {"": "disk"},
 }
 
 
 # On one device, policies differ in what is resident, not in what is computed.
 PLACED = [
-    "auto",
-    *(pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES if policy != "auto"),
-    *(pytest.param(policy, id=name) for name, policy in ON_DISK.items()),
+    pytest.param({"": "disk"}, id="everything"),
+    *(pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES),
+    *(pytest.param(policy, id=name, marks=pytest.mark.slow) for name, policy in ON_DISK.items()),
 ]
 
 

@@ -16,6 +16,7 @@ from fxtrain.backends.offload.strategy import OFFLOAD
 from fxtrain.backends.offload.streaming import DeviceCopies
 from fxtrain.state import Unit
 from fxtrain.testing import Transformer
+from tests._slow import slow_after
 from tests.offload._streamed import BLOCKS, COPIES, TOKENS, empty, placement, streamed
 
 
@@ -132,7 +133,7 @@ def _other(folder):
 
 
 @pytest.mark.parametrize("row", [OFFLOAD, COPIES], ids=["in place", "copied"])
-@pytest.mark.parametrize("same_folder", [False, True])
+@pytest.mark.parametrize("same_folder", slow_after(1, [True, False]))
 def test_loading_again_replaces_what_was_read_ahead(ctx, folder, tmp_path, row, same_folder):
     model = streamed(ctx, folder, row=row, offload_folder=str(tmp_path / "units"))
     for _ in range(2):

@@ -15,6 +15,7 @@ from fxtrain.checkpoint.storage import open_storage
 from fxtrain.state import Unit
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh
+from tests._slow import slow_after
 from tests.offload._streamed import COPIES, placement
 
 UNITS = ("net.blocks.0", "net.blocks.1", "net.embed")
@@ -91,7 +92,9 @@ def _trained(model):
     }
 
 
-@pytest.mark.parametrize("plan", [{}, {"recompute": ("Block",)}], ids=["plain", "recompute"])
+@pytest.mark.parametrize(
+    "plan", slow_after(1, [{}, {"recompute": ("Block",)}]), ids=["plain", "recompute"]
+)
 def test_steps_equal_those_of_the_resident_model(ctx, folder, plan):
     found, wanted = _streamed(ctx, folder, **plan), _resident(ctx, **plan)
     one, other = _train(ctx, found), _train(ctx, wanted)

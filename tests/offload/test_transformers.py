@@ -54,7 +54,11 @@ def inputs(model):
     return {"input_ids": TOKENS, **decoder}
 
 
-@pytest.mark.parametrize("share", [0.2, 0.6, 2.0], ids=["little", "most", "resident"])
+@pytest.mark.parametrize(
+    "share",
+    [0.2, *[pytest.param(share, marks=pytest.mark.slow) for share in (0.6, 2.0)]],
+    ids=["little", "most", "resident"],
+)
 def test_streamed_outputs_equal_resident_ones(resident, folder, share):
     size = sum(parameter.numel() * 4 for parameter in resident.parameters())
     placed = placement_of(resident, int(size * share))

@@ -8,6 +8,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.precision.quantizing import quantize_layers, stored_tensors
+from tests._slow import slow_after
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
@@ -30,7 +31,7 @@ def _outputs(model):
 @pytest.mark.filterwarnings("ignore:Merge lora module to .*may get different generations")
 @pytest.mark.parametrize(
     ("record", "flag"),
-    [(fx.Bnb4(), "is_loaded_in_4bit"), (fx.Bnb8(), "is_loaded_in_8bit")],
+    slow_after(1, [(fx.Bnb4(), "is_loaded_in_4bit"), (fx.Bnb8(), "is_loaded_in_8bit")]),
     ids=["4 bits", "8 bits"],
 )
 def test_adapters_are_merged_into_quantised_layers(ctx, record, flag, tmp_path):

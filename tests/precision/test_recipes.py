@@ -33,7 +33,7 @@ def curve():
 
 
 @needs_torchao
-@pytest.mark.parametrize("name", slow_after(3, RECIPES))
+@pytest.mark.parametrize("name", slow_after(1, RECIPES))
 def test_training_follows_bf16(ctx, curve, name):
     plan = plan_of(RECIPES[name], fx.Single())
     model = wrapped(ctx, plan)

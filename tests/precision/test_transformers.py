@@ -11,6 +11,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.models.exporting import transformers_config, warn_of_readers
 from fxtrain.precision.quantizing import quantize_layers, stored_tensors
+from tests._slow import slow_after
 from tests.precision._records import RECORDS, marked
 
 CPU = torch.device("cpu")
@@ -69,7 +70,9 @@ def test_what_plain_transformers_cannot_read_is_said_before_writing(name, tmp_pa
 
 
 @pytest.mark.parametrize("name", marked(["bnb8", "nf4", "int8", "int8 dynamic", "float8"]))
-@pytest.mark.parametrize("options", [{}, {"head": True}, {"skip": "layers.1"}], ids=str)
+@pytest.mark.parametrize(
+    "options", slow_after(1, [{"head": True}, {}, {"skip": "layers.1"}]), ids=str
+)
 def test_transformers_finds_the_layers_that_are_quantised(name, options, tmp_path):
     pytest.importorskip("accelerate", reason="transformers loads quantised models with it")
     transformers, net = _llama()

@@ -87,6 +87,8 @@ class CallState:
         in_flight: The exchange that has not completed: that of the last device collective, whose
             comparison is deferred, or one that an interrupt left.
         in_main_first: Whether this rank is inside a block of `ops.main_first`.
+        differed: The value of `count` when calls of the ranks last differed, which is an error on
+            every rank of this communicator; 0 if they never did.
     """
 
     thread: int | None = attrs.field(factory=threading.get_ident)
@@ -100,6 +102,7 @@ class CallState:
     packets: Tensor = attrs.field(default=EMPTY, repr=False)
     in_flight: Exchange | None = None
     in_main_first: bool = False
+    differed: int = 0
 
 
 def capacity(world_size: int) -> int:
@@ -321,7 +324,9 @@ def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> list[in
     if differ:
         text = mismatch_text(exchange.call, exchange.site or call_site(exchange.call[0]))
         cut = text.encode()[: room - 1].decode(errors="ignore")
-        raise mismatch_error(ctx, exchange_texts(ctx, _DESCRIBE, cut))
+        texts = exchange_texts(ctx, _DESCRIBE, cut)
+        state.differed = state.count
+        raise mismatch_error(ctx, texts)
     return sizes
 
 
