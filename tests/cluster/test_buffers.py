@@ -230,6 +230,30 @@ def test_a_skipped_window_leaves_nothing_in_buffers(clusters, name, way):
             assert torch.equal(value, clean[name]), f"{name}: {value}"
 
 
+def _resumed(ctx, plan, folder, load):
+    """What a run has after a window whose second micro-batch is skipped; saved before that one."""
+    model = fx.wrap(_net(), ctx, plan, optimizer=SGD)
+    fns = fx.StepFns(model, _loss)
+    rows = torch.randn(4, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+    rows[3] *= torch.nan
+    position = fx.restore(folder, ctx, model).position if load else fx.Position()
+    for one in rows[3 if load else 0 :]:
+        batch = fx.batch(one, ctx, plan, after=position)
+        position = fx.step(ctx, batch, fns).position
+        if position.micro and position.updates:
+            fx.save(folder, ctx, model, position=position)
+    return {name: value.clone() for name, value in fx.weights(model)}
+
+
+@pytest.mark.parametrize("then", [2, 1])
+def test_an_open_window_is_resumed_with_the_buffers_from_before_it(clusters, tmp_path, then):
+    plan = fx.Plan(nonfinite="skip", accumulate=2)
+    whole = clusters[2].run(_resumed, plan, str(tmp_path), False)
+    for found in clusters[then].run(_resumed, plan, str(tmp_path), True):
+        for name, value in found.items():
+            assert torch.equal(value, whole[0][name]), name
+
+
 class _Replaced(nn.Module):
     """Replaces a buffer by another, whose shape depends on the data."""
 
