@@ -96,6 +96,39 @@ def test_an_update_is_told_otherwise_by_arguments(ctx):
     assert ops.apply(model, UpdateSpec(scale=2.0)).applied and _weight(model) != _weight(model)
 
 
+def _clipped(ctx, by_hand):
+    """Norms and weights of windows of unequal weights, clipped by the plan or between the parts."""
+    fields = {} if by_hand else {"clip_norm": 0.25, "clip_value": 0.2}
+    model = _model(ctx, accumulate=2, **fields)
+    loader = fx.shard(torch.utils.data.DataLoader(ROWS[:7], batch_size=1), ctx, model.plan)
+    found = []
+    for epoch in loader.epochs(2):
+        weighted = epoch.number == 1
+        for batch in epoch:
+            loss = _loss(model, 2.0 + batch.position.index)
+            if weighted:
+                loss = fx.Weighted(loss, 3.0 * batch.position.index)
+            ops.backward(loss, model, batch)
+            norm = None
+            if by_hand and model.window.closes:
+                norm = ops.clip_norm(model, 0.25)
+                ops.clip_value(model, 0.2)
+            result = ops.apply(model)
+            if result.due:
+                found.append(float(norm if by_hand else result.grad_norm))
+    return found, _weight(model)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_clipping_between_the_parts_is_clipping_by_the_plan(clusters, n):
+    planned = clusters[n].run(_clipped, False)
+    for (norms, weight), (by_hand, other) in zip(
+        planned, clusters[n].run(_clipped, True), strict=True
+    ):
+        assert by_hand == pytest.approx(norms, rel=1e-6) and len(norms) > 3
+        assert other == pytest.approx(weight, rel=1e-6)
+
+
 def _now(ctx):
     """The weight after a window that is closed early; the error where it is not reduced."""
     model = _model(ctx, accumulate=4)
