@@ -1,8 +1,8 @@
-"""A loop that keeps its forward and loss, by `fx.update`, beside `fx.step`.
+"""A loop that keeps its forward and loss, by `fx.update` and by parts of a step, beside `fx.step`.
 
     fxtrain launch --ranks 2 examples/by_hand.py
 
-Ends with one JSON line that says whether the two trained models are equal in every bit.
+Ends with one JSON line that says whether the three trained models are equal in every bit.
 """
 
 import json
@@ -40,18 +40,26 @@ def main() -> None:
     data = TensorDataset(torch.tensor(x, dtype=torch.float32) / 16, torch.tensor(y))
     with fx.detect() as ctx:
         loader = fx.shard(DataLoader(data, batch_size=32, shuffle=True), ctx, PLAN)
-        mine, theirs = fresh_model(ctx), fresh_model(ctx)
-        fns = fx.StepFns(model=theirs, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+        by_step, by_update, by_parts = (fresh_model(ctx) for _ in range(3))
+        fns = fx.StepFns(model=by_step, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
         updates = 0
         quiet = not (ctx.is_main and console.is_terminal)
         for epoch in track(loader.epochs(2), "epochs", total=2, console=console, disable=quiet):
             for batch in epoch:
-                with ops.autocast(mine):
-                    loss = F.cross_entropy(mine(batch[0]), batch[1])
-                fx.update(ctx, batch, mine, loss)
                 updates = fx.step(ctx, batch, fns).updates
-        pairs = zip(mine.parameters(), theirs.parameters(), strict=True)
-        equal = ops.all_ranks(all(torch.equal(a, b) for a, b in pairs), ctx)
+
+                with ops.autocast(by_update):
+                    loss = F.cross_entropy(by_update(batch[0]), batch[1])
+                fx.update(ctx, batch, by_update, loss)
+
+                with ops.autocast(by_parts):
+                    loss = F.cross_entropy(by_parts(batch[0]), batch[1])
+                ops.backward(loss, by_parts, batch)
+                ops.apply(by_parts)
+        models = (by_step, by_update, by_parts)
+        triples = zip(*(model.parameters() for model in models), strict=True)
+        same = all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in triples)
+        equal = ops.all_ranks(same, ctx)
         result = {"ranks": ctx.world_size, "updates": updates, "equal": equal}
         ops.say(json.dumps(result), ctx)
 

@@ -11,6 +11,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "steps.md").read_text()
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
 PRINTED = {
     "keep_your_loop": r"20 updates, loss 0\.\d+",
+    "parts": "6 updates, equal in every bit: True",
     "no_decay": "2 with weight decay, 4 without",
     "unfreezing": "178 parameters in 2 groups",
 }

@@ -293,7 +293,7 @@ def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
 
 def _verify(model: Wrapped) -> None:
     if not _shares_optimizer(model):  # otherwise `_apply` has compared them
-        SINGLE.verify(model)
+        verify_replicas(model)
 
 
 def _shares_optimizer(model: Wrapped) -> bool:

@@ -272,8 +272,8 @@ def _restore(
         )
     with open_reader(storage, manifest) as reader:
         for name, model in models.items():
-            model.strategy.load_state(model, _state_reader(reader, name, ctx))
             model.status.before_window = model.status.before_call = None
+            model.strategy.load_state(model, _state_reader(reader, name, ctx))
         user = _load_into(extra, manifest.extra, reader)
         if random:
             seed = next(iter(models.values())).plan.seed + manifest.position.updates

@@ -123,7 +123,7 @@ def _replay(orders: Mapping[str, Any]) -> None:
     _put(restore, lambda path, *args, **more: restore(chosen, *args, **more))
     _put(checkpoint.latest, lambda path: chosen)
     _put(checkpoint.save, lambda path, *args, **options: Saving(path=os.fspath(path)))
-    _put(verify_replicas, lambda model: None)  # which would end the run where they differ
+    _put(verify_replicas, lambda model, **_: None)  # which would end the run where they differ
     _silence(lambda path: scratch, checkpoints=scratch)
 
 

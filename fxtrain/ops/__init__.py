@@ -3,6 +3,9 @@
 Value first, context after: `ops.gather(tree, ctx)`.
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
+from fxtrain._other_names import call_hint, closest
 from fxtrain.ops.collectives import broadcast, gather, reduce
 from fxtrain.ops.connecting import close, detect
 from fxtrain.ops.control import Preemption, main_first, on_main, on_rank, preemption, say
@@ -85,3 +88,9 @@ __all__ = [
     "token_positions",
     "unpad",
 ]
+
+if not TYPE_CHECKING:  # for a type checker, every name would exist
+
+    def __getattr__(name: str) -> NoReturn:
+        hint = "" if name.startswith("_") else call_hint(name) or closest(name, __all__)
+        raise AttributeError(f"module 'fxtrain.ops' has no attribute {name!r}.{hint}")

@@ -20,7 +20,13 @@ from fxtrain.ops.micro_batches import (
 )
 from fxtrain.ops.placeholders import has_no_row, uncounted
 from fxtrain.ops.transport.mismatches import name_lost_rank
-from fxtrain.ops.weighting import check_dtype, loss_and_aux, ranks_of_update, weigh_loss
+from fxtrain.ops.weighting import (
+    check_dtype,
+    close_window,
+    loss_and_aux,
+    ranks_of_update,
+    weigh_loss,
+)
 from fxtrain.state import Batch, Position, UpdateResult, UpdateSpec, Weighted, Wrapped
 from fxtrain.state.wrapped import check_open
 
@@ -136,7 +142,7 @@ def backward(
     if model.plan.precision.compute != "fp32":
         check_dtype("ops.backward", whole, model)
     if model.ctx.world_size > 1 and "backward" in dict(model.strategy.fused):
-        model.strategy.backward(loss, model)  # says why it cannot
+        model.strategy.backward(getattr(whole, "total", whole), model)  # says why it cannot
     with _lost_ranks_named(model, "backward"):
         if counts:
             _backward_of_batch(whole, model, batch)
@@ -240,6 +246,8 @@ def clip_norm(
 ) -> Tensor:
     """Scale gradients so that their total norm is at most `max_norm`.
 
+    `ops.apply` clips as the plan says; this is for other norms, and for some of the parameters.
+    Call it between `ops.backward` and `ops.apply`, where the window closes: `model.window.closes`.
     Under fp16 the gradients are unscaled first, once per update.
 
     Args:
@@ -264,6 +272,7 @@ def clip_norm(
         tensor(2.)
     """
     check_open(model, "ops.clip_norm")
+    _weigh_window(model)
     if norm_type == 2 and parameters is None:
         with _lost_ranks_named(model, "clip_norm"):
             return model.strategy.clip_norm(model, max_norm)
@@ -284,6 +293,16 @@ def clip_norm(
         return model.strategy.clip_norm(model, max_norm, norm_type=norm_type, parameters=chosen)
 
 
+def _weigh_window(model: Wrapped) -> None:
+    """Correct the weight of a window that is complete, which `apply` would do after clipping."""
+    window = model.window
+    if window.closes and (window.micro or window.provisional):
+        scale = close_window(model)
+        window.provisional, window.full_rows = False, window.rows
+        if scale is not None:
+            model.strategy.scale_grads(model, scale)
+
+
 def clip_value(model: Wrapped, max_value: float) -> None:
     """Clamp every gradient entry to ±`max_value`, unscaled first under fp16.
 
@@ -297,6 +316,7 @@ def clip_value(model: Wrapped, max_value: float) -> None:
         tensor([[0.2500, 0.2500]])
     """
     check_open(model, "ops.clip_value")
+    _weigh_window(model)
     model.strategy.clip_value(model, max_value)
 
 

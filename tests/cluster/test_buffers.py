@@ -176,3 +176,100 @@ def _broadcasts(ctx, strategy):
 
 def test_tables_that_forward_only_reads_are_not_sent_by_fsdp(pair):
     assert pair.run(_broadcasts, fx.FSDP()) == [0, 0]
+
+
+WAYS = {
+    "step": lambda ctx, batch, model: fx.step(ctx, batch, fx.StepFns(model, _loss)),
+    "update": lambda ctx, batch, model: fx.update(ctx, batch, model, _loss(model, batch)),
+    "parts": lambda ctx, batch, model: (
+        fx.ops.backward(_loss(model, batch), model, batch),
+        fx.ops.apply(model),
+    ),
+}
+
+
+def _poisoned(ctx, plan, way, poisoned):
+    """Parameters and buffers after windows, with or without one in which a rank has a NaN."""
+    model = fx.wrap(_net(), ctx, plan, optimizer=SGD)
+    rows = torch.randn(6, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+    rows[3] = rows[3] * (torch.nan if ctx.is_last else 1.0)
+    if not poisoned:  # the window with that micro-batch
+        rows = rows[
+            [index for index in range(6) if index // plan.accumulate != 3 // plan.accumulate]
+        ]
+    position = None
+    for one in rows:
+        batch = fx.batch(one, ctx, plan, **({} if position is None else {"after": position}))
+        position = batch.position
+        try:
+            WAYS[way](ctx, batch, model)
+        except fx.errors.StepError as error:
+            assert plan.nonfinite == "raise" and "Non-finite" in str(error)
+    return {name: value.clone() for name, value in fx.weights(model)}
+
+
+SKIPPING = {
+    "alone": (1, fx.Plan(nonfinite="skip")),
+    "ddp": (2, fx.Plan(nonfinite="skip")),
+    "windows": (2, fx.Plan(nonfinite="skip", accumulate=2)),
+    "raised": (2, fx.Plan(nonfinite="raise", accumulate=3)),
+    "own": (2, fx.Plan(nonfinite="skip", strategy=fx.DDP(sync_buffers=False))),
+    "fsdp": (2, fx.Plan(nonfinite="skip", accumulate=2, strategy=fx.FSDP())),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SKIPPING)
+@pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning")
+def test_a_skipped_window_leaves_nothing_in_buffers(clusters, name, way):
+    n, plan = SKIPPING[name]
+    wanted = clusters[n].run(_poisoned, plan, way, False)
+    for found, clean in zip(clusters[n].run(_poisoned, plan, way, True), wanted, strict=True):
+        assert any(name.endswith("running_mean") for name in found)
+        for name, value in found.items():
+            assert torch.equal(value, clean[name]), f"{name}: {value}"
+
+
+def _resumed(ctx, plan, folder, load):
+    """What a run has after a window whose second micro-batch is skipped; saved before that one."""
+    model = fx.wrap(_net(), ctx, plan, optimizer=SGD)
+    fns = fx.StepFns(model, _loss)
+    rows = torch.randn(4, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+    rows[3] *= torch.nan
+    position = fx.restore(folder, ctx, model).position if load else fx.Position()
+    for one in rows[3 if load else 0 :]:
+        batch = fx.batch(one, ctx, plan, after=position)
+        position = fx.step(ctx, batch, fns).position
+        if position.micro and position.updates:
+            fx.save(folder, ctx, model, position=position)
+    return {name: value.clone() for name, value in fx.weights(model)}
+
+
+@pytest.mark.parametrize("then", [2, 1])
+def test_an_open_window_is_resumed_with_the_buffers_from_before_it(clusters, tmp_path, then):
+    plan = fx.Plan(nonfinite="skip", accumulate=2)
+    whole = clusters[2].run(_resumed, plan, str(tmp_path), False)
+    for found in clusters[then].run(_resumed, plan, str(tmp_path), True):
+        for name, value in found.items():
+            assert torch.equal(value, whole[0][name]), name
+
+
+class _Replaced(nn.Module):
+    """Replaces a buffer by another, whose shape depends on the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x.detach().flatten()])
+        return self.linear(x)
+
+
+def test_a_buffer_that_a_skipped_window_replaced_is_put_back(ctx):
+    model = fx.wrap(_Replaced(), ctx, fx.Plan(nonfinite="skip"), optimizer=SGD)
+    for value in (1.0, torch.nan, 2.0):
+        fx.ops.backward(model(torch.full((1, 1), value)).sum(), model)
+        fx.ops.apply(model)
+    assert model.module.seen.tolist() == [0.0, 1.0, 2.0]

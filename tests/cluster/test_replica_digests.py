@@ -105,6 +105,12 @@ FOUND = {
         [0],
         "rank 0: 1 tensor differs from those of ranks 1-3: optimizer.0.norm.weight.exp_avg",
     ),
+    "sharded states": (
+        "sharded states",
+        "gain",
+        [1],
+        "ranks 0-1: 1 tensor differs between them: gain",
+    ),
     "hybrid": ("hybrid", "gain", [3], "ranks 1, 3: 1 tensor differs between them: gain"),
     "tensor": (
         "tensor",
@@ -122,9 +128,28 @@ def test_a_changed_bit_is_named_on_every_rank(clusters, name):
     answers = clusters[CASES[case][0]].run(_train, case, tensor, ranks)
     errors = {error for error, _ in answers}
     (error,) = errors
-    assert "Replicas differ after update 2" in error
+    when = "before" if case == "sharded states" else "after"  # which overwrites parameters
+    assert f"Replicas differ {when} update 2" in error
     assert "[FX506]" in error
     assert re.search(line, error), error
+
+
+def _changed_gradient(ctx):
+    """The error of an update whose gradients differ on one rank, after they were averaged."""
+    plan = fx.Plan(strategy=fx.DDP(shard_optimizer=True), verify_replicas=1)
+    model = fx.wrap(Transformer(), ctx, plan, optimizer=_adamw)
+    fx.ops.backward(model(torch.zeros(2, 8, dtype=torch.int64)).square().mean(), model)
+    if ctx.rank == 1:
+        model.module.gain.grad.view(-1).view(torch.int64)[0] ^= 1
+    with pytest.raises(fx.errors.StepError) as found:
+        fx.ops.apply(model)
+    return str(found.value)
+
+
+def test_a_changed_gradient_is_found_where_one_rank_updates_for_all(pair):
+    for error in pair.run(_changed_gradient):
+        assert "Replicas differ before update 1" in error
+        assert "1 tensor differs between them: grad.gain" in error
 
 
 def _on_nodes(ctx):

@@ -39,6 +39,13 @@ def test_every_way_is_a_step_in_every_bit(clusters, name, way):
     check_equal(clusters[n].run(both_ways, plan, Case(rows=5 * n), mesh, way))
 
 
+@pytest.mark.parametrize("way", ["update", "parts", "parts in blocks"])
+def test_rows_that_are_placeholders_reach_no_buffer(pair, way):
+    plan = fx.Plan(even="uneven", local=fx.LocalSGD(every=2))  # whose ranks keep their own buffers
+    case = Case(rows=13, size=3, stream=True)
+    check_equal(pair.run(both_ways, plan, case, None, way))
+
+
 def _net():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)

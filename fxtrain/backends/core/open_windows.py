@@ -47,6 +47,8 @@ def window_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Tensor], 
                         how.dim if isinstance(how, Shard) else _CODES[how] for how in placements
                     ]
                     own[f"placements.{kind}.{name}"] = torch.tensor(codes, device="cpu")
+    before = model.status.before_window if window.micro else None
+    own |= {f"before.{name}": value for name, value in (before or {}).items()}
     tensors = _means(model, losses) if window.micro or model.status.added_grads else {}
     facts = {"own": _layout(model), "losses": losses.world_size, "replicas": _replicas(model)}
     return tensors, own, {"window": facts}
@@ -123,7 +125,7 @@ def full_gradient(grad: Any, like: Tensor) -> Tensor:
 
 
 def load_window(model: Wrapped, saved: StateReader) -> None:
-    """Restore gradients and counts of an accumulation window that was open."""
+    """Restore gradients, counts and former buffers of an accumulation window that was open."""
     facts = saved.values.get("window", {})
     exact = facts.get("own") == _layout(model) and saved.ranks == saved.loading_ranks
     for name, parameter, part in _parameters(model):
@@ -140,6 +142,11 @@ def load_window(model: Wrapped, saved: StateReader) -> None:
         elif f"grad.{name}" in saved.shapes:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
             saved.fill(f"grad.{name}", parameter.grad)
+    rank = saved.rank if exact else 0  # they are equal between windows
+    names = [name for name, _ in model.module.named_buffers()]
+    before = {name: saved.own(f"before.{name}", rank) for name in names}
+    found = {n: value.to(model.ctx.device) for n, value in before.items() if value is not None}
+    model.status.before_window = found or None
     windows = saved_windows(saved)
     if not windows:  # from another library, which saves no open window
         model.window.updates = saved.updates
