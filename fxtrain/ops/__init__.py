@@ -3,6 +3,9 @@
 Value first, context after: `ops.gather(tree, ctx)`.
 """
 
+from typing import TYPE_CHECKING
+
+from fxtrain._other_names import answers_of
 from fxtrain.ops.collectives import broadcast, gather, reduce
 from fxtrain.ops.connecting import close, detect
 from fxtrain.ops.control import Preemption, main_first, on_main, on_rank, preemption, say
@@ -85,3 +88,7 @@ __all__ = [
     "token_positions",
     "unpad",
 ]
+
+__dir__ = __all__.copy  # for completion
+if not TYPE_CHECKING:  # for which every name would exist
+    __getattr__ = answers_of(__name__, __all__)
