@@ -48,4 +48,4 @@ def _instead_of(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return sorted({*__all__, *_MODULES, "__version__"})

@@ -7,11 +7,12 @@ those of Accelerate, of Fabric and Lightning, of `TrainingArguments` of transfor
 import difflib
 import functools
 import importlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 _SETTINGS = ("argument", "flag", "key")
 _CALLS = ("class", "method")
@@ -128,6 +129,18 @@ def closest(value: Any, choices: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, choices, 1, _LIKE)
     near = near or difflib.get_close_matches(word.lower(), choices, 1, _LIKE)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def answers_of(module: str, known: Collection[str]) -> Callable[[str], NoReturn]:
+    """The `__getattr__` of a module, whose error for an unknown name says what to use instead."""
+
+    def answer(name: str) -> NoReturn:
+        # Python asks for the name of a submodule too, before it imports it.
+        plain = name.startswith("_") or find_spec(f"{module}.{name}") is not None
+        said = "" if plain else call_hint(name) or closest(name, known)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{said and '.'}{said}")
+
+    return answer
 
 
 @functools.cache  # a file of the package, which does not change

@@ -17,6 +17,7 @@ __all__ = [
     "PlanError",
     "StepError",
 ]
+__dir__ = __all__.copy  # for completion
 
 
 def escape_unprintable(text: str) -> str:

@@ -21,6 +21,8 @@ from fxtrain.ops.placeholders import Placeholders
 from fxtrain.state import DistContext, Wrapped
 
 __all__ = ["balance_bias", "balance_loss", "mix"]
+__dir__ = __all__.copy  # for completion
+
 
 Product = Callable[[Tensor, Tensor], Tensor]
 

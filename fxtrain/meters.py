@@ -13,6 +13,8 @@ from fxtrain._host_memory import process_memory
 from fxtrain.state import Batch, DistContext, Wrapped
 
 __all__ = ["Memory", "Meter", "count_flops", "memory", "peak_flops", "timed"]
+__dir__ = __all__.copy  # for completion
+
 
 T = TypeVar("T")
 

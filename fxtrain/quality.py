@@ -28,6 +28,7 @@ from fxtrain.state import DistContext, Plan, Wrapped
 from fxtrain.state.context import check_connected
 
 __all__ = ["Case", "Compared", "Comparison", "LayerError", "compare", "plot", "table"]
+__dir__ = __all__.copy  # for completion
 
 
 @record

@@ -30,6 +30,8 @@ from fxtrain.state.deepspeed import WINDOW_ENTRIES, fill_from_config, read_confi
 from fxtrain.state.mesh import resolve_mesh
 
 __all__ = ["RateCurve", "find_batch_size", "find_lr", "predict_batch_size"]
+__dir__ = __all__.copy  # for completion
+
 
 # What allocators raise as a plain RuntimeError: CPU, MPS, CUDA libraries, XPU, NPU, XLA.
 _WORDS = (

@@ -1,6 +1,8 @@
 """What records print: one line with what matters, and never the contents of tensors."""
 
+import copy
 import io
+import pickle
 
 import attrs
 import pytest
@@ -69,12 +71,23 @@ def test_one_line_says_what_matters(shown):
         "Sharded(TensorDataset, 3 batches left of 8 rows per rank, epoch 0, index 0, update 0, "
         "rank 0 of 1 on cpu)"
     )
+    assert repr(shown["loader"].epochs(2)) == f"epochs(2) of {shown['loader']!r}"
     assert repr(shown["weighted"]) == "Weighted(total=2, weight=3)"
     loss = f"{shown['report'].loss.item():.4g}"
     assert repr(shown["report"]) == (
         f"Report(loss {loss}, weight 8, update applied, at epoch 0, index 8, update 1, "
         "aux {logits: float32[8, 512], name: 'a'})"
     )
+
+
+@pytest.mark.parametrize("name", ["ctx", "loader"])
+def test_what_belongs_to_a_context_says_why_it_cannot_be_pickled(shown, name):
+    """Records of rows and positions can be; a copy of what holds a context refers to the same."""
+    with pytest.raises(TypeError, match=r"A context cannot be pickled.*call fx\.detect\(\)"):
+        pickle.dumps(shown[name])
+    assert copy.deepcopy({"ctx": shown["ctx"]})["ctx"] is shown["ctx"]
+    for value in (fx.Plan(), shown["batch"].position):
+        assert pickle.loads(pickle.dumps(value)) == value
 
 
 @pytest.mark.parametrize("name", ["ctx", "model", "loader", "batch", "report", "weighted", "mean"])

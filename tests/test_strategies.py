@@ -60,6 +60,9 @@ def test_every_config_has_a_strategy():
 def test_a_third_party_row_is_found_by_its_config(installed):
     installed("ROW")
     assert strategies()[Mine] is ROW
+    assert fx.Plan(strategy=Mine()) == fx.Plan(strategy=Mine().kind)
+    with pytest.raises(fx.PlanError, match=f"Did you mean '{Mine().kind}'"):
+        fx.Plan(strategy=Mine().kind[:-1])
     plan = fx.Plan(strategy=Mine(level=3))
     with fx.detect({}, device="cpu") as ctx:
         model = fx.wrap(torch.nn.Linear(2, 1), ctx, plan)
@@ -95,9 +98,10 @@ def test_a_checkpoint_gives_the_plan_of_an_installed_strategy_back(installed, tm
         lambda: fx.state.loads("{}"),
         lambda: structure({}, fx.Plan),
         lambda: launch_config({}),
+        lambda: fx.Plan(strategy="mine"),
         lambda: fx.wrap(torch.nn.Linear(2, 1), fx.detect({}), fx.Plan(strategy=Mine())),
     ],
-    ids=["table", "text", "data", "launch file", "wrap"],
+    ids=["table", "text", "data", "launch file", "kind", "wrap"],
 )
 def test_a_wrong_entry_point_is_named(installed, name, words, read):
     installed(name)

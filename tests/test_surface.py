@@ -1,6 +1,7 @@
 """What `import fxtrain` gives: the names, what they cost, and what pages say of them."""
 
 import ast
+import importlib
 import importlib.metadata
 import json
 import re
@@ -51,7 +52,26 @@ def _python(code: str) -> str:
 def test_names_are_sorted_and_resolve():
     assert fx.__all__ == sorted(set(fx.__all__))
     assert all(getattr(fx, name) is not None for name in fx.__all__)
-    assert set(dir(fx)) >= set(fx.__all__)
+    assert dir(fx) == sorted({*fx.__all__, *fx._MODULES, "__version__"})
+
+
+@pytest.mark.parametrize("name", [*fx._MODULES, "launchers"])
+def test_a_package_completes_to_its_public_names(name):
+    package = importlib.import_module(f"fxtrain.{name}")
+    assert dir(package) == sorted(package.__all__)
+    assert all(hasattr(package, public) for public in package.__all__)
+
+
+def test_a_name_that_ops_does_not_have_is_answered():
+    answers = {
+        "wait_for_everyone": "Use fx.ops.barrier(ctx).",
+        "all_reduce": "Use fx.ops.reduce(",
+        "gater": "Did you mean 'gather'?",
+    }
+    for name, answer in answers.items():
+        with pytest.raises(AttributeError, match=re.escape(f"no attribute {name!r}. {answer}")):
+            getattr(ops, name)
+    assert not hasattr(ops, "purple") and not hasattr(ops, "__wrapped__")
 
 
 def test_each_line_of_the_stub_is_one_name_under_its_own():

@@ -12,3 +12,4 @@ __all__ = [
     "Estimate", "Sizes", "Turns", "bring", "budget", "empty",
     "end_turns", "estimate", "narrow", "place", "read_speed", "release", "sizes", "table", "turns",
 ]  # fmt: skip
+__dir__ = __all__.copy  # for completion

@@ -21,3 +21,4 @@ __all__ = [
     "saved_weights",
     "verify",
 ]
+__dir__ = __all__.copy  # for completion

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -198,7 +199,11 @@ def _write_new(
 ) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_file(path, render(values, format_of(path), notes=notes, brief=brief))
-    say(f"Wrote {path}. Show all values with `fxtrain config show`.")
+    named = "" if path in HERE else f" --config {shlex.quote(path)}"  # those are found without
+    say(
+        f"Wrote {path}. Use it with `fxtrain launch{named} train.py`. Show all values with "
+        f"`fxtrain config show{named}`."
+    )
 
 
 def _plain_value(value: Any) -> Any:

@@ -126,11 +126,13 @@ def _print(reports: list[dict[str, Any]], chosen: dict[str, Any]) -> None:
         f"{show_bytes(first['stored_bytes'])} as stored.\nLargest layer: {largest['name']}, "
         f"{largest['parameters']:,} parameters, {show_bytes(largest['bytes'])}.\n"
     )
-    trained = [each["training_bytes"] for each in reports]
-    print_table(
-        ["training, each rank", *(f">{each['compute']}" for each in reports)],
-        [[text, *(show_bytes(sizes[name]) for sizes in trained)] for name, text in _WORDS.items()],
-    )
+    # Weights in int8, int4 and int2 are not trained; what is trained beside them is bf16.
+    trained = {each["compute"]: each["training_bytes"] for each in reports}
+    rows = [
+        [text, *(show_bytes(sizes[name]) for sizes in trained.values())]
+        for name, text in _WORDS.items()
+    ]
+    print_table(["training, each rank", *(f">{dtype}" for dtype in trained)], rows)
     say(
         f"With {chosen['optimizer']}, sharding {chosen['sharding']}, {chosen['ranks']} ranks. "
         f"Activations depend on the batch and on the code.\n"

@@ -39,3 +39,4 @@ __all__ = [
     "tokenize",
     "tokens",
 ]
+__dir__ = __all__.copy  # for completion

@@ -66,6 +66,19 @@ def _no_length(call: str, instead: str) -> _NoLengthError:
     )
 
 
+class _Epochs(Iterator["Sharded[Data_co]"]):
+    """The epochs of a loader, one after the other; prints which."""
+
+    def __init__(self, epochs: Iterator["Sharded[Data_co]"], text: str) -> None:
+        self._epochs, self._text = epochs, text
+
+    def __next__(self) -> "Sharded[Data_co]":
+        return next(self._epochs)
+
+    def __repr__(self) -> str:
+        return self._text
+
+
 @attrs.frozen(kw_only=True, eq=False, repr=False)
 class Sharded(Displayed, Generic[Data_co]):
     """A loader that yields this rank's part of every global batch; see `shard`.
@@ -202,7 +215,7 @@ class Sharded(Displayed, Generic[Data_co]):
                 f"epochs({n}): an epoch of this loader has no end. Use loader.updates(n), or "
                 f"fit(..., updates=n) without epochs; a blend also has Blend(ends='stop')."
             )
-        return self._of_run(self._total_updates(n))._epochs(n)
+        return _Epochs(self._of_run(self._total_updates(n))._epochs(n), f"epochs({n}) of {self!r}")
 
     def _of_run(self, updates: int | None) -> "Sharded[Data_co]":
         """The same loader, whose batches say how long the run is."""

@@ -14,3 +14,4 @@ __all__ = [
     "read_checkpoint",
     "write_megatron",
 ]
+__dir__ = __all__.copy  # for completion

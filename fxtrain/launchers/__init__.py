@@ -46,3 +46,4 @@ __all__ = [
     "run",
     "show",
 ]
+__dir__ = __all__.copy  # for completion

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from fxtrain._optional import optional
 from fxtrain._record import shown
-from fxtrain.errors import LaunchError
+from fxtrain.errors import FxError, LaunchError
 from fxtrain.launchers.built_in.native.elastic import run_elastic
 from fxtrain.launchers.outcome import describe
 from fxtrain.launchers.spec import LONGEST_S, LaunchSpec
@@ -27,8 +27,6 @@ from fxtrain.launchers.table import prepare
 _WORKER = Path(__file__).with_name("function_worker.py")
 _SHUTDOWN_S = 3
 _IMPORTS = "rank that imports the script"  # name of a process while it does
-# What pickle raises for a lambda, a local function or class, a lock, a generator.
-UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 T = TypeVar("T")
 
@@ -159,11 +157,13 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     interactive = main.get("__spec__") is None and (file is None or not Path(file).exists())
     try:
         call = pack((fn, args), interactive=interactive)
-    except UNPICKLABLE as error:
-        name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    except FxError:  # cloudpickle is missing
+        raise
+    except Exception as error:  # of any kind: each object defines how it is pickled
+        value = _unsendable(fn, args, interactive=interactive)
         raise LaunchError(
-            f"launch: {name} and its arguments cannot be sent to other processes: {error}. "
-            f"Create these objects inside the function."
+            f"launch: {value} cannot be sent to other processes: {error}. Create it inside the "
+            f"function. fx.launch returns what the function returns on each rank."
         ) from error
     # As multiprocessing's own new processes. A session has no file that they could import.
     hidden = main.pop("__file__", None) if interactive else None
@@ -174,6 +174,16 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             main["__file__"] = hidden
     process.pop("authkey", None)
     return pickle.dumps((process, call))
+
+
+def _unsendable(fn: Callable[..., Any], args: tuple[Any, ...], *, interactive: bool) -> str:
+    """Which of a function and its arguments cannot be pickled, in words."""
+    for number, value in enumerate(args):
+        try:
+            pack(value, interactive=interactive)
+        except Exception:  # of any kind
+            return f"args[{number}], a {type(value).__qualname__},"
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
 
 @contextlib.contextmanager
@@ -194,8 +204,11 @@ def _result(path: Path) -> Any:
 
 
 def pack(value: Any, *, interactive: bool) -> bytes:
-    """Turn a value into bytes that pickle reads; if interactive, the main module's by value."""
-    with contextlib.suppress(*UNPICKLABLE):
+    """Turn a value into bytes that pickle reads; if interactive, the main module's by value.
+
+    An object that cannot be sent raises what it likes.
+    """
+    with contextlib.suppress(Exception):  # of a lambda, a lock, a queue
         data = pickle.dumps(value)
         if not (interactive and b"__main__" in data):
             return data

@@ -18,7 +18,8 @@ def main(folder: Path) -> None:
     spawn.prepare(process)
     multiprocessing.current_process().name = f"rank {os.environ['RANK']}"
     from fxtrain._reading import write_file  # sys.path is right now
-    from fxtrain.launchers.function import UNPICKLABLE, pack
+    from fxtrain.errors import FxError
+    from fxtrain.launchers.function import pack
 
     fn, args = pickle.loads(call)
     try:
@@ -29,7 +30,9 @@ def main(folder: Path) -> None:
         value = None
     try:
         data = pack(value, interactive=True)
-    except UNPICKLABLE as error:
+    except FxError:  # cloudpickle is missing
+        raise
+    except Exception as error:
         raise TypeError(f"the return value cannot be sent back: {error}") from error
     write_file(folder / os.environ["LOCAL_RANK"], data)
 

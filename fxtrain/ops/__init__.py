@@ -3,9 +3,9 @@
 Value first, context after: `ops.gather(tree, ctx)`.
 """
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from fxtrain._other_names import call_hint, closest
+from fxtrain._other_names import answers_of
 from fxtrain.ops.collectives import broadcast, gather, reduce
 from fxtrain.ops.connecting import close, detect
 from fxtrain.ops.control import Preemption, main_first, on_main, on_rank, preemption, say
@@ -89,8 +89,6 @@ __all__ = [
     "unpad",
 ]
 
-if not TYPE_CHECKING:  # for a type checker, every name would exist
-
-    def __getattr__(name: str) -> NoReturn:
-        hint = "" if name.startswith("_") else call_hint(name) or closest(name, __all__)
-        raise AttributeError(f"module 'fxtrain.ops' has no attribute {name!r}.{hint}")
+__dir__ = __all__.copy  # for completion
+if not TYPE_CHECKING:  # for which every name would exist
+    __getattr__ = answers_of(__name__, __all__)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from fxtrain._other_names import hint
 from fxtrain._record import shown
 from fxtrain.errors import ContextError
 from fxtrain.state import DistContext
@@ -20,7 +21,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         super().__init__(logger, {})
         self._ctx = ctx
 
-    def log(  # the keywords of `logging.Logger.log`, so that others fail on every rank
+    def log(  # the keywords of `logging.Logger.log`; others fail on every rank
         self,
         level: int,
         msg: object,
@@ -31,8 +32,11 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         stack_info: bool = False,
         stacklevel: int = 1,
         extra: Mapping[str, object] | None = None,
+        **others: object,
     ) -> None:
         """Log on the chosen ranks; the others return without formatting the message."""
+        for name in others:
+            raise TypeError(f"log() got an unexpected keyword argument {name!r}.{hint(name)}")
         if (everyone or self._ctx.rank == rank) and self.isEnabledFor(level):
             text = f"[rank {self._ctx.rank}] {msg}" if everyone or rank else msg
             self.logger.log(

@@ -41,3 +41,4 @@ __all__ = [
     "summary",
     "table",
 ]
+__dir__ = __all__.copy  # for completion

@@ -72,6 +72,7 @@ class StepTimes:
 
 _FIELDS = tuple(field.name for field in attrs.fields(StepTimes))
 _COLUMNS = tuple(name.removesuffix("_ns") for name in _FIELDS)
+_SUMMED = tuple(name for name in _COLUMNS if name not in ("step", "hidden"))  # to a step
 
 
 def _is_not_empty(_: Any, __: Any, value: Sequence[object]) -> None:
@@ -147,20 +148,32 @@ class Summary:
                 row.append("" if each is None else f"{each:.3g}")
         grid = make_table(columns, rows, title="ms per step")
         if self.slowest is None:
-            return grid
+            return Group(grid, self._largest())
         ranks = sorted(self.ranks, key=lambda rank: _ms_per_step(rank, "own"))
         fast, slow = ranks[0], ranks[-1]
         more = {
             column: _ms_per_step(slow, column) - _ms_per_step(fast, column)
-            for column in ("data", "forward", "backward", "optimizer", "idle")
+            for column in _SUMMED
+            if column != "communication"
         }
         column = max(more, key=lambda column: more[column])
         return Group(
             grid,
+            self._largest(),
             f"Slowest: rank {slow.rank}, {_ms_per_step(slow, 'own'):.3f} ms per step without "
             f"communication; fastest: rank {fast.rank}, {_ms_per_step(fast, 'own'):.3f} ms. "
             f"Largest difference: {column}, {more[column]:+.3f} ms.",
         )
+
+    def _largest(self) -> str:
+        """The part that takes most of a step, on average over ranks."""
+        means = {
+            column: sum(_ms_per_step(rank, column) for rank in self.ranks) / len(self.ranks)
+            for column in ("step", *_SUMMED)
+        }
+        column = max(_SUMMED, key=lambda column: means[column])
+        share = means[column] / means["step"] if means["step"] else 0.0
+        return f"Largest part of a step: {column}, {means[column]:.3f} ms ({share:.0%})."
 
 
 def summary(path: str | Path) -> Summary:

@@ -134,3 +134,4 @@ __all__ = [
     "write_plan",
     "write_record",
 ]
+__dir__ = __all__.copy  # for completion

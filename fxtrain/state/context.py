@@ -6,7 +6,7 @@ import importlib
 import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import attrs
 
@@ -231,6 +231,18 @@ class DistContext(Displayed):
             f"ctx.axis({name!r}): this context has no such axis. "
             f"It has data, loss, node, {', '.join(self.mesh.sizes)}."
         )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A context cannot be pickled, nor can what belongs to it, such as a loader from "
+            "fx.shard: its process groups are those of this process. In another process, call "
+            "fx.detect() and create the loader there. batch.position, which says where the data "
+            "is, can be pickled."
+        )
+
+    def __deepcopy__(self, _: Any) -> DistContext:
+        """The context itself: its process groups cannot be copied."""
+        return self
 
     def __enter__(self) -> DistContext:
         return self

@@ -1,6 +1,6 @@
 """The plan: all settings of a run, as one value."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import attrs
@@ -21,7 +21,7 @@ from fxtrain.state.precision import (
     precision_of,
     quantize_of,
 )
-from fxtrain.state.registry import BUILT_IN, Config, kind_of
+from fxtrain.state.registry import BUILT_IN, Config, installed_configs, kind_of
 from fxtrain.state.strategy_configs import CP, DDP, TP, CommHook, DiLoCo, LocalSGD
 
 StrategyKind = Literal["ddp", "deepspeed", "fsdp", "offload", "pp", "single", "xla"]
@@ -149,8 +149,15 @@ _OTHER_FIELDS = {
 
 def _strategy_of(value: Config | StrategyKind) -> Config:
     """The config of a strategy given by its kind; any other value unchanged."""
-    strategy = _BY_KIND[value]() if isinstance(value, str) and value in _BY_KIND else value
-    return cast(Config, strategy)  # the plan's check refuses anything else
+    kind = _known_kinds(value).get(value) if isinstance(value, str) else None
+    return cast(Config, value if kind is None else kind())  # the plan's check refuses all else
+
+
+def _known_kinds(kind: str) -> Mapping[str, type]:
+    """Configs by their kinds; those of installed packages too, unless `kind` is fxtrain's own."""
+    if kind in _BY_KIND:
+        return _BY_KIND
+    return {**_BY_KIND, **{str(kind_of(config)): config for config in installed_configs()}}
 
 
 def _compile_of(value: Compile | bool | None) -> Compile | None:  # noqa: FBT001 - a converter
@@ -165,10 +172,11 @@ def _mesh_of(value: Mesh | str | None) -> Mesh | None:
 
 def _is_strategy(_: Any, __: Any, value: Any) -> None:
     if isinstance(value, str):
+        kinds = _known_kinds(value)
         raise ValueError(
             f"choose a strategy config, such as fx.FSDP(), or one of "
-            f"{', '.join(map(repr, _BY_KIND))}."
-            f"{value_hint('strategy', value) or closest(value, _BY_KIND)}"
+            f"{', '.join(map(repr, kinds))}."
+            f"{value_hint('strategy', value) or closest(value, kinds)}"
         )
     if type(value) in _OTHER_FIELDS:
         use = _OTHER_FIELDS[type(value)].format(type(value).__name__)
@@ -191,8 +199,9 @@ class Plan:
 
     Attributes:
         strategy: How the model is distributed over ranks: one of fxtrain's configs, or a third
-            party's: a frozen attrs record with a string `kind`. For fxtrain's, the bare kind
-            also works: "ddp", "fsdp", "deepspeed", "pp", "single", "xla", "offload".
+            party's: a frozen attrs record with a string `kind`. The bare kind also works: "ddp",
+            "fsdp", "deepspeed", "pp", "single", "xla", "offload", or that of a strategy of an
+            installed package.
         precision: Dtypes, or the bare name fp32, bf16, fp16 or fp8.
         accumulate: Micro-batches per optimizer update.
         flush: Close the accumulation window at the end of an epoch even if it is short.

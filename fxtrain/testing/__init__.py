@@ -25,3 +25,4 @@ __all__ = [
     "on_ranks",
     "reference",
 ]
+__dir__ = __all__.copy  # for completion

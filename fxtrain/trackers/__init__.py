@@ -44,3 +44,4 @@ __all__ = [
     "track",
     "trackers",
 ]
+__dir__ = __all__.copy  # for completion

@@ -258,13 +258,17 @@ def test_default_writes_a_file_that_is_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["config", "default"]) == Exit.WELL
     assert main(["config", "check"]) == Exit.WELL
-    assert "fxtrain.toml is valid" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "Use it with `fxtrain launch train.py`." in told and "fxtrain.toml is valid" in told
     before = (tmp_path / "fxtrain.toml").read_text()
     assert main(["config", "default"]) == Exit.WRONG
     assert "already exists" in capsys.readouterr().err
     assert (tmp_path / "fxtrain.toml").read_text() == before
-    assert main(["config", "default", "--force", "sub/run.yaml"]) == Exit.WELL
-    assert read_launch_file("sub/run.yaml").launch.ranks == (detect_machine().count or 1)
+    assert main(["config", "default", "--force", "sub/a run.yaml"]) == Exit.WELL
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Use it with `fxtrain launch --config 'sub/a run.yaml' train.py`." in told
+    assert "`fxtrain config show --config 'sub/a run.yaml'`" in told
+    assert read_launch_file("sub/a run.yaml").launch.ranks == (detect_machine().count or 1)
 
 
 def test_check_tells_mistakes_by_its_exit_code(good, capsys):

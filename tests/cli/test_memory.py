@@ -297,3 +297,9 @@ def test_several_precisions_are_one_table(factory, monkeypatch, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["inference,", "one", "device", "fp32", "int8"] in lines
     assert ["training,", "each", "rank", "fp32", "bf16"] in lines  # int8 weights are for inference
+    more = ["bf16", "int8", "int4", "int2"]
+    words = ["estimate-memory", factory, *(word for name in more for word in ("--precision", name))]
+    assert main(words) == Exit.WELL
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["inference,", "one", "device", *more] in lines
+    assert ["training,", "each", "rank", "bf16"] in lines

@@ -34,6 +34,7 @@ def test_the_slowest_rank_is_named(tmp_path, capsys):
     shown = capsys.readouterr().out
     rows = [line.split() for line in shown.splitlines()]
     assert ["1", "9.050", "0.000", "0.040", "0.000", "0.010", "0.000", "0.000", "9.000"] in rows
+    assert "Largest part of a step: idle, 4.000 ms (99%)." in shown
     assert "Slowest: rank 1, 9.040 ms per step without communication" in shown
     assert "fastest: rank 2, 1.040 ms. Largest difference: idle, +8.000 ms." in " ".join(
         shown.split()
@@ -42,6 +43,8 @@ def test_the_slowest_rank_is_named(tmp_path, capsys):
 
 def test_json_has_every_step(tmp_path, capsys):
     _write(tmp_path, {3: 50})
+    assert main(["profile", str(tmp_path)]) == Exit.WELL
+    assert "Largest part of a step: idle, 0.050 ms (50%)." in capsys.readouterr().out
     assert main(["profile", str(tmp_path), "--json"]) == Exit.WELL
     found = json.loads(capsys.readouterr().out)
     assert found["slowest"] is None

@@ -1,6 +1,7 @@
 """`fx.launch`: a function on ranks of its own, from wherever it is called."""
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -88,6 +89,20 @@ def test_what_went_wrong(told, name, text):
 def test_a_function_and_its_caller_listen_on_loopback(told):
     for rank, caller in told["sockets"]:
         assert set(rank) == set(caller) == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (multiprocessing.get_context("spawn").Queue, "a Queue, cannot be sent .* inheritance"),
+        (multiprocessing.Event, "an? Event, cannot be sent"),
+        (threading.Lock, "a lock, cannot be sent .* cannot pickle"),
+        (lambda: fx.DistContext(), "a DistContext, cannot be sent .* call fx.detect"),
+    ],
+)
+def test_an_argument_that_cannot_be_sent_is_named(value, words):
+    with pytest.raises(LaunchError, match=rf"launch: args\[1\], {words}.*returns on each rank"):
+        fx.launch(divmod, (7, value()), ranks=1)
 
 
 def test_time_limit_names_the_ranks_and_ends_them():
