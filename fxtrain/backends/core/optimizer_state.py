@@ -15,7 +15,7 @@ from fxtrain.backends.core.initial_values import copy_shard
 from fxtrain.backends.core.optimizers import flattened, kind_of, local_optimizer, place_of_states
 from fxtrain.backends.core.packed_states import is_packed, pack, unpack
 from fxtrain.errors import CheckpointError
-from fxtrain.ops.whole_tensors import local_values
+from fxtrain.ops.whole_tensors import local_values, plain_name
 from fxtrain.state import StateReader, Wrapped
 
 _OF_TORCH = ("state", "param_groups")
@@ -155,7 +155,8 @@ def as_bytes(states: Mapping[str, Any], prefix: str) -> Tensor:
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in module.named_parameters()}
+    """The names of parameters in checkpoints, by their ids."""
+    return {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
 
 
 def own_tensor_of_ranks(saved: StateReader, name: str) -> list[Tensor]:
