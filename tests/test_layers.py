@@ -150,7 +150,6 @@ def _is_broad(kind: ast.expr | None) -> bool:
 # The records that may change, each with the reason.
 MUTABLE = {
     "fxtrain.state.context.CommState": "whether a communicator can be used",
-    "fxtrain.ops.standing.RunFolder": "where the run that a context trains is kept",
     "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
     "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
     "fxtrain.ops.standing.RunFolder": "the folder of the run that a context trains",

@@ -35,6 +35,9 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
 
+    def encode(self, x):
+        return x
+
     def forward(self, x):
         return x
 
@@ -75,6 +78,11 @@ ROWS = {
     "`recompute_keep`": ({"recompute": ("Block",), "recompute_keep": ("matmul",)}, {}),
     "`compile`": ({"compile": fx.Compile()}, {}),
     "`compile`, by blocks": ({"compile": fx.Compile(blocks=("Block",))}, {}),
+    "`methods`": ({"methods": "encode"}, {}),
+    "`methods`, `context=CP()`": (
+        {"methods": "encode", "context": fx.CP(causal=True)},
+        {"context": 2},
+    ),
     "`context=CP()`": ({"context": fx.CP(causal=True)}, {"context": 2}),
     '`quantize="bnb4"`': ({"quantize": "bnb4"}, {}),
     '`frozen="digests"`': ({"frozen": "digests"}, {}),

@@ -12,7 +12,12 @@ import torch
 from torch import nn
 
 from fxtrain.backends.core.local_sgd import local_problems
-from fxtrain.backends.core.module_changes import model_signature, record_module, unmatched_names
+from fxtrain.backends.core.module_changes import (
+    accept_methods,
+    model_signature,
+    record_module,
+    unmatched_names,
+)
 from fxtrain.backends.core.optimizers import (
     Optimizers,
     Params,
@@ -196,6 +201,7 @@ def wrap(
         raises = optimizer is not None and not _keeps_masters(plan)
         lower = raise_to_fp32(model, ctx, plan) if raises else lambda: None
         try:
+            accept_methods(model, plan)
             _convert_as_planned(model, ctx, plan)
             wrapped: Any = strategy.wrap(strategy, model, ctx, plan, optimizer, scheduler)
         except BaseException:

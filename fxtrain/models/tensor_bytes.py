@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxtrain.errors import CheckpointError
-from fxtrain.ops.whole_tensors import is_sharded, weight_of, weights_of
+from fxtrain.ops.whole_tensors import is_sharded, weight_of, weights_of, without_compile
 from fxtrain.state import DistContext, Weight, Wrapped
 from fxtrain.state.wrapped import check_open
 
@@ -97,13 +97,9 @@ def module_of(model: Any, call: str) -> nn.Module:
             f"{call} takes a model from fx.wrap or a torch.nn.Module, found "
             f"{type(module).__name__}."
         )
-    while True:
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            module = module.module
-        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
-            module = inner  # torch.compile(module)
-        else:
-            return module
+    while isinstance(module := without_compile(module), nn.parallel.DistributedDataParallel):
+        module = module.module
+    return module
 
 
 def context_of(model: Any, ctx: DistContext | None, call: str) -> DistContext | None:

@@ -52,6 +52,13 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
+def without_compile(module: nn.Module) -> nn.Module:
+    """The module inside the wrapper that `torch.compile(module)` returns; any other as it is."""
+    while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+        module = inner
+    return module
+
+
 def local_values(tensor: Any) -> Tensor:
     """This rank's part of a tensor that may be a DTensor, sharing memory, without a gradient."""
     local: Any = (tensor.to_local() if is_sharded(tensor) else tensor).detach()

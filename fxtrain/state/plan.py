@@ -225,6 +225,8 @@ class Plan:
         recompute_keep: Operations in those submodules whose results are kept nevertheless:
             matrix products, attention.
         compile: How to compile the model: True uses default settings; None or False does not.
+        methods: Methods of the model that compute with its parameters, beside `forward`:
+            `model.NAME(...)` runs them as it runs `forward`; one name, or several.
         context: How to split sequences over the mesh's context axis; None does not split them.
         local: Train replicas independently for a number of updates, then average them; None
             makes every update together.
@@ -284,6 +286,11 @@ class Plan:
     compile: Compile | None = attrs.field(
         default=None, converter=_compile_of, metadata={"choose": "true, an fx.Compile(...) or None"}
     )
+    methods: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=names_of,
+        metadata={"choose": "the names of methods of the model, such as ['encode']"},
+    )
     context: CP | None = None
     local: LocalSGD | DiLoCo | None = None
     frozen: Literal["values", "digests"] = "values"
@@ -315,6 +322,7 @@ class Plan:
             recompute_every: int = 1,
             recompute_keep: Sequence[Literal["matmul", "attention"]] = (),
             compile: Compile | bool | None = None,
+            methods: str | Sequence[str] = (),
             context: CP | None = None,
             local: LocalSGD | DiLoCo | None = None,
             frozen: Literal["values", "digests"] = "values",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fxtrain.state.strategy import Strategy
     from fxtrain.state.window import AccumulationWindow
 
+METHOD = "fxtrain_method"  # the argument of an engine's call that names a method of the module
 M_co = TypeVar("M_co", bound="nn.Module", default="nn.Module", covariant=True)
 
 
@@ -37,8 +39,9 @@ class CopyError(FxError, TypeError):
 class Wrapped(Displayed, Generic[M_co]):
     """A model prepared for a context and a plan; call it like the model.
 
-    It has the names of `nn.Module` that are right under its strategy; any other name is an
-    AttributeError that says what to use.
+    It has the names of `nn.Module` that are right under its strategy, and the methods that
+    `Plan.methods` names, which run as forward runs; any other name is an AttributeError that says
+    what to use.
 
     Attributes:
         module: The user's module.
@@ -215,12 +218,12 @@ class Wrapped(Displayed, Generic[M_co]):
 
     if not TYPE_CHECKING:  # for a type checker, every name would exist
 
-        def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("__") or name == "module":
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__") or name in ("module", "plan"):
                 raise AttributeError(name)
-            use = call_hint(name, "model") or f" Use model.module.{name}, if the module has it."
-            if name == "generate" and hasattr(self.module, name):
-                use = " Use with fx.gathered(model) as net: net.generate(...)."
+            if name in self.plan.methods:
+                return functools.partial(_call_method, self, name)
+            use = call_hint(name, "model") or _hint(self.module, name)
             raise AttributeError(f"A wrapped model has no attribute {name!r}.{use}")
 
 
@@ -257,6 +260,37 @@ def settle_buffers(model: Wrapped[Any], *, keep: bool) -> None:
             now[name].detach().copy_(value)
         else:
             setattr(model.module.get_submodule(owner), key, value.clone())
+
+
+def _call_method(model: Wrapped[Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
+    if model.status.closed:
+        check_open(model, f"model.{name}")
+    return model(*args, **{**kwargs, METHOD: name})
+
+
+def is_own_method(module: nn.Module, name: str) -> bool:
+    """Whether a name is that of a public method of a module's class, which is not torch's."""
+    method = getattr(type(module), name, None)
+    of_torch = str(getattr(method, "__module__", "")).startswith("torch.")
+    return inspect.isroutine(method) and not name.startswith("_") and not of_torch
+
+
+def _hint(module: nn.Module, name: str) -> str:
+    """What to use in place of an attribute of a module."""
+    if name == "generate" and hasattr(module, name):
+        return " Use with fx.gathered(model) as net: net.generate(...)."
+    if is_own_method(module, name):
+        return (
+            f" To compute with it as with forward, use fx.Plan(methods=({name!r},)). "
+            f"model.module.{name} runs without the plan: without its precision, and on the shards "
+            f"of FSDP."
+        )
+    if name in dict(module.named_children()):
+        return (
+            f" Its weights are in model.module.{name}. To compute with it, let a method of the "
+            f"module do so, and name that in fx.Plan(methods=...)."
+        )
+    return f" Use model.module.{name}, if the module has it."
 
 
 def _has_full_weights(model: Wrapped[Any], *, same_dtype: bool = False) -> bool:

@@ -37,6 +37,11 @@ def sequence_problems(ctx: DistContext, plan: Plan, module: nn.Module) -> list[s
             "CP: attention over ranks runs outside compiled code, and torch cannot recompute "
             "blocks that are compiled in pieces. Drop Plan.recompute or Plan.compile."
         )
+    if ranks > 1 and plan.methods:
+        problems.append(
+            f"CP takes the positions of tokens from the arguments of forward, and "
+            f"Plan(methods={plan.methods}) names other methods. Remove methods or context."
+        )
     return problems + (_attention_problems(module) if ranks > 1 else [])
 
 

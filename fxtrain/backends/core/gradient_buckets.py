@@ -131,7 +131,11 @@ class StableBucketsDDP(DistributedDataParallel):
         if changed := self._changed():
             self._change_parameters(changed)
         progress = self.progress
-        if (progress.in_block and progress.ordered) or not self.require_backward_grad_sync:
+        # What a search for unused parameters starts from is the loss, which several forwards may
+        # contribute to; each forward would start it from its own outputs.
+        searches = self.find_unused_parameters and not self.static_graph
+        known = progress.in_block and progress.ordered and not searches
+        if known or not self.require_backward_grad_sync:
             progress.expects, progress.undecided = progress.in_block, False
             return super().forward(*inputs, **kwargs)
         with self.no_sync():

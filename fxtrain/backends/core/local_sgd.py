@@ -30,7 +30,7 @@ from fxtrain.backends.core.step_functions import send_first
 from fxtrain.backends.core.weights import from_first_rank
 from fxtrain.errors import StepError
 from fxtrain.ops.transport.exchange import rank_loss_guard
-from fxtrain.ops.whole_tensors import local_values
+from fxtrain.ops.whole_tensors import local_values, plain_name
 from fxtrain.state import (
     DDP,
     FSDP,
@@ -296,7 +296,7 @@ def _average_buffers(model: Wrapped, now: Round, local: LocalSGD | DiLoCo, updat
 
 def check_parameters(model: Wrapped, now: Round) -> None:
     """Refuse parameters that require a gradient only since the model was wrapped."""
-    named = model.module.named_parameters()
+    named = ((plain_name(name), p) for name, p in model.module.named_parameters())
     later = [name for name, p in named if p.requires_grad and name not in now.parameters]
     if later:
         raise StepError(

@@ -21,7 +21,7 @@ from fxtrain.backends.core.weights import HALF
 from fxtrain.errors import CheckpointError
 from fxtrain.models import tensor_bytes
 from fxtrain.ops.optimizer_settings import flattened
-from fxtrain.ops.whole_tensors import full_values, local_values, plain_name
+from fxtrain.ops.whole_tensors import full_values, local_values, plain_name, without_compile
 from fxtrain.precision.quantizing import quantized_facts, quantized_tensors, stored_tensors
 from fxtrain.precision.recipe_layers import scaling_state
 from fxtrain.state import TE, DistContext, FlatShard, ModelState, StateReader, Wrapped
@@ -58,7 +58,8 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
         **frozen,
         **window,
     }
-    drifting = {f"module.{name}" for name, _ in model.module.named_buffers()} & tensors.keys()
+    buffers = {f"module.{plain_name(name)}" for name, _ in model.module.named_buffers()}
+    drifting = buffers & tensors.keys()
     drifting |= scales.keys()
     return ModelState(
         tensors=tensors,
@@ -90,10 +91,10 @@ def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()
         CheckpointError: the state is of another model.
     """
     tensors, _ = _module_state(model.module, omit)
-    _check_formats(quantized_facts(model.module), saved.values.get("quantized", {}))
+    _check_formats(_quantized_facts(model.module), saved.values.get("quantized", {}))
     _check_base(tensors, saved.values.get("base", {}))
     _check_names(tensors, saved)
-    trained = {f"module.{name}" for name, _ in model.module.named_parameters()}
+    trained = {f"module.{plain_name(name)}" for name, _ in model.module.named_parameters()}
     same = saved.ranks == saved.loading_ranks
     for name, tensor in tensors.items():
         saved.fill(name, tensor)
@@ -120,9 +121,13 @@ def _module_state(
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in stored_tensors(module).items():
-        if plain_name(name) not in omit:
+        if (name := plain_name(name)) not in omit:
             (tensors if isinstance(value, Tensor) else extra)[f"module.{name}"] = value
     return tensors, extra
+
+
+def _quantized_facts(module: nn.Module) -> dict[str, Any]:
+    return {plain_name(name): facts for name, facts in quantized_facts(module).items()}
 
 
 def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -130,12 +135,12 @@ def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
     Neither is there for a plan that asks for none, so that its checkpoints stay as they were.
     """
-    facts = quantized_facts(model.module)
+    facts = _quantized_facts(model.module)
     values: dict[str, Any] = {"quantized": facts} if facts else {}
     if model.plan.frozen == "digests":
         named = model.module.named_parameters(remove_duplicate=False)
-        names = {name for name, parameter in named if not parameter.requires_grad}
-        names |= quantized_tensors(model.module).keys()
+        names = {plain_name(name) for name, parameter in named if not parameter.requires_grad}
+        names |= {*map(plain_name, quantized_tensors(model.module))}
         base = [name for name in tensors if name.removeprefix("module.") in names]
         values["base"] = {
             name: tensor_bytes.digest(full_values(tensors.pop(name))) for name in base
@@ -200,7 +205,7 @@ def load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
     """Restore what submodules keep beside tensors (`set_extra_state`)."""
     for name, value in extra.items():
         path = name.removeprefix("module.").rpartition("_extra_state")[0].rstrip(".")
-        module.get_submodule(path).set_extra_state(value)
+        without_compile(module.get_submodule(path)).set_extra_state(value)
 
 
 def local_part_of(tensor: Any) -> Tensor:

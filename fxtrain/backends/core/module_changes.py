@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from fxtrain import ops
 from fxtrain._display import counted
 from fxtrain.precision.quantizing import plain_parameters, quantized_tensors
-from fxtrain.state import Compile, DistContext, Plan
+from fxtrain.state import Compile, DistContext, Plan, Wrapped
+from fxtrain.state.wrapped import METHOD, is_own_method
 
 _aten = torch.ops.aten
 _SAVED_OPERATORS: Mapping[str, tuple[Any, ...]] = {
@@ -55,12 +56,54 @@ def unmatched_names(module: nn.Module, plan: Plan) -> tuple[str, ...]:
     problems = unknown_classes(module, plan.recompute, field="Plan.recompute")
     if plan.compile is not None:
         problems += unknown_classes(module, plan.compile.blocks, field="Plan.compile.blocks")
+    problems += _method_problems(module, plan.methods)
     if not plan.recompute and (plan.recompute_every > 1 or plan.recompute_keep):
         problems.append(
             f"Plan(recompute_every={plan.recompute_every}, recompute_keep={plan.recompute_keep}) "
             f"applies to the submodules in recompute, which is empty. Name their classes there."
         )
     return tuple(problems)
+
+
+def _method_problems(module: nn.Module, names: Iterable[str]) -> list[str]:
+    """A problem for each name that is none of the model's own methods."""
+    kind, problems = type(module), list[str]()
+    for name in names:
+        method = getattr(module, name, None)
+        if hasattr(Wrapped, name) or hasattr(nn.Module, name):
+            problems.append(
+                f"Plan.methods names {name!r}, which every module or every wrapped model has. Name "
+                f"methods of {kind.__name__} itself."
+            )
+        elif not callable(method) or isinstance(method, nn.Module):
+            own = [each for each in vars(kind) if is_own_method(module, each) and each != "forward"]
+            near = difflib.get_close_matches(name, own, n=3) or own[:10]
+            problems.append(
+                f"Plan.methods names {name!r}, which is no method of {kind.__name__}. "
+                + (f"Did you mean {', '.join(near)}?" if near else "It has none of its own.")
+            )
+    return problems
+
+
+def accept_methods(module: nn.Module, plan: Plan) -> None:
+    """Let the module's forward run the methods that the plan names.
+
+    An engine runs a module by its forward: there it gathers parameters, prepares the reduction of
+    gradients, or streams weights. So a method is run by a call of the engine that names it.
+
+    Effects:
+        Sets `forward` on the module, if the plan names methods.
+    """
+    if plan.methods:
+        run = functools.partial(_named_method, module, module.forward)
+        module.forward = functools.update_wrapper(run, module.forward)
+
+
+def _named_method(
+    module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    name = kwargs.pop(METHOD, None)
+    return (forward if name is None else getattr(module, name))(*args, **kwargs)
 
 
 def xla_problems(ctx: DistContext, name: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from fxtrain import ops
 from fxtrain.backends.core.optimizer_state import own_tensor_of_ranks
 from fxtrain.ops.placeholders import fsdp_parameters
-from fxtrain.ops.whole_tensors import full_values, local_values
+from fxtrain.ops.whole_tensors import full_values, local_values, plain_name
 from fxtrain.state import AccumulationWindow, DistContext, StateReader, Wrapped
 
 # In the order of the numbers in a checkpoint; early ones end before `updates`.
@@ -80,7 +80,7 @@ def _parameters(model: Wrapped) -> Iterator[tuple[str, Any, Any]]:
         parts[id(getattr(part, "_unsharded_param", part))] = part  # in the module after a forward
     for name, parameter in model.module.named_parameters():
         part = parts.get(id(parameter))
-        yield name, parameter if part is None else part.sharded_param, part
+        yield plain_name(name), parameter if part is None else part.sharded_param, part
 
 
 def _unreduced(part: Any) -> Tensor | None:

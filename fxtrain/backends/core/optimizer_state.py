@@ -16,7 +16,7 @@ from fxtrain.backends.core.optimizers import kind_of, local_optimizer, place_of_
 from fxtrain.backends.core.packed_states import is_packed, pack, unpack
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.optimizer_settings import flattened, with_option
-from fxtrain.ops.whole_tensors import local_values
+from fxtrain.ops.whole_tensors import local_values, plain_name
 from fxtrain.state import StateReader, Wrapped
 
 _OF_TORCH = ("state", "param_groups")
@@ -156,7 +156,8 @@ def as_bytes(states: Mapping[str, Any], prefix: str) -> Tensor:
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in module.named_parameters()}
+    """The names of parameters in checkpoints, by their ids."""
+    return {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
 
 
 def own_tensor_of_ranks(saved: StateReader, name: str) -> list[Tensor]:

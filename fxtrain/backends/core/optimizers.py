@@ -87,7 +87,9 @@ def make_optimizers(
     """
     if factory is None:
         return None, ()
-    params = Params((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    params = Params(
+        (plain_name(name), p) for name, p in module.named_parameters() if p.requires_grad
+    )
     with matrices_named(params.named()):
         objects = factory(params)
     optimizers = _checked_list(objects, torch.optim.Optimizer, "optimizer", _FACTORY)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
 
+from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import DiLoCo, DistContext, LocalSGD, Round, StateReader
 
 # Among the fragments, the key of floating-point buffers. They have the weights of the last one,
@@ -211,7 +212,8 @@ def first_round(
         peers: Their numbers on the data axis.
     """
     device = copies.device
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    named = ((plain_name(name), p) for name, p in module.named_parameters())
+    parameters = {name: p for name, p in named if p.requires_grad}
     anchor: dict[str, Tensor] = {}
     residual: dict[str, Tensor] = {}
     if isinstance(local, DiLoCo):

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from fxtrain.backends.core.model_state import load_extra, load_state, state_of
 from fxtrain.backends.core.open_windows import counts_state, saved_windows
-from fxtrain.backends.core.optimizer_state import load_schedulers
+from fxtrain.backends.core.optimizer_state import load_schedulers, names_of
 from fxtrain.backends.core.weights import from_first_rank, in_user_dtypes, torch_weights
 from fxtrain.backends.deepspeed.config import ZERO, device, section
 from fxtrain.backends.deepspeed.setup import load
 from fxtrain.errors import CheckpointError, PlanError
 from fxtrain.ops.optimizer_settings import flattened
-from fxtrain.ops.whole_tensors import weights_of
+from fxtrain.ops.whole_tensors import plain_name, weights_of
 from fxtrain.state import FlatShard, ModelState, StateReader, TensorIndex, Weight, Wrapped
 
 _PREFIX = "optimizer.0"
@@ -47,7 +47,7 @@ def engine_state(model: Wrapped) -> ModelState:
     extra: dict[str, Any] = {}
     for name, value in model.module.state_dict(keep_vars=True).items():
         place = tensors if isinstance(value, Tensor) else extra
-        place[f"module.{name}"] = local.get(id(value), value)
+        place[f"module.{plain_name(name)}"] = local.get(id(value), value)
     values: dict[str, Any] = {"module": extra, "optimizers": [], "schedulers": [], "scaler": None}
     values["settings"] = dict(model.strategy_state.values)  # for readers of the manifest
     if model.optimizers:
@@ -58,7 +58,7 @@ def engine_state(model: Wrapped) -> ModelState:
             scheduler.state_dict() for scheduler in flattened(model.scheduler or ())
         ]
         values["scaler"] = _scale_state(model.engine.optimizer)
-    buffers = {f"module.{name}" for name, _ in model.module.named_buffers()}
+    buffers = {f"module.{plain_name(name)}" for name, _ in model.module.named_buffers()}
     return ModelState(
         tensors=tensors,
         own=counts_state(model.window),
@@ -128,7 +128,7 @@ def _trained(model: Wrapped) -> Iterator[_Trained]:
     if not model.optimizers:
         return
     optimizer = model.engine.optimizer
-    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    names = names_of(model.module)
     lists: Sequence[Sequence[Tensor]]
     masters: Sequence[Sequence[Tensor]]
     full_shape = True
@@ -211,7 +211,9 @@ def _place(trained: _Trained, key: str) -> str:
 
 
 def _load_module(model: Wrapped, saved: StateReader, masters: _Masters) -> None:
-    here = model.module.state_dict(keep_vars=True)
+    here = {
+        plain_name(name): value for name, value in model.module.state_dict(keep_vars=True).items()
+    }
     names = {name[7:] for name in saved.shapes if name.startswith("module.")}
     wanted = {name for name, value in here.items() if isinstance(value, Tensor)}
     shapes = {name: tuple(getattr(here[name], "ds_shape", here[name].shape)) for name in wanted}

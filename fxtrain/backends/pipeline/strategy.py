@@ -105,6 +105,11 @@ def _stage_problems(ctx: DistContext, config: PP, module: nn.Module) -> list[str
 def _plan_problems(plan: Plan) -> list[str]:
     config: PP = plan.strategy
     problems: list[str] = []
+    if plan.methods:
+        problems.append(
+            f"PP splits forward into stages, and Plan(methods={plan.methods}) names other methods. "
+            f"Remove methods, or use DDP() or FSDP()."
+        )
     if plan.compile is not None and not plan.compile.blocks:
         problems.append(
             "PP aborts the forward of the whole model in the middle, which torch.compile cannot "

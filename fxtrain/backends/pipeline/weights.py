@@ -151,7 +151,7 @@ def state_of(model: Wrapped) -> ModelState:
     if model.window.micro:
         state = attrs.evolve(state, tensors={**state.tensors, **_shared_gradients(model, state)})
     values = ops.gather_objects(state.values, engine.axis)
-    return attrs.evolve(state, values=_merged(values, list(engine.partition.stages)))
+    return attrs.evolve(state, values=_merged(values, [*map(plain_name, engine.partition.stages)]))
 
 
 def _shared_gradients(model: Wrapped, state: ModelState) -> dict[str, Tensor]:
@@ -159,9 +159,10 @@ def _shared_gradients(model: Wrapped, state: ModelState) -> dict[str, Tensor]:
     parameters = dict(model.module.named_parameters(remove_duplicate=False))
     sums: dict[str, Tensor] = {}
     for group, names in model.engine.shared_groups:
-        for name in [f"grad.{name}" for name in names if parameters[name].requires_grad]:
-            sums[name] = full_gradient(state.tensors.get(name), parameters[name[5:]]).clone()
-            dist.all_reduce(sums[name], group=group)
+        for name in [name for name in names if parameters[name].requires_grad]:
+            saved = f"grad.{plain_name(name)}"
+            sums[saved] = full_gradient(state.tensors.get(saved), parameters[name]).clone()
+            dist.all_reduce(sums[saved], group=group)
     return sums
 
 
@@ -177,15 +178,17 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
     for stage in engine.stages.values():
         for name, buffer in stage.shell.named_buffers():
             # Copies of other stages' buffers, for what depends on no parameter.
-            if id(buffer) not in own and f"module.{name}" in saved.shapes:
-                saved.fill(f"module.{name}", buffer)
+            saved_name = f"module.{plain_name(name)}"
+            if id(buffer) not in own and saved_name in saved.shapes:
+                saved.fill(saved_name, buffer)
 
 
 def _own_part(saved: StateReader, partition: Partition, rank: int) -> StateReader:
-    others = {name for name in partition.stages if rank not in partition.holders(name)}
+    holders = {plain_name(name): partition.holders(name) for name in partition.stages}
+    others = {name for name, ranks in holders.items() if rank not in ranks}
     tensors = {f"module.{name}" for name in others}
     # Of a gradient that stages share, and sum when their window closes, one gets the sum so far.
-    tensors |= {f"grad.{name}" for name in partition.stages if partition.holders(name)[0] != rank}
+    tensors |= {f"grad.{name}" for name, ranks in holders.items() if ranks[0] != rank}
     optimizers = [
         {
             **each,
@@ -199,7 +202,7 @@ def _own_part(saved: StateReader, partition: Partition, rank: int) -> StateReade
     extra = {
         name: value
         for name, value in saved.values["module"].items()
-        if not _is_on_other_ranks(name, partition, others)
+        if not _is_on_other_ranks(name, holders, others)
     }
     return attrs.evolve(
         saved,
@@ -208,11 +211,11 @@ def _own_part(saved: StateReader, partition: Partition, rank: int) -> StateReade
     )
 
 
-def _is_on_other_ranks(name: str, partition: Partition, others: set[str]) -> bool:
+def _is_on_other_ranks(name: str, tensors: Iterable[str], others: set[str]) -> bool:
     """Whether every tensor of the owner of some extra state is on other ranks."""
     path = name.removeprefix("module.").rpartition("_extra_state")[0]
-    names = [parameter for parameter in partition.stages if parameter.startswith(path)]
-    return bool(names) and all(parameter in others for parameter in names)
+    names = [tensor for tensor in tensors if tensor.startswith(path)]
+    return bool(names) and all(tensor in others for tensor in names)
 
 
 def _merged(states_of_ranks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
