@@ -1,7 +1,6 @@
 """Loaders that yield only this rank's rows, each to its own rank."""
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree, ops
-from fxtrain.data.fetch import StreamMemory, call_set_epoch, start_worker
+from fxtrain.data.dataset_uses import call_set_epoch
+from fxtrain.data.fetch import StreamMemory, start_worker
 from fxtrain.data.order import hash_key
 from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, Step, advance
 from fxtrain.data.sources import Source, row_source
@@ -134,8 +134,7 @@ class _Dataset(IterableDataset[Any]):
         return self.memory.dataset
 
     def __iter__(self) -> Iterator[Any]:
-        call_set_epoch(self.dataset, int(self.epoch))
-        return self.memory.open(self.state)
+        return self.memory.open(int(self.epoch), self.state)
 
 
 def _counted(
@@ -155,9 +154,9 @@ def uneven_batches(
 ) -> Iterator[tuple[Step, tuple[Any]]]:
     """Global batches made of one batch of every rank.
 
-    Under `pad`, a rank whose data has ended repeats it until all have ended. Under `uneven`
-    likewise, but these batches have size 0 and count for nothing. Under `drop`, the first rank
-    that ends stops all. Without a state, what precedes the cursor is read again.
+    Under `pad`, a rank whose data has ended repeats its last batch until all have ended. Under
+    `uneven` likewise, but these batches have size 0 and count for nothing. Under `drop`, the first
+    rank that ends stops all. Without a state, what precedes the cursor is read again.
 
     Effects:
         Compares the plans; then one gather per global batch, one batch ahead, and two after some
@@ -170,24 +169,25 @@ def uneven_batches(
     """
     check_same_plan("iterating", ctx, plan, {})
     epoch, position = cursor.position.epoch, cursor.position
-    stream, behind, skipped = None, 0, position.index  # rows of all ranks to skip
+    stream, skipped = None, position.index  # rows of all ranks to skip
     if cursor.state is not None:
-        stream, behind, skipped = cursor.state["stream"], cursor.state["behind"], 0
+        stream, skipped = cursor.state["stream"], 0
     over = cursor.state is not None and stream is None
-    own = _turns(iter(()) if over else read(epoch, stream), _HAS)
-    # Padding, too, continues where it was.
-    again = itertools.islice(_turns(_repeat(read, epoch), _ENDED), behind, None)
+    # A pass opens a dataset once: a stream that counts its epochs would lose rows.
+    padding = _last(_turns(read(epoch, None))) if over else _Turn(_ENDED)
+    own = _turns(iter(()) if over else read(epoch, stream))
     ends = any if plan.even == "drop" else all
     now = next(own)
     table = _gather_sizes(now, ctx)
     while not ends(state != _HAS for state, _ in table):
         ended = now.state != _HAS
         if any(state != _HAS for state, _ in table):
-            now = next(again) if ended else now
-            behind += ended
+            now = padding if ended and now.state != _FAILED else now
             table = _gather_sizes(now, ctx)
             _refuse_empty(table, ctx)
         after = next(own)
+        if ended or after.state != _HAS:  # a loop may change the data that it gets
+            padding = _Turn(_ENDED, now.size, _tree.map_leaves(_copied, now.data))
         coming = _gather_sizes(after, ctx)
         rows = tuple(size if state == _HAS else 0 for state, size in table)
         if skipped:
@@ -203,7 +203,7 @@ def uneven_batches(
             if ended or now.stream is not None:
                 # At its end, a stream may have the state of its start again.
                 stream = None if ended or after.state != _HAS else now.stream
-                state = {"stream": stream, "behind": behind}
+                state = {"stream": stream}
             yield (batch, Cursor(position, state)), (now.data,)
         now, table = after, coming
     if skipped:
@@ -215,25 +215,29 @@ def uneven_batches(
         )
 
 
-def _turns(batches: Iterator[_Loaded], state: int) -> Iterator[_Turn]:
+def _turns(batches: Iterator[_Loaded]) -> Iterator[_Turn]:
     """One turn per batch, then empty ones forever; a failure is a turn too."""
     try:
         for size, data, stream in batches:
-            yield _Turn(state, size, data, stream)
+            yield _Turn(_HAS, size, data, stream)
     except Exception as error:
         yield _Turn(_FAILED, error=error)
     while True:
         yield _Turn(_ENDED)
 
 
-def _repeat(read: _Open, epoch: int) -> Iterator[_Loaded]:
-    """This rank's epoch from its start, repeatedly; nothing if it is empty."""
-    has_data = True
-    while has_data:
-        has_data = False
-        for batch in read(epoch, None):
-            has_data = True
-            yield batch
+def _last(turns: Iterator[_Turn]) -> _Turn:
+    """The last batch of a rank's epoch, as padding; or its failure."""
+    last = _Turn(_ENDED)
+    for turn in turns:
+        if turn.state != _HAS:
+            return turn if turn.state == _FAILED else last
+        last = turn._replace(state=_ENDED)
+    return last
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _gather_sizes(turn: _Turn, ctx: DistContext) -> list[tuple[int, int]]:

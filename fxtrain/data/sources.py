@@ -14,17 +14,20 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree, ops
 from fxtrain.data.blends import BlendOrder
+from fxtrain.data.dataset_uses import call_set_epoch, use_of
 from fxtrain.data.fetch import (
-    EPOCH,
+    PlainStream,
     RowFetch,
+    StreamBatch,
     StreamFetch,
     StreamRequest,
-    call_set_epoch,
     collate_nothing,
     fetch_key,
+    has_shuffle_buffer,
     start_worker,
 )
 from fxtrain.data.order import CustomOrder, EpochOrder, find_order, hash_key, length_of, tell_epoch
+from fxtrain.data.order_texts import text_of_dataset, text_of_units
 from fxtrain.data.rank_slices import (
     Batching,
     Cursor,
@@ -60,6 +63,7 @@ class Source:
     apart: bool = False
     stateful: bool = False  # whether steps may have a state to continue from
     endless: bool = False  # whether an epoch has no end
+    again: str = ""  # why a stream with a state is read again from its start; empty if it is not
 
 
 def row_source(
@@ -70,7 +74,7 @@ def row_source(
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
     asks = loader.num_workers > 0 or len(ranks) != 1
     idle = [_over_rows(loader, asks=asks)]  # which no iteration reads
-    told = _Told(loader.dataset, sampler, plan.seed)
+    told, use = _Told(loader.dataset, sampler, plan.seed), use_of(loader.dataset)
 
     def ask(batch: GlobalBatch, epoch: int) -> Any:
         seeds = [fetch_key(batching, plan.seed, epoch, batch.first, rank) for rank in ranks]
@@ -82,15 +86,16 @@ def row_source(
         # Here first: workers that share the number with this process would all add to it.
         told.tell(epoch)
         order, batches = _order_from(cursor, sampler, batching, plan, ranks)
+        text = "" if isinstance(order, BlendOrder) else _order_text(order, batching, loader)
+        start = check_order(cursor.position, text)
 
         def indices() -> Iterator[Any]:
-            position, following = cursor.position, next(batches, None)
-            marks = getattr(loader.dataset, "__dict__", {})
+            position, following = start, next(batches, None)
             while following is not None:
                 batch, following = following, next(batches, None)
                 position = advance(position, batch, plan, is_last=following is None)
                 steps.append((batch, Cursor(position, batch.state)))
-                if marks.get(EPOCH, epoch) != epoch:  # an evaluation of it
+                if use.epoch is not None and use.epoch != epoch:  # an evaluation told it another
                     told.tell(epoch)
                 yield ask(batch, epoch) if asks else batch.keys[0]
 
@@ -152,19 +157,50 @@ def _order_from(
     return order, batches_of_stream(batching, order, start, ranks)
 
 
+def _order_text(
+    order: EpochOrder | CustomOrder, batching: Batching, loader: DataLoader[Any]
+) -> str:
+    """What the order of an epoch depends on."""
+    unit = "row" if batching.unit == "item" else batching.unit
+    texts = text_of_units(unit, order.length, order.head()), text_of_dataset(loader.dataset)
+    return " of ".join(filter(None, texts))
+
+
+def check_order(position: Position, order: str) -> Position:
+    """The position with the order of the epoch that is read from there.
+
+    Raises:
+        DataError: the position is inside the epoch of another order.
+    """
+    known = position.order if position.index and not position.is_last else ""
+    if known and known != order:
+        raise DataError(
+            f"The position is inside epoch {position.epoch}, at index {position.index}, of data in "
+            f"another order: {known} when it was made, {order or 'none'} now. Rows would be "
+            f"repeated, and others never seen. Pass the data, sampler, seed and files that it was "
+            f"made with; a stream that shuffles needs set_epoch or a state. Or begin an epoch: "
+            f"loader.at(attrs.evolve(position, epoch={position.epoch + 1}, index=0)).",
+            code="FX401",
+        )
+    return attrs.evolve(position, order=order)
+
+
 def stream_source(
     loader: DataLoader[Any], batching: Batching, plan: Plan, ranks: Sequence[int]
 ) -> Source:
     """An iterable dataset, read in its own order for some of the ranks."""
     passes = itertools.count()
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
-    seed = plan.seed if reseeds else None
+    seed = plan.seed if plan.data.reseed_workers else None
 
     def open_loader() -> tuple[StreamFetch, FedSampler, DataLoader[Any]]:
-        fetch = StreamFetch(loader.dataset, loader.collate_fn, batching, tuple(ranks), seed)
+        settings = loader.dataset, loader.collate_fn, batching, tuple(ranks), seed
+        fetch = StreamFetch(*settings, reseeds=reseeds)
         return fetch, *_over_fetch(loader, fetch)
 
     idle = [open_loader()]  # which no iteration reads
+    dataset = loader.dataset
+    buffered = has_shuffle_buffer(dataset.rows if isinstance(dataset, PlainStream) else dataset)
 
     def length(epoch: int) -> int | None:
         if idle:
@@ -174,7 +210,7 @@ def stream_source(
     def run(cursor: Cursor) -> Iterator[Loaded]:
         position = cursor.position
         fetch, feed, over = idle.pop() if idle else open_loader()
-        opened = next(passes), position.epoch, position.index
+        opened = next(passes), position.epoch, position.index, position.order
         # Each worker opens the stream at its first request.
         first, state, epoch = max(1, loader.num_workers), cursor.state, position.epoch
 
@@ -182,7 +218,7 @@ def stream_source(
             # As in `row_source`.
             call_set_epoch(loader.dataset, epoch)
             for step in itertools.count():
-                yield opened, step, state if step < first else None
+                yield StreamRequest(*opened, step, state if step < first else None)
 
         feed.give(requests())
         _seed_workers(over, plan, position.epoch, ranks)
@@ -191,10 +227,12 @@ def stream_source(
                 for read in over:
                     if read is None:
                         return
-                    batch, is_last, data, state = read
+                    batch, is_last, data, state, began, order = StreamBatch(*read)
                     # Older torch turns tuples into lists when it pins memory.
                     batch = GlobalBatch(batch[0], batch[1], tuple(batch[2]), tuple(batch[3]), ())
-                    position = advance(position, batch, plan, is_last=is_last)
+                    if cursor.state is None and position is cursor.position:
+                        check_order(position, began)
+                    position = advance(position, batch, plan, is_last=is_last, order=order)
                     yield (batch, Cursor(position, state)), data
                     if is_last:
                         return
@@ -209,6 +247,7 @@ def stream_source(
         shuffled=lambda: False,  # only the author of a stream knows whether it shuffles
         apart=loader.num_workers > 0,
         stateful=True,  # only reading tells whether an iterator keeps a state
+        again="its state leaves out the rows of its shuffle buffer" if buffered else "",
     )
 
 

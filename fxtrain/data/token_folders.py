@@ -15,6 +15,7 @@ from fxtrain.data.token_maps import (
     Opened,
     check_unchanged,
     damaged,
+    ends_digest,
     file_state,
     load_numpy,
     map_file,
@@ -113,6 +114,21 @@ def source_states(source: TokenSource) -> tuple[FileState, ...]:
         if names is None:
             raise damaged(path, f"has no file {' or '.join(patterns)}")
     return tuple(file_state(name) for name in names)
+
+
+def source_text(source: TokenSource, states: tuple[FileState, ...]) -> str:
+    """What the tokens of a source depend on: its settings, and a digest of its files.
+
+    The digest is of their sizes and of their first and last mebibyte, less of each where there are
+    many files. Paths and times of change do not count, since copies have others.
+    """
+    parts = [path for path, _ in _parts(source, states)]
+    indexes = [f"{path}.index" for path in parts if isinstance(source, DatatroveTokens)]
+    names = dict.fromkeys((*(state[0] for state in states), *parts, *indexes))
+    files = [name for name in names if os.path.isfile(name)]
+    kept = {name: value for name, value in attrs.asdict(source).items() if name != "path" and value}
+    settings = ", ".join(f"{name}={value!r}" for name, value in kept.items())
+    return f"{type(source).__name__}({settings}) {ends_digest(files)}"
 
 
 @functools.lru_cache(maxsize=_OPEN_PARTS)

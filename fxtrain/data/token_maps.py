@@ -1,10 +1,11 @@
 """Files of tokens, mapped into memory and checked against their headers."""
 
+import hashlib
 import json
 import mmap
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -19,6 +20,7 @@ CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, document bounds
 NO_LABEL = -100  # `ignore_index` of torch's cross-entropy
 _FAN = 16  # parts into which a step of a search divides what is left
+_ENDS, _LEAST = 1 << 20, 1 << 12  # bytes of each end of all files, and at least of one, in a digest
 _PROBES = 64  # sequences that a start compares with their successors
 
 # A file, and what tells it from another one at its path: inode, bytes, time of change.
@@ -163,6 +165,25 @@ def check_unchanged(states: tuple[FileState, ...], path: str) -> None:
                 f"tokens: {path} has changed since fx.tokens was called, so its rows are others. "
                 f"Write new files to another path, or call fx.tokens again."
             )
+
+
+def ends_digest(paths: Sequence[str]) -> str:
+    """A digest of the sizes of files, and of their first and last bytes.
+
+    Raises:
+        DataError: one cannot be read.
+    """
+    digest, budget = hashlib.blake2b(digest_size=8), max(_LEAST, _ENDS // max(1, len(paths)))
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(size.to_bytes(8, "little") + file.read(budget))
+                file.seek(max(0, size - budget))
+                digest.update(file.read(budget))
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    return f"#{digest.hexdigest()}"
 
 
 def read_description(stem: str) -> dict[str, Any]:

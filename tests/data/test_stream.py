@@ -83,7 +83,7 @@ def test_items_are_dealt_one_by_one(workers):
     found = data(
         shards(Numbers(5), 2, batch_size=None, num_workers=workers, collate_fn=torch.tensor)
     )
-    assert found == [[0, 2, 4], [1, 3, 0]]
+    assert found == [[0, 2, 4], [1, 3, 4]]
 
 
 def test_drop_last_drops():
@@ -132,9 +132,14 @@ def test_a_dataset_that_splits_itself_over_workers_loses_no_rows():
     assert found == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
 
 
-def test_a_stream_that_runs_once_is_padded_with_its_first_row():
-    ctx = world(2)[1]
-    assert data([fx.shard(DataLoader(Once(4), batch_size=3), ctx)]) == [[[3, 0, 0]]]
+def test_a_stream_is_padded_with_rows_of_its_last_batch():
+    for stream, rows in ((Once, [[3, 3, 3]]), (Numbers, [[3, 3, 3]])):
+        ctx = world(2)[1]
+        assert data([fx.shard(DataLoader(stream(4), batch_size=3), ctx)]) == [rows]
+    assert data(shards(Numbers(7), 2, batch_size=3)) == [
+        [[0, 1, 2], [6, 6, 6]],
+        [[3, 4, 5], [6, 6, 6]],
+    ]
 
 
 def test_windows_of_several_batches_may_end_with_the_data():
