@@ -9,11 +9,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree, ops
-from fxtrain.data.dataset_uses import call_set_epoch
+from fxtrain.data.dataset_uses import DatasetUses
 from fxtrain.data.fetch import StreamMemory, start_worker
 from fxtrain.data.order import hash_key
 from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, Step, advance
-from fxtrain.data.sources import Source, row_source
+from fxtrain.data.sources import Source, row_source, why_again
 from fxtrain.data.user_loader import read_loader, rebuild
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import check_same_plan
@@ -39,7 +39,7 @@ class _Turn(NamedTuple):
 
 
 def presharded_source(
-    loader: DataLoader[Any], ctx: DistContext, plan: Plan
+    loader: DataLoader[Any], ctx: DistContext, plan: Plan, uses: DatasetUses
 ) -> tuple[Source, Batching]:
     """Batches of loaders that each yield one rank's rows only.
 
@@ -59,9 +59,9 @@ def presharded_source(
     even = "drop" if batching.even == "drop" else "pad"
     batching = attrs.evolve(batching, ranks=1, even=even)
     if isinstance(loader.dataset, IterableDataset):
-        read, rows = _stream(loader, batching, ctx, plan), None
+        read, rows = _stream(loader, batching, ctx, plan, uses), None
     else:
-        read, rows = _rows(loader, sampler, batching, ctx, plan)
+        read, rows = _rows(loader, sampler, batching, ctx, plan, uses)
     source = Source(
         run=lambda cursor: uneven_batches(read, cursor, ctx, plan),
         length=lambda _: None,
@@ -69,16 +69,22 @@ def presharded_source(
         shuffled=lambda: rows is not None and rows.shuffled(),
         stateful=rows is not None or not loader.num_workers,
         endless=rows is not None and rows.endless,
+        again=why_again(loader.dataset),
     )
     return source, batching
 
 
 def _rows(
-    loader: DataLoader[Any], sampler: Any, batching: Batching, ctx: DistContext, plan: Plan
+    loader: DataLoader[Any],
+    sampler: Any,
+    batching: Batching,
+    ctx: DistContext,
+    plan: Plan,
+    uses: DatasetUses,
 ) -> tuple[_Open, Source]:
     """A map-style dataset that holds only this rank's rows; their order differs between ranks."""
     own = attrs.evolve(plan, even="pad", seed=hash_key(plan.seed, "rank", ctx.rank))
-    source = row_source(loader, sampler, batching, own, (0,))
+    source = row_source(loader, sampler, batching, own, (0,), uses)
 
     def read(epoch: int, state: Any) -> Iterator[_Loaded]:
         start = Cursor(Position(epoch=epoch))
@@ -94,9 +100,15 @@ def _rows(
     return read, source
 
 
-def _stream(loader: DataLoader[Any], batching: Batching, ctx: DistContext, plan: Plan) -> _Open:
+def _stream(
+    loader: DataLoader[Any],
+    batching: Batching,
+    ctx: DistContext,
+    plan: Plan,
+    uses: DatasetUses,
+) -> _Open:
     """An iterable dataset that yields only this rank's (and, in workers, this worker's) rows."""
-    dataset = _Dataset(loader.dataset)
+    dataset = _Dataset(StreamMemory(loader.dataset, uses))
     items = batching.unit == "item"
     # A worker's state would have to reach the worker that continues its rows.
     memory = None if loader.num_workers else dataset.memory
@@ -112,7 +124,7 @@ def _stream(loader: DataLoader[Any], batching: Batching, ctx: DistContext, plan:
 
     def read(epoch: int, state: Any) -> Iterator[_Loaded]:
         dataset.epoch.fill_(epoch)
-        call_set_epoch(dataset.dataset, epoch)  # before workers, which may share the number
+        dataset.memory.set_epoch(epoch)  # before workers, which may share the number
         dataset.state = state
         assert isinstance(over.generator, torch.Generator)
         over.generator.manual_seed(hash_key(plan.seed, epoch, "workers", ctx.rank))
@@ -124,8 +136,8 @@ def _stream(loader: DataLoader[Any], batching: Batching, ctx: DistContext, plan:
 class _Dataset(IterableDataset[Any]):
     """The user's dataset, with `set_epoch` called also in persistent workers."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.memory, self.state = StreamMemory(dataset), None
+    def __init__(self, memory: StreamMemory) -> None:
+        self.memory, self.state = memory, None
         self.epoch = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     @property

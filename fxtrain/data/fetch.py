@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from fxtrain import _tree
-from fxtrain.data.dataset_uses import call_set_epoch, use_of
+from fxtrain.data.dataset_uses import DatasetUse, DatasetUses
 from fxtrain.data.order import BorrowedGenerators, hash_key
 from fxtrain.data.order_texts import STREAM_ROWS, chained
 from fxtrain.data.rank_slices import Batching, GlobalBatch, global_batch
@@ -29,15 +29,17 @@ class RowFetch(Dataset[list[Any]]):
     often the run was restarted.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, collates: bool) -> None:
-        self.dataset, self.collate, self.collates = dataset, collate, collates
+    def __init__(
+        self, dataset: Any, use: DatasetUse, collate: Callable[[Any], Any], *, collates: bool
+    ) -> None:
+        self.dataset, self.use, self.collate, self.collates = dataset, use, collate, collates
         self.epoch = -1
 
     def __getitem__(self, ask: tuple[int, tuple[Any, ...], tuple[int, ...]]) -> list[Any]:
         epoch, keys, seeds = ask
         if epoch != self.epoch:
             self.epoch = epoch
-            call_set_epoch(self.dataset, epoch)
+            self.use.set_epoch(self.dataset, epoch)
         rows: list[Any] = []
         for place, key in enumerate(keys):
             if seeds:
@@ -79,7 +81,8 @@ class PlainStream(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell it the epoch, if it wants to know."""
-        call_set_epoch(self.rows, epoch)
+        if callable(getattr(self.rows, "set_epoch", None)):
+            self.rows.set_epoch(epoch)
 
 
 @attrs.define(eq=False)
@@ -101,23 +104,26 @@ class StreamMemory:
     state is opened once a pass.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        self._owner = dataset.rows if isinstance(dataset, PlainStream) else dataset
+    def __init__(self, dataset: Any, uses: DatasetUses) -> None:
+        self.dataset, self._owner = dataset, owner_of(dataset)
         self._pass = _Pass(None)  # the one that read last
-        self._use = use_of(self._owner)
+        self._use = uses.of(self._owner)
         if self._keeps_state() and not self._use.is_known:
             # Reading changes the state: each loader of the dataset starts where the first one did.
             self._use.start, self._use.is_known = copy.deepcopy(self._owner.state_dict()), True
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset its epoch, if it wants to know."""
+        self._use.set_epoch(self.dataset, epoch)
+
     def open(self, epoch: int, state: Any = None) -> Iterator[Any]:
         """The rows of an epoch from a state on, or from the start; none after the end."""
         one, use = _Pass(state), self._use
-        call_set_epoch(self.dataset, epoch)
+        self.set_epoch(epoch)
         self._begin(one)
         while True:
             if use.epoch is not None and use.epoch != epoch:  # another pass has told it
-                call_set_epoch(self.dataset, epoch)
+                self.set_epoch(epoch)
             if one.number != use.openings:
                 self._begin(one)
                 for _ in itertools.islice(one.rows, one.since):
@@ -157,6 +163,11 @@ class StreamMemory:
 
     def _has_iterator_state(self, rows: Any) -> bool:
         return rows is not self._owner and is_stateful(rows)
+
+
+def owner_of(dataset: Any) -> Any:
+    """The object that the user passed: a dataset, or an iterable that has none."""
+    return dataset.rows if isinstance(dataset, PlainStream) else dataset
 
 
 def is_stateful(stream: Any) -> bool:
@@ -214,7 +225,7 @@ class StreamFetch(Dataset["StreamBatch | None"]):
 
     def __init__(
         self,
-        dataset: Any,
+        memory: StreamMemory,
         collate: Callable[[Any], Any],
         batching: Batching,
         ranks: Sequence[int],
@@ -222,7 +233,7 @@ class StreamFetch(Dataset["StreamBatch | None"]):
         *,
         reseeds: bool,
     ) -> None:
-        self.memory, self.collate, self.batching = StreamMemory(dataset), collate, batching
+        self.memory, self.collate, self.batching = memory, collate, batching
         # Rows of a batch that is ready are counted by whoever sees it.
         self.served = range(batching.ranks) if batching.unit == "item" else ranks
         self.ranks, self.seed, self.reseeds = ranks, seed, reseeds

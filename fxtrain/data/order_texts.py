@@ -87,7 +87,7 @@ def _content(value: Any, depth: int) -> str:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
         if value.dtype.kind == "f":
-            return _text_of_tensor(torch.as_tensor(numpy.ascontiguousarray(value)))
+            return _text_of_tensor(torch.as_tensor(numpy.array(value, "f8"), device="cpu"))
         return canonical_text(value)
     name = type(value).__qualname__
     to_bytes = getattr(value, "tobytes", None)  # an image, for example

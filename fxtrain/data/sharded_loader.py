@@ -13,8 +13,8 @@ from torch.utils.data import BatchSampler
 from fxtrain import _tree, ops
 from fxtrain._display import Displayed, counted
 from fxtrain.data.fetch import PlainStream
-from fxtrain.data.rank_slices import Batching, Cursor, to_epoch
 from fxtrain.data.order_texts import text_of_dataset
+from fxtrain.data.rank_slices import Batching, Cursor, to_epoch
 from fxtrain.data.sources import Loaded, Source
 from fxtrain.data.to_device import on_device, valid_mask
 from fxtrain.errors import DataError

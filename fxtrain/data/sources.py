@@ -14,16 +14,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree, ops
 from fxtrain.data.blends import BlendOrder
-from fxtrain.data.dataset_uses import call_set_epoch, use_of
+from fxtrain.data.dataset_uses import DatasetUse, DatasetUses
 from fxtrain.data.fetch import (
-    PlainStream,
     RowFetch,
     StreamBatch,
     StreamFetch,
+    StreamMemory,
     StreamRequest,
     collate_nothing,
     fetch_key,
     has_shuffle_buffer,
+    owner_of,
     start_worker,
 )
 from fxtrain.data.order import CustomOrder, EpochOrder, find_order, hash_key, length_of, tell_epoch
@@ -67,14 +68,20 @@ class Source:
 
 
 def row_source(
-    loader: DataLoader[Any], sampler: Any, batching: Batching, plan: Plan, ranks: Sequence[int]
+    loader: DataLoader[Any],
+    sampler: Any,
+    batching: Batching,
+    plan: Plan,
+    ranks: Sequence[int],
+    uses: DatasetUses,
 ) -> Source:
     """A map-style dataset, read by index for some of the ranks."""
+    use = uses.of(loader.dataset)
     order: _Order | None = None  # that of the latest epoch
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
     asks = loader.num_workers > 0 or len(ranks) != 1
-    idle = [_over_rows(loader, asks=asks)]  # which no iteration reads
-    told, use = _Told(loader.dataset, sampler, plan.seed), use_of(loader.dataset)
+    idle = [_over_rows(loader, use, asks=asks)]  # which no iteration reads
+    told = _Told(loader.dataset, use, sampler, plan.seed)
 
     def ask(batch: GlobalBatch, epoch: int) -> Any:
         seeds = [fetch_key(batching, plan.seed, epoch, batch.first, rank) for rank in ranks]
@@ -99,7 +106,7 @@ def row_source(
                     told.tell(epoch)
                 yield ask(batch, epoch) if asks else batch.keys[0]
 
-        feed, over = idle.pop() if idle else _over_rows(loader, asks=asks)
+        feed, over = idle.pop() if idle else _over_rows(loader, use, asks=asks)
         feed.give(indices())
         _seed_workers(over, plan, epoch, ranks)
         try:
@@ -126,6 +133,7 @@ class _Told:
     """A dataset and its sampler, whose number of rows may depend on the epoch."""
 
     dataset: Any
+    use: DatasetUse
     sampler: Any
     seed: int
     epoch: int | None = None  # the one that they know
@@ -133,7 +141,7 @@ class _Told:
     def tell(self, epoch: int) -> None:
         """Tell the dataset the epoch that is read; the order tells the sampler."""
         self.epoch = epoch
-        call_set_epoch(self.dataset, epoch)
+        self.use.set_epoch(self.dataset, epoch)
 
     def length(self, epoch: int, *, idle: bool) -> int | None:
         """Units in an epoch; or in the one that an iteration reads, unless they are idle."""
@@ -186,7 +194,11 @@ def check_order(position: Position, order: str) -> Position:
 
 
 def stream_source(
-    loader: DataLoader[Any], batching: Batching, plan: Plan, ranks: Sequence[int]
+    loader: DataLoader[Any],
+    batching: Batching,
+    plan: Plan,
+    ranks: Sequence[int],
+    uses: DatasetUses,
 ) -> Source:
     """An iterable dataset, read in its own order for some of the ranks."""
     passes = itertools.count()
@@ -194,17 +206,16 @@ def stream_source(
     seed = plan.seed if plan.data.reseed_workers else None
 
     def open_loader() -> tuple[StreamFetch, FedSampler, DataLoader[Any]]:
-        settings = loader.dataset, loader.collate_fn, batching, tuple(ranks), seed
+        memory = StreamMemory(loader.dataset, uses)
+        settings = memory, loader.collate_fn, batching, tuple(ranks), seed
         fetch = StreamFetch(*settings, reseeds=reseeds)
         return fetch, *_over_fetch(loader, fetch)
 
     idle = [open_loader()]  # which no iteration reads
-    dataset = loader.dataset
-    buffered = has_shuffle_buffer(dataset.rows if isinstance(dataset, PlainStream) else dataset)
 
     def length(epoch: int) -> int | None:
         if idle:
-            call_set_epoch(loader.dataset, epoch)
+            idle[0][0].memory.set_epoch(epoch)
         return length_of(loader.dataset)
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
@@ -216,7 +227,7 @@ def stream_source(
 
         def requests() -> Iterator[StreamRequest]:
             # As in `row_source`.
-            call_set_epoch(loader.dataset, epoch)
+            fetch.memory.set_epoch(epoch)
             for step in itertools.count():
                 yield StreamRequest(*opened, step, state if step < first else None)
 
@@ -230,8 +241,7 @@ def stream_source(
                     batch, is_last, data, state, began, order = StreamBatch(*read)
                     # Older torch turns tuples into lists when it pins memory.
                     batch = GlobalBatch(batch[0], batch[1], tuple(batch[2]), tuple(batch[3]), ())
-                    if cursor.state is None and position is cursor.position:
-                        check_order(position, began)
+                    _check_began(cursor, position, began)
                     position = advance(position, batch, plan, is_last=is_last, order=order)
                     yield (batch, Cursor(position, state)), data
                     if is_last:
@@ -247,8 +257,21 @@ def stream_source(
         shuffled=lambda: False,  # only the author of a stream knows whether it shuffles
         apart=loader.num_workers > 0,
         stateful=True,  # only reading tells whether an iterator keeps a state
-        again="its state leaves out the rows of its shuffle buffer" if buffered else "",
+        again=why_again(loader.dataset),
     )
+
+
+def why_again(dataset: Any) -> str:
+    """Why a stream with a state is read again from its start; empty if it is not."""
+    if has_shuffle_buffer(owner_of(dataset)):
+        return "its state leaves out the rows of its shuffle buffer"
+    return ""
+
+
+def _check_began(cursor: Cursor, position: Position, began: str) -> None:
+    """Check that a stream that is read again yields the rows that it had before the cursor."""
+    if cursor.state is None and position is cursor.position:
+        check_order(position, began)
 
 
 class _MissingRowError(DataError, IndexError):
@@ -306,10 +329,13 @@ def _worker_ended(error: Exception) -> bool:
     return isinstance(error, ConnectionError | EOFError) or text.startswith(_ENDED)
 
 
-def _over_rows(loader: DataLoader[Any], *, asks: bool) -> tuple[FedSampler, DataLoader[Any]]:
+def _over_rows(
+    loader: DataLoader[Any], use: DatasetUse, *, asks: bool
+) -> tuple[FedSampler, DataLoader[Any]]:
     collates, feed = loader.batch_sampler is not None, FedSampler()
     if asks:
-        return _over_fetch(loader, RowFetch(loader.dataset, loader.collate_fn, collates=collates))
+        fetch = RowFetch(loader.dataset, use, loader.collate_fn, collates=collates)
+        return _over_fetch(loader, fetch)
     if collates:
         return feed, rebuild(loader, loader.dataset, batch_sampler=feed)
     return feed, rebuild(loader, loader.dataset, batch_size=None, sampler=feed)

@@ -133,7 +133,7 @@ def tokens(
     sources = [part.source for part in source.parts] if isinstance(source, Blend) else [source]
     parts = [_rows_of(each, length, packing, separate=documents) for each in sources]
     counts, order = [count for count, _ in parts], {}
-    cut = f"{length} tokens{packing and f' packed by {packing}' or ''} of "
+    cut = f"{length} tokens of " if packing is None else f"{length} tokens packed by {packing} of "
     text = cut + _texts(source)
     block = packing.window_rows * packing.shuffle_windows if packing else max(counts)
     if blend is not None:
@@ -236,6 +236,7 @@ def _read_cut(
         inside = numpy.arange(length + 1) < sizes[:, None]
         tokens[inside] = file.gather(numbers * length, sizes)
     else:
+        file.check()
         whole, step = (file.size - 1) // length, file.tokens.itemsize
         table = numpy.lib.stride_tricks.as_strided(
             file.tokens, (whole, length + 1), (length * step, step), writeable=False

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from fxtrain.data.fetch import PlainStream
+from fxtrain.data.fetch import owner_of
 from fxtrain.data.order import refuse_split
 from fxtrain.data.rank_slices import Batching
 from fxtrain.errors import DataError
@@ -59,8 +59,7 @@ def read_loader(loader: DataLoader[Any], ranks: int, plan: Plan) -> tuple[Batchi
     even = "drop" if rows is not None and rows[1] else plan.even
     shares = plan.batch == "global"
     if plan.data.source != "sharded":
-        dataset: Any = loader.dataset
-        refuse_split(dataset.rows if isinstance(dataset, PlainStream) else dataset, sampler)
+        refuse_split(owner_of(loader.dataset), sampler)
     if rows is None and collates:
         batching = Batching(per_rank=1, ranks=ranks, even=even, unit="batch", shared=shares)
         return batching, sampler

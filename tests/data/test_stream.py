@@ -346,10 +346,10 @@ class Counting(Library):
 @pytest.mark.parametrize("source", ["shard", "sharded"])
 @pytest.mark.parametrize("kind", [Library, Counting])
 def test_a_pass_over_a_dataset_with_a_state_leaves_other_passes_alone(kind, source):
-    plan = fx.Plan(data=fx.Data(source=source))
+    plan, ctx = fx.Plan(data=fx.Data(source=source)), fx.DistContext()
 
     def shard(dataset):
-        return fx.shard(DataLoader(dataset, batch_size=2), fx.DistContext(), plan)
+        return fx.shard(DataLoader(dataset, batch_size=2), ctx, plan)
 
     dataset = kind(9)
     loader, seen = shard(dataset), []
@@ -362,3 +362,68 @@ def test_a_pass_over_a_dataset_with_a_state_leaves_other_passes_alone(kind, sour
     assert seen == [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
     rest = shard(kind(9)).at(position, state)
     assert [b.data.tolist() for b in rest] == [[6, 7], [8]]
+
+
+class _Examples:
+    """A step of a stream of Hugging Face: its rows come from the step inside."""
+
+    def __init__(self, inside=None, n=0):
+        self.ex_iterable, self.n = inside, n
+
+    def __iter__(self):
+        return iter(range(self.n) if self.ex_iterable is None else self.ex_iterable)
+
+
+class BufferShuffledExamplesIterable(_Examples):
+    """Shuffles in a buffer of 5 rows."""
+
+    def __iter__(self):
+        buffer, numbers = [], random.Random(3)
+        for row in self.ex_iterable:
+            buffer.append(row)
+            if len(buffer) == 5:
+                yield buffer.pop(numbers.randrange(5))
+        numbers.shuffle(buffer)
+        yield from buffer
+
+
+class HuggingFace(IterableDataset):
+    """As in `datasets`: the state has what was read of the source, not the rows of the buffer."""
+
+    def __init__(self, n, *, shuffle):
+        self.n, self.seen, self.skipped = n, 0, 0
+        self._ex_iterable = _Examples(n=n)
+        if shuffle:
+            self._ex_iterable = _Examples(BufferShuffledExamplesIterable(self._ex_iterable))
+
+    def __iter__(self):
+        for seen, row in enumerate(self._ex_iterable, 1):
+            self.seen = seen
+            if seen > self.skipped:
+                yield row
+
+    def state_dict(self):
+        return {"seen": min(self.n, self.seen + 5)}
+
+    def load_state_dict(self, state):
+        self.skipped = state["seen"]
+
+
+@pytest.mark.parametrize("source", ["shard", "sharded"])
+def test_a_state_that_leaves_out_a_shuffle_buffer_is_not_used(source, caplog):
+    plan = fx.Plan(data=fx.Data(source=source))
+
+    def shard(shuffle):
+        dataset = HuggingFace(20, shuffle=shuffle)
+        return fx.shard(DataLoader(dataset, batch_size=4), DistContext(), plan)
+
+    loader = shard(5)
+    first = next(iter(loader))
+    state = loader.state()
+    assert state is None
+    rest = [row for batch in shard(5).at(first.position, state) for row in batch.data.tolist()]
+    assert sorted(first.data.tolist() + rest) == list(range(20))
+    assert "is read again from the start of epoch 0 to row 4, since its state" in caplog.text
+    plain = shard(0)
+    next(iter(plain))
+    assert plain.state() is not None
