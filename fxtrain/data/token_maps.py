@@ -335,7 +335,7 @@ def one_error(path: str) -> Iterator[None]:
     except OSError as error:
         raise _unreadable(path, error) from error
     except (*_MISREAD, MemoryError, struct.error) as error:
-        reason = f"{type(error).__name__}: {error}"[:200]
+        reason = ascii(error)[:200]  # it may show what is in the file
         raise damaged(path, f"is not what its header or index says ({reason})") from error
 
 
