@@ -99,15 +99,17 @@ def shard(
     Effects:
         None here, except one broadcast with `Data(source="dispatch")`, and that a dataset with
         `state_dict` is asked for its state. Iterating starts the loader's workers and, once per
-        epoch, compares the plans and what the ranks are about to read; dispatched and already
-        sharded data exchange one message per global batch.
+        epoch, when the first batch is read, compares the plans and the order of the data; dispatched
+        and already sharded data exchange one message per global batch.
 
     Raises:
-        DataError: the loader, or its batch size, cannot be split as requested; on every rank.
-            While iterating: a sequence not divisible by the context ranks, on all of those.
+        DataError: the loader, or its batch size, cannot be split as requested, or is split by rank
+            already; on every rank. While iterating: a position inside an epoch of another order; a
+            sequence not divisible by the context ranks, on all of those.
         PlanError: the ranks pass different plans; on every rank, when iterating starts or, with
             `Data(source="dispatch")`, here.
-        CollectiveError: the ranks differ in rows, batching or position; likewise.
+        CollectiveError: the ranks differ in rows, order, batching or position, or one of them cannot
+            read its first batch; likewise.
 
     Example:
         >>> import fxtrain as fx, torch
