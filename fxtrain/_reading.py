@@ -48,12 +48,12 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     """
     if problem := path_problem(path):
         raise OSError(errno.EINVAL, f"This is not a path: {problem}", str(path))
-    _check(os.stat(path).st_mode, path)
+    check_regular(os.stat(path).st_mode, path)
     # Non-blocking, in case a pipe has replaced the file in the meantime.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags)
     try:
-        _check(os.fstat(descriptor).st_mode, path)
+        check_regular(os.fstat(descriptor).st_mode, path)
     except OSError:
         os.close(descriptor)
         raise
@@ -112,7 +112,8 @@ def write_file(path: StrPath, data: bytes | str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _check(mode: int, path: str | os.PathLike[str]) -> None:
+def check_regular(mode: int, path: str | os.PathLike[str]) -> None:
+    """Raise an OSError unless the mode of a path, from `os.stat`, is that of a regular file."""
     if stat.S_ISREG(mode):
         return
     if stat.S_ISDIR(mode):

@@ -175,7 +175,14 @@ def test_a_stream_is_cut_like_a_table(n, size, world, even, index):
 
 
 def _seen(batch):
-    return batch.data.tolist(), batch.valid.tolist(), batch.position, batch.rows, batch.sizes
+    return (
+        _real(batch),
+        len(batch.data),
+        batch.valid.tolist(),
+        batch.position,
+        batch.rows,
+        batch.sizes,
+    )
 
 
 @settings(max_examples=4)

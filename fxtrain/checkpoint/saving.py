@@ -185,10 +185,12 @@ def _position(position: Any, models: Mapping[str, Wrapped]) -> Position:
             f"save(position=...) takes a Position, found {type(position).__name__}. Pass "
             f"batch.position or report.position."
         )
+    kinds = {"is_last": bool, "order": str}
     wrong = [
         f"{field}={value!r}"
         for field, value in attrs.asdict(position).items()
-        if type(value) is not (bool if field == "is_last" else int) or not 0 <= value < 10**18
+        if type(value) is not kinds.get(field, int)
+        or (field != "order" and not 0 <= value < 10**18)
     ]
     if wrong:
         raise CheckpointError(

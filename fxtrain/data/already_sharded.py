@@ -1,7 +1,6 @@
 """Loaders that yield only this rank's rows, each to its own rank."""
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,10 +9,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree, ops
-from fxtrain.data.fetch import StreamMemory, call_set_epoch, start_worker
+from fxtrain.data.dataset_uses import DatasetUses
+from fxtrain.data.fetch import StreamMemory, start_worker
 from fxtrain.data.order import hash_key
 from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, Step, advance
-from fxtrain.data.sources import Source, row_source
+from fxtrain.data.sources import Source, row_source, why_again
 from fxtrain.data.user_loader import read_loader, rebuild
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import check_same_plan
@@ -39,7 +39,7 @@ class _Turn(NamedTuple):
 
 
 def presharded_source(
-    loader: DataLoader[Any], ctx: DistContext, plan: Plan
+    loader: DataLoader[Any], ctx: DistContext, plan: Plan, uses: DatasetUses
 ) -> tuple[Source, Batching]:
     """Batches of loaders that each yield one rank's rows only.
 
@@ -59,9 +59,9 @@ def presharded_source(
     even = "drop" if batching.even == "drop" else "pad"
     batching = attrs.evolve(batching, ranks=1, even=even)
     if isinstance(loader.dataset, IterableDataset):
-        read, rows = _stream(loader, batching, ctx, plan), None
+        read, rows = _stream(loader, batching, ctx, plan, uses), None
     else:
-        read, rows = _rows(loader, sampler, batching, ctx, plan)
+        read, rows = _rows(loader, sampler, batching, ctx, plan, uses)
     source = Source(
         run=lambda cursor: uneven_batches(read, cursor, ctx, plan),
         length=lambda _: None,
@@ -69,16 +69,22 @@ def presharded_source(
         shuffled=lambda: rows is not None and rows.shuffled(),
         stateful=rows is not None or not loader.num_workers,
         endless=rows is not None and rows.endless,
+        again=why_again(loader.dataset),
     )
     return source, batching
 
 
 def _rows(
-    loader: DataLoader[Any], sampler: Any, batching: Batching, ctx: DistContext, plan: Plan
+    loader: DataLoader[Any],
+    sampler: Any,
+    batching: Batching,
+    ctx: DistContext,
+    plan: Plan,
+    uses: DatasetUses,
 ) -> tuple[_Open, Source]:
     """A map-style dataset that holds only this rank's rows; their order differs between ranks."""
     own = attrs.evolve(plan, even="pad", seed=hash_key(plan.seed, "rank", ctx.rank))
-    source = row_source(loader, sampler, batching, own, (0,))
+    source = row_source(loader, sampler, batching, own, (0,), uses)
 
     def read(epoch: int, state: Any) -> Iterator[_Loaded]:
         start = Cursor(Position(epoch=epoch))
@@ -94,9 +100,15 @@ def _rows(
     return read, source
 
 
-def _stream(loader: DataLoader[Any], batching: Batching, ctx: DistContext, plan: Plan) -> _Open:
+def _stream(
+    loader: DataLoader[Any],
+    batching: Batching,
+    ctx: DistContext,
+    plan: Plan,
+    uses: DatasetUses,
+) -> _Open:
     """An iterable dataset that yields only this rank's (and, in workers, this worker's) rows."""
-    dataset = _Dataset(loader.dataset)
+    dataset = _Dataset(StreamMemory(loader.dataset, uses))
     items = batching.unit == "item"
     # A worker's state would have to reach the worker that continues its rows.
     memory = None if loader.num_workers else dataset.memory
@@ -112,7 +124,7 @@ def _stream(loader: DataLoader[Any], batching: Batching, ctx: DistContext, plan:
 
     def read(epoch: int, state: Any) -> Iterator[_Loaded]:
         dataset.epoch.fill_(epoch)
-        call_set_epoch(dataset.dataset, epoch)  # before workers, which may share the number
+        dataset.memory.set_epoch(epoch)  # before workers, which may share the number
         dataset.state = state
         assert isinstance(over.generator, torch.Generator)
         over.generator.manual_seed(hash_key(plan.seed, epoch, "workers", ctx.rank))
@@ -124,8 +136,8 @@ def _stream(loader: DataLoader[Any], batching: Batching, ctx: DistContext, plan:
 class _Dataset(IterableDataset[Any]):
     """The user's dataset, with `set_epoch` called also in persistent workers."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.memory, self.state = StreamMemory(dataset), None
+    def __init__(self, memory: StreamMemory) -> None:
+        self.memory, self.state = memory, None
         self.epoch = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     @property
@@ -134,8 +146,7 @@ class _Dataset(IterableDataset[Any]):
         return self.memory.dataset
 
     def __iter__(self) -> Iterator[Any]:
-        call_set_epoch(self.dataset, int(self.epoch))
-        return self.memory.open(self.state)
+        return self.memory.open(int(self.epoch), self.state)
 
 
 def _counted(
@@ -155,9 +166,9 @@ def uneven_batches(
 ) -> Iterator[tuple[Step, tuple[Any]]]:
     """Global batches made of one batch of every rank.
 
-    Under `pad`, a rank whose data has ended repeats it until all have ended. Under `uneven`
-    likewise, but these batches have size 0 and count for nothing. Under `drop`, the first rank
-    that ends stops all. Without a state, what precedes the cursor is read again.
+    Under `pad`, a rank whose data has ended repeats its last batch until all have ended. Under
+    `uneven` likewise, but these batches have size 0 and count for nothing. Under `drop`, the first
+    rank that ends stops all. Without a state, what precedes the cursor is read again.
 
     Effects:
         Compares the plans; then one gather per global batch, one batch ahead, and two after some
@@ -170,24 +181,25 @@ def uneven_batches(
     """
     check_same_plan("iterating", ctx, plan, {})
     epoch, position = cursor.position.epoch, cursor.position
-    stream, behind, skipped = None, 0, position.index  # rows of all ranks to skip
+    stream, skipped = None, position.index  # rows of all ranks to skip
     if cursor.state is not None:
-        stream, behind, skipped = cursor.state["stream"], cursor.state["behind"], 0
+        stream, skipped = cursor.state["stream"], 0
     over = cursor.state is not None and stream is None
-    own = _turns(iter(()) if over else read(epoch, stream), _HAS)
-    # Padding, too, continues where it was.
-    again = itertools.islice(_turns(_repeat(read, epoch), _ENDED), behind, None)
+    # A pass opens a dataset once: a stream that counts its epochs would lose rows.
+    padding = _last(_turns(read(epoch, None))) if over else _Turn(_ENDED)
+    own = _turns(iter(()) if over else read(epoch, stream))
     ends = any if plan.even == "drop" else all
     now = next(own)
     table = _gather_sizes(now, ctx)
     while not ends(state != _HAS for state, _ in table):
         ended = now.state != _HAS
         if any(state != _HAS for state, _ in table):
-            now = next(again) if ended else now
-            behind += ended
+            now = padding if ended and now.state != _FAILED else now
             table = _gather_sizes(now, ctx)
             _refuse_empty(table, ctx)
         after = next(own)
+        if ended or after.state != _HAS:  # a loop may change the data that it gets
+            padding = _Turn(_ENDED, now.size, _tree.map_leaves(_copied, now.data))
         coming = _gather_sizes(after, ctx)
         rows = tuple(size if state == _HAS else 0 for state, size in table)
         if skipped:
@@ -203,7 +215,7 @@ def uneven_batches(
             if ended or now.stream is not None:
                 # At its end, a stream may have the state of its start again.
                 stream = None if ended or after.state != _HAS else now.stream
-                state = {"stream": stream, "behind": behind}
+                state = {"stream": stream}
             yield (batch, Cursor(position, state)), (now.data,)
         now, table = after, coming
     if skipped:
@@ -215,25 +227,29 @@ def uneven_batches(
         )
 
 
-def _turns(batches: Iterator[_Loaded], state: int) -> Iterator[_Turn]:
+def _turns(batches: Iterator[_Loaded]) -> Iterator[_Turn]:
     """One turn per batch, then empty ones forever; a failure is a turn too."""
     try:
         for size, data, stream in batches:
-            yield _Turn(state, size, data, stream)
+            yield _Turn(_HAS, size, data, stream)
     except Exception as error:
         yield _Turn(_FAILED, error=error)
     while True:
         yield _Turn(_ENDED)
 
 
-def _repeat(read: _Open, epoch: int) -> Iterator[_Loaded]:
-    """This rank's epoch from its start, repeatedly; nothing if it is empty."""
-    has_data = True
-    while has_data:
-        has_data = False
-        for batch in read(epoch, None):
-            has_data = True
-            yield batch
+def _last(turns: Iterator[_Turn]) -> _Turn:
+    """The last batch of a rank's epoch, as padding; or its failure."""
+    last = _Turn(_ENDED)
+    for turn in turns:
+        if turn.state != _HAS:
+            return turn if turn.state == _FAILED else last
+        last = turn._replace(state=_ENDED)
+    return last
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _gather_sizes(turn: _Turn, ctx: DistContext) -> list[tuple[int, int]]:

@@ -27,14 +27,24 @@ class BlendOrder:
     Args:
         blend: Sources and weights.
         rows: Rows of each source. Row r of source s has the number `sum(rows[:s]) + r`.
+        texts: What the rows of each source depend on.
         shuffle: Permute the rows of each source, by the seed and the pass over the source.
         block: Rows of a source that are visited together, as `BlockSampler` does.
     """
 
-    def __init__(self, blend: Blend, rows: Sequence[int], *, shuffle: bool, block: int) -> None:
+    def __init__(
+        self,
+        blend: Blend,
+        rows: Sequence[int],
+        texts: Sequence[str],
+        *,
+        shuffle: bool,
+        block: int,
+    ) -> None:
         self.blend, self.rows, self.shuffled = blend, tuple(rows), shuffle
         self._block = block
         self._names = [part.name for part in blend.parts]
+        self._texts = dict(zip(self._names, texts, strict=True))
         self._constant = constant_from(blend)
         known = functools.lru_cache(maxsize=256)(self._shares_at)
         self._shares = lambda update: known(min(update, self._constant))
@@ -65,6 +75,8 @@ class BlendOrder:
         position, stride = cursor.position, batching.stride
         order = f"of seed {seed}" if self.shuffled else "of the files"
         cursors, ahead = self._restored(cursor, order)
+        # Those of sources that the blend no longer has, too.
+        texts = self._texts if cursor.state is None else cursor.state["texts"] | self._texts
         update, left = position.updates, max(1, accumulate - position.micro)
         turns = _turns(
             self._shares, ahead, update, self._constant, accumulate * stride, left * stride
@@ -90,8 +102,8 @@ class BlendOrder:
             shares = self._shares(update)
             ahead = [due + share * len(units) for due, share in zip(ahead, shares, strict=True)]
             # Padding repeats rows of the same batch: those of the start need another state.
-            batch = global_batch(batching, first, units, units, ranks)
-            yield batch._replace(state=self._state(cursors, ahead, order))
+            batch = global_batch(batching, first, units, ranks)
+            yield batch._replace(state=self._state(cursors, ahead, order, texts))
             first, left = first + len(units), left - 1
             if not left:
                 update, left = update + 1, accumulate
@@ -126,9 +138,16 @@ class BlendOrder:
         shares[weights.index(max(weights))] += _ROW - sum(shares)
         return shares
 
-    def _state(self, cursors: dict[str, list[int]], ahead: list[int], order: str) -> dict[str, Any]:
+    def _state(
+        self,
+        cursors: dict[str, list[int]],
+        ahead: list[int],
+        order: str,
+        texts: dict[str, str],
+    ) -> dict[str, Any]:
         return {
             "order": order,
+            "texts": texts,
             "cursors": {name: list(cursor) for name, cursor in cursors.items()},
             "ahead": dict(zip(self._names, ahead, strict=True)),
             "weights": self._weights(),
@@ -164,6 +183,13 @@ class BlendOrder:
                     f'tokens: source "{name}" of this blend had {cursors[name][1]} rows when it '
                     f"was saved, and has {rows}. Use the same files and length, or another name "
                     f"to read it from its start.",
+                    code="FX401",
+                )
+            if (saved := state["texts"].get(name, self._texts[name])) != self._texts[name]:
+                raise DataError(
+                    f'tokens: source "{name}" of this blend has other rows than when it was saved: '
+                    f"{saved} then, {self._texts[name]} now. Use the same files, length and "
+                    f"packing, or another name to read it from its start.",
                     code="FX401",
                 )
         # Proportions count from the last change of the weights.

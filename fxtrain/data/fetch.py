@@ -5,14 +5,16 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from fxtrain import _tree
+from fxtrain.data.dataset_uses import DatasetUse, DatasetUses
 from fxtrain.data.order import BorrowedGenerators, hash_key
+from fxtrain.data.order_texts import STREAM_ROWS, chained
 from fxtrain.data.rank_slices import Batching, GlobalBatch, global_batch
 from fxtrain.errors import DataError
 from fxtrain.ops.devices import seed_host
@@ -27,15 +29,17 @@ class RowFetch(Dataset[list[Any]]):
     often the run was restarted.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, collates: bool) -> None:
-        self.dataset, self.collate, self.collates = dataset, collate, collates
+    def __init__(
+        self, dataset: Any, use: DatasetUse, collate: Callable[[Any], Any], *, collates: bool
+    ) -> None:
+        self.dataset, self.use, self.collate, self.collates = dataset, use, collate, collates
         self.epoch = -1
 
     def __getitem__(self, ask: tuple[int, tuple[Any, ...], tuple[int, ...]]) -> list[Any]:
         epoch, keys, seeds = ask
         if epoch != self.epoch:
             self.epoch = epoch
-            call_set_epoch(self.dataset, epoch)
+            self.use.set_epoch(self.dataset, epoch)
         rows: list[Any] = []
         for place, key in enumerate(keys):
             if seeds:
@@ -56,22 +60,21 @@ class PlainStream(IterableDataset[Any]):
 
     Attributes:
         rows: The iterable.
-        once: Whether it is its own iterator, and so has one pass.
     """
 
     def __init__(self, rows: Any) -> None:
         self.rows, self._opened = rows, False
-        self.once = not is_stateful(rows) and iter(rows) is rows
 
     def __iter__(self) -> Iterator[Any]:
-        if self.once and self._opened:
+        rows = iter(self.rows)
+        if rows is self.rows and self._opened and not is_stateful(rows):
             raise DataError(
                 f"iterating: this loader reads a {type(self.rows).__name__}, which can be read "
                 f"once, and this is its second pass. Pass an object whose __iter__ starts again, "
                 f"such as a list or a dataset, or a function of the position."
             )
         self._opened = True
-        return iter(self.rows)
+        return rows
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -82,17 +85,12 @@ class PlainStream(IterableDataset[Any]):
             self.rows.set_epoch(epoch)
 
 
-# Attributes of a dataset: its state when it was first passed, how often it was opened, and the
-# epoch that it was told.
-_START, _PASSES, EPOCH = "_fxtrain_start", "_fxtrain_passes", "_fxtrain_epoch"
-
-
 @attrs.define(eq=False)
 class _Pass:
     """One iteration of a stream."""
 
     known: Any  # the last state of it that was asked for, or that from which it began
-    number: int | None = None  # of times that the dataset was opened, this one included
+    number: int = 0  # of times that the dataset was opened, this one included
     rows: Any = None
     since: int = 0  # rows read after the known state
 
@@ -102,31 +100,31 @@ class StreamMemory:
 
     A dataset that has it starts every epoch from the state in which it was first passed. All passes
     share the one state of the dataset. If another pass began meanwhile, such as an evaluation
-    during training, the earlier pass opens the dataset again at its own row.
+    during training, the earlier pass opens the dataset again at its own row. A dataset without a
+    state is opened once a pass.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        self._owner = dataset.rows if isinstance(dataset, PlainStream) else dataset
+    def __init__(self, dataset: Any, uses: DatasetUses) -> None:
+        self.dataset, self._owner = dataset, owner_of(dataset)
         self._pass = _Pass(None)  # the one that read last
-        self._opened, self._initial = False, None
-        if self._keeps_state():
-            # Reading changes the state, and not equally on all ranks: each loader of the dataset
-            # starts where the first one did.
-            self._opened = _START in self._marks
-            start = copy.deepcopy(self._owner.state_dict())
-            self._initial = self._marks.setdefault(_START, start)
+        self._use = uses.of(self._owner)
+        if self._keeps_state() and not self._use.is_known:
+            # Reading changes the state: each loader of the dataset starts where the first one did.
+            self._use.start, self._use.is_known = copy.deepcopy(self._owner.state_dict()), True
 
-    @property
-    def _marks(self) -> dict[str, Any]:
-        return getattr(self._owner, "__dict__", {})
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset its epoch, if it wants to know."""
+        self._use.set_epoch(self.dataset, epoch)
 
-    def open(self, state: Any = None) -> Iterator[Any]:
-        """The rows from a state on, or from the start; none after the end."""
-        one, marks = _Pass(state), self._marks
+    def open(self, epoch: int, state: Any = None) -> Iterator[Any]:
+        """The rows of an epoch from a state on, or from the start; none after the end."""
+        one, use = _Pass(state), self._use
+        self.set_epoch(epoch)
         self._begin(one)
         while True:
-            if one.number != marks.get(_PASSES):
+            if use.epoch is not None and use.epoch != epoch:  # another pass has told it
+                self.set_epoch(epoch)
+            if one.number != use.openings:
                 self._begin(one)
                 for _ in itertools.islice(one.rows, one.since):
                     pass
@@ -142,11 +140,11 @@ class StreamMemory:
         """Open the dataset at the known state of a pass."""
         state = one.known
         if self._keeps_state():
-            if state is not None or self._opened:
-                own = self._initial if state is None else state["dataset"]
+            if state is not None or self._use.openings:
+                own = self._use.start if state is None else state["dataset"]
                 self._owner.load_state_dict(copy.deepcopy(own))
-            self._marks[_PASSES] = self._marks.get(_PASSES, 0) + 1
-        self._opened, one.rows, one.number = True, iter(self.dataset), self._marks.get(_PASSES)
+            self._use.openings += 1
+        one.rows, one.number = iter(self.dataset), self._use.openings
         if state is not None and self._has_iterator_state(one.rows):
             one.rows.load_state_dict(copy.deepcopy(state["iterator"]))
 
@@ -160,11 +158,6 @@ class StreamMemory:
         one.known, one.since = copy.deepcopy({"dataset": own, "iterator": of_iterator}), 0
         return one.known
 
-    def again(self) -> Iterator[Any]:
-        """The rows from the start, to pad with; none of a stream that has one pass."""
-        once = isinstance(self.dataset, PlainStream) and self.dataset.once
-        return iter(()) if once else self.open()
-
     def _keeps_state(self) -> bool:
         return is_stateful(self._owner)
 
@@ -172,44 +165,78 @@ class StreamMemory:
         return rows is not self._owner and is_stateful(rows)
 
 
+def owner_of(dataset: Any) -> Any:
+    """The object that the user passed: a dataset, or an iterable that has none."""
+    return dataset.rows if isinstance(dataset, PlainStream) else dataset
+
+
 def is_stateful(stream: Any) -> bool:
-    """Whether a dataset or an iterator has the state protocol."""
+    """Whether a dataset or an iterator has the state protocol, and its state is all of it."""
     names = ("state_dict", "load_state_dict")
-    return all(callable(getattr(stream, name, None)) for name in names)
+    has = all(callable(getattr(stream, name, None)) for name in names)
+    return has and not has_shuffle_buffer(stream)
 
 
-# What is asked of a stream: (number of the pass, epoch, rows of it to skip), of which a new one
-# opens the stream again; the number of the global batch, counted from there; and the state of the
-# stream there, where it is known.
-StreamRequest = tuple[tuple[int, int, int], int, Any]
+def has_shuffle_buffer(stream: Any) -> bool:
+    """Whether a stream of Hugging Face shuffles in a buffer, whose rows its state leaves out."""
+    steps = [getattr(stream, "_ex_iterable", None)]
+    for step in steps:
+        if step is not None:
+            if "BufferShuffled" in type(step).__name__:
+                return True
+            steps += [getattr(step, "ex_iterable", None), *getattr(step, "ex_iterables", ())]
+    return False
 
 
-class StreamFetch(Dataset["tuple[GlobalBatch, bool, list[Any], Any] | None"]):
-    """An iterable dataset whose items are global batches, requested by number.
+class StreamRequest(NamedTuple):
+    """What is asked of a stream: one of the global batches of a pass."""
 
-    An item is a batch without keys, whether it is the last, the collated rows of each served rank,
-    and the state of the stream just after the batch, where it keeps one; None past the end.
+    number: int  # of the pass; a new one opens the stream
+    epoch: int
+    start: int  # rows before the first batch of the pass
+    order: str  # the text of the stream there; empty if it is unknown
+    step: int  # the batch, counted from there
+    state: Any  # of the stream at the start of the pass, where it is known
+
+
+class StreamBatch(NamedTuple):
+    """What a stream answers."""
+
+    batch: GlobalBatch  # without keys
+    is_last: bool
+    data: list[Any]  # the collated rows of each served rank
+    state: Any  # of the stream just after the batch, where it keeps one
+    began: str  # the text of the stream at the start of the pass; empty if it is not read again
+    order: str  # that just after the batch
+
+
+class StreamFetch(Dataset["StreamBatch | None"]):
+    """An iterable dataset whose items are global batches, requested by number; None past its end.
+
     Row i of the stream belongs to global batch i // stride, whichever worker serves it: each
     worker reads the whole stream and keeps the rows that its ranks need.
 
     Args:
         seed: Seeds the random numbers that the stream draws, by (seed, epoch), so that a stream
-            that shuffles is the same on all ranks and workers; and those that the collate
-            function draws, by their index as well. None leaves the generators alone.
+            that shuffles is the same on all ranks and workers. None leaves the generators alone.
+        reseeds: Whether the numbers that the collate function draws are seeded too, by the index
+            of its rows as well.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        memory: StreamMemory,
         collate: Callable[[Any], Any],
         batching: Batching,
         ranks: Sequence[int],
         seed: int | None,
+        *,
+        reseeds: bool,
     ) -> None:
-        self.memory, self.collate, self.batching = StreamMemory(dataset), collate, batching
+        self.memory, self.collate, self.batching = memory, collate, batching
         # Rows of a batch that is ready are counted by whoever sees it.
         self.served = range(batching.ranks) if batching.unit == "item" else ranks
-        self.ranks, self.seed = ranks, seed
+        self.ranks, self.seed, self.reseeds = ranks, seed, reseeds
         self.close()
 
     @property
@@ -219,30 +246,24 @@ class StreamFetch(Dataset["tuple[GlobalBatch, bool, list[Any], Any] | None"]):
 
     def close(self) -> None:
         """Close the stream, if this process holds it."""
-        self._opened: Any = None
-        self._batches: Iterator[tuple[list[Any], bool, Any]] = iter(())
+        self._number: int | None = None  # of the pass
+        self._batches: Iterator[tuple[list[Any], bool, Any, str, str]] = iter(())
         self._step = self._wanted = 0
-        self._first: Any = None
 
-    def __getitem__(self, ask: StreamRequest) -> tuple[GlobalBatch, bool, list[Any], Any] | None:
-        opened, self._wanted, state = ask
-        _, epoch, start = opened
-        if opened != self._opened or self._step > self._wanted:
-            call_set_epoch(self.dataset, epoch)
-            self._opened, self._step = opened, 0
-            self._batches = self._read(epoch, start, state)
-        batch = None
+    def __getitem__(self, ask: StreamRequest) -> StreamBatch | None:
+        self._wanted = ask.step
+        if ask.number != self._number:
+            self._number, self._step, self._batches = ask.number, 0, self._read(ask)
+        found = None
         while self._step <= self._wanted:
-            batch, self._step = next(self._batches, None), self._step + 1
-        if batch is None:
+            found, self._step = next(self._batches, None), self._step + 1
+        if found is None:
             return None
-        units, is_last, state = batch
-        first = start + self._wanted * self.batching.stride
-        borrows = any(self.batching.borrows(rank, len(units)) for rank in self.served)
-        head = self._head(epoch) if borrows else units
-        batch = global_batch(self.batching, first, units, head, self.served)
+        units, is_last, state, began, order = found
+        first = ask.start + self._wanted * self.batching.stride
+        batch = global_batch(self.batching, first, units, self.served)
         data = [
-            self._collate(rows, epoch, first, rank)
+            self._collate(rows, ask.epoch, first, rank)
             for rank, rows in zip(self.served, batch.keys, strict=True)
         ]
         if self.batching.unit == "item":  # each is a batch that is ready
@@ -255,30 +276,35 @@ class StreamFetch(Dataset["tuple[GlobalBatch, bool, list[Any], Any] | None"]):
                 batch._replace(rows=rows, sizes=sizes),
                 [data[rank] for rank in self.ranks],
             )
-        return batch._replace(keys=()), is_last, data, state
+        return StreamBatch(batch._replace(keys=()), is_last, data, state, began, order)
 
-    def _read(self, epoch: int, start: int, state: Any) -> Iterator[tuple[list[Any], bool, Any]]:
-        """The rows of each global batch, whether it is the last, and the state after it.
+    def _read(self, ask: StreamRequest) -> Iterator[tuple[list[Any], bool, Any, str, str]]:
+        """The rows of each global batch, and the other fields of `StreamBatch`.
 
         It looks ahead to know whether more rows follow. Rows of ranks that are not served are
-        replaced by None.
+        replaced by None, but for the first of a batch, of which padding may be made.
         """
-        stride, size = self.batching.stride, self.batching.per_rank
+        stride, size, start = self.batching.stride, self.batching.per_rank, ask.start
         drops, buffer = self.batching.even == "drop", deque[Any]()
         # With drop, a batch is not last only if a whole global batch follows it.
         look = stride if drops else 1
-        place, lent = 0 if state is None else start, self._lent(epoch)
-        rows = self.memory.open(state)
+        place, lent = 0 if ask.state is None else start, self._lent(ask.epoch)
+        rows, text = self.memory.open(ask.epoch, ask.state), ask.order if place else ""
+        hashed = STREAM_ROWS if not place or text else 0
+        began, orders = text, deque[str]()  # the text after each row in the buffer
 
         def fill(count: int) -> None:
-            nonlocal place
+            nonlocal place, text, began
             for row in itertools.islice(rows, max(0, start - place) + count - len(buffer)):
-                if place == 0:
-                    self._first = row
+                if place < hashed:
+                    text = chained(text, row)
                 if place >= start:
-                    rank = (place - start) % stride // size
-                    buffer.append(row if rank in self.served else None)
+                    at = (place - start) % stride
+                    buffer.append(row if at == 0 or at // size in self.served else None)
+                    orders.append(text)
                 place += 1
+                if place == start:
+                    began = text
             if place < start:
                 raise DataError(
                     f"The position has index {start}, but the stream ends at {place}: the "
@@ -296,14 +322,8 @@ class StreamFetch(Dataset["tuple[GlobalBatch, bool, list[Any], Any] | None"]):
             units = [buffer.popleft() for _ in range(min(stride, len(buffer)))]
             if not units or (len(units) < stride and drops):
                 return
-            yield units, len(buffer) < look, state
-
-    def _head(self, epoch: int) -> list[Any]:
-        """The first rows of the epoch, read again."""
-        with _hide_worker_info(), self._lent(epoch)():
-            rows = list(itertools.islice(self.memory.again(), self.batching.stride))
-        # A stream that can be read only once yields nothing now.
-        return rows or [self._first]
+            order = [orders.popleft() for _ in units][-1]
+            yield units, len(buffer) < look, state, began, order
 
     def _lent(self, epoch: int) -> Callable[[], AbstractContextManager[None]]:
         """Generators for the stream to draw from, in their initial state."""
@@ -323,7 +343,8 @@ class StreamFetch(Dataset["tuple[GlobalBatch, bool, list[Any], Any] | None"]):
         return count or 1
 
     def _collate(self, rows: Any, epoch: int, first: int, rank: int) -> Any:
-        if self.seed is not None:
+        if self.reseeds:
+            assert self.seed is not None
             seed_host(fetch_key(self.batching, self.seed, epoch, first, rank))
         return self.collate(rows)
 
@@ -368,10 +389,3 @@ def fetch_key(batching: Batching, seed: int, epoch: int, first: int, rank: int) 
 def collate_nothing(rows: Any) -> Any:
     """Return data unchanged: the fetch has collated it."""
     return rows
-
-
-def call_set_epoch(dataset: Any, epoch: int) -> None:
-    """Call a dataset's `set_epoch`, if it has one."""
-    if callable(getattr(dataset, "set_epoch", None)):
-        dataset.set_epoch(epoch)
-        getattr(dataset, "__dict__", {})[EPOCH] = epoch

@@ -96,6 +96,7 @@ def _read(asked: _Asked, samples: Any, *, separate: bool) -> dict[str, Any]:
     numpy, length = load_numpy(), asked.length
     ids, ends, shuffled = _order(asked)
     file: Any = open_source(asked.source, asked.states)
+    file.check()
     begins = shuffled[samples].astype("i8") * length
     # Of each row, and the token after it: its first sequence, and the one after its last.
     first = numpy.searchsorted(ends, begins, side="right")

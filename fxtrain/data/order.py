@@ -27,6 +27,7 @@ from fxtrain._words import canonical_text
 from fxtrain.errors import DataError
 from fxtrain.ops.devices import host_random_state, seed_host, set_host_random_state
 
+HEAD = 1000  # units of an order, from its start, of which ranks and positions have a digest
 _SAMPLER_CHUNK = 512  # units requested from a custom sampler at a time
 # One (offset, odd multiplier) per round, 31 bits each.
 Keys = tuple[tuple[int, int], ...]
@@ -47,6 +48,11 @@ class EpochOrder:
     # int64 indices, 1-D → what the dataset is asked for at each of them.
     take: Callable[[Tensor], list[Any]]
     shuffled: bool = True  # whether another epoch has another order
+
+    def head(self) -> Iterator[Any]:
+        """The units of the epoch from its start."""
+        places = torch.arange(min(HEAD, self.length), device="cpu")
+        return iter(self.take(places))
 
 
 @attrs.frozen(eq=False)
@@ -78,17 +84,29 @@ def length_of(sampler: Any) -> int | None:
         return None
 
 
-def refuse_split(sampler: Any) -> None:
-    """Refuse a sampler that gives each rank its own rows.
+def refuse_split(dataset: Any, sampler: Any) -> None:
+    """Refuse a loader that is known to give each rank its own rows.
+
+    Samplers that are modelled on torch's DistributedSampler have its attributes `num_replicas` and
+    `rank`; a stream of Hugging Face that `split_dataset_by_node` split, `_distributed`.
 
     Raises:
-        DataError: it is, or wraps, a DistributedSampler.
+        DataError: the loader has such a sampler or dataset.
     """
-    if any(isinstance(part, DistributedSampler) for part in _sampler_chain(sampler)):
+    for part in _sampler_chain(sampler):
+        ranks = getattr(part, "num_replicas", None)
+        splits = isinstance(ranks, int) and ranks > 1 and hasattr(part, "rank")
+        if splits or isinstance(part, DistributedSampler):
+            raise DataError(
+                f"This loader has a {type(part).__name__}, which already gives each rank its rows. "
+                f"Pass the loader without it (shuffle=True replaces it), or keep it and set "
+                f'fx.Plan(data=fx.Data(source="sharded")).'
+            )
+    if getattr(getattr(dataset, "_distributed", None), "world_size", 1) > 1:
         raise DataError(
-            "This loader has a DistributedSampler, which already gives each rank its rows. "
-            "Pass the loader without it (shuffle=True replaces it), or keep it and set "
-            'fx.Plan(data=fx.Data(source="sharded")).'
+            f"This loader has a {type(dataset).__name__} that split_dataset_by_node split, so that "
+            f"each rank has its own rows. Pass the dataset before it was split, or keep it and set "
+            f'fx.Plan(data=fx.Data(source="sharded")).'
         )
 
 
@@ -146,23 +164,28 @@ class CustomOrder:
         self._sampler, self._epoch = sampler, epoch
         self._key = hash_key(seed, epoch)
         self._lent = BorrowedGenerators(self._key)
-        self._told = False
-
-    def __iter__(self) -> Iterator[Any]:
         with self._lent():
             self._told = _set_epoch(self._sampler, self._epoch, self._key)
-            units = (unit for unit in self._sampler)  # none after the end
-        while block := self._pull(units):
+            self._units = (unit for unit in sampler)  # none after the end
+        self.length, self._head = length_of(sampler), self._pull()
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._head
+        while block := self._pull():
             yield from block
+
+    def head(self) -> Iterator[Any]:
+        """The units of the epoch from its start."""
+        return iter(self._head)
 
     @property
     def shuffled(self) -> bool:
         """Whether another epoch may have another order, as far as is known so far."""
         return self._told or self._lent.used
 
-    def _pull(self, units: Iterator[Any]) -> list[Any]:
+    def _pull(self) -> list[Any]:
         with self._lent():
-            return list(itertools.islice(units, _SAMPLER_CHUNK))
+            return list(itertools.islice(self._units, _SAMPLER_CHUNK))
 
 
 def tell_epoch(sampler: Any, seed: int, epoch: int) -> None:

@@ -98,7 +98,7 @@ def batches_of_order(
     if rest and batching.even != "drop":
         units = order.take(torch.arange(first, order.length, device="cpu"))
         head = order.take(torch.arange(min(stride, order.length), device="cpu")) if ranks else units
-        yield global_batch(batching, first, units, head, ranks)
+        yield global_batch(batching, first, units, ranks, head)
 
 
 def batches_of_stream(
@@ -119,7 +119,7 @@ def batches_of_stream(
         if len(units) < stride and batching.even == "drop":
             return
         head += units[: stride - len(head)]
-        yield global_batch(batching, first, units, head, ranks)
+        yield global_batch(batching, first, units, ranks, head)
         first += len(units)
 
 
@@ -127,15 +127,17 @@ def global_batch(
     batching: Batching,
     first: int,
     units: Sequence[Any],
-    head: Sequence[Any],
     ranks: Sequence[int],
+    head: Sequence[Any] | None = None,
 ) -> GlobalBatch:
     """Distribute the units of one global batch.
 
     Args:
+        units: All of them; those of ranks that are not served, but the first, may be None.
         head: The first units of the epoch, with which a short global batch is padded. Under
             `uneven` they are placeholders of size 0 on ranks without a unit, so that every rank
-            has data for the step.
+            has data for the step. None pads from the batch itself, for data whose start is gone:
+            a rank repeats its own units, or the first of the batch if it has none.
     """
     if batching.shared:
         return _shared_slot(batching, first, list(units[0]), ranks)
@@ -146,7 +148,7 @@ def global_batch(
 
 
 def _rank_units(
-    batching: Batching, units: Sequence[Any], head: Sequence[Any], rank: int
+    batching: Batching, units: Sequence[Any], head: Sequence[Any] | None, rank: int
 ) -> tuple[list[Any], int]:
     """One rank's units, and how many of them are real."""
     low, size = rank * batching.per_rank, batching.per_rank
@@ -154,8 +156,10 @@ def _rank_units(
     real = len(mine)
     if batching.borrows(rank, len(units)):
         # Padding continues from the start of the epoch, counted over all ranks.
-        after = max(0, low - len(units))
-        mine += [head[(after + n) % len(head)] for n in range(size - real)]
+        after, padding = max(0, low - len(units)), head
+        if padding is None:
+            after, padding = 0, mine[:] or units[:1]
+        mine += [padding[(after + n) % len(padding)] for n in range(size - real)]
     return mine, real
 
 
@@ -210,8 +214,10 @@ class Cursor(NamedTuple):
 Step = tuple[GlobalBatch, Cursor]
 
 
-def advance(position: Position, batch: GlobalBatch, plan: Plan, *, is_last: bool) -> Position:
-    """The position just after a global batch."""
+def advance(
+    position: Position, batch: GlobalBatch, plan: Plan, *, is_last: bool, order: str | None = None
+) -> Position:
+    """The position just after a global batch; with the order of the one before by default."""
     micro = position.micro + 1
     closes = micro >= plan.accumulate or (is_last and plan.flush)
     return Position(
@@ -221,9 +227,10 @@ def advance(position: Position, batch: GlobalBatch, plan: Plan, *, is_last: bool
         updates=position.updates + closes,
         micro=0 if closes else micro,
         is_last=is_last,
+        order=position.order if order is None else order,
     )
 
 
 def to_epoch(position: Position, epoch: int) -> Position:
     """The position at the start of a later epoch, with a window still open."""
-    return attrs.evolve(position, epoch=epoch, index=0, is_last=False)
+    return attrs.evolve(position, epoch=epoch, index=0, is_last=False, order="")

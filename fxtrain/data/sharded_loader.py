@@ -13,11 +13,13 @@ from torch.utils.data import BatchSampler
 from fxtrain import _tree, ops
 from fxtrain._display import Displayed, counted
 from fxtrain.data.fetch import PlainStream
+from fxtrain.data.order_texts import text_of_dataset
 from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, advance, to_epoch
-from fxtrain.data.sources import Source
+from fxtrain.data.sources import Loaded, Source
 from fxtrain.data.to_device import on_device, valid_mask
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import check_same_plan
+from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import Batch, DistContext, Plan, Position
 from fxtrain.state.batch import Data_co
 from fxtrain.state.context import check_connected
@@ -53,6 +55,16 @@ class Iteration:
         """Where the epoch starts, given what has been seen of those before it."""
         before = self.run.cursor.position
         return Cursor(to_epoch(before, self.number)) if self.start is None else self.start
+
+
+_SPLIT = (
+    "Each rank passes the whole data, in one order, of which fx.shard gives it a part. Pass the "
+    "loader before it was split by rank, and seed what shuffles equally on all ranks; or keep it "
+    'and set fx.Plan(data=fx.Data(source="sharded")).'
+)
+# What to do if the ranks differ in one of these.
+_CURES = {"failure": "A rank could not read its first batch.", "rows": _SPLIT, "order": _SPLIT}
+_CURES |= {"data": _SPLIT}
 
 
 class _NoLengthError(DataError, TypeError):
@@ -425,11 +437,16 @@ class Sharded(Displayed, Generic[Data_co]):
         check_connected("iterating", self.ctx)
         if self.position.is_last:
             return
-        self._agree()
         trail, reached, plan, rank = self._trail, self._reached, self.plan, self.ctx.rank
         cursor = trail.start = trail.cursor()
         masks: dict[tuple[int, int], Tensor] = {}
-        loaded, split, seen = self._source.run(cursor), self._split, 0
+        if cursor.position.index and cursor.state is None and self._source.again:
+            ops.log(self.ctx).warning(
+                "The stream %s is read again from the start of epoch %d to row %d, since %s.",
+                *(type(self.dataset).__name__, cursor.position.epoch, cursor.position.index),
+                self._source.again,
+            )
+        loaded, split, seen = self._begun(cursor), self._split, 0
         if split is not None:
             loaded = ((step, (split(shards[0]),)) for step, shards in loaded)
         for (shared, after), shards in on_device(loaded, self.ctx, plan, ahead=self._source.apart):
@@ -474,16 +491,33 @@ class Sharded(Displayed, Generic[Data_co]):
             sampler = getattr(inner, "sampler", None)
         return type(sampler).__name__
 
-    def _agree(self) -> None:
-        """Check, before the first batch, that all ranks are about to read the same."""
-        if self.plan.data.source == "shard" and self.ctx.world_size > 1 and not self._alone:
-            asked = {
-                "rows": self._source.length(self.position.epoch),
-                "batching": self._batching,
-                "sampler": self._sampler_name(),
-                "position": self.position,
-            }
-            check_same_plan("iterating", self.ctx, self.plan, asked)
+    def _begun(self, cursor: Cursor) -> Iterator[Loaded]:
+        """The steps of an epoch from a cursor on, once all ranks have read the first of them.
+
+        Raises:
+            CollectiveError: the ranks read different data, or another rank cannot read its own.
+            Exception: whatever this rank's loader raised.
+        """
+        steps, first, problem = self._source.run(cursor), None, None
+        if self.plan.data.source != "shard" or self.ctx.world_size == 1 or self._alone:
+            return steps
+        asked: dict[str, Any] = dict.fromkeys(("failure", "rows", "order", "data"), "unknown")
+        try:
+            asked["rows"] = self._source.length(cursor.position.epoch)
+            asked["data"] = text_of_dataset(self._loader.dataset)
+            first = next(steps, None)
+            asked["order"] = "no rows" if first is None else first[0][1].position.order
+            asked["failure"] = "none"
+        except Exception as error:
+            asked["failure"], problem = error_text(error), error
+        asked |= {"batching": self._batching, "sampler": self._sampler_name()}
+        asked["position"] = cursor.position
+        try:
+            check_same_plan("iterating", self.ctx, self.plan, asked, cures=_CURES)
+        finally:
+            if problem is not None:
+                raise problem
+        return steps if first is None else itertools.chain([first], steps)
 
 
 def continued(

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from fxtrain.data.already_sharded import presharded_source
+from fxtrain.data.dataset_uses import DatasetUses
 from fxtrain.data.fetch import PlainStream
 from fxtrain.data.rank_slices import Batching
 from fxtrain.data.sharded_loader import Iteration, Reached, Sharded
@@ -98,15 +99,17 @@ def shard(
     Effects:
         None here, except one broadcast with `Data(source="dispatch")`, and that a dataset with
         `state_dict` is asked for its state. Iterating starts the loader's workers and, once per
-        epoch, compares the plans and what the ranks are about to read; dispatched and already
-        sharded data exchange one message per global batch.
+        epoch, when the first batch is read, compares the plans and the order of the data; dispatched
+        and already sharded data exchange one message per global batch.
 
     Raises:
-        DataError: the loader, or its batch size, cannot be split as requested; on every rank.
-            While iterating: a sequence not divisible by the context ranks, on all of those.
+        DataError: the loader, or its batch size, cannot be split as requested, or is split by rank
+            already; on every rank. While iterating: a position inside an epoch of another order; a
+            sequence not divisible by the context ranks, on all of those.
         PlanError: the ranks pass different plans; on every rank, when iterating starts or, with
             `Data(source="dispatch")`, here.
-        CollectiveError: the ranks differ in rows, batching or position; likewise.
+        CollectiveError: the ranks differ in rows, order, batching or position, or one of them cannot
+            read its first batch; likewise.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -231,7 +234,8 @@ def share_of_replica(loader: Sharded[T], plan: Plan, part: int, parts: int) -> S
         )
     data = loader.ctx
     rank, world_size = part * data.world_size + data.rank, parts * data.world_size
-    source, batching = _source(loader._loader, world_size, plan, range(rank, rank + 1))
+    uses, ranks = data.comm.slot(DatasetUses), range(rank, rank + 1)
+    source, batching = _source(loader._loader, world_size, plan, ranks, uses)
     return Sharded(
         ctx=attrs.evolve(data, rank=rank, world_size=world_size),
         plan=plan,
@@ -274,23 +278,24 @@ def _at_the_same_row(loader: Sharded[T], other: Sharded[T]) -> Sharded[T]:
 
 
 def _shard(loader: Any, ctx: DistContext, plan: Plan) -> Sharded:
-    data = ctx.axis("data")
+    data, uses = ctx.axis("data"), ctx.comm.slot(DatasetUses)
     everyone = range(data.world_size)
     if plan.data.source == "dispatch" and data.world_size > 1:
         source, batching = dispatch_source(
-            lambda: _source(loader, data.world_size, plan, everyone), data, plan
+            lambda: _source(loader, data.world_size, plan, everyone, uses), data, plan
         )
     elif plan.data.source == "sharded":
-        source, batching = presharded_source(loader, data, plan)
+        source, batching = presharded_source(loader, data, plan, uses)
     else:
-        source, batching = _source(
-            loader, data.world_size, plan, everyone[data.rank : data.rank + 1]
-        )
+        ranks = everyone[data.rank : data.rank + 1]
+        source, batching = _source(loader, data.world_size, plan, ranks, uses)
     cut = make_splitter(ctx, plan)
     return Sharded(ctx=data, plan=plan, source=source, batching=batching, loader=loader, cut=cut)
 
 
-def _source(loader: Any, world_size: int, plan: Plan, ranks: range) -> tuple[Source, Batching]:
+def _source(
+    loader: Any, world_size: int, plan: Plan, ranks: range, uses: DatasetUses
+) -> tuple[Source, Batching]:
     """A loader read for some of the ranks."""
     if isinstance(loader, _RowFunction):
         size = loader.batch_size
@@ -299,8 +304,8 @@ def _source(loader: Any, world_size: int, plan: Plan, ranks: range) -> tuple[Sou
         return function_source(loader.dataset, batching, plan, ranks), batching
     batching, sampler = read_loader(loader, world_size, plan)
     if isinstance(loader.dataset, IterableDataset):
-        return stream_source(loader, batching, plan, ranks), batching
-    return row_source(loader, sampler, batching, plan, ranks), batching
+        return stream_source(loader, batching, plan, ranks, uses), batching
+    return row_source(loader, sampler, batching, plan, ranks, uses), batching
 
 
 def _check_types(loader: Any, ctx: Any, plan: Any) -> None:

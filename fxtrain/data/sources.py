@@ -14,17 +14,21 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree, ops
 from fxtrain.data.blends import BlendOrder
+from fxtrain.data.dataset_uses import DatasetUse, DatasetUses
 from fxtrain.data.fetch import (
-    EPOCH,
     RowFetch,
+    StreamBatch,
     StreamFetch,
+    StreamMemory,
     StreamRequest,
-    call_set_epoch,
     collate_nothing,
     fetch_key,
+    has_shuffle_buffer,
+    owner_of,
     start_worker,
 )
 from fxtrain.data.order import CustomOrder, EpochOrder, find_order, hash_key, length_of, tell_epoch
+from fxtrain.data.order_texts import text_of_dataset, text_of_units
 from fxtrain.data.rank_slices import (
     Batching,
     Cursor,
@@ -61,17 +65,24 @@ class Source:
     apart: bool = False
     stateful: bool = False  # whether steps may have a state to continue from
     endless: bool = False  # whether an epoch has no end
+    again: str = ""  # why a stream with a state is read again from its start; empty if it is not
 
 
 def row_source(
-    loader: DataLoader[Any], sampler: Any, batching: Batching, plan: Plan, ranks: Sequence[int]
+    loader: DataLoader[Any],
+    sampler: Any,
+    batching: Batching,
+    plan: Plan,
+    ranks: Sequence[int],
+    uses: DatasetUses,
 ) -> Source:
     """A map-style dataset, read by index for some of the ranks."""
+    use = uses.of(loader.dataset)
     order: _Order | None = None  # that of the latest epoch
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
     asks = loader.num_workers > 0 or len(ranks) != 1
-    idle = [_over_rows(loader, asks=asks)]  # which no iteration reads
-    told = _Told(loader.dataset, sampler, plan.seed)
+    idle = [_over_rows(loader, use, asks=asks)]  # which no iteration reads
+    told = _Told(loader.dataset, use, sampler, plan.seed)
 
     def ask(batch: GlobalBatch, epoch: int) -> Any:
         seeds = [fetch_key(batching, plan.seed, epoch, batch.first, rank) for rank in ranks]
@@ -83,19 +94,20 @@ def row_source(
         # Here first: workers that share the number with this process would all add to it.
         told.tell(epoch)
         order, batches = _order_from(cursor, sampler, batching, plan, ranks)
+        text = "" if isinstance(order, BlendOrder) else _order_text(order, batching, loader)
+        start = check_order(cursor.position, text)
 
         def indices() -> Iterator[Any]:
-            position, following = cursor.position, next(batches, None)
-            marks = getattr(loader.dataset, "__dict__", {})
+            position, following = start, next(batches, None)
             while following is not None:
                 batch, following = following, next(batches, None)
                 position = advance(position, batch, plan, is_last=following is None)
                 steps.append((batch, Cursor(position, batch.state)))
-                if marks.get(EPOCH, epoch) != epoch:  # an evaluation of it
+                if use.epoch is not None and use.epoch != epoch:  # an evaluation told it another
                     told.tell(epoch)
                 yield ask(batch, epoch) if asks else batch.keys[0]
 
-        feed, over = idle.pop() if idle else _over_rows(loader, asks=asks)
+        feed, over = idle.pop() if idle else _over_rows(loader, use, asks=asks)
         feed.give(indices())
         _seed_workers(over, plan, epoch, ranks)
         try:
@@ -122,6 +134,7 @@ class _Told:
     """A dataset and its sampler, whose number of rows may depend on the epoch."""
 
     dataset: Any
+    use: DatasetUse
     sampler: Any
     seed: int
     epoch: int | None = None  # the one that they know
@@ -129,7 +142,7 @@ class _Told:
     def tell(self, epoch: int) -> None:
         """Tell the dataset the epoch that is read; the order tells the sampler."""
         self.epoch = epoch
-        call_set_epoch(self.dataset, epoch)
+        self.use.set_epoch(self.dataset, epoch)
 
     def length(self, epoch: int, *, idle: bool) -> int | None:
         """Units in an epoch; or in the one that an iteration reads, unless they are idle."""
@@ -153,37 +166,71 @@ def _order_from(
     return order, batches_of_stream(batching, order, start, ranks)
 
 
+def _order_text(
+    order: EpochOrder | CustomOrder, batching: Batching, loader: DataLoader[Any]
+) -> str:
+    """What the order of an epoch depends on."""
+    unit = "row" if batching.unit == "item" else batching.unit
+    texts = text_of_units(unit, order.length, order.head()), text_of_dataset(loader.dataset)
+    return " of ".join(filter(None, texts))
+
+
+def check_order(position: Position, order: str) -> Position:
+    """The position with the order of the epoch that is read from there.
+
+    Raises:
+        DataError: the position is inside the epoch of another order.
+    """
+    known = position.order if position.index and not position.is_last else ""
+    if known and known != order:
+        raise DataError(
+            f"The position is inside epoch {position.epoch}, at index {position.index}, of data in "
+            f"another order: {known} when it was made, {order or 'none'} now. Rows would be "
+            f"repeated, and others never seen. Pass the data, sampler, seed and files that it was "
+            f"made with; a stream that shuffles needs set_epoch or a state. Or begin an epoch: "
+            f"loader.at(attrs.evolve(position, epoch={position.epoch + 1}, index=0)).",
+            code="FX401",
+        )
+    return attrs.evolve(position, order=order)
+
+
 def stream_source(
-    loader: DataLoader[Any], batching: Batching, plan: Plan, ranks: Sequence[int]
+    loader: DataLoader[Any],
+    batching: Batching,
+    plan: Plan,
+    ranks: Sequence[int],
+    uses: DatasetUses,
 ) -> Source:
     """An iterable dataset, read in its own order for some of the ranks."""
     passes = itertools.count()
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
-    seed = plan.seed if reseeds else None
+    seed = plan.seed if plan.data.reseed_workers else None
 
     def open_loader() -> tuple[StreamFetch, FedSampler, DataLoader[Any]]:
-        fetch = StreamFetch(loader.dataset, loader.collate_fn, batching, tuple(ranks), seed)
+        memory = StreamMemory(loader.dataset, uses)
+        settings = memory, loader.collate_fn, batching, tuple(ranks), seed
+        fetch = StreamFetch(*settings, reseeds=reseeds)
         return fetch, *_over_fetch(loader, fetch)
 
     idle = [open_loader()]  # which no iteration reads
 
     def length(epoch: int) -> int | None:
         if idle:
-            call_set_epoch(loader.dataset, epoch)
+            idle[0][0].memory.set_epoch(epoch)
         return length_of(loader.dataset)
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         position = cursor.position
         fetch, feed, over = idle.pop() if idle else open_loader()
-        opened = next(passes), position.epoch, position.index
+        opened = next(passes), position.epoch, position.index, position.order
         # Each worker opens the stream at its first request.
         first, state, epoch = max(1, loader.num_workers), cursor.state, position.epoch
 
         def requests() -> Iterator[StreamRequest]:
             # As in `row_source`.
-            call_set_epoch(loader.dataset, epoch)
+            fetch.memory.set_epoch(epoch)
             for step in itertools.count():
-                yield opened, step, state if step < first else None
+                yield StreamRequest(*opened, step, state if step < first else None)
 
         feed.give(requests())
         _seed_workers(over, plan, position.epoch, ranks)
@@ -192,10 +239,11 @@ def stream_source(
                 for read in over:
                     if read is None:
                         return
-                    batch, is_last, data, state = read
+                    batch, is_last, data, state, began, order = StreamBatch(*read)
                     # Older torch turns tuples into lists when it pins memory.
                     batch = GlobalBatch(batch[0], batch[1], tuple(batch[2]), tuple(batch[3]), ())
-                    position = advance(position, batch, plan, is_last=is_last)
+                    _check_began(cursor, position, began)
+                    position = advance(position, batch, plan, is_last=is_last, order=order)
                     yield (batch, Cursor(position, state)), data
                     if is_last:
                         return
@@ -210,7 +258,21 @@ def stream_source(
         shuffled=lambda: False,  # only the author of a stream knows whether it shuffles
         apart=loader.num_workers > 0,
         stateful=True,  # only reading tells whether an iterator keeps a state
+        again=why_again(loader.dataset),
     )
+
+
+def why_again(dataset: Any) -> str:
+    """Why a stream with a state is read again from its start; empty if it is not."""
+    if has_shuffle_buffer(owner_of(dataset)):
+        return "its state leaves out the rows of its shuffle buffer"
+    return ""
+
+
+def _check_began(cursor: Cursor, position: Position, began: str) -> None:
+    """Check that a stream that is read again yields the rows that it had before the cursor."""
+    if cursor.state is None and position is cursor.position:
+        check_order(position, began)
 
 
 class _MissingRowError(DataError, IndexError):
@@ -268,10 +330,13 @@ def _worker_ended(error: Exception) -> bool:
     return isinstance(error, ConnectionError | EOFError) or text.startswith(_ENDED)
 
 
-def _over_rows(loader: DataLoader[Any], *, asks: bool) -> tuple[FedSampler, DataLoader[Any]]:
+def _over_rows(
+    loader: DataLoader[Any], use: DatasetUse, *, asks: bool
+) -> tuple[FedSampler, DataLoader[Any]]:
     collates, feed = loader.batch_sampler is not None, FedSampler()
     if asks:
-        return _over_fetch(loader, RowFetch(loader.dataset, loader.collate_fn, collates=collates))
+        fetch = RowFetch(loader.dataset, use, loader.collate_fn, collates=collates)
+        return _over_fetch(loader, fetch)
     if collates:
         return feed, rebuild(loader, loader.dataset, batch_sampler=feed)
     return feed, rebuild(loader, loader.dataset, batch_size=None, sampler=feed)

@@ -10,15 +10,18 @@ from typing import Any
 import attrs
 
 from fxtrain._optional import optional
+from fxtrain._reading import open_file, read_text
 from fxtrain.data.token_maps import (
     FileState,
     Opened,
     check_unchanged,
     damaged,
+    ends_digest,
     file_state,
     load_numpy,
     map_file,
     mapped_tokens,
+    one_error,
     open_megatron,
     open_nanogpt,
 )
@@ -32,6 +35,7 @@ from fxtrain.state.token_files import (
     TokenSource,
 )
 
+_INDEX_BYTES = 1 << 30  # of an index of MDS shards, at most
 _OPEN_PARTS = 32  # of one process, each with up to two maps
 _PATTERNS: dict[type, tuple[str, ...]] = {
     DatatroveTokens: ("*.ds",),
@@ -57,6 +61,9 @@ class Joined:
     def size(self) -> int:
         """How many tokens there are."""
         return int(self.bounds[-1])
+
+    def check(self) -> None:
+        """Nothing: each part is checked where it is read."""
 
     def gather(self, begins: Any, sizes: Any) -> Any:
         """The tokens of several stretches, one after the other."""
@@ -115,6 +122,21 @@ def source_states(source: TokenSource) -> tuple[FileState, ...]:
     return tuple(file_state(name) for name in names)
 
 
+def source_text(source: TokenSource, states: tuple[FileState, ...]) -> str:
+    """What the tokens of a source depend on: its settings, and a digest of its files.
+
+    The digest is of their sizes and of their first and last mebibyte, less of each where there are
+    many files. Paths and times of change do not count, since copies have others.
+    """
+    parts = [path for path, _ in _parts(source, states)]
+    indexes = [f"{path}.index" for path in parts if isinstance(source, DatatroveTokens)]
+    names = dict.fromkeys((*(state[0] for state in states), *parts, *indexes))
+    files = [name for name in names if os.path.isfile(name)]
+    kept = {name: value for name, value in attrs.asdict(source).items() if name != "path" and value}
+    settings = ", ".join(f"{name}={value!r}" for name, value in kept.items())
+    return f"{type(source).__name__}({settings}) {ends_digest(files)}"
+
+
 @functools.lru_cache(maxsize=_OPEN_PARTS)
 def open_source(source: TokenSource, states: tuple[FileState, ...]) -> Opened | Joined:
     """The tokens of a source; files that have changed are opened again.
@@ -122,13 +144,19 @@ def open_source(source: TokenSource, states: tuple[FileState, ...]) -> Opened | 
     Raises:
         DataError: a file is not what its header says.
     """
+    with one_error(source.path):
+        return _opened(source, states)
+
+
+def _opened(source: TokenSource, states: tuple[FileState, ...]) -> Opened | Joined:
     numpy = load_numpy()
     keys = _parts(source, states)
     files = {state[0]: (state,) for state in states}
 
     def open_part(key: _Key) -> Opened:
         # With the state of its own file, of what may be thousands.
-        return _part(source, files.get(key[0], states), key)
+        with one_error(key[0]):
+            return _part(source, files.get(key[0], states), key)
 
     sizes = [_size(source, key, open_part) for key in keys]
     keys = [key for key, size in zip(keys, sizes, strict=True) if size]
@@ -209,23 +237,24 @@ def _part(source: TokenSource, states: tuple[FileState, ...], key: _Key) -> Open
 
 def _datatrove(source: DatatroveTokens, path: str) -> Opened:
     numpy = load_numpy()
-    tokens = mapped_tokens(path, source.dtype)
+    tokens, data = mapped_tokens(path, source.dtype)
     if os.path.exists(f"{path}.metadata"):
-        with open(f"{path}.metadata", encoding="utf-8", errors="replace") as file:
-            size = file.readline().strip().rpartition("|")[2]
+        size = read_text(f"{path}.metadata").partition("\n")[0].strip().rpartition("|")[2]
         if size != str(tokens.itemsize):
-            raise damaged(f"{path}.metadata", f"says that tokens have {size} bytes")
-    index = mapped_tokens(f"{path}.index", "uint64")
+            raise damaged(f"{path}.metadata", f"says that tokens have {size[:9]!a} bytes")
+    index, file = mapped_tokens(f"{path}.index", "uint64")
     if index[-1] != len(tokens):
         raise damaged(f"{path}.index", f"describes {index[-1]} tokens of {len(tokens)}")
-    return Opened(path=f"{path}.index", tokens=tokens, ends=numpy.asarray(index).view("<i8"))
+    ends = numpy.asarray(index).view("<i8")
+    return Opened(path=f"{path}.index", tokens=tokens, maps=(data, file), ends=ends)
 
 
 def _npy(path: str) -> Opened:
     numpy = load_numpy()
-    data = map_file(path)
+    whole = map_file(path)
+    data = whole.data
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             version = numpy.lib.format.read_magic(file)
             read = {
                 (1, 0): numpy.lib.format.read_array_header_1_0,
@@ -233,8 +262,8 @@ def _npy(path: str) -> Opened:
             }[version]
             shape, fortran, dtype = read(file)
             at = file.tell()
-    except (ValueError, KeyError) as error:
-        raise damaged(path, f"has no header that can be read ({error})") from error
+    except Exception as error:  # whatever the parser of Python code raises that numpy calls
+        raise damaged(path, f"has no header that can be read ({ascii(error)[:200]})") from error
     size = 1
     for dim in shape:
         size *= dim
@@ -244,11 +273,13 @@ def _npy(path: str) -> Opened:
         raise damaged(path, f"has {len(data)} bytes; an array of {dtype} {shape} needs others")
     documents = shape[0] if len(shape) == 2 else 1
     ends = (numpy.arange(documents) + 1) * (size // max(1, documents))
-    return Opened(path=path, tokens=numpy.frombuffer(data, dtype, size, at), ends=ends)
+    tokens = numpy.frombuffer(data, dtype, size, at)
+    return Opened(path=path, tokens=tokens, maps=(whole,), ends=ends)
 
 
 def _mds_shards(path: str) -> list[str]:
-    shards = [shard["raw_data"]["basename"] for shard in _mds_index(path)]
+    with one_error(path):
+        shards = [str(shard["raw_data"]["basename"]) for shard in _mds_index(path)]
     folder = os.path.dirname(path)
     if any(os.path.basename(name) != name or name in ("", "..") for name in shards):
         raise damaged(path, "names shards outside of its folder")
@@ -256,22 +287,20 @@ def _mds_shards(path: str) -> list[str]:
 
 
 def _mds_index(path: str) -> list[Any]:
-    with open(path, encoding="utf-8") as file:
-        try:
-            shards = json.load(file)["shards"]
-            if any(shard["format"] != "mds" for shard in shards):
-                raise damaged(path, "has shards that are not MDS")
-            if any(shard["compression"] for shard in shards):
-                raise damaged(path, "has compressed shards: write them without compression")
-            return [shard | {"samples": int(shard["samples"])} for shard in shards]
-        except (ValueError, KeyError, TypeError) as error:
-            raise damaged(path, f"is no index of MDS shards ({error!r})") from error
+    with one_error(path):
+        shards = json.loads(read_text(path, _INDEX_BYTES))["shards"]
+        if any(shard["format"] != "mds" for shard in shards):
+            raise damaged(path, "has shards that are not MDS")
+        if any(shard["compression"] for shard in shards):
+            raise damaged(path, "has compressed shards: write them without compression")
+        return [shard | {"samples": int(shard["samples"])} for shard in shards]
 
 
 def _mds(source: MDSTokens, index: str, path: str, number: int) -> Opened:
     """A shard: u4 samples, u4 offsets, a config, and samples with a size per variable column."""
     numpy = load_numpy()
-    shard, data = _mds_index(index)[number], map_file(path)
+    file = map_file(path)
+    shard, data = _mds_index(index)[number], file.data
     samples = shard["samples"]
     bytes_ = numpy.frombuffer(data, "u1")
     names, encodings, fixed = (
@@ -296,7 +325,8 @@ def _mds(source: MDSTokens, index: str, path: str, number: int) -> Opened:
     begins, lengths = first + head + sum(columns[:column], start=0 * first), columns[column]
     begins, lengths, dtype = _mds_arrays(source, path, encodings[column], bytes_, begins, lengths)
     ends = (lengths // dtype.itemsize).cumsum()
-    return Opened(path=path, tokens=None, apart=(bytes_, begins, dtype), ends=ends)
+    apart = bytes_, begins, dtype
+    return Opened(path=path, tokens=None, maps=(file,), apart=apart, ends=ends)
 
 
 def _mds_arrays(
@@ -395,7 +425,8 @@ def _column(source: ColumnTokens, path: str, number: int) -> Opened:
         raise damaged(path, f'has nulls among the tokens of "{source.column}"')
     lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     tokens = values.to_numpy(zero_copy_only=False)
-    return Opened(path=path, tokens=tokens, ends=lengths.astype("i8").cumsum())
+    maps = (map_file(path),) if path.endswith(".arrow") else ()
+    return Opened(path=path, tokens=tokens, maps=maps, ends=lengths.astype("i8").cumsum())
 
 
 def _arrow() -> Any:

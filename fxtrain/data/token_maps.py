@@ -1,15 +1,18 @@
 """Files of tokens, mapped into memory and checked against their headers."""
 
+import hashlib
 import json
 import mmap
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
 
 from fxtrain._optional import optional
+from fxtrain._reading import check_regular, open_file, read_text
 from fxtrain.errors import DataError
 from fxtrain.state.token_files import MegatronTokens, NanoGPTTokens
 
@@ -19,6 +22,7 @@ CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, document bounds
 NO_LABEL = -100  # `ignore_index` of torch's cross-entropy
 _FAN = 16  # parts into which a step of a search divides what is left
+_ENDS, _LEAST = 1 << 20, 1 << 12  # bytes of each end of all files, and at least of one, in a digest
 _PROBES = 64  # sequences that a start compares with their successors
 
 # A file, and what tells it from another one at its path: inode, bytes, time of change.
@@ -33,6 +37,7 @@ class Opened:
     tokens: Any  # all of them; None where documents lie apart
     # Those: the bytes of the file, the first byte of each document, and the type of a token.
     apart: Any = None
+    maps: tuple["TokenMap", ...] = ()  # of the files, which may shrink while they are read
     end: int | None = None  # the token that ends a document
     ends: Any = None  # int64; for every document, the tokens up to its end
     # For every sequence, its first byte. Not aligned, so numpy copies all of it for anything
@@ -53,11 +58,27 @@ class Opened:
         """Their type, as numpy has it."""
         return self.apart[2] if self.tokens is None else self.tokens.dtype
 
+    def check(self) -> None:
+        """Check that the files still have their bytes: reading others would end the process.
+
+        Raises:
+            DataError: one has shrunk.
+        """
+        for each in self.maps:
+            each.check()
+
     def gather(self, begins: Any, sizes: Any) -> Any:
-        """The tokens of several stretches, one after the other."""
+        """The tokens of several stretches, one after the other.
+
+        Raises:
+            DataError: the index names tokens that do not exist, or a file has shrunk.
+        """
+        self.check()
         numpy = load_numpy()
         places = numpy.repeat(begins - (sizes.cumsum() - sizes), sizes)
         places += numpy.arange(len(places))
+        if len(places) and not 0 <= places.min() <= places.max() < self.size:
+            raise damaged(self.path, f"names tokens beyond the {self.size} that there are")
         if self.tokens is not None:
             return self.tokens[places]
         data, first_bytes, dtype = self.apart
@@ -78,6 +99,7 @@ class Opened:
         Raises:
             DataError: documents are not in order, or refer to sequences that do not exist.
         """
+        self.check()
         numpy = load_numpy()
         stops = numpy.minimum(begins + length, self.size)
         if self.bounds is None and self.ends is None:
@@ -141,11 +163,12 @@ def file_state(path: str) -> FileState:
     """What a file is now.
 
     Raises:
-        DataError: it is missing.
+        DataError: it is missing, or no regular file.
     """
     try:
         stat = os.stat(path)
-    except OSError as error:
+        check_regular(stat.st_mode, path)
+    except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     return path, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
@@ -165,12 +188,30 @@ def check_unchanged(states: tuple[FileState, ...], path: str) -> None:
             )
 
 
+def ends_digest(paths: Sequence[str]) -> str:
+    """A digest of the sizes of files, and of their first and last bytes.
+
+    Raises:
+        DataError: one cannot be read.
+    """
+    digest, budget = hashlib.blake2b(digest_size=8), max(_LEAST, _ENDS // max(1, len(paths)))
+    for path in paths:
+        try:
+            with open_file(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(size.to_bytes(8, "little") + file.read(budget))
+                file.seek(max(0, size - budget))
+                digest.update(file.read(budget))
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    return f"#{digest.hexdigest()}"
+
+
 def read_description(stem: str) -> dict[str, Any]:
     """How `tokenize` made the files at a path; empty if it did not."""
     try:
-        with open(f"{stem}.json", encoding="utf-8") as file:
-            saved = json.load(file)
-    except (OSError, ValueError):
+        saved = json.loads(read_text(f"{stem}.json"))
+    except (OSError, ValueError, RecursionError):
         return {}
     return saved if isinstance(saved, dict) and "vocabulary_size" in saved else {}
 
@@ -185,14 +226,15 @@ def open_nanogpt(source: NanoGPTTokens) -> Opened:
                 f"tokens: NanoGPTTokens({name}={given!r}): {source.path} was made with "
                 f"{name}={saved[name]!r}, says {stem}.json. Use that."
             )
-    tokens = mapped_tokens(source.path, source.dtype)
-    return Opened(path=source.path, tokens=tokens, end=source.end)
+    tokens, data = mapped_tokens(source.path, source.dtype)
+    return Opened(path=source.path, tokens=tokens, maps=(data,), end=source.end)
 
 
 def open_megatron(source: MegatronTokens) -> Opened:
     """The maps of an index and its tokens; checks its header and a few sequences."""
     numpy, path = load_numpy(), f"{source.path}.idx"
-    index = map_file(path)
+    file = map_file(path)
+    index = file.data
     if len(index) < HEAD.size:
         raise damaged(path, f"has {len(index)} bytes, fewer than its header")
     magic, version, code, sequences, bounds = HEAD.unpack_from(index)
@@ -207,7 +249,7 @@ def open_megatron(source: MegatronTokens) -> Opened:
     lengths = numpy.frombuffer(index, "<i4", sequences, HEAD.size)
     pointers = numpy.frombuffer(index, "<i8", sequences, HEAD.size + 4 * sequences)
     starts = numpy.frombuffer(index, "<i8", bounds, HEAD.size + 12 * sequences)
-    tokens = mapped_tokens(f"{source.path}.bin", CODES[code])
+    tokens, data = mapped_tokens(f"{source.path}.bin", CODES[code])
     expected = int(pointers[-1]) + int(lengths[-1]) * tokens.itemsize
     if expected != tokens.nbytes:
         raise damaged(path, f"describes {expected} bytes of tokens, not those of its .bin file")
@@ -218,7 +260,8 @@ def open_megatron(source: MegatronTokens) -> Opened:
     if pointers[0] or (wrong := ends != pointers[probes + 1]).any():
         number = probes[wrong][0] + 1 if not pointers[0] else 0
         raise damaged(path, f"has a sequence, {number}, that does not follow the one before")
-    return Opened(path=path, tokens=tokens, pointers=pointers, bounds=starts)
+    maps = file, data
+    return Opened(path=path, tokens=tokens, maps=maps, pointers=pointers, bounds=starts)
 
 
 def load_numpy() -> Any:
@@ -231,31 +274,74 @@ def damaged(path: str, problem: str) -> DataError:
     return DataError(f"tokens: {path} {problem}. Check the format, or create the file again.")
 
 
-def mapped_tokens(path: str, dtype: str) -> Any:
-    """A file of little-endian integers without a header, mapped."""
-    numpy, data = load_numpy(), map_file(path)
-    if len(data) % numpy.dtype(dtype).itemsize:
-        raise damaged(path, f"has {len(data)} bytes, which is no number of {dtype}")
-    return numpy.frombuffer(data, numpy.dtype(dtype).newbyteorder("<"))
+@attrs.frozen(eq=False)
+class TokenMap:
+    """A file that is mapped."""
+
+    path: str
+    data: mmap.mmap
+
+    def check(self) -> None:
+        """Check that the file still has the bytes that are mapped.
+
+        Raises:
+            DataError: it has shrunk: reading what is gone would end the process by SIGBUS.
+        """
+        if (size := self.data.size()) < len(self.data):
+            raise DataError(
+                f"tokens: {self.path} had {len(self.data)} bytes when it was opened, and has "
+                f"{size}: it was truncated while it is read. Write new files to another path."
+            )
 
 
-def map_file(path: str) -> mmap.mmap:
-    """A file that is not empty, mapped.
+def mapped_tokens(path: str, dtype: str) -> tuple[Any, TokenMap]:
+    """A file of little-endian integers without a header, mapped; and its map."""
+    numpy, file = load_numpy(), map_file(path)
+    if len(file.data) % numpy.dtype(dtype).itemsize:
+        raise damaged(path, f"has {len(file.data)} bytes, which is no number of {dtype}")
+    return numpy.frombuffer(file.data, numpy.dtype(dtype).newbyteorder("<")), file
+
+
+def map_file(path: str) -> TokenMap:
+    """A regular file that is not empty, mapped.
 
     Raises:
-        DataError: it is missing or empty.
+        DataError: it is missing, empty or no regular file.
     """
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             if not os.fstat(file.fileno()).st_size:
                 raise damaged(path, "is empty")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return TokenMap(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
-def _unreadable(path: str, error: OSError) -> DataError:
-    return DataError(f"tokens: cannot read {path}: {error.strerror}. Check the path.")
+# What code raises that reads an index as if it were whole.
+_MISREAD = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
+@contextmanager
+def one_error(path: str) -> Iterator[None]:
+    """Name the file in any error of reading what it describes.
+
+    Raises:
+        DataError: in place of an error that an index causes which is not what it says.
+    """
+    try:
+        yield
+    except DataError:  # a ValueError that names the file already
+        raise
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (*_MISREAD, MemoryError, struct.error) as error:
+        reason = ascii(error)[:200]  # it may show what is in the file
+        raise damaged(path, f"is not what its header or index says ({reason})") from error
+
+
+def _unreadable(path: str, error: OSError | ValueError) -> DataError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return DataError(f"tokens: cannot read {path!r}: {reason}. Check the path.")
 
 
 def separate_documents(batch: dict[str, Any], starts: Any) -> None:

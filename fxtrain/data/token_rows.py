@@ -8,15 +8,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from fxtrain.data.blends import BlendOrder
 from fxtrain.data.fetch import collate_nothing
 from fxtrain.data.megatron_order import Reader, megatron_rows
 from fxtrain.data.order import BlockSampler
+from fxtrain.data.order_texts import KnownRows
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import shard
-from fxtrain.data.token_folders import open_source, source_states
+from fxtrain.data.token_folders import open_source, source_states, source_text
 from fxtrain.data.token_maps import (
     NO_LABEL,
     FileState,
@@ -126,19 +127,23 @@ def tokens(
                 "tokens: Megatron has no best-fit packing. Use either compatible or packing."
             )
         parts = [megatron_rows(source, length, plan.seed, how, separate=documents)]
-        return shard(_loader(_Rows(parts), batch_size, workers), ctx, plan)
+        text = f"{length} tokens in the order {how} of seed {plan.seed}, of {_texts(source)}"
+        return shard(_loader(_Rows(parts, text), batch_size, workers), ctx, plan)
     blend = source if isinstance(source, Blend) else None
     sources = [part.source for part in source.parts] if isinstance(source, Blend) else [source]
     parts = [_rows_of(each, length, packing, separate=documents) for each in sources]
     counts, order = [count for count, _ in parts], {}
+    cut = f"{length} tokens of " if packing is None else f"{length} tokens packed by {packing} of "
+    text = cut + _texts(source)
     block = packing.window_rows * packing.shuffle_windows if packing else max(counts)
     if blend is not None:
-        order["sampler"] = BlendOrder(blend, counts, shuffle=shuffle, block=block)
+        texts = [cut + _texts(part.source) for part in blend.parts]
+        order["sampler"] = BlendOrder(blend, counts, texts, shuffle=shuffle, block=block)
     elif packing is not None and shuffle:
         order["sampler"] = BlockSampler(counts[0], block)
     else:
         order["shuffle"] = shuffle
-    rows = _Rows(parts, blended=blend is not None)
+    rows = _Rows(parts, text, blended=blend is not None)
     return shard(_loader(rows, batch_size, workers, **order), ctx, plan)
 
 
@@ -169,20 +174,31 @@ def _rows_of(
     return count, functools.partial(_read_packed, source, states, length, packing)
 
 
+def _texts(source: TokenSource | Blend) -> str:
+    """What the tokens of a source, or of a blend, depend on."""
+    if not isinstance(source, Blend):
+        return source_text(source, source_states(source))
+    parts = [f"{part.name} by {part.weight}: {_texts(part.source)}" for part in source.parts]
+    return f"a blend of {', '.join(parts)}"
+
+
 def _loader(rows: "_Rows", batch_size: int, workers: int, **order: Any) -> DataLoader[Any]:
     return DataLoader(
         rows, batch_size=batch_size, num_workers=workers, collate_fn=collate_nothing, **order
     )
 
 
-class _Rows(Dataset[dict[str, Tensor]]):
+class _Rows(KnownRows):
     """Rows of one source or several, numbered one source after the other.
 
     A source is the number of its rows, and a function that reads some of them. It is pickled
     without maps, which each process opens.
     """
 
-    def __init__(self, parts: Sequence[tuple[int, Reader]], *, blended: bool = False) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[int, Reader]], order_text: str, *, blended: bool = False
+    ) -> None:
+        self.order_text = order_text
         self._reads, self._blended = [read for _, read in parts], blended
         self._starts = list(itertools.accumulate((count for count, _ in parts), initial=0))
 
@@ -220,6 +236,7 @@ def _read_cut(
         inside = numpy.arange(length + 1) < sizes[:, None]
         tokens[inside] = file.gather(numbers * length, sizes)
     else:
+        file.check()
         whole, step = (file.size - 1) // length, file.tokens.itemsize
         table = numpy.lib.stride_tricks.as_strided(
             file.tokens, (whole, length + 1), (length * step, step), writeable=False

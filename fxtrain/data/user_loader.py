@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from fxtrain.data.fetch import owner_of
 from fxtrain.data.order import refuse_split
 from fxtrain.data.rank_slices import Batching
 from fxtrain.errors import DataError
@@ -57,8 +58,8 @@ def read_loader(loader: DataLoader[Any], ranks: int, plan: Plan) -> tuple[Batchi
     collates = loader.batch_sampler is not None
     even = "drop" if rows is not None and rows[1] else plan.even
     shares = plan.batch == "global"
-    if sampler is not None and plan.data.source != "sharded":
-        refuse_split(sampler)
+    if plan.data.source != "sharded":
+        refuse_split(owner_of(loader.dataset), sampler)
     if rows is None and collates:
         batching = Batching(per_rank=1, ranks=ranks, even=even, unit="batch", shared=shares)
         return batching, sampler

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import attrs
@@ -85,8 +86,16 @@ def _config_on_ranks(action: str, ctx: DistContext, strategy: DeepSpeed) -> dict
     return data
 
 
-def check_same_plan(action: str, ctx: DistContext, plan: Plan, extra: Mapping[str, Any]) -> None:
+def check_same_plan(
+    action: str,
+    ctx: DistContext,
+    plan: Plan,
+    extra: Mapping[str, Any],
+    cures: Mapping[str, str] | None = None,
+) -> None:
     """Check that every rank passes the same plan, and the same extra values as text, by name.
+
+    `cures` say what to do where the ranks differ in a value; by default, to pass the same.
 
     One exchange of packets, and the plans are gathered if they differ; none at one rank or with
     `checks=False`.
@@ -96,7 +105,7 @@ def check_same_plan(action: str, ctx: DistContext, plan: Plan, extra: Mapping[st
     mine = torch.frombuffer(bytearray(digest_of_plan(plan, extra)), dtype=torch.uint8)
     digests = exchange_payloads(ctx, (action, ""), mine)
     if any(not torch.equal(digest, digests[0]) for digest in digests):
-        raise_plan_differences(action, ctx, plan, extra)
+        raise_plan_differences(action, ctx, plan, extra, cures or {})
 
 
 def digest_of_plan(plan: Plan, extra: Mapping[str, Any]) -> bytes:
@@ -119,7 +128,11 @@ def _fingerprint(plan: Plan) -> str:
 
 
 def raise_plan_differences(
-    action: str, ctx: DistContext, plan: Plan, extra: Mapping[str, Any]
+    action: str,
+    ctx: DistContext,
+    plan: Plan,
+    extra: Mapping[str, Any],
+    cures: Mapping[str, str] = MappingProxyType({}),
 ) -> NoReturn:
     """Raise an error that shows how plans, or else extra values, differ; every rank calls it."""
     plans = gather_objects((plan, _extra_text(extra)), ctx)
@@ -139,7 +152,10 @@ def raise_plan_differences(
     lines = [
         f"{action}: the ranks differ in {' and '.join(names)}.",
         *by_rank(enumerate(shown)),
-        f"Every rank must pass the same {' and the same '.join(names)}.",
+        next(
+            (cures[name] for name in names if name in cures),
+            f"Every rank must pass the same {' and the same '.join(names)}.",
+        ),
     ]
     raise CollectiveError("\n".join(lines), code="FX301")
 

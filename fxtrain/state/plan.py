@@ -124,7 +124,8 @@ class Data:
         non_blocking: Copy from pinned memory without waiting.
         reseed_workers: Seed the random generators of worker processes for every batch, from
             (seed, epoch, row), so that random augmentation does not depend on the number
-            of workers or on restarts.
+            of workers or on restarts; and those from which an iterable dataset draws, with and
+            without workers, so that it is the same on every rank.
         prefetch: Batches that a thread moves to an XLA device before they are used; 0 moves each
             when it is used. Other devices ignore it.
     """

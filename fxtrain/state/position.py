@@ -20,6 +20,9 @@ class Position:
             counts those of any model.
         micro: Batches in the open one; 0 if the batch closed its window.
         is_last: Whether the batch was the last of its epoch.
+        order: What the order of the epoch depends on, as text with digests. A loader that continues
+            inside the epoch in another order raises a DataError. Empty where it is unknown; two
+            positions are equal whatever it is.
     """
 
     epoch: int = 0
@@ -28,6 +31,7 @@ class Position:
     updates: int = 0
     micro: int = 0
     is_last: bool = False
+    order: str = attrs.field(default="", eq=False, repr=False)
 
     @property
     def update(self) -> int:

@@ -83,7 +83,7 @@ def test_items_are_dealt_one_by_one(workers):
     found = data(
         shards(Numbers(5), 2, batch_size=None, num_workers=workers, collate_fn=torch.tensor)
     )
-    assert found == [[0, 2, 4], [1, 3, 0]]
+    assert found == [[0, 2, 4], [1, 3, 4]]
 
 
 def test_drop_last_drops():
@@ -132,9 +132,14 @@ def test_a_dataset_that_splits_itself_over_workers_loses_no_rows():
     assert found == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
 
 
-def test_a_stream_that_runs_once_is_padded_with_its_first_row():
-    ctx = world(2)[1]
-    assert data([fx.shard(DataLoader(Once(4), batch_size=3), ctx)]) == [[[3, 0, 0]]]
+def test_a_stream_is_padded_with_rows_of_its_last_batch():
+    for stream, rows in ((Once, [[3, 3, 3]]), (Numbers, [[3, 3, 3]])):
+        ctx = world(2)[1]
+        assert data([fx.shard(DataLoader(stream(4), batch_size=3), ctx)]) == [rows]
+    assert data(shards(Numbers(7), 2, batch_size=3)) == [
+        [[0, 1, 2], [6, 6, 6]],
+        [[3, 4, 5], [6, 6, 6]],
+    ]
 
 
 def test_windows_of_several_batches_may_end_with_the_data():
@@ -341,10 +346,10 @@ class Counting(Library):
 @pytest.mark.parametrize("source", ["shard", "sharded"])
 @pytest.mark.parametrize("kind", [Library, Counting])
 def test_a_pass_over_a_dataset_with_a_state_leaves_other_passes_alone(kind, source):
-    plan = fx.Plan(data=fx.Data(source=source))
+    plan, ctx = fx.Plan(data=fx.Data(source=source)), fx.DistContext()
 
     def shard(dataset):
-        return fx.shard(DataLoader(dataset, batch_size=2), fx.DistContext(), plan)
+        return fx.shard(DataLoader(dataset, batch_size=2), ctx, plan)
 
     dataset = kind(9)
     loader, seen = shard(dataset), []
@@ -357,3 +362,68 @@ def test_a_pass_over_a_dataset_with_a_state_leaves_other_passes_alone(kind, sour
     assert seen == [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
     rest = shard(kind(9)).at(position, state)
     assert [b.data.tolist() for b in rest] == [[6, 7], [8]]
+
+
+class _Examples:
+    """A step of a stream of Hugging Face: its rows come from the step inside."""
+
+    def __init__(self, inside=None, n=0):
+        self.ex_iterable, self.n = inside, n
+
+    def __iter__(self):
+        return iter(range(self.n) if self.ex_iterable is None else self.ex_iterable)
+
+
+class BufferShuffledExamplesIterable(_Examples):
+    """Shuffles in a buffer of 5 rows."""
+
+    def __iter__(self):
+        buffer, numbers = [], random.Random(3)
+        for row in self.ex_iterable:
+            buffer.append(row)
+            if len(buffer) == 5:
+                yield buffer.pop(numbers.randrange(5))
+        numbers.shuffle(buffer)
+        yield from buffer
+
+
+class HuggingFace(IterableDataset):
+    """As in `datasets`: the state has what was read of the source, not the rows of the buffer."""
+
+    def __init__(self, n, *, shuffle):
+        self.n, self.seen, self.skipped = n, 0, 0
+        self._ex_iterable = _Examples(n=n)
+        if shuffle:
+            self._ex_iterable = _Examples(BufferShuffledExamplesIterable(self._ex_iterable))
+
+    def __iter__(self):
+        for seen, row in enumerate(self._ex_iterable, 1):
+            self.seen = seen
+            if seen > self.skipped:
+                yield row
+
+    def state_dict(self):
+        return {"seen": min(self.n, self.seen + 5)}
+
+    def load_state_dict(self, state):
+        self.skipped = state["seen"]
+
+
+@pytest.mark.parametrize("source", ["shard", "sharded"])
+def test_a_state_that_leaves_out_a_shuffle_buffer_is_not_used(source, caplog):
+    plan = fx.Plan(data=fx.Data(source=source))
+
+    def shard(shuffle):
+        dataset = HuggingFace(20, shuffle=shuffle)
+        return fx.shard(DataLoader(dataset, batch_size=4), DistContext(), plan)
+
+    loader = shard(5)
+    first = next(iter(loader))
+    state = loader.state()
+    assert state is None
+    rest = [row for batch in shard(5).at(first.position, state) for row in batch.data.tolist()]
+    assert sorted(first.data.tolist() + rest) == list(range(20))
+    assert "is read again from the start of epoch 0 to row 4, since its state" in caplog.text
+    plain = shard(0)
+    next(iter(plain))
+    assert plain.state() is not None

@@ -3,6 +3,7 @@
 import base64
 import itertools
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -135,7 +136,7 @@ def _edit(old, new):
     [
         ("datatrove", "0.ds", _cut, "no number of"),
         ("datatrove", "0.ds.index", lambda p: p.write_bytes(struct.pack("<Q", 99)), "describes 99"),
-        ("datatrove", "0.ds.metadata", lambda p: p.write_text("gpt2|4\n1"), "have 4 bytes"),
+        ("datatrove", "0.ds.metadata", lambda p: p.write_text("gpt2|4\n1"), "have '4' bytes"),
         ("npy", "000.npy", _cut, "needs others"),
         ("npy", "000.npy", _edit(b"(3,)", b"(9,)"), "needs others"),
         ("npy", "000.npy", lambda p: np.save(p, np.zeros(3)), "not integers"),
@@ -145,7 +146,12 @@ def _edit(old, new):
         ("mds ndarray", "index.json", _edit(b"shard.00000", b"../rd.00000"), "outside"),
         ("mds ndarray", "index.json", _edit(b'"tokens"', b'"tokenz"'), "no column"),
         ("mds ndarray", "index.json", _edit(b"null", b'"zstd"'), "compressed"),
-        ("mds ndarray", "index.json", lambda p: p.write_text("[]"), "no index of MDS"),
+        (
+            "mds ndarray",
+            "index.json",
+            lambda p: p.write_text("[]"),
+            "not what its header or index says",
+        ),
         ("parquet", "a.parquet", _cut, "no Parquet file"),
         ("arrow", "a.arrow", lambda p: p.write_bytes(b"ARROW1\0\0" * 9), "no Arrow file"),
     ],
@@ -155,6 +161,37 @@ def test_damaged_files_are_errors(tmp_path, name, file, damage, message):
     damage(tmp_path / file)
     with pytest.raises(fx.errors.DataError, match=message):
         _rows(source, length=4)
+
+
+@pytest.mark.parametrize("name", [*WRITERS, "megatron", "nanogpt"])
+def test_pipes_are_refused_before_they_are_opened(tmp_path, name):
+    write = {**WRITERS, "megatron": write_megatron, "nanogpt": write_nanogpt}[name]
+    write(tmp_path, DOCUMENTS)
+    for file in [file.name for file in tmp_path.iterdir() if file.is_file()]:
+        folder = tmp_path / f"{file}.folder"  # of its own: open files are kept
+        folder.mkdir()
+        source = write(folder, DOCUMENTS)
+        (folder / file).unlink()
+        os.mkfifo(folder / file)
+        with pytest.raises(fx.errors.DataError, match="pipe") as caught:
+            _rows(source, length=4)
+        assert file in str(caught.value)
+
+
+# Parquet is decoded before rows are read.
+@pytest.mark.parametrize("name", [*(WRITERS.keys() - {"parquet"}), "megatron", "nanogpt"])
+@pytest.mark.parametrize("packing", [None, fx.data.BestFit(window_rows=2)])
+def test_a_file_that_is_truncated_while_it_is_read_is_an_error(tmp_path, name, packing):
+    own = {"megatron": write_megatron, "nanogpt": write_nanogpt}
+    documents = [[token % 250 for token in range(100)] for _ in range(200)]
+    source = {**WRITERS, **own}[name](tmp_path, documents, *(() if name in own else (1,)))
+    settings = {"length": 10, "batch_size": 4, "packing": packing, "shuffle": False}
+    batches = iter(fx.tokens(source, world(1)[0], **settings))
+    next(batches)
+    for file in sorted(tmp_path.iterdir()):
+        os.truncate(file, 1)
+    with pytest.raises(fx.errors.DataError, match=r"truncated while|has changed since"):
+        list(batches)
 
 
 def test_a_folder_without_files_is_an_error(tmp_path):
