@@ -99,8 +99,8 @@ def shard(
     Effects:
         None here, except one broadcast with `Data(source="dispatch")`, and that a dataset with
         `state_dict` is asked for its state. Iterating starts the loader's workers and, once per
-        epoch, when the first batch is read, compares the plans and the order of the data; dispatched
-        and already sharded data exchange one message per global batch.
+        epoch, when the first batch is read, compares the plans and the order of the data;
+        dispatched and already sharded data exchange one message per global batch.
 
     Raises:
         DataError: the loader, or its batch size, cannot be split as requested, or is split by rank
@@ -108,8 +108,8 @@ def shard(
             sequence not divisible by the context ranks, on all of those.
         PlanError: the ranks pass different plans; on every rank, when iterating starts or, with
             `Data(source="dispatch")`, here.
-        CollectiveError: the ranks differ in rows, order, batching or position, or one of them cannot
-            read its first batch; likewise.
+        CollectiveError: the ranks differ in rows, order, batching or position, or one of them
+            cannot read its first batch; likewise.
 
     Example:
         >>> import fxtrain as fx, torch
