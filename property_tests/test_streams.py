@@ -242,6 +242,39 @@ def test_a_stream_that_is_resumed_continues_or_raises(kind, n, before, after, cu
     assert seen + rest == whole
 
 
+@settings(max_examples=15)
+@given(
+    st.sampled_from(KINDS),
+    st.integers(2, 20),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.integers(0, 2),
+    st.booleans(),
+)
+def test_a_stream_that_is_sharded_already_continues_or_raises(kind, n, size, cut, epoch, by_state):
+    plan, ctx = fx.Plan(data=fx.Data(source="sharded")), DistContext()
+
+    def loader():
+        return fx.shard(DataLoader(kind(n), batch_size=size), ctx, plan)
+
+    first = loader()
+    before = _epochs([first], epoch)
+    assert all(sorted(rows) == list(range(n)) for rows in before)
+    here = first.at(fx.Position(epoch=epoch))
+    found = list(itertools.islice(here, cut))
+    position, state = found[-1].position, here.state() if by_state else None
+    assume(not position.is_last)
+    seen = [row for batch in found for row in batch.data.tolist()]
+    assume(kind is not _Counts or not epoch or _rows_of(kind, n, 0)[: len(seen)] != seen)
+    try:
+        rest = [row for batch in loader().at(position, state) for row in batch.data.tolist()]
+    except fx.errors.DataError as error:
+        # Nothing seeds what a stream of a rank draws.
+        assert kind is _Draws or (kind is _Counts and epoch), error
+        return
+    assert sorted(seen + rest) == list(range(n))
+
+
 def _rows_of(kind, n, epoch):
     """The rows of an epoch, as one rank sees them that has read those before."""
     return _epochs(_ranks(kind(n), n, 1, fx.Plan()))[epoch]

@@ -12,8 +12,9 @@ from fxtrain import _tree, ops
 from fxtrain.data.dataset_uses import DatasetUses
 from fxtrain.data.fetch import StreamMemory, start_worker
 from fxtrain.data.order import hash_key
+from fxtrain.data.order_texts import STREAM_ROWS, chained, text_of_ranks
 from fxtrain.data.rank_slices import Batching, Cursor, GlobalBatch, Step, advance
-from fxtrain.data.sources import Source, row_source, why_again
+from fxtrain.data.sources import Source, check_order, row_source, why_again
 from fxtrain.data.user_loader import read_loader, rebuild
 from fxtrain.errors import DataError
 from fxtrain.ops.plan_agreement import check_same_plan
@@ -21,9 +22,9 @@ from fxtrain.state import DistContext, Plan, Position
 
 _HAS, _ENDED, _FAILED = range(3)  # states of a rank
 
-# One batch of a rank: its rows, its data, and the state from which reading continues after it;
-# None for a stream that keeps none.
-_Loaded = tuple[int, Any, Any]
+# One batch of a rank: its rows, its data, the state from which reading continues after it, which is
+# None for a stream that keeps none, and the text of the rank's order; empty if it is unknown.
+_Loaded = tuple[int, Any, Any, str]
 # (epoch, state, or None for its start) → every batch that follows
 _Open = Callable[[int, Any], Iterator[_Loaded]]
 
@@ -35,6 +36,7 @@ class _Turn(NamedTuple):
     size: int = 0
     data: Any = None
     stream: Any = None
+    text: str = "ended"  # of the rank's order so far
     error: Exception | None = None
 
 
@@ -95,6 +97,7 @@ def _rows(
                 batch.rows[0],
                 data,
                 {"position": attrs.asdict(after.position), "order": after.state},
+                after.position.order,
             )
 
     return read, source
@@ -110,10 +113,15 @@ def _stream(
     """An iterable dataset that yields only this rank's (and, in workers, this worker's) rows."""
     dataset = _Dataset(StreamMemory(loader.dataset, uses))
     items = batching.unit == "item"
-    # A worker's state would have to reach the worker that continues its rows.
-    memory = None if loader.num_workers else dataset.memory
     changes: dict[str, Any] = {
-        "collate_fn": functools.partial(_counted, loader.collate_fn, memory, items)
+        "collate_fn": functools.partial(
+            _counted,
+            loader.collate_fn,
+            dataset,
+            # A worker's state would have to reach the worker that continues its rows.
+            keeps=not loader.num_workers,
+            items=items,
+        )
     }
     if loader.num_workers:
         dataset.epoch.share_memory_()
@@ -137,7 +145,7 @@ class _Dataset(IterableDataset[Any]):
     """The user's dataset, with `set_epoch` called also in persistent workers."""
 
     def __init__(self, memory: StreamMemory) -> None:
-        self.memory, self.state = memory, None
+        self.memory, self.state, self.text = memory, None, ""
         self.epoch = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     @property
@@ -146,19 +154,21 @@ class _Dataset(IterableDataset[Any]):
         return self.memory.dataset
 
     def __iter__(self) -> Iterator[Any]:
-        return self.memory.open(int(self.epoch), self.state)
+        state, text = self.state, ""
+        for place, row in enumerate(self.memory.open(int(self.epoch), state)):
+            if state is None and place < STREAM_ROWS:
+                text = chained(text, row)
+            self.text = text  # of the pass that read last
+            yield row
 
 
 def _counted(
-    collate: Callable[[Any], Any],
-    memory: StreamMemory | None,
-    items: bool,  # noqa: FBT001 - for `functools.partial`
-    rows: Any,
+    collate: Callable[[Any], Any], dataset: _Dataset, rows: Any, *, keeps: bool, items: bool
 ) -> _Loaded:
     """The number of rows, what the user's collate function makes of them, and the state there."""
     batch = collate(rows)
     count = _tree.row_count(batch) or 1 if items else len(rows)
-    return count, batch, None if memory is None else memory.state()
+    return count, batch, dataset.memory.state() if keeps else None, dataset.text
 
 
 def uneven_batches(
@@ -181,9 +191,8 @@ def uneven_batches(
     """
     check_same_plan("iterating", ctx, plan, {})
     epoch, position = cursor.position.epoch, cursor.position
-    stream, skipped = None, position.index  # rows of all ranks to skip
-    if cursor.state is not None:
-        stream, skipped = cursor.state["stream"], 0
+    # The state of this rank's stream, and rows of all ranks to skip.
+    stream, skipped = (cursor.state["stream"], 0) if cursor.state else (None, position.index)
     over = cursor.state is not None and stream is None
     # A pass opens a dataset once: a stream that counts its epochs would lose rows.
     padding = _last(_turns(read(epoch, None))) if over else _Turn(_ENDED)
@@ -191,9 +200,9 @@ def uneven_batches(
     ends = any if plan.even == "drop" else all
     now = next(own)
     table = _gather_sizes(now, ctx)
-    while not ends(state != _HAS for state, _ in table):
+    while not ends(state != _HAS for state, *_ in table):
         ended = now.state != _HAS
-        if any(state != _HAS for state, _ in table):
+        if any(state != _HAS for state, *_ in table):
             now = padding if ended and now.state != _FAILED else now
             table = _gather_sizes(now, ctx)
             _refuse_empty(table, ctx)
@@ -201,16 +210,18 @@ def uneven_batches(
         if ended or after.state != _HAS:  # a loop may change the data that it gets
             padding = _Turn(_ENDED, now.size, _tree.map_leaves(_copied, now.data))
         coming = _gather_sizes(after, ctx)
-        rows = tuple(size if state == _HAS else 0 for state, size in table)
+        rows = tuple(size if state == _HAS else 0 for state, size, _ in table)
+        order = text_of_ranks([number for *_, number in table])
         if skipped:
             skipped -= sum(rows)
             if skipped < 0:
                 break
+            position = position if skipped else check_order(position, order)
         else:
-            sizes = rows if plan.even == "uneven" else tuple(size for _, size in table)
+            sizes = rows if plan.even == "uneven" else tuple(size for _, size, _ in table)
             batch = GlobalBatch(position.index, sum(rows), rows, sizes, ())
-            is_last = ends(state != _HAS for state, _ in coming)
-            position = advance(position, batch, plan, is_last=is_last)
+            over = ends(state != _HAS for state, *_ in coming)
+            position = advance(position, batch, plan, is_last=over, order=order)
             state = None
             if ended or now.stream is not None:
                 # At its end, a stream may have the state of its start again.
@@ -230,8 +241,8 @@ def uneven_batches(
 def _turns(batches: Iterator[_Loaded]) -> Iterator[_Turn]:
     """One turn per batch, then empty ones forever; a failure is a turn too."""
     try:
-        for size, data, stream in batches:
-            yield _Turn(_HAS, size, data, stream)
+        for size, data, stream, text in batches:
+            yield _Turn(_HAS, size, data, stream, text)
     except Exception as error:
         yield _Turn(_FAILED, error=error)
     while True:
@@ -244,7 +255,7 @@ def _last(turns: Iterator[_Turn]) -> _Turn:
     for turn in turns:
         if turn.state != _HAS:
             return turn if turn.state == _FAILED else last
-        last = turn._replace(state=_ENDED)
+        last = _Turn(_ENDED, turn.size, turn.data)
     return last
 
 
@@ -252,21 +263,22 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _gather_sizes(turn: _Turn, ctx: DistContext) -> list[tuple[int, int]]:
-    """Every rank's (state, size).
+def _gather_sizes(turn: _Turn, ctx: DistContext) -> list[tuple[int, int, int]]:
+    """Every rank's (state, size, number of its order, which is 0 if it is unknown).
 
     Raises:
         Exception: whatever a rank's loader raised; on other ranks a CollectiveError that names it.
     """
-    mine = torch.tensor([[turn.state, turn.size]], device="cpu")
+    number = hash_key(turn.text) if turn.text else 0
+    mine = torch.tensor([[turn.state, turn.size, number]], device="cpu")
     table: list[list[int]] = ops.gather(mine, ctx).tolist()
-    if any(state == _FAILED for state, _ in table):
+    if any(state == _FAILED for state, *_ in table):
         ops.raise_together(turn.error, ctx)
-    return [(state, size) for state, size in table]
+    return [(state, size, number) for state, size, number in table]
 
 
-def _refuse_empty(table: list[tuple[int, int]], ctx: DistContext) -> None:
-    empty = [rank for rank, (state, size) in enumerate(table) if state != _HAS and not size]
+def _refuse_empty(table: list[tuple[int, int, int]], ctx: DistContext) -> None:
+    empty = [rank for rank, (state, size, _) in enumerate(table) if state != _HAS and not size]
     if empty:
         raise DataError(
             f'Data(source="sharded"): the loaders of ranks {empty} of {ctx.world_size} yield '

@@ -8,6 +8,8 @@ import functools
 import hashlib
 import itertools
 import math
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +27,6 @@ from torch.utils.data import (
 
 from fxtrain._words import canonical_text
 from fxtrain.errors import DataError
-from fxtrain.ops.devices import host_random_state, seed_host, set_host_random_state
 
 HEAD = 1000  # units of an order, from its start, of which ranks and positions have a digest
 _SAMPLER_CHUNK = 512  # units requested from a custom sampler at a time
@@ -122,35 +123,59 @@ class BorrowedGenerators:
 
     def __init__(self, key: int) -> None:
         self._key = key
-        self._inside: tuple[Any, ...] | None = None
-        self._start: tuple[Any, ...] | None = None
+        # The states of torch's and Python's generators inside, and those with which it began.
+        self._inside: tuple[Any, Any] | None = None
+        self._start: tuple[Any, Any] | None = None
+        # NumPy's generator inside, and the state with which it began. It replaces that of the
+        # process: copying its state back and forth takes longer than reading a batch may.
+        self._numpy: Any = None
+        self._numpy_start = ""
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        outside = host_random_state()
-        if self._inside is None:
-            seed_host(self._key)
-            self._start = host_random_state()
-        else:
-            set_host_random_state(self._inside)
+        outside, numpy = _states(), sys.modules.get("numpy")
+        of_numpy = None if numpy is None else numpy.random.get_bit_generator()
         try:
+            self._enter(numpy)
             yield
         finally:
-            self._inside = host_random_state()
-            set_host_random_state(outside)
+            self._inside = _states()
+            _set_states(outside)
+            if numpy is not None:
+                self._numpy = numpy.random.get_bit_generator()
+                numpy.random.set_bit_generator(of_numpy)
+
+    def _enter(self, numpy: Any) -> None:
+        if numpy is not None:
+            numpy.random.set_bit_generator(self._numpy or numpy.random.MT19937(0))
+        if numpy is not None and self._numpy is None:
+            numpy.random.seed([self._key & 0xFFFFFFFF, self._key >> 32])  # as `seed_host` does
+            self._numpy_start = canonical_text(numpy.random.get_bit_generator().state)
+        if self._inside is None:
+            random.seed(self._key)
+            torch.default_generator.manual_seed(self._key)
+            self._start = _states()
+        else:
+            _set_states(self._inside)
 
     @property
     def used(self) -> bool:
         """Whether any number has been drawn so far."""
         if self._start is None or self._inside is None:
             return False
-        torch_0, python_0, numpy_0 = self._start
-        torch_1, python_1, numpy_1 = self._inside
-        return not (
-            torch_0.equal(torch_1)
-            and python_0 == python_1
-            and (numpy_0 is None or canonical_text(numpy_0) == canonical_text(numpy_1))
-        )
+        (torch_0, python_0), (torch_1, python_1) = self._start, self._inside
+        numpy = "" if self._numpy is None else canonical_text(self._numpy.state)
+        return not (torch_0.equal(torch_1) and python_0 == python_1 and numpy == self._numpy_start)
+
+
+def _states() -> tuple[Any, Any]:
+    """The states of torch's CPU and Python's generators."""
+    return torch.default_generator.get_state(), random.getstate()
+
+
+def _set_states(states: tuple[Any, Any]) -> None:
+    torch.default_generator.set_state(states[0])
+    random.setstate(states[1])
 
 
 class CustomOrder:

@@ -61,6 +61,11 @@ def chained(before: str, row: Any) -> str:
     return f"rows {_digest(before + _content(row, 0))}"
 
 
+def text_of_ranks(numbers: list[int]) -> str:
+    """The text of an order that differs between ranks; empty if one of them has no number."""
+    return f"rows of each rank {_digest(repr(numbers))}" if all(numbers) else ""
+
+
 def _digest(text: str) -> str:
     return "#" + hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()
 

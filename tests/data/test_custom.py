@@ -249,8 +249,8 @@ def test_an_iteration_within_another_leaves_the_epoch_of_the_dataset_alone():
         def __getitem__(self, row):
             return 100 * self.epoch + row
 
-    dataset, rows = Told(), []
-    loader, other = (fx.shard(DataLoader(dataset, batch_size=5), DistContext()) for _ in "ab")
+    dataset, rows, ctx = Told(), [], DistContext()
+    loader, other = (fx.shard(DataLoader(dataset, batch_size=5), ctx) for _ in "ab")
     for batch in loader.at(fx.Position(epoch=1)):
         rows.append(batch.data.tolist())
         assert [b.data.tolist() for b in other] == [[0, 1, 2, 3]]
