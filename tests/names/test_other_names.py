@@ -63,6 +63,25 @@ def test_a_function_of_tuning_is_named_by_its_place():
         fx.find_batch_size
 
 
+COLLECTIVES = {
+    "all_reduce": "Use fx.ops.reduce(tree, ctx).",
+    "all_gather": "Use fx.ops.gather(tree, ctx).",
+    "all_to_all": "Use that of torch.distributed, with group=ctx.comm.group.",
+    "wait_for_everyone": "Use fx.ops.barrier(ctx).",
+    "clip": "Use fx.Plan(clip_norm=1.0), or fx.ops.clip_norm(model, 1.0).",
+    "gather_object": "Use fx.ops.gather_objects(value, ctx).",
+    "brodcast": "Did you mean 'broadcast'?",
+}
+
+
+def test_a_name_is_answered_by_ops_too():
+    for name, answer in COLLECTIVES.items():
+        with pytest.raises(AttributeError) as caught:
+            getattr(fx.ops, name)
+        assert str(caught.value) == f"module 'fxtrain.ops' has no attribute {name!r}. {answer}"
+    assert not hasattr(fx.ops, "__wrapped__")
+
+
 def _unexpected(record, name):
     return f"{record.__name__}() got an unexpected keyword argument {name!r}."
 
