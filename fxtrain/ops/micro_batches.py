@@ -14,7 +14,7 @@ from fxtrain._display import counted
 from fxtrain.errors import StepError
 from fxtrain.ops import weighting
 from fxtrain.ops.objects import gather_objects
-from fxtrain.ops.schedules import advance_schedulers, steps_per_update
+from fxtrain.ops.schedules import advance_schedulers, end_epoch, steps_per_update
 from fxtrain.state import Batch, Position, UpdateResult, UpdateSpec, WeightedLoss, Wrapped
 from fxtrain.state.wrapped import keep_buffers, settle_buffers
 
@@ -25,13 +25,13 @@ def uniform_batch(model: Wrapped) -> Batch:
     """The batch of a loop that has none: one row on each rank, and no end of the data.
 
     Raises:
-        StepError: schedulers of the model advance once per row.
+        StepError: schedulers of the model advance once per row, or once per epoch.
     """
-    if model.plan.schedule == "samples" and model.schedulers:
+    if model.plan.schedule in ("samples", "epoch") and model.schedulers:
         raise StepError(
-            "Plan(schedule='samples') advances schedulers once per row, and no batch says how many "
-            "there are. Pass it: fx.ops.backward(loss, model, batch), with a batch of fx.shard or "
-            "fx.batch."
+            f"Plan(schedule={model.plan.schedule!r}) advances schedulers by what a batch says: how "
+            f"many rows it has, and whether it ends an epoch. Pass it: fx.ops.backward(loss, "
+            f"model, batch), with a batch of fx.shard or fx.batch."
         )
     rows = (1,) * model.ctx.axis("data").world_size
     valid = torch.ones(1, dtype=torch.bool, device=model.ctx.device)
@@ -147,6 +147,8 @@ def end_micro_batch(
             raise problem
         if advance and outcome.applied and model.schedulers:
             advance_schedulers(batch, model, steps_per_update(model, rows))
+    if plan.schedule == "epoch" and batch.position.is_last and advance and model.schedulers:
+        end_epoch(batch, model)
     if plan.local is not None or plan.verify_replicas:
         _average_or_verify(model, batch.position)
     return outcome

@@ -83,20 +83,32 @@ def advance_schedulers(batch: Batch, model: Wrapped, steps: int) -> None:
     """Advance the schedulers, which the loop has left alone since the last update."""
     updates = model.window.updates
     status = model.status
-    if status.scheduled_update is None:
+    if status.scheduled_update is None and steps:
         _warn_of_lengths(model, batch, steps)
     if status.scheduled_update == updates - 1:
         for scheduler, count in zip(model.schedulers, status.schedule_counts, strict=True):
             if getattr(scheduler, "last_epoch", 0) > count:
                 raise StepError(
                     f"The loop called {type(scheduler).__name__}.step() after update "
-                    f"{updates - 1}, and a step of fxtrain advances this scheduler after every "
-                    f"update. Remove the call. A scheduler that advances once per epoch is not "
-                    f"passed to fx.wrap."
+                    f"{updates - 1}, and a step of fxtrain advances this scheduler itself, as "
+                    f"Plan(schedule={model.plan.schedule!r}) says. Remove the call. For a "
+                    f"scheduler that advances once per epoch, use Plan(schedule='epoch')."
                 )
+    _advance_all(model, steps)
+
+
+def end_epoch(batch: Batch, model: Wrapped) -> None:
+    """Advance the schedulers at the end of an epoch, for `Plan(schedule="epoch")`."""
+    if not batch.position.epoch and batch.position.updates:
+        _warn_of_lengths(model, batch, 1 / batch.position.updates)
+    _advance_all(model, 1)
+
+
+def _advance_all(model: Wrapped, steps: int) -> None:
     for scheduler in model.schedulers:
         _advance(scheduler, steps, capped=model.plan.schedule == "ranks")
-    status.scheduled_update = updates
+    status = model.status
+    status.scheduled_update = model.window.updates
     status.schedule_counts = tuple(getattr(each, "last_epoch", 0) for each in model.schedulers)
 
 
@@ -105,6 +117,8 @@ def steps_per_update(model: Wrapped, rows: int) -> int:
     plan = model.plan
     if plan.schedule == "samples":
         return rows
+    if plan.schedule == "epoch":
+        return 0  # `end_epoch` advances them
     # One batch of the loader before it was sharded is one of a rank; a global one is one of all.
     sharded = plan.schedule == "ranks" and plan.batch == "per_rank"
     return model.ctx.axis("data").world_size if sharded else 1
@@ -118,16 +132,16 @@ def _advance(scheduler: Any, steps: int, *, capped: bool) -> None:
         scheduler.step()
 
 
-def _warn_of_lengths(model: Wrapped, batch: Batch, steps: int) -> None:
+def _warn_of_lengths(model: Wrapped, batch: Batch, steps: float) -> None:
     """Log schedulers that are done long before the run, or long after it.
 
-    `batch` is the last one of an update, and `steps` those of schedulers for each update. Unless
-    the model trains on each batch of its loader, nothing is known.
+    `batch` is the last one of an update, and `steps` those of schedulers for each update, on
+    average. Unless the model trains on each batch of its loader, nothing is known.
     """
     updates = batch.run_updates
     if updates is None or batch.position.updates != model.window.updates:
         return
-    ranks, steps_of_run = model.ctx.axis("data").world_size, updates * steps
+    ranks, steps_of_run = model.ctx.axis("data").world_size, round(updates * steps)
     names = [type(scheduler).__name__ for scheduler in model.schedulers]
     lengths = [
         getattr(scheduler, _LENGTHS.get(name, ""), None)
@@ -140,7 +154,9 @@ def _warn_of_lengths(model: Wrapped, batch: Batch, steps: int) -> None:
             or abs(length - steps_of_run) <= steps + _TOLERANCE * steps_of_run
         ):
             continue
-        cure = f"Build it with {_LENGTHS[name]}={steps_of_run}, of loader.total_updates(epochs)"
+        by_epoch = model.plan.schedule == "epoch"
+        of = "the number of epochs" if by_epoch else "of loader.total_updates(epochs)"
+        cure = f"Build it with {_LENGTHS[name]}={steps_of_run}, {of}"
         if length > steps_of_run and ranks > 1 and model.plan.schedule == "update":
             cure += (
                 f"; if it counts the batches of the loader before fx.shard, use "

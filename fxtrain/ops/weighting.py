@@ -35,7 +35,9 @@ def weigh_loss(loss: Any, aux: Any, batch: Batch, model: Wrapped) -> WeightedLos
     if model.status.replica is not None:
         sizes = model.status.replica.sizes(batch)
     ranks, total = len(sizes), sum(sizes) * batch.parts
-    if model.window.micro:  # else the window is this batch
+    if model.plan.weigh_by == "batches":
+        total *= model.plan.accumulate
+    elif model.window.micro:  # else the window is this batch
         total = model.window.full_rows
     if mine * ranks == total != 0:
         part = loss
@@ -67,7 +69,8 @@ def close_window(model: Wrapped) -> float | Tensor | None:
         torch._foreach_zero_([window.scale, window.weight])
         return factor
     rows, full = model.window.rows, model.window.full_rows
-    return None if rows in (0, full) else full / rows
+    exact = rows in (0, full) or model.plan.weigh_by == "batches"
+    return None if exact else full / rows
 
 
 def ranks_of_update(model: Wrapped) -> DistContext:

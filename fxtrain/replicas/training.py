@@ -440,6 +440,8 @@ def _check_plan(ctx: DistContext, model: Wrapped) -> None:
         )
     elif plan.precision.compute == "fp16":
         refused = 'precision="fp16", whose loss scale is of one replica. Use precision="bf16"'
+    elif plan.schedule == "epoch" or plan.weigh_by == "batches":
+        refused = 'schedule="epoch" and weigh_by="batches". Use the defaults'
     elif not model.optimizers:
         refused = "a model without an optimizer. Pass one to fx.wrap"
     if refused is not None:

@@ -211,9 +211,12 @@ class Plan:
         clip_norm: Maximum total gradient norm; None does not clip.
         clip_value: Maximum absolute value of a gradient entry; None does not clip.
         nonfinite: What to do with an update whose loss or gradient is non-finite.
-        schedule: Whether schedulers advance once per update, by rows seen, or with each update
-            once for each data rank, as Accelerate's do: for a scheduler written for the batches of
-            the loader before it is sharded.
+        schedule: Whether schedulers advance once per update, by rows seen, with each update once
+            for each data rank, as Accelerate's do (for a scheduler written for the batches of the
+            loader before it is sharded), or at the end of each epoch.
+        weigh_by: What has equal weight in an update: each row, or each micro-batch, 1 / accumulate
+            in short windows too, as in Accelerate: to compare a ported script with its original
+            step by step. `fx.Weighted` losses have weights of their own.
         batch: Whether the loader's batch size is per rank or for all ranks together.
         even: What to do if rows are not divisible: pad repeats rows from the start and marks
             them invalid, drop skips the remaining rows, uneven gives some ranks fewer rows, or
@@ -272,7 +275,8 @@ class Plan:
     clip_norm: float | None = attrs.field(default=None, validator=above(0))
     clip_value: float | None = attrs.field(default=None, validator=above(0))
     nonfinite: Literal["ignore", "skip", "raise"] = "ignore"
-    schedule: Literal["update", "samples", "ranks"] = "update"
+    schedule: Literal["update", "samples", "ranks", "epoch"] = "update"
+    weigh_by: Literal["rows", "batches"] = "rows"
     batch: Literal["per_rank", "global"] = "per_rank"
     even: Literal["pad", "drop", "uneven"] = "pad"
     data: Data = Data()
@@ -314,7 +318,8 @@ class Plan:
             clip_norm: float | None = None,
             clip_value: float | None = None,
             nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
-            schedule: Literal["update", "samples", "ranks"] = "update",
+            schedule: Literal["update", "samples", "ranks", "epoch"] = "update",
+            weigh_by: Literal["rows", "batches"] = "rows",
             batch: Literal["per_rank", "global"] = "per_rank",
             even: Literal["pad", "drop", "uneven"] = "pad",
             data: Data = ...,

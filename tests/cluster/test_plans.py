@@ -26,6 +26,7 @@ CHANGES = {
     "clip_value": 0.01,
     "nonfinite": "skip",
     "schedule": "samples",
+    "weigh_by": "batches",
     "batch": "global",
     "even": "drop",
     "data.source": fx.Data(source="dispatch"),

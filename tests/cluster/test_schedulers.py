@@ -30,6 +30,66 @@ def test_schedulers_advance_once_per_update_or_per_sample(cluster):
     assert cluster.run(_scheduled, "ranks") == [updates * cluster.n] * cluster.n
 
 
+def _by_epoch(ctx, plan, parts, folder=None):
+    """The rate in each of three epochs of a run, which may stop in the second and continue."""
+    rates, stop = [], (1, 1)
+    for _ in range(2 if folder else 1):
+        made = lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)  # noqa: E731
+        model = fx.wrap(small_net(), ctx, plan, optimizer=SGD, scheduler=made)
+        loader = fx.shard(DataLoader(small_data(20), batch_size=2), ctx, plan)
+        if folder and rates:
+            loader = loader.at(fx.restore(folder, ctx, model).position)
+        for epoch in loader.epochs(3):
+            for number, batch in enumerate(epoch):
+                rates.append((epoch.number, model.optimizer.param_groups[0]["lr"]))
+                if parts:
+                    fx.ops.backward(square_loss(model, batch), model, batch)
+                    fx.ops.apply(model)
+                else:
+                    fx.step(ctx, batch, fx.StepFns(model, square_loss))
+                if folder and (epoch.number, number) == stop:
+                    break
+            if folder and (epoch.number, number) == stop:
+                fx.save(folder, ctx, model, position=batch.position)
+                stop = None
+                break
+    return rates
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["step", "parts"])
+@pytest.mark.parametrize("how", [{}, {"flush": False}, {"clip_norm": 1.0, "nonfinite": "skip"}])
+def test_schedulers_advance_at_the_end_of_an_epoch(clusters, tmp_path, how, parts):
+    plan = fx.Plan(accumulate=3, schedule="epoch", **how)
+    for ranks, folder in ((1, None), (2, None), (1, str(tmp_path / "run"))):
+        for rates in clusters[ranks].run(_by_epoch, plan, parts, folder):
+            first = rates[0][1]
+            assert {number for number, _ in rates} == {0, 1, 2}
+            assert all(rate == first * 0.5**number for number, rate in rates)
+
+
+def _stepped_twice(ctx):
+    made = lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)  # noqa: E731
+    plan = fx.Plan(schedule="epoch")
+    model = fx.wrap(small_net(), ctx, plan, optimizer=SGD, scheduler=made)
+    for epoch in fx.shard(DataLoader(small_data(8), batch_size=2), ctx, plan).epochs(2):
+        for batch in epoch:
+            fx.step(ctx, batch, fx.StepFns(model, square_loss))
+        model.scheduler.step()
+
+
+def test_a_loop_that_advances_them_as_well_is_refused(ctx):
+    with pytest.raises(fx.errors.StepError, match=r"as Plan\(schedule='epoch'\) says. Remove"):
+        _stepped_twice(ctx)
+
+
+def test_epochs_are_not_known_without_a_batch(ctx):
+    made = lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)  # noqa: E731
+    plan = fx.Plan(schedule="epoch")
+    model = fx.wrap(small_net(), ctx, plan, optimizer=SGD, scheduler=made)
+    with pytest.raises(fx.errors.StepError, match=r"Pass it: fx\.ops\.backward"):
+        fx.ops.backward(model(small_data(2)[:][0]).sum(), model)
+
+
 def _to_the_end(ctx, kind, rows, batch="per_rank"):
     """The rate after two epochs, of a scheduler made for the loader before it was sharded."""
     plan = fx.Plan(schedule="ranks", batch=batch)
@@ -103,6 +163,8 @@ def _logged(ctx, folder, schedule, name, length, how):
         ("ranks", "CosineAnnealingLR", 64, "epochs", None),
         ("update", "LambdaLR", 64, "epochs", None),
         ("samples", "CosineAnnealingLR", 32, "epochs", "makes 256 under"),
+        ("epoch", "CosineAnnealingLR", 8, "epochs", None),
+        ("epoch", "CosineAnnealingLR", 32, "epochs", "makes 8 under.*T_max=8, the number of epo"),
     ],
 )
 def test_a_length_that_is_not_that_of_the_run_is_logged_once(
