@@ -231,6 +231,11 @@ SLOW = ("torch", "cattrs", "importlib.metadata", "asyncio")
         ("import fxtrain.launchers", ("torch",)),
         ("from fxtrain.cli import main; main(['--help'])", SLOW),
         ("from fxtrain.cli import main; main(['launch', 'nowhere.py'])", ("torch",)),
+        (
+            "from fxtrain.cli import main\nfrom fxtrain.cli.app import COMMANDS\n"
+            "for name in COMMANDS: main([name, '--help'])",
+            ("torch",),
+        ),
     ],
 )
 def test_nothing_slow_is_loaded_before_it_is_needed(code, slow):

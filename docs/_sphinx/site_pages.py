@@ -20,7 +20,7 @@ _RAISED = re.compile(
 )
 
 _TOCTREE = re.compile(r"```\{toctree\}\n(?P<body>.*?)```", re.DOTALL)
-_REST = "How to"  # where a page goes that the index does not list
+_REST = "How to train"  # where a page goes that the index does not list
 
 
 def written_pages(docs: Path) -> dict[str, Path]:
@@ -46,7 +46,7 @@ def sections(index: str) -> dict[str, list[str]]:
 
 
 def with_every_page(index: str, pages: Iterable[str]) -> str:
-    """The index with the pages that it does not list at the end of "How to".
+    """The index with the pages that it does not list at the end of "How to train".
 
     A new page is on the site from the start; a line in the index moves it to a better place.
 

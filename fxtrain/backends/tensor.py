@@ -306,10 +306,13 @@ def split_problems(module: nn.Module, config: TP, n: int) -> list[str]:
     unknown = sorted({s for s in _transformers_plan(module).values() if s not in _HF_STYLES})
     splits = find_splits(module, config)
     if not config.styles and (unknown or not splits):
-        why = f"a plan with {', '.join(unknown)}" if unknown else "no plan of its own"
+        kind = type(module).__name__
+        why = f"{kind} has no tensor-parallel plan, which some models of transformers have"
+        if unknown:
+            why = f"the plan of {kind} has styles that torch does not: {', '.join(unknown)}"
         return [
-            f"TP: {type(module).__name__} has {why}, which torch cannot carry out. Name the layers "
-            f"to split: fx.TP(styles=(fx.Style(modules='blocks.*.up', style='colwise'), ...))."
+            f"TP: {why}. Name the layers to split: "
+            f"fx.TP(styles=(fx.Style(modules='blocks.*.up', style='colwise'), ...))."
         ]
     for name, style in splits.items():
         problems += _layer_problems(name, module.get_submodule(name), style, n)

@@ -11,7 +11,6 @@ import click
 from fxtrain._other_names import closest
 from fxtrain.cli.output import NOT_NEGATIVE, as_json, option, picture_option, report, save_picture
 from fxtrain.errors import PlanError
-from fxtrain.models.code_models import import_function
 from fxtrain.state import TE, Plan, Precision, read_plan
 from fxtrain.state.precision import FORMATS, recipe_of
 
@@ -50,6 +49,8 @@ def COMPARE(
     --updates the loss and the optimizer. Shown are errors by layer and of the outputs, the best
     entry or the cosine where the case says what outputs are, bytes of the weights, and losses.
     """
+    from fxtrain.models.code_models import import_function
+
     named = {word: plan_of(word, emulate=emulate) for word in plans}
     base = Plan() if reference is None else read_plan(reference)
     quality = importlib.import_module("fxtrain.quality")

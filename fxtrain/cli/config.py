@@ -27,9 +27,7 @@ from fxtrain.cli.output import (
     say,
     warn,
 )
-from fxtrain.diagnosis.setups import launch_file_problems
 from fxtrain.errors import PlanError
-from fxtrain.interop.accelerate_config import convert_accelerate
 from fxtrain.launchers import LaunchSpec, known_launchers
 from fxtrain.launchers.config import (
     HERE,
@@ -115,6 +113,8 @@ def check(path: str) -> int:
     refuse on the ranks of the launch, except for names in your model. The exit code is 1 if there
     are errors.
     """
+    from fxtrain.diagnosis.setups import launch_file_problems
+
     path = path or find_file(os.environ) or HERE[0]
     if not os.path.exists(path):
         read_launch_file(path)  # raises, also with --json
@@ -156,6 +156,9 @@ def convert(source: str, path: str, brief: bool, force: bool) -> None:  # noqa: 
     Settings without a counterpart are printed, and noted at the top of the new file.
     With --brief the file has the converted values only.
     """
+    from fxtrain.diagnosis.setups import launch_file_problems
+    from fxtrain.interop.accelerate_config import convert_accelerate
+
     if not source:  # where `accelerate config` writes its file
         cache = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME", "~"), ".cache")
         home = Path(os.environ.get("HF_HOME") or Path(cache, "huggingface"))

@@ -2,24 +2,12 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
 
-from fxtrain import big
 from fxtrain._display import read_bytes, show_bytes
-from fxtrain.big.memory_estimates import (
-    BYTES,
-    OPTIMIZERS,
-    SHARDING,
-    Weights,
-    estimate,
-    inference,
-    read_hub,
-    read_weights,
-    training,
-)
 from fxtrain.cli.output import (
     COUNT,
     NOT_NEGATIVE,
@@ -35,8 +23,17 @@ from fxtrain.errors import PlanError
 from fxtrain.state import Placement, Quantize, read_plan, unstructure, write_record
 from fxtrain.state.precision import quantize_of
 
+if TYPE_CHECKING:
+    from fxtrain.big.memory_estimates import Weights
+
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
-_DTYPES, _SHARDED = click.Choice(list(BYTES)), click.Choice(SHARDING)
+# Of fxtrain.big.memory_estimates, which imports torch.
+_OPTIMIZERS = (
+    "none", "sgd", "momentum", "adagrad", "lion", "rmsprop", "adam", "adamw", "amsgrad",
+    "adamw-8bit",
+)  # fmt: skip
+_SHARDED = click.Choice(["none", "optimizer", "gradients", "parameters"])
+_DTYPES = click.Choice(["fp32", "bf16", "fp16", "int8", "int4", "int2"])
 _WORDS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -49,7 +46,7 @@ _WORDS = {
 
 @click.command("estimate-memory")
 @click.argument("model")
-@option("--optimizer", "the optimizer", click.Choice(list(OPTIMIZERS)), default="adamw")
+@option("--optimizer", "the optimizer", click.Choice(_OPTIMIZERS), default="adamw")
 @option("--precision", "dtype of autocast and inference; bf16, or several", _DTYPES, multiple=True)
 @option("--plan", "a plan: its precision and its quantised weights", metavar="FILE")
 @option("--sharding", "what is sharded, with all before it", _SHARDED, default="none")
@@ -73,6 +70,8 @@ def ESTIMATE(
     MODEL may be OWNER/NAME on the Hugging Face hub, whose config and headers are fetched. With
     --plan, MODEL has to be a config, a function or a name, whose layers are known.
     """
+    from fxtrain.big.memory_estimates import read_hub, read_weights
+
     if not download:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when the model's library is imported
     away = download and not Path(model).exists()
@@ -94,9 +93,11 @@ def ESTIMATE(
 
 
 def _report(
-    weights: Weights, dtype: str, *, stored: bool, batch: int, tokens: int, **chosen: Any
+    weights: "Weights", dtype: str, *, stored: bool, batch: int, tokens: int, **chosen: Any
 ) -> dict[str, Any]:
     """With `stored`, weights in inference are as stored: autocast copies them for each call."""
+    from fxtrain.big.memory_estimates import estimate, inference, training
+
     compute: Any = dtype if dtype in ("fp32", "bf16", "fp16") else "bf16"
     held = compute if stored else dtype
     converted, cache = inference(weights, precision=held, batch=batch, tokens=tokens)
@@ -174,6 +175,8 @@ def PLACE(model: str, output: str | None, **chosen: Any) -> None:
     model. Headers and code are read, never tensors, and nothing is downloaded. If a part of the
     model is held on disk, up to 256 MiB of its files are read to measure the speed of the disk.
     """
+    from fxtrain import big
+
     os.environ["HF_HUB_OFFLINE"] = "1"  # read once, by the import of a model's own library
     sizes = big.sizes(
         model,
@@ -222,6 +225,8 @@ def _quantize(word: str | None) -> Quantize | None:
 
 def _disk_speed(model: str, placement: Placement) -> float | None:
     """Bytes per second of the model's files, if some of them stream from disk."""
+    from fxtrain import big
+
     path = Path(model)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     stored = [file for file in files if file.suffix == ".safetensors" and file.is_file()]

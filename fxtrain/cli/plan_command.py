@@ -141,7 +141,7 @@ def PLAN(
     rate = read_bytes(failures["checkpoint_rate"], "--checkpoint-rate")
     others = [loads(read_text(path), DryRun) for path in against]
     if settings.values["plan"]:
-        variables |= name_values((plan_variable(settings.plan),))
+        variables |= name_values((plan_variable(settings.values["plan"]),))
     os.environ.update(variables)
     run = _rehearsed(
         target, args, module=module, mesh=settings.plan.mesh, device_memory=device_memory

@@ -1,13 +1,15 @@
 """`fxtrain stacks` and `fxtrain diagnose`: where the ranks of a run stand."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 import click
 
 from fxtrain.cli.output import as_json, report, say
-from fxtrain.diagnosis.flight_recorder import read_dumps
-from fxtrain.ops.stacks import DUMPS, FOLDER, Stand, ask, described, has_records, read_stands
+
+if TYPE_CHECKING:
+    from fxtrain.ops.stacks import Stand
 
 
 @click.command("stacks")
@@ -21,6 +23,8 @@ def STACKS(run: str, patience_s: float) -> None:
     RUN is the folder given to `fxtrain launch --log-dir`, or in the variable FXTRAIN_STACKS. The
     signal SIGUSR2 to the launcher does the same.
     """
+    from fxtrain.ops.stacks import ask
+
     folder = _folder(run)
     _show(ask(folder, patience_s=patience_s), folder)
 
@@ -36,6 +40,9 @@ def DIAGNOSE(run: tuple[str, ...]) -> None:
     are asked. Or RUN is a folder or files of another program's ranks, as torch's Flight Recorder
     writes them: pickles, which run no code, or JSON.
     """
+    from fxtrain.diagnosis.flight_recorder import read_dumps
+    from fxtrain.ops.stacks import has_records, read_stands
+
     folder = _folder(run[0])
     if len(run) == 1 and (has_records(folder) or folder != Path(run[0])):
         _show(read_stands(folder), folder)
@@ -44,15 +51,19 @@ def DIAGNOSE(run: tuple[str, ...]) -> None:
 
 
 def _folder(run: str) -> Path:
+    from fxtrain.ops.stacks import FOLDER
+
     inside = Path(run, FOLDER)
     return inside if inside.is_dir() else Path(run)
 
 
-def _show(stands: list[Stand], folder: Path | None) -> None:
+def _show(stands: "list[Stand]", folder: Path | None) -> None:
     report([attrs.asdict(stand) for stand in stands], lambda: _print(stands, folder))
 
 
-def _print(stands: list[Stand], folder: Path | None) -> None:
+def _print(stands: "list[Stand]", folder: Path | None) -> None:
+    from fxtrain.ops.stacks import DUMPS, described
+
     say(described(stands))
     if folder is None:
         return

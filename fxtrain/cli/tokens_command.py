@@ -12,8 +12,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from fxtrain._display import counted
 from fxtrain.cli.output import COUNT, as_json, option, print_table, report, say, warn
-from fxtrain.data.token_summary import decoded, find_source, summarize
-from fxtrain.data.tokenizing import tokenize
 
 _LINE_EVERY_S = 10.0
 _BAR = 40  # characters of the longest bar of a histogram
@@ -60,6 +58,8 @@ def TOKENS(
         raise click.UsageError("Pass --to and --tokenizer, or --show to look at a file.")
     if length is not None:
         raise click.UsageError("--length needs --show: rows are cut when they are read.")
+    from fxtrain.data.tokenizing import tokenize
+
     counts: list[int] = []
     with _progress(counts) as show_progress:
         source = tokenize(
@@ -122,6 +122,8 @@ def _show(
 ) -> None:
     if end is not None and not end.isdecimal():
         raise click.BadParameter(f"with --show, {end!r} is no number.", param_hint="'--end'")
+    from fxtrain.data.token_summary import decoded, find_source, summarize
+
     summaries: list[dict[str, Any]] = []
     for path in inputs:
         source = find_source(path, column, dtype, None if end is None else int(end))

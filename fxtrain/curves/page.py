@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from importlib.resources import files
 from string import Template
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fxtrain._drawing import COLOURS, make_figure
 from fxtrain._other_names import closest
@@ -26,6 +26,10 @@ _FIRST = (
     "evaluate_s", "save_s", "time", "memory_gib", "memory_peak_gib",
 )  # fmt: skip
 _SHOWN = 5
+_TOGETHER = 2  # runs whose curves of training and evaluation are in one chart
+_MOST_SETTINGS = 6  # columns of the table of runs
+# Parts of names of metrics that are better if they are lower.
+_LOWER = ("loss", "error", "perplexity", "ppl", "nll", "mse", "mae", "wer", "cer")
 _CENTURY_S = 3600 * 24 * 36_500
 
 
@@ -51,7 +55,7 @@ def page_of(runs: Sequence[RunCurves]) -> str:
         css=css,
         library=library,
         script=script,
-        runs=_section("Runs", _runs(runs)),
+        runs=_section("Runs", _runs(runs, metrics)),
         tables="\n".join(_tables(runs, metrics)),
         data=_data(runs, metrics),
     )
@@ -94,12 +98,12 @@ def _metrics(runs: Sequence[RunCurves]) -> list[str]:
     return sorted(names, key=place)
 
 
-def _charts(metrics: Sequence[str]) -> dict[str, list[str]]:
-    """The metrics of each chart: `eval/loss` is in that of `loss`."""
+def _charts(metrics: Sequence[str], *, together: bool) -> dict[str, list[str]]:
+    """The metrics of each chart: `eval/loss` is in that of `loss`, if they are drawn together."""
     charts: dict[str, list[str]] = {}
     for name in metrics:
         trained = name.removeprefix("eval/")
-        charts.setdefault(trained if trained in metrics else name, []).append(name)
+        charts.setdefault(trained if together and trained in metrics else name, []).append(name)
     return charts
 
 
@@ -117,7 +121,7 @@ def _data(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
                     if name in run.curves
                 ],
             }
-            for chart, names in _charts(metrics).items()
+            for chart, names in _charts(metrics, together=len(runs) <= _TOGETHER).items()
         ],
     }
     # ASCII, and without the characters that HTML or an old parser of scripts could read.
@@ -200,8 +204,12 @@ def _section(title: str, content: str) -> str:
     )
 
 
-def _table(title: str, head: Sequence[str], rows: Iterable[str]) -> str:
-    columns = "".join(f'<th scope="col">{text_of(name)}</th>' for name in head)
+def _table(title: str, head: Sequence[str], rows: Iterable[str], *, sorts: bool = False) -> str:
+    """A table; with `sorts`, a click on the head of a column sorts the rows."""
+    names = [text_of(name) for name in head]
+    if sorts:
+        names = [f'<button type="button" class="sort">{name}</button>' for name in names]
+    columns = "".join(f'<th scope="col">{name}</th>' for name in names)
     return (
         f'<div class="wide" role="region" tabindex="0" aria-label="{text_of(title)}"><table>\n'
         f"<thead><tr>{columns}</tr></thead>\n<tbody>\n"
@@ -215,25 +223,85 @@ def _row(name: str, cells: Iterable[str], *, kind: str = "") -> str:
     return f'<tr{kind}><th scope="row">{name}</th>{inside}</tr>'
 
 
-def _runs(runs: Sequence[RunCurves]) -> str:
-    rows: dict[str, dict[str, str]] = {}
+def _runs(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
+    """A row for each run, with its best value and the settings in which runs differ.
+
+    Each cell has the value by which a script sorts the rows: a number, or text.
+    """
+    settings = _differing(runs)
+    shown = settings[:_MOST_SETTINGS]
+    best = _best_metric(metrics)
+    head = [
+        "Run", *([best.title] if best else []), *shown, "Updates", "Rows", "Duration",
+        "Started (UTC)", "Resumed", "Damaged lines", "Folder",
+    ]  # fmt: skip
+    rows: list[str] = []
     for number, run in enumerate(runs):
         show = (
             f'<label><input type="checkbox" class="show" value="{number}" checked>'
             f'<svg class="key" data-run="{number}" width="26" height="10" aria-hidden="true">'
             f'<line x1="0" y1="5" x2="26" y2="5"/></svg>{text_of(run.label)}</label>'
         )
-        rows[show] = {
-            "Folder": str(run.folder),
-            "Started (UTC)": _moment(run.started),
-            "Duration": _duration(run),
-            "Updates": _count(_highest(run, "updates")),
-            "Rows": _count(_highest(run, "rows")),
-            "Resumed": str(run.starts - 1),
-            "Damaged lines": str(run.damaged),
-        }
-    head = ("Run", *next(iter(rows.values())))
-    return _table("Runs", head, (_row(show, cells.values()) for show, cells in rows.items()))
+        updates, examples = _highest(run, "updates"), _highest(run, "rows")
+        value = best.value(run) if best else None
+        cells: list[tuple[str, object]] = [
+            *([("-" if value is None else f"{value:.6g}", value)] if best else []),
+            *((_setting(run, name), _setting(run, name)) for name in shown),
+            (_count(updates), updates),
+            (_count(examples), examples),
+            (_duration(run), _seconds(run)),
+            (_moment(run.started), run.started),
+            (str(run.starts - 1), run.starts),
+            (str(run.damaged), run.damaged),
+            (str(run.folder), run.folder),
+        ]
+        inside = "".join(
+            f'<td data-key="{text_of("" if key is None else key)}">{text_of(text)}</td>'
+            for text, key in cells
+        )
+        label = text_of(run.label)
+        rows.append(f'<tr><th scope="row" data-key="{label}">{show}</th>{inside}</tr>')
+    left = len(settings) - len(shown)
+    note = f"\n<p>{left} more settings differ: see Plan and Hyperparameters.</p>" if left else ""
+    return _table("Runs", head, rows, sorts=len(runs) > 1) + note
+
+
+class _BestMetric(NamedTuple):
+    """A metric by which runs are compared, and whether it is better if it is lower."""
+
+    name: str
+    lower: bool
+
+    @property
+    def title(self) -> str:
+        return f"{'Lowest' if self.lower else 'Highest'} {self.name}"
+
+    def value(self, run: RunCurves) -> float | None:
+        curve = run.curves.get(self.name)
+        finite = [x for x in curve.values if math.isfinite(x)] if curve else []
+        return (min if self.lower else max)(finite, default=None)
+
+
+def _best_metric(metrics: Sequence[str]) -> _BestMetric | None:
+    """The first metric of evaluation, or else the loss."""
+    evaluated = (name for name in metrics if name == "eval" or name.startswith("eval/"))
+    name = next(evaluated, "loss" if "loss" in metrics else None)
+    if name is None:
+        return None
+    return _BestMetric(name, lower=any(part in name.lower() for part in _LOWER))
+
+
+def _differing(runs: Sequence[RunCurves]) -> list[str]:
+    """Settings in which runs differ, hyperparameters first; without what the machine decides."""
+    names = dict.fromkeys(name for run in runs for name in run.params)
+    different = [
+        name
+        for name in names
+        if not name.startswith("context.")
+        and name != "plan.fingerprint"
+        and len({_setting(run, name) for run in runs}) > 1
+    ]
+    return sorted(different, key=lambda name: name.startswith("plan."))
 
 
 def _values(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
@@ -326,8 +394,13 @@ def _moment(seconds: float | None) -> str:
         return str(seconds)
 
 
-def _duration(run: RunCurves) -> str:
+def _seconds(run: RunCurves) -> float | None:
     end = _highest(run, "time")
     if run.started is None or end is None or not 0 <= end - run.started < _CENTURY_S:
-        return "-"
-    return str(timedelta(seconds=round(end - run.started)))
+        return None
+    return end - run.started
+
+
+def _duration(run: RunCurves) -> str:
+    seconds = _seconds(run)
+    return "-" if seconds is None else str(timedelta(seconds=round(seconds)))

@@ -140,13 +140,13 @@ def given_values(env: Mapping[str, str]) -> dict[str, Any]:
         names = f"The variables {listed}"
     try:
         if PLAN_VARIABLE in env:
-            values = parse_text(env[PLAN_VARIABLE], "json")
+            values = json.loads(env[PLAN_VARIABLE])  # also infinity, which a flag may be
         else:
             for path, value in from_environment(env).items():
                 if path.startswith("plan."):
                     values = merge(values, put({}, path.removeprefix("plan."), value))
         structure(values, Plan)
-    except PlanError as error:
+    except (PlanError, ValueError, RecursionError) as error:
         raise PlanError(f"{names}:\n{error}") from None
     return values
 

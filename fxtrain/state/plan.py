@@ -1,12 +1,14 @@
 """The plan: all settings of a run, as one value."""
 
-from collections.abc import Mapping, Sequence
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import attrs
 
 from fxtrain._other_names import value_hint
-from fxtrain._record import above, at_least, closest, record
+from fxtrain._record import above, at_least, canonical, closest, record
 from fxtrain.errors import PlanError
 from fxtrain.state.mesh import Mesh, read_mesh
 from fxtrain.state.precision import (
@@ -25,6 +27,7 @@ from fxtrain.state.registry import BUILT_IN, Config, installed_configs, kind_of
 from fxtrain.state.strategy_configs import CP, DDP, TP, CommHook, DiLoCo, LocalSGD
 
 StrategyKind = Literal["ddp", "deepspeed", "fsdp", "offload", "pp", "single", "xla"]
+_canonical_bound = cast(Callable[[Any], Any], canonical(float | None))
 _BY_KIND = {str(kind_of(config)): config for config in BUILT_IN}
 
 
@@ -166,6 +169,12 @@ def _compile_of(value: Compile | bool | None) -> Compile | None:  # noqa: FBT001
     return {True: Compile(), False: None}[value] if isinstance(value, bool) else value
 
 
+def _bound_of(value: float | None) -> float | None:
+    """A bound; infinity as the largest number, since JSON has no infinity."""
+    largest = type(value) is float and value == math.inf
+    return sys.float_info.max if largest else _canonical_bound(value)
+
+
 def _mesh_of(value: Mesh | str | None) -> Mesh | None:
     """A mesh given as text, such as "shard=8,tensor=2"; any other value unchanged."""
     return read_mesh(value) if isinstance(value, str) else value
@@ -208,7 +217,8 @@ class Plan:
         flush: Close the accumulation window at the end of an epoch even if it is short.
         sync_each: Reduce gradients after every micro-batch, which costs traffic and saves
             the memory of unreduced gradients.
-        clip_norm: Maximum total gradient norm; None does not clip.
+        clip_norm: Maximum total gradient norm; None does not clip. Infinity, which becomes the
+            largest number, only measures the norm.
         clip_value: Maximum absolute value of a gradient entry; None does not clip.
         nonfinite: What to do with an update whose loss or gradient is non-finite.
         schedule: Whether schedulers advance once per update, by rows seen, with each update once
@@ -272,8 +282,8 @@ class Plan:
     accumulate: int = attrs.field(default=1, validator=at_least(1))
     flush: bool = True
     sync_each: bool = False
-    clip_norm: float | None = attrs.field(default=None, validator=above(0))
-    clip_value: float | None = attrs.field(default=None, validator=above(0))
+    clip_norm: float | None = attrs.field(default=None, converter=_bound_of, validator=above(0))
+    clip_value: float | None = attrs.field(default=None, converter=_bound_of, validator=above(0))
     nonfinite: Literal["ignore", "skip", "raise"] = "ignore"
     schedule: Literal["update", "samples", "ranks", "epoch"] = "update"
     weigh_by: Literal["rows", "batches"] = "rows"

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import attrs
 
@@ -64,6 +64,9 @@ class Cluster:
             context opens the groups, with the library that is torch's default for the device.
             "gloo" lets ranks share a GPU, which NCCL refuses.
 
+        warnings: What a warning does during a call: "error" raises it on its rank, so that no test
+            passes by ignoring it; "default" prints it, and "ignore" does not.
+
     Effects:
         On Linux, the first call starts Python's fork server with torch imported, so that later
         pools start within a fraction of a second.
@@ -80,12 +83,13 @@ class Cluster:
         keep_groups: bool = False,
         preload: Sequence[str] = (),
         library: str | None = None,
+        warnings: Literal["error", "default", "ignore"] = "error",
     ) -> None:
         self.n = n
         self.timeout_s = timeout_s
         self._call_s = call_s
         self._device, self._env, self._keep_groups = device, dict(env or {}), keep_groups
-        self._preload, self._library = tuple(preload), library
+        self._preload, self._library, self._warnings = tuple(preload), library, warnings
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:
@@ -215,7 +219,7 @@ class Cluster:
                 target=work,
                 args=(
                     *(rank, self.n, self.timeout_s, remote, list(sys.path), dict(os.environ)),
-                    *(self._device, own, self._keep_groups, self._library),
+                    *(self._device, own, self._keep_groups, self._library, self._warnings),
                 ),
                 daemon=True,
             )
@@ -286,6 +290,7 @@ def work(
     own: dict[str, str],
     keep_groups: bool,  # noqa: FBT001
     library: str | None,
+    on_warning: Literal["error", "default", "ignore"],
 ) -> None:
     """Connect to the other ranks, then answer calls until the pipe closes.
 
@@ -333,7 +338,7 @@ def work(
             except (EOFError, OSError):
                 return
             before = _groups()
-            answer = _answer(ctx, request)
+            answer = _answer(ctx, request, on_warning)
             if not keep_groups:
                 _close_others(before, _kept_groups(ctx))
             pipe.send_bytes(answer)
@@ -386,7 +391,7 @@ def _close_others(before: tuple[int, list[Any]], own: list[Any]) -> None:
     gc.collect()  # reference cycles keep closed groups and their threads alive
 
 
-def _answer(ctx: Any, request: bytes) -> bytes:
+def _answer(ctx: Any, request: bytes, on_warning: Literal["error", "default", "ignore"]) -> bytes:
     try:
         fn, args = pickle.loads(request)
         if "torch._dynamo" in sys.modules:
@@ -394,7 +399,7 @@ def _answer(ctx: Any, request: bytes) -> bytes:
             # call imports the compiler, parts of which warn.
             sys.modules["torch"].compiler.reset()
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter(on_warning)
             # Loaders fork their workers from a rank, which has gloo threads, as in any run.
             warnings.filterwarnings(
                 "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning

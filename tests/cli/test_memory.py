@@ -14,8 +14,17 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.big.memory_estimates import estimate, inference, read_weights, training
+from fxtrain.big.memory_estimates import (
+    BYTES,
+    OPTIMIZERS,
+    SHARDING,
+    estimate,
+    inference,
+    read_weights,
+    training,
+)
 from fxtrain.cli import Exit, main
+from fxtrain.cli.memory_commands import ESTIMATE
 from fxtrain.models.code_models import KvCache
 
 LLAMA = {
@@ -284,6 +293,14 @@ def test_the_command_reports(factory, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "total, without activations" in said and "unknown shape" in said
     assert main(["estimate-memory", "./nowhere"]) == Exit.WRONG
+
+
+def test_the_command_offers_what_estimates_know():
+    """Its choices are written out, so that --help does not import torch."""
+    options = {option.name: option.type for option in ESTIMATE.params}
+    assert list(options["optimizer"].choices) == list(OPTIMIZERS)
+    assert list(options["sharding"].choices) == list(SHARDING)
+    assert list(options["precision"].choices) == list(BYTES)
 
 
 def test_several_precisions_are_one_table(factory, monkeypatch, capsys):

@@ -90,3 +90,27 @@ def test_parameters_of_another_model_and_norms_that_are_none_are_refused():
             ops.clip_norm(model, 1.0, parameters=_net()[0].parameters())
         with pytest.raises(fx.errors.StepError, match="number above 0"):
             ops.clip_norm(model, 1.0, norm_type=0)
+
+
+def test_an_infinite_bound_measures_the_norm_and_clips_nothing(pair):
+    for norm, weights in pair.run(_updated, fx.Plan(clip_norm=math.inf)):
+        none = _updated(fx.DistContext(), fx.Plan())
+        assert norm > 0 and none[0] is None
+        torch.testing.assert_close(weights, none[1], rtol=0, atol=0)
+
+
+def _updated(ctx, plan):
+    """The norm of an update, and the weights after it."""
+    model = fx.wrap(_net(), ctx, plan, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    report = fx.update(ctx, fx.batch(_rows(), ctx), model, model(_rows()).square().mean())
+    norm = None if report.grad_norm is None else float(report.grad_norm)
+    return norm, [one.detach().clone() for one in model.module.parameters()]
+
+
+@pytest.mark.parametrize("form", ["json", "toml", "yaml"])
+def test_files_hold_an_infinite_bound(form):
+    plan = fx.Plan(clip_norm=math.inf, clip_value=math.inf)
+    assert fx.state.loads(fx.state.dumps(plan, form), fx.Plan, form) == plan
+    assert (
+        fx.given_plan(env={"FXTRAIN_PLAN": '{"clip_norm": Infinity}'}).clip_norm == plan.clip_norm
+    )

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+import warnings
 
 import pytest
 import torch
@@ -236,3 +237,18 @@ def _is_running(pid):
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def _warns(ctx):
+    warnings.warn("an old name", DeprecationWarning, stacklevel=1)
+    return ctx.rank
+
+
+@pytest.mark.parametrize("action", ["error", "ignore"])
+def test_a_warning_is_an_error_unless_the_pool_is_told_otherwise(action):
+    ranks = Cluster(1, warnings=action)
+    try:
+        (outcome,) = ranks.outcomes(_warns)
+        assert outcome == 0 if action == "ignore" else isinstance(outcome, DeprecationWarning)
+    finally:
+        ranks.close()

@@ -40,7 +40,7 @@ BAD = {
     "axis": (None, _tp(UP, DOWN), "which has one rank. Use more"),
     "silent": (PAIR, fx.Plan(strategy=fx.FSDP()), "which FSDP without tensor= does not use"),
     "name": (PAIR, _tp(fx.Style(modules="blocks.*.upp", style="colwise")), "Did you mean"),
-    "none": (PAIR, _tp(), "has no plan of its own"),
+    "none": (PAIR, _tp(), "has no tensor-parallel plan"),
     "kind": (PAIR, _tp(fx.Style(modules="norm", style="colwise")), "norm is a LayerNorm"),
     "fits": (fx.Mesh(tensor=8), _tp(UP, DOWN), None),
     "divide": (

@@ -41,12 +41,23 @@ def _focus(page, wanted):
 def test_tab_reaches_everything_in_the_order_of_the_page(page):
     page.ask("document.activeElement.blur()")
     reached = []
-    for _ in range(12):
+    for _ in range(21):
         page.press("Tab")
         reached.append(page.ask(FOCUSED))
     controls = ["over", "smoothing", "filter", "logarithmic", "reset", "plot"]
-    # Tables that scroll: runs; then values, plan and environment.
-    assert reached == ["wide", "show", "show", *controls, "wide", "wide", "wide"]
+    # Tables that scroll: runs, whose columns sort; then values, plan and environment.
+    assert reached == ["wide", *["sort"] * 9, "show", "show", *controls, "wide", "wide", "wide"]
+
+
+ROWS = "[...document.querySelectorAll('input.show')].map((one) => one.value).join()"
+SORTED = "[...document.querySelectorAll('th[aria-sort]')].map((one) => one.textContent).join()"
+
+
+def test_the_head_of_a_column_sorts_the_runs(page):
+    assert page.ask(ROWS) == "0,1"
+    for rows in ("0,1", "1,0", "0,1"):  # the lowest loss of the first run is lower
+        page.ask("document.querySelectorAll('button.sort')[1].click()")
+        assert (page.ask(SORTED), page.ask(ROWS)) == ("Lowest loss", rows)
 
 
 def test_arrows_move_along_the_curves_and_say_the_values(page):

@@ -100,6 +100,73 @@ def test_evaluation_is_in_the_chart_of_the_training_metric(tmp_path):
     }
 
 
+def test_with_more_runs_training_and_evaluation_have_charts_of_their_own(tmp_path):
+    values = {"loss": 2.0, "eval/loss": 3.0}
+    runs = [written(tmp_path / name, [{"step": 1, "values": values}]) for name in "abc"]
+    for count, charts in ((2, ["loss"]), (3, ["loss", "eval/loss"])):
+        page = _Page(page_of(read_curves(runs[:count])))
+        assert [metric["name"] for metric in page.data["metrics"]] == charts
+        assert {len(metric["curves"]) for metric in page.data["metrics"]} == (
+            {4} if count == 2 else {3}
+        )
+
+
+class _Runs(HTMLParser):
+    """The table of runs: the names of its columns, and the keys by which its rows are sorted."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.head, self.rows, self._in_head = [], [], False
+        self.feed(text.partition('aria-label="Runs"')[2].partition("</table>")[0])
+
+    def handle_starttag(self, tag, attrs):
+        self._in_head = tag == "button" or (tag == "th" and ("scope", "col") in attrs)
+        if tag == "tr":
+            self.rows.append([])
+        if "data-key" in dict(attrs):
+            self.rows[-1].append(dict(attrs)["data-key"])
+
+    def handle_data(self, data):
+        if self._in_head and data.strip():
+            self.head.append(data)
+
+
+def test_the_table_of_runs_has_their_best_value_and_the_settings_that_differ(tmp_path):
+    with fx.detect(env={}, device="cpu") as ctx:
+        for name, rate, worst in (("a", 0.1, 4.0), ("b", 0.2, 3.0), ("c", 0.2, 5.0)):
+            plan = fx.Plan(seed=7 if name == "c" else 0)
+            settings = {"lr": rate, "layers": 2}
+            with fx.track(tmp_path / name, ctx, plan=plan, settings=settings) as run:
+                for at in (1, 2, 3):
+                    values = {"loss": 1.0, "eval": {"loss": worst - at}}
+                    run.log(values, fx.Position(updates=at, samples=at))
+    table = _Runs(page_of(read_curves([tmp_path / name for name in "abc"])))
+    assert table.head[:6] == ["Run", "Lowest eval/loss", "lr", "plan.seed", "Updates", "Rows"]
+    assert [row[:6] for row in table.rows[1:]] == [
+        ["a", "1.0", "0.1", "0", "3.0", "3.0"],
+        ["b", "0.0", "0.2", "0", "3.0", "3.0"],
+        ["c", "2.0", "0.2", "7", "3.0", "3.0"],
+    ]
+    assert len({len(row) for row in table.rows[1:]} | {len(table.head)}) == 1
+    alone = _Runs(page_of(read_curves([tmp_path / "a"])))
+    assert alone.head[:3] == ["Run", "Lowest eval/loss", "Updates"]
+
+
+@pytest.mark.parametrize(
+    ("names", "title"),
+    [
+        (["loss", "eval/accuracy"], "Highest eval/accuracy"),
+        (["loss", "lr"], "Lowest loss"),
+        (["loss", "eval"], "Highest eval"),
+        (["lr"], "Updates"),
+        ([], "Updates"),
+    ],
+)
+def test_runs_are_compared_by_evaluation_or_else_by_the_loss(tmp_path, names, title):
+    lines = [{"step": 1, "values": {name: 1.0}} for name in names]
+    assert _Runs(page_of(read_curves([written(tmp_path, lines)]))).head[1] == title
+
+
 def test_a_page_loads_nothing_and_runs_only_its_own_scripts(two_runs):
     page = _Page(page_of(read_curves(two_runs)))
     scripts = [attributes for tag, attributes in page.tags if tag == "script"]

@@ -298,6 +298,28 @@
       redraw();
     });
 
+  // --- a click on the head of a column sorts the runs, and the next one in reverse ---
+  const words = new Intl.Collator("en", { numeric: true });
+  /** Numbers before text; what is empty comes last in both directions. */
+  function compared(a, b, sign) {
+    if (a === "" || b === "") return (a === "") - (b === "");
+    const [x, y] = [Number(a), Number(b)];
+    if (Number.isFinite(x) && Number.isFinite(y)) return sign * (x - y);
+    if (Number.isFinite(x) !== Number.isFinite(y)) return Number.isFinite(x) ? -1 : 1;
+    return sign * words.compare(a, b);
+  }
+  for (const button of document.querySelectorAll("button.sort"))
+    button.addEventListener("click", () => {
+      const head = button.closest("th");
+      const body = head.closest("table").tBodies[0];
+      const order = head.getAttribute("aria-sort") === "ascending" ? "descending" : "ascending";
+      for (const other of head.parentElement.cells) other.removeAttribute("aria-sort");
+      head.setAttribute("aria-sort", order);
+      const key = (row) => row.cells[head.cellIndex].dataset.key;
+      const sign = order === "ascending" ? 1 : -1;
+      body.append(...[...body.rows].sort((a, b) => compared(key(a), key(b), sign)));
+    });
+
   // --- charts are drawn when they come near the window, and follow the width of the page ---
   const NEAR = 300;
   const seen = new IntersectionObserver((entries) => {
