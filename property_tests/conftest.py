@@ -5,12 +5,16 @@ import os
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+# Failures are kept for the next run, but not where the checkout is read-only.
+_KEPT = {} if os.access(".", os.W_OK) else {"database": None}
+
 # Calls on real ranks cost milliseconds and shrinking would repeat them by the hundred.
 settings.register_profile(
     "default",
     deadline=None,
     max_examples=40,
     suppress_health_check=[HealthCheck.too_slow],
+    **_KEPT,
 )
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
 # For a search by hand: python -m pytest property_tests/test_topology.py --hypothesis-profile=long

@@ -13,7 +13,7 @@ import fxtrain as fx
 from property_tests import _regression
 
 ON_RANKS = settings(
-    max_examples=10, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    max_examples=5, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 STRATEGIES = {
     "ddp": {},

@@ -9,7 +9,7 @@ import fxtrain as fx
 from tests.cluster._models import Experts
 
 ON_RANKS = settings(
-    max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    max_examples=4, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 WIDTH = 4
 

@@ -24,7 +24,7 @@ LAYOUTS = {
     "FSDP": (None, {"strategy": fx.FSDP()}),
     "ZeRO-1": (None, {"strategy": fx.DDP(shard_optimizer=True)}),
 }
-ON_RANKS = settings(deadline=None, phases=NO_SHRINK, max_examples=4)
+ON_RANKS = settings(deadline=None, phases=NO_SHRINK, max_examples=2)
 ROWS = 2  # of a micro-batch of all ranks
 UPDATES = 4
 

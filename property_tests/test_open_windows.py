@@ -187,7 +187,7 @@ def _check(clusters, places, before, after, case, stop):
 DRAWN = settings(deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
 
-@settings(DRAWN, max_examples=6)
+@settings(DRAWN, max_examples=3)
 @given(st.sampled_from(sorted(PLACES)), st.sampled_from(sorted(PLACES)), _cases())
 def test_an_open_window_continues_anywhere(clusters, before, after, drawn):
     _check(clusters, PLACES, before, after, *drawn)

@@ -3,4 +3,12 @@
 from fxtrain.testing import LAWS, all_at_once
 from tests.cluster._models import synced_each
 
+# Which `all_at_once` holds together.
+TOGETHER = (
+    "same_as_one_process",
+    "same_in_micro_batches",
+    "same_by_tokens",
+    "same_clipped",
+    "whole_weights_change_nothing",
+)
 LAW = {law.__name__: law for law in (*LAWS, all_at_once, synced_each)}

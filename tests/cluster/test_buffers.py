@@ -75,7 +75,14 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+# The other plans run the same code before an evaluation.
+QUICK = ("ddp", "windows", "fsdp", "fsdp, windows")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLANS],
+)
 @pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning")
 def test_every_rank_evaluates_as_torchs_ddp_does(pair, name):
     runs = pair.run(_trained, PLANS[name], True)

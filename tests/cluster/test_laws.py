@@ -6,7 +6,8 @@ import torch
 import fxtrain as fx
 from fxtrain.testing import LAWS, Transformer, all_at_once
 from fxtrain.testing.training import backward_once, on_mesh, token_rows
-from tests.cluster._laws import LAW
+from tests._slow import slow_after
+from tests.cluster._laws import LAW, TOGETHER
 from tests.cluster._models import PIPELINES, is_block
 
 NAMES = [law.__name__ for law in LAWS]
@@ -33,13 +34,25 @@ def _is_quick(n, law):
     return n > 1 or law == "one_rank_is_the_loop"
 
 
-def cases(laws):
-    """Number of ranks, name of a plan and name of a law, from names of laws by the first two."""
+def cases(laws, *, together=False):
+    """Number of ranks, name of a plan and name of a law, from names of laws by the first two.
+
+    `together` leaves the laws that `all_at_once` holds together to the slow ones.
+    """
     first = next(name for _, name in laws)
+    every = [(*row, law) for row, names in laws.items() for law in names]
+    if together:
+        every.append((2, first, "all_at_once"))
     return [
-        pytest.param(*row, law, marks=[] if row[1] == first and _is_quick(row[0], law) else SLOW)
-        for row, names in laws.items()
-        for law in names
+        pytest.param(
+            *case,
+            marks=[]
+            if case[1] == first
+            and _is_quick(case[0], case[2])
+            and not (together and case[2] in TOGETHER)
+            else SLOW,
+        )
+        for case in every
     ]
 
 
@@ -58,7 +71,7 @@ RESIDENT = fx.state.Placement(units=(fx.state.Unit(name="", device="cpu"),))
 
 
 @pytest.mark.parametrize(
-    ("n", "name", "law"), cases({(1, "resident"): NAMES, (2, "resident"): NAMES})
+    ("n", "name", "law"), cases({(1, "resident"): NAMES, (2, "resident"): NAMES}, together=True)
 )
 def test_offload_with_everything_resident(clusters, n, name, law):
     LAW[law](clusters[n], fx.Plan(strategy=fx.Offload(placement=RESIDENT)))
@@ -78,9 +91,9 @@ def test_ddp(clusters, n, name, law):
     LAW[law](clusters[n], DDP_PLANS[name])
 
 
-@pytest.mark.parametrize("law", LAWS, ids=NAMES)
-def test_ddp_with_a_sharded_optimizer(pair, law):
-    law(pair, fx.Plan(strategy=fx.DDP(shard_optimizer=True)))
+@pytest.mark.parametrize(("n", "name", "law"), cases({(2, "sharded"): NAMES}, together=True))
+def test_ddp_with_a_sharded_optimizer(clusters, n, name, law):
+    LAW[law](clusters[n], fx.Plan(strategy=fx.DDP(shard_optimizer=True)))
 
 
 FSDP_PLANS = {
@@ -178,7 +191,7 @@ TP_LAWS = {
 }
 
 
-@pytest.mark.parametrize(("n", "name", "law"), cases(TP_LAWS))
+@pytest.mark.parametrize(("n", "name", "law"), cases(TP_LAWS, together=True))
 def test_tensor_parallel(clusters, n, name, law):
     tensor, options, mesh = TP_PLANS[name]
     LAW[law](clusters[n], fx.Plan(strategy=fx.FSDP(tensor=tensor, **options)), mesh)
@@ -228,7 +241,7 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", slow_after(2, ALONE))
 def test_at_one_rank_every_plan_is_the_loop(clusters, name):
     LAW["one_rank_is_the_loop"](clusters[1], ALONE[name])
 

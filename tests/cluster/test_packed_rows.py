@@ -74,6 +74,7 @@ def path(tmp_path):
 
 
 @PIPELINES
+@pytest.mark.slow
 def test_stages_keep_documents_apart(pair, path):
     with fx.detect({}, device="cpu") as ctx:
         expected = _train(ctx, path, fx.Single())

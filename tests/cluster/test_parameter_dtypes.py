@@ -11,6 +11,7 @@ import fxtrain as fx
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.state import Unit
 from fxtrain.testing.training import on_mesh
+from tests._slow import slow_after
 from tests.cluster._models import PIPELINES
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -108,7 +109,7 @@ def _outcome(ctx, plan, folder):
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_after(5, CASES))
 def test_trained_parameters_are_fp32_under_mixed_precision(clusters, name, tmp_path):
     ranks, plan, mesh = PLANS[name]
     for found in clusters[ranks].run(_on, mesh, _outcome, plan, str(tmp_path)):

@@ -23,6 +23,7 @@ from fxtrain.testing import (
 )
 from fxtrain.testing.training import reference
 from tests._slow import slow_after
+from tests.cluster._laws import LAW, TOGETHER
 from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP, synced_each
 from tests.cluster._pipelines import FOUR, SHARDS, SPLITS, held
 
@@ -31,9 +32,15 @@ pytestmark = PIPELINES
 NAMES = [law.__name__ for law in LAWS]
 
 
-@pytest.mark.parametrize("law", LAWS, ids=NAMES)
-def test_laws(pair, law):
-    law(pair, fx.Plan(strategy=fx.PP()), fx.Mesh(pipeline=2))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in TOGETHER else ())
+        for name in ("all_at_once", *NAMES)
+    ],
+)
+def test_laws(pair, name):
+    LAW[name](pair, fx.Plan(strategy=fx.PP()), fx.Mesh(pipeline=2))
 
 
 @pytest.mark.slow

