@@ -1,4 +1,4 @@
-"""Pools of real ranks, shared by every test of a session, and a context of one rank."""
+"""Pools of real ranks, shared by every test of a session, a context of one rank, and profiles."""
 
 from __future__ import annotations
 
@@ -11,6 +11,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+from tests._job_variables import remove_job_variables
+from tests._patience import patience
+
+# Before anything reads them: the suite is no rank of a job in whose shell it runs.
+remove_job_variables(os.environ)
+
+# Failures are kept for the next run, but not where the checkout is read-only.
+_KEPT: dict[str, Any] = {} if os.access(".", os.W_OK) else {"database": None}
+# The same examples every time in continuous integration, and no limit of time for one.
+settings.register_profile(
+    "default",
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow],
+    **_KEPT,
+)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+# For a search by hand: python -m pytest property_tests/test_topology.py --hypothesis-profile=long
+settings.register_profile("long", settings.get_profile("default"), max_examples=5_000)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # The process of pytest-xdist that hands out the tests runs none, and does without torch.
 if TYPE_CHECKING:
@@ -36,6 +58,9 @@ _OFTEN = (
     "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
 )
+
+# Folders of tests that start programs and ranks themselves.
+_STARTING = {"cli", "launched", "launchers", "nodes", "profiling", "replicas"}
 
 # Groups of tests that take longest.
 _HALVES = ("first half of tests/cluster on ranks", "second half of tests/cluster on ranks")
@@ -107,22 +132,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leaves what was collected out of later searches for garbage.
 
-    A process of pytest-xdist starts Python's fork server here, since loading takes it longer than
-    a test may take on a busy machine.
+    If tests start processes, this measures how long that takes, since their time limits follow it.
+    That starts Python's fork server as well, which takes a busy machine longer than a test may.
     """
     gc.freeze()
     gc.enable()
-    on_ranks = any("clusters" in getattr(item, "fixturenames", ()) for item in session.items)
-    if on_ranks and "PYTEST_XDIST_WORKER" in os.environ:
-        from fxtrain.testing.cluster import starter
+    starts = [item for item in session.items if _starts_processes(item)]
+    if not starts or session.config.option.collectonly:
+        return
+    preload = _OFTEN if "PYTEST_XDIST_WORKER" in os.environ else ()
+    if not preload and any("launched" in item.path.parts for item in starts):
+        from tests.launched._forked import LOADED as preload
+    # What ranks print is captured, as it would be in a test.
+    capture: Any = session.config.pluginmanager.getplugin("capturemanager")
+    capture.resume_global_capture()
+    stretch = patience(preload)
+    capture.suspend_global_capture()
+    default_s = float(session.config.option.timeout or session.config.getini("timeout"))
+    for item in starts:
+        given = item.get_closest_marker("timeout")
+        quiet_s = float(given.args[0]) if given else default_s
+        item.add_marker(pytest.mark.timeout(quiet_s * stretch), append=False)
 
-        # What ranks print is captured, as it would be in a test.
-        capture: Any = session.config.pluginmanager.getplugin("capturemanager")
-        capture.resume_global_capture()
-        first = starter(*_OFTEN).Process(target=int)
-        first.start()
-        first.join()
-        capture.suspend_global_capture()
+
+def _starts_processes(item: pytest.Item) -> bool:
+    """Whether a test starts ranks, launchers or nodes, or may do so."""
+    on_ranks = "clusters" in getattr(item, "fixturenames", ())
+    return on_ranks or not _STARTING.isdisjoint(item.path.parts)
 
 
 @pytest.hookimpl(trylast=True)
@@ -149,23 +185,13 @@ def _group(item: pytest.Item) -> str:
     return _HALVES[path >= "tests/cluster/test_laws"]
 
 
-def _patience() -> float:
-    """How many times longer than on an idle machine ranks wait for each other.
-
-    Processes that are ready to run for each core, at most 6. `TEST_PATIENCE` overrides it.
-    """
-    if given := os.environ.get("TEST_PATIENCE"):
-        return float(given)
-    return min(max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0), 6.0)
-
-
 @pytest.fixture(scope="session")
 def clusters() -> Iterator[dict[int, Cluster]]:
     """One pool per world size; its workers start with the first call."""
     from fxtrain.testing import Cluster
 
-    patience = _patience()
-    pools = {n: Cluster(n, timeout_s=5.0 * patience, call_s=40.0 * patience) for n in (1, 2, 4)}
+    longer = patience()
+    pools = {n: Cluster(n, timeout_s=5.0 * longer, call_s=40.0 * longer) for n in (1, 2, 4)}
     yield pools
     for pool in pools.values():
         pool.close()

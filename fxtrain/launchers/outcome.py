@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ _FILES_OF_OTHERS = re.compile(
 )
 _LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|remote process|store.*closed"
-    r"|[\\/]gloo[\\/]",
+    r"|[\\/]gloo[\\/]|\[FX102\]$",  # the code of a rank that waited in vain for others to connect
     re.IGNORECASE,
 )
 _KERNEL_COUNTERS = Path("/proc/vmstat")
@@ -47,6 +47,7 @@ class Failure:
         error: The exception in one line, such as `ValueError: bad`; empty without one.
         traceback: The exception with its traceback; empty without one.
         time_ns: When it failed, in nanoseconds since 1970; only the order matters.
+        stopped: Whether the launcher ended this rank, since another one had failed.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class Failure:
     error: str = ""
     traceback: str = ""
     time_ns: int = 0
+    stopped: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -129,19 +131,26 @@ def describe(result: LaunchResult) -> str:
     lines.append(one_line(first, result, most_lines=None))
     if first.traceback:
         lines.append(_frames(first))
-    # Ranks that were ended because of the first failure are omitted.
-    lines += [one_line(other, result) for other in others if other.error or _own_code(other)]
+    # Ranks that ended when they were told to, because of the first failure, are omitted.
+    lines += [
+        one_line(other, result)
+        for other in others
+        if other.error or _own_code(other) or _was_killed(other)
+    ]
     return "\n".join(lines)
 
 
 def distance(failure: Failure) -> int:
     """How far a failure is from the cause.
 
-    0 for an error of the rank's own, 1 for a lost peer, 2 for a rank that was ended from outside.
+    0 for an error of the rank's own, 1 for a lost peer, 2 for a rank that was ended from outside,
+    3 for one that the launcher ended.
     A rank that aborts without an exception may have waited for a peer: NCCL's watchdog aborts a
     process whose collective times out.
     """
     if not failure.error:
+        if failure.stopped:
+            return 3
         if failure.code == -signal.SIGABRT:
             return 1
         return 0 if _own_code(failure) else 2
@@ -152,7 +161,13 @@ def distance(failure: Failure) -> int:
 
 
 def _own_code(failure: Failure) -> bool:
-    return failure.code not in (None, 0, -signal.SIGTERM, -signal.SIGINT)
+    ended = (None, 0, -signal.SIGTERM, -signal.SIGINT)
+    return not failure.stopped and failure.code not in ended
+
+
+def _was_killed(failure: Failure) -> bool:
+    """Whether the launcher killed the rank, such as one for which the others waited in vain."""
+    return failure.stopped and failure.code == -signal.SIGKILL
 
 
 def _frames(failure: Failure) -> str:
@@ -185,6 +200,11 @@ def one_line(failure: Failure, result: LaunchResult, *, most_lines: int | None =
     if failure.error:
         shown = "\n".join(failure.error.splitlines()[:most_lines])
         return f"{who} failed: {shown}"
+    if _was_killed(failure):
+        return (
+            f"{who} was still running when another rank failed. It did not exit after SIGTERM, so "
+            f"the launcher killed it."
+        )
     if failure.code is None:
         return f"{who} failed."
     if failure.code >= 0:
@@ -220,10 +240,13 @@ def tell_memory_kills(before: int | None) -> str:
     return _MEMORY if after > before else _NOT_MEMORY
 
 
-def find_failures(codes: Mapping[int, int], paths: Iterable[Path]) -> tuple[Failure, ...]:
+def find_failures(
+    codes: Mapping[int, int], paths: Iterable[Path], *, stopped: Collection[int] = ()
+) -> tuple[Failure, ...]:
     """What the launcher observed, and what ranks wrote in the format of `child.py`, combined.
 
     A rank that has written its end may still be closing, and is ended by the launcher meanwhile.
+    `stopped` are ranks that had not written theirs when the launcher began to end them.
     """
     reports: dict[int, dict[str, Any]] = {}
     for path in paths:
@@ -231,7 +254,8 @@ def find_failures(codes: Mapping[int, int], paths: Iterable[Path]) -> tuple[Fail
         if isinstance(message, dict):  # otherwise torch wrote it, for its own errors
             extra = message.get("extraInfo", {})
             reports[int(extra.get("rank", 0))] = {"error": message.get("message", ""), **extra}
-    ended = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
+    by_launcher = (-signal.SIGTERM, -signal.SIGKILL)
+    ended = {rank: code for rank, code in codes.items() if code not in by_launcher}
     failures = [
         Failure(
             rank=rank,
@@ -240,6 +264,7 @@ def find_failures(codes: Mapping[int, int], paths: Iterable[Path]) -> tuple[Fail
             error=report.get("error", ""),
             traceback=report.get("py_callstack", ""),
             time_ns=int(report.get("time_ns", 0)),
+            stopped=rank in stopped,
         )
         for rank in codes.keys() | reports.keys()
         for report in [reports.get(rank, {})]

@@ -17,12 +17,14 @@ from fxtrain._addresses import listen
 from fxtrain._secret import SECRET, key_proof
 from fxtrain._version import __version__
 from fxtrain.errors import ContextError
+from fxtrain.ops.closing import within
 from fxtrain.state.topology import Topology
 
 # Time for the other ranks to read why they do not join.
 _READERS_WAIT = timedelta(seconds=10)
 _ABSENT = "absent"
 _QUIET_S = 10.0  # of waiting for other ranks, before a line tells of it
+_MORE_S = 0.25  # for torch's own error, which comes at the timeout
 _LOG = logging.getLogger(__name__)
 
 
@@ -131,17 +133,46 @@ def _log_wait(topology: Topology, awaited: str) -> None:
 def _connected(topology: Topology, wait: timedelta) -> Any:
     """A connection to the store, which this rank serves if it is rank 0 and no launcher does."""
     serves = topology.rank == 0 and not topology.store_is_served
-    socket = _listening_socket(topology) if serves else None
-    return dist.TCPStore(
+    return tcp_store(
         topology.main_address,
         topology.main_port,
-        topology.world_size,
+        wait,
+        world_size=topology.world_size,
         is_master=serves,
-        timeout=wait,
-        wait_for_workers=False,
         multi_tenant=True,
-        master_listen_fd=socket,
+        master_listen_fd=_listening_socket(topology) if serves else None,
     )
+
+
+def tcp_store(address: str, port: int, wait: timedelta, **options: Any) -> Any:
+    """torch's store at an address, served by this process or by another one.
+
+    `options` are further arguments of `TCPStore`.
+
+    Raises:
+        TimeoutError: the process that listens there never answered.
+        RuntimeError: none listens there, or the port is in use.
+    """
+    stores: list[Any] = []
+    errors: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            stores.append(
+                dist.TCPStore(address, port, timeout=wait, wait_for_workers=False, **options)
+            )
+        except Exception as error:  # for the thread that waits
+            errors.append(error)
+
+    # torch waits without a limit for the first answer of a process that has accepted a connection.
+    ended = within(wait.total_seconds() + _MORE_S, connect)
+    if errors:
+        raise errors[0]
+    if not ended:
+        raise TimeoutError(
+            "a program that listens there accepted the connection, and did not answer as a store."
+        )
+    return stores[0]
 
 
 def _listening_socket(topology: Topology) -> int | None:

@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from fxtrain.testing.cluster import starter
 
 # What launchers and scripts of tests import.
-_LOADED = (
+LOADED = (
     "torch.distributed.run",
     "fxtrain.cli.launch_command",
     "sklearn.datasets",
@@ -83,7 +83,7 @@ def start(words: Sequence[str], cwd: Path | None, variables: Mapping[str, str]) 
     folder = tempfile.TemporaryDirectory()
     files = [str(Path(folder.name, name)) for name in ("out", "err")]
     task = (tuple(words), str(cwd or Path.cwd()), dict(variables), files)
-    process = starter(*_LOADED).Process(target=_program, args=task, daemon=True)
+    process = starter(*LOADED).Process(target=_program, args=task, daemon=True)
     process.start()
     return Program(process=process, folder=folder)
 

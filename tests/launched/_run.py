@@ -10,6 +10,7 @@ from pathlib import Path
 
 import attrs
 
+from tests._patience import patience
 from tests.launched import _forked
 
 ROOT = Path(__file__).parents[2]
@@ -62,11 +63,11 @@ def _variables(env: dict[str, str] | None) -> dict[str, str]:
 def finish(process, *, timeout_s: float = 90.0, text: str | None = None) -> Finished:
     """Wait for a program to end; when its time is up, its whole process group is killed.
 
-    Its processes say first where they are. The ranks of a launcher, which have groups of their
-    own, end with it.
+    `timeout_s` is for a quiet machine. Its processes say first where they are. The ranks of a
+    launcher, which have groups of their own, end with it.
     """
     try:
-        out, err = process.communicate(text, timeout=timeout_s)
+        out, err = process.communicate(text, timeout=timeout_s * patience())
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGABRT)
         time.sleep(2)

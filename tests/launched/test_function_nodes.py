@@ -18,7 +18,7 @@ import json, os, sys
 import fxtrain as fx
 
 def train(folder, failing):
-    with fx.detect(device="cpu", timeout_s=60) as ctx:
+    with fx.detect(device="cpu", timeout_s=300) as ctx:
         mark = os.path.join(folder, "failed")
         if ctx.rank == failing and not os.path.exists(mark):
             open(mark, "x").close()
@@ -29,7 +29,7 @@ def train(folder, failing):
 node, port, restarts, failing, folder = sys.argv[1:]
 print(json.dumps(fx.launch(
     train, (folder, int(failing)), ranks=2, nodes=2, node_rank=int(node), restarts=int(restarts),
-    main_address="127.0.0.1", main_port=int(port), connect_timeout_s=60, timeout_s=200,
+    main_address="127.0.0.1", main_port=int(port), connect_timeout_s=600, timeout_s=600,
 )))
 """
 EVERYONE = [[0, 0, 0], [1, 1, 0], [2, 0, 1], [3, 1, 1]]

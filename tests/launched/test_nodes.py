@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests._patience import wait_for
 from tests.launched._run import FXTRAIN, SCRIPTS, finish, run, start, start_fork
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -21,7 +22,7 @@ def _port():
         return probe.getsockname()[1]
 
 
-def _node(number, port, *words, nodes=2, wait_s=60, begin=start):
+def _node(number, port, *words, nodes=2, wait_s=600, begin=start):
     """Start the launcher of one node with two ranks."""
     return begin(
         *FXTRAIN, "launch", "--cpu", "--ranks=2", f"--nodes={nodes}", f"--node-rank={number}",
@@ -50,7 +51,7 @@ def _said(err):
 
 def test_a_wrong_port_tells_what_was_tried_and_for_how_long():
     wrong, port = _port(), _port()
-    first = _node(0, port, RANKS, "meet", "A", wait_s=6)
+    first = _node(0, port, RANKS, "meet", "A", wait_s=9)
     other = _node(1, wrong, RANKS, "meet", "A", wait_s=4)
     lost = finish(other, timeout_s=60)
     assert lost.code == 2
@@ -63,7 +64,7 @@ def test_a_wrong_port_tells_what_was_tried_and_for_how_long():
     alone = finish(first, timeout_s=60)
     assert alone.code == 2
     waits, said = _said(alone.err)
-    assert waits == "fxtrain launch: Node 0 of 2 waits for node 1, for up to 6 s."
+    assert waits == "fxtrain launch: Node 0 of 2 waits for node 1, for up to 9 s."
     assert "Node 0 of 2 waited " in said
     assert f"at 127.0.0.1:{port}, but not all nodes joined" in said
 
@@ -104,14 +105,14 @@ def test_a_node_that_was_killed_is_started_again(tmp_path):
         "--rendezvous-option=keep_alive_max_attempt=10",
         RANKS, "come_back", str(tmp_path),
     )  # fmt: skip
-    stays = _node(0, port, *words, wait_s=150, begin=start_fork)
-    _wait_for(lambda: _listens(port))  # so it serves the meeting place
-    goes = _node(0, port, *words, wait_s=150)
-    _wait_for(lambda: len(list(tmp_path.glob("here*"))) == 4, timeout_s=120.0)
+    stays = _node(0, port, *words, wait_s=600, begin=start_fork)
+    wait_for(lambda: _listens(port))  # so it serves the meeting place
+    goes = _node(0, port, *words, wait_s=600)
+    wait_for(lambda: len(list(tmp_path.glob("here*"))) == 4, timeout_s=120.0)
     (tmp_path / "killed").touch()
     goes.send_signal(signal.SIGKILL)
     finish(goes, timeout_s=30)
-    again = _node(0, port, *words, wait_s=150, begin=start_fork)
+    again = _node(0, port, *words, wait_s=600, begin=start_fork)
     ended = [finish(process, timeout_s=200) for process in (stays, again)]
     assert [end.code for end in ended] == [0, 0], [end.err for end in ended]
     said = sorted(line for end in ended for line in end.out.splitlines())
@@ -122,7 +123,7 @@ def test_two_launchers_of_one_number_are_one_error():
     port = _port()
     words = ("--run-id=same", RANKS, "meet", "A")
     first = _node(0, port, *words, begin=start_fork)
-    _wait_for(lambda: _listens(port))
+    wait_for(lambda: _listens(port))
     second = finish(_node(0, port, *words, begin=start_fork))
     assert second.code == 2
     (said,) = _said(second.err)
@@ -136,9 +137,9 @@ def test_a_launcher_of_a_run_that_has_its_nodes_says_that_it_stands_by(tmp_path)
     port = _port()
     words = ("--rendezvous=c10d", "--run-id=same", "--threads=1", RANKS, "come_back", str(tmp_path))
     programs = [_node(0, port, *words, begin=start_fork)]
-    _wait_for(lambda: _listens(port))
+    wait_for(lambda: _listens(port))
     programs.append(_node(0, port, *words, begin=start_fork))
-    _wait_for(lambda: len(list(tmp_path.glob("here*"))) == 4, timeout_s=120.0)
+    wait_for(lambda: len(list(tmp_path.glob("here*"))) == 4, timeout_s=120.0)
     third = _node(0, port, *words)
     assert third.stderr.readline() == (
         f"fxtrain launch: Run 'same' at 127.0.0.1:{port} has its 2 nodes. This launcher stands by, "
@@ -159,11 +160,11 @@ def _with_a_bad_node(folder, min_nodes, *, reserve=False):
         "--rendezvous-option=last_call_timeout=2", RANKS, "bad_node",
     )  # fmt: skip
     programs = [_node(0, port, *words, begin=start_fork)]
-    _wait_for(lambda: _listens(port))
+    wait_for(lambda: _listens(port))
     env = {"BAD": str(folder / "begun")}
     bad = _node(0, port, *words, begin=functools.partial(start_fork, env=env))
     if reserve:
-        _wait_for((folder / "begun").exists)
+        wait_for((folder / "begun").exists)
         programs.append(_node(0, port, *words, begin=start_fork))
     return [finish(process, timeout_s=120) for process in (*programs, bad)]
 
@@ -203,10 +204,3 @@ def test_a_node_stays_if_too_few_others_would_remain(tmp_path):
 def _listens(port):
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _wait_for(happened, *, timeout_s=60.0):
-    end = time.monotonic() + timeout_s
-    while not happened():
-        assert time.monotonic() < end, "It did not happen in time."
-        time.sleep(0.1)

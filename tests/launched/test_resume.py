@@ -3,7 +3,6 @@
 import json
 import runpy
 import signal
-import time
 
 import pytest
 
@@ -11,6 +10,7 @@ from fxtrain.cli import Exit, checkpoint_commands, main
 from fxtrain.diagnosis import rerun
 from fxtrain.errors import CheckpointError
 from fxtrain.testing.cluster import starter
+from tests._patience import wait_for
 from tests.launched._run import FXTRAIN, PYTHON, ROOT, SCRIPTS, finish, run_fork, start_fork
 
 pytestmark = pytest.mark.timeout(330)
@@ -23,11 +23,8 @@ def _last(done):
 
 
 def _wait_for_another(folder, process, known):
-    end = time.monotonic() + 90
-    while not set(folder.glob("update-*")) - known:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "no checkpoint came"
-        time.sleep(0.1)
+    wait_for(lambda: process.poll() is not None or set(folder.glob("update-*")) - known)
+    assert process.poll() is None, process.communicate()
 
 
 def _told_to_leave(number, words, folder):

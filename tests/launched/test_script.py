@@ -3,10 +3,10 @@
 import json
 import os
 import signal
-import time
 
 import pytest
 
+from tests._patience import patience, wait_for
 from tests.launched._run import FXTRAIN, ROOT, SCRIPTS, finish, run, run_fork, start
 
 RANKS = str(SCRIPTS / "ranks.py")
@@ -53,12 +53,42 @@ def test_first_failing_rank_is_shown():
     ended = _launch_fork(RANKS, "fail")
     assert ended.code == 1
     assert ended.out == ""
-    head, *rest = ended.err.splitlines()
+    head, *rest = _report(ended)
     assert head == "fxtrain launch: Rank 1 of 2 failed: ValueError: of my own"
     assert rest[:2] == ["in two lines", "Traceback (most recent call last):"]
     assert "child.py" not in ended.err and "runpy" not in ended.err
     assert 'raise ValueError("of my own' in ended.err
     assert ended.err.count("Traceback") == 1
+
+
+def _report(ended):
+    """The lines of the launcher, which come after those of the ranks and of torch in them."""
+    lines = ended.err.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("fxtrain launch: "))
+    return lines[first:]
+
+
+def test_what_ranks_write_comes_before_the_report():
+    """Also what a rank writes that is ended since another one failed."""
+    raw = "[rank0]:[E101 03:04:05.6 ProcessGroupGloo.cpp:1] closed\n"
+    ended = _launch_fork(RANKS, "write_late", raw)
+    assert ended.code == 1 and ended.err.count(raw) == 2
+    assert _report(ended)[0] == "fxtrain launch: Rank 1 of 2 failed: ValueError: of my own"
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_not_shown_before_the_one_that_waited_for_it():
+    """The launcher kills it, which is no failure of its own."""
+    ended = _launch_fork("--shutdown=1", RANKS, "hang", str(2 * patience()))
+    assert ended.code == 1, ended.err
+    head, *rest = _report(ended)
+    assert head.startswith("fxtrain launch: Rank 0 of 2 failed: CollectiveError: barrier()")
+    assert "rank 1: never joined this barrier" in ended.err, ended.err
+    assert (
+        "Rank 1 of 2 was still running when another rank failed. It did not exit after SIGTERM, so "
+        "the launcher killed it."
+    ) in rest
+    assert "SIGKILL" not in ended.err
 
 
 @pytest.mark.parametrize(
@@ -72,7 +102,7 @@ def test_a_rank_that_leaves_is_shown_before_those_that_wait_for_it(how, codes, s
     ended = _launch_fork(RANKS, "leave_meanwhile", how)
     # Rank 0 may be ended before it has told of its CollectiveError.
     assert ended.code in codes
-    assert ended.err.splitlines()[0] == f"fxtrain launch: Rank 1 of 2 {says}"
+    assert _report(ended)[0] == f"fxtrain launch: Rank 1 of 2 {says}"
 
 
 def test_one_traceback_when_all_fail():
@@ -150,11 +180,7 @@ def test_ranks_do_not_outlive_a_killed_launcher():
 
 
 def _wait_for_end(pids):
-    for _ in range(50):
-        if not any(_runs(pid) for pid in pids):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"Ranks {pids} still run.")
+    wait_for(lambda: not any(map(_runs, pids)))
 
 
 def _runs(pid):

@@ -7,10 +7,10 @@ import json
 import os
 import shutil
 import subprocess
-import time
 
 import pytest
 
+from tests._patience import wait_for
 from tests.launched._run import FXTRAIN, SCRIPTS, run
 
 pytestmark = [
@@ -58,22 +58,15 @@ def test_a_preempted_job_saves_and_is_run_again(tmp_path):
     assert ended.code == 0, ended.err
     assert ended.out.startswith("Submitted batch job ")
     job = ended.out.split()[-1]
-    _wait_for(lambda: len(list(tmp_path.glob("ready*"))) == 2)
+    wait_for(lambda: len(list(tmp_path.glob("ready*"))) == 2)
     # What SLURM sends by --signal=B:USR1@120 when the time is nearly up.
     _slurm("scancel", "--signal=USR1", "--batch", job)
-    _wait_for(lambda: len(list(tmp_path.glob("saved*"))) == 2)
+    wait_for(lambda: len(list(tmp_path.glob("saved*"))) == 2)
     out = tmp_path / "out.txt"
     # SLURM waits for a while before it runs a job again.
-    _wait_for(lambda: out.exists() and out.read_text().count("went on") == 2, timeout_s=180.0)
-    _wait_for(lambda: "COMPLETED" in _slurm("scontrol", "show", "job", job))
+    wait_for(lambda: out.exists() and out.read_text().count("went on") == 2, timeout_s=180.0)
+    wait_for(lambda: "COMPLETED" in _slurm("scontrol", "show", "job", job))
 
 
 def _slurm(*words):
     return subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout
-
-
-def _wait_for(happened, *, timeout_s=60.0):
-    end = time.monotonic() + timeout_s
-    while not happened():
-        assert time.monotonic() < end, "It did not happen in time."
-        time.sleep(0.2)

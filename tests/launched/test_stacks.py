@@ -2,14 +2,15 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests._patience import patience, wait_for
 from tests.launched._run import FXTRAIN, PYTHON, SCRIPTS, finish, run_fork, start_fork
 
 FRTRACE = "torch.distributed.flight_recorder.fr_trace"
@@ -29,11 +30,24 @@ def _launch(folder, how, timeout_s, *, ranks=3):
     )
 
 
-def _wait_for(path, process, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.05)
+def _wait_for(path, process):
+    wait_for(lambda: path.exists() or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
+
+
+def _ask(folder, until, *options):
+    """What `fxtrain stacks` prints once it has this text, such as that the others wait."""
+    asked = []
+
+    def shows():
+        asked.append(run_fork(*FXTRAIN, "stacks", str(folder), *options).out)
+        return until in asked[-1]
+
+    wait_for(shows)
+    return asked[-1]
+
+
+_WAIT = "ranks 0, 2: waiting at"
 
 
 def _line_of(text):
@@ -53,9 +67,12 @@ def _check(text, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["step", "gather", "lock"])
 def test_a_run_without_progress_names_the_rank_that_stands_apart(tmp_path, how):
-    done = run_fork(*_launch(tmp_path, how, 6), timeout_s=120, TORCH_FR_BUFFER_SIZE="100")
+    words = _launch(tmp_path, how, 6 * patience())
+    done = run_fork(*words, timeout_s=120, TORCH_FR_BUFFER_SIZE="100")
     assert done.code
-    assert "fxtrain: no progress for 4 s. 3 of 3 ranks wrote where they stand" in done.err
+    assert re.search(
+        r"fxtrain: no progress for \d+ s. 3 of 3 ranks wrote where they stand", done.err
+    )
     _check(done.err, how)
     shown = run_fork(*FXTRAIN, "diagnose", str(tmp_path))
     assert shown.code == 0
@@ -75,11 +92,9 @@ def test_a_run_without_progress_names_the_rank_that_stands_apart(tmp_path, how):
 
 
 def test_ranks_are_asked_without_stopping_the_run(tmp_path):
-    launched = start_fork(*_launch(tmp_path, "step", 60))
+    launched = start_fork(*_launch(tmp_path, "step", 600))
     _wait_for(tmp_path / "stuck", launched)
-    time.sleep(0.5)  # for the others to reach the update
-    asked = run_fork(*FXTRAIN, "stacks", str(tmp_path))
-    _check(asked.out, "step")
+    _check(_ask(tmp_path, _WAIT), "step")
     values = json.loads(run_fork(*FXTRAIN, "stacks", str(tmp_path), "--json").out)
     assert [one["record"]["models"] for one in values] == [[{"updates": 3, "micro": 0}]] * 3
     assert all(one["record"]["host_memory_bytes"] > 1 << 20 for one in values)
@@ -95,23 +110,21 @@ def test_ranks_are_asked_without_stopping_the_run(tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_whose_interpreter_is_locked_answers_by_the_signal(tmp_path):
-    launched = start_fork(*_launch(tmp_path, "lock", 60))
+    launched = start_fork(*_launch(tmp_path, "lock", 600))
     _wait_for(tmp_path / "stuck", launched)
-    time.sleep(0.5)
-    asked = run_fork(*FXTRAIN, "stacks", str(tmp_path), "--patience-s=1")
+    odd = f"rank 1: apart from the others, at {SCRIPTS / 'stuck.py'}:{_line_of('re.match')}"
+    assert odd in _ask(tmp_path, odd, "--patience-s=1")
     launched.send_signal(signal.SIGTERM)
     finish(launched)
-    odd = _line_of("re.match")
-    assert f"rank 1: apart from the others, at {SCRIPTS / 'stuck.py'}:{odd}" in asked.out
 
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_seen_by_py_spy(tmp_path):
     """Neither its thread nor `faulthandler` can answer."""
     installed = shutil.which("py-spy", path=str(Path(sys.executable).parent)) is not None
-    launched = start_fork(*_launch(tmp_path, "step", 60))
+    launched = start_fork(*_launch(tmp_path, "step", 600))
     _wait_for(tmp_path / "stuck", launched)
-    time.sleep(0.5)
+    _ask(tmp_path, _WAIT)
     pid = json.loads((tmp_path / "stacks" / "rank-1.json").read_text())["pid"]
     os.kill(pid, signal.SIGSTOP)
     asked = run_fork(*FXTRAIN, "stacks", str(tmp_path), "--patience-s=1")

@@ -1,5 +1,7 @@
 """What the nodes of a launch tell each other at their end."""
 
+import json
+import signal
 import subprocess
 import sys
 import threading
@@ -13,10 +15,17 @@ from torch import distributed as dist
 
 from fxtrain.errors import LaunchError
 from fxtrain.launchers import LaunchSpec
+from fxtrain.launchers.built_in.native import agent as agents
 from fxtrain.launchers.built_in.native.agent import NodeEnd, NodeEnds, _Agent
 from fxtrain.launchers.built_in.native.elastic import check_devices
 from fxtrain.launchers.built_in.native.rendezvous import ElasticRendezvous
-from fxtrain.launchers.outcome import Failure, LaunchResult
+from fxtrain.launchers.outcome import Failure, LaunchResult, describe, find_failures
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """Nodes wait for what others tell, however slow this machine is."""
+    monkeypatch.setattr(agents, "_LOOK_S", 60.0)
 
 
 def _nodes(count, store=None):
@@ -187,6 +196,71 @@ def test_ranks_that_ended_well_start_again_with_those_of_another_node_that_fail_
     assert _together([agent._starts_again, fails._count_failure])[0]
 
 
+class _Rank:
+    """A process that runs until it has been looked at so often, and then writes why it failed."""
+
+    def __init__(self, path, looks, code, kind):
+        self.path, self.looks, self.code, self.kind, self.killed = path, looks, code, kind, False
+
+    def poll(self):
+        self.looks -= 1
+        if self.looks > 0:
+            return None
+        if not self.killed and self.kind:
+            text = {"message": "why", "extraInfo": {"rank": int(self.path.stem), "kind": self.kind}}
+            self.path.write_text(json.dumps({"message": text}))
+        return self.code
+
+
+def _failing(folder, *processes):
+    """An agent after it has looked at ranks of this node; how long it gave those that ran."""
+    ranks = [_Rank(folder / f"{rank}.json", *one) for rank, one in enumerate(processes)]
+    given = []
+
+    def close(timeout):
+        given.append(timeout)
+        for rank in ranks:
+            if rank.looks > 0:
+                rank.looks, rank.killed, rank.code = 0, True, -signal.SIGKILL
+
+    agent = _agent()
+    agent._pcontext = SimpleNamespace(
+        subprocess_handlers={n: SimpleNamespace(proc=rank) for n, rank in enumerate(ranks)},
+        error_files={n: str(rank.path) for n, rank in enumerate(ranks)},
+        close=close,
+    )
+    workers = [SimpleNamespace(global_rank=n, local_rank=n) for n in range(len(ranks))]
+    agent._end_after_failure(SimpleNamespace(workers=workers))
+    codes = {n: rank.poll() for n, rank in enumerate(ranks)}
+    paths = [rank.path for rank in ranks if rank.path.exists()]
+    return agent, find_failures(codes, paths, stopped=agent._stopped), given
+
+
+LOST, OWN = "fxtrain.errors.CollectiveError", "ValueError"
+
+
+def test_ranks_that_run_are_left_alone(tmp_path):
+    assert _failing(tmp_path, (9, 1, OWN), (0, 0, ""))[2] == []
+
+
+@pytest.mark.parametrize(("code", "kind"), [(1, OWN), (3, ""), (-9, "")])
+def test_the_cause_comes_first_though_a_peer_ends_before_it(code, kind, tmp_path, monkeypatch):
+    """The peer of a rank that fails may be told of it, and end, before the rank itself does."""
+    monkeypatch.setattr(agents, "_CAUSE_S", 600.0)
+    _, failures, given = _failing(tmp_path, (0, 1, LOST), (3, code, kind), (99, 1, OWN))
+    assert [failure.rank for failure in failures] == [1, 0, 2]
+    assert [failure.stopped for failure in failures] == [False, False, True]
+    assert given == [10]  # as `shutdown_s` has it
+
+
+def test_a_rank_that_hangs_is_no_cause(tmp_path, monkeypatch):
+    monkeypatch.setattr(agents, "_CAUSE_S", 0.0)
+    agent, failures, _ = _failing(tmp_path, (0, 1, LOST), (99, 1, OWN))
+    assert agent._stopped == (1,)
+    assert [(failure.rank, failure.code) for failure in failures] == [(0, 1), (1, -signal.SIGKILL)]
+    assert "so the launcher killed it." in describe(LaunchResult(ranks=2, failures=failures))
+
+
 @pytest.mark.parametrize("met", [False, True])
 def test_a_node_that_waited_in_vain_to_join_leaves_the_run_to_the_others(met):
     agent, closed = _agent(), []
@@ -217,6 +291,9 @@ def test_the_launcher_is_imported_without_torch():
     """It makes torch's C++ code quiet, and checks ports and file names, before torch is loaded."""
     words = "import sys, fxtrain.launchers.built_in.native.elastic; print('torch' in sys.modules)"
     done = subprocess.run(
-        (sys.executable, "-c", words), capture_output=True, text=True, check=True, timeout=60
+        (sys.executable, "-c", words),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == "False\n"

@@ -1,12 +1,14 @@
 """The report of a launch that failed."""
 
+import json
+import signal
 import traceback
 
 import torch
 
 import fxtrain as fx
 from fxtrain.launchers import Failure, LaunchResult, describe
-from fxtrain.launchers.outcome import keep_tracebacks
+from fxtrain.launchers.outcome import by_cause, find_failures, keep_tracebacks
 
 
 def _failure(call):
@@ -22,6 +24,36 @@ def _failure(call):
             error=f"{kind.__qualname__}: {error}",
             traceback="".join(traceback.format_exception(error)),
         )
+
+
+def test_a_rank_that_could_not_connect_is_no_cause_of_another_rank_s_error():
+    late = Failure(
+        rank=0, kind="fxtrain.errors.ContextError", error="ContextError: late. [FX102]", time_ns=1
+    )
+    own = Failure(rank=1, kind="ValueError", error="ValueError: mine", time_ns=2)
+    assert by_cause([late, own]) == (own, late)
+
+
+def test_ranks_that_the_launcher_ended_are_no_cause(tmp_path):
+    """Such as rank 1, which hung, and rank 2, whose script exits with a code at SIGTERM."""
+    reports = {
+        0: {"message": "CollectiveError: 1 never joined", "kind": "fxtrain.errors.CollectiveError"},
+        2: {"message": "", "code": 5},
+    }
+    for rank, report in reports.items():
+        extra = {"rank": rank, "time_ns": 9 - rank, "code": 1, **report}
+        text = json.dumps({"message": {"message": report["message"], "extraInfo": extra}})
+        (tmp_path / f"{rank}.json").write_text(text)
+    codes = {0: 1, 1: -signal.SIGKILL, 2: 5, 3: -signal.SIGTERM}
+    failures = find_failures(codes, tmp_path.iterdir(), stopped=(1, 2, 3))
+    result = LaunchResult(ranks=4, failures=failures)
+    assert result.code == 1
+    first, *others = describe(result).splitlines()
+    assert first == "Rank 0 of 4 failed: CollectiveError: 1 never joined"
+    assert others == [
+        "Rank 1 of 4 was still running when another rank failed. It did not exit after SIGTERM, so "
+        "the launcher killed it."
+    ]
 
 
 def _refused():

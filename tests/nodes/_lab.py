@@ -19,6 +19,8 @@ from pathlib import Path
 
 import attrs
 
+from tests._patience import patience
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
 RELAY = Path(__file__).with_name("_relay.py")
@@ -40,7 +42,7 @@ def problem() -> str:
     bridge = ("ip", "link", "add", "br0", "type", "bridge")
     made = subprocess.run(
         ("unshare", "--net", "--mount", "--pid", "--fork", *bridge),
-        capture_output=True, text=True, check=False, timeout=20,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     return f"no namespaces with bridges here: {made.stderr.strip()}" if made.returncode else ""
 
@@ -67,7 +69,7 @@ class Program:
 
     def wait_for(self, words: str, timeout_s: float = 60.0) -> float:
         """Wait until it has written some words; the time at which they were seen."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s * patience()
         while words not in self.text:
             if self.code is not None or time.monotonic() > deadline:
                 raise AssertionError(f"never wrote {words!r} (code {self.code}):\n{self.text}")
@@ -76,7 +78,7 @@ class Program:
 
     def finish(self, timeout_s: float = 60.0) -> int:
         """Wait for its end; its exit code."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s * patience()
         while (code := self.code) is None:
             if time.monotonic() > deadline:
                 raise AssertionError(
@@ -166,7 +168,7 @@ class Node:
         """Run any program on the node; what it wrote."""
         done = subprocess.run(
             (*self._enter(), *command),
-            capture_output=True, text=True, check=True, timeout=timeout_s,
+            capture_output=True, text=True, check=True, timeout=timeout_s * patience(),
         )  # fmt: skip
         return done.stdout
 
@@ -332,6 +334,7 @@ class Lab:
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "PYTHONFAULTHANDLER": "1",
+            "TEST_PATIENCE": str(patience()),
             "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", ""),
         }
 
@@ -506,7 +509,7 @@ class Lab:
             start_new_session=True,
         )  # fmt: skip
         self.started.append(process)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 20 * patience()
         while time.monotonic() < deadline:
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             if children and ready.exists():
@@ -528,7 +531,7 @@ mount -t tmpfs none /dev/shm
 
 
 def _well(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=20)
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
 
 

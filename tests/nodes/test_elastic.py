@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests._patience import patience, wait_for
 from tests.nodes._lab import SCRIPTS, later
 from tests.nodes._rows import every_row_once
 
@@ -84,10 +85,7 @@ def test_a_machine_whose_ranks_fail_twice_in_a_row_leaves_the_run(lab):
     first = programs[1].rank(1)
     lab.nodes[1].send_signal(first, 9)
     programs[1].wait_for("Attempt 1 failed")
-    deadline = time.monotonic() + 60
-    while programs[1].rank(1) == first:
-        assert time.monotonic() < deadline, programs[1].text
-        time.sleep(0.2)
+    wait_for(lambda: programs[1].rank(1) != first)
     lab.nodes[1].send_signal(programs[1].rank(1), 9)
     assert programs[1].finish(60) == 137, programs[1].text
     assert "Node 1 (n1) leaves the run: its ranks failed 2 times in a row" in programs[1].text
@@ -160,7 +158,7 @@ def test_the_machine_that_serves_the_rendezvous_is_lost(lab, lost):
         "cable": lab.nodes[0].cut,
     }[lost]()
     assert programs[1].finish(60) == 2, programs[1].text
-    assert time.monotonic() - start < TIMEOUT_S + 10
+    assert time.monotonic() - start < TIMEOUT_S + 10 * patience()
     assert "The rendezvous at n0:29500 was lost during the run" in programs[1].text
     assert "Exception raised from" not in programs[1].text
     assert "all nodes joined" not in programs[1].text
@@ -176,7 +174,9 @@ def test_a_stranger_that_deletes_keys_is_told(lab, secret):
     assert stranger.finish(30) == 0, stranger.text
     start = time.monotonic()
     codes = [program.finish(40) for program in programs]
-    assert time.monotonic() - start < TIMEOUT_S + 10, [program.text for program in programs]
+    assert time.monotonic() - start < TIMEOUT_S + 10 * patience(), [
+        program.text for program in programs
+    ]
     # The launcher that notices it first stops its ranks, and so those of the other one.
     assert set(codes) <= {1, 2} and 2 in codes, [program.text for program in programs]
     for program in programs:

@@ -6,11 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests._patience import wait_for
 from tests.nodes._lab import ROOT, opened
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(60)]
@@ -36,20 +36,17 @@ def _spaces(kind):
     return found
 
 
-def test_a_lab_has_made_its_mounts_when_it_opens(lab, tmp_path):
+def test_a_lab_has_made_its_mounts_when_it_opens(lab, folder):
     """What a test ends on a node is of an earlier test, and never a mount."""
-    (tmp_path / "lab").mkdir()
-    with opened(tmp_path / "lab", 2) as other:
+    with opened(folder, 2) as other:
         for node in other.nodes:
             assert node.left() == {}
             assert "none /dev/shm tmpfs" in node.run("cat", "/proc/mounts")
 
 
-def test_a_lab_whose_tests_are_killed_leaves_nothing(lab, tmp_path):
+def test_a_lab_whose_tests_are_killed_leaves_nothing(lab, folder):
     """No process, no network and no file; the interfaces of this machine are as before."""
     before = socket.if_nameindex()
-    folder = tmp_path / "lab"
-    folder.mkdir()
     with subprocess.Popen(
         (sys.executable, "-c", OPEN, str(folder)),
         stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -59,9 +56,6 @@ def test_a_lab_whose_tests_are_killed_leaves_nothing(lab, tmp_path):
         assert len(networks) == 3 and networks <= _spaces("net")
         assert socket.if_nameindex() == before
         tests.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while networks & _spaces("net") or folder.exists():
-        assert time.monotonic() < deadline, (first, [*folder.rglob("*")])
-        time.sleep(0.1)
+    wait_for(lambda: not networks & _spaces("net") and not folder.exists(), timeout_s=20)
     assert socket.if_nameindex() == before
     assert {os.readlink(f"/proc/{node.init}/ns/net") for node in lab.nodes} <= _spaces("net")

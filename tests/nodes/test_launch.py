@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from tests._patience import patience
 from tests.nodes._lab import LAUNCH, SCRIPTS
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(150)]
@@ -32,7 +33,7 @@ def test_a_launcher_that_is_stopped_does_not_keep_the_other_one(lab, number):
     start = time.monotonic()
     programs[number].send_signal(15)
     codes = [program.finish(20) for program in programs]
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 15 * patience()
     assert codes[number] == 143 and codes[1 - number] == 0
     assert f"Node {number} (n{number}) was stopped by SIGTERM." in programs[1 - number].text
 
@@ -44,7 +45,7 @@ def test_a_launcher_that_is_killed_does_not_keep_the_other_one(lab):
     start = time.monotonic()
     programs[1].send_signal(9)
     assert programs[0].finish(30) == 1
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < 25 * patience()
     assert "Node 1 (n1) sent nothing for 10 s" in programs[0].text, programs[0].text
 
 
@@ -166,7 +167,7 @@ def test_a_run_that_ends_well_writes_what_the_script_writes(lab, rendezvous):
             )
             for node in lab.nodes[:2]
         ]
-        said = [program.communicate(timeout=60)[0] for program in programs]
+        said = [program.communicate(timeout=60 * patience())[0] for program in programs]
         assert [program.returncode for program in programs] == [0, 0], "\n".join(said)
         return said
 

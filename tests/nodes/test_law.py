@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
+from tests._patience import patience, wait_for
 from tests.nodes._lab import SCRIPTS, later
 from tests.nodes._rows import every_row_once, went_back
 
@@ -122,7 +123,11 @@ def _history(lab, history):
     ended = [program.finish(TIMEOUT_S + 25) for program in there]
     waited_s = time.monotonic() - start
     if any(ended):
-        assert waited_s < TIMEOUT_S + 10, (history, waited_s, [p.text[-800:] for p in there])
+        assert waited_s < TIMEOUT_S + 10 * patience(), (
+            history,
+            waited_s,
+            [p.text[-800:] for p in there],
+        )
     _same_culprit(history, there)
     for program in there:
         _nothing_left(program.node)
@@ -165,10 +170,7 @@ def _blamed(program):
 
 def _nothing_left(node):
     """A killed launcher's ranks end a little later."""
-    deadline = time.monotonic() + 6
-    while left := node.left():
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    wait_for(lambda: not node.left(), timeout_s=6)
 
 
 def _whole_files(lab):

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from tests._patience import wait_for
 from tests.nodes._lab import SCRIPTS
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(150)]
@@ -34,10 +35,7 @@ def _ends(programs, timeout_s=TIMEOUT_S):
         # The launcher that serves the store lets ranks of other machines ask it for a while.
         assert program.finish(8)
     for program in programs:
-        deadline = time.monotonic() + 3  # what ends after the launcher needs a moment
-        while (left := program.node.left()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert [*left.values()] == []
+        wait_for(lambda node=program.node: not node.left(), timeout_s=3)  # which needs a moment
 
 
 def test_a_killed_rank_is_named_with_its_machine(lab):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain.replicas import training
 from fxtrain.replicas.rounds import Rounds
+from tests._patience import patience
 
 ROWS = 44
 BATCH = 3
@@ -127,7 +128,7 @@ class _Team:
             if life.joins == update:
                 self.threads.append(threading.Thread(target=self._live, args=(number,)))
                 self.threads[-1].start()
-                time.sleep(0.3 if update else 0)  # it asks the lighthouse meanwhile
+                time.sleep(0.3 * patience() if update else 0)  # it asks the lighthouse meanwhile
 
     def _live(self, number):
         try:
@@ -232,7 +233,7 @@ def together(
         count=count,
         lighthouse=lighthouse,
         batch=batch,
-        timeout_s=10,
+        timeout_s=10 * patience(),
         heartbeat_s=60,
         local=local,
         min_count=min_count,
@@ -242,7 +243,7 @@ def together(
     with noted():
         team.start(0)
         for thread in team.threads:
-            thread.join(60)
+            thread.join(60 * patience())
     assert not any(thread.is_alive() for thread in team.threads)
     for diary in team.diaries:
         if diary.error is not None:

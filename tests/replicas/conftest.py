@@ -1,8 +1,10 @@
-"""A lighthouse of torchft, which notices a replica that is gone within half a second."""
+"""A lighthouse of torchft, which soon notices a replica that is gone."""
 
 import os
 
 import pytest
+
+from tests._patience import patience
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +21,9 @@ def lighthouse(torchft, monkeypatch):
     server = LighthouseServer(
         bind="127.0.0.1:0",
         min_replicas=1,
-        join_timeout_ms=10_000,
+        join_timeout_ms=int(10_000 * patience()),
         quorum_tick_ms=10,
-        heartbeat_timeout_ms=500,
+        heartbeat_timeout_ms=int(500 * patience()),
     )
     yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     server.shutdown()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 
 import fxtrain as fx
+from tests._patience import patience, wait_for
 from tests.launched._run import FXTRAIN, PYTHON, ROOT, SCRIPTS
 
 UPDATES = 10_000  # more than are made
@@ -41,16 +43,15 @@ class _Replica:
         lines = [json.loads(one) for one in pieces if one.endswith("}") and one.startswith('{"')]
         return [line for line in lines if key in line]
 
-    def wait_for(self, condition, timeout_s=100):
+    def wait_for(self, condition):
         """Wait until some update is as asked."""
-        end = time.monotonic() + timeout_s
-        while time.monotonic() < end:
-            for line in self.lines("update"):
-                if condition(line):
-                    return line
-            assert self.process.poll() is None, self.out.read_text()
-            time.sleep(0.02)
-        raise AssertionError(self.out.read_text())
+
+        def found():
+            lines = [line for line in self.lines("update") if condition(line)]
+            assert lines or self.process.poll() is None, self.out.read_text()
+            return lines
+
+        return wait_for(found, timeout_s=100)[0]
 
     def end(self):
         if self.process.poll() is None:
@@ -145,7 +146,7 @@ def test_a_replica_is_killed_between_averages_and_comes_back(lighthouse, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 2)])
 def test_a_frozen_replica_is_given_up_and_comes_back(lighthouse, tmp_path, strategy, ranks):
-    """One rank of it is stopped, which closes no connection; `timeout_s` is 20 s."""
+    """One rank of it is stopped, which closes no connection; `timeout_s` is 20 quiet seconds."""
     begun = [
         _Replica(tmp_path, name, lighthouse, strategy, ranks, tmp_path / "run")
         for name in ("first", "second")
@@ -158,8 +159,10 @@ def test_a_frozen_replica_is_given_up_and_comes_back(lighthouse, tmp_path, strat
         os.kill(frozen_rank["pid"], signal.SIGSTOP)
         frozen = time.time()
         alone = first.wait_for(lambda line: line["time"] > frozen and line["live"] == 1)
-        assert alone["time"] - frozen < 10
-        assert "has shown no sign of life for 1 s and is given up" in first.out.read_text()
+        assert alone["time"] - frozen < 10 * patience()
+        assert re.search(
+            r"has shown no sign of life for [\d.]+ s and is given up", first.out.read_text()
+        )
         if ranks == 1:  # the other ranks of a larger one have given it up by now
             os.kill(frozen_rank["pid"], signal.SIGCONT)
             again = first.wait_for(

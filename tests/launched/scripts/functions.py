@@ -12,7 +12,7 @@ from tests.launched._sockets import addresses_of
 
 
 def fail(rank):
-    with fx.detect(device="cpu", timeout_s=20) as ctx:
+    with fx.detect(device="cpu", timeout_s=300) as ctx:
         if ctx.rank == rank:
             raise ValueError("of my own")
         ops.barrier(ctx)
@@ -47,7 +47,7 @@ def fails_once(path):
 
 
 def sockets(caller):
-    with fx.detect(device="cpu", timeout_s=20) as ctx:
+    with fx.detect(device="cpu", timeout_s=300) as ctx:
         ops.barrier(ctx)
         return addresses_of(os.getpid()), addresses_of(caller)
 
@@ -71,7 +71,7 @@ def main(folder):
     told = {}
     for name, (fn, args, ranks, restarts) in calls.items():
         try:
-            told[name] = fx.launch(fn, args, ranks=ranks, restarts=restarts, timeout_s=60)
+            told[name] = fx.launch(fn, args, ranks=ranks, restarts=restarts, timeout_s=300)
         except LaunchError as error:
             told[name] = error.message
     told["SIGINT"] = signal.getsignal(signal.SIGINT) is signal.default_int_handler

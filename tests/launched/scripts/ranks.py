@@ -33,7 +33,7 @@ def meet(name, *args):
     """All ranks meet, and rank 0 says who they are, where, and what a variable is."""
     import fxtrain as fx
 
-    with fx.detect(device="cpu", timeout_s=30) as ctx:
+    with fx.detect(device="cpu", timeout_s=300) as ctx:
         place = (ctx.rank, ctx.local_rank, ctx.node_rank, ctx.num_nodes)
         places = fx.ops.gather_objects(place, ctx)
         total = fx.ops.reduce(float(ctx.rank + 1), ctx, op="sum")
@@ -53,13 +53,13 @@ def leave(code):
     """Rank 1 leaves with a code, the others would stay."""
     if RANK == 1:
         sys.exit(int(code))
-    time.sleep(60)
+    time.sleep(600)
 
 
 def crash():
     if RANK == 1:
         ctypes.string_at(0)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def once(path):
@@ -72,17 +72,17 @@ def once(path):
 
 def wait():
     os.write(1, f"{os.getpid()}\n".encode())  # whole lines, also when ranks write at once
-    time.sleep(60)
+    time.sleep(600)
 
 
 def hold():
     """Ranks that are connected say who they are, and stay."""
     import fxtrain as fx
 
-    with fx.detect(device="cpu", timeout_s=30) as ctx:
+    with fx.detect(device="cpu", timeout_s=300) as ctx:
         fx.ops.barrier(ctx)
         os.write(1, f"{os.getpid()}\n".encode())
-        time.sleep(60)
+        time.sleep(600)
 
 
 def stubborn(*orders):
@@ -99,7 +99,7 @@ def stubborn(*orders):
         time.sleep(0.02)
     if "fail" in rest:
         sys.exit(3)
-    time.sleep(60)
+    time.sleep(600)
 
 
 # A daemon forks twice, so that it has another parent and a session of its own.
@@ -108,7 +108,7 @@ import os, sys, time
 if sys.argv[2] == "daemon" and (os.fork() or (os.setsid() or os.fork())):
     os._exit(0)
 open(os.path.join(sys.argv[1], str(os.getpid())), "x").close()
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -137,14 +137,14 @@ def preempted(folder):
 
     signal.signal(signal.SIGUSR1, save)
     open(os.path.join(folder, f"ready{RANK}"), "w").close()
-    time.sleep(60)
+    time.sleep(600)
 
 
 def come_back(folder):
     """Ranks meet again and again until a node is gone, and once more when it is back."""
     import fxtrain as fx
 
-    with fx.detect(device="cpu", timeout_s=30) as ctx:
+    with fx.detect(device="cpu", timeout_s=300) as ctx:
         if os.path.exists(os.path.join(folder, "killed")):
             fx.ops.barrier(ctx)
             os.write(1, f"back {ctx.rank}\n".encode())
@@ -159,7 +159,7 @@ def bad_node():
     """Ranks of a node with the variable BAD fail each time, and the others then too."""
     import fxtrain as fx
 
-    with fx.detect(device="cpu", timeout_s=30) as ctx:
+    with fx.detect(device="cpu", timeout_s=300) as ctx:
         if "BAD" in os.environ:
             open(os.environ["BAD"], "w").close()
             time.sleep(2)
@@ -179,9 +179,36 @@ def fail():
     """Rank 1 fails, and rank 0 waits for it in a barrier."""
     import fxtrain as fx
 
-    with fx.detect(timeout_s=30) as ctx:
+    with fx.detect(timeout_s=300) as ctx:
         if ctx.rank == 1:
             raise ValueError("of my own\nin two lines")
+        fx.ops.barrier(ctx)
+
+
+def write_late(text):
+    """Rank 1 fails, and rank 0 writes a line before that and when it is told to end."""
+    if RANK == 1:
+        raise ValueError("of my own")
+
+    def write(number, frame):
+        os.write(2, text.encode())
+        sys.exit(0)
+
+    os.write(2, text.encode())
+    signal.signal(signal.SIGTERM, write)
+    time.sleep(600)
+
+
+def hang(timeout_s):
+    """Rank 1 hangs and ignores SIGTERM, and rank 0 waits for it in a barrier."""
+    import fxtrain as fx
+
+    with fx.detect(timeout_s=300) as ctx:
+        fx.ops.barrier(ctx)
+    with fx.detect(timeout_s=float(timeout_s)) as ctx:
+        if ctx.rank == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(600)
         fx.ops.barrier(ctx)
 
 
@@ -189,7 +216,7 @@ def leave_meanwhile(how):
     """Rank 1 leaves, and rank 0 waits for it in a barrier."""
     import fxtrain as fx
 
-    with fx.detect(timeout_s=30) as ctx:
+    with fx.detect(timeout_s=300) as ctx:
         if ctx.rank == 1 and how == "exit":
             sys.exit(3)
         if ctx.rank == 1:

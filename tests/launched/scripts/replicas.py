@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
+
 
 def digest(model):
     """Of all parameters; the ranks of the replica call it together."""
@@ -31,7 +33,7 @@ def main(lighthouse, count, updates, seconds, strategy, folder=None, every=None)
     x = torch.randn(16 * 1000, 16, generator=generator)
     data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
     plan = fx.Plan(strategy=strategy, clip_norm=1.0, seed=3)
-    with fx.detect(timeout_s=20) as ctx:
+    with fx.detect(timeout_s=20 * PATIENCE) as ctx:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
         model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
@@ -44,7 +46,11 @@ def main(lighthouse, count, updates, seconds, strategy, folder=None, every=None)
         rows = fx.shard(data, ctx, plan)
         local = None if every is None else fx.DiLoCo(every=int(every), compress="int8")
         team = fx.replicas.Replicas(
-            count=int(count), lighthouse=lighthouse, timeout_s=20, local=local
+            count=int(count),
+            lighthouse=lighthouse,
+            timeout_s=20 * PATIENCE,
+            heartbeat_s=PATIENCE,
+            local=local,
         )
         print(json.dumps({"up": time.time(), "pid": os.getpid(), "rank": ctx.rank}), flush=True)
         for update in fx.replicas.train(

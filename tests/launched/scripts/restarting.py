@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 
 FOLDER, FAULT = Path(sys.argv[1]), sys.argv[2]
+TIMEOUT_S = 5.0 * float(os.environ.get("TEST_PATIENCE", "1"))
 CALLS = []
 
 
@@ -58,6 +59,6 @@ def main(ctx):
 
 
 if __name__ == "__main__":
-    digest = fx.ops.restarting(main, restarts=1, device="cpu", timeout_s=5)
+    digest = fx.ops.restarting(main, restarts=1, device="cpu", timeout_s=TIMEOUT_S)
     line = {"rank": int(os.environ["RANK"]), "digest": digest, "calls": len(CALLS)}
     print(json.dumps({**line, "again_s": CALLS[-1] - CALLS[0]}), flush=True)

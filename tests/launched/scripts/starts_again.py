@@ -1,4 +1,6 @@
-"""A rank that ends in its first attempt, once its spare is ready; prints when it starts.
+"""A rank that ends in its first attempt, once its spare is ready; prints its process.
+
+The file `spares` has the processes that waited to become a rank.
 
 python starts_again.py FOLDER
 """
@@ -14,14 +16,13 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 
-AT = time.time()
 FOLDER = Path(sys.argv[1])
 SEEN = {}
 
 
 def spares():
     """Processes of this launch that wait, and have imported torch and what follows it."""
-    found = 0
+    found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             env = (process / "environ").read_bytes()
@@ -33,7 +34,8 @@ def spares():
             # Its time on a processor no longer grows.
             before, looks = SEEN.get(process, ("", 0))
             SEEN[process] = (ticks, looks + 1 if ticks == before else 0)
-            found += SEEN[process][1] > 15
+            if SEEN[process][1] > 15:
+                found.append(int(process.name))
     return found
 
 
@@ -47,22 +49,20 @@ def main():
         line = {
             "attempt": attempt,
             "rank": ctx.rank,
-            "started": AT,
-            "stepped": time.time(),
+            "pid": os.getpid(),
             "args": sys.argv[1:],
             "port": os.environ["MASTER_PORT"],
             "spare": "FXTRAIN_SPARE" in os.environ,
         }
         print(json.dumps(line), flush=True)
         if attempt == 0:
-            until = time.monotonic() + 60
-            while spares() < ctx.world_size and time.monotonic() < until:
+            while len(ready := spares()) < ctx.world_size:
                 time.sleep(0.1)
             fx.ops.barrier(ctx)
-            (FOLDER / f"failed-{ctx.rank}").write_text(str(time.time()))
             if ctx.rank == ctx.world_size - 1:
+                (FOLDER / "spares").write_text(json.dumps(ready))
                 os._exit(7)
-            time.sleep(60)
+            time.sleep(600)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ from fxtrain.state.parsing import parse_json
 _HEARTBEAT_INTERVAL_S = 1.0
 _SILENT_S = 10.0  # after which a node that sends no heartbeat is considered lost
 _LOOK_S = 0.5  # for another node to tell that it failed first
+_CAUSE_S = 2.0  # for a rank to write why it fails, after a peer that lost it has ended
 _POLL_INTERVAL_S = 0.1
 _LONGEST_TEXT = 4000
 _FAILURES = 2  # in a row, of ranks of one node, after which it leaves the run
@@ -341,6 +342,7 @@ class _Agent(LocalElasticAgent):
     replace_spares: Callable[[], None]
     kills: int | None  # by the kernel's out-of-memory killer, until then
     _failures: dict[int, Any]
+    _stopped: tuple[int, ...] = ()  # ranks that were running when another one failed
     met: bool = False  # whether the nodes have come together once
     _joined: bool = False  # whether they have, for this attempt
     _in_a_row: int = 0  # attempts that failed since ranks of this node did
@@ -387,7 +389,9 @@ class _Agent(LocalElasticAgent):
         files = self._pcontext.error_files.values() if codes and self._pcontext else ()
         return LaunchResult(
             ranks=self.launch.world_size,
-            failures=find_failures(codes, (path for path in map(Path, files) if path.exists())),
+            failures=find_failures(
+                codes, (path for path in map(Path, files) if path.exists()), stopped=self._stopped
+            ),
             node=self._ends.name,
             memory=tell_memory_kills(self.kills),
         )
@@ -414,6 +418,7 @@ class _Agent(LocalElasticAgent):
             self.handler.leave()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._end_after_failure(worker_group)
         look: Any = super()._monitor_workers
         result: RunResult = look(worker_group)
         self._failures = result.failures
@@ -427,6 +432,39 @@ class _Agent(LocalElasticAgent):
         if failed and self._remaining_restarts > 0:
             self._count_failure()
         return result
+
+    def _end_after_failure(self, worker_group: WorkerGroup) -> None:
+        """End the other ranks once one has failed, and remember which ones were running.
+
+        torch's agent would give them 30 s, and keep the exit codes only: that of a rank which it
+        killed is that of a rank which another program killed.
+        """
+        context: Any = self._pcontext
+        ranks = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
+        reports = {rank: Path(context.error_files[local]) for rank, local in ranks.items()}
+        since = time.monotonic()
+        while True:
+            polled = {rank: context.subprocess_handlers[ranks[rank]].proc.poll() for rank in ranks}
+            codes = {rank: code for rank, code in polled.items() if code}
+            if not codes:
+                return
+            written = {rank: path for rank, path in reports.items() if path.exists()}
+            failures = find_failures(codes, written.values())
+            running = [rank for rank in ranks if polled[rank] is None and rank not in written]
+            # The peers of a rank that fails may end before it has written why.
+            late = time.monotonic() - since > _CAUSE_S
+            if not distance(failures[0]) or not running or late:
+                break
+            time.sleep(_POLL_INTERVAL_S)
+        self._stopped = tuple(running)
+        context.close(timeout=self.launch.shutdown_s)
+
+    def _stop_workers(self, worker_group: WorkerGroup, *more: Any) -> None:
+        """End the ranks to start them again, within the time of the launch."""
+        if self._pcontext is not None:
+            self._pcontext.close(timeout=self.launch.shutdown_s)
+        stop: Any = super()._stop_workers  # which takes more arguments in torch 2.9
+        stop(worker_group, *more)
 
     def _nodes_wait(self) -> bool:
         """Whether nodes wait to join, such as a launcher that was killed and started again."""

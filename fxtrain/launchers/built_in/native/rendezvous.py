@@ -19,7 +19,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from fxtrain._secret import SECRET, derive_key, key_proof
 from fxtrain.launchers.built_in.native.elastic import main_hint
 from fxtrain.launchers.spec import LaunchSpec
-from fxtrain.ops.rendezvous_store import first_line
+from fxtrain.ops.rendezvous_store import first_line, tcp_store
 from fxtrain.state.parsing import parse_json
 
 BACKEND = "fxtrain"
@@ -62,16 +62,15 @@ def open_handler(launch: LaunchSpec, config: Any, door: socket.socket | None) ->
     host = config.rdzv_endpoint.rpartition(":")[0].strip("[]")
     port = launch.port if door is None else door.getsockname()[1]
     try:
-        store: Any = TCPStore(
+        store = tcp_store(
             host,
             port,
+            timedelta(seconds=launch.connect_timeout_s),
             is_master=door is not None,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=launch.connect_timeout_s),
             # Without a socket of ours, it would listen on every interface.
             master_listen_fd=None if door is None else os.dup(door.fileno()),
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TimeoutError) as error:
         raise RendezvousConnectionError(str(error)) from error
     proof = key_proof(derive_key(os.environ.get(SECRET, "")))
     mine = proof or "none"
