@@ -16,6 +16,7 @@ from fxtrain.backends.core.replica_digests import verify_replicas
 from fxtrain.errors import StepError
 from fxtrain.loop import weighting
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers
+from fxtrain.ops.transport.exchange import count_update
 from fxtrain.ops.transport.mismatches import name_lost_rank
 from fxtrain.ops.transport.pace import Pace
 from fxtrain.state import (
@@ -94,7 +95,8 @@ def _weighted(
             loss, aux = out, None  # nothing to check or to unpack
         else:
             loss, aux = loss_and_aux(out)
-        return weighting.weigh_loss(loss, aux, batch, model)
+        weighted = weighting.weigh_loss(loss, aux, batch, model)
+        return weighted if model.plan.compile is None else _copied(weighted)
 
     return compute_loss
 
@@ -212,6 +214,17 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
         position=position,
         updates=window.updates,
         aux=None if weighted.aux is None else _tree.map_tensors(Tensor.detach, weighted.aux),
+    )
+
+
+def _copied(weighted: WeightedLoss) -> WeightedLoss:
+    """What a report keeps, apart from outputs of CUDA graphs, whose next call overwrites them."""
+    weight, aux = weighted.weight, weighted.aux
+    return attrs.evolve(
+        weighted,
+        mean=weighted.mean.clone(),
+        weight=weight.clone() if isinstance(weight, Tensor) else weight,
+        aux=None if aux is None else _tree.map_tensors(Tensor.clone, aux),
     )
 
 
@@ -376,6 +389,7 @@ def _update(ctx: DistContext, batch: Batch, model: Wrapped, weighted: WeightedLo
         skip=problem is not None,
     )
     outcome = model.strategy.apply(model, spec)
+    count_update(ctx)
     model.status.added_grads = False
     rows = window.real_rows if window.micro else sum(batch.rows)
     window.end()

@@ -16,6 +16,7 @@ from fxtrain._record import shown
 from fxtrain.errors import StepError
 from fxtrain.ops.collectives import reduce
 from fxtrain.ops.devices import as_scalar
+from fxtrain.ops.transport.exchange import count_update
 from fxtrain.ops.transport.mismatches import name_lost_rank
 from fxtrain.state import Position, UpdateResult, UpdateSpec, Wrapped
 from fxtrain.state.wrapped import check_open
@@ -220,6 +221,7 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
     model.status.added_grads = False
     with _lost_ranks_named(model, "apply"):
         result = model.strategy.apply(model, update)
+    count_update(model.ctx)
     model.window.end()
     return result
 
