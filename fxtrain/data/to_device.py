@@ -45,11 +45,16 @@ def _on_copy_stream(
 ) -> Iterator[tuple[S, Sequence[Any]]]:
     """Copy to a GPU on a stream of its own: during the kernels of earlier steps, not after them.
 
-    A copy from pageable memory makes the host wait for that stream alone.
+    A copy from pageable memory makes the host wait for that stream alone. Sparse and nested
+    tensors, and objects that move themselves, are copied after the kernels of earlier steps: torch
+    cannot record a stream for them.
     """
     stream, copied = torch.cuda.Stream(ctx.device), torch.cuda.Event()
 
     def move(leaf: Any) -> Any:
+        if not _is_dense(leaf):
+            with torch.cuda.stream(current):
+                return _moved(leaf, ctx, plan)
         copy = _moved(leaf, ctx, plan)
         if copy is not leaf:
             # Its memory is the copy stream's: not reused before the kernels that read it end.
@@ -80,7 +85,10 @@ def _moved_ahead(
 
 
 def to_device(data: Any, ctx: DistContext, plan: Plan) -> Any:
-    """The same data with its tensors on the context's device; everything else is unchanged.
+    """The same data with its tensors on the context's device.
+
+    Objects with a method `to`, such as graphs of PyG and DGL, are replaced by what it returns;
+    everything else is unchanged.
 
     Effects:
         One copy per tensor, non-blocking from pinned memory; none on the CPU or with
@@ -92,10 +100,15 @@ def to_device(data: Any, ctx: DistContext, plan: Plan) -> Any:
 
 
 def _moved(leaf: Any, ctx: DistContext, plan: Plan) -> Any:
-    """A leaf on the device; the same object if it is there already, or is no tensor."""
+    """A leaf on the device; the same object if it is there already, or cannot be moved."""
     if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.to(ctx.device, non_blocking=plan.data.non_blocking and leaf.is_pinned())
+        return leaf.to(ctx.device) if callable(getattr(type(leaf), "to", None)) else leaf
+    pinned = plan.data.non_blocking and _is_dense(leaf) and leaf.is_pinned()
+    return leaf.to(ctx.device, non_blocking=pinned)
+
+
+def _is_dense(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
 
 
 def with_tensors(data: Any) -> Any:

@@ -78,7 +78,8 @@ def _compute_loss(loss_fn: Callable[[Any, Any], Any], model: Wrapped, batch: Bat
         loss, aux = out, None  # nothing to check or to unpack
     else:
         loss, aux = weighting.loss_and_aux(out)
-    return weighting.weigh_loss(loss, aux, batch, model)
+    weighted = weighting.weigh_loss(loss, aux, batch, model)
+    return weighted if model.plan.compile is None else _copied(weighted)
 
 
 def _timed(
@@ -185,6 +186,17 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
         position=position,
         updates=window.updates,
         aux=None if weighted.aux is None else _tree.map_tensors(Tensor.detach, weighted.aux),
+    )
+
+
+def _copied(weighted: WeightedLoss) -> WeightedLoss:
+    """What a report keeps, apart from outputs of CUDA graphs, whose next call overwrites them."""
+    weight, aux = weighted.weight, weighted.aux
+    return attrs.evolve(
+        weighted,
+        mean=weighted.mean.clone(),
+        weight=weight.clone() if isinstance(weight, Tensor) else weight,
+        aux=None if aux is None else _tree.map_tensors(Tensor.clone, aux),
     )
 
 

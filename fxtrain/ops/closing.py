@@ -29,15 +29,20 @@ def make_close(
     `topology` and `store`, those of a run whose default group was opened here, it closes all
     groups, and the other ranks are told why; it waits for them 5 s, or `timeout_s`, at most.
     """
-    world = dist.group.WORLD
+    open_world: list[Any] = [dist.group.WORLD]  # empty once it is closed
     patience_s = min(_LONGEST_CLOSE_S, timeout_s)
 
     def close_groups(error: BaseException | None) -> None:
-        if not dist.is_initialized() or dist.group.WORLD is not world:
+        if topology is not None and not serves:
+            atexit.unregister(at_exit)
+        # What stays registered holds no group, whose sockets and threads would stay open.
+        world = open_world.pop() if open_world else None
+        opened = [state.opened_groups.pop() for _ in range(len(state.opened_groups))]
+        if world is None or not dist.is_initialized() or dist.group.WORLD is not world:
             return
         groups: list[Any] = [world]
         if topology is None:
-            groups = [state.opened_groups.pop() for _ in range(len(state.opened_groups))]
+            groups = opened
         else:
             word = "" if error is None else f"{type(error).__name__}: {error}"
             longest_s = patience_s + 1 if error is None else _WORD_S
@@ -48,11 +53,16 @@ def make_close(
         for group in groups:
             dist.destroy_process_group(group)
 
-    if topology is not None:
+    def at_exit() -> None:
         # Python sets last_value before the functions of atexit run, if an exception ends the
-        # script. Registered until exit even after a close: another rank may still connect to this
-        # store.
-        atexit.register(lambda: close_groups(getattr(sys, "last_value", None)))
+        # script.
+        close_groups(getattr(sys, "last_value", None))
+
+    # The rank that serves the store holds it until exit, even after a close: another rank may still
+    # connect to it.
+    serves = topology is not None and topology.rank == 0 and not topology.store_is_served
+    if topology is not None:
+        atexit.register(at_exit)
     return close_groups
 
 

@@ -1,6 +1,7 @@
 """Collectives over trees: gather, reduce, broadcast."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -12,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from fxtrain import _tree
 from fxtrain._words import canonical_text
 from fxtrain.errors import CollectiveError
+from fxtrain.ops.transport.device_groups import can_defer, on_device
 from fxtrain.ops.transport.exchange import (
     EMPTY,
     Call,
@@ -179,7 +181,7 @@ def reduce(
         _check_reducible(tensors, op, others)
         done = [_fold(rows, op) for rows in stacked]
     else:
-        compare(ctx, call, wait=_on_cpu(tensors))
+        compare(ctx, call, wait=_on_cpu(tensors) or not can_defer(ctx))
         _check_reducible(tensors, op, others)
 
         def combine(piece: list[Tensor], group: Any) -> Tensor:
@@ -268,7 +270,7 @@ def _gather_leaves(
             blobs = [row[flat.numel() : size] for row, size in zip(rows, sizes, strict=True)]
     else:
         if others is None:
-            compare(ctx, call, wait=_on_cpu(tensors))
+            compare(ctx, call, wait=_on_cpu(tensors) or not can_defer(ctx))
         else:
             blobs = exchange_payloads(ctx, call, others)
 
@@ -309,9 +311,11 @@ def in_pieces(
     out: dict[int, Tensor] = {}
     for places in pieces(tensors):
         piece = [tensors[place] for place in places]
-        group = ctx.comm.control if piece[0].is_cpu else ctx.comm.group
         with rank_loss_guard(ctx, call):
-            rows = run(piece, group)
+            if piece[0].is_cpu:
+                rows = run(piece, ctx.comm.control)
+            else:
+                rows = on_device(ctx, partial(run, piece))
         out |= zip(places, split_rows(rows, piece, joined=joined), strict=True)
     return [out[place] for place in range(len(tensors))]
 
@@ -391,10 +395,18 @@ class _Gathered(torch.autograd.Function):
         if ctx.world_size == 1:
             return grad.reshape(state.shape), None
         mine = grad.new_empty(state.shape)
-        group = ctx.comm.control if grad.is_cpu else ctx.comm.group
+        sent, received = _as_real(grad).reshape(-1), _as_real(mine).view(-1)
         with rank_loss_guard(ctx, ("gather", "grad=True"), ("gather", "its backward")):
-            _reduce_scatter(mine.view(-1), grad.reshape(-1), group=group)
+            if grad.is_cpu:
+                _reduce_scatter(received, sent, group=ctx.comm.control)
+            else:
+                on_device(ctx, lambda group: _reduce_scatter(received, sent, group=group))
         return mine, None
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs, which every library sums."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _check_reducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) -> None:
@@ -431,8 +443,7 @@ def _reduced(piece: list[Tensor], op: str, ranks: int, group: Any) -> Tensor:
     if wide.is_complex() and op == "product":  # does not act on real and imaginary separately
         wide = gather_piece([wide], ranks, group).prod(0)
     else:
-        sent = torch.view_as_real(wide) if wide.is_complex() else wide
-        dist.all_reduce(sent, op=_OPS[op][0], group=group)
+        dist.all_reduce(_as_real(wide), op=_OPS[op][0], group=group)
     return _narrow(wide, flat.dtype, op, ranks)[None]
 
 

@@ -23,7 +23,7 @@ from fxtrain.ops.opening import open_by_members, open_group
 from fxtrain.ops.rendezvous_store import open_store
 from fxtrain.ops.stacks import STACKS
 from fxtrain.ops.standing import watch_standing
-from fxtrain.ops.transport.exchange import CallState
+from fxtrain.ops.transport.exchange import EMPTY, CallState, Updates, exchange_payloads
 from fxtrain.state import Comm, CommState, DistContext, Mesh, Plan
 from fxtrain.state.context import with_plan
 from fxtrain.state.files import PLAN_VARIABLE, given_values, plan_with
@@ -237,13 +237,19 @@ def _connect_ranks(
         key=key,
     )
     state.opened_groups.append(control)
+    comm.slot(Updates)
     comm.slot(CallState)  # the thread that connects makes the calls
     spans = {} if mesh is None else SPANS
     parts = {name: axis_groups(shape, span) for name, span in spans.items()}
     if topology.num_nodes > 1:
         parts["node"] = _node_parts(_context(topology, device, comm, shape, {}))
     axes = _open_axes(comm, parts, topology.rank, wait, device, owned=owned)
-    return _context(topology, device, comm, shape, axes)
+    for _, part in axes.values():
+        part.state.slots[Updates] = comm.slot(Updates)
+    ctx = _context(topology, device, comm, shape, axes)
+    if not simulated:  # a rank that closes at once would break others that still connect
+        exchange_payloads(ctx, ("detect", ""), EMPTY)
+    return ctx
 
 
 def _context(

@@ -1,5 +1,6 @@
 """The device of a rank, and its random generators."""
 
+import platform
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -57,7 +58,7 @@ def _pick_device(requested: str | torch.device | None, topology: Topology) -> to
     if index is None:
         # Some launchers show each rank only its own device (`srun --gpus-per-task=1`, or one entry
         # in CUDA_VISIBLE_DEVICES), so that every rank finds it at index 0.
-        index = 0 if count == 1 else topology.local_rank
+        index = 0 if count == 1 else _index(topology)
     if index >= count:
         raise ContextError(
             f"Rank {topology.rank} (local rank {topology.local_rank}) needs "
@@ -68,6 +69,28 @@ def _pick_device(requested: str | torch.device | None, topology: Topology) -> to
         )
     torch.accelerator.set_device_index(index)
     return torch.device(wanted.type, index)
+
+
+def _index(topology: Topology) -> int:
+    """The index of this rank's device, of several.
+
+    Beside a process group that exists already it is the current device, as torch's communicators
+    take it: scripts call `torch.cuda.set_device` before. If this rank's is the first, the script
+    may have left all ranks there: then it counts if the others of its machine have other ones.
+    """
+    if dist.group.WORLD is None:
+        return topology.local_rank
+    current, host = torch.accelerator.current_device_index(), platform.node()
+    if dist.get_backend() == "fake":  # whose store keeps nothing
+        return current or topology.local_rank
+    store: Any = dist.distributed_c10d._get_default_store()
+    store.set(f"fxtrain/current/{topology.rank}", f"{current} {host}")
+    if current or not topology.local_rank:
+        return current
+    keys = [f"fxtrain/current/{rank}" for rank in range(topology.world_size)]
+    entries = [entry.decode().split(" ", 1) for entry in store.multi_get(keys)]
+    indices = [index for index, other in entries if other == host]
+    return current if len(set(indices)) == len(indices) else topology.local_rank
 
 
 def check_own_device(

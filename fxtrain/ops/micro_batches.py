@@ -15,6 +15,7 @@ from fxtrain.errors import StepError
 from fxtrain.ops import weighting
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.schedules import advance_schedulers, end_epoch, steps_per_update
+from fxtrain.ops.transport.exchange import count_update
 from fxtrain.state import Batch, Position, UpdateResult, UpdateSpec, WeightedLoss, Wrapped
 from fxtrain.state.wrapped import keep_buffers, settle_buffers
 
@@ -138,6 +139,7 @@ def end_micro_batch(
         else:
             spec = _with_scale(spec, scale, zero=zero)
         outcome = model.strategy.apply(model, spec)
+        count_update(model.ctx)
         rows = window.real_rows if window.micro else sum(batch.rows)
         window.end()
         model.status.added_grads, model.status.batch = False, None

@@ -35,6 +35,8 @@ class CommState:
         background_tasks: Background work that still needs the ranks, with a `finish()` that
             waits for it; closing calls it.
         open_runs: Iterators of `fit`; closing ends them first, since they save their runs.
+        last_checks: Functions that closing calls before, if no error ends the run; they raise for
+            calls that not all ranks made.
         at_close: Functions that closing calls, after no more calls are accepted.
         opened_groups: Process groups that were opened for this context, to be closed with it.
         closed: Whether the context was closed, so that no call can be made.
@@ -45,6 +47,7 @@ class CommState:
     failure: str | None = None
     background_tasks: list[Any] = attrs.field(factory=list)
     open_runs: weakref.WeakSet[Any] = attrs.field(factory=weakref.WeakSet, repr=False)
+    last_checks: list[Callable[[], None]] = attrs.field(factory=list)
     at_close: list[Callable[[], None]] = attrs.field(factory=list)
     opened_groups: list[Any] = attrs.field(factory=list)
     closed: bool = False
@@ -120,6 +123,11 @@ class Comm:
             try:
                 self.state.background_tasks.pop(0).finish()
             except Exception as failed:  # any error: the groups are closed all the same
+                errors.append(failed)
+        while self.state.last_checks and error is None:
+            try:
+                self.state.last_checks.pop()()
+            except Exception as failed:  # as above
                 errors.append(failed)
         raised = error
         for failed in errors:

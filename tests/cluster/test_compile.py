@@ -79,6 +79,34 @@ def test_what_stands_behind_hooks_of_fsdp_is_compiled(pair, name, strategy):
         assert calls >= 2 and undone
 
 
+class _WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        loss = (self.layer(x) - 1).square().mean()
+        return loss, {"loss": loss.detach()}
+
+
+def test_a_report_keeps_no_output_of_a_compiled_model(ctx):
+    """Under CUDA graphs the next call writes into the memory of outputs."""
+    plan = fx.Plan(compile=fx.Compile(backend="eager"))
+    sgd = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+    model, outputs = fx.wrap(_WithLoss(), ctx, plan, optimizer=sgd), []
+
+    def loss(model, batch):
+        outputs.append(model(batch.data))
+        return outputs[-1]
+
+    report = fx.step(ctx, fx.batch(torch.randn(2, 4), ctx, plan), fx.StepFns(model, loss))
+    ((total, aux),) = outputs
+    with torch.no_grad():
+        total.zero_()
+        aux["loss"].zero_()
+    assert float(report.loss) == float(report.aux["loss"]) > 0
+
+
 def test_fp16_on_a_cpu_is_advised_against_once(ctx, caplog):
     for compute in ("fp32", "bf16", "fp16"):
         fx.wrap(torch.nn.Linear(2, 1), ctx, fx.Plan(precision=compute))(torch.ones(1, 2))

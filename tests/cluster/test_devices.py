@@ -1,5 +1,6 @@
 """Which device a rank uses, where the launcher shows it one device or all of the node."""
 
+import platform
 import types
 
 import pytest
@@ -15,13 +16,14 @@ from fxtrain.state.topology import Topology
 @pytest.fixture
 def cuda(monkeypatch):
     """CUDA as torch shows it, with the number of devices that the test sets."""
-    found = types.SimpleNamespace(count=1, uuids={}, selected=[])
+    found = types.SimpleNamespace(count=1, uuids={}, selected=[], current=0)
     accelerator = torch.accelerator
     monkeypatch.setattr(
         accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
     )
     monkeypatch.setattr(accelerator, "device_count", lambda: found.count)
     monkeypatch.setattr(accelerator, "set_device_index", found.selected.append)
+    monkeypatch.setattr(accelerator, "current_device_index", lambda: found.current)
     return found
 
 
@@ -58,6 +60,30 @@ def test_the_device_of_an_existing_group_is_used(cuda):
         dist.group.WORLD.bound_device_id = torch.device("cuda:3")
         assert _device(0) == torch.device("cuda:3")
         assert _device(0, "cuda:1") == torch.device("cuda:1")
+    finally:
+        dist.destroy_process_group()
+
+
+# Of rank 1, and of rank 0 on the same machine or on another one; then the device of rank 1.
+CURRENT = {
+    "chosen": (3, "0 here", 3),
+    "in another order": (0, "1 here", 0),
+    "left alone": (0, "0 here", 1),
+    "of another machine": (0, "0 there", 0),
+}
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_the_current_device_beside_an_existing_group_is_used(cuda, name, monkeypatch):
+    cuda.count = 4
+    cuda.current, other, wanted = CURRENT[name]
+    monkeypatch.setattr(platform, "node", lambda: "here")
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dist.distributed_c10d._get_default_store().set("fxtrain/current/0", other)
+        place = Topology(rank=1, world_size=2, local_rank=1, local_world_size=2)
+        assert devices.find_device(None, {}, place)[0] == torch.device("cuda", wanted)
     finally:
         dist.destroy_process_group()
 

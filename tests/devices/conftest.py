@@ -26,7 +26,7 @@ DEVICES = [
 ]
 # Names of tests that passed, where a run of limited length is continued by the next one.
 _PASSED = os.environ.get("FXTRAIN_GPU_PASSED", "")
-_ON_GPUS = {"gpu", "nccl", "pair_of_gpus"}
+_MARKS = dict.fromkeys(("gpu", "nccl", "pair_of_gpus"), "gpu") | {"queued": "shadow"}
 # What the device "shadow" cannot do, and how the names of tests that need it begin.
 _SHADOW_LACKS = {
     "torch assigns to .data between the CPU and devices of its own only": (
@@ -55,8 +55,9 @@ _SHADOW_LACKS = {
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none, and leave out what has passed before."""
     for item in items:
-        if _ON_GPUS & {*getattr(item, "fixturenames", ())}:
-            item.add_marker(pytest.mark.gpu)
+        marks = {_MARKS[name] for name in getattr(item, "fixturenames", ()) if name in _MARKS}
+        for mark in marks:
+            item.add_marker(mark)
     passed = set(Path(_PASSED).read_text().splitlines()) if os.path.exists(_PASSED) else set()
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
     items[:] = [item for item in items if item.nodeid not in passed]
@@ -98,6 +99,18 @@ def one(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 def two(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Two ranks."""
     yield from _pool(2, request.param)
+
+
+@pytest.fixture(scope="session")
+def queued() -> Iterator[Cluster]:
+    """Two ranks whose collectives are queued and matched by order alone, as those of NCCL are."""
+    library = "cpu:gloo,shadow:ordered"
+    preload = ("tests.devices.shadow",)
+    pool = Cluster(
+        2, timeout_s=30.0, call_s=120.0, device="shadow", preload=preload, library=library
+    )
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 // The device "shadow": its memory is host memory that only its own kernels accept, so that a tensor
 // left on the CPU is an error as it would be on a GPU. Kernels are torch's for the CPU, collectives
-// those of gloo.
+// those of gloo, or queued as those of NCCL are.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -12,10 +12,17 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/extension.h>
 #include <torch/library.h>
+#include <atomic>
+#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <thread>
+#include <vector>
 
 namespace {
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
@@ -107,10 +114,41 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
   return at::detail::empty_strided_generic(size, stride, &allocator,
       c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
+// The memory that queued collectives will write. A kernel that uses it waits, as on a stream.
+struct InFlight {
+  std::mutex lock;
+  std::condition_variable changed;
+  std::map<const void*, int> counts;
+  std::vector<const void*> add(const std::vector<at::Tensor>& tensors) {
+    std::lock_guard<std::mutex> guard(lock);
+    std::vector<const void*> places;
+    for (const auto& one : tensors) {
+      places.push_back(one.storage().data());
+      ++counts[places.back()];
+    }
+    return places;
+  }
+  void remove(const std::vector<const void*>& places) {
+    std::lock_guard<std::mutex> guard(lock);
+    for (const void* place : places)
+      if (--counts[place] == 0) counts.erase(place);
+    changed.notify_all();
+  }
+  void wait(const at::Tensor& tensor) {
+    std::unique_lock<std::mutex> guard(lock);
+    changed.wait(guard, [&] { return !counts.count(tensor.storage().data()); });
+  }
+};
+InFlight in_flight;
+
 // The same memory as a CPU tensor.
-at::Tensor on_host(const at::Tensor& tensor) {
+at::Tensor memory_of(const at::Tensor& tensor) {
   if (tensor.device().is_cpu()) return tensor;
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU).requires_grad(false));
+}
+at::Tensor on_host(const at::Tensor& tensor) {
+  if (!tensor.device().is_cpu()) in_flight.wait(tensor);
+  return memory_of(tensor);
 }
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
   on_host(to).copy_(on_host(self));
@@ -329,13 +367,180 @@ struct HostGloo final : c10d::Backend {
     return gloo_->recv(host, from, tag);
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override { return gloo_->barrier(options); }
+  void abort() override { aborted_ = true; }
 
  private:
-  static WorkPtr done(const WorkPtr& work, const Tensors& outputs) {
+  WorkPtr done(const WorkPtr& work, const Tensors& outputs) {
+    while (!work->isCompleted()) {
+      TORCH_CHECK(!aborted_, "the communicator was aborted");
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
     work->wait();
     return c10::make_intrusive<Done>(outputs);
   }
   c10::intrusive_ptr<c10d::Backend> gloo_;
+  std::atomic<bool> aborted_{false};
+};
+
+// Collectives as NCCL has them: queued, so that the host never waits; carried out in the order of the
+// queue; matched between the ranks by that order alone, whatever the operation and its size. A rank
+// reads as many bytes as it expects, whatever the others have sent.
+struct Ordered final : c10d::Backend {
+  static constexpr int64_t kSlot = 1 << 18;  // bytes of one message, at most
+
+  struct Job {
+    at::Tensor row;  // what this rank sends
+    std::vector<const void*> places;  // that are written
+    std::function<void(const at::Tensor&)> finish;  // takes what all ranks have sent
+  };
+  struct Queue {
+    std::mutex lock;
+    std::condition_variable changed;
+    std::deque<Job> jobs;
+    bool ends = false, aborted = false;
+    c10::intrusive_ptr<c10d::Backend> gloo;
+
+    void drop() {
+      std::lock_guard<std::mutex> guard(lock);
+      aborted = true;
+      for (const auto& job : jobs) in_flight.remove(job.places);
+      jobs.clear();
+    }
+    void run() {
+      at::NoGradGuard no_grad;
+      while (true) {
+        Job job;
+        {
+          std::unique_lock<std::mutex> guard(lock);
+          changed.wait(guard, [&] { return ends || !jobs.empty(); });
+          if (jobs.empty()) return;
+          job = jobs.front();
+        }
+        bool arrived = true;
+        auto all = at::zeros({gloo->getSize(), kSlot}, at::kByte);
+        try {
+          gloo->_allgather_base(all, job.row)->wait();
+        } catch (const std::exception&) {
+          arrived = false;  // a rank was lost: as after an abort, values are undefined
+        }
+        std::lock_guard<std::mutex> guard(lock);
+        if (jobs.empty()) return;  // aborted
+        if (arrived) job.finish(all);
+        jobs.pop_front();
+        in_flight.remove(job.places);
+      }
+    }
+  };
+
+  explicit Ordered(c10::intrusive_ptr<c10d::Backend> gloo)
+      : c10d::Backend(gloo->getRank(), gloo->getSize()), queue_(std::make_shared<Queue>()) {
+    queue_->gloo = std::move(gloo);
+    std::thread([queue = queue_] { queue->run(); }).detach();
+  }
+  ~Ordered() override {
+    std::lock_guard<std::mutex> guard(queue_->lock);
+    queue_->ends = true;
+    queue_->changed.notify_all();
+  }
+  const std::string getBackendName() const override { return "ordered"; }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return 0; }
+  void setTimeout(std::chrono::milliseconds timeout) override { queue_->gloo->setTimeout(timeout); }
+  void abort() override { queue_->drop(); }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    return enqueue(tensors, tensors, [to = tensors, root = options.rootRank](const at::Tensor& all) {
+      fill(to, all[root]);
+    });
+  }
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return enqueue(tensors, tensors, [to = tensors, op = options.reduceOp](const at::Tensor& all) {
+      int64_t at = 0;
+      for (const auto& one : to) {
+        memory_of(one).copy_(combined(rows(all, at, one), op).view(one.sizes()));
+        at += one.nbytes();
+      }
+    });
+  }
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    return allreduce(tensors, options);
+  }
+  WorkPtr allgather(std::vector<Tensors>& to, Tensors& from, const c10d::AllgatherOptions&) override {
+    return enqueue(from, to[0], [to = to[0]](const at::Tensor& all) {
+      for (size_t rank = 0; rank < to.size(); ++rank) fill({to[rank]}, all[rank]);
+    });
+  }
+  WorkPtr _allgather_base(at::Tensor& to, at::Tensor& from, const c10d::AllgatherOptions&) override {
+    return enqueue({from}, {to}, [to = to](const at::Tensor& all) {
+      const auto own = memory_of(to).view({all.size(0), -1});
+      for (int64_t rank = 0; rank < all.size(0); ++rank) fill({own[rank]}, all[rank]);
+    });
+  }
+  WorkPtr allgather_into_tensor_coalesced(Tensors& to, Tensors& from, const c10d::AllgatherOptions& options) override {
+    WorkPtr last;
+    for (size_t i = 0; i < to.size(); ++i) last = _allgather_base(to[i], from[i], options);
+    return last;
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& to, at::Tensor& from, const c10d::ReduceScatterOptions& options) override {
+    return enqueue({from}, {to}, [to = to, rank = getRank(), op = options.reduceOp](const at::Tensor& all) {
+      memory_of(to).copy_(combined(rows(all, rank * static_cast<int64_t>(to.nbytes()), to), op).view(to.sizes()));
+    });
+  }
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& to, Tensors& from, const c10d::ReduceScatterOptions& options) override {
+    WorkPtr last;
+    for (size_t i = 0; i < to.size(); ++i) last = _reduce_scatter_base(to[i], from[i], options);
+    return last;
+  }
+  WorkPtr barrier(const c10d::BarrierOptions&) override {
+    return enqueue({}, {}, [](const at::Tensor&) {});
+  }
+
+ private:
+  // The values of all ranks in place of this tensor's, (ranks, values), from a byte of their messages.
+  static at::Tensor rows(const at::Tensor& all, int64_t at, const at::Tensor& like) {
+    return all.narrow(1, at, like.nbytes()).contiguous().view(like.scalar_type());
+  }
+  static at::Tensor combined(const at::Tensor& rows, const c10d::ReduceOp& op) {
+    switch (op) {
+      case c10d::ReduceOp::SUM: return at::sum(rows, 0, false, rows.scalar_type());
+      case c10d::ReduceOp::AVG: return at::mean(rows, 0);
+      case c10d::ReduceOp::MAX: return at::amax(rows, 0);
+      case c10d::ReduceOp::MIN: return at::amin(rows, 0);
+      case c10d::ReduceOp::PRODUCT: return at::prod(rows, 0, false, rows.scalar_type());
+      case c10d::ReduceOp::PREMUL_SUM: {
+        auto factor = c10::static_intrusive_pointer_cast<c10d::NCCLPreMulSumSupplement>(op.supplement_);
+        return at::sum(rows * factor->double_factor, 0, false, rows.scalar_type());
+      }
+      default: TORCH_CHECK(false, "not an operation of this backend");
+    }
+  }
+  static void fill(const Tensors& to, const at::Tensor& bytes) {
+    int64_t at = 0;
+    for (const auto& one : to) {
+      memory_of(one).copy_(bytes.narrow(0, at, one.nbytes()).clone().view(one.scalar_type()).view(one.sizes()));
+      at += one.nbytes();
+    }
+  }
+  WorkPtr enqueue(const Tensors& inputs, const Tensors& outputs, std::function<void(const at::Tensor&)> finish) {
+    int64_t size = 0;
+    for (const auto& one : inputs) size += one.nbytes();
+    TORCH_CHECK(size <= kSlot, "the queue of this test device takes ", kSlot, " bytes at once, not ", size);
+    // Kernels run on the host here, so that their values are complete. What a collective is about to
+    // write is waited for.
+    auto row = at::zeros({1, kSlot}, at::kByte);
+    int64_t at = 0;
+    for (const auto& one : inputs) {
+      auto bytes = on_host(one).contiguous().view(-1).view(at::kByte);
+      row[0].narrow(0, at, bytes.numel()).copy_(bytes);
+      at += bytes.numel();
+    }
+    std::lock_guard<std::mutex> guard(queue_->lock);
+    TORCH_CHECK(!queue_->aborted, "the communicator was aborted");
+    queue_->jobs.push_back({row, in_flight.add(outputs), std::move(finish)});
+    queue_->changed.notify_all();
+    return c10::make_intrusive<Done>(outputs);
+  }
+  std::shared_ptr<Queue> queue_;
 };
 }  // namespace
 
@@ -344,5 +549,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", &default_generator);
   m.def("host_gloo", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<HostGloo>(std::move(gloo));
+  });
+  m.def("ordered", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
+    return c10::make_intrusive<Ordered>(std::move(gloo));
   });
 }

@@ -75,6 +75,11 @@ def _register():
     def connect(store, rank, size, timeout):
         return compiled.host_gloo(dist.ProcessGroupGloo(store, rank, size, timeout))
 
+    def queue(store, rank, size, timeout):
+        return compiled.ordered(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+    # What is registered last is the default of the device.
+    dist.Backend.register_backend("ordered", queue, devices=["shadow"])
     dist.Backend.register_backend("hostgloo", connect, devices=["shadow"])
     # FSDP assigns to `.data`, which torch allows between the CPU and devices of its own only.
     _fsdp_init._move_states_to_device = _move_states

@@ -35,6 +35,7 @@ def test_replicas_that_average(two, law):
     law(two, fx.Plan(local=fx.LocalSGD(every=1)), terms=TERMS)
 
 
+# At one rank these plans leave the module as it is: test_engines.py has torch's engines over NCCL.
 @pytest.mark.gpu
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("strategy", [fx.DDP(), fx.FSDP()], ids=["ddp", "fsdp"])

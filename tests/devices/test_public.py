@@ -130,3 +130,27 @@ def _random_numbers(ctx):
 
 def test_random_numbers_of_the_device_are_restored(one):
     assert one.run(_random_numbers) == [True]
+
+
+class Graph:
+    """Moves itself, as graphs of PyG and DGL do; torch knows no leaves of it."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        return Graph(self.x.to(device))
+
+
+def _graphs(rows):
+    return {"graph": Graph(torch.stack(rows)), "kind": Graph, "name": "a"}
+
+
+def _moved_by_itself(ctx):
+    loader = DataLoader(torch.ones(4, 2), batch_size=2, collate_fn=_graphs)
+    batch = next(iter(fx.shard(loader, ctx))).data
+    return batch["graph"].x.device == ctx.device, batch["kind"] is Graph, batch["name"]
+
+
+def test_objects_with_a_method_to_are_moved(one):
+    assert one.run(_moved_by_itself) == [(True, True, "a")]

@@ -108,35 +108,6 @@ def test_deepspeed_skips_an_update_that_overflows(nccl, stage):
     assert all(torch.isfinite(value).all() for value in run.parameters.values())
 
 
-HOOKS = {
-    "fp16": fx.CommHook(name="fp16"),
-    "bf16": fx.CommHook(name="bf16"),
-    "power_sgd over bf16": fx.CommHook(
-        name="power_sgd", wrapper="bf16", power_sgd=fx.PowerSGD(start_iter=2)
-    ),
-}
-
-
-def _hooked(ctx, hook):
-    plain, hooked = [], []
-    for losses, strategy in ((plain, fx.DDP()), (hooked, fx.DDP(hook=hook))):
-        try:
-            loader, fns = parts(ctx, fx.Plan(strategy=strategy))
-        except fx.PlanError as error:
-            return plain, str(error)
-        losses += [float(fx.step(ctx, batch, fns).loss) for batch in loader]
-    return plain, hooked
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_communication_hooks_train(nccl, name):
-    ((plain, hooked),) = nccl.run(_hooked, HOOKS[name])
-    if STAND_IN and "bf16" in name:
-        assert "NCCL and XCCL only" in hooked
-    else:
-        assert hooked == pytest.approx(plain, rel=0.05)
-
-
 TOKENS = torch.arange(6)[None]
 
 

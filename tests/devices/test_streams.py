@@ -1,6 +1,7 @@
 """Copies on streams of their own: batches to the device, saves in the background from it."""
 
 import time
+import warnings
 
 import pytest
 import torch
@@ -175,3 +176,22 @@ def _resumed_by_other_optimizers(ctx, folder):
 
 def test_states_of_fused_optimizers_are_restored(gpu, tmp_path):
     assert gpu.run(_resumed_by_other_optimizers, str(tmp_path)) == [[{8.0}, {16.0}, {24.0}]]
+
+
+def _unusual(ctx):
+    """Batches of sparse and nested tensors, for which torch cannot record a stream."""
+    for kind in ("PyTorch API of nested", "Sparse CSR tensor support"):
+        warnings.filterwarnings("ignore", message=f".*{kind}")
+    eye = torch.eye(4)
+    kinds = [eye.to_sparse(), eye.to_sparse_csr(), torch.nested.nested_tensor([eye, eye[:2]])]
+    out = []
+    for kind in kinds:
+        loader = fx.shard(DataLoader([kind] * 2, batch_size=None), ctx)
+        for batch in loader:
+            total = batch.data.to_dense() if not batch.data.is_nested else batch.data.unbind()[0]
+            out.append((batch.data.device.type == ctx.device.type, float(total.sum())))
+    return out
+
+
+def test_batches_of_sparse_and_nested_tensors_are_moved(nccl):
+    assert nccl.run(_unusual) == [[(True, 4.0)] * 6]

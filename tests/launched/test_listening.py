@@ -1,5 +1,6 @@
 """At which addresses launchers and ranks listen: what other machines could reach."""
 
+import json
 import os
 import signal
 import socket
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from fxtrain import _addresses as addresses
-from tests.launched._run import FXTRAIN, SCRIPTS, finish, start
+from tests.launched._run import FXTRAIN, SCRIPTS, finish, run_fork, start
 from tests.launched._sockets import addresses_of
 
 pytestmark = [
@@ -41,6 +42,15 @@ def test_a_launcher_and_its_ranks_listen_on_loopback(words):
     assert finish(process, timeout_s=60).code == 128 + signal.SIGTERM
     assert launcher and all(ranks)  # a store, and gloo's sockets
     assert {*launcher, *ranks[0], *ranks[1]} == {"127.0.0.1"}
+
+
+def test_a_closed_context_leaves_no_sockets_and_threads():
+    ended = run_fork(*FXTRAIN, "launch", "--cpu", "--ranks=2", str(SCRIPTS / "reopens.py"))
+    assert ended.code == 0, ended
+    files, threads = map(json.loads, ended.out.strip().replace("] [", "]\n[").splitlines())
+    # What torch and fxtrain open once is open after the first.
+    assert files[1:] == files[:1] * 3
+    assert threads[1:] == threads[:1] * 3
 
 
 def _addresses_here(ctx):

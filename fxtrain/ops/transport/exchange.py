@@ -10,6 +10,7 @@ all-gather, once the headers agree.
 
 import collections
 import hashlib
+import os
 import struct
 import threading
 import time
@@ -23,10 +24,12 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fxtrain._display import counted
 from fxtrain.errors import CollectiveError
 from fxtrain.ops.transport.mismatches import (
     CallSite,
     call_site,
+    deferred_mismatch_error,
     lost_rank_error,
     mismatch_error,
     mismatch_text,
@@ -34,8 +37,14 @@ from fxtrain.ops.transport.mismatches import (
 from fxtrain.ops.transport.pace import Pace
 from fxtrain.state import DistContext
 
-_HEADER = struct.Struct("<16sQQ")  # digest, payload length, pace of the rank
+# Digest, payload length, pace of the rank, updates since the last call if the comparison of this
+# one is deferred and -1 otherwise, and what a mismatch shows of a call if no rank can be asked.
+_HEADER = struct.Struct("<16sQIi64s")
 HEADER = _HEADER.size
+_UNIT = 32  # a packet's length is a multiple of it
+_SHOWN = 64  # bytes of text in a header
+_WAITED = -1
+_MAX_MICROS = 2**32 - 1
 _MAX_PACKET_BYTES = 8192
 _RECENT = 8
 _MAX_TOTAL_BYTES = 1 << 19  # bytes that arrive at each rank in one exchange, at most
@@ -59,6 +68,7 @@ class Exchange:
         work: The all-gather of packets, or that of payloads which follows it.
         site: Where the call is made; None to find it when it is needed.
         rows: Every rank's payload, uint8, (ranks, the longest), if one does not fit in a packet.
+        updates: Of models in this context since the last call, if the comparison is deferred.
     """
 
     call: Call
@@ -67,6 +77,27 @@ class Exchange:
     work: dist.Work
     site: CallSite | None = None
     rows: Tensor | None = None
+    updates: int = _WAITED
+
+
+@attrs.define(eq=False)
+class Updates:
+    """Optimizer updates of a context's models: where a rank is in its loop.
+
+    Calls are matched by their order. A rank that skips one whose comparison is deferred does not
+    wait, so its next one, some updates later, would match.
+
+    Attributes:
+        count: Updates so far, in all ranks alike. The axes of a context share it.
+    """
+
+    count: int = 0
+
+
+def count_update(ctx: DistContext) -> None:
+    """Note that every rank of a context has updated one of its models."""
+    if (updates := ctx.comm.state.slots.get(Updates)) is not None:
+        updates.count += 1
 
 
 @attrs.define(eq=False)
@@ -89,6 +120,8 @@ class CallState:
         in_main_first: Whether this rank is inside a block of `ops.main_first`.
         differed: The value of `count` when calls of the ranks last differed, which is an error on
             every rank of this communicator; 0 if they never did.
+        updates: The updates at the last call.
+        device_group: torch's process group for tensors of the device; None before there are any.
     """
 
     thread: int | None = attrs.field(factory=threading.get_ident)
@@ -103,12 +136,14 @@ class CallState:
     in_flight: Exchange | None = None
     in_main_first: bool = False
     differed: int = 0
+    updates: int = 0
+    device_group: Any = None
 
 
 def capacity(world_size: int) -> int:
     """Payload bytes that fit in a packet, at this world size."""
     size = min(_MAX_PACKET_BYTES, max(_MAX_TOTAL_BYTES // world_size, 2 * HEADER))
-    return size // HEADER * HEADER - HEADER
+    return size // _UNIT * _UNIT - HEADER
 
 
 def exchange_payloads(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
@@ -181,11 +216,10 @@ def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
         return
     state, digest = settle(ctx), _digest_of(call)
     with rank_loss_guard(ctx, call):
-        exchange = _start(ctx, state, call, digest, EMPTY)
         if not wait and digest in state.verified:
-            exchange.site = call_site(call[0])
+            _start(ctx, state, call, digest, EMPTY, site=call_site(call[0]))
         else:
-            _complete(ctx, state, exchange)
+            _complete(ctx, state, _start(ctx, state, call, digest, EMPTY))
     state.verified.add(digest)
 
 
@@ -265,10 +299,24 @@ class rank_loss_guard:
 
 
 def _start(
-    ctx: DistContext, state: CallState, call: Call, digest: bytes, payload: Tensor
+    ctx: DistContext,
+    state: CallState,
+    call: Call,
+    digest: bytes,
+    payload: Tensor,
+    *,
+    site: CallSite | None = None,
 ) -> Exchange:
-    """Send this rank's packet."""
+    """Send this rank's packet. The comparison of a call with its `site` is deferred."""
     state.count += 1
+    clock = ctx.comm.state.slots.get(Updates)
+    updates = 0 if clock is None else clock.count
+    passed, state.updates = updates - state.updates, updates
+    if site is None:
+        passed, shown = _WAITED, f"{call[0]}({call[1][:_SHOWN]})"
+    else:
+        where = f" at {os.path.basename(site[1])} after {counted(passed, 'update')}"
+        shown = f"{call[0]}({call[1][: max(0, _SHOWN - 2 - len(call[0] + where))]}){where}"
     state.recent.append((state.count, call, time.time_ns()))
     size, room, pace = payload.numel(), capacity(ctx.world_size), ctx.comm.state.slots.get(Pace)
     length = HEADER + room
@@ -278,15 +326,16 @@ def _start(
         with _disable_current_modes(), torch.inference_mode(mode=False):
             flat = torch.frombuffer(state.received, dtype=torch.uint8)
             state.packets = flat.view(ctx.world_size, length)
-    begin, micros = ctx.rank * length, 0 if pace is None else pace.micros
-    _HEADER.pack_into(state.received, begin, digest, size, micros)
+    begin, micros = ctx.rank * length, 0 if pace is None else min(pace.micros, _MAX_MICROS)
+    text = shown[:_SHOWN].encode(errors="replace")
+    _HEADER.pack_into(state.received, begin, digest, size, micros, passed, text)
     packet = state.packets[ctx.rank]
     if 0 < size <= room:
         packet[HEADER : HEADER + size] = payload
     if ctx.comm.simulated:
         state.received[:] = state.received[begin : begin + length] * ctx.world_size
     work = _all_gather(ctx, state.packets, packet)
-    exchange = state.in_flight = Exchange(call, digest, payload, work)
+    exchange = state.in_flight = Exchange(call, digest, payload, work, site, updates=passed)
     return exchange
 
 
@@ -299,15 +348,13 @@ def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> list[in
         By rank, the bytes of its payload.
     """
     until = time.monotonic() + ctx.comm.timeout_s
-    received, room = state.received, capacity(ctx.world_size)
+    room = capacity(ctx.world_size)
     # Messages are not recorded, so this is what a trace shows of an exchange.
     with _TORCH._profiler._RecordFunctionFast("fxtrain::exchange"):
         exchange.work.wait(_remaining(until))
-        headers = [
-            _HEADER.unpack_from(received, at) for at in range(0, len(received), HEADER + room)
-        ]
-        sizes = [size for _, size, _ in headers]
-        differ = ctx.comm.checks and any([digest != exchange.digest for digest, *_ in headers])
+        headers = read_headers(ctx, state)
+        sizes = [size for _, size, *_ in headers]
+        differ = ctx.comm.checks and headers_differ(headers)
         if not differ and max(sizes) > room:
             if exchange.rows is None:
                 payload = exchange.payload
@@ -320,7 +367,15 @@ def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> list[in
     state.completed = state.count
     pace = ctx.comm.state.slots.get(Pace)
     if pace is not None and pace.fresh and ctx.is_main and ctx.comm.name == "world":
-        pace.compare(ctx, [micros for *_, micros in headers])
+        pace.compare(ctx, [micros for _, _, micros, *_ in headers])
+    if differ and any(passed != _WAITED for *_, passed, _ in headers):
+        # Such a rank may wait for its device, so that it cannot take part in another exchange.
+        state.verified.clear()
+        if state.device_group is not None:
+            state.device_group.abort()
+            state.device_group = None  # the next call opens another one
+        shown = [text.rstrip(b"\0").decode(errors="ignore") for *_, text in headers]
+        raise deferred_mismatch_error(ctx, shown)
     if differ:
         text = mismatch_text(exchange.call, exchange.site or call_site(exchange.call[0]))
         cut = text.encode()[: room - 1].decode(errors="ignore")
@@ -328,6 +383,24 @@ def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> list[in
         state.differed = state.count
         raise mismatch_error(ctx, texts)
     return sizes
+
+
+def is_deferred(exchange: Exchange) -> bool:
+    """Whether the host went on before the ranks had compared this call."""
+    return exchange.updates != _WAITED
+
+
+def read_headers(ctx: DistContext, state: CallState) -> list[tuple[Any, ...]]:
+    """The header of each rank's packet of an exchange that has arrived."""
+    length = HEADER + capacity(ctx.world_size)
+    received = state.received
+    return [_HEADER.unpack_from(received, at) for at in range(0, len(received), length)]
+
+
+def headers_differ(headers: list[tuple[Any, ...]]) -> bool:
+    """Whether ranks made different calls, or the same one after other numbers of updates."""
+    digests, updates = {h[0] for h in headers}, {h[3] for h in headers} - {_WAITED}
+    return len(digests) > 1 or len(updates) > 1
 
 
 def _remaining(until: float) -> timedelta:

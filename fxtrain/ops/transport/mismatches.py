@@ -87,6 +87,27 @@ def mismatch_error(ctx: DistContext, texts: list[str]) -> CollectiveError:
     return CollectiveError("\n".join([f"{summary} ({_where(ctx)}).", *lines, advice]), code="FX301")
 
 
+def deferred_mismatch_error(ctx: DistContext, texts: list[str]) -> CollectiveError:
+    """The error for ranks that made different calls, some of which did not wait for the others.
+
+    Args:
+        texts: By rank, what its packet says of the call.
+    """
+    lines = by_rank(enumerate(texts))
+    return CollectiveError(
+        "\n".join(
+            [
+                f"the ranks called different collectives ({_where(ctx)}).",
+                *lines,
+                "Every rank must make the same calls in the same order, and as many updates since "
+                "the previous call: look for a call inside an `if` that only some ranks enter, or "
+                "for loops of different lengths.",
+            ]
+        ),
+        code="FX301",
+    )
+
+
 def lost_rank_error(
     ctx: DistContext,
     call: tuple[str, ...],

@@ -1,0 +1,162 @@
+"""Collectives that are queued and matched by order alone, as those of NCCL are.
+
+They are those of "ordered" in shadow.cpp. A collective starts at once and waits for nobody; what
+uses its result waits. Ranks whose collectives differ get each other's bytes.
+"""
+
+import time
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+import fxtrain as fx
+from fxtrain import ops
+from fxtrain.testing import LAWS, Terms
+
+pytestmark = pytest.mark.timeout(300)
+
+PLANS = {
+    "ddp": fx.Plan(strategy=fx.DDP()),
+    "ddp, unused": fx.Plan(strategy=fx.DDP(unused_parameters=True)),
+    "fsdp": fx.Plan(strategy=fx.FSDP()),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_strategies_train_as_one_process_does(queued, name):
+    law = next(law for law in LAWS if law.__name__ == "all_at_once") if False else LAWS[0]
+    law(queued, PLANS[name], terms=Terms(exact=False))
+
+
+def _order(ctx):
+    """The values of two collectives that the ranks start in different orders."""
+    long, short = torch.ones(6, device=ctx.device), torch.full((2,), 3.0, device=ctx.device)
+    for tensor in (long, short) if ctx.rank == 0 else (short, long):
+        dist.all_reduce(tensor, group=ctx.comm.group)
+    return long.tolist(), short.tolist()
+
+
+def test_ranks_that_differ_get_each_others_values(queued):
+    assert queued.run(_order) == [
+        ([4.0, 4.0, 1.0, 1.0, 1.0, 1.0], [4.0, 4.0]),
+        ([4.0, 4.0, 1.0, 1.0, 1.0, 1.0], [4.0, 4.0]),
+    ]
+
+
+def _starts(ctx):
+    """Seconds of the start, while the other rank is not there yet, and of the use of the result."""
+    tensor = torch.ones(3, device=ctx.device)
+    ops.barrier(ctx)
+    if ctx.rank == 1:
+        time.sleep(0.5)
+    began = time.monotonic()
+    dist.all_reduce(tensor, group=ctx.comm.group)
+    started = time.monotonic()
+    total = float(tensor.sum())
+    return started - began, time.monotonic() - started, total
+
+
+def test_the_host_waits_for_results_and_not_for_collectives(queued):
+    (start, use, total), _ = queued.run(_starts)
+    assert total == 6
+    assert start < use
+    assert use > 0.25
+
+
+class _Trained:
+    """Steps of DDP and, in each, a metric over all ranks."""
+
+    def __init__(self, ctx):
+        torch.manual_seed(0)
+        plan = fx.Plan(strategy=fx.DDP())
+        self.ctx, self.metrics = ctx, []
+        self.model = fx.wrap(
+            nn.Linear(4, 3), ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+        )
+        loss = lambda model, batch: (model(batch.data) - 1).square().mean()  # noqa: E731
+        self.fns = fx.StepFns(model=self.model, loss=loss)
+        self.batch = fx.batch(torch.full((2, 4), float(ctx.rank)), ctx, plan)
+
+    def step(self, *, measured):
+        report = fx.step(self.ctx, self.batch, self.fns)
+        if measured:
+            self.metrics.append(ops.reduce(report.loss, self.ctx, op="sum"))
+
+    def weights(self):
+        return [p.detach().cpu() for p in self.model.module.parameters()]
+
+
+def _skipping(ctx, skips):
+    run = _Trained(ctx)
+    for step in range(6):
+        try:
+            run.step(measured=not (skips and ctx.rank == 1 and step == 2))
+        except fx.CollectiveError as error:
+            if ctx.rank == 0:
+                run.step(measured=False)  # in which rank 1 is by now
+            return step, str(error), run.weights()
+    return 6, "", run.weights()
+
+
+def test_a_skipped_metric_is_named_and_mixes_with_no_gradient(queued):
+    whole = queued.run(_skipping, False)
+    assert [found[:2] for found in whole] == [(6, "")] * 2
+    (step, text, left), (other_step, other, right) = queued.run(_skipping, True)
+    # Each learns in its next call that rank 1 made this one an update later.
+    assert (step, other_step) == (3, 4)
+    assert text == other
+    assert "rank 0: reduce(float32[]" in text
+    assert "at test_queued.py:" in text
+    assert "after 1 update\n" in text
+    assert "after 2 updates" in text
+    assert "FX301" in text
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def _different(ctx):
+    """Rank 0 reads the result of a call that was compared before; rank 1 makes another one."""
+    x = torch.ones(4, device=ctx.device)
+    ops.reduce(x, ctx, op="sum")
+    ops.barrier(ctx)
+    began = time.monotonic()
+    try:
+        if ctx.rank == 0:
+            float(ops.reduce(x, ctx, op="sum")[0])
+        ops.barrier(ctx)
+    except fx.CollectiveError as error:
+        # The next call opens another communicator.
+        total = float(ops.reduce(x, ctx, op="sum")[0])
+        return str(error), time.monotonic() - began, total, ops.gather_objects(ctx.rank, ctx)
+    return None
+
+
+def test_a_rank_that_waits_for_its_device_learns_of_another_call(queued):
+    (text, seconds, total, ranks), (other, *_) = queued.run(_different)
+    assert text == other
+    assert "rank 0: reduce(float32[4]" in text
+    assert "rank 1: barrier()" in text
+    assert seconds < queued.timeout_s / 2
+    assert (total, ranks) == (2.0, [0, 1])
+
+
+def _at_the_end(ctx):
+    """A context in which rank 1 skips the last call."""
+    x = torch.ones(4, device=ctx.device)
+    try:
+        with fx.detect(device=ctx.device, timeout_s=ctx.comm.timeout_s) as inner:
+            ops.reduce(x, inner, op="sum")
+            if ctx.rank == 0:
+                ops.reduce(x, inner, op="sum")
+    except fx.CollectiveError as error:
+        return str(error)
+    return ""
+
+
+def test_a_last_call_that_a_rank_skips_is_an_error_of_closing(queued):
+    text, none = queued.run(_at_the_end)
+    assert none == ""
+    assert text.startswith("reduce(float32[4]@device, sum)")
+    assert "FX302" in text
