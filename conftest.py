@@ -105,6 +105,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if isinstance(item, pytest.DoctestItem) and "fxtrain.precision" in item.name:
         absent = importlib.util.find_spec("torchao") is None
         item.add_marker(pytest.mark.skipif(absent, reason="needs torchao"))
+    if isinstance(item, pytest.DoctestItem) and item.name.endswith("rehearsal.dry_run"):
+        from tests.profiling._dry_runs import DRY_DDP
+
+        item.add_marker(DRY_DDP)
     given = getattr(getattr(item, "callspec", None), "params", {})
     counts = [given[name] for name in _RANKS if name in given]
     if 4 in [count[0] if isinstance(count, tuple) else count for count in counts]:

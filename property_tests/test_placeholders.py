@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 from fxtrain.testing.training import on_mesh
 from property_tests.conftest import NO_SHRINK
+from tests.cluster._models import PIPELINES
 
 STRATEGIES = (
     fx.DDP(),
@@ -157,6 +158,7 @@ def test_a_run_is_that_of_the_rows_that_count(clusters, parts, strategy, accumul
     _check(clusters[2].run(_train, plan, parts, via, weighted))
 
 
+@PIPELINES
 @pytest.mark.parametrize("stages", [None, fx.FSDP()])
 def test_stages_of_a_pipeline(clusters, stages):
     strategy = fx.PP(split=("second",), schedule="gpipe", microbatches=1, stages=stages)

@@ -10,6 +10,9 @@ import pytest
 import fxtrain as fx
 from fxtrain.cli import Exit, main
 from tests.launched._run import FXTRAIN, ROOT, run
+from tests.profiling._dry_runs import DRY_DDP
+
+pytestmark = DRY_DDP
 
 TRAIN = """
 import os, sys

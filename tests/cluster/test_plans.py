@@ -175,7 +175,7 @@ def test_all_ranks_refuse_a_batch_of_another_plan(pair):
 def test_equal_plans_need_not_be_one_object():
     with fx.detect(env={}, device="cpu") as ctx:
         assert _step_between(ctx, fx.Plan(clip_norm=2.0), fx.Plan(clip_norm=2.0)) is True
-        given = with_plan(ctx, fx.Plan(accumulate=2))
+        given = with_plan(ctx, fx.Plan(accumulate=2), ())
         assert _step_between(given, None, fx.Plan(accumulate=2)) is False
 
 

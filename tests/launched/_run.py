@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ SCRIPTS = Path(__file__).with_name("scripts")
 
 PYTHON = (sys.executable,)
 FXTRAIN = (sys.executable, "-m", "fxtrain")
+# torch 2.9 prints a line to standard output for each process group.
+_GLOO = re.compile(r"^\[Gloo\] Rank .*\n", re.MULTILINE)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
@@ -75,7 +78,7 @@ def finish(process, *, timeout_s: float = 90.0, text: str | None = None) -> Fini
             os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         raise AssertionError(f"Not done after {timeout_s} s.\n{out}\n{err}") from None
-    return Finished(code=process.returncode, out=out, err=err)
+    return Finished(code=process.returncode, out=_GLOO.sub("", out), err=_GLOO.sub("", err))
 
 
 def run(*command: str, cwd: Path | None = None, timeout_s: float = 90.0, **env: str) -> Finished:

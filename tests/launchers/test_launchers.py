@@ -20,6 +20,7 @@ from fxtrain.launchers import (
     find_launcher,
     prepare,
 )
+from tests.cluster._models import PIPELINES
 from tests.launched._run import ROOT
 from tests.launchers._specs import HERE, spec_of
 
@@ -267,7 +268,15 @@ FILES = sorted((ROOT / "examples" / "configs").iterdir())
 PRETRAIN = sorted((ROOT / "examples" / "pretrain" / "plans").iterdir())
 
 
-@pytest.mark.parametrize("path", [*FILES, *PRETRAIN], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path, id=path.stem, marks=[PIPELINES] if path.stem in ("pipeline", "pp") else []
+        )
+        for path in (*FILES, *PRETRAIN)
+    ],
+)
 def test_each_is_valid_and_starts(path, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # which looks for a GPU when imported
     monkeypatch.chdir(tmp_path)

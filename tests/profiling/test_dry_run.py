@@ -10,8 +10,10 @@ import fxtrain as fx
 from fxtrain.state import Traffic
 from fxtrain.testing import fake_world
 from tests.profiling import _dry_runs
-from tests.profiling._dry_runs import dry_linear, train_linear
+from tests.profiling._dry_runs import DRY_DDP, dry_linear, train_linear
 from tests.profiling._loops import by_steps
+
+pytestmark = DRY_DDP
 
 
 def test_figures_of_an_endless_loop():

@@ -14,8 +14,10 @@ import fxtrain as fx
 from fxtrain.profiling import plot, read_bytes, show_bytes, table
 from fxtrain.state import Memory
 from fxtrain.state.dry_runs import PARTS
-from tests.profiling._dry_runs import dry_linear
+from tests.profiling._dry_runs import DRY_DDP, dry_linear
 from tests.profiling._loops import by_steps
+
+pytestmark = DRY_DDP
 
 
 def test_traffic_is_told_by_axis():

@@ -12,6 +12,7 @@ from fxtrain.profiling.watching import LoopRecorder, StepsConverged
 from fxtrain.state.mesh import resolve_mesh
 from fxtrain.testing import count_collectives
 from tests._slow import slow_after
+from tests.profiling._dry_runs import DRY_DDP
 from tests.profiling._loops import (
     by_steps,
     on_context_mesh,
@@ -108,6 +109,7 @@ PLANS = {
 }
 
 
+@DRY_DDP
 @pytest.mark.parametrize("name", slow_after(5, PLANS))
 def test_ddp_is_predicted_exactly(name, pair):
     told, got = _compare(pair, by_steps, PLANS[name])
@@ -238,6 +240,7 @@ def test_stages_are_predicted_exactly(name, clusters):
         assert {row.axis for row in told.step} >= {"pipeline"}
 
 
+@DRY_DDP
 def test_a_larger_world_changes_traffic_but_not_memory_of_replicas():
     few, many = (
         fx.dry_run(functools.partial(_call, by_steps, (fx.Plan(),)), world=world)

@@ -15,6 +15,7 @@ import torch
 import fxtrain as fx
 from fxtrain.trackers import read_run
 from fxtrain.trackers.libraries.clearml import CLEARML
+from tests.profiling._dry_runs import DRY_DDP
 from tests.trackers._trackers import HERE, own_tracker
 
 
@@ -252,6 +253,7 @@ def test_the_terminal_shows_lines_now_and_then(ctx, tmp_path, capsys):
     ]
 
 
+@DRY_DDP
 def test_a_dry_run_writes_nothing(tmp_path):
     def train(ctx):
         model = fx.wrap(torch.nn.Linear(2, 1), ctx, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
