@@ -292,3 +292,21 @@ def test_the_package_is_the_command(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("fxtrain", run_name="__main__")
     assert ended.value.code == 0 and capsys.readouterr().out.startswith("fxtrain ")
+
+
+PATHS = {"absent": "nowhere/at/all", "null": "a\0b", "half a pair": "x\ud800"}
+READING = (
+    "watch", "report", "verify", "diagnose", "stacks", "profile", "estimate-memory", "place",
+    "config check", "config update", "config show -c", "config convert", "launch",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("command", READING)
+def test_a_path_that_is_not_there_or_no_path_is_one_message(
+    command, path, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main([*command.split(), PATHS[path]]) in (Exit.FOUND, Exit.WRONG)
+    told = capsys.readouterr().err
+    assert told and "Errno" not in told and "Traceback" not in told
