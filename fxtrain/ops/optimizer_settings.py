@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fxtrain.errors import CheckpointError
+from fxtrain.ops.transport.packing import is_array
 from fxtrain.state import Wrapped
 
 _COUNTS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of ReduceLROnPlateau
@@ -47,11 +48,16 @@ def plain_settings(settings: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[st
 
 def _plain(options: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     for name, value in options.items():
-        values = value if type(value) in (list, tuple) else [value]
-        if all(isinstance(entry, int | float | str | None) for entry in values):
-            yield name, value
-        elif isinstance(value, Tensor) and value.numel() == 1:
-            yield name, value.item()
+        kind = type(value)
+        entries = [_as_number(entry) for entry in (value if kind in (list, tuple) else [value])]
+        if all(isinstance(entry, int | float | str | None) for entry in entries):
+            yield name, kind(entries) if kind in (list, tuple) else entries[0]
+
+
+def _as_number(value: Any) -> Any:
+    """What a tensor or NumPy value of one element holds; anything else as it is."""
+    one = isinstance(value, Tensor) and value.numel() == 1
+    return value.item() if one or (is_array(value) and value.size == 1) else value
 
 
 def with_option(value: Any, old: Any) -> Any:

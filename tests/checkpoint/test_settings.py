@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -142,6 +143,18 @@ def test_any_option_of_a_group_or_scheduler_is_compared(ctx, tmp_path, caplog):
         assert words in line
     assert fns.model.scheduler.step_size == 3
     assert fns.model.optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, torch.tensor])
+def test_rates_of_other_types_are_compared_too(ctx, tmp_path, caplog, kind):
+    fns, _ = _made(ctx, kind(0.5), None)
+    fx.save(tmp_path, ctx, fns.model)
+    for lr, lines in ((0.5, 0), (0.25, 1)):
+        fns, _ = _made(ctx, kind(lr), None)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            fx.restore(tmp_path, ctx, fns.model)
+        assert ["lr 0.5 → 0.25" in line for line in _said(caplog)] == [True] * lines
 
 
 def test_a_scheduler_that_follows_a_metric_keeps_its_counts(ctx, tmp_path):
