@@ -169,7 +169,7 @@ WRONG = {
     "rows of no batch": (
         {"schedule": "samples"},
         lambda model, batch: ops.backward(_loss(model), model),
-        r"no batch says how many.*ops\.backward\(loss, model, batch\)",
+        r"by what a batch says.*ops\.backward\(loss, model, batch\)",
     ),
     "half precision": (
         {"precision": "bf16"},
