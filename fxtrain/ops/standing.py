@@ -46,7 +46,7 @@ _TICK_S = 0.2
 _SHARE = 0.75  # of the timeout of collectives, so that ranks write before they fail
 _PATIENCE_S = 3.0  # for the other ranks to write, before rank 0 compares them; less before it fails
 _STORE_S = 1.0
-_ARM_S = 5.0
+_ARM_S = 2.0  # less than rank 0 waits, by which stacks of a locked rank may come later
 _TORCH_CALLS = 64  # the last ones of a rank
 _SILENT = NO_PROGRESS + " for {:.0f} s"
 
@@ -127,7 +127,7 @@ class _Watch(threading.Thread):
 
     def _arm(self) -> int:
         """Have stacks written if this thread cannot do it; bytes in their file now."""
-        every_s = min(_ARM_S, self._bound_s / 10)  # each time starts a thread of C
+        every_s = min(_ARM_S, self._bound_s / 20)  # each time starts a thread of C
         if time.monotonic() - self._armed >= every_s:
             self._armed = time.monotonic()
             late_s = self._bound_s + every_s + 2 * _TICK_S
