@@ -312,7 +312,7 @@ def _lazy_problems(module: nn.Module) -> tuple[str, ...]:
         f"{path or 'the model'} ({type(part).__name__})"
         for path, part in module.named_modules()
         for tensor in (*part._parameters.values(), *part._buffers.values())
-        if is_lazy(tensor)
+        if tensor is not None and is_lazy(tensor)
     ]
     if not lazy:
         return ()
