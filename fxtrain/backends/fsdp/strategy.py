@@ -88,7 +88,8 @@ def _unit_problems(module: nn.Module, config: FSDP) -> list[str]:
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     problems += unknown_patterns(config.ignore, names, field="FSDP(ignore=...)")
     ignored = ignored_names(module, config)
-    if mixed := mixed_units(module, config):
+    mixed = [] if problems else mixed_units(module, config)
+    if mixed:
         problems.append(
             f"FSDP shards the parameters of a unit in one dtype, and the complex "
             f"{', '.join(mixed[:5])} are in units with real ones. Use FSDP(ignore=...) with their "
