@@ -276,7 +276,17 @@ def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noq
 def _backward(loss: Tensor, model: Wrapped) -> None:
     if model.engine is not model.module:
         model.engine.before_backward(loss)
-    step_functions.backward(loss, model)
+    try:
+        step_functions.backward(loss, model)
+    except RuntimeError as error:
+        if "mark a variable ready only once" not in str(error):
+            raise
+        raise StepError(
+            "DDP expects one gradient of each parameter in a backward, and this one computed "
+            "several of a parameter, as reentrant recomputation (torch.utils.checkpoint with "
+            "use_reentrant=True) of a module does that forward runs several times. Use "
+            "use_reentrant=False, or Plan(recompute=...), or fx.DDP(static_graph=True)."
+        ) from error
 
 
 def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:

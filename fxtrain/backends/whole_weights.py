@@ -91,9 +91,10 @@ def gathered(model: Wrapped[Any], *, ranks: _Ranks = "all") -> Iterator[Any]:
 
     Inside the block the module is as it was before wrapping, without the strategy's hooks, and its
     weights are copies, as `fx.weights` yields them. Changes that the block makes to weights,
-    buffers, modes (`eval`) or attributes of the module are dropped at its end: module, shards and
-    gradients are then bitwise as before, optimizers are untouched, and an open accumulation window
-    is still open. An average of weights may be loaded into the module for an evaluation.
+    buffers, modes (`eval`), submodules or attributes of the module, lists and dicts among them, are
+    dropped at its end: module, shards and gradients are then bitwise as before, optimizers are
+    untouched, and an open accumulation window is still open. An average of weights may be loaded
+    into the module for an evaluation.
 
     Args:
         model: From `fx.wrap`. Inside the block, calling or training it is an error.

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fxtrain.backends.core.local_sgd import local_problems
 from fxtrain.backends.core.module_changes import (
@@ -286,6 +287,8 @@ def problems_of(
     """Why a plan cannot be carried out in a context; no traffic, the same on all ranks."""
     if mismatch := _mesh_problems(ctx, plan) or _row_problems(strategy, plan):
         return mismatch
+    if lazy := _lazy_problems(module):
+        return lazy
     problems = [*unmatched_names(module, plan), *strategy.check(ctx, plan, module)]
     if plan.context is not None and ctx.world_size > 1 and not strategy.cuts_sequences:
         problems.append(
@@ -301,6 +304,23 @@ def problems_of(
     problems += _quantized_problems(strategy, ctx, plan, module)
     problems += _recipe_problems(strategy, ctx, plan, module)
     return (*problems, *local_problems(ctx, plan))
+
+
+def _lazy_problems(module: nn.Module) -> tuple[str, ...]:
+    """Parameters and buffers that get their shapes in a first forward."""
+    lazy = [
+        f"{path or 'the model'} ({type(part).__name__})"
+        for path, part in module.named_modules()
+        for tensor in (*part._parameters.values(), *part._buffers.values())
+        if tensor is not None and is_lazy(tensor)
+    ]
+    if not lazy:
+        return ()
+    return (
+        f"wrap: parameters of {', '.join(dict.fromkeys(lazy))} get their shapes in a first "
+        f"forward, and strategies and optimizers need them before. Run the model once on one "
+        f"batch, without gradients, before fx.wrap.",
+    )
 
 
 def _mesh_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
@@ -366,12 +386,29 @@ def _check_types(model: Any, ctx: Any, plan: Any, strategy: Any) -> None:
             f"wrap(strategy=...) takes a Strategy record, found {type(strategy).__name__}. Put a "
             f"config such as fx.FSDP() into the plan: fx.Plan(strategy=fx.FSDP())."
         )
-    known = ctx.comm.slot(_WrappedModules).get(model)
-    handle = None if known is None else known()
-    if handle is not None and handle.status.closed not in ("unwrap", "release"):
+    _refuse_second_handle(model, ctx)
+
+
+def _refuse_second_handle(model: nn.Module, ctx: DistContext) -> None:
+    """Refuse a module that is wrapped already, has a part that is, or is a part of one that is."""
+    known = ctx.comm.slot(_WrappedModules)
+    handles = [handle for each in list(known.values()) if (handle := each()) is not None]
+    for handle in handles:
+        if handle.status.closed in ("unwrap", "release"):
+            continue
+        inside = next((path for path, part in model.named_modules() if part is handle.module), None)
+        around = next((path for path, part in handle.module.named_modules() if part is model), None)
+        if inside is None and around is None:
+            continue
+        names = type(model).__name__, type(handle.module).__name__
+        found = f"this {names[0]} is wrapped already"
+        if inside:
+            found = f"{inside} of this {names[0]}, a {names[1]}, is wrapped already"
+        elif around:
+            found = f"this {names[0]} is {around} of a {names[1]} that is wrapped already"
         raise PlanError(
-            f"wrap: this {type(model).__name__} is wrapped already, and the two handles would "
-            f"change the same parameters. Use the first one, or call fx.unwrap on it before."
+            f"wrap: {found}, and the two handles would change the same parameters. Use the first "
+            f"one, or call fx.unwrap on it before."
         )
 
 

@@ -73,8 +73,8 @@ def export(
         earlier ones atomically once all are on disk; if anything fails, the earlier ones stay.
 
     Raises:
-        CheckpointError: a tensor cannot be stored, a rank cannot write, or the model was
-            unwrapped; the same error on every rank.
+        CheckpointError: a tensor cannot be stored, a rank cannot write, the model was unwrapped,
+            or it is one of transformers with adapters of peft; the same error on every rank.
         PlanError: `max_shard` is malformed.
         CollectiveError: the ranks have different models or pass different arguments.
 
@@ -90,6 +90,7 @@ def export(
         if problem := path_problem(folder):
             raise CheckpointError(f"export(folder=...): {problem}.")
         module = None if isinstance(model, Mapping) else module_of(model, "export")
+        _refuse_adapters(module)
         weights = _weights(model, module)
         files, digest = _files(model, module, weights, max_shard, alone=ranks is None)
     warn_of_readers(module)
@@ -111,6 +112,25 @@ def export(
                 _write_config(module, weights, source)
                 commit(source, target)
     return tuple(target / file.name for file in files)
+
+
+def _refuse_adapters(module: Any) -> None:
+    """Refuse names that `from_pretrained` would not find: it fills what it lacks at random."""
+    of_transformers = hasattr(getattr(module, "config", None), "save_pretrained")
+    if not of_transformers or not getattr(module, "peft_config", None):
+        return
+    # Models whose adapters were merged may have kept the attribute.
+    wrapped = hasattr(module, "get_base_model")
+    if wrapped or any(hasattr(part, "base_layer") for part in module.modules()):
+        raise CheckpointError(
+            f"export: {_class_name(module)} has adapters of peft, and from_pretrained does not "
+            f"know the names of its weights: it would fill the model with random values. Inside "
+            f"`with fx.gathered(model, ranks='main') as net:`, on the rank where net is not None, "
+            f"use fx.export(net.merge_and_unload(), folder) for weights with the adapters added, "
+            f"or net.save_pretrained(folder) for the adapters alone, which "
+            f"PeftModel.from_pretrained loads. fx.export(dict(fx.weights(model)), folder, ctx=ctx) "
+            f"writes every tensor by its name here, for fx.load_model."
+        )
 
 
 def _weights(model: Any, module: nn.Module | None) -> dict[str, Weight]:
@@ -311,11 +331,6 @@ def warn_of_readers(module: Any) -> None:
 
 
 def _problem(module: nn.Module) -> str | None:
-    if getattr(module, "peft_config", None):
-        return (
-            "from_pretrained does not know the names of a model with adapters of peft. Its own "
-            "save_pretrained writes the adapters for it"
-        )
     formats: set[str] = set()
     for name, part, library in quantized_layers(module):
         formats.add(form := format_of(part, library))

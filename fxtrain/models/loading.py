@@ -31,10 +31,12 @@ class Loaded:
     Attributes:
         missing: Names in the model that the source does not have.
         unexpected: Names in the source that the model does not have.
+        other_shapes: Names of tensors that have another shape in the source.
     """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    other_shapes: tuple[str, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -53,6 +55,7 @@ def load_model(
     *,
     strict: bool = True,
     cast: bool = False,
+    skip_shapes: bool = False,
     prefix: str = "",
     rename: Callable[[str], str | None] | None = None,
     device: str | torch.device | None = None,
@@ -69,6 +72,8 @@ def load_model(
         model: A model from `wrap`, or a module.
         strict: Raise if names in the source and in the model differ.
         cast: Convert dtypes that differ, instead of raising; but no complex values to real ones.
+        skip_shapes: Leave tensors as they are that have another shape in the source, instead of
+            raising: for a new head over a pretrained body.
         prefix: Read only names of the source with this prefix, and remove it.
         rename: Name in the source, without the prefix → name in the model, or None to skip it.
         device: Where to allocate parameters that are on the meta device; by default the
@@ -80,7 +85,7 @@ def load_model(
             wrapped model. It makes errors the same on every rank.
 
     Returns:
-        The skipped names, with `strict=False`.
+        The skipped names, with `strict=False` or `skip_shapes=True`.
 
     Effects:
         Each rank reads the files: of a sharded tensor (DTensor) only its shard, of a pipeline
@@ -120,6 +125,9 @@ def load_model(
             )
             weights = weights_by_name(model, module)
             fit = _match_names(module, weights, named)
+            skipped: tuple[str, ...] = ()
+            if skip_shapes:
+                fit, skipped = _without_other_shapes(weights, named, fit)
             _refuse(module, weights, named, fit, strict=strict, cast=cast, in_fp32=in_fp32)
         with fail_together(ranks, "load_model"):
             allocate(module, where)
@@ -142,7 +150,7 @@ def load_model(
             _fill(module, weights, named, {name: fit.pairs[name] for name in names}, ranks)
             put_layers(module, quantized)
             undo.pop_all()
-    return Loaded(missing=fit.missing, unexpected=fit.unexpected)
+    return Loaded(missing=fit.missing, unexpected=fit.unexpected, other_shapes=skipped)
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -180,6 +188,22 @@ def _match_names(module: nn.Module, weights: Mapping[str, Weight], source: Sourc
     )
 
 
+def _without_other_shapes(
+    weights: Mapping[str, Weight], source: Source, fit: _NameMatch
+) -> tuple[_NameMatch, tuple[str, ...]]:
+    """The tensors to load without those of another shape in the source, and the names of these."""
+    skipped = {
+        name
+        for name, stored in fit.pairs.items()
+        if isinstance(weights[name].like, Tensor)
+        and weights[name].shape != source.entries[stored].shape
+    }
+    keys = {weights[name].key for name in skipped}
+    pairs = {name: stored for name, stored in fit.pairs.items() if name not in skipped}
+    doubles = tuple(double for double in fit.doubles if weights[double[0]].key not in keys)
+    return attrs.evolve(fit, pairs=pairs, doubles=doubles), tuple(sorted(skipped))
+
+
 def _refuse(
     module: nn.Module,
     weights: Mapping[str, Weight],
@@ -208,7 +232,7 @@ def _refuse(
             "on the meta device and never stored: fx.big.empty(build) computes these buffers", empty
         )
     shapes, dtypes = _differences(weights, source, fit)
-    problems += _list("with a different shape", shapes)
+    problems += _list("with a different shape (skip_shapes=True skips)", shapes)
     complex_only = [
         line
         for name, line in dtypes

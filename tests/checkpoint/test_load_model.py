@@ -32,7 +32,7 @@ def test_names_shapes_and_dtypes_that_do_not_fit_are_listed(tmp_path):
         "    1.running_mean (nearest: 1.runing_mean)",
         "  1 not in the model:",
         "    1.runing_mean (nearest: 1.running_mean)",
-        "  1 with a different shape:",
+        "  1 with a different shape (skip_shapes=True skips):",
         "    0.weight is [4, 2] in the source, [4, 3] in the model",
         "  1 with a different dtype (cast=True converts):",
         "    0.bias is torch.float64 in the source, torch.float32 in the model",
@@ -206,3 +206,17 @@ def test_pickles_are_read_as_far_as_weights_only_allows(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"x")
     with pytest.raises(fx.CheckpointError, match=r"model file \(\.safetensors"):
         load_model(tmp_path / "model.onnx", Holder(state))
+
+
+def test_tensors_of_another_shape_are_skipped_where_asked_for(tmp_path):
+    pretrained = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    fx.export(pretrained, tmp_path)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    head = net[1].weight.detach().clone()
+    with pytest.raises(fx.CheckpointError, match="skip_shapes=True skips"):
+        fx.load_model(tmp_path, net)
+    loaded = fx.load_model(tmp_path, net, skip_shapes=True)
+    assert loaded.other_shapes == ("1.bias", "1.weight")
+    assert loaded.missing == loaded.unexpected == ()
+    assert torch.equal(net[0].weight, pretrained[0].weight)
+    assert torch.equal(net[1].weight, head)

@@ -160,6 +160,7 @@ def test_a_block_that_fails_on_one_rank_fails_on_all(pair, fails, ranks):
 def _spoilt(ctx, strategy):
     """Bits of everything before and after a block that changes what it can."""
     net = sequential()
+    net[0].notes = net[1].notes = ["theirs"]
     model, fns, loader = new_handle(ctx, strategy, net, accumulate=2)
     batches = iter(loader)
     fx.step(ctx, next(batches), fns)  # leaves a window open
@@ -169,12 +170,16 @@ def _spoilt(ctx, strategy):
         assert all(type(p) is nn.Parameter for p in lent.parameters())
         lent.eval()
         lent.note = "mine"
+        lent[0].notes.append("mine")
+        assert lent[1].notes is lent[0].notes
         lent[0].weight.data.fill_(7.0)
         lent[1].running_mean.fill_(7.0)
         lent[0].register_forward_hook(lambda *_: None)
         lent.append(nn.Linear(1, 1))
         lent(torch.ones(4, 8))[0].sum().backward()
         copy.deepcopy(lent)
+    assert net[1].notes is net[0].notes
+    assert net[0].notes == ["theirs"]
     after = _anatomy(model)
     return [what for what in before if not _same(before[what], after[what])]
 

@@ -129,16 +129,6 @@ def test_two_formats_in_one_model_are_said_before_writing(name, tmp_path):
     ]
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft reads it
-@pytest.mark.parametrize("name", marked(["nf4"]))
-def test_names_of_adapters_are_said_before_writing(name):
-    peft = pytest.importorskip("peft")
-    _, net = _llama()
-    quantize_layers(net, RECORDS[name], CPU)
-    adapted = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    assert ["save_pretrained writes the adapters" in one for one in _warned(adapted)] == [True]
-
-
 @pytest.mark.parametrize("name", marked(["fp4"]))
 @pytest.mark.parametrize("unpacked", [False, True], ids=["packed", "unpacked"])
 def test_scales_that_bitsandbytes_reorders_are_refused(name, unpacked, tmp_path):

@@ -6,6 +6,7 @@ attributes), to undo or to hide it. Values of parameters and buffers are left al
     changes_since = record_module(module) ── wrap ──► undo, hide = changes_since()
 """
 
+import copy
 import difflib
 import fnmatch
 import functools
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fxtrain import ops
@@ -128,12 +130,13 @@ def unused_axes(ctx: DistContext, name: str, axes: Iterable[str]) -> list[str]:
 
 def model_signature(module: nn.Module) -> str:
     """Names, shapes and dtypes of a model as a digest, which must be equal on all replicas."""
+    named = [*module.named_parameters(), *module.named_buffers()]
     lines = [
-        f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}"
-        for name, t in (*module.named_parameters(), *module.named_buffers())
+        f"{name} {'lazy' if is_lazy(t) else list(t.shape)} {t.dtype} {t.requires_grad}"
+        for name, t in named
     ]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=6).hexdigest()
-    count = sum(parameter.numel() for parameter in module.parameters())
+    count = sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
     sizes = f"{counted(count, 'parameter')} in {counted(len(lines), 'tensor')}"
     return f"{type(module).__name__} with {sizes}, {digest}"
 
@@ -347,10 +350,18 @@ def _undo(parts: Iterable[_Changed]) -> None:
 
 def _hide(module: nn.Module, parts: Iterable[_Changed]) -> Callable[[], None]:
     now = [(part, type(part), dict(vars(part))) for part in module.modules()]
+    copies: dict[int, Any] = {}  # modules that share a list share its copy
     for part, _, own in now:
         # Copies, so that changes in the meantime only affect the copies.
         vars(part).update({name: dict(own[name]) for name in _VALUES})
         vars(part).update({name: OrderedDict(hooks) for name, hooks in _hooks(part).items()})
+        vars(part).update(
+            {
+                name: copies.setdefault(id(value), copy.copy(value))
+                for name, value in own.items()
+                if type(value) in (list, dict, set) and name not in (*_VALUES, *_hooks(part))
+            }
+        )
     _undo(parts)
 
     def restore() -> None:

@@ -96,6 +96,25 @@ def units(module: nn.Module, config: FSDP) -> list[nn.Module]:
     return chosen
 
 
+def mixed_units(module: nn.Module, config: FSDP) -> list[str]:
+    """Complex parameters in units that have real ones too, which torch cannot shard together."""
+    ignored, seen, found = ignored_names(module, config), set[int](), list[str]()
+    for unit in [*units(module, config), module]:
+        prefix = next(
+            f"{path}." if path else "" for path, part in module.named_modules() if part is unit
+        )
+        inside = {
+            f"{prefix}{name}": parameter
+            for name, parameter in unit.named_parameters()
+            if id(parameter) not in seen and f"{prefix}{name}" not in ignored
+        }
+        seen.update(map(id, inside.values()))
+        complex_names = [name for name, parameter in inside.items() if parameter.is_complex()]
+        if len(complex_names) < len(inside):
+            found += complex_names
+    return found
+
+
 def _tied(module: nn.Module, chosen: list[nn.Module]) -> set[int]:
     """Ids of the units with a parameter that another unit, or the rest of the module, has too."""
     inside = {id(part) for part in chosen}
@@ -231,7 +250,8 @@ def _average_ignored(module: nn.Module, ranks: DistContext) -> list[Any]:
         (p, p.device_mesh.mesh_dim_names if isinstance(p, DTensor) else None)
         for p in module.parameters()
     ]
-    ignored = [p for p, names in axes if names in apart and p.is_floating_point()]
+    numbers = (p for p, names in axes if names in apart)
+    ignored = [p for p in numbers if p.is_floating_point() or p.is_complex()]
     shards = [shard for part in module.modules() for shard in fsdp_groups(part)]
     arrived: list[Tensor] = []
 

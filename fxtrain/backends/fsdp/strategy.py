@@ -7,9 +7,11 @@ from contextvars import ContextVar
 from typing import Any
 
 import attrs
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fxtrain import _tree
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.initial_values import apply_with_buffers
@@ -23,11 +25,13 @@ from fxtrain.backends.core.module_changes import (
 from fxtrain.backends.fsdp.apply_fully_shard import (
     expert_problems,
     ignored_names,
+    mixed_units,
     shard_module,
     shard_size,
 )
 from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor import split_problems
+from fxtrain.errors import StepError
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.precision.quantizing import hold_as_parameters
 from fxtrain.state import FSDP, DistContext, Plan, Strategy, Wrapped
@@ -84,6 +88,13 @@ def _unit_problems(module: nn.Module, config: FSDP) -> list[str]:
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     problems += unknown_patterns(config.ignore, names, field="FSDP(ignore=...)")
     ignored = ignored_names(module, config)
+    mixed = [] if problems else mixed_units(module, config)
+    if mixed:
+        problems.append(
+            f"FSDP shards the parameters of a unit in one dtype, and the complex "
+            f"{', '.join(mixed[:5])} are in units with real ones. Use FSDP(ignore=...) with their "
+            f"names, which leaves them unsharded, or DDP()."
+        )
     sparse = [
         name
         for name, part in module.named_modules()
@@ -170,6 +181,24 @@ def undone_together(undo: Callable[[], None], ctx: DistContext) -> Iterator[None
         raise
 
 
+def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = step_functions.forward(model, args, kwargs)
+    if torch.is_grad_enabled() and isinstance(model.module, FSDPModule):
+        for leaf in _tree.flatten(out)[0]:
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(_refuse_higher_gradients)
+    return out
+
+
+def _refuse_higher_gradients(_: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise StepError(
+            "FSDP frees gathered parameters after a backward, and reduces their gradients, so that "
+            "it has no gradients of gradients: torch.autograd.grad(..., create_graph=True), as for "
+            "a gradient penalty. Use DDP() for this model."
+        )
+
+
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
     module: Any = model.module
     sharded = hasattr(module, "set_requires_gradient_sync")
@@ -231,6 +260,7 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     generate=_generate,
     check=_check,
     wrap=_wrap,
+    forward=_forward,
     sync=_sync,
     apply=apply_with_buffers,
     cuts_sequences=True,
