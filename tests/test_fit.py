@@ -190,7 +190,7 @@ def test_it_is_short():
 
 
 def test_progress_is_a_line_where_there_is_no_terminal(ctx, tmp_path, capsys):
-    tracker = progress(4, every_s=0.0, console=Console(stderr=True))
+    tracker = progress(4, every_s=0.0, console=Console(stderr=True, force_terminal=False))
     with fx.track(tmp_path, ctx, [tracker]) as run:
         run.log({"loss": 0.5, "lr": 0.1, "rows_per_s": 12.0, "memory_gib": 1.5}, 2)
         run.log({"eval": {"a": 0.25}}, 2)
