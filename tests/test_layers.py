@@ -151,6 +151,7 @@ def _is_broad(kind: ast.expr | None) -> bool:
 MUTABLE = {
     "fxtrain.state.context.CommState": "whether a communicator can be used",
     "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
+    "fxtrain.ops.transport.exchange.Updates": "how many updates the models of a context have made",
     "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
     "fxtrain.ops.standing.RunFolder": "the folder of the run that a context trains",
     "fxtrain.ops.transport.pace.Pace": "how long a rank computed in its last steps",

@@ -83,7 +83,8 @@ def _index(topology: Topology) -> int:
     current, host = torch.accelerator.current_device_index(), platform.node()
     if dist.get_backend() == "fake":  # whose store keeps nothing
         return current or topology.local_rank
-    store: Any = dist.distributed_c10d._get_default_store()
+    library: Any = dist.distributed_c10d
+    store = library._get_default_store()  # torch has no public access to it
     store.set(f"fxtrain/current/{topology.rank}", f"{current} {host}")
     if current or not topology.local_rank:
         return current

@@ -341,12 +341,12 @@ struct HostGloo final : c10d::Backend {
   WorkPtr reduce_scatter(Tensors& to, std::vector<Tensors>& from, const c10d::ReduceScatterOptions& options) override {
     auto host_to = on_host(to);
     auto host_from = on_host(from);
-    return done(gloo_->reduce_scatter(host_to, host_from, options), to);
+    return waited(gloo_->reduce_scatter(host_to, host_from, options), to);
   }
   WorkPtr _reduce_scatter_base(at::Tensor& to, at::Tensor& from, const c10d::ReduceScatterOptions& options) override {
     auto host_to = on_host(to);
     auto host_from = on_host(from);
-    return done(gloo_->_reduce_scatter_base(host_to, host_from, options), {to});
+    return waited(gloo_->_reduce_scatter_base(host_to, host_from, options), {to});
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& to, Tensors& from, const c10d::ReduceScatterOptions& options) override {
     for (size_t i = 0; i < to.size(); ++i) _reduce_scatter_base(to[i], from[i], options);
@@ -375,6 +375,11 @@ struct HostGloo final : c10d::Backend {
       TORCH_CHECK(!aborted_, "the communicator was aborted");
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
+    work->wait();
+    return c10::make_intrusive<Done>(outputs);
+  }
+  // gloo carries these out while it is waited for.
+  static WorkPtr waited(const WorkPtr& work, const Tensors& outputs) {
     work->wait();
     return c10::make_intrusive<Done>(outputs);
   }

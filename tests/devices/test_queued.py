@@ -30,6 +30,23 @@ def test_strategies_train_as_one_process_does(queued, name):
     law(queued, PLANS[name], terms=Terms(exact=False))
 
 
+def _sharded(ctx, strategy):
+    plan = fx.Plan(strategy=strategy)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    fns = fx.StepFns(model, lambda model, batch: (model(batch.data) - 1).square().mean())
+    x = torch.linspace(0, 1, 8).view(2, 4) + ctx.rank
+    return [float(fx.step(ctx, fx.batch(x, ctx, plan), fns).loss) for _ in range(4)]
+
+
+def test_sharded_parameters_train_as_replicas_do(queued, two):
+    for pool in (queued, two):
+        expected = pool.run(_sharded, fx.DDP())
+        for got, wanted in zip(pool.run(_sharded, fx.FSDP(min_params=1)), expected, strict=True):
+            assert got == pytest.approx(wanted, rel=1e-5)
+
+
 def _order(ctx):
     """The values of two collectives that the ranks start in different orders."""
     long, short = torch.ones(6, device=ctx.device), torch.full((2,), 3.0, device=ctx.device)
