@@ -25,7 +25,8 @@ def _allowed() -> dict[str, str]:
 
 
 def _rows() -> dict[str, list[str]]:
-    lines = (ROOT / "docs" / "versions.md").read_text().splitlines()
+    page = (ROOT / "docs" / "versions.md").read_text()
+    lines = page.partition("\n## Machines\n")[0].splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:1] == "|"]
     return {name: rest for name, *rest in cells[2:]}
 
