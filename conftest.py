@@ -25,7 +25,7 @@ _KEPT: dict[str, Any] = {} if os.access(".", os.W_OK) else {"database": None}
 settings.register_profile(
     "default",
     deadline=None,
-    max_examples=40,
+    max_examples=25,
     suppress_health_check=[HealthCheck.too_slow],
     **_KEPT,
 )

@@ -170,7 +170,7 @@ KINDS = (*STREAMS, "stream, ready", "stateful, ready", "function", "table", "gen
 CUTS = st.lists(st.tuples(st.sampled_from((1, 2)), st.integers(1, 5)), max_size=3)
 
 
-@settings(max_examples=10, phases=NO_SHRINK)
+@settings(max_examples=5, phases=NO_SHRINK)
 @example("stateful", "sharded", 1, [(2, 2), (2, 1)])
 @example("stateful, ready", "shard", 2, [(2, 1), (1, 3)])
 @example("iterator", "dispatch", 1, [(1, 3), (2, 2)])

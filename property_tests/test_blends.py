@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
@@ -54,6 +54,16 @@ def _weights(values, anchor):
 CONSTANT = _weights(st.just(0.0) | POSITIVE, POSITIVE)
 
 
+# The cut is after the last update in which "b" has a share, with a part of a row due to it.
+FADED = {
+    "a": 3.0,
+    "b": ((2, 2.6224267358299773), (17, 1.1125369292536007e-308)),
+    "c": 5.977549834972417,
+    "d": 3.0,
+    "e": 0.5,
+}
+
+
 @settings(max_examples=25)
 @given(
     weights=_weights(POSITIVE | SCHEDULES, POSITIVE),
@@ -61,6 +71,7 @@ CONSTANT = _weights(st.just(0.0) | POSITIVE, POSITIVE)
     size=st.integers(1, 4),
     cut=st.integers(1, 60),
 )
+@example(weights=FADED, accumulate=2, size=1, cut=36)
 def test_shares_are_exact_to_one_row_after_every_row(sources, weights, accumulate, size, cut):
     blend, plan = _blend(sources, weights), fx.Plan(accumulate=accumulate)
     loader = fx.tokens(blend, world(1)[0], plan, length=1, batch_size=size)

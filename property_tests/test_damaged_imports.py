@@ -22,6 +22,7 @@ from tests._damage import (
     replaced,
     small_net,
 )
+from tests._slow import slow_after
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable"),
@@ -161,7 +162,7 @@ def test_the_folder_of_deepspeed_is_read(deepspeed):
     assert read_checkpoint(deepspeed[0]).models[0]["weight"].flatten().tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("kind", ["model", "optim"])
+@pytest.mark.parametrize("kind", slow_after(1, ["model", "optim"]))
 @given(data=st.data())
 def test_a_damaged_folder_of_deepspeed_is_read_or_refused(deepspeed, kind, data):
     made, contents = deepspeed

@@ -20,6 +20,7 @@ from tests._damage import (
     replaced,
     small_net,
 )
+from tests._slow import slow_after
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable"),
@@ -212,7 +213,7 @@ def _changed(draw, header, body):
     return header, body, name
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("name", slow_after(2, RECORDS))
 @given(data=st.data())
 def test_a_damaged_quantised_file_is_loaded_or_refused(folder, files, name, data):
     header, body, changed = data.draw(_changed(*files[name]))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import fxtrain as fx
 from fxtrain.errors import DataError
 from tests._damage import damaged, misshapen, only, replaced
+from tests._slow import slow_after
 from tests.data._loaders import world
 from tests.data._token_files import write_megatron, write_nanogpt
 from tests.data.test_token_folders import DOCUMENTS, WRITERS
@@ -26,7 +27,7 @@ def _read(source):
             assert batch.data["tokens"].shape[1] == 4
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_after(3, FORMATS))
 @settings(max_examples=30)
 @given(data=st.data())
 def test_a_damaged_file_of_tokens_is_read_or_refused(tmp_path_factory, name, data):

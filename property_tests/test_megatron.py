@@ -13,6 +13,7 @@ import fxtrain as fx
 from fxtrain.interop import import_checkpoint, read_checkpoint, write_megatron
 from fxtrain.interop.megatron_names import FAMILIES
 from tests._damage import damaged, damaged_save, misshapen, only, replaced
+from tests._slow import slow_after
 
 # torch says so of pickles that it did not write, and of saving without ranks.
 pytestmark = [
@@ -186,7 +187,7 @@ def test_torch_dist_is_read(sharded):
 
 
 @settings(max_examples=30)
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "common.pt"])
+@pytest.mark.parametrize("name", slow_after(1, [".metadata", "__0_0.distcp", "common.pt"]))
 @given(data=st.data())
 def test_damaged_torch_dist_is_read_or_refused(sharded, name, data):
     with replaced(sharded / name, lambda raw: data.draw(damaged(raw))):

@@ -92,7 +92,7 @@ def _models(draw):
     return draw(st.integers(1, 4)), draw(st.booleans()), draw(st.booleans()), takes
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     ranks=st.sampled_from([1, 2]),
     strategy=st.sampled_from(STRATEGIES),

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 from fxtrain.testing.training import on_mesh
 from property_tests.conftest import NO_SHRINK
+from tests._slow import slow_after
 from tests.cluster._models import PIPELINES
 
 STRATEGIES = (
@@ -145,7 +146,7 @@ def _tensor(*rows):
 PARTS = [[_tensor([1, 2]), _tensor([0, 1], [2, 1])], [_tensor([3, 1], [1, 1]), _tensor()]]
 
 
-@settings(max_examples=12, phases=NO_SHRINK)
+@settings(max_examples=7, phases=NO_SHRINK)
 @example(PARTS, fx.DDP(), 1, "uneven", False)
 @example(PARTS, fx.FSDP(), 2, "batch", True)
 @given(
@@ -169,7 +170,7 @@ def test_a_run_is_that_of_the_rows_that_count(clusters, parts, strategy, accumul
 
 
 @PIPELINES
-@pytest.mark.parametrize("stages", [None, fx.FSDP()])
+@pytest.mark.parametrize("stages", slow_after(1, [None, fx.FSDP()]))
 def test_stages_of_a_pipeline(clusters, stages):
     strategy = fx.PP(split=("second",), schedule="gpipe", microbatches=1, stages=stages)
     mesh = fx.Mesh(pipeline=2, shard=2) if stages else fx.Mesh(pipeline=2, replicate=2)

@@ -61,7 +61,7 @@ def _run(folder, loop, length, cut, *, fails=False):
         return steps, {name: value.tolist() for name, value in fx.weights(model)}
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     loop=LOOPS,
     length=LENGTHS,

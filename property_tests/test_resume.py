@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from tests._slow import slow_after
 from tests.checkpoint import _runs
 from tests.checkpoint._runs import bits
 
@@ -57,6 +58,7 @@ HOW = {
 }
 
 
+@pytest.mark.parametrize("cluster", slow_after(1, [2, 1, 4]), indirect=True)
 @settings(ON_RANKS, max_examples=3)
 @given(
     kind=st.sampled_from(_runs.KINDS),

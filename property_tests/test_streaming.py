@@ -144,7 +144,7 @@ LOCALS = st.integers(1, 5).flatmap(
 )
 
 
-@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(n=st.integers(8, 60), size=st.integers(1, 3), local=LOCALS)
 @example(n=48, size=2, local=fx.DiLoCo(every=4, fragments=2, delay=3, compress="int8"))
 @example(n=33, size=2, local=fx.DiLoCo(every=3, fragments=3, delay=1))

@@ -166,7 +166,7 @@ def test_each_rank_sees_what_one_rank_would(kind, n, size, world, even):
     _check(kind, n, size, world, even, 0)
 
 
-@settings(max_examples=3, phases=NO_SHRINK, deadline=None)
+@settings(max_examples=2, phases=NO_SHRINK, deadline=None)
 @example(_Draws, 9, 2, 2)
 @given(st.sampled_from(KINDS), st.integers(1, 20), st.integers(1, 4), st.integers(1, 2))
 def test_workers_see_what_one_rank_would(kind, n, size, workers):

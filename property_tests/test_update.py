@@ -8,7 +8,7 @@ import fxtrain as fx
 from tests.cluster._both_ways import WAYS, Case, both_ways, check_equal
 
 ON_RANKS = settings(
-    max_examples=10, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    max_examples=6, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 STRATEGIES = {
     1: (fx.Single(), fx.DDP()),

@@ -123,7 +123,7 @@ def saved_weights(path: StrPath, *, model: str | None = None) -> WeightSource:
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     saving = fx.save(tempfile.mkdtemp(), ctx, fx.wrap(net, ctx))
         >>> fx.load_model(fx.checkpoint.saved_weights(saving.path), other)
-        Loaded(missing=(), unexpected=())
+        Loaded(missing=(), unexpected=(), other_shapes=())
         >>> torch.equal(net.weight, other.weight)
         True
     """

@@ -215,9 +215,12 @@ def _first_rows(
     def reach(level: int) -> int:
         nonlocal due, update, end, row
         while True:
+            # Without a share too: a run may resume after the last row that added to what is due.
+            if due >= level:
+                return row
             each, last = share(update), update >= constant
             if each and (last or due + each * (end - row) >= level):
-                return row + max(0, -((due - level) // each))
+                return row - (due - level) // each
             if last:
                 return _NEVER
             due += each * (end - row)

@@ -106,7 +106,7 @@ def load_model(
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = fx.export(net, folder)
         ...     fx.load_model(folder, other)
-        Loaded(missing=(), unexpected=())
+        Loaded(missing=(), unexpected=(), other_shapes=())
         >>> torch.equal(net.weight, other.weight)
         True
     """

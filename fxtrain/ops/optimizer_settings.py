@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from fxtrain._tree import map_leaves
 from fxtrain.errors import CheckpointError
 from fxtrain.ops.transport.packing import is_array
 from fxtrain.state import Wrapped
@@ -36,7 +37,12 @@ def settings_of(optimizers: Sequence[Any], schedulers: Any) -> list[tuple[str, d
             settings.append((f"{type(optimizer).__name__} {number}, group {group}", rest))
     for number, scheduler in enumerate(flattened(schedulers or ())):
         settings.append((f"{type(scheduler).__name__} {number}", scheduler.state_dict()))
-    return copy.deepcopy(settings)
+    return map_leaves(_copied, settings)
+
+
+def _copied(leaf: Any) -> Any:
+    # A tensor by its own operation, since deepcopy reads memory, which one of a dry run lacks.
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 
 
 def plain_settings(settings: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, object]:
@@ -75,7 +81,7 @@ def use_script_settings(model: Wrapped) -> None:
     Raises:
         CheckpointError: a scheduler does not count its steps.
     """
-    settings = iter(copy.deepcopy(model.status.script_settings))
+    settings = iter(map_leaves(_copied, model.status.script_settings))
     for optimizer in model.optimizers:
         for group in optimizer.param_groups:
             for name, value in next(settings)[1].items():

@@ -14,6 +14,7 @@ import fxtrain as fx
 from fxtrain.checkpoint import saving as implementation
 from fxtrain.checkpoint.background import CheckpointState, stage
 from fxtrain.checkpoint.write_plan import writable_chunks
+from tests._slow import slow_after
 from tests.checkpoint import _runs
 from tests.cluster._timeouts import with_timeout
 
@@ -80,6 +81,7 @@ def _slow(ctx, folder):
     return fx.save(folder, ctx, model, position=position, background=True).result()
 
 
+@pytest.mark.slow
 def test_after_a_save_that_timed_out_others_work(pair, tmp_path):
     wanted = str(tmp_path / "update-0000000002")
     assert pair.run(_slow, str(tmp_path)) == [wanted, wanted]
@@ -148,7 +150,9 @@ def _seen(saving, rank):
     return True
 
 
-@pytest.mark.parametrize("how", ["result", "next", "next, seen by one rank", "close"])
+@pytest.mark.parametrize(
+    "how", slow_after(3, ["result", "next", "next, seen by one rank", "close"])
+)
 def test_an_error_in_the_background_is_raised_once_and_never_lost(clusters, how, tmp_path):
     told = clusters[2].run(_background_fails, str(tmp_path), how)
     assert all(text and "FileExistsError" in text for text in told)

@@ -16,6 +16,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.models import export, load_model
 from fxtrain.models.folder import INDEX, SINGLE
+from tests._slow import slow_after
 from tests.checkpoint._exports import (
     DTYPES,
     Holder,
@@ -222,7 +223,7 @@ def _dying_after(patch, steps):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("5GB", "5GB"), ("5GB", 130), (130, "5GB"), (130, 130), (130, 1), (1, 130)],
+    slow_after(4, [("5GB", "5GB"), ("5GB", 130), (130, "5GB"), (130, 130), (130, 1), (1, 130)]),
 )
 def test_a_kill_at_any_moment_leaves_one_export_whole(tmp_path, monkeypatch, before, after):
     old, new = some_state(seed=1), some_state(seed=2)

@@ -6,6 +6,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.models import export, load_model
+from tests._slow import slow_after
 from tests.checkpoint._exports import (
     Tied,
     as_the_ecosystem_reads,
@@ -155,7 +156,7 @@ def _load_and_run(ctx, folder, mode, shard):
 
 @pytest.mark.parametrize(
     ("ranks", "mode", "shard"),
-    [(2, "grads_and_optimizer", None), (2, "none", None), (4, "full", 2)],
+    slow_after(1, [(2, "grads_and_optimizer", None), (2, "none", None), (4, "full", 2)]),
 )
 def test_a_wrapped_sharded_model_goes_to_any_other(clusters, tmp_path, ranks, mode, shard):
     wanted = ready(clusters[ranks]).run(_train_and_export, tmp_path, mode, shard)

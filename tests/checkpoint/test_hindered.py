@@ -13,6 +13,7 @@ import fxtrain as fx
 from fxtrain.checkpoint import background as background_saves
 from fxtrain.checkpoint.manifest import MANIFEST
 from fxtrain.checkpoint.storage import LocalStorage
+from tests._slow import slow_after
 
 FIRST = "update-0000000001"
 
@@ -201,7 +202,8 @@ def _die(ctx, folder, rank, where, background):
 
 # `python -m benchmarks.faults` kills at 200 moments; each costs the start of new processes.
 @pytest.mark.parametrize(
-    "rank, where, background", [(0, "manifest", False), (1, "file", True), (1, "before", True)]
+    "rank, where, background",
+    slow_after(1, [(0, "manifest", False), (1, "file", True), (1, "before", True)]),
 )
 def test_a_rank_that_dies_while_it_writes(pair, rank, where, background, tmp_path):
     found = pair.outcomes(_die, str(tmp_path), rank, where, background)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import fxtrain as fx
 from fxtrain.interop import read_checkpoint
+from tests._slow import slow_after
 from tests.checkpoint._imports import Attribute, Bomb, by_name, trained
 from tests.checkpoint._ranks import ready
 
@@ -83,7 +84,7 @@ def _dcp_of_ranks(ctx, folder, shape):
     return whole
 
 
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)])
+@pytest.mark.parametrize("shape", slow_after(1, [(2,), (4,), (2, 2)]))
 def test_tensors_of_several_ranks_are_put_together(clusters, tmp_path, shape):
     ranks = clusters[4 if shape != (2,) else 2]
     whole = ready(ranks).run(_dcp_of_ranks, tmp_path, shape)[0]

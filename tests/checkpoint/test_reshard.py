@@ -85,7 +85,7 @@ def _restore(ctx, folder, name):
 @pytest.mark.parametrize(
     ("first", "then"),
     slow_after(
-        2,
+        1,
         [
             ((2, "ddp"), (2, "fsdp")),
             ((2, "fsdp"), (2, "ddp")),
@@ -137,6 +137,7 @@ def _restore_one_file_at_a_time(ctx, folder, name):
         return _restore(ctx, folder, name), most, open_now
 
 
+@pytest.mark.slow
 def test_a_checkpoint_may_have_more_files_than_a_process_may_open(pair, clusters, tmp_path):
     saved = pair.run(_save, str(tmp_path), "fsdp")
     ((found, most, left),) = clusters[1].run(_restore_one_file_at_a_time, str(tmp_path), "ddp")
@@ -188,7 +189,9 @@ def _continued(ctx, folder, places):
     return [(_whole(model), model.optimizer.steps) for model in models]
 
 
-@pytest.mark.parametrize("places", [("ddp", "ddp"), ("fsdp", "fsdp"), ("ddp", "fsdp")])
+@pytest.mark.parametrize(
+    "places", slow_after(1, map(pytest.param, [("ddp", "ddp"), ("fsdp", "fsdp"), ("ddp", "fsdp")]))
+)
 def test_whatever_an_optimizer_keeps_is_restored(pair, places, tmp_path):
     for (wanted, _), (found, steps) in pair.run(_continued, str(tmp_path), places):
         assert steps == 3

@@ -188,6 +188,7 @@ def test_an_example_runs_as_it_is(tmp_path, capsys):
 FAILING = ("--rank-mtbf-h=5000", "--checkpoint-rate=1", "--restart-s=60", "--spares=0,50")
 
 
+@pytest.mark.slow
 def test_goodput_under_failures(script, tmp_path, capsys):
     picture = tmp_path / "goodput.svg"
     options = (*FAILING, f"--goodput-picture={picture}", "--days=5")

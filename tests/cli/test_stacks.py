@@ -16,6 +16,7 @@ import torch
 import fxtrain as fx
 from fxtrain.cli import main
 from fxtrain.ops.stacks import Frame, ask, groups_of, process_start, read_stands, unreported
+from tests._slow import slow_after
 
 fr_trace = pytest.importorskip(
     "torch.distributed.flight_recorder.fr_trace", reason="torch 2.9 has no reader of its traces"
@@ -196,7 +197,7 @@ def test_a_process_that_has_taken_the_number_of_a_rank_gets_no_signal(run):
     assert len(ask(run / "stacks", patience_s=0.1)) == 4
 
 
-@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("installed", slow_after(1, [False, True]))
 def test_why_a_silent_rank_has_older_stacks(run, monkeypatch, capsys, tmp_path, installed):
     here = {
         "host": platform.node(),
@@ -327,7 +328,7 @@ def test_dumps_that_do_not_belong_together_are_named(tmp_path, capsys):
     assert "whose names end in a rank" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["track", "save", "neither"])
+@pytest.mark.parametrize("how", slow_after(1, ["track", "save", "neither"]))
 def test_a_run_without_progress_is_diagnosed_by_its_own_folder(tmp_path, monkeypatch, how):
     """The folder of the launch may be a temporary one."""
     monkeypatch.chdir(tmp_path)

@@ -9,6 +9,7 @@ import fxtrain as fx
 from fxtrain.cli import Exit, main
 from fxtrain.diagnosis import clock_problems, fact_problems, facts_here
 from fxtrain.diagnosis.trial import WITH_TENSORS, measure, trial
+from tests._slow import slow_after
 from tests.launched._run import FXTRAIN, run_fork
 
 NAMES = [
@@ -23,7 +24,7 @@ def _trial(ctx, plan):
 
 @pytest.mark.parametrize(
     "plan",
-    [fx.Plan(), fx.Plan(precision="bf16", accumulate=2, clip_norm=1.0)],
+    slow_after(1, [fx.Plan(), fx.Plan(precision="bf16", accumulate=2, clip_norm=1.0)]),
     ids=["fp32", "bf16"],
 )
 def test_ranks_that_are_in_order(pair, plan):

@@ -11,4 +11,14 @@ TOGETHER = (
     "same_clipped",
     "whole_weights_change_nothing",
 )
+# Those that take longest, which are quick of one process and of DDP.
+LONG = (
+    "every_function_is_used",
+    "overflow_skips_everywhere",
+    "parts_are_the_step",
+    "resumes_where_it_stopped",
+    "same_by_tokens",
+    "same_in_micro_batches",
+    "whole_weights_change_nothing",
+)
 LAW = {law.__name__: law for law in (*LAWS, all_at_once, synced_each)}

@@ -134,6 +134,7 @@ def test_dry_runs_predict_what_fits():
     assert size * plan.accumulate == 128 and size < 64
 
 
+@pytest.mark.slow
 def test_nothing_that_fits_is_an_error():
     with pytest.raises(fx.PlanError, match="no batch size from 64 down to 1"):
         _predicted(1000, shrink=0.1)

@@ -6,6 +6,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.testing import Terms
+from tests._slow import slow_after
 from tests.cluster._laws import LAW
 
 # A law that nothing breaks says nothing: what the last rank brings is changed a little.
@@ -98,7 +99,7 @@ def test_terms_allow_what_they_say(pair):
         law(_Tampered(pair, _moved("gain", 1e-4)), fx.Plan(), terms=Terms(atol=1e-5))
 
 
-@pytest.mark.parametrize(("name", "n", "change", "words"), [*_first_of_each(BROKEN)])
+@pytest.mark.parametrize(("name", "n", "change", "words"), slow_after(6, [*_first_of_each(BROKEN)]))
 def test_a_broken_strategy_is_caught(clusters, name, n, change, words):
     with pytest.raises(AssertionError, match=words):
         LAW[name](_Tampered(clusters[n], change), fx.Plan())

@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from tests._slow import slow_after
 from tests.cluster._models import PIPELINES
 
 SGD = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
@@ -81,7 +82,9 @@ QUICK = ("ddp", "windows", "fsdp", "fsdp, windows")
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLANS],
+    slow_after(
+        2, [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLANS]
+    ),
 )
 @pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning")
 def test_every_rank_evaluates_as_torchs_ddp_does(pair, name):
@@ -225,7 +228,7 @@ SKIPPING = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_after(1, WAYS))
 @pytest.mark.parametrize("name", SKIPPING)
 @pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning")
 def test_a_skipped_window_leaves_nothing_in_buffers(clusters, name, way):

@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain import ops
+from tests._slow import slow_after
 from tests.cluster._handles import FSDP, adam, new_handle, sequential
 
 CALLS = {
@@ -60,7 +61,10 @@ def _closed(ctx, strategy, folder):
 
 @pytest.mark.parametrize(
     ("n", "strategy"),
-    [(1, fx.Single()), (1, FSDP), (2, fx.DDP()), (2, fx.DDP(shard_optimizer=True)), (2, FSDP)],
+    slow_after(
+        4,
+        [(1, fx.Single()), (1, FSDP), (2, fx.DDP()), (2, fx.DDP(shard_optimizer=True)), (2, FSDP)],
+    ),
     ids=lambda one: type(one).__name__ if not isinstance(one, int) else str(one),
 )
 def test_a_closed_handle_says_what_to_do(clusters, tmp_path, n, strategy):

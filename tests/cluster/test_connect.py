@@ -54,6 +54,7 @@ def test_an_address_where_nobody_listens_is_named():
         fx.detect(_env(1, 2, port), device="cpu", timeout_s=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_script_with_variables_of_a_launcher_that_is_gone_says_whom_it_waits_for(
     rank, monkeypatch, caplog
@@ -95,6 +96,7 @@ def _left_while_connecting(rank, port, answers):
         answers.put((rank, str(error)))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_while_the_group_opens_is_named_within_the_timeout():
     """gloo itself would wait five times as long."""
     forks = starter()
@@ -209,6 +211,7 @@ def _open_a_mesh(rank, port, answers):
     answers.put((rank, asked, sums))
 
 
+@pytest.mark.slow
 def test_only_members_open_the_control_group_of_an_axis():
     forks = starter()
     answers, port = forks.Queue(), free_port()

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import fxtrain as fx
 from fxtrain import ops
+from tests._slow import slow_after
 from tests.cluster._frozen import data, net
 
 PLANS = {
@@ -41,7 +42,7 @@ def _trained(ctx, plan):
     return [one.detach().clone() for _, one in fx.weights(model)]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", slow_after(2, PLANS))
 def test_negatives_of_all_ranks_train_as_in_one_process(pair, clusters, name):
     (truth,) = clusters[1].run(_trained, PLANS[name])
     for found in pair.run(_trained, PLANS[name]):

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, Dataset
 import fxtrain as fx
 from fxtrain import CollectiveError, ops
 from fxtrain.errors import DataError
+from tests._slow import slow_after
 from tests.data._streams import Numbers
 
 DISPATCH = fx.Data(source="dispatch")
@@ -117,7 +118,7 @@ def _batches(ctx, n, workers=0):
     return DataLoader(dataset, batch_sampler=sampler, **_workers(workers))
 
 
-@pytest.mark.parametrize("even", ["pad", "drop", "uneven"])
+@pytest.mark.parametrize("even", slow_after(1, ["pad", "drop", "uneven"]))
 @pytest.mark.parametrize("make", [_table, _stream, _batches])
 def test_dispatch_gives_what_reading_gives(cluster, make, even):
     for n, index in ((9, 0), (9, 4), (0, 0), (1, 0), (16, 0)):

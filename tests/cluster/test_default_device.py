@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import fxtrain as fx
 from fxtrain import ops
+from tests._slow import slow_after
 from tests.cluster._frozen import data, net
 
 
@@ -71,7 +72,9 @@ def _saved_and_restored(ctx, default, folder):
 
 
 @pytest.mark.parametrize(
-    "strategy", [fx.DDP(), fx.DDP(shard_optimizer=True), fx.FSDP()], ids=["ddp", "zero1", "fsdp"]
+    "strategy",
+    slow_after(2, [fx.DDP(), fx.DDP(shard_optimizer=True), fx.FSDP()]),
+    ids=["ddp", "zero1", "fsdp"],
 )
 def test_training_and_collectives_ignore_it(pair, strategy):
     usual, moved = (

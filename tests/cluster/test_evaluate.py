@@ -18,7 +18,7 @@ from tests._slow import slow_after
 from tests.cluster._metrics import Share
 from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP
 
-ON_RANKS = settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate])
+ON_RANKS = settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
 
 
 SPLIT = fx.TP(styles=(UP, DOWN, *ATTENTION))
@@ -142,7 +142,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(6, STRATEGIES))
+@pytest.mark.parametrize("name", slow_after(4, STRATEGIES))
 def test_every_strategy_gives_the_metrics_of_one_process(clusters, name):
     ranks, mesh, options = STRATEGIES[name]
     _check(clusters[ranks], 3 if ranks == 4 else 7, 2, mesh, options)
@@ -208,7 +208,9 @@ def _trained(ctx, strategy, look):
     return found, weights, _state(model.module)
 
 
-@pytest.mark.parametrize("strategy", [fx.DDP(), fx.FSDP(min_params=1)], ids=["DDP", "FSDP"])
+@pytest.mark.parametrize(
+    "strategy", slow_after(1, [fx.DDP(), fx.FSDP(min_params=1)]), ids=["DDP", "FSDP"]
+)
 def test_training_is_bitwise_as_without_evaluations(pair, strategy):
     plain = pair.run(_trained, strategy, False)
     for (found, weights, state), (_, wanted, before) in zip(

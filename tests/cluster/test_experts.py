@@ -49,7 +49,7 @@ def _counted(ctx, precision):
     return traffic.counts, held["experts.weight"], {p.dtype for p in model.parameters()}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", slow_after(1, ["fp32", "bf16"]))
 def test_tokens_travel_and_experts_stay(pair, precision):
     for counts, held, dtypes in pair.run(_counted, precision):
         # How many tokens, the tokens, the outputs; and in backward the gradients of the outputs,
@@ -84,7 +84,7 @@ def _resumed(ctx, plan, folder, start, stop):
     return {name: value.clone() for name, value in fx.weights(model)}
 
 
-@pytest.mark.parametrize(("before", "after"), slow_after(2, itertools.permutations(PLANS, 2)))
+@pytest.mark.parametrize(("before", "after"), slow_after(1, itertools.permutations(PLANS, 2)))
 def test_checkpoints_are_resharded(pair, tmp_path, before, after):
     wanted = pair.run(_resumed, PLANS["sharded"], str(tmp_path / "whole"), 0, 4)[0]
     folder = str(tmp_path / "run")
@@ -251,6 +251,7 @@ def _router_logits_by_stages(ctx):
         _balanced(ctx, "mixtral", fx.Plan(strategy=fx.PP()), fx.Mesh(pipeline=2))
 
 
+@pytest.mark.slow
 @PIPELINES
 def test_router_logits_of_other_stages_are_refused(pair):
     pair.run(_router_logits_by_stages)
@@ -262,6 +263,7 @@ def _exported(ctx, name, folder):
     return {key: value.clone() for key, value in fx.weights(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_after(1, MIXED))
 def test_plain_transformers_reads_an_export(pair, tmp_path, name):
     transformers = pytest.importorskip("transformers")

@@ -64,7 +64,7 @@ def _fitted(ctx, folder, strategy, accumulate, **how):
 CASES = [(1, DDP, 1), (2, DDP, 1), (2, DDP, 3), (2, FSDP, 3)]
 
 
-@pytest.mark.parametrize(("ranks", "strategy", "accumulate"), CASES)
+@pytest.mark.parametrize(("ranks", "strategy", "accumulate"), slow_after(3, CASES))
 def test_it_is_the_hand_written_loop_bit_for_bit(clusters, tmp_path, ranks, strategy, accumulate):
     wanted = clusters[ranks].run(_by_hand, strategy, accumulate)
     found = clusters[ranks].run(_fitted, str(tmp_path), strategy, accumulate)
@@ -193,7 +193,7 @@ def undisturbed(pair, tmp_path_factory):
     return _whole(pair, tmp_path_factory.mktemp("whole"), DDP, 1)
 
 
-@pytest.mark.parametrize("way", slow_after(3, WAYS))
+@pytest.mark.parametrize("way", slow_after(1, WAYS))
 def test_every_way_to_stop_is_continued(pair, undisturbed, tmp_path, way):
     _check_pieces(pair, tmp_path, DDP, 1, [(7, way)], undisturbed)
 
@@ -243,6 +243,7 @@ def _trained(ctx, mesh, options, folder, stop):
         return _weights(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     slow_after(

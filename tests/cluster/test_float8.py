@@ -103,6 +103,7 @@ def _gathered(ctx):
     return found
 
 
+@pytest.mark.slow
 def test_gathering_float8_shards_equals_casting_the_gathered_weight(pair):
     one, other = pair.run(_gathered)
     assert one == other == [True] * 12  # six layers in each of two blocks

@@ -24,7 +24,7 @@ CHANGES = {"unfrozen": (False, True), "both": (True, False, True)}
 
 
 @pytest.mark.parametrize("change", slow_after(1, [*CHANGES][::-1]))
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", slow_after(3, PLANS))
 @pytest.mark.filterwarnings("ignore:ZeroRedundancyOptimizer detected")
 def test_a_layer_that_is_frozen_for_a_while_trains_as_in_one_process(pair, name, change):
     truth = by_hand(CHANGES[change])
@@ -68,6 +68,7 @@ def _in_stages(ctx, trained, schedule, split):
         return dict(fx.weights(model))
 
 
+@pytest.mark.slow
 @PIPELINES
 @pytest.mark.parametrize(
     ("schedule", "split"),

@@ -134,6 +134,7 @@ def _halves(ctx, compute, reduce):
     return losses, seen, parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compute", "reduce"), slow_after(1, [("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32")])
 )

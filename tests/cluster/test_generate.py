@@ -53,7 +53,7 @@ def _generated(ctx, strategy, mesh, order):
 
 
 @pytest.mark.parametrize(
-    ("name", "order"), [("DDP", "static"), *((name, "dynamic") for name in PLANS)]
+    ("name", "order"), slow_after(1, [("DDP", "static"), *((name, "dynamic") for name in PLANS)])
 )
 def test_tokens_are_those_of_one_process(pair, name, order, tmp_path):
     net = llama()
@@ -91,7 +91,7 @@ def _together(ctx, strategy, mesh):
         return prompt, first, traffic.counts
 
 
-@pytest.mark.parametrize("name", slow_after(2, TOGETHER))
+@pytest.mark.parametrize("name", slow_after(1, TOGETHER))
 def test_ranks_generate_together(clusters, name):
     ranks, strategy, mesh = TOGETHER[name]
     net = llama()
@@ -115,10 +115,13 @@ def _one_text(ctx, strategy, mesh):
 
 @pytest.mark.parametrize(
     ("strategy", "mesh"),
-    [
-        (TOGETHER["TP"][1], fx.Mesh(tensor=2)),
-        pytest.param(fx.PP(), fx.Mesh(pipeline=2), marks=PIPELINES),
-    ],
+    slow_after(
+        1,
+        [
+            (TOGETHER["TP"][1], fx.Mesh(tensor=2)),
+            pytest.param(fx.PP(), fx.Mesh(pipeline=2), marks=PIPELINES),
+        ],
+    ),
     ids=["TP", "PP"],
 )
 def test_ranks_of_one_model_write_one_text(pair, strategy, mesh):
@@ -188,6 +191,7 @@ PIPES = {
 }
 
 
+@pytest.mark.slow
 @PIPELINES
 @pytest.mark.parametrize("name", slow_after(1, PIPES))
 def test_a_pipeline_generates_by_stages(clusters, name):
@@ -212,6 +216,7 @@ def _traffic(ctx, size):
         return traffic.counts, traffic.bytes
 
 
+@pytest.mark.slow
 @PIPELINES
 def test_no_weights_are_sent_to_generate(pair):
     assert pair.run(_traffic, 24) == pair.run(_traffic, 4096)
@@ -240,7 +245,7 @@ def _refused(ctx, stages, kind, options, text):
 
 
 @PIPELINES
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", slow_after(3, REFUSED))
 def test_what_a_pipeline_does_not_generate_is_refused(pair, name):
     pair.run(_refused, *REFUSED[name])
 

@@ -7,7 +7,7 @@ import fxtrain as fx
 from fxtrain.testing import LAWS, Transformer, all_at_once
 from fxtrain.testing.training import backward_once, on_mesh, token_rows
 from tests._slow import slow_after
-from tests.cluster._laws import LAW, TOGETHER
+from tests.cluster._laws import LAW, LONG, TOGETHER
 from tests.cluster._models import PIPELINES, is_block
 
 NAMES = [law.__name__ for law in LAWS]
@@ -25,8 +25,6 @@ REST = (
     "overflow_skips_everywhere",
     "unwrap_gives_the_module_back",
 )
-
-
 SLOW = pytest.mark.slow
 
 
@@ -34,10 +32,11 @@ def _is_quick(n, law):
     return n > 1 or law == "one_rank_is_the_loop"
 
 
-def cases(laws, *, together=False):
+def cases(laws, *, together=False, slow=LONG):
     """Number of ranks, name of a plan and name of a law, from names of laws by the first two.
 
-    `together` leaves the laws that `all_at_once` holds together to the slow ones.
+    `together` leaves the laws that `all_at_once` holds together to the slow ones, and `slow` those
+    that it names.
     """
     first = next(name for _, name in laws)
     every = [(*row, law) for row, names in laws.items() for law in names]
@@ -50,6 +49,7 @@ def cases(laws, *, together=False):
             if case[1] == first
             and _is_quick(case[0], case[2])
             and not (together and case[2] in TOGETHER)
+            and case[2] not in slow
             else SLOW,
         )
         for case in every
@@ -86,7 +86,7 @@ DDP_LAWS = {
 }
 
 
-@pytest.mark.parametrize(("n", "name", "law"), cases(DDP_LAWS))
+@pytest.mark.parametrize(("n", "name", "law"), cases(DDP_LAWS, slow=()))
 def test_ddp(clusters, n, name, law):
     LAW[law](clusters[n], DDP_PLANS[name])
 

@@ -20,7 +20,7 @@ JUMPS = fx.DiLoCo(every=1, outer_lr=1.0, outer_momentum=0.0)
 HOLD = [law for law in LAWS if law.__name__ != "same_clipped"]
 
 
-@pytest.mark.parametrize("law", slow_after(3, HOLD), ids=lambda law: law.__name__)
+@pytest.mark.parametrize("law", slow_after(1, HOLD), ids=lambda law: law.__name__)
 def test_rounds_of_one_update_are_ddp(pair, law):
     law(pair, fx.Plan(local=fx.LocalSGD(every=1)))
 
@@ -37,6 +37,7 @@ def test_copies_may_be_sharded(clusters, law, ignore):
     law(clusters[4], plan, fx.Mesh(replicate=-1, shard=2))
 
 
+@pytest.mark.slow
 def test_one_copy_is_the_loop(clusters):
     for law in LAWS:
         law(clusters[1], fx.Plan(local=fx.DiLoCo(every=2)))

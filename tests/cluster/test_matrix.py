@@ -72,7 +72,7 @@ def truth(clusters, other, tmp_path_factory):
 @pytest.mark.parametrize(
     "name",
     slow_after(
-        3,
+        0,
         [
             pytest.param(name, marks=[PIPELINES] if row.says == PP else [])
             for name, row in ROWS.items()

@@ -6,6 +6,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.testing import Transformer
+from tests._slow import slow_after
 
 FSDP = fx.Plan(strategy=fx.FSDP())
 
@@ -31,14 +32,17 @@ def _from_rank_0(ctx, config):
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize(
     "config",
-    [
-        fx.FSDP(),
-        fx.FSDP(shard=2),
-        fx.FSDP(ignore=("gain",)),
-        fx.FSDP(offload=True, mode="none"),
-        fx.DDP(),
-        fx.DDP(shard_optimizer=True),
-    ],
+    slow_after(
+        2,
+        [
+            fx.FSDP(),
+            fx.FSDP(shard=2),
+            fx.FSDP(ignore=("gain",)),
+            fx.FSDP(offload=True, mode="none"),
+            fx.DDP(),
+            fx.DDP(shard_optimizer=True),
+        ],
+    ),
     ids=["full", "hybrid", "ignored", "offload", "replicas", "zero1"],
 )
 def test_values_of_rank_0_reach_models_on_the_meta_device(clusters, config, n):
@@ -122,11 +126,14 @@ def _badly_meta(ctx, case):
 
 @pytest.mark.parametrize(
     ("case", "words"),
-    [
-        ("all", "no reset_parameters to initialize them: the model itself"),
-        ("rank 0 only", "or on all but rank 0"),
-        ("some", "or on all but rank 0"),
-    ],
+    slow_after(
+        2,
+        [
+            ("all", "no reset_parameters to initialize them: the model itself"),
+            ("rank 0 only", "or on all but rank 0"),
+            ("some", "or on all but rank 0"),
+        ],
+    ),
 )
 def test_a_meta_start_that_cannot_work_is_an_error_everywhere(pair, case, words):
     for error in pair.outcomes(_badly_meta, case):

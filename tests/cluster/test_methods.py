@@ -38,7 +38,7 @@ PLACES = {
     ),
     "tensor": (2, {"strategy": fx.FSDP(tensor=TP)}, fx.Mesh(tensor=2)),
 }
-QUICK = ("single", "ddp", "ddp, accumulated, bf16", "fsdp, accumulated, bf16")
+QUICK = ("single", "ddp", "ddp, accumulated, bf16")
 
 
 class _Block(nn.Module):

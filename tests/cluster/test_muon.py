@@ -101,7 +101,7 @@ def _resumed(ctx, plan, folder, start, stop):
     return {name: value.clone() for name, value in fx.weights(model)}, rates
 
 
-@pytest.mark.parametrize(("before", "after"), slow_after(2, itertools.permutations(PLANS, 2)))
+@pytest.mark.parametrize(("before", "after"), slow_after(1, itertools.permutations(PLANS, 2)))
 def test_a_checkpoint_is_that_of_torch(pair, ctx, tmp_path, before, after):
     wanted, rates = _resumed(ctx, fx.Plan(), tmp_path / "alone", 0, 4)
     folder = str(tmp_path / "run")
@@ -208,6 +208,7 @@ def test_replicas_that_differ_share_no_work(pair):
     assert pair.run(_between_averages) == [torch.optim.Muon] * 2
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_its_exchanges():
     def loop(ctx):
         model = fx.wrap(
@@ -223,6 +224,7 @@ def test_a_dry_run_counts_its_exchanges():
     assert [(one.count, one.ranks) for one in found.step if one.kind == "all_to_all"] == [(2, 8)]
 
 
+@pytest.mark.slow
 @PIPELINES
 def test_a_stage_that_is_sharded_and_split_has_a_group_of_its_own():
     split = fx.TP(styles=(UP, DOWN))

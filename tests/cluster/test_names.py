@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import fxtrain as fx
+from tests._slow import slow_after
 from tests.cluster._models import PIPELINES
 from tests.cluster._names import names
 
@@ -60,7 +61,9 @@ REPEATED = ("DDP, compiled", "DDP, bf16", "DDP, sharded optimizer", "DDP, replic
 MARKS = {"PP": PIPELINES} | dict.fromkeys(REPEATED, pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in ROWS])
+@pytest.mark.parametrize(
+    "name", slow_after(4, [pytest.param(name, marks=MARKS.get(name, ())) for name in ROWS])
+)
 def test_a_strategy_has_the_names_that_it_makes_right(clusters, name):
     row = ROWS[name]
     answers = clusters[row.n].run(names, row.options, row.mesh, torch.float64)

@@ -140,6 +140,7 @@ def _one_saves_late(ctx, folder):
         fx.save(f"{folder}/run", with_timeout(ctx), model)
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_joins_a_save_is_named_with_it(pair, tmp_path):
     first = str(pair.outcomes(_one_saves_late, str(tmp_path))[0])
     assert re.search(r"save at .*test_ops_errors.py:\d+, which calls \w+\(.*\), did not", first)

@@ -109,7 +109,7 @@ def _outcome(ctx, plan, folder):
     return found
 
 
-@pytest.mark.parametrize("name", slow_after(5, CASES))
+@pytest.mark.parametrize("name", slow_after(4, CASES))
 def test_trained_parameters_are_fp32_under_mixed_precision(clusters, name, tmp_path):
     ranks, plan, mesh = PLANS[name]
     for found in clusters[ranks].run(_on, mesh, _outcome, plan, str(tmp_path)):

@@ -23,7 +23,7 @@ from fxtrain.testing import (
 )
 from fxtrain.testing.training import reference
 from tests._slow import slow_after
-from tests.cluster._laws import LAW, TOGETHER
+from tests.cluster._laws import LAW, LONG, TOGETHER
 from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP, synced_each
 from tests.cluster._pipelines import FOUR, SHARDS, SPLITS, held
 
@@ -35,7 +35,7 @@ NAMES = [law.__name__ for law in LAWS]
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in TOGETHER else ())
+        pytest.param(name, marks=pytest.mark.slow if name in {*TOGETHER, *LONG} else ())
         for name in ("all_at_once", *NAMES)
     ],
 )
@@ -197,7 +197,7 @@ def test_a_model_that_does_not_split_is_the_same_error_everywhere(pair):
         assert kind == ("StepError" if case in late else "PlanError"), text
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", slow_after(1, [0, 1]))
 def test_a_dry_run_says_that_a_model_does_not_split(rank):
     for case in ("shape", "value", "write", "around", "early head"):
         train = functools.partial(_trained, case=case)
@@ -249,6 +249,7 @@ def _evaluated(ctx, schedule, outputs):
         return [model(torch.arange(8 * rows).reshape(rows, 8) % 24) for rows in (4, 3, 4)]
 
 
+@pytest.mark.slow
 def test_outputs_are_on_the_last_rank_or_all(pair):
     with torch.no_grad():
         wanted = [Transformer()(torch.arange(8 * n).reshape(n, 8) % 24) for n in (4, 3, 4)]
@@ -273,6 +274,7 @@ def _in_windows(ctx, schedule, look):
     return {name: value.tolist() for name, value in fx.weights(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", slow_after(1, ["1f1b", "interleaved_1f1b"]))
 def test_evaluations_inside_a_window_change_no_gradient(pair, schedule):
     wanted = pair.run(_in_windows, schedule, False)
@@ -334,7 +336,7 @@ def _buffers(ctx, schedule):
     return dict(fx.unwrap(model).named_buffers())
 
 
-@pytest.mark.parametrize("schedule", ["looped_bfs", "zbv_zero_bubble"])
+@pytest.mark.parametrize("schedule", slow_after(1, ["looped_bfs", "zbv_zero_bubble"]))
 def test_what_modules_average_equals_that_of_one_process(pair, schedule):
     net = _averaged()
     x = torch.linspace(-1, 1, 128, dtype=torch.float64).reshape(-1, 4)

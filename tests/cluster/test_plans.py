@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.state.context import with_plan
+from tests._slow import slow_after
 
 SGD = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
 
@@ -124,7 +125,7 @@ def _iterate(ctx, source, changes):
     return [batch.data.tolist() for batch in loader]
 
 
-@pytest.mark.parametrize("source", ["shard", "dispatch", "sharded"])
+@pytest.mark.parametrize("source", slow_after(1, ["shard", "dispatch", "sharded"]))
 def test_loaders_under_different_plans_are_an_error_everywhere(pair, source):
     for error in pair.outcomes(_iterate, source, [{}, {"accumulate": 2}]):
         assert isinstance(error, fx.PlanError)

@@ -94,6 +94,7 @@ def _pid(ctx):
     return os.getpid()
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_between_calls_is_the_cause_and_not_its_echo(pool):
     os.kill(pool.run(_pid)[1], signal.SIGKILL)
     with pytest.raises(RankFailure, match=r"Rank 1 of 2: .*SIGKILL") as caught:

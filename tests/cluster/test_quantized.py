@@ -6,6 +6,7 @@ import torch
 import fxtrain as fx
 from fxtrain.precision.quantizing import stored_tensors
 from fxtrain.testing import Transformer
+from tests._slow import slow_after
 from tests.precision._records import RECORDS, TRAINABLE, marked, mlp
 
 
@@ -53,7 +54,7 @@ def _train(ctx, name, folder):
     return before, after, restored, hasattr(fx.unwrap(model), hidden)
 
 
-@pytest.mark.parametrize("name", marked(TRAINABLE))
+@pytest.mark.parametrize("name", slow_after(2, marked(TRAINABLE)))
 def test_ranks_agree_bit_for_bit(pair, name, tmp_path):
     first, second = pair.run(_train, name, str(tmp_path))
     for one, other in zip(first[:3], second[:3], strict=True):

@@ -123,6 +123,7 @@ def _digests(ctx, name, folder):
     return same, str(found.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(["nf4"]))
 def test_a_checkpoint_of_shards_may_hold_digests_of_the_base(pair, name, tmp_path):
     (one, told), (other, also) = pair.run(_digests, name, str(tmp_path))
@@ -147,6 +148,7 @@ def _held(ctx, plan):
     return sum(kept.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_after(1, marked(["nf4", "bnb8"])))
 def test_a_dry_run_counts_what_a_rank_holds(pair, name):
     plan = _plan(fx.FSDP(), name)

@@ -90,7 +90,7 @@ def _both(ctx, plan, mesh):
 @pytest.mark.parametrize(
     "name",
     slow_after(
-        4, [pytest.param(name, marks=PIPELINES if name == "stages" else ()) for name in STRATEGIES]
+        3, [pytest.param(name, marks=PIPELINES if name == "stages" else ()) for name in STRATEGIES]
     ),
 )
 def test_a_ready_made_optimizer_and_scheduler_train_as_factories_do(clusters, name):

@@ -88,7 +88,7 @@ def _cases(names):
     return [pytest.param(name, marks=slow[name] + stages.get(name, [])) for name in names]
 
 
-@pytest.mark.parametrize("name", _cases(CASES))
+@pytest.mark.parametrize("name", slow_after(2, _cases(CASES)))
 def test_equal_replicas_pass_in_one_exchange(clusters, name):
     for seen, exchanges in clusters[CASES[name][0]].run(_train, name):
         assert len(seen) == 3
@@ -122,7 +122,7 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("name", _cases(FOUND))
+@pytest.mark.parametrize("name", slow_after(2, _cases(FOUND)))
 def test_a_changed_bit_is_named_on_every_rank(clusters, name):
     case, tensor, ranks, line = FOUND[name]
     answers = clusters[CASES[case][0]].run(_train, case, tensor, ranks)
@@ -199,7 +199,7 @@ def _fit(ctx, folder, every, found_after):
     return fx.restore(folder, ctx, model).position.updates
 
 
-@pytest.mark.parametrize(("every", "found_after"), [(5, 5), (100, 6)])
+@pytest.mark.parametrize(("every", "found_after"), slow_after(1, [(5, 5), (100, 6)]))
 def test_no_checkpoint_of_fit_has_replicas_that_differ(pair, every, found_after, tmp_path):
     assert pair.run(_fit, str(tmp_path), every, found_after) == [3, 3]
 

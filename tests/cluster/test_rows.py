@@ -9,6 +9,7 @@ from fxtrain.backends import strategies
 from fxtrain.state import UpdateSpec
 from fxtrain.testing import Task, Transformer
 from fxtrain.testing.training import backward_once, on_mesh
+from tests._slow import slow_after
 
 SINGLE, DDP, FSDP, PP, DEEPSPEED = (
     strategies()[kind] for kind in (fx.Single, fx.DDP, fx.FSDP, fx.PP, fx.DeepSpeed)
@@ -120,7 +121,7 @@ def _forgetful(ctx, names, folder):
         laws.strategies = real
 
 
-@pytest.mark.parametrize("names", [["clip_value"], ["clip_norm", "scale_grads"]])
+@pytest.mark.parametrize("names", slow_after(1, [["clip_value"], ["clip_norm", "scale_grads"]]))
 def test_the_law_names_functions_that_apply_ignores(pair, tmp_path, names):
     assert pair.run(_forgetful, names, str(tmp_path)) == [names, names]
 

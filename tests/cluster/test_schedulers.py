@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain import ops
+from tests._slow import slow_after
 from tests.cluster._small_nets import SGD, small_data, small_net, square_loss, train_small
 
 
@@ -57,7 +58,9 @@ def _by_epoch(ctx, plan, parts, folder=None):
 
 
 @pytest.mark.parametrize("parts", [False, True], ids=["step", "parts"])
-@pytest.mark.parametrize("how", [{}, {"flush": False}, {"clip_norm": 1.0, "nonfinite": "skip"}])
+@pytest.mark.parametrize(
+    "how", slow_after(1, [{}, {"flush": False}, {"clip_norm": 1.0, "nonfinite": "skip"}])
+)
 def test_schedulers_advance_at_the_end_of_an_epoch(clusters, tmp_path, how, parts):
     plan = fx.Plan(accumulate=3, schedule="epoch", **how)
     for ranks, folder in ((1, None), (2, None), (1, str(tmp_path / "run"))):
@@ -153,19 +156,28 @@ def _logged(ctx, folder, schedule, name, length, how):
 
 @pytest.mark.parametrize(
     ("schedule", "name", "length", "how", "says"),
-    [
-        ("update", "CosineAnnealingLR", 64, "epochs", "schedule='ranks'.*steps it 2 times"),
-        ("update", "CosineAnnealingLR", 64, "fit", "makes 32 under.*steps it 2 times"),
-        ("update", "CosineAnnealingLR", 64, "updates", "T_max=32.*steps it 2 times"),
-        ("update", "CosineAnnealingLR", 20, "epochs", "length of 20 steps.*T_max=32"),
-        ("update", "two alike", 20, "epochs", "length of 20 steps.*T_max=32"),
-        ("update", "CosineAnnealingLR", 33, "epochs", None),
-        ("ranks", "CosineAnnealingLR", 64, "epochs", None),
-        ("update", "LambdaLR", 64, "epochs", None),
-        ("samples", "CosineAnnealingLR", 32, "epochs", "makes 256 under"),
-        ("epoch", "CosineAnnealingLR", 8, "epochs", None),
-        ("epoch", "CosineAnnealingLR", 32, "epochs", "makes 8 under.*T_max=8, the number of epo"),
-    ],
+    slow_after(
+        4,
+        [
+            ("update", "CosineAnnealingLR", 64, "epochs", "schedule='ranks'.*steps it 2 times"),
+            ("update", "CosineAnnealingLR", 64, "fit", "makes 32 under.*steps it 2 times"),
+            ("update", "CosineAnnealingLR", 64, "updates", "T_max=32.*steps it 2 times"),
+            ("update", "CosineAnnealingLR", 20, "epochs", "length of 20 steps.*T_max=32"),
+            ("update", "two alike", 20, "epochs", "length of 20 steps.*T_max=32"),
+            ("update", "CosineAnnealingLR", 33, "epochs", None),
+            ("ranks", "CosineAnnealingLR", 64, "epochs", None),
+            ("update", "LambdaLR", 64, "epochs", None),
+            ("samples", "CosineAnnealingLR", 32, "epochs", "makes 256 under"),
+            ("epoch", "CosineAnnealingLR", 8, "epochs", None),
+            (
+                "epoch",
+                "CosineAnnealingLR",
+                32,
+                "epochs",
+                "makes 8 under.*T_max=8, the number of epo",
+            ),
+        ],
+    ),
 )
 def test_a_length_that_is_not_that_of_the_run_is_logged_once(
     pair, tmp_path, schedule, name, length, how, says

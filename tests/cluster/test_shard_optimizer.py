@@ -70,6 +70,7 @@ def _train(ctx, strategy, kind, net=None):
     return values, held, traffic.counts, own
 
 
+@pytest.mark.slow
 def test_half_of_the_states_and_the_same_bits(pair):
     for kind in OPTIMIZERS:
         wanted, whole, _, _ = pair.run(_train, fx.DDP(), kind)[0]

@@ -87,6 +87,7 @@ def test_a_slow_rank_is_named(clusters, where):
     assert [micros for _, micros, _ in found] == [1, 1, SLOW_S * 1e6, 1]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_under_fsdp(pair):
     found = pair.run(_train, fx.FSDP(min_params=1), "optimizer", (1,), 3 * KEPT)
     assert found[0][0] == [1]
@@ -129,6 +130,7 @@ def test_time_in_collectives_is_not_computing(pair):
     assert pair.run(_wait_for, 1) == [1, round(1e6 * SLOW_S * (counted - 1) / counted)]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_in_the_log_and_in_the_report(pair, tmp_path):
     text = pair.run(_logged, str(tmp_path))[0]
     assert text.count("computes for") == 1

@@ -160,6 +160,7 @@ def _resharded(ctx, name, folder, act):
     return states, kinds, _train(ctx, model, batches[3:5]), _full_states(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_after(1, SHARDED))
 def test_sharded_states_resume_and_reshard_bit_for_bit(pair, ctx, name, tmp_path):
     folder = str(tmp_path / "two")

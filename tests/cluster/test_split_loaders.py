@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 import fxtrain as fx
 from fxtrain.errors import CollectiveError, DataError, FxError
+from tests._slow import slow_after
 from tests.data._streams import Numbers
 
 N = 24
@@ -183,7 +184,7 @@ def test_what_is_split_by_rank_is_refused_on_every_rank(pair, name):
         assert 'source="sharded"' in str(error) and "before it was split by rank" in str(error)
 
 
-@pytest.mark.parametrize("name", ANNOUNCED)
+@pytest.mark.parametrize("name", slow_after(1, ANNOUNCED))
 def test_what_says_that_it_is_split_is_refused_by_name(pair, name):
     for error in pair.outcomes(_announced, name):
         assert isinstance(error, DataError) and 'source="sharded"' in str(error)

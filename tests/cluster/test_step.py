@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain import ops
+from tests._slow import slow_after
 from tests.cluster._small_nets import SGD, small_data, small_net, square_loss, train_small
 from tests.cluster._timeouts import shorten
 
@@ -34,7 +35,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", slow_after(7, PLANS))
 def test_how_a_plan_is_carried_out_does_not_change_the_result(pair, name):
     plan = PLANS[name]
     plain = fx.Plan(accumulate=plan.accumulate)
@@ -60,7 +61,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("name", slow_after(2, HOOKS))
 def test_communication_hooks_train(pair, name):
     results = pair.outcomes(_curve, fx.Plan(strategy=fx.DDP(hook=HOOKS[name])))
     if any(isinstance(result, Exception) for result in results):

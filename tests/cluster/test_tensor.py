@@ -108,7 +108,7 @@ def test_a_carried_plan_leaves_out_what_would_cut_ties():
     net._tp_plan["norm"] = "packed_colwise"
     with (
         fake_world(2, mesh=PAIR) as ctx,
-        pytest.raises(fx.PlanError, match="packed_colwise, which torch"),
+        pytest.raises(fx.PlanError, match="styles that torch does not: packed_colwise"),
     ):
         fx.wrap(net, ctx, _tp())
 

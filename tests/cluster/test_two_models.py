@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain import ops
+from tests._slow import slow_after
 from tests.cluster._two_models import data, error_inside_a_window, makers_loss, nets
 
 EPOCHS, ROWS, GLOBAL = 1, 48, 8  # rows of the data, and of a batch over all ranks
@@ -98,7 +99,10 @@ def test_adversaries_equal_the_raw_loop(cluster, name):
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [*((name, "step") for name in WINDOWS), ("ddp", "update"), ("fsdp, kept whole", "update")],
+    slow_after(
+        4,
+        [*((name, "step") for name in WINDOWS), ("ddp", "update"), ("fsdp, kept whole", "update")],
+    ),
 )
 def test_adversaries_in_turns_of_windows_equal_the_raw_loop(clusters, name, way):
     plan = WINDOWS[name]
@@ -193,7 +197,7 @@ def _run(ctx, folder, stop=None, resume=False):  # noqa: FBT002
     return reports, [fx.unwrap(model).weight.item() for model in models.values()]
 
 
-@pytest.mark.parametrize("stop", [4, 7, 13])
+@pytest.mark.parametrize("stop", slow_after(1, [4, 7, 13]))
 def test_models_count_in_checkpoints(pair, stop, tmp_path):
     whole = pair.run(_run, str(tmp_path), stop)
     assert pair.run(_run, str(tmp_path), None, True) == whole

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh
+from tests._slow import slow_after
 from tests.cluster._models import PIPELINES
 from tests.cluster.test_laws import CUTS
 
@@ -93,7 +94,7 @@ def cases():
             yield pytest.param(n, name, marks=marks, id=f"{n}-{name}")
 
 
-@pytest.mark.parametrize(("n", "name"), list(cases()))
+@pytest.mark.parametrize(("n", "name"), slow_after(2, list(cases())))
 def test_updates_are_those_of_all_rows(clusters, n, name):
     _, strategy, mesh = PLANS[name]
     local = fx.LocalSGD(every=1) if name == "alone" else None
@@ -193,7 +194,7 @@ def _by_hand_breaks(ranks):
     return dict(net.named_parameters())
 
 
-@pytest.mark.parametrize(("n", "name"), list(cases()))
+@pytest.mark.parametrize(("n", "name"), slow_after(3, list(cases())))
 def test_an_open_window_continues_with_the_next_epoch(clusters, n, name):
     _, strategy, mesh = PLANS[name]
     plan = fx.Plan(strategy=strategy, accumulate=3)

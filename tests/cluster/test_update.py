@@ -30,7 +30,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize("name", slow_after(1, STRATEGIES))
-@pytest.mark.parametrize("way", ["update", "parts in blocks"])
+@pytest.mark.parametrize("way", slow_after(1, ["update", "parts in blocks"]))
 def test_every_way_is_a_step_in_every_bit(clusters, name, way):
     n, plan, mesh = STRATEGIES[name]
     accumulated = attrs.evolve(plan, accumulate=3, clip_norm=0.1, precision="bf16")
@@ -39,7 +39,7 @@ def test_every_way_is_a_step_in_every_bit(clusters, name, way):
     check_equal(clusters[n].run(both_ways, plan, Case(rows=5 * n), mesh, way))
 
 
-@pytest.mark.parametrize("way", ["update", "parts", "parts in blocks"])
+@pytest.mark.parametrize("way", slow_after(1, ["update", "parts", "parts in blocks"]))
 def test_rows_that_are_placeholders_reach_no_buffer(pair, way):
     plan = fx.Plan(even="uneven", local=fx.LocalSGD(every=2))  # whose ranks keep their own buffers
     case = Case(rows=13, size=3, stream=True)

@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.testing.training import on_mesh
+from tests._slow import slow_after
 from tests.cluster._models import PIPELINES
 from tests.cluster._small_nets import SGD, small_data, small_net, square_loss
 
@@ -57,7 +58,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("parts", [False, True], ids=["step", "parts"])
+@pytest.mark.parametrize("parts", slow_after(1, [False, True]), ids=["step", "parts"])
 @pytest.mark.parametrize("name", PLANS)
 def test_each_micro_batch_has_the_same_weight(clusters, name, parts):
     ranks, how = PLANS[name]

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain.ops.whole_tensors import full_values
 from fxtrain.testing.training import on_mesh
+from tests._slow import slow_after
 from tests.cluster._models import PIPELINES
 
 DECAY = 0.8
@@ -92,7 +93,7 @@ def _run(ctx, plan):
     return names, mine, dict(zip(names, theirs, strict=True)), before, _values(model)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", slow_after(3, PLANS))
 def test_it_is_torchs_average_bit_for_bit(clusters, name):
     ranks, plan = PLANS[name]
     _check_run(clusters[ranks].run(_run, plan))
@@ -156,7 +157,7 @@ def _as_in(ctx, plan, name):
     return n, mine.updates, [torch.equal(found[key], theirs[key]) for key in trained]
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("name", slow_after(1, LIBRARIES))
 @pytest.mark.parametrize("plan", ["single", "ddp", "fsdp"])
 def test_it_is_the_average_of_other_code_bit_for_bit(clusters, plan, name):
     ranks, settings = PLANS[plan]
@@ -174,7 +175,7 @@ def _own(ctx, plan, folder, code, updates):
     return {name: full_values(one).tolist() for name, one in names["mean"].items()}
 
 
-@pytest.mark.parametrize("plan", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("plan", slow_after(2, ["single", "ddp", "fsdp"]))
 def test_the_average_of_the_docs_is_the_same_after_a_restart(clusters, tmp_path, plan):
     text = (Path(__file__).parents[2] / "docs" / "averages.md").read_text()
     code = text.split("## An average of your own")[1].split("```python\n")[1].split("```")[0]
@@ -221,7 +222,7 @@ def _interrupted(ctx, plan, folder):
     return _averaged(average), average.updates
 
 
-@pytest.mark.parametrize("name", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("name", slow_after(2, ["single", "ddp", "fsdp"]))
 def test_a_resumed_average_is_the_uninterrupted_one(clusters, name, tmp_path):
     ranks, plan = PLANS[name]
     wanted = clusters[ranks].run(_uninterrupted, plan)

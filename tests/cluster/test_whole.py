@@ -11,6 +11,7 @@ import fxtrain as fx
 from fxtrain.backends import whole_weights
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh
+from tests._slow import slow_after
 from tests.cluster._handles import FSDP, adam, new_handle, sequential
 from tests.cluster._models import PIPELINES
 
@@ -48,16 +49,19 @@ def _wrong(ctx, names, ranks):
 
 @pytest.mark.parametrize(
     ("names", "ranks", "kind", "words"),
-    [
-        (
-            ["3.wieght"],
-            "all",
-            fx.PlanError,
-            "no tensor matches '3.wieght'. Did you mean 3.weight",
-        ),
-        (["0.*"], "first", fx.PlanError, "ranks='first'"),
-        ((["0.*"], ["1.*"]), "all", fx.CollectiveError, "what to gather"),
-    ],
+    slow_after(
+        2,
+        [
+            (
+                ["3.wieght"],
+                "all",
+                fx.PlanError,
+                "no tensor matches '3.wieght'. Did you mean 3.weight",
+            ),
+            (["0.*"], "first", fx.PlanError, "ranks='first'"),
+            ((["0.*"], ["1.*"]), "all", fx.CollectiveError, "what to gather"),
+        ],
+    ),
 )
 def test_what_weights_refuses(pair, names, ranks, kind, words):
     with pytest.raises(kind, match=words.replace("(", r"\(")):

@@ -121,6 +121,7 @@ def test_a_long_line_that_still_grows_is_skipped(tmp_path):
     assert (reader.run.damaged, count, reader.end) == (2, 2, len(whole))
 
 
+@pytest.mark.slow
 def test_a_million_names_are_limited_and_counted(tmp_path, capsys):
     names = MOST_METRICS + 2000
     lines = [{"step": 1, "values": {f"m{n}": 1.0 for n in range(names // 2)}}]

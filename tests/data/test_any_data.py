@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import fxtrain as fx
 from fxtrain.errors import DataError
 from fxtrain.state import DistContext
+from tests._slow import slow_after
 
 
 def _world(n):
@@ -193,7 +194,7 @@ class _Iterator:
         self.next = state["next"]
 
 
-@pytest.mark.parametrize("of", ["dataset", "iterator"])
+@pytest.mark.parametrize("of", slow_after(1, ["dataset", "iterator"]))
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_with_a_state_continues_at_once(of, workers):
     with fx.detect({}, device="cpu") as ctx:

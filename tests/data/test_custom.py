@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import fxtrain as fx
 from fxtrain.state import DistContext
+from tests._slow import slow_after
 
 
 def world(n):
@@ -220,12 +221,15 @@ class GrowingStream(IterableDataset):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: (torch.arange(100), {"sampler": Growing()}),
-        lambda: (Growing(), {}),
-        lambda: (Growing(), {"shuffle": True}),
-        lambda: (GrowingStream(), {}),
-    ],
+    slow_after(
+        2,
+        [
+            lambda: (torch.arange(100), {"sampler": Growing()}),
+            lambda: (Growing(), {}),
+            lambda: (Growing(), {"shuffle": True}),
+            lambda: (GrowingStream(), {}),
+        ],
+    ),
 )
 def test_the_number_of_rows_may_depend_on_the_epoch(make, workers):
     def loader():

@@ -18,6 +18,7 @@ from torch.utils.data import (
 import fxtrain as fx
 from fxtrain.data import sources
 from fxtrain.state import DistContext
+from tests._slow import slow_after
 
 
 def world(n):
@@ -57,7 +58,7 @@ def _same(rows):
     return rows
 
 
-@pytest.mark.parametrize("kind", [Noisy, NoisyAtOnce])
+@pytest.mark.parametrize("kind", slow_after(1, [Noisy, NoisyAtOnce]))
 def test_augmentation_depends_on_neither_workers_nor_restarts(kind):
     def epoch(workers, skip=0, number=0, **kw):
         loader = DataLoader(
@@ -248,7 +249,7 @@ def test_a_batch_sampler_without_batching_asks_for_whole_lists(workers):
     assert _lists(read(loader, 2)) == [[[0, 1, 2], [6, 0, 1]], [[3, 4, 5], [2, 3, 4]]]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", slow_after(1, [0, 2]))
 def test_without_batching_items_are_dealt(workers):
     data = [torch.full((2,), i) for i in range(5)]
     loader = DataLoader(data, batch_size=None, num_workers=workers)

@@ -24,6 +24,7 @@ from fxtrain.data.order import (
     uniform,
     uniform_below,
 )
+from tests._slow import slow_after
 
 BIG = 100_003  # above the length up to which a table is used
 
@@ -70,6 +71,7 @@ def test_seeds_and_epochs_give_other_permutations():
         assert max(same) < 10
 
 
+@pytest.mark.slow
 def test_every_permutation_of_four_is_as_likely():
     seen = {}
     for seed in range(4800):
@@ -79,7 +81,7 @@ def test_every_permutation_of_four_is_as_likely():
     assert abs(_chi(torch.tensor(list(seen.values())), 200)) < 4
 
 
-@pytest.mark.parametrize("n", [50, BIG, 10**10])
+@pytest.mark.parametrize("n", slow_after(1, [50, BIG, 10**10]))
 def test_a_place_goes_anywhere_with_equal_chance(n):
     counts = torch.zeros(50)
     for seed in range(400):

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 import fxtrain as fx
 from fxtrain.state import DistContext
+from tests._slow import slow_after
 from tests.data._streams import Numbers
 
 
@@ -90,6 +91,7 @@ def test_drop_last_drops():
     assert data(shards(Numbers(7), 2, batch_size=3, drop_last=True)) == [[[0, 1, 2]], [[3, 4, 5]]]
 
 
+@pytest.mark.slow
 def test_a_stream_that_shuffles_is_the_same_for_all_workers_of_all_ranks():
     def read(n, workers, index=0):
         loaders = shards(Shuffling(12), n, batch_size=2, num_workers=workers, collate_fn=_same)
@@ -278,7 +280,7 @@ def test_a_stream_ends_where_its_iterator_ends_first(workers):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("rows", [range(9), Numbers(9)])
+@pytest.mark.parametrize("rows", slow_after(1, [range(9), Numbers(9)]))
 def test_an_iteration_within_another_leaves_it_alone(rows, persistent):
     settings = {"num_workers": 2, "persistent_workers": persistent}
     (loader,) = shards(rows, 1, batch_size=2, **settings)
@@ -305,6 +307,7 @@ class SharedEpoch(IterableDataset):
             yield 10 * int(self.epoch) + row
 
 
+@pytest.mark.slow
 def test_workers_that_share_the_epoch_read_the_same_one():
     settings = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
     (loader,) = shards(SharedEpoch(), 1, **settings)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import attrs
 import pytest
 
+from tests._slow import slow_after
 from tests.launched._run import FXTRAIN, PYTHON, ROOT, TORCHRUN, Finished, run, run_fork
 
 CONTRACT = ROOT.parent / "shared" / "contract"
@@ -81,7 +82,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("command", PLANS)
+@pytest.mark.parametrize("command", slow_after(1, PLANS))
 def test_two_plans_in_one_process(command):
     ended = run_fork(*command, str(CONTRACT / "two_plans.py"), timeout_s=300)
     assert (ended.code, ended.out) == (0, ""), ended.err

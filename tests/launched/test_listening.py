@@ -44,6 +44,7 @@ def test_a_launcher_and_its_ranks_listen_on_loopback(words):
     assert {*launcher, *ranks[0], *ranks[1]} == {"127.0.0.1"}
 
 
+@pytest.mark.slow
 def test_a_closed_context_leaves_no_sockets_and_threads():
     ended = run_fork(*FXTRAIN, "launch", "--cpu", "--ranks=2", str(SCRIPTS / "reopens.py"))
     assert ended.code == 0, ended

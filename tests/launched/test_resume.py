@@ -11,6 +11,7 @@ from fxtrain.diagnosis import rerun
 from fxtrain.errors import CheckpointError
 from fxtrain.testing.cluster import starter
 from tests._patience import wait_for
+from tests._slow import slow_after
 from tests.launched._run import FXTRAIN, PYTHON, ROOT, SCRIPTS, finish, run_fork, start_fork
 
 pytestmark = pytest.mark.timeout(330)
@@ -56,6 +57,7 @@ def test_a_run_saves_and_leaves_when_told_and_goes_on(tmp_path):
     assert told["left"] is False and told["updates"] == 57 * epochs
 
 
+@pytest.mark.slow
 def test_one_rank_that_hears_it_is_enough(tmp_path):
     words = (*FXTRAIN, "launch", "--ranks", "2", str(SCRIPTS / "told.py"), str(tmp_path))
     done = run_fork(*words)
@@ -78,7 +80,9 @@ def test_verify_resume_says_that_a_script_is_exact():
 
 @pytest.mark.parametrize(
     ("fault", "leaf"),
-    [("loader", "position.index"), ("ema", "extra"), ("random", "model/module.weight")],
+    slow_after(
+        1, [("loader", "position.index"), ("ema", "extra"), ("random", "model/module.weight")]
+    ),
 )
 def test_verify_resume_names_the_first_leaf_that_differs(fault, leaf, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint_commands, "_launch", _run_here)
@@ -171,7 +175,7 @@ def _lasting(folder):
     return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize(("fault", "repeats"), [("none", True), ("hardware", False)])
+@pytest.mark.parametrize(("fault", "repeats"), slow_after(1, [("none", True), ("hardware", False)]))
 def test_replay_finds_an_update_that_differs_from_itself(
     fault, repeats, tmp_path, monkeypatch, capsys
 ):

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from tests._patience import patience, wait_for
+from tests._slow import slow_after
 from tests.launched._run import FXTRAIN, ROOT, SCRIPTS, finish, run, run_fork, start
 
 RANKS = str(SCRIPTS / "ranks.py")
@@ -49,6 +50,7 @@ def test_main_module_is_the_script():
     assert (ended.code, ended.out) == (0, "[2, 4]\n"), ended.err
 
 
+@pytest.mark.slow
 def test_first_failing_rank_is_shown():
     ended = _launch_fork(RANKS, "fail")
     assert ended.code == 1
@@ -68,6 +70,7 @@ def _report(ended):
     return lines[first:]
 
 
+@pytest.mark.slow
 def test_what_ranks_write_comes_before_the_report():
     """Also what a rank writes that is ended since another one failed."""
     raw = "[rank0]:[E101 03:04:05.6 ProcessGroupGloo.cpp:1] closed\n"
@@ -93,10 +96,13 @@ def test_a_rank_that_hangs_is_not_shown_before_the_one_that_waited_for_it():
 
 @pytest.mark.parametrize(
     ("how", "codes", "says"),
-    [
-        ("exit", {3}, "exited with code 3."),
-        ("interrupt", {1, 130}, "failed: KeyboardInterrupt"),  # 1 of a fork
-    ],
+    slow_after(
+        1,
+        [
+            ("exit", {3}, "exited with code 3."),
+            ("interrupt", {1, 130}, "failed: KeyboardInterrupt"),  # 1 of a fork
+        ],
+    ),
 )
 def test_a_rank_that_leaves_is_shown_before_those_that_wait_for_it(how, codes, says):
     ended = _launch_fork(RANKS, "leave_meanwhile", how)
@@ -105,6 +111,7 @@ def test_a_rank_that_leaves_is_shown_before_those_that_wait_for_it(how, codes, s
     assert _report(ended)[0] == f"fxtrain launch: Rank 1 of 2 {says}"
 
 
+@pytest.mark.slow
 def test_one_traceback_when_all_fail():
     ended = _launch_fork(RANKS, "all_fail")
     assert ended.code == 1
@@ -191,6 +198,7 @@ def _runs(pid):
     return True
 
 
+@pytest.mark.slow
 def test_module_that_is_not_there():
     ended = _launch("-m", "tests.launchd")
     assert ended.code == 2

@@ -91,6 +91,7 @@ def test_a_run_without_progress_names_the_rank_that_stands_apart(tmp_path, how):
     assert compared.count("sequence number") == 1
 
 
+@pytest.mark.slow
 def test_ranks_are_asked_without_stopping_the_run(tmp_path):
     launched = start_fork(*_launch(tmp_path, "step", 600))
     _wait_for(tmp_path / "stuck", launched)

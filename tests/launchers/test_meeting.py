@@ -46,6 +46,7 @@ from fxtrain.launchers.orphans import MARK
 from fxtrain.ops.rendezvous_store import open_store
 from fxtrain.state.topology import Topology
 from tests._patience import patience, wait_for
+from tests._slow import slow_after
 
 KEY = "fxtrain.rendezvous.run"
 NODES = st.builds(
@@ -78,12 +79,18 @@ def _states(draw):
 
 @pytest.mark.parametrize(
     ("nodes", "why"),
-    [
-        ({0: (2, 600), 1: (3, 600)}, "was started for . nodes, and node . for [23]"),
-        ({0: (3, 600), 1: (3, 600), 2: (2, 600)}, "was started for . nodes, and node . for [23]"),
-        ({0: (4, 1), 1: (4, 600), 3: (4, 600)}, "node 2 never came within the .* s of node 0"),
-        ({0: (3, 600), 2: (3, 1)}, "node 1 never came within the .* s of node 2"),
-    ],
+    slow_after(
+        3,
+        [
+            ({0: (2, 600), 1: (3, 600)}, "was started for . nodes, and node . for [23]"),
+            (
+                {0: (3, 600), 1: (3, 600), 2: (2, 600)},
+                "was started for . nodes, and node . for [23]",
+            ),
+            ({0: (4, 1), 1: (4, 600), 3: (4, 600)}, "node 2 never came within the .* s of node 0"),
+            ({0: (3, 600), 2: (3, 1)}, "node 1 never came within the .* s of node 2"),
+        ],
+    ),
 )
 def test_all_nodes_learn_why_they_did_not_meet_before_the_store_ends(nodes, why):
     """By their number of nodes, and how long they wait."""
@@ -132,7 +139,7 @@ def test_all_nodes_are_told_of_a_node_with_another_secret(monkeypatch):
                 wait.result(20 * patience())
 
 
-@pytest.mark.parametrize("who", ["rank", "launcher"])
+@pytest.mark.parametrize("who", slow_after(1, ["rank", "launcher"]))
 def test_a_port_held_by_a_program_that_never_answers_is_an_error(who):
     """It accepts the connection, so that torch's store waits for its first word."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -171,6 +178,7 @@ def run(monkeypatch):
         ElasticRendezvous(store, config).shutdown()  # so that none waits for another one
 
 
+@pytest.mark.slow
 def test_nodes_that_run_do_not_start_again_for_a_node_without_a_place(run, monkeypatch):
     """Such as one that waited while others started again, and was slower than they were."""
     first, second, slow = (run.make() for _ in range(3))
@@ -222,6 +230,7 @@ def test_a_launcher_for_another_number_of_nodes_is_refused(run):
     run.make(1)
 
 
+@pytest.mark.slow
 def test_a_node_that_leaves_gives_its_place_away_before_its_heartbeats_are_missed(run):
     """Which takes as long as the test may."""
     stays, leaves, reserve = (run.make(keep_alive_interval="600") for _ in range(3))
@@ -234,7 +243,7 @@ def test_a_node_that_leaves_gives_its_place_away_before_its_heartbeats_are_misse
     assert {stays.next_rendezvous().rank, waits.result(20 * patience()).rank} == {0, 1}
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", slow_after(1, [0, 1]))
 def test_nodes_join_again_without_one_that_is_lost_once_it_has_joined(
     node, run, monkeypatch, tmp_path, capsys
 ):

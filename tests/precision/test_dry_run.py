@@ -56,7 +56,7 @@ def _measured(loop):
     return figures(watch, axis_namer(resolve_mesh(fx.Mesh(), 1), 0))
 
 
-@pytest.mark.parametrize("name", marked(TRAINABLE))
+@pytest.mark.parametrize("name", slow_after(4, marked(TRAINABLE)))
 def test_quantised_weights_take_what_was_predicted(name):
     quantize_layers(mlp(), RECORDS[name], torch.device("cpu"))  # tables that the libraries keep
     loop = functools.partial(_adapters, fx.Plan(quantize=RECORDS[name]))
@@ -68,6 +68,7 @@ def test_quantised_weights_take_what_was_predicted(name):
     assert told.memory.parameters == sum(one.nbytes for one in stored_tensors(wrapped).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_after(1, ["rowwise", "tensorwise", "mxfp8"]))
 def test_layers_in_float8_take_what_was_predicted(name):
     pytest.importorskip("torchao", reason="needs fxtrain[quant]")

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fxtrain as fx
 from fxtrain.profiling import summary
+from tests._slow import slow_after
 
 ROWS, SIZE = 4, 8
 NAP_S = 0.02
@@ -126,12 +127,15 @@ def test_flops_are_those_of_a_linear_model(ctx, tmp_path):
 
 @pytest.mark.parametrize(
     ("part", "how"),
-    [
-        ("data", {"rows": _SlowRows}),
-        ("optimizer", {"sgd": _SlowSGD}),
-        ("backward", {"loss": lambda model, x: _SlowBackward.apply(model(x.data)).mean()}),
-        ("idle", {"loss": lambda model, x: (time.sleep(NAP_S), model(x.data).mean())[1]}),
-    ],
+    slow_after(
+        2,
+        [
+            ("data", {"rows": _SlowRows}),
+            ("optimizer", {"sgd": _SlowSGD}),
+            ("backward", {"loss": lambda model, x: _SlowBackward.apply(model(x.data)).mean()}),
+            ("idle", {"loss": lambda model, x: (time.sleep(NAP_S), model(x.data).mean())[1]}),
+        ],
+    ),
 )
 def test_time_is_counted_where_it_is_spent(ctx, tmp_path, part, how):
     trace, _ = _train(ctx, fx.Plan(), what=_spec(tmp_path), **how)

@@ -110,7 +110,7 @@ PLANS = {
 
 
 @DRY_DDP
-@pytest.mark.parametrize("name", slow_after(5, PLANS))
+@pytest.mark.parametrize("name", slow_after(1, PLANS))
 def test_ddp_is_predicted_exactly(name, pair):
     told, got = _compare(pair, by_steps, PLANS[name])
     assert told.step == got["step"] and told.setup == got["setup"]

@@ -69,6 +69,7 @@ def test_a_replica_dies_and_another_joins(lighthouse):
     assert not any(one.healed for one in survivor.updates[1:])
 
 
+@pytest.mark.slow
 def test_a_smaller_batch_leaves_rows_to_later_updates(lighthouse):
     plan = fx.Plan(strategy=fx.Single(), seed=3)
     survivor, dead = together(plan, [Life(), Life(dies=3)], UPDATES, lighthouse, batch="shrink")

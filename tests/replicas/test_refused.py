@@ -12,6 +12,7 @@ from fxtrain.checkpoint.storage import open_storage
 from fxtrain.errors import CollectiveError, MissingPackageError, PlanError, StepError
 from fxtrain.replicas import healing
 from fxtrain.replicas.rounds import independent
+from tests._slow import slow_after
 from tests.replicas._team import Life, loader, loss_of, together, wrapped
 
 LIGHTHOUSE = "http://127.0.0.1:9"
@@ -73,18 +74,19 @@ def test_no_lighthouse(ctx, torchft):
         _train(ctx, fx.Plan(), team)
 
 
-@pytest.mark.parametrize("local", [None, fx.DiLoCo(every=2)])
+@pytest.mark.parametrize("local", slow_after(1, [None, fx.DiLoCo(every=2)]))
 def test_too_few_replicas_end_the_run_after_saving_it(ctx, lighthouse, tmp_path, local):
     team = fx.replicas.Replicas(
-        count=2, min_count=2, lighthouse=lighthouse, timeout_s=0.5, local=local
+        count=2, min_count=2, lighthouse=lighthouse, timeout_s=0.2, local=local
     )
     with pytest.raises(CollectiveError, match=r"2 of 2 replicas were not ready at .*: 1 were"):
         _train(ctx, fx.Plan(seed=3), team, folder=tmp_path / "run")
     assert fx.latest(tmp_path / "run") is not None
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_left_while_another_one_saves(ctx, lighthouse, tmp_path):
-    team = fx.replicas.Replicas(count=2, min_count=2, lighthouse=lighthouse, timeout_s=0.5)
+    team = fx.replicas.Replicas(count=2, min_count=2, lighthouse=lighthouse, timeout_s=0.2)
     lock = acquire(open_storage(tmp_path))
     try:
         with pytest.raises(CollectiveError, match="1 were") as caught:

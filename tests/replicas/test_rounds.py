@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.testing import Cluster
+from tests._slow import slow_after
 from tests.replicas._team import Life, loader, loss_of, net, together, wrapped
 
 UPDATES = 9
@@ -136,7 +137,7 @@ def _by_hand(diaries, local, *, weighted):
     return found
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", slow_after(1, [False, True]))
 def test_a_replica_dies_and_another_joins_as_by_hand(lighthouse, weighted):
     local = fx.DiLoCo(every=3, outer_momentum=0.6)
     plan = fx.Plan(strategy=fx.Single(), accumulate=2, seed=3, even="uneven")
@@ -182,6 +183,7 @@ def test_replicas_that_stay_train_as_the_ranks_of_a_plan(lighthouse, compress):
     torch.testing.assert_close(mine.parameters[EPOCH], wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_run_of_averages_continues_from_its_folder(lighthouse, tmp_path):
     plan, local = fx.Plan(seed=3), fx.DiLoCo(every=2)
     options = {"local": local, "min_count": 2}

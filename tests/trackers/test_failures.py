@@ -9,6 +9,7 @@ import pytest
 
 import fxtrain as fx
 from fxtrain.trackers import read_run
+from tests._slow import slow_after
 from tests.trackers._trackers import own_tracker
 
 
@@ -98,6 +99,7 @@ def test_a_tracker_whose_rules_fail_does_not_stop_the_others(ctx, tmp_path, told
     assert "Mine failed in log: ValueError: no rule" in told()[0]
 
 
+@pytest.mark.slow
 def test_a_tracker_that_hangs_is_dropped_and_holds_up_nobody_again(
     ctx, tmp_path, told, monkeypatch
 ):
@@ -118,7 +120,7 @@ def test_a_tracker_that_hangs_is_dropped_and_holds_up_nobody_again(
     assert "Mine does not respond: training has waited 1 s for it" in line
 
 
-@pytest.mark.parametrize("call", ["write", "flush", "close", "last_steps"])
+@pytest.mark.parametrize("call", slow_after(1, ["write", "flush", "close", "last_steps"]))
 def test_a_run_ends_though_a_tracker_never_returns(ctx, tmp_path, told, call):
     released = threading.Event()
     _, hanging = own_tracker(**{call: lambda *_: released.wait()})

@@ -31,7 +31,7 @@ def _curve(folder):
 STOPS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), max_size=4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(stops=STOPS, bare=st.booleans(), torn=st.booleans())
 def test_wherever_it_is_stopped_the_curve_has_no_gap_and_no_double(stops, bare, torn):
     """`bare`: logged by updates only. `torn`: the process was killed within a line."""
@@ -182,6 +182,7 @@ def test_trackers_get_back_what_they_call_the_run(ctx, tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["id"] == run.id
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_what_is_logged_later_last(ctx, tmp_path):
     """Its reader sorts files by name: a second, then a host and a process."""
     pytest.importorskip("tensorboard")
