@@ -146,7 +146,10 @@ def test_links_of_the_examples_lead_to_pages():
             at = target.resolve().relative_to(ROOT / "docs").with_suffix("").as_posix()
             assert at in shown, (name, link)
     assert site_examples.link_from("steps", ROOT / "examples" / "qlora.py") == "examples/qlora.md"
-    assert site_examples.link_from("how_to/fsdp", ROOT / "Makefile") == "path:../../Makefile"
+    readme = site_examples.link_from("steps", ROOT / "examples" / "README.md", "#models")
+    assert readme == "examples/index.md#models"
+    makefile = site_examples.link_from("how_to/fsdp", ROOT / "Makefile", "#a-download-has-none")
+    assert makefile == "path:../../Makefile"
 
 
 def test_the_reference_has_every_field_error_and_command():

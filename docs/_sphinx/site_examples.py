@@ -48,12 +48,17 @@ def page_of(path: Path) -> str | None:
     return _name(path) if is_shown and path.is_relative_to(_EXAMPLES) else None
 
 
-def link_from(page: str, path: Path) -> str:
-    """A link of a page to a file: to the page that shows it, or to the file as a download."""
+def link_from(page: str, path: Path, anchor: str = "") -> str:
+    """A link of a page to a file: to the page that shows it, or to the file as a download.
+
+    A download has no anchors: "#a-heading" is part of a link to a page only.
+    """
     folder = (_DOCS / page).parent
     name = page_of(path)
-    target = path if name is None else _DOCS / f"{name}.md"
-    return f"{'path:' if name is None else ''}{Path(os.path.relpath(target, folder)).as_posix()}"
+    if name is None:
+        return f"path:{Path(os.path.relpath(path, folder)).as_posix()}"
+    target = Path(os.path.relpath(_DOCS / f"{name}.md", folder))
+    return f"{target.as_posix()}{anchor}"
 
 
 def _name(path: Path) -> str:
@@ -66,7 +71,7 @@ def _readme_page(path: Path, pages: set[str]) -> str:
     assert page is not None
 
     def link(found: re.Match[str]) -> str:
-        return f"]({link_from(page, (path.parent / found[1]).resolve())}{found[2] or ''})"
+        return f"]({link_from(page, (path.parent / found[1]).resolve(), found[2] or '')})"
 
     text = re.sub(r"\]\((?!\w+:)([^)#]+)(#[^)]*)?\)", link, path.read_text())
     order = [name for name in dict.fromkeys(_linked(text, page)) if name in pages]

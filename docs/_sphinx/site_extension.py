@@ -84,7 +84,7 @@ def _complete_source(app: Sphinx, page: str, source: list[str]) -> None:
     def link(found: re.Match[str]) -> str:
         path = (folder / found[1]).resolve()
         inside = path.is_relative_to(Path(app.srcdir).resolve())
-        return found[0] if inside else f"]({link_from(page, path)}{found[2] or ''})"
+        return found[0] if inside else f"]({link_from(page, path, found[2] or '')})"
 
     if not page.startswith(GENERATED):
         source[0] = re.sub(r"\]\((\.\./[^)#]*)(#[^)]*)?\)", link, source[0])
