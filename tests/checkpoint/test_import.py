@@ -84,7 +84,7 @@ def _dcp_of_ranks(ctx, folder, shape):
     return whole
 
 
-@pytest.mark.parametrize("shape", slow_after(1, [(2,), (4,), (2, 2)]))
+@pytest.mark.parametrize("shape", slow_after(1, map(pytest.param, [(2,), (4,), (2, 2)])))
 def test_tensors_of_several_ranks_are_put_together(clusters, tmp_path, shape):
     ranks = clusters[4 if shape != (2,) else 2]
     whole = ready(ranks).run(_dcp_of_ranks, tmp_path, shape)[0]

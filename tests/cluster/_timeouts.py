@@ -5,6 +5,8 @@ Groups open, and models are wrapped, with the timeout of the pool, which a busy 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import attrs
@@ -12,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from fxtrain import DistContext
 
-__all__ = ["with_timeout", "shorten"]
+__all__ = ["shortened", "with_timeout"]
 
 
 def with_timeout(ctx: DistContext, timeout_s: float = 0.5) -> DistContext:
@@ -20,10 +22,17 @@ def with_timeout(ctx: DistContext, timeout_s: float = 0.5) -> DistContext:
     return attrs.evolve(ctx, comm=attrs.evolve(ctx.comm, timeout_s=timeout_s))
 
 
-def shorten(ctx: DistContext, timeout_s: float = 0.5) -> None:
-    """Let all collectives on a context's group time out soon, also those of models on it.
+@contextmanager
+def shortened(ctx: DistContext, timeout_s: float = 0.5) -> Iterator[None]:
+    """All collectives on a context's group time out soon, also those of models on it."""
+    usual_s = ctx.comm.timeout_s
 
-    The pool must start again afterwards, as it does after a call that timed out.
-    """
-    object.__setattr__(ctx.comm, "timeout_s", timeout_s)
-    distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), ctx.comm.group)
+    def set_timeout(seconds: float) -> None:
+        object.__setattr__(ctx.comm, "timeout_s", seconds)
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), ctx.comm.group)
+
+    set_timeout(timeout_s)
+    try:
+        yield
+    finally:
+        set_timeout(usual_s)

@@ -9,7 +9,7 @@ import fxtrain as fx
 from tests._slow import slow_after
 from tests.cluster._frozen import adamw, by_hand, data, net, on_ranks
 from tests.cluster._models import PIPELINES
-from tests.cluster._timeouts import shorten
+from tests.cluster._timeouts import shortened
 
 PLANS = {
     "ddp": {"strategy": fx.DDP()},
@@ -165,8 +165,8 @@ def _unfreeze_on_rank_1(ctx):
     model.module[0].requires_grad_(ctx.rank == 1)
     with pytest.raises(fx.CollectiveError) as caught:
         for batch in fx.shard(data(), ctx, plan):
-            shorten(ctx)
-            fx.step(ctx, batch, fns)
+            with shortened(ctx):
+                fx.step(ctx, batch, fns)
     return str(caught.value)
 
 

@@ -1,6 +1,7 @@
 """Training on real ranks: precision, hooks, policies, several optimizers, bad input."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import fxtrain as fx
 from fxtrain import ops
 from tests._slow import slow_after
 from tests.cluster._small_nets import SGD, small_data, small_net, square_loss, train_small
-from tests.cluster._timeouts import shorten
+from tests.cluster._timeouts import shortened
 
 
 def _curve(ctx, plan):
@@ -199,11 +200,11 @@ def _lost_in_backward(ctx):
     model = fx.wrap(small_net(), ctx, optimizer=SGD)
     fns = fx.StepFns(model=model, loss=square_loss)
     for batch in fx.shard(DataLoader(small_data(), batch_size=4), ctx):
-        if batch.position.updates == 2:
-            shorten(ctx)
-            if ctx.rank == 1:
-                return "left the loop"
-        fx.step(ctx, batch, fns)
+        last = batch.position.updates == 2
+        if last and ctx.rank == 1:
+            return "left the loop"
+        with shortened(ctx) if last else nullcontext():
+            fx.step(ctx, batch, fns)
     return None
 
 
