@@ -45,8 +45,10 @@ test-deepspeed: $(VENV)/.test-deepspeed
 	$(BIN)/python -W ignore -c "import deepspeed; deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)"
 	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m deepspeed tests/deepspeed
 
-# On a device of its own, compiled from tests/devices: what is left on the CPU is an error there.
+# On a device of its own, compiled from tests/devices, which takes longer than a test may: what is left
+# on the CPU is an error there.
 test-shadow: $(VENV)/.test
+	$(BIN)/python -c "import tests.devices.shadow"
 	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m shadow tests/devices
 
 # On machines made of namespaces, as root. All of them: -m nodes.
