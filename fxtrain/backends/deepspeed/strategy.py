@@ -108,6 +108,8 @@ def _begin(model: Wrapped) -> None:
         parameter.grad = None
         if getattr(parameter, "grad_accum", None) is not None:
             parameter.grad_accum = None
+    if model.engine is model.module:  # without an optimizer, there is no engine
+        return
     optimizer = model.engine.optimizer
     sums = [
         *getattr(optimizer, "all_grad_tensors", {}).values(),
