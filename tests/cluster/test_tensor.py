@@ -221,7 +221,7 @@ def _train_by(ctx, way):
         if way == "step":
             fx.step(placed, batch, fns)
             continue
-        with fx.ops.sync(model):
+        with fx.ops.sync(model, batch):
             loss = _logit_loss(model, batch[0])
             if way == "block around both":
                 fx.update(placed, batch, model, loss)
