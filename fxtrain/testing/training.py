@@ -334,6 +334,8 @@ def _loss(task: Task, poke_at: int | None) -> Callable[[Any, Any], Any]:
         poke = task.poke if batch.position.updates == poke_at else None
         tokens, targets, mask = batch
         each, kept = _token_losses(model, tokens, targets, mask, poke)
+        # Not every device has autocast rules for losses.
+        each = each.to(torch.promote_types(each.dtype, torch.float32))
         return Weighted((each * kept).sum(), kept.sum()) if task.weighted else each.mean()
 
     return loss
