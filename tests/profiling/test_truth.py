@@ -242,7 +242,7 @@ def test_stages_are_predicted_exactly(name, clusters):
 
 
 def _without_detect(row):
-    """Real ranks end `detect`, here a part of the loop, with an exchange; a dry run opens nothing."""
+    """Real ranks end `detect`, a part of this loop, with an exchange; a dry run opens nothing."""
     if (row.kind, row.ranks) != ("all_gather", 4):
         return row
     return attrs.evolve(row, count=row.count - 1, bytes=row.bytes - row.bytes // row.count)
