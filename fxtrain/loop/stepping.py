@@ -164,7 +164,7 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
     position, window = batch.position, model.window
     pace = ctx.comm.state.slots.get(Pace)
     if model.status.block is not None:
-        _check_block(batch, model)
+        _check_block(model.status.block[0], batch, model)
     try:
         loss = fns.loss if pace is None else _timed(fns.loss, pace, model)
         weighted = run_micro_batch(batch, model, partial(_compute_loss, loss))
@@ -282,10 +282,9 @@ def check_step(call: str, ctx: DistContext, batch: Any, model: Wrapped) -> None:
         )
 
 
-def _check_block(batch: Batch, model: Wrapped) -> None:
+def _check_block(known: Batch, batch: Batch, model: Wrapped) -> None:
     """Refuse a step inside a block of `ops.sync` that may have decided otherwise to reduce."""
-    block = model.status.block
-    if block is not None and block[0] is not batch and model.plan.accumulate > 1:
+    if known is not batch and model.plan.accumulate > 1:
         raise StepError(
             f"A step inside `with fx.ops.sync(model):`, which does not know the batch: under "
             f"Plan(accumulate={model.plan.accumulate}) it decides whether gradients are reduced. "

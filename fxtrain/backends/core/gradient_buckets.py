@@ -62,9 +62,8 @@ class StableBucketsDDP(DistributedDataParallel):
     hook_state: Any = None  # of the communication hook
     _uses_all = False  # whether every backward has to reach all parameters
     orders = False  # whether buckets are sorted in the first backward
-    _order: Sequence[
-        int
-    ] = ()  # of trained parameters, as registered, by when backward reaches them
+    # Of trained parameters, as registered, by when backward reaches them.
+    _order: Sequence[int] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # torch's first buckets are for parameters in the order of their use, those of

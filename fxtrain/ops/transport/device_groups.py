@@ -1,9 +1,9 @@
 """Collectives of tensors of a device, for which the host does not wait.
 
 Their comparison is deferred to the next call. A rank that reads a result before that waits for its
-device, which waits for ranks that may have made another call. So a thread looks at comparisons in
-flight, and aborts the communicator if the ranks differ. The device then goes on, and the next call
-of this rank raises the error.
+device, which waits for ranks that may have made another call. So a thread looks at comparisons that
+have not completed, and aborts the communicator if the ranks differ. The device then continues, and
+the next call of this rank raises the error.
 """
 
 import threading

@@ -386,7 +386,7 @@ def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> list[in
 
 
 def is_deferred(exchange: Exchange) -> bool:
-    """Whether the host went on before the ranks had compared this call."""
+    """Whether the host continues before the ranks compare this call."""
     return exchange.updates != _WAITED
 
 
