@@ -50,7 +50,7 @@ def text_of_dataset(dataset: Any) -> str:
         return f"a Subset of {text}{inner and f' of {inner}'}"
     if isinstance(dataset, ConcatDataset):
         return " and ".join(filter(None, map(text_of_dataset, dataset.datasets)))
-    if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "with_format"):
+    if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "__getitems__"):
         row = dataset.with_format("arrow")[:1] if len(dataset) else None
         return f"rows from {_digest(canonical_text(row and row.to_pydict()))}"
     return ""
