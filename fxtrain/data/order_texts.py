@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -50,8 +50,10 @@ def text_of_dataset(dataset: Any) -> str:
         return f"a Subset of {text}{inner and f' of {inner}'}"
     if isinstance(dataset, ConcatDataset):
         return " and ".join(filter(None, map(text_of_dataset, dataset.datasets)))
-    if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "__getitems__"):
-        row = dataset.with_format("arrow")[:1] if len(dataset) else None
+    table: Any = dataset
+    named = type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "with_format")
+    if named and isinstance(dataset, Sized):  # a stream has no length
+        row = table.with_format("arrow")[:1] if len(dataset) else None
         return f"rows from {_digest(canonical_text(row and row.to_pydict()))}"
     return ""
 

@@ -90,7 +90,13 @@ class _Slices:
         return {"x": self.rows}
 
 
+class _TableStream(_Stream):
+    def with_format(self, kind):
+        raise AssertionError("a stream is not read as a table")
+
+
 _Table.__module__ = "datasets.arrow_dataset"
+_TableStream.__module__ = "datasets.iterable_dataset"
 
 
 def _images(rows):
@@ -130,6 +136,7 @@ ANNOUNCED = {
 WHOLE = {
     "a subset": lambda r, w: (Subset(list(range(N)), range(0, N, 2)), {"shuffle": True}),
     "a table": lambda r, w: (_Table(range(N)), {}),
+    "a stream of a table": lambda r, w: (_TableStream(range(N)), {}),
     "images": lambda r, w: (_Stream(_images(range(N))), {"collate_fn": list}),
     "global generators": lambda r, w: (list(range(N)), {"sampler": _Shuffles(N)}),
     "a stream of random numbers": lambda r, w: (_Random(), {}),
