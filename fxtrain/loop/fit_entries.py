@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 from typing import Any, ClassVar
 
 import attrs
@@ -284,7 +285,8 @@ def progress(
 ) -> Tracker:
     """A tracker that shows updates, loss, speed, memory and the time left on standard error.
 
-    Where there is no terminal, it writes a line every `every_s`. `total` is of the whole run.
+    In a notebook, that is one output of the cell. Where there is no terminal, it writes a line
+    every `every_s`. `total` is of the whole run.
     """
     screen = console or Console(stderr=True)
 
@@ -316,11 +318,21 @@ def progress(
             text = "  ".join(part for part in (updates, _text(latest), left(entry)) if part)
             screen.print(text, highlight=False, soft_wrap=True)
 
-        if not screen.is_terminal:
-            return print_line, lambda: None
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[seen]}"))
         bar = Progress(*columns, console=screen)
         bar.add_task("updates", total=total, completed=before, seen="")
+        if screen.is_jupyter:
+            # One output of the cell, which is replaced. `Live` takes ipywidgets for that, and adds
+            # an output for each refresh without them.
+            output = import_module("IPython.display").display(bar, display_id=True)
+
+            def update_output(entry: Entry) -> None:
+                update_bar(entry)
+                output.update(bar)
+
+            return update_output, lambda: None
+        if not screen.is_terminal:
+            return print_line, lambda: None
         bar.start()
         return update_bar, bar.stop
 

@@ -36,3 +36,31 @@ def test_cells_train_on_two_ranks_and_resume_on_one():
     assert pair[0]["accuracy"] == pair[1]["accuracy"] > 0.8
     assert pair[0]["updates"] == 94 and single[0]["updates"] == 188
     assert single[0]["accuracy"] > 0.85 and curve[-1][0] == 188
+
+
+FIT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import fxtrain as fx
+
+ctx = fx.detect(device="cpu")
+net = torch.nn.Linear(2, 1)
+model = fx.wrap(net, ctx, fx.Plan(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+fns = fx.StepFns(model=model, loss=lambda m, b: m(b[0]).square().mean())
+rows = fx.shard(DataLoader(TensorDataset(torch.ones(24, 2)), batch_size=2), ctx)
+for report in fx.fit(ctx, fns, rows, FOLDER, epochs=2, log_every=5):
+    pass
+"""
+
+
+@pytest.mark.recipes
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("default")
+def test_progress_is_one_output_of_the_cell(tmp_path):
+    nbclient = pytest.importorskip("nbclient")
+    v4 = pytest.importorskip("nbformat").v4
+    book = v4.new_notebook(cells=[v4.new_code_cell(FIT.replace("FOLDER", repr(str(tmp_path))))])
+    nbclient.NotebookClient(book, timeout=300, kernel_name="python3").execute(cwd=str(ROOT))
+    (bar,) = (out for out in book.cells[0].outputs if out.output_type == "display_data")
+    assert "24/24" in bar["data"]["text/plain"] and "loss" in bar["data"]["text/plain"]
+    assert "24 of 24" not in str(book.cells[0].outputs)  # the lines of a file
