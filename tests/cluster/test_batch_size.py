@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 from fxtrain.tuning import is_out_of_memory
 from tests.cluster._timeouts import with_timeout
+from tests.profiling._dry_runs import DRY_DDP
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,6 +127,7 @@ def _predicted(memory, train=None, **how):
     return fx.tuning.predict_batch_size(train or default, 64, world=4, device_memory=memory, **how)
 
 
+@DRY_DDP
 @pytest.mark.slow
 def test_dry_runs_predict_what_fits():
     sizes = [_predicted(memory)[0] for memory in ("150kB", "250kB", "1GB")]
@@ -134,6 +136,7 @@ def test_dry_runs_predict_what_fits():
     assert size * plan.accumulate == 128 and size < 64
 
 
+@DRY_DDP
 @pytest.mark.slow
 def test_nothing_that_fits_is_an_error():
     with pytest.raises(fx.PlanError, match="no batch size from 64 down to 1"):
