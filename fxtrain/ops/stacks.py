@@ -118,12 +118,17 @@ def process_start(pid: int) -> str:
 
 def has_records(folder: Path) -> bool:
     """Whether ranks have written into this folder."""
-    return any(folder.glob("rank-*.json"))
+    return bool(_records(folder))
+
+
+def _records(folder: Path) -> list[Path]:
+    """The files of ranks in this folder; of text that is no path, none, where `glob` may raise."""
+    return list(folder.glob("rank-*.json")) if folder.is_dir() else []
 
 
 def read_stands(folder: Path) -> list[Stand]:
     """Where ranks stood when they last wrote it, by rank; a LaunchError if none has."""
-    paths = sorted(folder.glob("rank-*.json"), key=lambda path: (len(path.name), path.name))
+    paths = sorted(_records(folder), key=lambda path: (len(path.name), path.name))
     if not paths:
         raise LaunchError(
             f"{folder} has no records of ranks. Pass the folder of fxtrain launch --log-dir, or of "
