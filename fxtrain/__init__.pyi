@@ -9,7 +9,6 @@ from fxtrain import interop as interop
 from fxtrain import meters as meters
 from fxtrain import ops as ops
 from fxtrain import profiling as profiling
-from fxtrain import quality as quality
 from fxtrain import replicas as replicas
 from fxtrain import state as state
 from fxtrain import testing as testing

@@ -19,9 +19,6 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-GROUPED = ("int4", "int2")
-
-
 @st.composite
 def records(draw):
     """A record of any library."""
@@ -39,8 +36,7 @@ def records(draw):
         lambda weights: fx.Torchao(weights=weights, **common), st.sampled_from(["int8", "float8"])
     )
     grouped = st.builds(
-        lambda weights, group: fx.Torchao(weights=weights, group=group, **common),
-        st.sampled_from(GROUPED),
+        lambda group: fx.Torchao(weights="int4", group=group, **common),
         st.sampled_from([32, 64]),
     )
     return draw(bnb4 | bnb8 | torchao | grouped)
@@ -48,7 +44,7 @@ def records(draw):
 
 def _unit(record):
     """What divides the sizes of layers that a record fits."""
-    return record.group if getattr(record, "weights", "") in GROUPED else 2
+    return record.group if getattr(record, "weights", "") == "int4" else 2
 
 
 @st.composite

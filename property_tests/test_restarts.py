@@ -25,9 +25,10 @@ LENGTHS = st.one_of(
     st.fixed_dictionaries({"rows": st.integers(1, 30)}),
     st.fixed_dictionaries({"tokens": st.integers(1, 60)}),
 )
+WAYS = st.sampled_from(["raises", "breaks", "stops"])
 
 
-def _run(folder, loop, length, cut, *, fails=False):
+def _run(folder, loop, length, cut, way=None):
     """One start of a script: its batches, weights and rate; cut after so many steps."""
     with fx.detect(env={}, device="cpu") as ctx:
         plan = fx.Plan(accumulate=loop["accumulate"], flush=loop["flush"], seed=3)
@@ -50,12 +51,15 @@ def _run(folder, loop, length, cut, *, fails=False):
         steps = []
         try:
             how = {"show": False, "log_every": 2, "save_every": 2, **length}
-            for report in fx.fit(ctx, fns, loader, folder, **how):
-                steps.append((report.position, float(report.loss)))
-                if len(steps) == cut:
-                    if fails:
-                        raise KeyError("in the body")
-                    break
+            with fx.fit(ctx, fns, loader, folder, **how) as reports:
+                for report in reports:
+                    steps.append((report.position, float(report.loss)))
+                    if len(steps) == cut:
+                        if way == "raises":
+                            raise KeyError("in the body")
+                        if way == "breaks":
+                            break
+                        reports.stop()
         except KeyError:
             pass
         return steps, {name: value.tolist() for name, value in fx.weights(model)}
@@ -65,14 +69,14 @@ def _run(folder, loop, length, cut, *, fails=False):
 @given(
     loop=LOOPS,
     length=LENGTHS,
-    cuts=st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=6),
+    cuts=st.lists(st.tuples(st.integers(1, 6), WAYS), max_size=6),
 )
 def test_a_run_in_any_number_of_parts_is_the_run_left_alone(loop, length, cuts):
     with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as parts:
         wanted, weights = _run(whole, loop, length, None)
         seen = {}
-        for cut, fails in [*cuts, (None, False)]:
-            steps, found = _run(parts, loop, length, cut, fails=fails)
+        for cut, way in [*cuts, (None, None)]:
+            steps, found = _run(parts, loop, length, cut, way)
             seen |= dict(steps)
         assert found == weights
         assert set(seen.items()) <= set(wanted)

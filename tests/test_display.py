@@ -13,10 +13,10 @@ from rich.console import Console
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from fxtrain import checkpoint, interop, meters, quality, state
+from fxtrain import checkpoint, interop, meters, state
 from fxtrain._display import describe
 
-MODULES = (fx, fx.ops, state, checkpoint, interop, meters, quality)
+MODULES = (fx, fx.ops, state, checkpoint, interop, meters)
 RECORDS = sorted(
     {
         one

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from fxtrain.trackers import read_run
+from fxtrain.trackers import Tracker, read_run
 
 
 def _made(ctx, plan=None, *, rows=8, weight=None):
@@ -151,118 +151,120 @@ def test_a_schedule_of_as_many_steps_takes_any_number_of_restarts(ctx, tmp_path)
     assert _fit(ctx, tmp_path / "parts", updates=14) == ([], weights)
 
 
-def _breaks(reports):
-    for _ in reports():
-        break
+def _stops(fit):
+    reports = fit()
+    for _ in reports:
+        reports.stop()
 
 
-def _returns(reports):
-    for report in reports():
-        return report.position
-
-
-def _closes(reports):
-    with contextlib.closing(reports()) as held:
-        next(held)
-
-
-def _raises(reports):
-    with contextlib.suppress(KeyError):
-        for _ in reports():
-            raise KeyError("in the body")
-
-
-def _fails_in_a_call(reports):
-    with contextlib.suppress(ValueError):
-        for _ in reports():
-            int("x")
-
-
-def _raises_where_it_closes(reports):
-    with contextlib.suppress(KeyError), contextlib.closing(reports()) as held:
-        for _ in held:
-            raise KeyError("in the body")
-
-
-def _breaks_after_an_error(reports):
-    for _ in reports():
-        try:
-            int("x")
-        except ValueError as error:
-            kept = error
-        assert kept
-        break
-
-
-def _breaks_while_an_error_is_handled(reports):
-    try:
-        int("x")
-    except ValueError:
-        for _ in reports():
+def _stops_in_a_block(fit):
+    with fit() as reports:
+        for _ in reports:
+            reports.stop()
             break
 
 
-def _raises_under_a_generator(reports):
-    def passed_on():
-        yield from reports()
-
-    with contextlib.suppress(KeyError):
-        for _ in passed_on():
-            raise KeyError("in the body")
-
-
-def _breaks_under_a_generator(reports):
-    for _ in _Bar(reports()):
+def _stops_and_drops(fit):
+    reports = fit()
+    for _ in reports:
+        reports.stop()
         break
 
 
-class _Bar:
-    """As that of tqdm."""
-
-    def __init__(self, reports):
-        self.reports = reports
-
-    def __iter__(self):
-        try:
-            yield from iter(self.reports.__next__, None)
-        finally:
-            pass
+def _stops_in_a_call(fit):
+    reports = fit()
+    list(map(lambda _: reports.stop(), reports))
 
 
-def _raises_with_a_name(reports):
-    def run():
-        named = reports()
-        for _ in named:
+def _stops_because_of_an_error(fit):
+    with fit() as reports:
+        for _ in reports:
+            try:
+                int("x")
+            except ValueError:
+                reports.stop()
+                break
+
+
+def _breaks(fit):
+    for _ in fit():
+        break
+
+
+def _breaks_in_a_block(fit):
+    with fit() as reports:
+        for _ in reports:
+            break
+
+
+def _returns_while_an_error_is_handled(fit):
+    try:
+        int("x")
+    except ValueError:
+        with fit() as reports:
+            for _ in reports:
+                return
+
+
+def _closes(fit):
+    with contextlib.closing(fit()) as reports:
+        next(reports)
+
+
+def _raises(fit):
+    with contextlib.suppress(KeyError):
+        for _ in fit():
             raise KeyError("in the body")
 
-    with contextlib.suppress(KeyError):
-        run()
+
+def _raises_in_a_call(fit):
+    with contextlib.suppress(TypeError):
+        list(map(int, fit()))
 
 
+def _raises_in_a_block(fit):
+    with contextlib.suppress(TypeError), fit() as reports:
+        list(map(int, reports))
+
+
+def _raises_after_it_stopped(fit):
+    with contextlib.suppress(KeyError), fit() as reports:
+        for _ in reports:
+            reports.stop()
+            raise KeyError("in the body")
+
+
+# Whether the run is marked as stopped, and its trackers are closed as failed.
 LEFT = {
-    _breaks: True,
-    _returns: True,
-    _closes: True,
-    _breaks_after_an_error: True,
-    _breaks_while_an_error_is_handled: True,
-    _raises: False,
-    _fails_in_a_call: False,
-    _raises_where_it_closes: False,
-    _breaks_under_a_generator: True,
-    _raises_under_a_generator: False,
-    _raises_with_a_name: False,
+    _stops: (True, False),
+    _stops_in_a_block: (True, False),
+    _stops_and_drops: (True, False),
+    _stops_in_a_call: (True, False),
+    _stops_because_of_an_error: (True, False),
+    _breaks: (False, True),  # Python tells no iterator why it is closed
+    _breaks_in_a_block: (False, False),
+    _returns_while_an_error_is_handled: (False, False),
+    _closes: (False, True),
+    _raises: (False, True),
+    _raises_in_a_call: (False, True),
+    _raises_in_a_block: (False, True),
+    _raises_after_it_stopped: (False, True),
 }
 
 
 @pytest.mark.parametrize("leave", LEFT, ids=lambda one: one.__name__)
-def test_a_run_that_its_loop_stopped_says_so(ctx, tmp_path, caplog, leave):
-    fns, loader = _made(ctx)
-    leave(lambda: fx.fit(ctx, fns, loader, tmp_path, updates=9, show=False))
+def test_only_a_call_of_stop_marks_a_run_as_stopped(ctx, tmp_path, caplog, leave):
+    (fns, loader), closed = _made(ctx), []
+    tracker = Tracker(
+        name="mine", write=lambda *_: None, close=lambda native, failed: closed.append(failed)
+    )
+    leave(lambda: fx.fit(ctx, fns, loader, tmp_path, updates=9, show=False, to=[tracker]))
     gc.collect()
-    left, stopped = _files(tmp_path), LEFT[leave]
+    left, (stopped, failed) = _files(tmp_path), LEFT[leave]
+    assert closed == [failed]
     with caplog.at_level("INFO"):
         positions, _ = _fit(ctx, tmp_path, updates=9, resume="unless stopped")
-    assert ("stopped it at update 1 (break). It is left as it is" in caplog.text) == stopped
+    assert ("was stopped at update 1 by reports.stop(). It is left" in caplog.text) == stopped
     assert [one.updates for one in positions] == ([] if stopped else [*range(2, 10)])
     assert (_files(tmp_path) == left) == stopped
     with caplog.at_level("INFO"):
@@ -270,3 +272,16 @@ def test_a_run_that_its_loop_stopped_says_so(ctx, tmp_path, caplog, leave):
     assert [one.updates for one in positions] == ([*range(2, 11)] if stopped else [10])
     assert ('It continues; resume="unless stopped" leaves' in caplog.text) == stopped
     assert _fit(ctx, tmp_path, updates=11, resume="unless stopped")[0][-1].updates == 11
+
+
+def test_the_body_sees_the_rest_of_the_window_in_which_it_stops(ctx, tmp_path):
+    fns, loader = _made(ctx, fx.Plan(accumulate=3), rows=14)
+    seen = []
+    with fx.fit(ctx, fns, loader, tmp_path, epochs=2, show=False) as reports:
+        for report in reports:
+            seen.append((report.position.updates, report.position.micro))
+            if report.position.micro == 1 and report.position.updates == 1:
+                reports.stop()
+    assert seen == [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert _fit(ctx, tmp_path, _made(ctx, fx.Plan(accumulate=3), rows=14), epochs=2,
+                resume="unless stopped")[0] == []  # fmt: skip

@@ -170,7 +170,7 @@ MUTABLE = {
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
     "fxtrain.profiling.tracing.Trace": "how far a schedule got",
     "fxtrain.loop.fit_entries.Entries": "what fit measured since the last entry of its trackers",
-    "fxtrain.loop.fitting._Reader": "which loop asked for the last report",
+    "fxtrain.loop.fitting._Reader": "what a loop over reports tells their run",
     "fxtrain.loop.fitting._Loop": "how far a run of fit got, and its last checkpoint",
     "fxtrain.trackers.run.Run": "the last step of a run, and whether it is closed",
     "fxtrain.trackers.terminal.Lines": "the last line that was written",

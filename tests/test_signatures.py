@@ -13,7 +13,7 @@ import fxtrain as fx
 
 MODULES = (
     "fxtrain", "fxtrain.big", "fxtrain.checkpoint", "fxtrain.interop", "fxtrain.meters",
-    "fxtrain.ops", "fxtrain.quality", "fxtrain.state", "fxtrain.testing", "fxtrain.trackers",
+    "fxtrain.ops", "fxtrain.state", "fxtrain.testing", "fxtrain.trackers",
 )  # fmt: skip
 
 ANY = re.compile(r"\bAny\b")
@@ -29,11 +29,10 @@ _INNER = "what one strategy, or torch, keeps for itself"
 
 _PLACES = {
     _FORWARD: (
-        "Case.forward Case.loss StepFns.loss Strategy.forward Strategy.generate "
-        "Wrapped.generate.return evaluate.return"
+        "StepFns.loss Strategy.forward Strategy.generate Wrapped.generate.return evaluate.return"
     ),
     _TREE: (
-        "Case.batches RankLogger.log.args RankLogger.log.exc_info Report.aux Report.metrics "
+        "RankLogger.log.args RankLogger.log.exc_info Report.aux Report.metrics "
         "Restored.extra WeightedLoss.aux fit.extra map.fn Cluster.outcomes.return"
     ),
     _JSON: (
@@ -46,10 +45,10 @@ _PLACES = {
         "read_checkpoint.args write_megatron.args write_megatron.config"
     ),
     _NATIVE: (
-        "Case.optimizer Entry.value Run.native.return Sharded.dataset.return Tracker.close "
+        "Entry.value Run.native.return Sharded.dataset.return Tracker.close "
         "Tracker.flush Tracker.identity Tracker.last_steps Tracker.open Tracker.write "
         "Wrapped.config.return Wrapped.engine Wrapped.optimizer Wrapped.scheduler "
-        "Wrapped.state_dict.return plot.return"
+        "Wrapped.state_dict.return"
     ),
     _UNTYPED: "shard.return",
     _RECORD: "Plan.strategy from_config.values",

@@ -109,7 +109,7 @@ def fitted(ctx: fx.DistContext, folder: str) -> tuple[fx.Wrapped, float]:
     )
     fns = fx.StepFns(model=net, loss=lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]))
     state = {"stopping": fx.EarlyStopping(patience=EPOCHS, best="max")}
-    for report in fx.fit(
+    with fx.fit(
         ctx,
         fns,
         loader,
@@ -117,11 +117,12 @@ def fitted(ctx: fx.DistContext, folder: str) -> tuple[fx.Wrapped, float]:
         epochs=EPOCHS,
         evaluate=lambda: fx.evaluate(ctx, net, tests, hits),
         extra=state,
-    ):
-        if report.metrics is not None:
-            state["stopping"] = state["stopping"].update(report.metrics)
-            if state["stopping"].due:
-                break
+    ) as reports:
+        for report in reports:
+            if report.metrics is not None:
+                state["stopping"] = state["stopping"].update(report.metrics)
+                if state["stopping"].due:
+                    reports.stop()
     return net, fx.evaluate(ctx, net, tests, hits)
 
 

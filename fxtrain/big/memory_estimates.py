@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, float] = {
 }
 # What is sharded; each level includes those before it.
 SHARDING = ("none", "optimizer", "gradients", "parameters")
-BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "int4": 0.5, "int2": 0.25}
+BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "int4": 0.5}
 
 
 @attrs.frozen(kw_only=True)

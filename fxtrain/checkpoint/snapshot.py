@@ -124,9 +124,8 @@ def set_random_state(
         return
     words, gauss = own(_PYTHON, ctx.rank), own(_GAUSS, ctx.rank)
     if words is not None and gauss is not None:
-        # Earlier versions saved no value at all instead of NaN.
-        spare = next((value for value in gauss.tolist() if not math.isnan(value)), None)
-        random.setstate((3, tuple(words.tolist()), spare))
+        spare = gauss.item()
+        random.setstate((3, tuple(words.tolist()), None if math.isnan(spare) else spare))
     state = own(_TORCH, ctx.rank)
     if state is not None:
         torch.set_rng_state(state)

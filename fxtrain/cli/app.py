@@ -37,10 +37,6 @@ COMMANDS = {
     "plan": ("plan_command:PLAN", "show what a script would need on many ranks"),
     "report": ("run_commands:REPORT", "write an HTML page about tracked runs"),
     "watch": ("run_commands:WATCH", "show a tracked run as it is logged"),
-    "compare-precision": (
-        "compare_command:COMPARE",
-        "compare what a model computes under several plans",
-    ),
     "profile": ("run_commands:PROFILE", "show where the time of a step went, from traces"),
     "completion": ("app:COMPLETION", "print shell completion"),
 }

@@ -33,7 +33,7 @@ _OPTIMIZERS = (
     "adamw-8bit",
 )  # fmt: skip
 _SHARDED = click.Choice(["none", "optimizer", "gradients", "parameters"])
-_DTYPES = click.Choice(["fp32", "bf16", "fp16", "int8", "int4", "int2"])
+_DTYPES = click.Choice(["fp32", "bf16", "fp16", "int8", "int4"])
 _WORDS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -127,7 +127,7 @@ def _print(reports: list[dict[str, Any]], chosen: dict[str, Any]) -> None:
         f"{show_bytes(first['stored_bytes'])} as stored.\nLargest layer: {largest['name']}, "
         f"{largest['parameters']:,} parameters, {show_bytes(largest['bytes'])}.\n"
     )
-    # Weights in int8, int4 and int2 are not trained; what is trained beside them is bf16.
+    # Weights in int8 and int4 are not trained; what is trained beside them is bf16.
     trained = {each["compute"]: each["training_bytes"] for each in reports}
     rows = [
         [text, *(show_bytes(sizes[name]) for sizes in trained.values())]

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import functools
-import gc
 import inspect
 import math
 import sys
@@ -12,7 +11,6 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from types import TracebackType
 from typing import Any, ClassVar, Literal, SupportsFloat, TypeVar
 
 import attrs
@@ -46,6 +44,8 @@ from fxtrain.trackers.opening import open_run, own
 
 M = TypeVar("M", bound=nn.Module)
 _PASSED_ON = ("ctx", "fns", "loader")  # arguments of `fit` that are no rules
+# Why ranks end a run; of several, the first counts.
+_REASONS = ("failed", "stopped", "signalled", "left")
 _MEASURES = ("epochs", "updates", "rows", "tokens")
 
 
@@ -85,14 +85,14 @@ def fit(
     continues from the latest one, bitwise as if it had not stopped, and with the same tracked
     curve; if that one is damaged, from the one before, and rank 0 logs why. The iteration ends
     with the run, after as many epochs, updates, rows or tokens as were asked for, whichever
-    comes first. It ends earlier after an update at which a rank received a signal or left its
-    loop (`break`, an error in the body, closing the iterator): then all ranks stop, and the
-    state after that update is saved. Inside an accumulation window, a rank that left its loop
-    trains to the end of the window first. An iterator that has a name is still open after
-    `break`: write `with fx.fit(...) as reports:`, or close it. Closing its context closes it
-    too; at the end of the script it is too late to save it. A run that is already complete is
-    restored and yields no report, and nothing is written, so code after the loop must not rely
-    on a report.
+    comes first. It ends earlier after an update at which a rank called `reports.stop()`, received
+    a signal, or left its loop: then all ranks stop, and the state after that update is saved.
+    `break` and an error in the body leave the loop. Neither is a decision to stop the run, so the
+    next start continues it. Inside an accumulation window, a rank that left its loop trains to the
+    end of the window first. An iterator that has a name is still open after `break`: write
+    `with fx.fit(...) as reports:`, or close it. Closing its context closes it too; at the end of
+    the script it is too late to save it. A run that is already complete is restored and yields no
+    report, and nothing is written, so code after the loop must not rely on a report.
 
     Args:
         ctx: The context for which the model was wrapped.
@@ -107,7 +107,7 @@ def fit(
         tokens: Weights of `fx.Weighted` losses of the whole run, on all ranks together: it ends
             with the first update at which their sum is at least this.
         resume: Continue from the latest checkpoint, if there is one. "unless stopped" leaves a run
-            alone that its own loop has stopped by `break`: it is restored and yields no report.
+            alone that was stopped by `reports.stop()`: it is restored and yields no report.
         restore_settings: Whose options of optimizers and schedulers count when a run continues, as
             `settings` of `fx.restore`.
         save_every: Updates between checkpoints.
@@ -175,15 +175,12 @@ def fit(
     return Reports(ctx, _train(ctx, fns, loader, rules, reader), path, reader)
 
 
-class _ScriptEnded(BaseException):
-    """The script ended, and its run is still open."""
-
-
 @attrs.define
 class _Reader:
-    """The loop over the reports, by the identity of its frame, which refers to them."""
+    """What the loop that reads the reports tells the run."""
 
-    frame: int = 0
+    reason: str | None = None  # why this rank ends the run: "stopped", "failed" or "left"
+    closed: bool = False  # whether it reads no more reports
 
 
 class Reports(Iterator[Report]):
@@ -192,6 +189,9 @@ class Reports(Iterator[Report]):
     A `for` statement closes an iterator that nothing else refers to. One with a name is closed by
     its `with` block, or with its context. One that the end of the script finds open is not saved:
     groups are closing then, and no thread starts any more.
+
+    Trackers are closed as failed where the loop is left by an error, and where nothing tells an
+    error from `break`: use a `with` block, which does.
     """
 
     def __init__(
@@ -204,17 +204,27 @@ class Reports(Iterator[Report]):
         weakref.finalize(self, atexit.unregister, at_exit).atexit = False
 
     def __next__(self) -> Report:
-        frame: Any = sys._getframe(1)
-        while frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_back is not None:
-            frame = frame.f_back  # a generator such as tqdm's ends before its object does
-        self._reader.frame = id(frame)
         return next(self._reports)
 
     def __enter__(self) -> "Reports":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._reader.reason = "failed"
+        elif self._reader.reason is None:
+            self._reader.reason = "left"
         self.close()
+
+    def stop(self) -> None:
+        """Stop the run after the current update, on all ranks; one rank that calls it is enough.
+
+        The iteration ends once the body has run, at the end of an open accumulation window, and
+        with `check_every` at the next check. The run is saved and marked as stopped: under
+        `resume="unless stopped"`, the next start leaves it as it is. Call it for a decision, such
+        as early stopping.
+        """
+        self._reader.reason = "stopped"
 
     def close(self) -> None:
         """End the run after its update, and save it; nothing if it has ended, or is in a step."""
@@ -232,35 +242,8 @@ class Reports(Iterator[Report]):
             "its last checkpoint is not saved. Use `with fx.fit(...) as reports:`.",
             run._path,
         )
-        with contextlib.suppress(_ScriptEnded):
-            run._reports.throw(_ScriptEnded())
-
-    @staticmethod
-    def body_failed(closing: GeneratorExit, handled: BaseException | None, reader: int) -> bool:
-        """Whether the body of a loop ended with an error, not by `break`; called by its iterator.
-
-        Python closes an iterator in both cases and does not say why. An error that unwinds the
-        frame of the loop, by identity `reader`, has a traceback that stands where the frame does.
-        Where that frame has ended before the iterator, nobody knows, and the run was not stopped
-        for sure. `handled` is the error that was being handled where the loop began, if any.
-        """
-        if closing.__context__ not in (None, handled):  # closed by a `with` block, or at the end
-            return True
-        frames: list[Any] = [sys._getframe(2)]
-        # Of generators, those that called them too.
-        while frames[-1].f_back is not None and (
-            frames[-1].f_code is Reports.close.__code__
-            or frames[-1].f_code.co_flags & inspect.CO_GENERATOR
-        ):
-            frames.append(frames[-1].f_back)
-        is_dropped, frame = frames[0].f_code is not Reports.close.__code__, frames[-1]
-        while is_dropped and id(frame) != reader:
-            if (frame := frame.f_back) is None:
-                return True
-        return any(
-            type(referrer) is TracebackType and referrer.tb_lasti == referrer.tb_frame.f_lasti
-            for referrer in gc.get_referrers(*frames)
-        )
+        with contextlib.suppress(SystemExit):
+            run._reports.throw(SystemExit())
 
 
 def _targets(to: Any) -> tuple[Any, ...]:
@@ -379,7 +362,7 @@ class _Loop:
     # Whether an epoch has ended, maybe inside an open window, and what is due then has not
     # happened yet.
     epoch_over: bool = False
-    failed: bool = False  # whether the body of a loop has ended with an error, on any rank
+    failed: bool = False  # whether a loop has ended with an error, on any rank
     saving: Saving | None = None  # the last checkpoint, which may still be written
     saved: Position | None  # its position
     saves: int = 0  # checkpoints that were begun
@@ -445,7 +428,7 @@ def _opened(
 
 
 def _is_over(ctx: DistContext, loader: Sharded, rules: Rules, restored: Restored | None) -> bool:
-    """Whether the run has ended, or was stopped by its loop and is left alone; logs which."""
+    """Whether the run has ended, or was stopped and is left alone; logs which."""
     position, log = loader.position, ops.log(ctx)
     if reached := rules.reached(loader, 0.0 if restored is None else tokens_of(restored)):
         log.info(
@@ -459,7 +442,7 @@ def _is_over(ctx: DistContext, loader: Sharded, rules: Rules, restored: Restored
         return False
     left = rules.resume == "unless stopped"
     log.info(
-        "fit: the loop of the run in %s stopped it at update %d (break). %s",
+        "fit: the run in %s was stopped at update %d by reports.stop(). %s",
         rules.path,
         position.updates,
         "It is left as it is; resume=True continues it."
@@ -472,8 +455,7 @@ def _is_over(ctx: DistContext, loader: Sharded, rules: Rules, restored: Restored
 def _train(
     ctx: DistContext, fns: StepFns, loader: Sharded, rules: Rules, reader: _Reader
 ) -> Generator[Report]:
-    handled = sys.exception()
-    report, left, stop = None, None, None
+    report, stop = None, None
     with _opened(ctx, fns, loader, rules) as loop:
         if loop is None:
             return
@@ -489,14 +471,15 @@ def _train(
                 ended = ended or (rules.tokens is not None and _has_tokens(loop))
                 if entries.due or rules.evaluate:
                     report = _tracked(loop, report)
-            if left is None:
+            if not reader.closed:
                 try:
                     yield report
-                except GeneratorExit as error:
-                    failed = Reports.body_failed(error, handled, reader.frame)
-                    left = "failed" if failed else "stopped"
+                except GeneratorExit:
+                    reader.closed = True
+                    # Without a `with` block, nothing tells `break` from an error.
+                    reader.reason = reader.reason or "failed"
             if closes:
-                stop, due = _agreed(loop, position, left)
+                stop, due = _agreed(loop, position, reader.reason)
                 if stop or ended:
                     break
                 loop.epoch_over = False
@@ -538,7 +521,7 @@ def _tracked(loop: _Loop, report: Report) -> Report:
     return report
 
 
-def _agreed(loop: _Loop, position: Position, left: str | None) -> tuple[str | None, bool]:
+def _agreed(loop: _Loop, position: Position, reason: str | None) -> tuple[str | None, bool]:
     """Why all ranks stop here, if they do, and whether a checkpoint is due."""
     rules, notice, ctx = loop.rules, loop.notice, loop.entries.ctx
     every = rules.save_every
@@ -547,21 +530,21 @@ def _agreed(loop: _Loop, position: Position, left: str | None) -> tuple[str | No
         return None, bool(due)
     minutes = rules.save_minutes
     late = minutes is not None and time.monotonic() - loop.saved_s >= minutes * 60
-    if notice is not None and notice.signalled:
-        left = "signalled"
+    if notice is not None and notice.signalled and reason != "stopped":
+        reason = "signalled"
     if ctx.world_size == 1:
-        return left, bool(due or late)
-    answers = ops.gather_objects((left, late), ctx)
+        return reason, bool(due or late)
+    answers = ops.gather_objects((reason, late), ctx)
     reasons = [reason for reason, _ in answers]
-    gone = [rank for rank, reason in enumerate(reasons) if reason in ("stopped", "failed")]
+    gone = [rank for rank, reason in enumerate(reasons) if reason in ("left", "failed")]
     if 0 < len(gone) < len(answers):
         ops.log(ctx).warning(
             "fit: rank %s left its loop after update %d, and the others did not. All ranks stop "
-            "here, and the run is saved. Decide on values that are equal on every rank.",
+            "here, and the run is saved. Use reports.stop() to stop all of them.",
             ", ".join(map(str, gone)),
             position.updates,
         )
-    stop = next((why for why in ("failed", "signalled", "stopped") if why in reasons), None)
+    stop = next((why for why in _REASONS if why in reasons), None)
     return stop, bool(due or answers[0][1])
 
 

@@ -84,7 +84,7 @@ def _build_transformers(path: Path) -> Any:
 
 
 def _build_function(source: str) -> Any:
-    build = import_function(source)
+    build = _import_function(source)
     try:
         model = _on_meta(build)
     except Exception as error:
@@ -94,8 +94,8 @@ def _build_function(source: str) -> Any:
     return model
 
 
-def import_function(source: str, returns: str = "a model") -> Any:
-    """What MODULE:FUNCTION names, also in the current folder; `returns` is for messages."""
+def _import_function(source: str) -> Any:
+    """What MODULE:FUNCTION names, also in the current folder."""
     module, _, function = source.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -104,7 +104,7 @@ def import_function(source: str, returns: str = "a model") -> Any:
         target: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # any error of code outside fxtrain
         raise PlanError(
-            f"{source}: {type(error).__name__}: {error}. Pass {returns} as module:function."
+            f"{source}: {type(error).__name__}: {error}. Pass a model as module:function."
         ) from error
     for part in function.split("."):
         if not hasattr(target, part):

@@ -281,12 +281,6 @@ def _wanted4(facts: Mapping[str, Any], shape: tuple[int, int], tensors: Tensors)
 def _wanted_torchao(facts: Mapping[str, Any], shape: tuple[int, int]) -> _Wanted:
     rows, columns = shape
     data, kind = facts["_data"], facts["_type"]
-    if kind == "Int2Tensor":
-        groups = _parts(columns, data["group"])
-        return {
-            "_weight_qdata": ((rows, columns // 4), (torch.uint8,)),
-            "_weight_scale": ((rows, groups), ()),
-        }
     if "block_size" not in data:
         return {}
     high, wide = data["block_size"]

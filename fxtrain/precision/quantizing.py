@@ -304,8 +304,8 @@ def companions(module: nn.Module) -> list[Tensor]:
 
 NO_GRADIENT = (
     "computes without a gradient of its input, so nothing before it could train. Use Bnb4(), "
-    "Bnb8() or Torchao with weights of 'int8', 'float8' or 'int2' and no activations, or wrap the "
-    "model without an optimizer."
+    "Bnb8() or Torchao with weights of 'int8' or 'float8' and no activations, or wrap the model "
+    "without an optimizer."
 )
 
 

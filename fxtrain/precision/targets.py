@@ -35,7 +35,7 @@ def choose_layers(
     names, skipped = choose_linears(module, record, computed, trains=trains)
     chosen = {name: module.get_submodule(name) for name in names}
     _check_dtypes(chosen, record)
-    if isinstance(record, Torchao) and record.weights in ("int4", "int2"):
+    if isinstance(record, Torchao) and record.weights == "int4":
         _check_sizes(chosen, record)
     return names, skipped
 
@@ -185,13 +185,12 @@ def _check_dtypes(linears: Mapping[str, Any], record: Quantize) -> None:
 
 
 def _check_sizes(linears: Mapping[str, Any], record: Torchao) -> None:
-    unit = _INT4_ROWS if record.weights == "int4" else 1
     wrong = [
         (name, what, size, divisor)
         for name, part in linears.items()
         for what, size, divisor in (
             ("input", part.in_features, record.group),
-            ("output", part.out_features, unit),
+            ("output", part.out_features, _INT4_ROWS),
         )
         if size % divisor
     ]

@@ -15,11 +15,10 @@ from fxtrain.precision.library import Library, Tensors, linear_like, quiet
 from fxtrain.state import Quantize
 from fxtrain.state import Torchao as Record
 
-_OPAQUE, _INT2 = "Int4OpaqueTensor", "Int2Tensor"
-_INT2_MODULE = "fxtrain.precision.torchao_int2"
+_OPAQUE = "Int4OpaqueTensor"
 _INT4 = "torchao.prototype.quantization.int4"
 _SAFETENSORS = "torchao.prototype.safetensors.safetensors_utils"
-_MODULES = ("torchao.quantization", "torchao.prototype.quantization", _INT2_MODULE)
+_MODULES = ("torchao.quantization", "torchao.prototype.quantization")
 # torchao and torch report kernels for other devices, and a decorator, when torchao is imported.
 _LOGGERS = ("torchao", "torch.utils._pytree")
 
@@ -33,7 +32,7 @@ def import_torchao(needed_by: str) -> Any:
 
 
 def quietly(name: str) -> Any:
-    """A module of torchao, or over it, imported as `import_torchao` does."""
+    """A module of torchao, imported as `import_torchao` does."""
     with quiet(*_LOGGERS):
         return importlib.import_module(name)
 
@@ -103,9 +102,6 @@ def torchao_config(part: nn.Module) -> dict[str, Any] | None:
 
 def _quantize(like: nn.Linear, record: Record) -> nn.Module:
     layer = linear_like(like)
-    if record.weights == "int2":
-        layer.weight = _frozen(quietly(_INT2_MODULE).int2_of(like.weight.detach(), record.group))
-        return layer
     if like.weight.is_meta and record.weights == "int4":
         layer.weight = _frozen(_meta_int4(like.weight, record.group))
         return layer
@@ -154,9 +150,6 @@ def _facts(part: nn.Module) -> dict[str, Any]:
     if type(weight).__name__ == _OPAQUE:
         data = {"block_size": list(weight.block_size), "shape": list(weight.shape)}
         return {"_type": _OPAQUE, "_data": data, "_tensor_data_names": ["qdata", "scale_and_zero"]}
-    if type(weight).__name__ == _INT2:
-        names = weight.tensor_data_names
-        return {"_type": _INT2, "_data": {"group": weight.group}, "_tensor_data_names": names}
     support = quietly(_SAFETENSORS)
     return json.loads(json.dumps(weight, cls=support.TensorSubclassAttributeJSONEncoder))
 
@@ -170,10 +163,6 @@ def _build(
     if facts["_type"] == _OPAQUE:
         block, shape = facts["_data"]["block_size"], torch.Size(facts["_data"]["shape"])
         weight = _int4(inner["qdata"], inner["scale_and_zero"], block, shape)
-    elif facts["_type"] == _INT2:
-        weight = quietly(_INT2_MODULE).Int2Tensor(
-            inner["qdata"], inner["scale"], facts["_data"]["group"]
-        )
     else:
         weight = quietly(_SAFETENSORS).object_from_dict(
             {**facts, "_data": {**facts["_data"], **inner}}
@@ -193,8 +182,8 @@ def _settings(part: nn.Module) -> dict[str, Any]:
     fields: dict[str, Any] = {"kind": "torchao", "weights": weights}
     if hasattr(weight, "act_quant_kwargs"):
         fields["activations"] = None if weight.act_quant_kwargs is None else weights
-    elif weights in ("int4", "int2"):
-        fields["group"] = weight.block_size[-1] if weights == "int4" else weight.group
+    elif weights == "int4":
+        fields["group"] = weight.block_size[-1]
     return fields
 
 

@@ -184,7 +184,7 @@ class FakeValuesMode(TorchDispatchMode):
 
 def user_place() -> str:
     """File and line of the innermost frame of user code; "" if fxtrain itself reads the value."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(1)  # noqa: TID251 - for messages
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if name.startswith("fxtrain.") and not name.startswith("fxtrain.profiling."):

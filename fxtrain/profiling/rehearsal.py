@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import attrs
 import torch
@@ -245,6 +244,17 @@ _TORCHAO = ("torchao.optim.subclass_4bit", "torchao.optim.subclass_8bit")
 _TABLES = ("get_qmap_signed", "get_qmap_unsigned")
 
 
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a class or module within the block."""
+    usual = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, usual)
+
+
 def load_in_process(watch: LoopRecorder) -> AbstractContextManager[Any]:
     """Make data loaders load in this process, while recorded.
 
@@ -264,7 +274,7 @@ def load_in_process(watch: LoopRecorder) -> AbstractContextManager[Any]:
         finally:
             loader.num_workers, loader.timeout = settings
 
-    return mock.patch.object(DataLoader, "_get_iterator", read_here)
+    return replaced(DataLoader, "_get_iterator", read_here)
 
 
 def swappable(fakes: FakeValuesMode) -> AbstractContextManager[Any]:
@@ -278,7 +288,7 @@ def swappable(fakes: FakeValuesMode) -> AbstractContextManager[Any]:
         fakes.forget_origins()
         usual(tensor, other)
 
-    return mock.patch.object(torch.utils, "swap_tensors", swap)
+    return replaced(torch.utils, "swap_tensors", swap)
 
 
 def lazy_chunks() -> AbstractContextManager[Any]:
@@ -288,7 +298,7 @@ def lazy_chunks() -> AbstractContextManager[Any]:
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    return mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks)
+    return replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
 
 
 def formattable() -> AbstractContextManager[Any]:
@@ -300,7 +310,7 @@ def formattable() -> AbstractContextManager[Any]:
             return format(tensor.item(), spec)
         return usual(tensor, spec)
 
-    return mock.patch.object(torch.Tensor, "__format__", write)
+    return replaced(torch.Tensor, "__format__", write)
 
 
 class _Chunks:

@@ -242,7 +242,8 @@ def recording(watch: LoopRecorder, mode: FakeValuesMode) -> Iterator[LoopRecorde
 
 def _holder(optimizer: Optimizer) -> Wrapped | None:
     """The wrapped model of an optimizer, wherever the script keeps it."""
-    for referrer in gc.get_referrers(*gc.get_referrers(optimizer)):
+    # A recorded program has contexts of its own, so nothing else leads from here to its models.
+    for referrer in gc.get_referrers(*gc.get_referrers(optimizer)):  # noqa: TID251
         if type(referrer) is Wrapped and any(each is optimizer for each in referrer.optimizers):
             return referrer
     return None

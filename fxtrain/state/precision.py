@@ -71,10 +71,10 @@ class Torchao:
     """Weights as tensors of torchao, computed by its kernels.
 
     Attributes:
-        weights: int8 and float8 have one scale per output row, int4 and int2 one per `group`.
+        weights: int8 and float8 have one scale per output row, int4 one per `group`.
         activations: Quantise the input of each layer too, by row: int8 with int8 weights, float8
             with float8 weights. None computes in the format of the input.
-        group: Elements of a row with the same scale, for int4 and int2.
+        group: Elements of a row with the same scale, for int4.
         skip: As in `Bnb8`.
         skip_classes: As in `Bnb8`.
         keep_fp32: As in `Bnb8`.
@@ -82,7 +82,7 @@ class Torchao:
     """
 
     kind: Literal["torchao"] = attrs.field(default="torchao", init=False)
-    weights: Literal["int8", "int4", "int2", "float8"] = "int8"
+    weights: Literal["int8", "int4", "float8"] = "int8"
     activations: Literal["int8", "float8"] | None = None
     group: Literal[32, 64, 128, 256] = 128
     skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)

@@ -202,7 +202,6 @@ def test_inference_by_hand(tmp_path):
     assert held == 10 * 2 + 6
     assert cache == 2 * 3 * 2 * 8 * 2 * 200
     assert inference(weights, precision="int4", tokens=1)[0] == 10 / 2 + 6
-    assert inference(weights, precision="int2", tokens=1)[0] == 10 / 4 + 6
 
 
 def test_a_timm_model_is_made_without_weights(monkeypatch):
@@ -314,7 +313,7 @@ def test_several_precisions_are_one_table(factory, monkeypatch, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["inference,", "one", "device", "fp32", "int8"] in lines
     assert ["training,", "each", "rank", "fp32", "bf16"] in lines  # int8 weights are for inference
-    more = ["bf16", "int8", "int4", "int2"]
+    more = ["bf16", "int8", "int4"]
     words = ["estimate-memory", factory, *(word for name in more for word in ("--precision", name))]
     assert main(words) == Exit.WELL
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

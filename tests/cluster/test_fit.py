@@ -121,7 +121,7 @@ def _stopped(ctx, folder, strategy, accumulate, stops):
 def _piece(ctx, start, extra, stop, way):
     """What the body of one piece sees: updates, and where it evaluated."""
     seen = []
-    held = start() if way == "closes" else None
+    held = start() if way in ("closes", "stops", "one stops") else None
     try:
         for report in held or start():
             extra["bodies"] += 1
@@ -130,7 +130,9 @@ def _piece(ctx, start, extra, stop, way):
             seen.append((report.position.updates, report.metrics is not None))
             if report.position.updates != stop:
                 continue
-            if way == "break":
+            if way.endswith("stops") and (way == "stops" or ctx.is_last):
+                held.stop()
+            if way == "break" or (way == "one breaks" and ctx.is_main):
                 break
             if way == "raises":
                 raise KeyError("in the body")
@@ -138,14 +140,12 @@ def _piece(ctx, start, extra, stop, way):
                 held.close()
             if way == "signal" and ctx.is_last:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            if way == "one breaks" and ctx.is_main:
-                break
     except (KeyError, ArithmeticError):
         pass
     return seen
 
 
-WAYS = ("signal", "one breaks", "fails", "break", "raises", "closes")
+WAYS = ("signal", "stops", "one stops", "one breaks", "fails", "break", "raises", "closes")
 
 
 def _curves(folder):
@@ -196,6 +196,22 @@ def undisturbed(pair, tmp_path_factory):
 @pytest.mark.parametrize("way", slow_after(1, WAYS))
 def test_every_way_to_stop_is_continued(pair, undisturbed, tmp_path, way):
     _check_pieces(pair, tmp_path, DDP, 1, [(7, way)], undisturbed)
+
+
+def _stopped_by_the_last(ctx, folder):
+    """Updates until the last rank stops the run, and reports after the next start."""
+    _, fns, loader, _ = _made(ctx, DDP, 1)
+    with fx.fit(ctx, fns, loader, folder, epochs=2, show=False) as reports:
+        for report in reports:
+            if ctx.is_last and report.position.updates == 3:
+                reports.stop()
+    _, fns, loader, _ = _made(ctx, DDP, 1)
+    again = fx.fit(ctx, fns, loader, folder, epochs=2, show=False, resume="unless stopped")
+    return report.position.updates, len(list(again))
+
+
+def test_one_rank_stops_the_run_of_all(pair, tmp_path):
+    assert pair.run(_stopped_by_the_last, str(tmp_path)) == [(3, 0)] * 2
 
 
 @pytest.mark.slow

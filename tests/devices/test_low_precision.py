@@ -19,7 +19,7 @@ ON_GPUS = {
     "float8 dynamic": fx.Torchao(weights="float8", activations="float8"),
     "int4 128": fx.Torchao(weights="int4", group=128),
 }
-ERRORS = {"int2": 0.7, "nf4": 0.2, "fp4": 0.2, "int4": 0.2, "int4 128": 0.2}
+ERRORS = {"nf4": 0.2, "fp4": 0.2, "int4": 0.2, "int4 128": 0.2}
 X = torch.randn(32, 128, generator=torch.Generator().manual_seed(2))
 RECIPES = {
     "tensorwise": (fx.Float8(), (8, 9)),

@@ -15,7 +15,6 @@ RECORDS = {
     "int8": fx.Torchao(),
     "int8 dynamic": fx.Torchao(activations="int8"),
     "int4": fx.Torchao(weights="int4", group=32),
-    "int2": fx.Torchao(weights="int2", group=32),
     "float8": fx.Torchao(weights="float8"),
 }
 TRAINABLE = [name for name in RECORDS if name not in ("int8 dynamic", "int4")]

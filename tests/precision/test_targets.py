@@ -97,7 +97,6 @@ def _with_conv1d():
         (mlp(dtype=torch.float64), {}, "0 is float64 [(]2 such layers.* net.float"),
         (mlp(96), {"weights": "int4"}, "0 has 64 input features.*2 such layers[)]. Use another"),
         (mlp(72), {"weights": "int4", "group": 32}, "0 has 72 output features, which 16 does not"),
-        (mlp(96), {"weights": "int2"}, "'int2', group=128[)]: 0 has 64 .* Use another"),
     ],
 )
 def test_what_does_not_fit_is_refused(net, options, message):
@@ -151,7 +150,6 @@ def test_two_quantizations_are_refused(name):
 OTHER_FIELDS = [
     (fx.Torchao(), fx.Torchao(activations="int8"), "activations='int8', but 0 .* activations=None"),
     (fx.Torchao(weights="int4", group=32), fx.Torchao(weights="int4", group=64), "with group=32"),
-    (fx.Torchao(weights="int2", group=32), fx.Torchao(weights="int2", group=64), "with group=32"),
     (fx.Bnb4(), fx.Bnb4(compute="fp32"), "asked for compute='fp32', but 0 .* compute='bf16'"),
     (fx.Bnb4(), fx.Bnb4(double_quant=False, blocksize=128), "with double_quant=True"),
     (fx.Bnb8(), fx.Bnb8(threshold=0), "asked for threshold=0.0, but 0 .* with threshold=6.0"),

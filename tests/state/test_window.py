@@ -8,7 +8,7 @@ SUMS = ("scale", "weight", "bad_losses", "bad_grads")
 
 
 def test_every_sum_is_a_number_of_one_tensor():
-    # Their places are those of the checkpoints that exist: "tally" on each rank.
+    # A checkpoint has them in this order, as "tally" of each rank.
     window = AccumulationWindow(sums=torch.zeros(4, dtype=torch.float64))
     for number, name in enumerate(SUMS, start=1):
         getattr(window, name).fill_(number)

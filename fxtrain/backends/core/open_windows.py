@@ -19,7 +19,7 @@ from fxtrain.ops.placeholders import fsdp_parameters
 from fxtrain.ops.whole_tensors import full_values, local_values, plain_name
 from fxtrain.state import AccumulationWindow, DistContext, StateReader, Wrapped
 
-# In the order of the numbers in a checkpoint; early ones end before `updates`.
+# In the order of the numbers in a checkpoint.
 _COUNTS = ("micro", "rows", "full_rows", "real_rows", "unscaled", "updates")
 _KINDS = ("grad", "unreduced")
 _PENDING = "unsharded_accumulated_grad"
@@ -213,13 +213,10 @@ def _set_counts(window: AccumulationWindow, saved: AccumulationWindow, sums: Ten
 
 def saved_windows(saved: StateReader) -> list[AccumulationWindow]:
     """The windows of all ranks that saved; empty for a checkpoint of another library."""
-    updates = torch.tensor([saved.updates], device="cpu")
     pairs = zip(
         own_tensor_of_ranks(saved, "tally"), own_tensor_of_ranks(saved, "counts"), strict=True
     )
     return [
-        AccumulationWindow(
-            sums=sums, **dict(zip(_COUNTS, torch.cat([counts, updates]).tolist(), strict=False))
-        )
+        AccumulationWindow(sums=sums, **dict(zip(_COUNTS, counts.tolist(), strict=True)))
         for sums, counts in pairs
     ]

@@ -6,6 +6,7 @@ values, so that equal shards of whole blocks can be resharded bit for bit.
 
 import importlib
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -41,18 +42,8 @@ def step_without_cache(optimizer: torch.optim.Optimizer) -> None:
     The cache takes the states of one class for those of another, since it looks at the shape and
     dtype of a DTensor only: a graph of AdamW8bit would run in AdamW4bit, with an error.
     """
-    before: list[bool] = []
-
-    def enter(*_: Any) -> None:
-        if not before:
-            before.append(functorch_config.enable_autograd_cache)
-        functorch_config.enable_autograd_cache = False
-
-    def leave(*_: Any) -> None:
-        functorch_config.enable_autograd_cache = before.pop()
-
-    optimizer.register_step_pre_hook(enter)
-    optimizer.register_step_post_hook(leave)
+    without_cache = functorch_config.patch(enable_autograd_cache=False)
+    optimizer.step = MethodType(without_cache(type(optimizer).step), optimizer)
 
 
 def is_packed(value: Any) -> bool:

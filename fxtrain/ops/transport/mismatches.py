@@ -32,7 +32,7 @@ CallSite = tuple[str, str]
 
 def call_site(op: str) -> CallSite:
     """The nearest call from outside fxtrain, which led to a collective."""
-    frame: Any = sys._getframe(1)
+    frame: Any = sys._getframe(1)  # noqa: TID251 - for messages
     function = ""
     while frame.f_back is not None and _is_fxtrain_file(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(_HERE):
