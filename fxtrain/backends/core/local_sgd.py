@@ -26,7 +26,7 @@ from fxtrain.backends.core.rounds import (
     pack,
     send,
 )
-from fxtrain.backends.core.step_functions import send_first
+from fxtrain.backends.core.step_functions import broadcast_tensors
 from fxtrain.backends.core.weights import from_first_rank
 from fxtrain.errors import StepError
 from fxtrain.ops.transport.exchange import rank_loss_guard
@@ -291,7 +291,7 @@ def _average_buffers(model: Wrapped, now: Round, local: LocalSGD | DiLoCo, updat
         _start(model, now, local, BUFFERS, update, at_once=True)
         _finish(model, now, local, BUFFERS)
     with rank_loss_guard(now.copies, ("average", "buffers of whole numbers")):
-        send_first(buffers_of(model.module, floating=False), now.copies)
+        broadcast_tensors(buffers_of(model.module, floating=False), now.copies)
 
 
 def check_parameters(model: Wrapped, now: Round) -> None:
