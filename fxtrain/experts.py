@@ -5,6 +5,7 @@ has the stacked weights of all its experts, their number as `num_experts`, and a
 tokens (T, D), the experts of each (T, K) and their weights (T, K). `mix` is such a forward.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxtrain import ops
-from fxtrain.backends.tensor import is_mixture
+from fxtrain.backends.tensor import count_routes, is_mixture
 from fxtrain.errors import PlanError
 from fxtrain.ops.placeholders import Placeholders
 from fxtrain.state import DistContext, Wrapped
@@ -51,7 +52,7 @@ def mix(
     Effects:
         A product is one grouped matrix product on NVIDIA GPUs from compute capability 8.0, in
         bf16, with widths that are multiples of 8. Elsewhere it is a loop over experts, and the host
-        waits for the number of rows of each.
+        waits once for the number of rows of each.
 
     Source:
         torch.nn.functional.grouped_mm.
@@ -68,9 +69,7 @@ def mix(
     """
     chosen, flat = index.shape[1], index.flatten()
     order = flat.argsort(stable=True)
-    # torch.bincount waits for the device, and has no shape in a dry run.
-    counts = flat.new_zeros(num_experts + 1).scatter_add(0, flat, torch.ones_like(flat))
-    counts = counts[:num_experts]
+    counts = count_routes(index, num_experts + 1)[:num_experts]
     if _has_grouped_products(tokens):
         real = torch.arange(len(order), device=order.device)[:, None] < counts.sum()
         out = compute(tokens[order // chosen], _grouped(counts, real))
@@ -114,13 +113,13 @@ def _grouped(counts: Tensor, real: Tensor) -> Product:
     The last rows, of no expert, and their gradients are left unset by torch. Each product takes
     zeros in their place, whose gradients go nowhere.
     """
-    ends = counts.cumsum(0).int()
+    ends, read = counts.cumsum(0).int(), functools.cache(counts.tolist)
 
     def product(rows: Tensor, weight: Tensor) -> Tensor:
         # Autocast does not know grouped_mm.
         rows, weight = torch.where(real, rows, 0).bfloat16(), weight.bfloat16()
         if weight.shape[1] % 8 or weight.shape[2] % 8:  # it needs rows of whole 16 bytes
-            sizes = counts.tolist()
+            sizes = read()
             out = _looped(sizes)(rows[: sum(sizes)], weight)
             return F.pad(out, (0, 0, 0, len(rows) - len(out)))
         return F.grouped_mm(rows, weight, offs=ends)
@@ -301,7 +300,7 @@ def _counting(counts: dict[str, Tensor], target: str, part: nn.Module) -> Callab
         trained = next((value for value in (weights, tokens) if value.requires_grad), None)
         if trained is None or isinstance(index, FakeTensor):
             return
-        chosen = torch.bincount(index.flatten(), minlength=size)[:size]
+        chosen = count_routes(index, size + 1)[:size]
 
         def add(_: Tensor) -> None:
             counts[target] = counts[target].to(chosen.device) + chosen

@@ -5,7 +5,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fxtrain.backends.core.replica_digests import digest, weighted_sums
+from fxtrain.backends.core.replica_digests import digests, weighted_sums
 
 DTYPES = [
     torch.float64,
@@ -20,11 +20,11 @@ DTYPES = [
 
 
 def _on_device(tensor):
-    """What `digest` computes on devices other than the CPU."""
+    """What `digests` computes on devices other than the CPU."""
     return tuple(weighted_sums(tensor).tolist())
 
 
-DIGESTS = {"xxh3": digest, "sums": _on_device}
+DIGESTS = {"xxh3": lambda tensor: digests([tensor])[0], "sums": _on_device}
 
 
 @st.composite

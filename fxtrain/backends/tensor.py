@@ -404,6 +404,15 @@ def is_mixture(layer: nn.Module) -> bool:
     return stacked and len(inspect.signature(layer.forward).parameters) >= 3
 
 
+def count_routes(index: Tensor, size: int) -> Tensor:
+    """How often each expert below `size` occurs in an index of experts, which are all below it.
+
+    torch.bincount waits for the device, and has no shape in a dry run.
+    """
+    flat = index.flatten().long()
+    return flat.new_zeros(size).scatter_add(0, flat, torch.ones_like(flat))
+
+
 def split_dim(layer: nn.Module, style: str) -> int:
     """The dimension along which a layer's weight is split."""
     turned = isinstance(layer, nn.Embedding) or is_conv1d(layer)

@@ -166,7 +166,7 @@ def _end(model: Wrapped) -> None:
     model.strategy_state.end()
 
 
-def _finite(model: Wrapped) -> bool:
+def _finite(model: Wrapped) -> bool | Tensor:
     # Reading a value computes it separately, unless the graph was submitted before.
     xla_runtime.mark_step()
     return step_functions.finite(model)

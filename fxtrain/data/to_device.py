@@ -17,7 +17,12 @@ from fxtrain.ops.transport.packing import as_tensor
 from fxtrain.state import CP, DistContext, Plan, token_ranges
 
 S = TypeVar("S")
+_AHEAD = 2  # batches whose kernels have not ended
 _KEY = re.compile(r"\['?(.*?)'?\]|\.(\w+)")
+
+
+class _Queued(deque[torch.cuda.Event]):
+    """Events after the kernels of the last batches of a context, of all its loaders and epochs."""
 
 
 def on_device(
@@ -48,8 +53,13 @@ def _on_copy_stream(
     A copy from pageable memory makes the host wait for that stream alone. Sparse and nested
     tensors, and objects that move themselves, are copied after the kernels of earlier steps: torch
     cannot record a stream for them.
+
+    Effects:
+        The host waits for the kernels of the batch before the last one, so that memory for batches
+        does not grow with how far it is ahead of the GPU.
     """
     stream, copied = torch.cuda.Stream(ctx.device), torch.cuda.Event()
+    queued = ctx.comm.slot(_Queued)
 
     def move(leaf: Any) -> Any:
         if not _is_dense(leaf):
@@ -62,12 +72,16 @@ def _on_copy_stream(
         return copy
 
     for step, data in loaded:
+        if len(queued) == _AHEAD:
+            queued.popleft().synchronize()
         current = torch.cuda.current_stream(ctx.device)  # the loop may change it between batches
         with stream:
             moved = _tree.map_leaves(move, data[0])
         copied.record(stream)
         copied.wait(current)
         yield step, (moved,)
+        queued.append(torch.cuda.Event(blocking=True))
+        queued[-1].record(torch.cuda.current_stream(ctx.device))
 
 
 def _moved_ahead(

@@ -13,6 +13,7 @@ import torch
 from fxtrain._display import counted
 from fxtrain.errors import StepError
 from fxtrain.ops import weighting
+from fxtrain.ops.devices import as_scalar
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.schedules import advance_schedulers, end_epoch, steps_per_update
 from fxtrain.ops.transport.exchange import count_update
@@ -177,10 +178,12 @@ def _average_or_verify(model: Wrapped, position: Position) -> None:
 
 def _nonfinite_problem(batch: Batch, model: Wrapped) -> StepError | None:
     """An error that names the ranks with a non-finite loss or gradient; equal on every rank."""
-    bad_grads = not model.strategy.finite(model)
-    bad_losses = int(model.window.bad_losses)
-    model.window.bad_losses.zero_()
-    counts = gather_objects((bad_losses, bad_grads), model.ctx)
+    bad = model.window.bad_losses
+    bad_grads = 1 - as_scalar(model.strategy.finite(model), bad)
+    # Read together: the host waits for the device once.
+    losses, grads = map(int, torch.stack([bad, bad_grads]).tolist())
+    bad.zero_()
+    counts = gather_objects((losses, bool(grads)), model.ctx)
     if not any(losses or grads for losses, grads in counts):
         return None
     at = batch.position

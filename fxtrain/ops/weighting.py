@@ -10,6 +10,7 @@ and where micro-batches differ in their rows.
 For a replica that trains independently (`ModelStatus.replica`), "all ranks" are its own.
 """
 
+import struct
 from typing import Any
 
 import attrs
@@ -20,8 +21,11 @@ from fxtrain import _tree
 from fxtrain.errors import StepError
 from fxtrain.ops.collectives import reduce
 from fxtrain.ops.devices import as_scalar
+from fxtrain.ops.transport.exchange import exchange_payloads
 from fxtrain.state import Batch, DistContext, Weighted, WeightedLoss, Wrapped
 
+_NUMBER = struct.Struct("<d")
+_TOTAL = ("step", "the weight of a Weighted loss")
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -103,19 +107,21 @@ def _weigh_explicit(
     Placeholder rows count for nothing, whatever weight the loss returned for them.
     """
     losses, window = ranks_of_update(model), model.window
-    weight = as_scalar(loss.weight, window.sums)
-    if weight.numel() != 1:
+    provisional = batch.parts > 1 or window.micro > 0
+    if isinstance(loss.weight, Tensor) and loss.weight.numel() != 1:
         raise StepError(
-            f"Weighted(total, weight): the weight has shape {list(weight.shape)}. Reduce it to one "
-            f"number, the count of items that the total adds up.",
+            f"Weighted(total, weight): the weight has shape {list(loss.weight.shape)}. Reduce it "
+            f"to one number, the count of items that the total adds up.",
             code="FX502",
         )
+    if not provisional and _is_on_host(losses):
+        return _weigh_on_host(loss, aux, losses, present=present)
+    weight = as_scalar(loss.weight, window.sums)
     # Not a product: the weight of placeholder rows may be infinite.
     weight = weight.reshape(()) if present else torch.zeros_like(weight.reshape(()))
     dtype = loss.total.dtype
     mean = loss.total.detach() / torch.where(weight == 0, 1.0, weight).to(dtype)
     mean = mean if present else torch.zeros_like(mean)
-    provisional = batch.parts > 1 or window.micro > 0
     if not provisional:
         total = reduce(weight, losses, op="sum")
         scale = torch.where(total > 0, losses.world_size / total, 0.0)
@@ -130,6 +136,29 @@ def _weigh_explicit(
     return WeightedLoss(
         loss=part, mean=mean, weight=shown, aux=aux, provisional=provisional, explicit=True
     )
+
+
+def _is_on_host(losses: DistContext) -> bool:
+    """Whether several ranks compute on CPUs, and have values, unlike those of a dry run."""
+    return losses.device.type == "cpu" and losses.world_size > 1 and not losses.comm.simulated
+
+
+def _weigh_on_host(loss: Weighted, aux: Any, losses: DistContext, *, present: bool) -> WeightedLoss:
+    """As `_weigh_explicit`, of a window of one micro-batch, where no device computes.
+
+    Weights are numbers of Python, and are sent as such: operators and a reduction of tensors would
+    take a tenth of a small step.
+    """
+    given: Any = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
+    weight = float(given) if present else 0.0
+    payload = torch.frombuffer(bytearray(_NUMBER.pack(weight)), dtype=torch.uint8)
+    parts = exchange_payloads(losses, _TOTAL, payload)
+    total = sum([_NUMBER.unpack(bytes(part.tolist()))[0] for part in parts])
+    mean = loss.total.detach()
+    mean = mean / (weight or 1.0) if present else torch.zeros_like(mean)
+    scale = losses.world_size / total if present and total > 0 else 0.0
+    shown = loss.weight if present else weight
+    return WeightedLoss(loss=loss.total * scale, mean=mean, weight=shown, aux=aux, explicit=True)
 
 
 def _provisional_scale(weight: Tensor, micro: int, losses: DistContext) -> Tensor:
@@ -148,7 +177,9 @@ def loss_and_aux(out: Any) -> tuple[Any, Any]:
     check_loss(total)
     if total.ndim:
         total = total.reshape(())  # as torch's backward would
-    return attrs.evolve(loss, total=total) if weighted else total, aux
+    if weighted:
+        return loss if total is loss.total else attrs.evolve(loss, total=total), aux
+    return total, aux
 
 
 def check_loss(loss: Any) -> None:

@@ -30,7 +30,6 @@ from fxtrain.backends.core.rounds import (
 from fxtrain.replicas.healing import Progress
 from fxtrain.replicas.members import Members
 from fxtrain.state import (
-    Comm,
     DiLoCo,
     LocalSGD,
     ModelState,
@@ -192,15 +191,11 @@ class Rounds:
             return 0.0, counters
         history, rows, *complete = facts.tolist()
         members.check_history(history, progress.history, progress.position.updates)
-        comm = Comm(group=members.group)
-        copies = attrs.evolve(
-            self.now.copies, rank=members.index, world_size=members.live, comm=comm
-        )
 
         def traffic() -> None:
             for key, count in zip(keys, complete, strict=True):
                 if count < members.live:
-                    under_way[key] = send(under_way[key], copies, keep=True)
+                    under_way[key] = send(under_way[key], members.group, members.live, keep=True)
             for key in self._due(progress.position):
                 for work in under_way[key].works:
                     work.wait()

@@ -157,7 +157,8 @@ class Strategy:
             on every rank; a step passes the first two.
         clip_value: (model, max_value) → None.
         scale_grads: (model, factor) → None.
-        finite: (model) → whether this rank's gradients are finite; no traffic.
+        finite: (model) → whether this rank's gradients are finite, as a bool or as a tensor on any
+            device, which the caller reads; no traffic.
         apply: (model, UpdateSpec) → UpdateResult: everything from the end of backward to parameters
             updated, with gradients unscaled, scaled, clipped, and zeroed afterwards.
         state: (model) → ModelState, for a checkpoint; called by all ranks at once.
@@ -200,7 +201,7 @@ class Strategy:
     clip_norm: Callable[..., torch.Tensor]
     clip_value: Callable[[Wrapped, float], None]
     scale_grads: Callable[[Wrapped, torch.Tensor | float], None]
-    finite: Callable[[Wrapped], bool]
+    finite: Callable[[Wrapped], bool | torch.Tensor]
     apply: Callable[[Wrapped, UpdateSpec], UpdateResult]
     state: Callable[[Wrapped], ModelState]
     load_state: Callable[[Wrapped, StateReader], None]

@@ -6,6 +6,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -104,6 +105,40 @@ def test_fragments_are_sent_in_turn_and_in_eight_bits(pair):
         # The fragment under way is applied where the data ends, and the other one is averaged.
         assert counts[4] == ({}, {})
         assert values["1.num_batches_tracked"] == 12
+
+
+def _groups_of_averages(ctx, mesh, plan):
+    """By step, whether it opened a group, and whether a group of the context sent an average."""
+    seen, start = [], dist.all_reduce
+
+    def recorded(tensor, *args, group, **kwargs):
+        sent.append(group)
+        return start(tensor, *args, group=group, **kwargs)
+
+    with on_mesh(ctx, mesh) as placed, pytest.MonkeyPatch.context() as patch:
+        axes = [placed.axis(name).comm for name in ("data", "loss", "replicate", "shard")]
+        shared = {comm.group for comm in (placed.comm, *axes)}
+        model, loader, fns = _start(placed, plan)
+        patch.setattr(dist, "all_reduce", recorded)
+        for batch in loader:
+            sent, opened = [], len(placed.comm.state.opened_groups)
+            fx.step(placed, batch, fns)
+            opened = len(placed.comm.state.opened_groups) - opened
+            seen.append((opened, [group in shared for group in sent if group is not None]))
+        fx.unwrap(model)
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_what_is_under_way_has_a_process_group_of_its_own_when_it_is_first_used(clusters, ranks):
+    mesh = fx.Mesh(replicate=2, shard=ranks // 2)
+    strategy = fx.DDP() if ranks == 2 else fx.FSDP()
+    late = fx.Plan(strategy=strategy, local=fx.DiLoCo(every=2, delay=1))
+    for seen in clusters[ranks].run(_groups_of_averages, mesh, late):
+        opened = [count for count, _ in seen]
+        assert sum(opened) == 1
+        assert opened[1] == 1  # the update after which the first average is sent
+        assert [shared[-1:] for _, shared in seen[:2]] == [[], [False]]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
@@ -364,6 +365,68 @@ def test_a_step_sends_activations_and_their_gradients(pair):
     for counts, sent in pair.run(_traffic):
         assert counts == {"send": 4, "recv": 4, "broadcast": 1, "all_reduce": 1}
         assert sent == {"send": activations, "recv": activations, "broadcast": 32, "all_reduce": 8}
+
+
+class _Reads(TorchFunctionMode):
+    """Counts calls with which the host reads floating-point tensors, as it waits for a GPU."""
+
+    NAMES = ("cpu", "item", "tolist", "numpy", "__bool__", "__float__", "__int__")
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        read = getattr(func, "__name__", "") in self.NAMES
+        self.count += read and isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
+        return func(*args, **(kwargs or {}))
+
+
+def _measured(ctx):
+    """Metrics of every kind, whose sizes and values change; reads and exchanges of a step."""
+    placed = fx.detect({}, device="cpu", mesh=fx.Mesh(pipeline=2), timeout_s=20)
+    plan = fx.Plan(strategy=fx.PP(split=("blocks.1",), microbatches=2))
+    model = fx.wrap(Net("list"), placed, plan, optimizer=_sgd)
+    steps = []
+
+    def loss(model, batch):
+        out, at = model(batch[0]), len(steps)
+        return out.square().mean(), {
+            "mean": batch[0].mean(),
+            "text": f"step {at}",
+            "number": at + 0.5 * batch.part,
+            "count": torch.tensor(at + batch.part),
+            "parts": [torch.full((3 + at,), float(batch.part), dtype=torch.bfloat16)],
+            "rows": batch[0][:, 0],
+            "none": torch.ones(0),
+            "flags": torch.ones(1, dtype=torch.bool).expand(3),
+        }
+
+    fns, pipeline = fx.StepFns(model=model, loss=loss), placed.axis("pipeline").comm
+    for batch in _rows(model, placed, plan):
+        calls = pipeline.slot(CallState).count
+        with _Reads() as reads:
+            report = fx.step(placed, batch, fns)
+        calls = pipeline.slot(CallState).count - calls
+        steps.append((batch[0], report.aux, reads.count, calls))
+    return steps
+
+
+def test_metrics_of_the_last_stage_are_on_every_rank_and_make_no_host_wait(pair):
+    for steps in pair.run(_measured):
+        assert len(steps) == 4
+        for at, (x, aux, reads, calls) in enumerate(steps):
+            wanted = {
+                "mean": x.mean(),
+                "text": f"step {at}",
+                "number": at + 0.25,
+                "count": torch.tensor(2 * at + 1),
+                "parts": [torch.full((3 + at,), 0.5, dtype=torch.bfloat16)],
+                "rows": x[:, 0],
+                "none": torch.ones(0),
+                "flags": torch.ones(3, dtype=torch.bool),
+            }
+            assert aux.pop("text") == wanted.pop("text")
+            torch.testing.assert_close(aux, wanted)
+            assert reads == 0
+            assert calls == 1 or at == 0  # which compares schedules too
 
 
 BAD = {

@@ -1,9 +1,12 @@
 """How many collectives a call makes, and of how many bytes."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
@@ -95,3 +98,45 @@ def test_a_step_makes_the_collectives_of_ddp_and_hides_none(pair):
         assert counts == [grads | {"all_gather": 2}, *[weight | grads] * 3]
     for counts in pair.run(_step_counts, True, 2):
         assert counts == [weight, grads | {"all_gather": 2}, weight, weight | grads]
+
+
+class _Operators(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _costs(ctx, weighted):
+    """Operators of a step, and functions that it enters outside of torch and the transport."""
+    model = fx.wrap(nn.Linear(8, 4), ctx, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    batch = next(iter(fx.shard(DataLoader(TensorDataset(torch.randn(8, 8)), batch_size=4), ctx)))
+
+    def loss(model, batch):
+        out = model(batch[0])
+        return fx.Weighted(out.sum(), len(out)) if weighted else out.sum()
+
+    fns, entered = fx.StepFns(model=model, loss=loss), []
+
+    def note(frame, event, _):
+        name = frame.f_code.co_filename
+        if event == "call" and "/torch/" not in name and "/transport/" not in name:
+            entered.append(name)
+
+    fx.step(ctx, batch, fns)
+    with _Operators() as operators:
+        fx.step(ctx, batch, fns)
+    sys.setprofile(note)
+    try:
+        fx.step(ctx, batch, fns)
+    finally:
+        sys.setprofile(None)
+    return operators.count, len(entered)
+
+
+def test_a_weighted_loss_adds_few_operators_and_calls(pair):
+    mean, weighted = pair.run(_costs, False)[0], pair.run(_costs, True)[0]
+    # By hand: an all-reduce of the weight, two products, and a quotient. A packet takes a few more.
+    assert weighted[0] - mean[0] <= 16
+    assert weighted[1] - mean[1] <= 16

@@ -2,12 +2,14 @@
 
 import warnings
 from collections import UserDict
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import fxtrain as fx
+from fxtrain.data.to_device import on_device
 from fxtrain.state import DistContext
 from tests.data._loaders import loaders, world
 
@@ -83,6 +85,51 @@ def test_tensors_go_to_the_device_of_the_context_and_nothing_else_does():
     for batch in fx.shard(loader, ctx, stay):
         assert [x.device.type for x in batch["x"]] == ["cpu", "cpu"]
         assert batch.valid.device.type == "cpu"
+
+
+class _Gpu:
+    """In place of `torch.cuda`: kernels end only when the host waits for an event after them."""
+
+    queued = done = 0
+
+    def __init__(self):
+        gpu = self
+
+        class Event:
+            def __init__(self, **_):
+                self.at = 0
+
+            def record(self, _):
+                self.at = gpu.queued
+
+            def wait(self, _):
+                pass
+
+            def synchronize(self):
+                gpu.done = max(gpu.done, self.at)
+
+        self.Event, self.stream = Event, nullcontext
+        self.Stream = self.current_stream = lambda _: nullcontext()
+
+
+class _Graph:
+    """A batch that moves itself."""
+
+    def to(self, device):
+        return self
+
+
+def test_the_host_is_at_most_two_batches_ahead_of_a_gpu(monkeypatch):
+    gpu, ahead = _Gpu(), []
+    for name in ("Event", "Stream", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
+    ctx = DistContext(device=torch.device("cuda", 0))
+    for batches in (1, 1, 3, 1):  # of epochs
+        loaded = ((number, (_Graph(),)) for number in range(batches))
+        for _ in on_device(loaded, ctx, fx.Plan(), ahead=False):
+            gpu.queued += 1
+            ahead.append(gpu.queued - gpu.done)
+    assert ahead == [1, 2, 2, 2, 2, 2]
 
 
 def test_only_the_data_axes_split_the_data():

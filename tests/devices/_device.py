@@ -71,6 +71,56 @@ def no_waits(ctx):
         torch.cuda.set_sync_debug_mode("default")
 
 
+class _Waits(TorchDispatchMode):
+    """Counts operators whose result is on the host, or has a shape that depends on values."""
+
+    READS = (
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.bincount.default,
+        torch.ops.aten.equal.default,
+        torch.ops.aten.masked_select.default,
+        torch.ops.aten.nonzero.default,
+    )
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.count = device.type, 0
+
+    def _is_on(self, tensor, kind):
+        return isinstance(tensor, torch.Tensor) and tensor.device.type == kind
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.count += self._is_on(args[0], self.device) and self._is_on(out, "cpu")
+        elif func is torch.ops.aten.copy_.default:
+            self.count += self._is_on(args[1], self.device) and self._is_on(args[0], "cpu")
+        elif func in self.READS:
+            self.count += self._is_on(args[0], self.device)
+        return out
+
+
+def waits(ctx, run):
+    """How often the host waits for the device in a call; 0 on a CPU, which has none."""
+    if ctx.device.type == "cpu":
+        run()
+        return 0
+    if not is_gpu(ctx):
+        with _Waits(ctx.device) as seen:
+            run()
+        return seen.count
+    expect_warnings()
+    synchronize(ctx)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing" in str(each.message) for each in told)
+
+
 class _Operators(TorchDispatchMode):
     """Counts operators that compute; views launch no kernel."""
 

@@ -82,6 +82,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def _pool(n: int, device: str, library: str | None = None) -> Iterator[Cluster]:
     preload = ("tests.devices.shadow",) if device == "shadow" else ()
+    if device == "shadow":
+        library = library or LIBRARIES[device]
     if device == "cuda" and gpus() < n:
         library = "gloo"
     pool = Cluster(n, timeout_s=30.0, call_s=120.0, device=device, preload=preload, library=library)

@@ -78,9 +78,9 @@ def _register():
     def queue(store, rank, size, timeout):
         return compiled.ordered(dist.ProcessGroupGloo(store, rank, size, timeout))
 
-    # What is registered last is the default of the device.
-    dist.Backend.register_backend("ordered", queue, devices=["shadow"])
+    # Pools say which one they use: versions of torch differ in which of them is the default.
     dist.Backend.register_backend("hostgloo", connect, devices=["shadow"])
+    dist.Backend.register_backend("ordered", queue, devices=["shadow"])
     # FSDP assigns to `.data`, which torch allows between the CPU and devices of its own only.
     _fsdp_init._move_states_to_device = _move_states
 

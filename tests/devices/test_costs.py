@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.trackers import read_run
-from tests.devices._device import allocations, expect_warnings, is_gpu, kernels, no_waits
+from tests.devices._device import allocations, expect_warnings, is_gpu, kernels, no_waits, waits
 from tests.devices._training import adam, loss_of, net, parts, rows
 
 pytestmark = pytest.mark.timeout(300)
@@ -27,10 +27,6 @@ PLANS = {
     "recomputed": fx.Plan(recompute=("Linear",)),
     "compiled": fx.Plan(compile=fx.Compile(), clip_norm=1.0),
     "graphs": fx.Plan(compile=fx.Compile(mode="reduce-overhead")),
-}
-WAITS = {
-    "skip": fx.Plan(nonfinite="skip"),
-    "fp16": fx.Plan(precision=fx.Precision(compute="fp16")),
 }
 
 
@@ -78,20 +74,94 @@ def test_trackers_and_progress_never_wait_for_the_device(nccl, tmp_path):
     assert nccl.run(_fitted_without_waits, str(tmp_path)) == [list(range(1, 11))]
 
 
-def _waits(ctx, plan):
-    """Whether torch's debug mode notices the wait of a plan that needs a value."""
-    if not is_gpu(ctx):
-        return True
+class _Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.weight = 4, nn.Parameter(torch.randn(4, 64, 64) / 8)
+
+    def forward(self, tokens, index, weights):
+        products = lambda rows, product: product(rows, self.weight).relu()  # noqa: E731
+        return fx.experts.mix(tokens, index, weights, self.num_experts, products)
+
+
+class _Mixture(nn.Module):
+    """Two experts for each row."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.experts, self.head = nn.Linear(64, 4), _Experts(), nn.Linear(64, 10)
+        self.register_buffer("bias", torch.zeros(4))
+
+    def forward(self, x):
+        weights, index = (self.gate(x).softmax(-1) + self.bias).topk(2)
+        return self.head(self.experts(x, index, weights))
+
+
+def _waits(ctx, plan, kind=net):
+    """How often the host waits for the device in each of some steps, and the device."""
+    loader, fns = parts(ctx, plan, module=kind())
+    batches = list(loader)
+    for batch in batches[:2]:
+        fx.step(ctx, batch, fns)
+    found = [waits(ctx, lambda batch=batch: fx.step(ctx, batch, fns)) for batch in batches[2:4]]
+    return found, ctx.device.type
+
+
+# The waits of a step, as docs/gpu.md has them.
+NEEDED = {
+    "skip": (1, fx.Plan(strategy=fx.DDP(), nonfinite="skip")),
+    "fp16": (1, fx.Plan(strategy=fx.DDP(), precision=fx.Precision(compute="fp16"))),
+    "replicas": (1, fx.Plan(strategy=fx.DDP(), verify_replicas=1)),
+    "mixture": (1, fx.Plan(strategy=fx.DDP())),
+    "experts": (2, fx.Plan(strategy=fx.FSDP(expert=2))),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_step_waits_for_the_device_as_often_as_the_page_says(two, name):
+    count, plan = NEEDED[name]
+    kind = _Mixture if name in ("mixture", "experts") else net
+    for found, device in two.run(_waits, plan, kind):
+        assert found == [count * (device != "cpu")] * 2
+
+
+def _balanced(ctx):
+    """Waits of a step of a mixture that counts its tokens, and of the update of its biases."""
+    module = _Mixture()
+    update = fx.experts.balance_bias(module, bias="bias", rate=0.1)
+    loader, fns = parts(ctx, fx.Plan(), module=module)
+    batches = list(loader)
+    fx.step(ctx, batches[0], fns)
+    update(fns.model)
+    found = [waits(ctx, lambda: fx.step(ctx, batches[1], fns))]
+    return [*found, waits(ctx, lambda: update(fns.model)), ctx.device.type]
+
+
+def test_counting_the_tokens_of_experts_waits_for_nothing(one):
+    ((step, update, device),) = one.run(_balanced)
+    assert (step, update) == (int(device != "cpu"), 0)
+
+
+def _damaged(ctx):
+    """The error of a comparison after one rank has changed a bit, on the device."""
+    loader, fns = parts(ctx, fx.Plan(strategy=fx.DDP(), verify_replicas=1))
+    batches = list(loader)
+    fx.step(ctx, batches[0], fns)
+    if ctx.rank == 1:
+        weight = fns.model.module[2].weight.detach()
+        weight.view(-1).view(torch.int32)[7] ^= 1
     try:
-        _trained_without_waits(ctx, "", plan)
-    except RuntimeError as error:
-        return "synchroniz" in str(error)
-    return False
+        fx.step(ctx, batches[1], fns)
+    except fx.errors.StepError as error:
+        return str(error)
+    return ""
 
 
-@pytest.mark.parametrize("name", WAITS)
-def test_a_plan_that_needs_a_value_waits(gpu, name):
-    assert gpu.run(_waits, WAITS[name]) == [True]
+def test_replicas_that_differ_on_the_device_are_named(two):
+    first, second = two.run(_damaged)
+    assert first == second
+    assert "ranks 0-1: 1 tensor differs between them: 2.weight" in first
 
 
 def _beside_the_loop(ctx):

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from fxtrain.ops.collectives import PIECE_BYTES
 from fxtrain.state import Traffic
 from fxtrain.testing import fake_world
 from tests.profiling import _dry_runs
@@ -52,6 +53,23 @@ def test_a_run_that_fits_only_later_says_so():
     run = fx.dry_run(build, world=2, device_memory=20_000)
     (problem,) = run.problems
     assert run.fits and problem.kind == "memory" and "40.0 kB" in problem.text
+
+
+def test_wrapping_sends_values_without_a_second_copy_of_the_model():
+    def build(ctx):
+        plan = fx.Plan(strategy=fx.DDP(), local=fx.LocalSGD(every=2))
+        frozen = [nn.Linear(8192, 8192, bias=False).requires_grad_(False) for _ in range(16)]
+        net = nn.Sequential(*frozen, nn.Linear(8192, 1))
+        sgd = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+        fns = fx.StepFns(
+            fx.wrap(net, ctx, plan, optimizer=sgd), lambda model, b: model(b.data).mean()
+        )
+        while True:
+            fx.step(ctx, fx.batch(torch.ones(1, 8192), ctx, plan), fns)
+
+    run = fx.dry_run(build, world=2)
+    # What a broadcast sends, and what it returns, of one piece at a time.
+    assert run.setup_peak <= 16 * 8192 * 8192 * 4 + 2.1 * PIECE_BYTES
 
 
 def test_a_refused_plan_is_a_problem():

@@ -85,15 +85,27 @@ def open_stage_group(ctx: DistContext) -> None:
     Effects:
         Every rank opens the groups of all stages: NCCL splits communicators on all ranks at once.
     """
-    groups, data = ctx.comm.slot(_Groups), ctx.axis("loss").world_size
-    if ctx.mesh.pipeline == 1 or ctx.mesh.tensor == 1 or data == 1 or _STAGE in groups:
-        return
-    groups[_STAGE], _ = dist.new_subgroups_by_enumeration(
-        axis_groups(ctx.mesh, ("replicate", "shard", "context", "tensor")),
-        timeout=timedelta(seconds=ctx.comm.timeout_s),
-        backend="fake" if ctx.comm.simulated else None,
-    )
-    ctx.comm.state.opened_groups.append(groups[_STAGE])
+    if ctx.mesh.pipeline > 1 and ctx.mesh.tensor > 1 and ctx.axis("loss").world_size > 1:
+        ranks = axis_groups(ctx.mesh, ("replicate", "shard", "context", "tensor"))
+        _opened(ctx, _STAGE, ranks)
+
+
+def second_group(ctx: DistContext, axis: DistContext, axes: tuple[str, ...]) -> Any:
+    """Another process group of the ranks of an axis, for collectives that last while others run.
+
+    Those of one group run one after the other.
+
+    Args:
+        axis: Of the context.
+        axes: The axes of its mesh that `axis` consists of.
+
+    Effects:
+        The first call opens it, on every rank at the same time. A part of the ranks, as a context
+        of its own, keeps the group that it has, since all ranks would have to open another one.
+    """
+    if ctx.comm.name != "world":
+        return axis.comm.group
+    return _opened(ctx, f"second {axes}", axis_groups(ctx.mesh, axes))
 
 
 def distribute_parameter(
@@ -160,14 +172,18 @@ def _group(
     own = ctx.mesh.context == 1 or axis not in ("replicate", "shard")
     if own and whole and split[axis] == ctx.mesh.sizes[axis] and split[axis] > 1:
         return ctx.axis(axis).comm.group
-    groups, key = ctx.comm.slot(_Groups), f"{axis}.{split}"
+    return _opened(ctx, f"{axis}.{split}", layout.movedim(dim, -1).flatten(0, -2).tolist())
+
+
+def _opened(ctx: DistContext, key: str, parts: list[list[int]]) -> Any:
+    """This rank's group of a partition of the ranks; every rank opens the groups of all parts."""
+    groups = ctx.comm.slot(_Groups)
     if key not in groups:  # several models share one
         wait = timedelta(seconds=ctx.comm.timeout_s)
-        if split[axis] == 1:
+        if max(map(len, parts)) == 1:
             groups[key] = open_by_members([ctx.rank], timeout=wait)
         else:
-            ranks = layout.movedim(dim, -1).flatten(0, -2).tolist()
             backend = "fake" if ctx.comm.simulated else None
-            groups[key], _ = dist.new_subgroups_by_enumeration(ranks, timeout=wait, backend=backend)
+            groups[key], _ = dist.new_subgroups_by_enumeration(parts, timeout=wait, backend=backend)
         ctx.comm.state.opened_groups.append(groups[key])
     return groups[key]

@@ -216,4 +216,4 @@ def send_buffers(model: Wrapped) -> None:
         and not hasattr(buffer, "device_mesh")
     }
     with rank_loss_guard(ranks, ("step", "buffers")):
-        step_functions.send_first(buffers.values(), ranks)
+        step_functions.broadcast_tensors(buffers.values(), ranks)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain import ops
+from fxtrain.backends.core.device_mesh import second_group
 from fxtrain.backends.core.optimizer_state import as_bytes, from_bytes
 from fxtrain.backends.core.rounds import (
     BUFFERS,
@@ -26,7 +27,7 @@ from fxtrain.backends.core.rounds import (
     pack,
     send,
 )
-from fxtrain.backends.core.step_functions import send_first
+from fxtrain.backends.core.step_functions import broadcast_tensors
 from fxtrain.backends.core.weights import from_first_rank
 from fxtrain.errors import StepError
 from fxtrain.ops.transport.exchange import rank_loss_guard
@@ -198,7 +199,7 @@ def _load_state(inner: Strategy, model: Wrapped, saved: StateReader) -> None:
         and saved.values.get(_FRAGMENTS, names if len(names) == 1 else None) == names
     )
     inner.load_state(model, _of_this_replica(saved) if resumes else saved)
-    _load_round(now, saved, resumes=resumes)
+    _load_round(model, now, saved, resumes=resumes)
 
 
 def _of_this_replica(saved: StateReader) -> StateReader:
@@ -291,7 +292,7 @@ def _average_buffers(model: Wrapped, now: Round, local: LocalSGD | DiLoCo, updat
         _start(model, now, local, BUFFERS, update, at_once=True)
         _finish(model, now, local, BUFFERS)
     with rank_loss_guard(now.copies, ("average", "buffers of whole numbers")):
-        send_first(buffers_of(model.module, floating=False), now.copies)
+        broadcast_tensors(buffers_of(model.module, floating=False), now.copies)
 
 
 def check_parameters(model: Wrapped, now: Round) -> None:
@@ -331,7 +332,14 @@ def _start(
     weight = _averaging_weight(now.rows[key], weight, now.copies.world_size) + MIN_WEIGHT
     packed = pack(model.module, now, local, key, weight, due)
     keep = not at_once or bool(now.residual)
-    now.under_way[key] = send(packed, now.copies, keep=keep)
+    group = now.copies.comm.group if at_once else _delayed_group(model, now)
+    now.under_way[key] = send(packed, group, now.copies.world_size, keep=keep)
+
+
+def _delayed_group(model: Wrapped, now: Round) -> Any:
+    """The process group of what is under way while other collectives of the replicas run."""
+    axes = ("replicate", "shard") if len(now.peers) == 1 else ("replicate",)
+    return second_group(model.ctx, now.copies, axes)
 
 
 def _finish(model: Wrapped, now: Round, local: LocalSGD | DiLoCo, key: int) -> None:
@@ -358,7 +366,7 @@ def _accounts(now: Round) -> dict[str, Tensor]:
     }
 
 
-def _load_round(now: Round, saved: StateReader, *, resumes: bool) -> None:
+def _load_round(model: Wrapped, now: Round, saved: StateReader, *, resumes: bool) -> None:
     """Restore a round, or start one from the current parameters if none was saved.
 
     Where other replicas resume, the progress of the round so far is in the mean of the parameters,
@@ -370,7 +378,7 @@ def _load_round(now: Round, saved: StateReader, *, resumes: bool) -> None:
         account.copy_(torch.zeros_like(account) if own is None else own)
     now.under_way.clear()
     if resumes:
-        _resume_exchanges(now, saved)
+        _resume_exchanges(model, now, saved)
 
 
 def _under_way(now: Round) -> dict[str, Tensor]:
@@ -386,13 +394,15 @@ def _under_way(now: Round) -> dict[str, Tensor]:
     return tensors
 
 
-def _resume_exchanges(now: Round, saved: StateReader) -> None:
+def _resume_exchanges(model: Wrapped, now: Round, saved: StateReader) -> None:
     due = saved.own("round.due", saved.rank)
     for fragment, update in [] if due is None else due.tolist():
         sent: list[Tensor] = []
         while (flat := saved.own(f"round.sent.{fragment}.{len(sent)}", saved.rank)) is not None:
             sent.append(flat.to(now.copies.device))
-        now.under_way[fragment] = send(Exchange(due=update, sent=sent), now.copies, keep=True)
+        group = _delayed_group(model, now)
+        exchange = Exchange(due=update, sent=sent)
+        now.under_way[fragment] = send(exchange, group, now.copies.world_size, keep=True)
 
 
 def weighted_mean(saved: StateReader, name: str) -> Tensor | None:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from fxtrain import ops
 from fxtrain._display import counted
+from fxtrain.ops.collectives import pieces
 from fxtrain.precision.quantizing import plain_parameters, quantized_tensors
 from fxtrain.state import Compile, DistContext, Plan, Wrapped
 from fxtrain.state.wrapped import METHOD, is_own_method
@@ -183,12 +184,16 @@ def model_values(module: nn.Module) -> tuple[Tensor, ...]:
 
 
 def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:
-    """Send rank 0's values to every data rank, in place; no traffic without tensors."""
+    """Send rank 0's values to every data rank, in place; no traffic without tensors.
+
+    Effects:
+        A broadcast for each piece of `ops.collectives.pieces`, of which one at a time needs memory.
+    """
     mine = [tensor.data for tensor in tensors]
-    if not mine:  # on no rank: the ranks compared their models
-        return
-    for tensor, sent in zip(mine, ops.broadcast(mine, data), strict=True):
-        tensor.copy_(sent)
+    for places in pieces(mine):  # the same on all ranks, which have compared their models
+        part = [mine[place] for place in places]
+        for tensor, sent in zip(part, ops.broadcast(part, data), strict=True):
+            tensor.copy_(sent)
 
 
 def _named(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:

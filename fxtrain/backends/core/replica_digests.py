@@ -104,17 +104,26 @@ def verify_replicas(model: Wrapped, *, before_update: bool = False) -> None:
     )
 
 
-def digest(tensor: Tensor) -> str:
-    """A digest of the shape, dtype and bits of a tensor, whatever its strides.
+def digests(tensors: Sequence[Tensor]) -> list[str]:
+    """A digest of the shape, dtype and bits of each tensor, whatever its strides.
 
     On a CPU it is XXH3 of its memory. Elsewhere it is computed on the device: sums of the elements'
     bits as 32-bit integers, each multiplied by its position, modulo 2^64. A change of a bit changes
     such a sum, and so does swapping two elements, since a product of a position and a difference of
     two such integers is less than 2^64. Both hold for tensors of up to 2^31 elements.
+
+    Effects:
+        The host waits for the device once, whatever the number of tensors.
     """
-    if tensor.device.type == "cpu":
-        return tensor_bytes.digest(tensor)
-    return f"{tensor.dtype} {list(tensor.shape)} {weighted_sums(tensor).tolist()}"
+    sums = [weighted_sums(tensor) for tensor in tensors if tensor.device.type != "cpu"]
+    read = torch.cat([each.to(sums[0].device) for each in sums]).cpu() if sums else None
+    rows = iter(() if read is None else read.split([len(each) for each in sums]))
+    return [
+        tensor_bytes.digest(tensor)
+        if tensor.device.type == "cpu"
+        else f"{tensor.dtype} {list(tensor.shape)} {next(rows).tolist()}"
+        for tensor in tensors
+    ]
 
 
 def weighted_sums(tensor: Tensor) -> Tensor:
@@ -139,10 +148,9 @@ def weighted_sums(tensor: Tensor) -> Tensor:
 
 def digests_of(model: Wrapped, *, gradients: bool = False) -> dict[str, dict[str, str]]:
     """Digests of parameters and optimizer states of this rank, by part and by name."""
-    return {
-        part: {name: digest(tensor) for name, tensor in tensors.items()}
-        for part, tensors in _tensors_by_part(model, gradients=gradients).items()
-    }
+    parts = _tensors_by_part(model, gradients=gradients)
+    every = iter(digests([tensor for tensors in parts.values() for tensor in tensors.values()]))
+    return {part: dict(zip(tensors, every, strict=False)) for part, tensors in parts.items()}
 
 
 def _tensors_by_part(model: Wrapped, *, gradients: bool) -> dict[str, dict[str, Tensor]]:

@@ -92,22 +92,22 @@ def pack_int8(
     return Exchange(due=due, sent=sent)
 
 
-def send(exchange: Exchange, copies: DistContext, *, keep: bool) -> Exchange:
+def send(exchange: Exchange, group: Any, ranks: int, *, keep: bool) -> Exchange:
     """Start the collectives of an exchange.
 
     Args:
-        copies: The ranks that hold the same part of each replica.
+        group: The process group of the ranks that hold the same part of each replica.
+        ranks: Their number.
         keep: Whether to keep what is sent, to send it again.
 
     Effects:
         Starts one all-reduce per dtype in which sums are computed; of eight bits, an all-gather.
     """
-    group = copies.comm.group
     received: list[Tensor] = []
     works: list[Any] = []
     for flat in exchange.sent:
         if flat.dtype == torch.uint8:
-            received.append(flat.new_empty(copies.world_size, len(flat)))
+            received.append(flat.new_empty(ranks, len(flat)))
             # As a list, since torchft's groups have no gather into one tensor.
             works.append(dist.all_gather([*received[-1]], flat, group=group, async_op=True))
         else:

@@ -199,7 +199,7 @@ def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
     scale_local(local_grads(model.module.parameters()), factor)
 
 
-def finite(model: Wrapped) -> bool:
+def finite(model: Wrapped) -> bool | Tensor:
     """Whether every gradient is finite; with a loss scale, the scaler decides."""
     if model.scaler is not None:
         return True
@@ -207,7 +207,7 @@ def finite(model: Wrapped) -> bool:
     grads = (getattr(p.grad, "_local_tensor", p.grad) for p in model.module.parameters())
     present = [grad for grad in grads if grad is not None and grad.numel()]
     # The largest absolute value, which does not overflow: few kernels for many parameters.
-    return bool(nn.utils.get_total_norm(present, math.inf).isfinite())
+    return nn.utils.get_total_norm(present, math.inf).isfinite()
 
 
 def apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
@@ -301,7 +301,7 @@ def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, update: UpdateS
     overflow = bool(flag.item())
     if not overflow and not update.skip and not update.keep_parameters:
         for optimizer in model.optimizers:
-            scaler.step(optimizer)
+            optimizer.step()  # scaler.step would wait for the device, to read the flags again
     scaler.update()
     model.window.unscaled = False
     return not overflow and not update.skip
@@ -322,11 +322,11 @@ def once_per_dtype(collective: Callable[[Tensor], object], tensors: Iterable[Ten
             tensor.copy_(part.view(tensor.shape))
 
 
-def send_first(tensors: Iterable[Tensor], ranks: DistContext) -> None:
-    """Send the first rank's values to all, in place: as bytes, since gloo lacks some dtypes."""
+def broadcast_tensors(tensors: Iterable[Tensor], ranks: DistContext, *, src: int = 0) -> None:
+    """Send the values of one rank to all, in place: as bytes, since gloo lacks some dtypes."""
 
     def send(flat: Tensor) -> None:
-        dist.broadcast(flat.view(torch.uint8), group=ranks.comm.group, group_src=0)
+        dist.broadcast(flat.view(torch.uint8), group=ranks.comm.group, group_src=src)
 
     once_per_dtype(send, tensors)
 

@@ -125,8 +125,8 @@ def _begin(model: Wrapped) -> None:
         _drop(model.engine)
 
 
-def _finite(model: Wrapped) -> bool:
-    return not bool(model.window.bad_grads)
+def _finite(model: Wrapped) -> Tensor:
+    return model.window.bad_grads == 0
 
 
 def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:

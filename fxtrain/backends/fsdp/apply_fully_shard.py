@@ -39,7 +39,7 @@ from fxtrain.backends.core.device_mesh import (
 from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module, send_values
 from fxtrain.backends.core.step_functions import average_grads, local_grads
-from fxtrain.backends.tensor import is_mixture, split_layers
+from fxtrain.backends.tensor import count_routes, is_mixture, split_layers
 from fxtrain.models.block_names import block_names
 from fxtrain.ops.placeholders import Placeholders, fsdp_groups
 from fxtrain.ops.step_parts import DTYPES
@@ -500,7 +500,7 @@ def _counts(
     ranks, flat = group.size(), index.flatten()
     simulated = ctx.comm.simulated
     size = ranks * here
-    counts = flat.new_zeros(size) if simulated else torch.bincount(flat, minlength=size)
+    counts = flat.new_zeros(size) if simulated else count_routes(index, size)
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=group)
     if simulated:  # as if all ranks and experts were used alike

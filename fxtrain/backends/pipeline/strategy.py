@@ -24,6 +24,7 @@ from fxtrain.backends.fsdp.strategy import (
     splits_logits,
     undone_together,
 )
+from fxtrain.backends.pipeline.batch_parts import join, parts_of_batch, split
 from fxtrain.backends.pipeline.generation import generate
 from fxtrain.backends.pipeline.partition import SCHEDULES, parts_for, pipeline_problems
 from fxtrain.backends.pipeline.stage import ReceivedFakes
@@ -425,23 +426,37 @@ def fake_output(model: Wrapped, ready: Any, call: Any) -> Any:
 
 
 def _form_of(weighted: WeightedLoss) -> tuple[torch.dtype, bool, Any]:
-    """What is equal for all micro-batches; of aux metrics, with fake tensors, None without any."""
+    """What is equal for all micro-batches; of aux metrics, without values, None without any."""
     aux = _tree.map_leaves(_emptied, weighted.aux)
     return weighted.mean.dtype, weighted.provisional, aux
 
 
 def _broadcast_aux(model: Wrapped, ready: Any, shares: list[WeightedLoss], rows: int) -> Any:
-    """The aux metrics of micro-batches with this many rows, joined."""
-    device = model.ctx.device
-    own = [
-        _tree.map_leaves(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, share.aux)
-        for share in shares
-    ]
+    """The aux metrics of micro-batches with this many rows, joined.
+
+    Effects:
+        A broadcast of objects, for what is no tensor and for shapes, which may change from batch to
+        batch, and one of tensors for each of their dtypes. The host waits for other ranks' hosts,
+        and not for devices.
+    """
+    axis, device = model.engine.axis, model.ctx.device
+    own = [_tree.map_leaves(lambda x: _moved(x, device), share.aux) for share in shares]
     if model.ctx.comm.simulated and not own:
-        fake = _tree.map_leaves(lambda leaf: _made(leaf, device), ready.form[2])
-        own = [fake] * ready.parts
-    aux = _broadcast_object(model, join(own, rows, totals=True) if own else None)
-    return _tree.map_leaves(lambda x: x.to(device) if isinstance(x, Tensor) else x, aux)
+        own = [_tree.map_leaves(lambda leaf: _made(leaf, device), ready.form[2])] * ready.parts
+    aux = join(own, rows, totals=True) if own else None
+    form = _broadcast_object(model, _tree.map_leaves(_emptied, aux))
+    if not own:
+        aux = _tree.map_leaves(lambda leaf: _made(leaf, device), form)
+    step_functions.broadcast_tensors(
+        [leaf for leaf in _tree.flatten(aux)[0] if isinstance(leaf, Tensor)],
+        axis,
+        src=model.engine.source,
+    )
+    return aux
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    return leaf.detach().to(device).contiguous() if isinstance(leaf, Tensor) else leaf
 
 
 def _broadcast_object(model: Wrapped, value: Any) -> Any:
@@ -457,96 +472,22 @@ def _as(value: Any, like: Tensor) -> Tensor:
     return as_scalar(value, like).reshape(())
 
 
+class _Form:
+    """A leaf in place of a tensor that is received later; it is sent in a packet, unlike that."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+
 def _emptied(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    return _Form(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _made(leaf: Any, device: torch.device) -> Any:
     """A tensor to receive into; integers are 0, for simulated worlds where nothing arrives."""
-    return torch.zeros_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf
-
-
-def parts_of_batch(batch: Batch, rank: int, parts: int) -> list[Batch]:
-    """Split a batch into micro-batches with equally many rows.
-
-    Args:
-        rank: On the data axis.
-        parts: Number of micro-batches; divides every rank's rows.
-    """
-    rows = batch.sizes[rank]
-    if rows:
-        data, valid = split(batch.data, rows, parts), batch.valid.split(rows // parts)
-    else:  # a placeholder on a rank without rows, which counts for nothing
-        there = _tree.row_count(batch.data) or 1
-        data, valid = split(batch.data, there, there)[:1] * parts, [batch.valid[:1]] * parts
-    sizes = tuple(size // parts for size in batch.sizes)
-    return [
-        attrs.evolve(
-            batch,
-            data=data[part],
-            valid=valid[part],
-            sizes=sizes,
-            rows=tuple(
-                min(max(real - part * size, 0), size)
-                for real, size in zip(batch.rows, sizes, strict=True)
-            ),
-            part=part,
-            parts=parts,
-        )
-        for part in range(parts)
-    ]
-
-
-def split(tree: Any, rows: int, parts: int) -> list[Any]:
-    """Split a tree: tensors with this many rows, and lists of this many values, along them.
-
-    Every other leaf is repeated in every part.
-    """
-    each = rows // parts
-    leaves, shape = _tree.flatten(tree, lambda node: _is_column(node, rows))
-    pieces: list[list[Any]] = [[] for _ in range(parts)]
-    for leaf in leaves:
-        rowwise = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
-        for part, piece in enumerate(pieces):
-            rowwise = rowwise or _is_column(leaf, rows)
-            piece.append(leaf[part * each : (part + 1) * each] if rowwise else leaf)
-    return [_tree.unflatten(shape, piece) for piece in pieces]
-
-
-def _is_column(leaf: Any, rows: int) -> bool:
-    values = type(leaf) is list and len(leaf) == rows and rows > 0
-    return values and not any(isinstance(value, Tensor) for value in leaf)
-
-
-def join(trees: Sequence[Any], rows: int, *, totals: bool = False) -> Any:
-    """Join the trees of several micro-batches with this many rows each.
-
-    Tensors with this many rows are concatenated. Single floating-point numbers are averaged, as
-    they are means over rows; single integers are summed, as they are counts. Of any other value,
-    the last micro-batch's is used.
-
-    Args:
-        totals: Whether other tensors of numbers are averaged or summed as single ones are.
-    """
-    flat = [_tree.flatten(tree) for tree in trees]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return _tree.unflatten(flat[-1][1], [_joined(column, rows, totals) for column in columns])
-
-
-def _joined(column: tuple[Any, ...], rows: int, totals: bool) -> Any:  # noqa: FBT001
-    last = column[-1]
-    if isinstance(last, Tensor):
-        if last.ndim and last.shape[0] == rows:
-            return torch.cat(column)
-        if (last.ndim and not totals) or last.dtype == torch.bool:
-            return last
-        total = torch.stack(column).sum(0)
-        return (total / len(column) if last.is_floating_point() else total).to(last.dtype)
-    if type(last) is float:
-        return sum(column) / len(column)
-    return sum(column) if type(last) is int else last
+    if isinstance(leaf, _Form):
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+    return leaf
 
 
 def _of_stages(split: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
