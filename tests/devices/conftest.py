@@ -26,7 +26,10 @@ DEVICES = [
 ]
 # Names of tests that passed, where a run of limited length is continued by the next one.
 _PASSED = os.environ.get("FXTRAIN_GPU_PASSED", "")
-_MARKS = dict.fromkeys(("gpu", "nccl", "pair_of_gpus"), "gpu") | {"queued": "shadow"}
+_MARKS = dict.fromkeys(("gpu", "nccl", "pair_of_gpus"), "gpu") | {
+    "queued": "shadow",
+    "device_only": "shadow",
+}
 # What the device "shadow" cannot do, and how the names of tests that need it begin.
 _SHADOW_LACKS = {
     "torch assigns to .data between the CPU and devices of its own only": (
@@ -104,13 +107,13 @@ def two(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def queued() -> Iterator[Cluster]:
     """Two ranks whose collectives are queued and matched by order alone, as those of NCCL are."""
-    library = "cpu:gloo,shadow:ordered"
-    preload = ("tests.devices.shadow",)
-    pool = Cluster(
-        2, timeout_s=30.0, call_s=120.0, device="shadow", preload=preload, library=library
-    )
-    yield pool
-    pool.close()
+    yield from _pool(2, "shadow", "cpu:gloo,shadow:ordered")
+
+
+@pytest.fixture(scope="session")
+def device_only() -> Iterator[Cluster]:
+    """As `queued`, in a group without tensors of the CPU, as `init_process_group("nccl")` opens."""
+    yield from _pool(2, "shadow", "shadow:ordered")
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """What ranks that the launcher starts on a device do: `program.py NAME DEVICE ARGUMENTS`."""
 
+import importlib
 import json
 import os
 import signal
@@ -8,10 +9,12 @@ import time
 from pathlib import Path
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from tests._patience import patience
 
 
 def _parts(ctx, plan):
@@ -60,6 +63,32 @@ def absent(device):
             fx.step(ctx, batch, fns)
 
 
+def restarted(device):
+    """The last rank fails once, while the others wait for the results of an update."""
+    timeout_s, began, losses_of_calls = 20.0 * patience(), [], []
+
+    def main(ctx):
+        began.append(time.monotonic())
+        plan = fx.Plan(strategy=fx.DDP(), seed=3)
+        loader, fns = _parts(ctx, plan)
+        losses_of_calls.append(losses := [])
+        for number, batch in enumerate(loader):
+            if number == 2 and ctx.is_last and len(began) == 1:
+                raise OSError("a disk that failed once")
+            losses.append(float(fx.step(ctx, batch, fns).loss))
+            for parameter in fns.model.module.parameters():
+                float(parameter.detach().sum())
+            if number == 3:
+                seconds = (began[-1] - began[0]) / timeout_s
+                return _say(ctx, {"losses": losses_of_calls, "share_of_timeout": seconds})
+        return None
+
+    if device == "shadow":
+        importlib.import_module("tests.devices.shadow")
+        dist.Backend.default_device_backend_map["shadow"] = "ordered"
+    fx.ops.restarting(main, device=device, timeout_s=timeout_s)
+
+
 def bound(device):
     """The cores that a rank may use, after it has used its device."""
     with fx.detect(device=device, timeout_s=30) as ctx:
@@ -69,4 +98,5 @@ def bound(device):
 
 if __name__ == "__main__":
     name, *words = sys.argv[1:]
-    {"killed": killed, "absent": absent, "bound": bound}[name](*words)
+    functions = {"killed": killed, "absent": absent, "restarted": restarted, "bound": bound}
+    functions[name](*words)

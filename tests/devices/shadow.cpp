@@ -81,7 +81,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream) const override { return getStream(getDevice()); }
   c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void synchronizeDevice(const c10::DeviceIndex) const override;
   void synchronizeStream(const c10::Stream&) const override {}
   bool queryStream(const c10::Stream&) const override { return true; }
   void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
@@ -138,8 +138,13 @@ struct InFlight {
     std::unique_lock<std::mutex> guard(lock);
     changed.wait(guard, [&] { return !counts.count(tensor.storage().data()); });
   }
+  void wait_for_all() {
+    std::unique_lock<std::mutex> guard(lock);
+    changed.wait(guard, [&] { return counts.empty(); });
+  }
 };
 InFlight in_flight;
+void Guard::synchronizeDevice(const c10::DeviceIndex) const { in_flight.wait_for_all(); }
 
 // The same memory as a CPU tensor.
 at::Tensor memory_of(const at::Tensor& tensor) {
@@ -410,6 +415,7 @@ struct Ordered final : c10d::Backend {
       aborted = true;
       for (const auto& job : jobs) in_flight.remove(job.places);
       jobs.clear();
+      changed.notify_all();
     }
     void run() {
       at::NoGradGuard no_grad;
@@ -426,11 +432,13 @@ struct Ordered final : c10d::Backend {
         try {
           gloo->_allgather_base(all, job.row)->wait();
         } catch (const std::exception&) {
-          arrived = false;  // a rank was lost: as after an abort, values are undefined
+          arrived = false;
         }
-        std::lock_guard<std::mutex> guard(lock);
-        if (jobs.empty()) return;  // aborted
-        if (arrived) job.finish(all);
+        std::unique_lock<std::mutex> guard(lock);
+        // A kernel waits for a lost rank until its own communicator is aborted.
+        if (!arrived) changed.wait(guard, [&] { return ends || jobs.empty(); });
+        if (jobs.empty() || !arrived) return;
+        job.finish(all);
         jobs.pop_front();
         in_flight.remove(job.places);
       }
