@@ -21,6 +21,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -135,12 +136,19 @@ struct InFlight {
     changed.notify_all();
   }
   void wait(const at::Tensor& tensor) {
-    std::unique_lock<std::mutex> guard(lock);
-    changed.wait(guard, [&] { return !counts.count(tensor.storage().data()); });
+    wait_until([&] { return !counts.count(tensor.storage().data()); });
   }
   void wait_for_all() {
+    wait_until([&] { return counts.empty(); });
+  }
+
+ private:
+  // Some operators start with Python's lock, which the queue needs to release tensors.
+  void wait_until(const std::function<bool()>& arrived) {
+    std::optional<pybind11::gil_scoped_release> released;
+    if (PyGILState_Check()) released.emplace();
     std::unique_lock<std::mutex> guard(lock);
-    changed.wait(guard, [&] { return counts.empty(); });
+    changed.wait(guard, arrived);
   }
 };
 InFlight in_flight;
@@ -411,10 +419,11 @@ struct Ordered final : c10d::Backend {
     c10::intrusive_ptr<c10d::Backend> gloo;
 
     void drop() {
+      std::deque<Job> dropped;  // whose tensors may need Python's lock, so not under this one
       std::lock_guard<std::mutex> guard(lock);
       aborted = true;
       for (const auto& job : jobs) in_flight.remove(job.places);
-      jobs.clear();
+      jobs.swap(dropped);
       changed.notify_all();
     }
     void run() {
