@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fxtrain.testing import Cluster
-from tests.devices._device import DEVICE, LIBRARIES, STAND_IN, gpus
+from tests.devices._device import DEVICE, LIBRARIES, STAND_IN, gpus, many_ranks
 
 # Importing it makes its device the accelerator of the process; only ranks do. The other one is a
 # program.
@@ -116,6 +116,19 @@ def device_only() -> Iterator[Cluster]:
     yield from _pool(2, "shadow", "shadow:ordered")
 
 
+@pytest.fixture(
+    params=[
+        pytest.param("queued", marks=pytest.mark.shadow),
+        pytest.param("pair_of_gpus", marks=pytest.mark.gpu),
+    ]
+)
+def in_order(request: pytest.FixtureRequest) -> Cluster:
+    """Two ranks whose collectives are matched by order: `queued`, and NCCL between two GPUs."""
+    if request.param == "pair_of_gpus" and STAND_IN:
+        pytest.skip("collectives of this device wait for the other ranks")
+    return request.getfixturevalue(request.param)
+
+
 @pytest.fixture(scope="session")
 def gpu() -> Iterator[Cluster]:
     """One rank on a GPU, for what no other device has."""
@@ -134,3 +147,11 @@ def pair_of_gpus() -> Iterator[Cluster]:
     if gpus() < 2:
         pytest.skip("torch sees fewer than two CUDA devices")
     yield from _pool(2, DEVICE)
+
+
+@pytest.fixture(scope="session")
+def many() -> Iterator[Cluster]:
+    """A rank for each GPU of the machine: four, six or eight."""
+    if many_ranks() < 4:
+        pytest.skip("torch sees fewer than four CUDA devices")
+    yield from _pool(many_ranks(), DEVICE)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import os
 import signal
 import sys
@@ -89,6 +90,34 @@ def restarted(device):
     fx.ops.restarting(main, device=device, timeout_s=timeout_s)
 
 
+def existing(device, how):
+    """Train in a group that the script opened, on the GPUs in reverse order."""
+    if device == "cpu":
+        dist.init_process_group("gloo")
+        own = torch.device("cpu")
+    else:
+        own = torch.device("cuda", torch.cuda.device_count() - 1 - int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(own)
+        dist.init_process_group("nccl", device_id=own if how == "device_id" else None)
+    with fx.detect(device="cpu" if device == "cpu" else None, timeout_s=60) as ctx:
+        loader, fns = _parts(ctx, fx.Plan(strategy=fx.FSDP(min_params=1), clip_norm=1.0))
+        losses = [float(fx.step(ctx, batch, fns).loss) for batch in loader]
+        kept = "kept" if ctx.device == own else f"{ctx.device}, not {own}"
+        finite = "finite" if all(map(math.isfinite, losses)) else losses
+        print(f"the device is {kept}, and the loss is {finite}", flush=True)  # noqa: T201
+    dist.destroy_process_group()
+
+
+def raises(device):
+    """The last rank raises in its loss, while the others wait for their results."""
+    with fx.detect(device=device, timeout_s=30) as ctx:
+        loader, fns = _parts(ctx, fx.Plan(strategy=fx.DDP()))
+        for number, batch in enumerate(loader):
+            if number == 2 and ctx.is_last:
+                raise ValueError("a bad row")
+            float(fx.step(ctx, batch, fns).loss)
+
+
 def bound(device):
     """The cores that a rank may use, after it has used its device."""
     with fx.detect(device=device, timeout_s=30) as ctx:
@@ -98,5 +127,5 @@ def bound(device):
 
 if __name__ == "__main__":
     name, *words = sys.argv[1:]
-    functions = {"killed": killed, "absent": absent, "restarted": restarted, "bound": bound}
-    functions[name](*words)
+    functions = (killed, absent, restarted, existing, raises, bound)
+    next(each for each in functions if each.__name__ == name)(*words)

@@ -136,3 +136,26 @@ def test_a_rank_that_never_joins_is_named(two):
         assert "rank 1: never joined" in words, words
     finally:
         two.close()
+
+
+def _differs_again(ctx):
+    """Rank 1 makes another call than rank 0 after the ranks have verified one; the error."""
+    mine = torch.ones(4, device=ctx.device)
+    ops.reduce(mine, ctx, op="sum")
+    ops.barrier(ctx)
+    began = time.monotonic()
+    try:
+        if ctx.rank == 0:
+            float(ops.reduce(mine, ctx, op="sum")[0])
+        ops.barrier(ctx)
+    except fx.CollectiveError as error:
+        return str(error), time.monotonic() - began, ops.reduce(1, ctx, op="sum")
+    return "", 0.0, 0
+
+
+def test_a_call_that_differs_after_it_was_verified_is_named_at_once(two):
+    (text, seconds, ranks), (other, *_) = two.run(_differs_again)
+    assert text == other
+    assert "the ranks called different collectives" in text
+    assert seconds < two.timeout_s / 2
+    assert ranks == 2

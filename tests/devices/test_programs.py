@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.devices._device import STAND_IN, gpus
+from tests.devices._device import STAND_IN, WHERE, gpus
 from tests.launched._run import FXTRAIN, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
-WHERE = "cpu" if STAND_IN else "cuda"
 ON_CPU = () if torch.cuda.is_available() else ("--cpu",)
 
 
@@ -84,3 +83,14 @@ def test_a_rank_that_never_joins_an_update_ends_thelaunch(tmp_path):
     assert ended.code == 1
     assert time.monotonic() - begin < 120
     assert re.search(r"Rank 0 of 2 (failed|ended)", ended.err), ended.err
+
+
+def test_a_rank_that_waits_for_its_device_restarts_with_the_others():
+    if gpus() < 2:
+        pytest.skip("torch sees fewer than two CUDA devices")
+    ended = launch(PROGRAM, "restarted", WHERE, ranks=2)
+    assert ended.code == 0, ended.err
+    told = json.loads(ended.out)
+    first, second = told["losses"]
+    assert len(second) == 4 and first[:2] == second[:2]
+    assert told["share_of_timeout"] < 0.5

@@ -1,6 +1,6 @@
-"""Collectives that are queued and matched by order alone, as those of NCCL are.
+"""Collectives that are queued and matched by order alone: those of NCCL, and a replacement.
 
-They are those of "ordered" in shadow.cpp. A collective starts at once and waits for nobody; what
+The replacement is "ordered" in shadow.cpp. A collective starts at once and waits for nobody; what
 uses its result waits. Ranks whose collectives differ get each other's bytes.
 """
 
@@ -27,8 +27,8 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_strategies_train_as_one_process_does(queued, name):
-    LAWS[0](queued, PLANS[name], terms=Terms(exact=False))
+def test_strategies_train_as_one_process_does(in_order, name):
+    LAWS[0](in_order, PLANS[name], terms=Terms(exact=False))
 
 
 def _offloaded(ctx):
@@ -139,10 +139,10 @@ def _skipping(ctx, skips):
     return 6, "", run.weights()
 
 
-def test_a_skipped_metric_is_named_and_mixes_with_no_gradient(queued):
-    whole = queued.run(_skipping, False)
+def test_a_skipped_metric_is_named_and_mixes_with_no_gradient(in_order):
+    whole = in_order.run(_skipping, False)
     assert [found[:2] for found in whole] == [(6, "")] * 2
-    (step, text, left), (other_step, other, right) = queued.run(_skipping, True)
+    (step, text, left), (other_step, other, right) = in_order.run(_skipping, True)
     # Each learns in its next call that rank 1 made this one an update later.
     assert (step, other_step) == (3, 4)
     assert text == other
@@ -172,12 +172,12 @@ def _different(ctx):
     return None
 
 
-def test_a_rank_that_waits_for_its_device_learns_of_another_call(queued):
-    (text, seconds, total, ranks), (other, *_) = queued.run(_different)
+def test_a_rank_that_waits_for_its_device_learns_of_another_call(in_order):
+    (text, seconds, total, ranks), (other, *_) = in_order.run(_different)
     assert text == other
     assert "rank 0: reduce(float32[4]" in text
     assert "rank 1: barrier()" in text
-    assert seconds < queued.timeout_s / 2
+    assert seconds < in_order.timeout_s / 2
     assert (total, ranks) == (2.0, [0, 1])
 
 
@@ -194,8 +194,8 @@ def _at_the_end(ctx):
     return ""
 
 
-def test_a_last_call_that_a_rank_skips_is_an_error_of_closing(queued):
-    text, none = queued.run(_at_the_end)
+def test_a_last_call_that_a_rank_skips_is_an_error_of_closing(in_order):
+    text, none = in_order.run(_at_the_end)
     assert none == ""
     assert text.startswith("reduce(float32[4]@device, sum)")
     assert "FX302" in text
@@ -237,11 +237,11 @@ def _exhausted(ctx, strategy):
 
 
 @pytest.mark.parametrize("strategy", [fx.DDP(), fx.FSDP(min_params=1)], ids=["ddp", "fsdp"])
-def test_a_batch_size_is_found_where_one_rank_runs_out_of_memory(queued, strategy):
-    found = queued.run(_exhausted, strategy)
+def test_a_batch_size_is_found_where_one_rank_runs_out_of_memory(in_order, strategy):
+    found = in_order.run(_exhausted, strategy)
     for size, sizes, seconds, loss in found:
         assert (size, sizes) == (2, [8, 4, 2])
-        assert seconds < queued.timeout_s / 2
+        assert seconds < in_order.timeout_s / 2
         assert loss == found[0][3] and 0 < loss < 10
 
 
