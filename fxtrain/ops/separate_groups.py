@@ -40,7 +40,7 @@ def separate_groups(ctx: DistContext) -> Iterator[None]:
         return
     calls, opened = ctx.comm.slot(CallState), ctx.comm.state.opened_groups
     key, groups = _open(ctx)
-    before, kept = len(opened), {comm: comm.group for comm in groups}
+    before, kept = len(opened), {comm: (comm.group, comm.state.failure) for comm in groups}
     device_group, calls.device_group = calls.device_group, None
     for comm, group in groups.items():
         comm.group = group
@@ -60,8 +60,9 @@ def separate_groups(ctx: DistContext) -> Iterator[None]:
         raise
     finally:
         watch.stop()
-        for comm, group in kept.items():
+        for comm, (group, failure) in kept.items():
             comm.group = group
+            comm.state.failure = failure  # a collective of the block that failed breaks no other
         calls.device_group = device_group
         late, opened[before:] = block_groups(), []
         # No rank waits for another one here, as `destroy_process_group` does under NCCL.

@@ -151,6 +151,10 @@ def test_a_dry_run_that_ends_otherwise_is_an_error():
         _predicted("1GB", train)
 
 
+def _run_out(_):
+    raise MemoryError
+
+
 def _one_rank_runs_out(ctx, where):
     """One rank has no memory left before a collective of the trial; the other waits in it.
 
@@ -163,10 +167,10 @@ def _one_rank_runs_out(ctx, where):
         model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
 
         def loss(model, batch):
-            value = model(batch.data).square().mean()
+            out = model(batch.data)
             if size > 2 and ctx.is_last:
-                raise MemoryError
-            return value
+                out.register_hook(_run_out)
+            return out.square().mean()
 
         if where == "step":
             fx.step(ctx, fx.batch(torch.ones(2, 4), ctx, plan), fx.StepFns(model, loss))
