@@ -557,7 +557,7 @@ struct Ordered final : c10d::Backend {
       at += bytes.numel();
     }
     std::lock_guard<std::mutex> guard(queue_->lock);
-    TORCH_CHECK(!queue_->aborted, "the communicator was aborted");
+    TORCH_CHECK(!queue_->aborted, "NCCL communicator was aborted");  // begins as NCCL's error
     queue_->jobs.push_back({row, in_flight.add(outputs), std::move(finish)});
     queue_->changed.notify_all();
     return c10::make_intrusive<Done>(outputs);
