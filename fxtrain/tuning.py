@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from fxtrain import ops
 from fxtrain._record import record, shown
+from fxtrain.backends.core.device_mesh import separate_meshes
 from fxtrain.backends.core.model_state import format_of, local_part_of, memory_reader
 from fxtrain.data import Sharded
-from fxtrain.errors import PlanError, StepError
+from fxtrain.errors import CollectiveError, PlanError, StepError
 from fxtrain.loop.evaluating import Mean
 from fxtrain.loop.releasing import empty_cache
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.ops.plan_agreement import plan_for
-from fxtrain.ops.same_errors import fail_together
+from fxtrain.ops.same_errors import raise_together
 from fxtrain.profiling import dry_run
 from fxtrain.state import DeepSpeed, DistContext, Mesh, Plan, Wrapped
 from fxtrain.state.context import check_connected
@@ -76,15 +77,16 @@ def find_batch_size(
         same on every rank.
 
     Effects:
-        One exchange of packets for each size; none at one rank. Between sizes, garbage is
-        collected and the device's cache is emptied.
+        For each size, three exchanges of packets and process groups that the context has for the
+        trial only, since ranks that run out of memory leave collectives that others have started;
+        none at one rank. A rank that waits for one that ran out of memory is interrupted. Between
+        sizes, garbage is collected and the device's cache is emptied.
 
     Raises:
         PlanError: nothing fits, with the last error of this rank as its cause, or an argument makes
             no sense; on every rank.
-        CollectiveError: the trial communicates, and a rank that ran out of memory never joined a
-            collective; after the context's timeout. Any other error of the trial is raised on the
-            rank that has it, and named on the others.
+        Exception: any other error of the trial, on the rank that has it; a CollectiveError that
+            names it on the others.
 
     Example:
         >>> import fxtrain as fx
@@ -247,18 +249,38 @@ def _fits(
     errors: list[Exception],
 ) -> bool:
     """Whether a size fits on every rank; nothing of the trial is left but its error in a list."""
-    fits = False
-    with fail_together(ctx):
-        try:
+    fits, ran_out, problem = False, False, None
+    try:
+        with separate_meshes(ctx):
             fits = trial(size, plan) is not False
-        except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # whose variables hold tensors
-            if not is_out_of_memory(error):
-                raise
-            errors.append(error)
-        finally:
-            empty_cache(ctx.device)
-    return ops.all_ranks(fits, ctx)
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # whose variables hold tensors
+        problem, ran_out = error, is_out_of_memory(error)
+        errors += [error] * ran_out
+    finally:
+        empty_cache(ctx.device)
+    try:
+        rows = _tell(ctx, too_large=ran_out or (problem is None and not fits))
+    except CollectiveError as error:
+        if problem is None or ran_out:
+            raise
+        raise problem from (problem.__cause__ or error)
+    # A rank that ran out of memory is why collectives of the others failed.
+    if any(rows):
+        return False
+    raise_together(problem, ctx)
+    return True
+
+
+def _tell(ctx: DistContext, *, too_large: bool) -> list[bool]:
+    """By rank, whether a size is too large for it."""
+    try:
+        return ops.gather_objects(too_large, ctx)
+    except CollectiveError as error:
+        if error.code != "FX301":
+            raise
+    # Another rank was still in a call of its trial, which this has ended.
+    return ops.gather_objects(too_large, ctx)
 
 
 M = TypeVar("M", bound=nn.Module)

@@ -30,6 +30,7 @@ from fxtrain.errors import MeshError, PlanError
 from fxtrain.models.quantized_loading import put_stored_layers
 from fxtrain.models.tensor_sources import open_source
 from fxtrain.ops.logs import log
+from fxtrain.ops.micro_batches import uses_cuda_graphs
 from fxtrain.ops.optimizer_settings import plain_settings, settings_of
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.ops.same_errors import fail_together
@@ -294,6 +295,12 @@ def problems_of(
         problems.append(
             f"{strategy.name} cannot split sequences, as Plan(context=...) asks. Remove context, "
             f"or use FSDP() or DDP()."
+        )
+    if plan.accumulate > 1 and uses_cuda_graphs(ctx, plan):
+        problems.append(
+            f"Plan(accumulate={plan.accumulate}) adds gradients to those of the last micro-batch, "
+            f"which a CUDA graph of {plan.compile} overwrites (PyTorch issue 169545). Use "
+            f'Compile(mode="max-autotune-no-cudagraphs"), or accumulate=1.'
         )
     if plan.verify_replicas and strategy.verify is None:
         problems.append(

@@ -18,6 +18,7 @@ from fxtrain.data import Sharded, every_row
 from fxtrain.errors import DataError, PlanError
 from fxtrain.loop.stepping import check_loss_function
 from fxtrain.ops.devices import as_scalar
+from fxtrain.ops.micro_batches import begin_graphs
 from fxtrain.state import PP, Batch, DistContext, Report, Weighted, Wrapped
 from fxtrain.state.context import check_connected
 from fxtrain.state.wrapped import check_open
@@ -257,6 +258,7 @@ def evaluate(
         for metric in objects.values():
             during.enter_context(_local_metric(metric, ctx))
         for batch in itertools.islice(rows, batches):
+            begin_graphs(model)
             values: Any = fn(model, batch)
             if objects:
                 values = _update_metrics({"": values} if single else values, objects, batch, ctx)

@@ -18,6 +18,7 @@ _LONGEST_CLOSE_S = 5.0
 # To write a word, which waits for no answer, but behind a question that was never answered.
 _WORD_S = 0.25
 _POLL_INTERVAL_S = 0.05
+_ON_HOST = {"gloo", "mpi", "fake", "xla"}
 
 
 def make_close(
@@ -48,7 +49,7 @@ def make_close(
             longest_s = patience_s + 1 if error is None else _WORD_S
             within(longest_s, partial(_announce_exit, topology, store, word, patience_s))
         if error is not None:
-            _abort_groups(groups, patience_s)
+            abort_groups(groups, patience_s)
             return
         for group in groups:
             dist.destroy_process_group(group)
@@ -109,7 +110,28 @@ def read_views(
         time.sleep(_POLL_INTERVAL_S)
 
 
-def _abort_groups(groups: Sequence[Any], patience_s: float) -> None:
+def waits_on_device(group: Any) -> bool:
+    """Whether collectives of a group are kernels, which the device waits for, as with NCCL."""
+    pairs = dist.get_backend_config(group).split(",")
+    return bool({pair.rpartition(":")[2] for pair in pairs} - _ON_HOST)
+
+
+def interrupt(groups: Sequence[Any]) -> None:
+    """Abort the communicators of groups, so that the device does not wait for other ranks.
+
+    NCCL ends a communicator once kernels that precede its own have ended, which may be those of
+    another one: so all are aborted at the same time.
+    """
+    threads = [
+        threading.Thread(target=group.abort, name="fxtrain-abort", daemon=True)
+        for group in groups
+        if waits_on_device(group)
+    ]
+    for thread in threads:
+        thread.start()
+
+
+def abort_groups(groups: Sequence[Any], patience_s: float) -> None:
     """Give up what groups are doing; returns after `patience_s` at the latest.
 
     `destroy_process_group` is a collective under NCCL, and waits for kernels in flight: a rank
@@ -118,7 +140,7 @@ def _abort_groups(groups: Sequence[Any], patience_s: float) -> None:
 
     def leave() -> None:
         for group in groups:
-            if "nccl" in dist.get_backend_config(group):
+            if waits_on_device(group):
                 dist.distributed_c10d._abort_process_group(group)
             else:
                 dist.destroy_process_group(group)

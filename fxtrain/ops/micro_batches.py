@@ -17,10 +17,20 @@ from fxtrain.ops.devices import as_scalar
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.schedules import advance_schedulers, end_epoch, steps_per_update
 from fxtrain.ops.transport.exchange import count_update
-from fxtrain.state import Batch, Position, UpdateResult, UpdateSpec, WeightedLoss, Wrapped
+from fxtrain.state import (
+    Batch,
+    DistContext,
+    Plan,
+    Position,
+    UpdateResult,
+    UpdateSpec,
+    WeightedLoss,
+    Wrapped,
+)
 from fxtrain.state.wrapped import keep_buffers, settle_buffers
 
 _NOT_DUE = UpdateResult(applied=False, due=False)
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 def uniform_batch(model: Wrapped) -> Batch:
@@ -38,6 +48,25 @@ def uniform_batch(model: Wrapped) -> Batch:
     rows = (1,) * model.ctx.axis("data").world_size
     valid = torch.ones(1, dtype=torch.bool, device=model.ctx.device)
     return Batch(data=None, position=Position(), valid=valid, rows=rows, sizes=rows)
+
+
+def uses_cuda_graphs(ctx: DistContext, plan: Plan) -> bool:
+    """Whether torch.compile replays the kernels of a model as CUDA graphs."""
+    how = plan.compile
+    if how is None or ctx.device.type != "cuda":
+        return False
+    return how.backend == "cudagraphs" or (how.backend == "inductor" and how.mode in _GRAPH_MODES)
+
+
+def begin_graphs(model: Wrapped) -> None:
+    """Mark the beginning of a step for CUDA graphs, which then overwrite their earlier outputs.
+
+    Otherwise torch takes each call that no backward follows for a step, so that in evaluation a
+    block overwrites the output of the block before it. A model that is one graph needs no mark.
+    """
+    plan = model.plan
+    if plan.compile is not None and plan.compile.blocks and uses_cuda_graphs(model.ctx, plan):
+        torch.compiler.cudagraph_mark_step_begin()
 
 
 def without_sync(model: Wrapped) -> Wrapped:
@@ -144,6 +173,8 @@ def end_micro_batch(
         rows = window.real_rows if window.micro else sum(batch.rows)
         window.end()
         model.status.added_grads, model.status.batch = False, None
+        if plan.compile is not None and spec.zero:  # else gradients, which are outputs, stay
+            begin_graphs(model)
         if model.status.before_window is not None:
             settle_buffers(model, keep=outcome.applied)
         if problem is not None and plan.nonfinite == "raise":

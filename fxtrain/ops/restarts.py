@@ -14,14 +14,13 @@ import torch
 from torch import distributed as dist
 
 from fxtrain.errors import CollectiveError, ContextError
-from fxtrain.ops.closing import answered, within
+from fxtrain.ops.closing import interrupt
 from fxtrain.ops.connecting import DEFAULT_TIMEOUT_S, detect
+from fxtrain.ops.failure_watch import FailureWatch
 from fxtrain.ops.objects import barrier
 from fxtrain.state import DistContext, Mesh
 
 R = TypeVar("R")
-_POLL_S = 0.5
-_STORE_S = 1.0
 _SHARE = 0.1  # of the timeout, in which collectives of a rank fail by themselves
 _LONGEST_S = 5.0
 _FAILED = "restarting/failed"
@@ -61,7 +60,8 @@ def restarting(
         As `fx.detect`, each time. A rank that fails tells the others through the store. Their
         collectives fail since its groups are closed; in a rank that waits elsewhere, SIGURG
         interrupts the main thread with a CollectiveError after a tenth of the timeout, at most
-        5 s. C code that does not return is not interrupted. One barrier at the end.
+        5 s, and NCCL's communicators are aborted, for which its device may wait. Other C code that
+        does not return is not interrupted. One barrier at the end.
 
     Raises:
         ContextError: a process group exists already, or a rank does not connect again within
@@ -141,58 +141,47 @@ def _told_of_failures(ctx: DistContext) -> Iterator[None]:
     if ctx.world_size == 1 or ctx.comm.store is None:
         yield
         return
-    watch = _Watch(ctx)
-    watch.start()
+    interrupts = _Interrupts(ctx)
+    interrupts.watch.start()
     try:
         yield
     except Exception as error:
-        text = f"rank {ctx.rank} failed with {type(error).__name__}: {error}"
-        within(_STORE_S, lambda: ctx.comm.store.set(_FAILED, text))
+        interrupts.watch.tell(f"rank {ctx.rank} failed with {type(error).__name__}: {error}")
         raise
     finally:
-        watch.stop()
+        interrupts.stop()
 
 
-class _Watch(threading.Thread):
+class _Interrupts:
     """Interrupts the main thread some time after another rank has failed."""
 
     def __init__(self, ctx: DistContext) -> None:
-        super().__init__(name="fxtrain-restarting", daemon=True)
+        patience_s = min(_SHARE * ctx.comm.timeout_s, _LONGEST_S)
+        self.watch = FailureWatch(ctx.comm.store, _FAILED, self._react, patience_s=patience_s)
         self._ctx = ctx
-        self._stopped = threading.Event()
         self._reason = ""
         in_main = threading.current_thread() is threading.main_thread()
         self._before = signal.signal(signal.SIGURG, self._interrupt) if in_main else None
 
-    def run(self) -> None:
-        store = self._ctx.comm.store
-        reasons: list[bytes] = []
-
-        def look() -> None:
-            if store.check([_FAILED]):
-                reasons.append(store.get(_FAILED))
-
-        while not self._stopped.wait(_POLL_S):
-            if not answered(_STORE_S, look):
-                return  # the store is gone, so collectives fail
-            if reasons:
-                break
-        patience_s = min(_SHARE * self._ctx.comm.timeout_s, _LONGEST_S)
-        if reasons and not self._stopped.wait(patience_s) and self._before is not None:
-            self._reason = reasons[0].decode(errors="replace")
+    def _react(self, reason: str) -> None:
+        self._reason = reason
+        if self._before is not None:
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, signal.SIGURG)
+        # Python answers the signal once the main thread does not wait for the device any more.
+        comm = self._ctx.comm
+        interrupt([comm.group, *comm.state.opened_groups])
 
     def stop(self) -> None:
         """The block has ended, so nothing is interrupted any more."""
-        self._stopped.set()
+        self.watch.stop()
         if self._before is not None:
             signal.signal(signal.SIGURG, self._before)
 
     def _interrupt(self, *_: object) -> None:
-        if not self._stopped.is_set():
-            self._stopped.set()
+        if not self.watch.stopped:
+            self.watch.stop()
             raise CollectiveError(
                 f"This rank was interrupted, to start again with the others: {self._reason}",
                 code="FX302",

@@ -120,8 +120,12 @@ def full_values(tensor: Any) -> Tensor:
     if not is_sharded(full):
         return full
     device, mesh = full.device, full.device_mesh
-    if device.type != "cpu" and f"{device.type}:gloo" in dist.get_backend_config(mesh.get_group(0)):
-        full = _shards_on_host(full)
+    libraries = dist.get_backend_config(mesh.get_group(0))
+    if device.type != "cpu" and f"{device.type}:gloo" in libraries:
+        # torch's gather of a DTensor crashes over gloo on a GPU (2.11).
+        full = _shards_on("cpu", full)
+    elif device.type == "cpu" and "cpu:" not in libraries:  # offloaded; a group of NCCL alone
+        full = _shards_on(mesh.device_type, full)
     # Shards of shards are gathered first, each in a call of its own: torch cannot merge these
     # gathers with those of the other dimensions, and logs so.
     placements = [*full.placements]
@@ -133,19 +137,20 @@ def full_values(tensor: Any) -> Tensor:
     return full.full_tensor().to(device)
 
 
-def _shards_on_host(tensor: Any) -> Any:
-    """The same shards on the CPU: torch's gather of a DTensor crashes over gloo on a GPU (2.11)."""
+def _shards_on(kind: str, tensor: Any) -> Any:
+    """The same shards on a kind of device, in a mesh of that kind."""
     package = importlib.import_module("torch.distributed.tensor")
     mesh = tensor.device_mesh
-    host = package.DeviceMesh.from_group(
-        mesh.get_all_groups(),
-        "cpu",
-        mesh=mesh.mesh,
-        mesh_dim_names=mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim))),
-    )
+    if mesh.device_type != kind:
+        mesh = package.DeviceMesh.from_group(
+            mesh.get_all_groups(),
+            kind,
+            mesh=mesh.mesh,
+            mesh_dim_names=mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim))),
+        )
     return package.DTensor.from_local(
-        tensor.to_local().cpu(),
-        host,
+        tensor.to_local().to(kind),
+        mesh,
         tensor.placements,
         run_check=False,
         shape=tensor.shape,

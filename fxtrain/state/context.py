@@ -77,12 +77,13 @@ def _nothing(error: BaseException | None) -> None:
     """Close nothing: the groups belong to another owner."""
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False, on_setattr=attrs.setters.frozen)
 class Comm:
     """The communicator of a context.
 
     Attributes:
-        group: torch's process group for tensors on the context's device; None at one rank.
+        group: torch's process group for tensors on the context's device; None at one rank. The one
+            field that changes: a block of `separate_groups` has other groups.
         control: A gloo group of the same ranks for checks, objects and CPU tensors, separate
             from the group for gradients.
         store: Where ranks record their view of a failed call.
@@ -97,7 +98,7 @@ class Comm:
         key: Derived from the run's secret, signs objects that are sent; empty without one.
     """
 
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = attrs.field(default=None, on_setattr=attrs.setters.NO_OP)
     control: dist.ProcessGroup | None = None
     store: Any = None
     name: str = "world"

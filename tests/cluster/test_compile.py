@@ -1,10 +1,15 @@
 """Compiled modules and blocks on ranks: what is compiled, and what is logged."""
 
+import attrs
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from fxtrain.backends.single import SINGLE
+from fxtrain.backends.wrapping import problems_of
+from fxtrain.ops import micro_batches
 from tests.cluster._small_nets import train_small
 
 
@@ -27,6 +32,62 @@ def test_weights_are_prepacked_for_inference_only(ctx, monkeypatch):
         fx.wrap(nn.Linear(2, 1), ctx, plan, optimizer=torch.optim.AdamW)
     with pytest.raises(fx.PlanError, match="Leave backend and mode out"):
         fx.Compile(prepack=True, mode="max-autotune")
+
+
+GRAPHS = {
+    "reduce-overhead": True,
+    "max-autotune": True,
+    "max-autotune-no-cudagraphs": False,
+    None: False,
+}
+
+
+@pytest.mark.parametrize("mode", GRAPHS)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_gradients_that_a_graph_overwrites_are_not_accumulated(device, mode):
+    ctx = fx.DistContext(device=torch.device(device))
+    plan = fx.Plan(strategy=fx.Single(), compile=fx.Compile(mode=mode), accumulate=2)
+    net = nn.Linear(2, 2)
+    problems = problems_of(SINGLE, ctx, plan, net)
+    assert len(problems) == (GRAPHS[mode] and device == "cuda")
+    if problems:
+        with pytest.raises(fx.PlanError, match=r"accumulate=2\) adds(.|\n)*issue 169545"):
+            fx.wrap(net, ctx, plan, optimizer=torch.optim.AdamW)
+    assert problems_of(SINGLE, ctx, attrs.evolve(plan, accumulate=1), net) == ()
+
+
+@pytest.mark.parametrize("kind", ["step", "update", "parts", "evaluate"])
+def test_a_step_of_graphs_begins_before_each_forward(ctx, monkeypatch, kind):
+    events = []
+    monkeypatch.setattr(micro_batches, "uses_cuda_graphs", lambda *_: True)
+    monkeypatch.setattr(
+        torch.compiler, "cudagraph_mark_step_begin", lambda: events.append("begins")
+    )
+    plan = fx.Plan(compile=fx.Compile(backend="eager", blocks=("Linear",)))
+    model = fx.wrap(nn.Linear(2, 1), ctx, plan, optimizer=torch.optim.AdamW)
+    batch = fx.batch(torch.ones(2, 2), ctx, plan)
+
+    def loss(model, batch):
+        events.append("forward")
+        out = model(batch.data)
+        if out.requires_grad:
+            out.register_hook(lambda _: events.append("backward"))
+        return out.mean()
+
+    for _ in range(2):
+        if kind == "step":
+            fx.step(ctx, batch, fx.StepFns(model, loss))
+        elif kind == "update":
+            fx.update(ctx, batch, model, loss(model, batch))
+        elif kind == "parts":
+            fx.ops.backward(loss(model, batch), model, batch)
+            fx.ops.apply(model)
+    if kind == "evaluate":
+        loader = fx.shard(DataLoader(torch.ones(4, 2), batch_size=2), ctx, plan)
+        fx.evaluate(ctx, model, loader, loss)
+        assert events == ["begins", "forward"] * 2
+    else:
+        assert events == ["forward", "backward", "begins"] * 2
 
 
 class _Blocks(nn.Module):

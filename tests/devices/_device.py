@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 STAND_IN = os.environ.get("FXTRAIN_GPU_TESTS_ON", "")
 DEVICE = STAND_IN or "cuda"
+WHERE = "cpu" if STAND_IN else "cuda"  # launched programs
 LIBRARIES = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo", "shadow": "cpu:gloo,shadow:hostgloo"}
 CYCLES = 2_000_000_000  # of a GPU in a second, about
 
@@ -31,6 +32,11 @@ EXPECTED = (
 def gpus():
     """The number of GPUs; 8 where another device replaces them."""
     return 8 if STAND_IN else torch.cuda.device_count()
+
+
+def many_ranks():
+    """An even number of ranks, for meshes of two axes: of GPUs, and four in a rehearsal."""
+    return 4 if STAND_IN else min(torch.cuda.device_count(), 8) // 2 * 2
 
 
 def is_gpu(ctx):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fxtrain.testing import Cluster
-from tests.devices._device import DEVICE, LIBRARIES, STAND_IN, gpus
+from tests.devices._device import DEVICE, LIBRARIES, STAND_IN, gpus, many_ranks
 
 # Importing it makes its device the accelerator of the process; only ranks do. The other one is a
 # program.
@@ -26,7 +26,10 @@ DEVICES = [
 ]
 # Names of tests that passed, where a run of limited length is continued by the next one.
 _PASSED = os.environ.get("FXTRAIN_GPU_PASSED", "")
-_MARKS = dict.fromkeys(("gpu", "nccl", "pair_of_gpus"), "gpu") | {"queued": "shadow"}
+_MARKS = dict.fromkeys(("gpu", "nccl", "pair_of_gpus"), "gpu") | {
+    "queued": "shadow",
+    "device_only": "shadow",
+}
 # What the device "shadow" cannot do, and how the names of tests that need it begin.
 _SHADOW_LACKS = {
     "torch assigns to .data between the CPU and devices of its own only": (
@@ -106,13 +109,26 @@ def two(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def queued() -> Iterator[Cluster]:
     """Two ranks whose collectives are queued and matched by order alone, as those of NCCL are."""
-    library = "cpu:gloo,shadow:ordered"
-    preload = ("tests.devices.shadow",)
-    pool = Cluster(
-        2, timeout_s=30.0, call_s=120.0, device="shadow", preload=preload, library=library
-    )
-    yield pool
-    pool.close()
+    yield from _pool(2, "shadow", "cpu:gloo,shadow:ordered")
+
+
+@pytest.fixture(scope="session")
+def device_only() -> Iterator[Cluster]:
+    """As `queued`, in a group without tensors of the CPU, as `init_process_group("nccl")` opens."""
+    yield from _pool(2, "shadow", "shadow:ordered")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("queued", marks=pytest.mark.shadow),
+        pytest.param("pair_of_gpus", marks=pytest.mark.gpu),
+    ]
+)
+def in_order(request: pytest.FixtureRequest) -> Cluster:
+    """Two ranks whose collectives are matched by order: `queued`, and NCCL between two GPUs."""
+    if request.param == "pair_of_gpus" and STAND_IN:
+        pytest.skip("collectives of this device wait for the other ranks")
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -133,3 +149,11 @@ def pair_of_gpus() -> Iterator[Cluster]:
     if gpus() < 2:
         pytest.skip("torch sees fewer than two CUDA devices")
     yield from _pool(2, DEVICE)
+
+
+@pytest.fixture(scope="session")
+def many() -> Iterator[Cluster]:
+    """A rank for each GPU of the machine: four, six or eight."""
+    if many_ranks() < 4:
+        pytest.skip("torch sees fewer than four CUDA devices")
+    yield from _pool(many_ranks(), DEVICE)

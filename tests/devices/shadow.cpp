@@ -21,6 +21,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -81,7 +82,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream) const override { return getStream(getDevice()); }
   c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void synchronizeDevice(const c10::DeviceIndex) const override;
   void synchronizeStream(const c10::Stream&) const override {}
   bool queryStream(const c10::Stream&) const override { return true; }
   void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
@@ -135,11 +136,23 @@ struct InFlight {
     changed.notify_all();
   }
   void wait(const at::Tensor& tensor) {
+    wait_until([&] { return !counts.count(tensor.storage().data()); });
+  }
+  void wait_for_all() {
+    wait_until([&] { return counts.empty(); });
+  }
+
+ private:
+  // Some operators start with Python's lock, which the queue needs to release tensors.
+  void wait_until(const std::function<bool()>& arrived) {
+    std::optional<pybind11::gil_scoped_release> released;
+    if (PyGILState_Check()) released.emplace();
     std::unique_lock<std::mutex> guard(lock);
-    changed.wait(guard, [&] { return !counts.count(tensor.storage().data()); });
+    changed.wait(guard, arrived);
   }
 };
 InFlight in_flight;
+void Guard::synchronizeDevice(const c10::DeviceIndex) const { in_flight.wait_for_all(); }
 
 // The same memory as a CPU tensor.
 at::Tensor memory_of(const at::Tensor& tensor) {
@@ -406,10 +419,12 @@ struct Ordered final : c10d::Backend {
     c10::intrusive_ptr<c10d::Backend> gloo;
 
     void drop() {
+      std::deque<Job> dropped;  // whose tensors may need Python's lock, so not under this one
       std::lock_guard<std::mutex> guard(lock);
       aborted = true;
       for (const auto& job : jobs) in_flight.remove(job.places);
-      jobs.clear();
+      jobs.swap(dropped);
+      changed.notify_all();
     }
     void run() {
       at::NoGradGuard no_grad;
@@ -426,11 +441,13 @@ struct Ordered final : c10d::Backend {
         try {
           gloo->_allgather_base(all, job.row)->wait();
         } catch (const std::exception&) {
-          arrived = false;  // a rank was lost: as after an abort, values are undefined
+          arrived = false;
         }
-        std::lock_guard<std::mutex> guard(lock);
-        if (jobs.empty()) return;  // aborted
-        if (arrived) job.finish(all);
+        std::unique_lock<std::mutex> guard(lock);
+        // A kernel waits for a lost rank until its own communicator is aborted.
+        if (!arrived) changed.wait(guard, [&] { return ends || jobs.empty(); });
+        if (jobs.empty() || !arrived) return;
+        job.finish(all);
         jobs.pop_front();
         in_flight.remove(job.places);
       }
@@ -540,7 +557,7 @@ struct Ordered final : c10d::Backend {
       at += bytes.numel();
     }
     std::lock_guard<std::mutex> guard(queue_->lock);
-    TORCH_CHECK(!queue_->aborted, "the communicator was aborted");
+    TORCH_CHECK(!queue_->aborted, "NCCL communicator was aborted");  // begins as NCCL's error
     queue_->jobs.push_back({row, in_flight.add(outputs), std::move(finish)});
     queue_->changed.notify_all();
     return c10::make_intrusive<Done>(outputs);

@@ -37,7 +37,7 @@ class _Module:
     current_device = staticmethod(lambda: 0)
     set_device = staticmethod(lambda device: None)
     get_device_name = staticmethod(lambda device=None: "shadow")
-    synchronize = staticmethod(lambda device=None: None)
+    synchronize = staticmethod(lambda device=None: torch.accelerator.synchronize(device))
     Stream = staticmethod(lambda priority=0: torch.Stream("shadow"))
     Event = staticmethod(lambda **_: torch.Event("shadow"))
     current_stream = staticmethod(lambda device=None: torch.accelerator.current_stream(device))

@@ -1,6 +1,7 @@
 """Failures on the device: memory that runs out, ranks that leave or never join."""
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain.ops import closing
+from fxtrain.ops import closing, opening
 from fxtrain.state import CommState
 from fxtrain.state.topology import Topology
 from tests.devices._device import STAND_IN, is_gpu, keep_busy
@@ -68,23 +69,23 @@ def test_a_batch_size_that_fits_is_found(one):
 
 def _left(ctx):
     """Seconds until a rank that fails has left a group whose kernels are still running."""
-    store = dist.HashStore()
     dist.destroy_process_group()
-    library, bound = ("nccl", ctx.device) if is_gpu(ctx) else ("gloo", None)
-    dist.init_process_group(library, store=store, rank=0, world_size=1, device_id=bound)
-    close = closing.make_close(
-        CommState(), 5.0, topology=Topology(rank=0, world_size=1), store=dist.HashStore()
-    )
+    topology, store = Topology(rank=0, world_size=1), dist.HashStore()
+    opening.open_group(topology, ctx.device, store, timedelta(seconds=60))  # as detect does
+    close = closing.make_close(CommState(), 5.0, topology=topology, store=store)
     keep_busy(ctx, 30.0)
-    dist.all_reduce(torch.ones(1, device=ctx.device if is_gpu(ctx) else "cpu"))
+    dist.all_reduce(torch.ones(1, device=ctx.device))
+    dist.all_reduce(torch.ones(1, device="cpu"))
     started = time.monotonic()
     close(ValueError("bad"))
-    return time.monotonic() - started
+    return time.monotonic() - started, dist.is_initialized()
 
 
 def test_a_rank_that_fails_leaves_at_once(nccl):
     try:
-        assert nccl.run(_left)[0] < 30  # for which the kernels run
+        ((seconds, open_still),) = nccl.run(_left)
+        assert seconds < 30  # for which the kernels run
+        assert not open_still
     finally:
         nccl.close()
 
@@ -135,3 +136,26 @@ def test_a_rank_that_never_joins_is_named(two):
         assert "rank 1: never joined" in words, words
     finally:
         two.close()
+
+
+def _differs_again(ctx):
+    """Rank 1 makes another call than rank 0 after the ranks have verified one; the error."""
+    mine = torch.ones(4, device=ctx.device)
+    ops.reduce(mine, ctx, op="sum")
+    ops.barrier(ctx)
+    began = time.monotonic()
+    try:
+        if ctx.rank == 0:
+            float(ops.reduce(mine, ctx, op="sum")[0])
+        ops.barrier(ctx)
+    except fx.CollectiveError as error:
+        return str(error), time.monotonic() - began, ops.reduce(1, ctx, op="sum")
+    return "", 0.0, 0
+
+
+def test_a_call_that_differs_after_it_was_verified_is_named_at_once(two):
+    (text, seconds, ranks), (other, *_) = two.run(_differs_again)
+    assert text == other
+    assert "the ranks called different collectives" in text
+    assert seconds < two.timeout_s / 2
+    assert ranks == 2

@@ -1,9 +1,10 @@
-"""Collectives that are queued and matched by order alone, as those of NCCL are.
+"""Collectives that are queued and matched by order alone: those of NCCL, and a replacement.
 
-They are those of "ordered" in shadow.cpp. A collective starts at once and waits for nobody; what
+The replacement is "ordered" in shadow.cpp. A collective starts at once and waits for nobody; what
 uses its result waits. Ranks whose collectives differ get each other's bytes.
 """
 
+import json
 import time
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.testing import LAWS, Terms
+from tests.devices.test_programs import PROGRAM, launch
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -25,9 +27,29 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_strategies_train_as_one_process_does(queued, name):
-    law = next(law for law in LAWS if law.__name__ == "all_at_once") if False else LAWS[0]
-    law(queued, PLANS[name], terms=Terms(exact=False))
+def test_strategies_train_as_one_process_does(in_order, name):
+    LAWS[0](in_order, PLANS[name], terms=Terms(exact=False))
+
+
+def _offloaded(ctx):
+    """Sums of weights that shards in host memory make up, and whether they are on the device."""
+    plan = fx.Plan(strategy=fx.FSDP(min_params=1, offload=True), clip_norm=1.0)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    fns = fx.StepFns(model, lambda model, batch: model(batch.data).square().mean())
+    fx.step(ctx, fx.batch(torch.ones(2, 4), ctx, plan), fns)
+    whole = dict(fx.weights(model))
+    with fx.gathered(model) as module:
+        sums = [float(p.detach().sum()) for p in module.parameters()]
+    assert sums == pytest.approx([float(value.sum()) for value in whole.values()])
+    return sums, {value.device.type for value in whole.values()}
+
+
+def test_shards_in_host_memory_are_gathered_by_a_group_of_the_device_alone(device_only):
+    (sums, devices), other = device_only.run(_offloaded)
+    assert (sums, devices) == other
+    assert devices == {"shadow"}
 
 
 def _sharded(ctx, strategy):
@@ -40,10 +62,11 @@ def _sharded(ctx, strategy):
     return [float(fx.step(ctx, fx.batch(x, ctx, plan), fns).loss) for _ in range(4)]
 
 
-def test_sharded_parameters_train_as_replicas_do(two):
-    expected = two.run(_sharded, fx.DDP())
-    for got, wanted in zip(two.run(_sharded, fx.FSDP(min_params=1)), expected, strict=True):
-        assert got == pytest.approx(wanted, rel=1e-5)
+def test_sharded_parameters_train_as_replicas_do(queued, two):
+    for pool in (queued, two):
+        expected = pool.run(_sharded, fx.DDP())
+        for got, wanted in zip(pool.run(_sharded, fx.FSDP(min_params=1)), expected, strict=True):
+            assert got == pytest.approx(wanted, rel=1e-5)
 
 
 def _order(ctx):
@@ -116,10 +139,10 @@ def _skipping(ctx, skips):
     return 6, "", run.weights()
 
 
-def test_a_skipped_metric_is_named_and_mixes_with_no_gradient(queued):
-    whole = queued.run(_skipping, False)
+def test_a_skipped_metric_is_named_and_mixes_with_no_gradient(in_order):
+    whole = in_order.run(_skipping, False)
     assert [found[:2] for found in whole] == [(6, "")] * 2
-    (step, text, left), (other_step, other, right) = queued.run(_skipping, True)
+    (step, text, left), (other_step, other, right) = in_order.run(_skipping, True)
     # Each learns in its next call that rank 1 made this one an update later.
     assert (step, other_step) == (3, 4)
     assert text == other
@@ -149,12 +172,12 @@ def _different(ctx):
     return None
 
 
-def test_a_rank_that_waits_for_its_device_learns_of_another_call(queued):
-    (text, seconds, total, ranks), (other, *_) = queued.run(_different)
+def test_a_rank_that_waits_for_its_device_learns_of_another_call(in_order):
+    (text, seconds, total, ranks), (other, *_) = in_order.run(_different)
     assert text == other
     assert "rank 0: reduce(float32[4]" in text
     assert "rank 1: barrier()" in text
-    assert seconds < queued.timeout_s / 2
+    assert seconds < in_order.timeout_s / 2
     assert (total, ranks) == (2.0, [0, 1])
 
 
@@ -171,8 +194,62 @@ def _at_the_end(ctx):
     return ""
 
 
-def test_a_last_call_that_a_rank_skips_is_an_error_of_closing(queued):
-    text, none = queued.run(_at_the_end)
+def test_a_last_call_that_a_rank_skips_is_an_error_of_closing(in_order):
+    text, none = in_order.run(_at_the_end)
     assert none == ""
     assert text.startswith("reduce(float32[4]@device, sum)")
     assert "FX302" in text
+
+
+def _exhausted(ctx, strategy):
+    """A size at which one rank runs out of memory before backward, and losses of training later."""
+    plan, sizes = fx.Plan(strategy=strategy), []
+
+    def parts(plan):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        return model, fx.batch(torch.ones(2, 4) * (ctx.rank + 1), ctx, plan)
+
+    def trial(size, plan):
+        sizes.append(size)
+
+        def loss(model, batch):
+            value = model(batch.data).square().mean()
+            if size > 2 and ctx.is_last:
+                raise torch.OutOfMemoryError
+            return value
+
+        model, batch = parts(plan)
+        fx.step(ctx, batch, fx.StepFns(model, loss))
+        for parameter in model.module.parameters():
+            float(
+                getattr(parameter, "_local_tensor", parameter).detach().sum()
+            )  # waits for the update
+
+    began = time.monotonic()
+    size, _ = fx.tuning.find_batch_size(ctx, trial, 8, plan)
+    seconds = time.monotonic() - began
+    model, batch = parts(plan)
+    fns = fx.StepFns(model, lambda model, batch: model(batch.data).square().mean())
+    losses = [float(fx.step(ctx, batch, fns).loss) for _ in range(3)]
+    return size, sizes, seconds, float(ops.reduce(sum(losses), ctx, op="mean"))
+
+
+@pytest.mark.parametrize("strategy", [fx.DDP(), fx.FSDP(min_params=1)], ids=["ddp", "fsdp"])
+def test_a_batch_size_is_found_where_one_rank_runs_out_of_memory(in_order, strategy):
+    found = in_order.run(_exhausted, strategy)
+    for size, sizes, seconds, loss in found:
+        assert (size, sizes) == (2, [8, 4, 2])
+        assert seconds < in_order.timeout_s / 2
+        assert loss == found[0][3] and 0 < loss < 10
+
+
+@pytest.mark.shadow
+def test_a_rank_that_waits_for_its_device_restarts_with_the_others():
+    ended = launch(PROGRAM, "restarted", "shadow", ranks=2)
+    assert ended.code == 0, ended.err
+    told = json.loads(ended.out)
+    first, second = told["losses"]
+    assert len(second) == 4 and first[:2] == second[:2]
+    assert told["share_of_timeout"] < 0.5

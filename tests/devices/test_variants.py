@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import fxtrain as fx
 from tests.devices._device import STAND_IN, expect_warnings, is_gpu
@@ -129,3 +130,63 @@ def test_compiled_modules_update_their_buffers(gpu, mode):
     (found,) = gpu.run(_with_buffers, fx.Plan(compile=fx.Compile(mode=mode)))
     assert found[0] == pytest.approx(plain[0], rel=1e-3)
     assert found[1] == pytest.approx(plain[1], rel=1e-3, abs=1e-5)
+
+
+class _WithLoss(nn.Module):
+    """A module whose output, which a graph writes, is its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, rows, labels):
+        return F.cross_entropy(self.inner(rows), labels)
+
+
+def _reports(ctx, plan):
+    """Losses when they are reported, and what the reports say at the end."""
+    expect_warnings()
+    loader, fns = parts(ctx, plan, module=_WithLoss())
+    fns = fx.StepFns(model=fns.model, loss=lambda model, batch: model(*batch.data))
+    reports = [fx.step(ctx, batch, fns) for batch in loader]
+    kept = [report.loss for report in reports]
+    again = [float(fx.step(ctx, batch, fns).loss) for batch in loader]
+    return len({float(loss) for loss in kept}), len(kept), max(again) < float(kept[0])
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_reports_under_graphs_keep_their_losses(gpu, mode):
+    ((different, losses, falls),) = gpu.run(_reports, fx.Plan(compile=fx.Compile(mode=mode)))
+    assert different == losses and falls
+
+
+def _evaluated(ctx, plan):
+    """Losses of evaluations before training, and of three after it; no batch is trained between."""
+    expect_warnings()
+    loader, fns = parts(ctx, plan)
+    means = [fx.evaluate(ctx, fns.model, loader, fns.loss)]
+    for batch in loader:
+        fx.step(ctx, batch, fns)
+    return means + [fx.evaluate(ctx, fns.model, loader, fns.loss) for _ in range(3)]
+
+
+def test_blocks_under_graphs_are_evaluated(gpu):
+    blocks = fx.Compile(blocks=("Linear",), mode="max-autotune")
+    (plain,) = gpu.run(_evaluated, fx.Plan())
+    (found,) = gpu.run(_evaluated, fx.Plan(compile=blocks))
+    assert found == pytest.approx(plain, rel=1e-3)
+    assert found[1] == found[2] == found[3]
+
+
+def _refusal(ctx):
+    plan = fx.Plan(compile=fx.Compile(mode="reduce-overhead"), accumulate=2)
+    try:
+        fx.wrap(net(), ctx, plan, optimizer=adam)
+    except fx.PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_that_a_graph_overwrites_are_refused(gpu):
+    (text,) = gpu.run(_refusal)
+    assert ("issue 169545" in text) == (not STAND_IN)

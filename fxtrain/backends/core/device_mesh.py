@@ -1,7 +1,8 @@
 """The ranks as torch's DeviceMesh, over the process groups that the context has open."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, _redistribute, distribute_tensor
 
 from fxtrain.ops.opening import open_by_members
+from fxtrain.ops.separate_groups import separate_groups
 from fxtrain.state import DistContext, Mesh
 from fxtrain.state.mesh import AXES, axis_groups
 
@@ -66,6 +68,25 @@ def device_mesh(ctx: DistContext, shard: int, expert: int = 1) -> DeviceMesh:
     elif not hasattr(debug, "_clear_sharding_prop_cache"):  # torch 2.9 fails on what it has cached
         clear_sharding_caches()
     return meshes[ctx.mesh, shard, expert]
+
+
+@contextmanager
+def separate_meshes(ctx: DistContext) -> Iterator[None]:
+    """A block in whose other process groups models have meshes of their own; see `separate_groups`.
+
+    Effects:
+        Those of `separate_groups`.
+    """
+    slots = ctx.comm.state.slots
+    kept = {kind: slots.pop(kind) for kind in (_Meshes, _Groups) if kind in slots}
+    try:
+        with separate_groups(ctx):
+            yield
+    finally:
+        if slots.pop(_Meshes, None) is not None:
+            clear_sharding_caches()
+        slots.pop(_Groups, None)
+        slots.update(kept)
 
 
 def group_of_mesh(mesh: DeviceMesh, ctx: DistContext) -> Any:

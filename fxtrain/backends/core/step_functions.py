@@ -148,8 +148,6 @@ def run(
     """Forward, loss, backward."""
     strategy = model.strategy
     model.status.in_backward = True
-    if model.plan.compile is not None and model.ctx.device.type == "cuda":
-        torch.compiler.cudagraph_mark_step_begin()
     try:
         with strategy.sync(model, reduce):
             if 0 in batch.sizes and has_no_row(model, batch):
