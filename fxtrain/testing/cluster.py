@@ -404,6 +404,8 @@ def _answer(ctx: Any, request: bytes, on_warning: Literal["error", "default", "i
             warnings.filterwarnings(
                 "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
             )
+            # torch's loaders, on a machine with fewer cores than workers.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
             # torch.compile, on a Python with a fault that 3.13.1 mends.
             warnings.filterwarnings("ignore", message="Guards may run slower on Python 3.13.0")
             # torch.compile reads the gradients of everything that it traces.
