@@ -77,7 +77,7 @@ def find_batch_size(
         same on every rank.
 
     Effects:
-        For each size, three exchanges of packets and process groups that the context has for the
+        For each size, four exchanges of packets and process groups that the context has for the
         trial only, since ranks that run out of memory leave collectives that others have started;
         none at one rank. A rank that waits for one that ran out of memory is interrupted. Between
         sizes, garbage is collected and the device's cache is emptied.

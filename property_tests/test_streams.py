@@ -180,6 +180,7 @@ def test_workers_see_what_one_rank_would(kind, n, size, workers):
     st.integers(1, 4),
     st.lists(st.sampled_from(["state", "first", "whole", "step"]), max_size=12),
 )
+@example(_HasState, 6, 1, ["step"] * 3)  # the state is asked for after another pass has read
 def test_passes_in_turns_leave_each_other_alone(kind, n, size, others):
     """The rows of a pass are its own, whatever other loaders of the dataset do between them."""
     dataset, ctx = kind(n), DistContext()

@@ -124,10 +124,7 @@ class StreamMemory:
         while True:
             if use.epoch is not None and use.epoch != epoch:  # another pass has told it
                 self.set_epoch(epoch)
-            if one.number != use.openings:
-                self._begin(one)
-                for _ in itertools.islice(one.rows, one.since):
-                    pass
+            self._return_to(one)
             self._pass = one
             try:
                 row = next(one.rows)
@@ -135,6 +132,13 @@ class StreamMemory:
                 return
             one.since += 1
             yield row
+
+    def _return_to(self, one: _Pass) -> None:
+        """Open the dataset again at the row of a pass, if another one has begun since then."""
+        if one.number != self._use.openings:
+            self._begin(one)
+            for _ in itertools.islice(one.rows, one.since):
+                pass
 
     def _begin(self, one: _Pass) -> None:
         """Open the dataset at the known state of a pass."""
@@ -151,6 +155,8 @@ class StreamMemory:
     def state(self) -> Any:
         """The state of the pass that read last, after its rows; None if there is none."""
         one = self._pass
+        if one.number:
+            self._return_to(one)
         own = self._owner.state_dict() if self._keeps_state() else None
         of_iterator = one.rows.state_dict() if self._has_iterator_state(one.rows) else None
         if not (self._keeps_state() or self._has_iterator_state(one.rows)):

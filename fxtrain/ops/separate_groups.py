@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from fxtrain.ops.closing import abort_groups, interrupt
 from fxtrain.ops.failure_watch import FailureWatch
-from fxtrain.ops.objects import gather_objects
+from fxtrain.ops.objects import barrier, gather_objects
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.state import Comm, DistContext
 
@@ -30,7 +30,7 @@ def separate_groups(ctx: DistContext) -> Iterator[None]:
     other's packets whatever they call.
 
     Effects:
-        One exchange of packets, and a group for each communicator of the context and its axes. A
+        Two exchanges of packets, and a group for each communicator of the context and its axes. A
         rank on which the block raises tells the others through the store, and these abort the
         groups of the block. The block ends when the device has completed its kernels. Nothing at
         one rank, in a dry run and under XLA.
@@ -92,4 +92,6 @@ def _open(ctx: DistContext) -> tuple[str, dict[Comm, Any]]:
             known[parts] = members[0] if members else None
         if axis.comm.group is not None:
             groups[axis.comm] = known[parts]
+    # gloo: a rank that gives up its groups at once would break others that still connect.
+    barrier(ctx)
     return rows[0][0], groups
