@@ -13,6 +13,7 @@ from fxtrain.state import Unit
 from fxtrain.testing.training import on_mesh
 from tests._slow import slow_after
 from tests.cluster._models import PIPELINES
+from tests.profiling._dry_runs import DRY_DDP
 
 HALF, FULL = torch.bfloat16, torch.float32
 TENSOR = fx.TP(
@@ -236,6 +237,7 @@ def _loop_in_bf16(ctx):
     _train(fx.wrap(_net(), ctx, plan, optimizer=_adam), ctx, plan)
 
 
+@DRY_DDP
 def test_a_dry_run_counts_fp32_parameters_and_states():
     memory = fx.dry_run(_loop_in_bf16, world=2).memory
     trained, frozen = 224, 72
