@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -50,10 +50,9 @@ def text_of_dataset(dataset: Any) -> str:
         return f"a Subset of {text}{inner and f' of {inner}'}"
     if isinstance(dataset, ConcatDataset):
         return " and ".join(filter(None, map(text_of_dataset, dataset.datasets)))
-    table: Any = dataset
-    named = type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "with_format")
-    if named and isinstance(dataset, Sized):  # a stream has no length
-        row = table.with_format("arrow")[:1] if len(dataset) else None
+    is_table = hasattr(dataset, "with_format") and hasattr(dataset, "__len__")  # and no stream
+    if is_table and type(dataset).__module__.startswith("datasets."):
+        row = dataset.with_format("arrow")[:1] if len(dataset) else None
         return f"rows from {_digest(canonical_text(row and row.to_pydict()))}"
     return ""
 

@@ -318,6 +318,8 @@ def progress(
             text = "  ".join(part for part in (updates, _text(latest), left(entry)) if part)
             screen.print(text, highlight=False, soft_wrap=True)
 
+        if not (screen.is_terminal or screen.is_jupyter):
+            return print_line, lambda: None
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[seen]}"))
         bar = Progress(*columns, console=screen)
         bar.add_task("updates", total=total, completed=before, seen="")
@@ -331,8 +333,6 @@ def progress(
                 output.update(bar)
 
             return update_output, lambda: None
-        if not screen.is_terminal:
-            return print_line, lambda: None
         bar.start()
         return update_bar, bar.stop
 

@@ -14,9 +14,10 @@ import fxtrain as fx
 from fxtrain import ops
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.profiling import summary
+from tests.profiling._dry_runs import OLD_TORCH
 
 pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10),
+    OLD_TORCH,
     reason="with torch 2.9 for CUDA and no GPU, no traces were written",
 )
 NAP_S = 0.05

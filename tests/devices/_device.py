@@ -5,11 +5,15 @@ code has run before a GPU is at hand. What only CUDA can measure is then replace
 """
 
 import os
+import time
 import warnings
 from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxtrain as fx
+from fxtrain import ops
 
 STAND_IN = os.environ.get("FXTRAIN_GPU_TESTS_ON", "")
 DEVICE = STAND_IN or "cuda"
@@ -163,3 +167,22 @@ def allocations(ctx, run):
     before = torch.cuda.memory_stats(ctx.device)["allocation.all.allocated"]
     run()
     return torch.cuda.memory_stats(ctx.device)["allocation.all.allocated"] - before
+
+
+def differ_once_verified(ctx):
+    """Rank 0 reads the result of a call that was verified before, and rank 1 makes another one.
+
+    Returns:
+        The text of the error and the seconds until then; none and 0 without an error.
+    """
+    mine = torch.ones(4, device=ctx.device)
+    ops.reduce(mine, ctx, op="sum")
+    ops.barrier(ctx)
+    began = time.monotonic()
+    try:
+        if ctx.rank == 0:
+            float(ops.reduce(mine, ctx, op="sum")[0])
+        ops.barrier(ctx)
+    except fx.CollectiveError as error:
+        return str(error), time.monotonic() - began
+    return "", 0.0

@@ -13,7 +13,7 @@ from fxtrain import ops
 from fxtrain.ops import closing, opening
 from fxtrain.state import CommState
 from fxtrain.state.topology import Topology
-from tests.devices._device import STAND_IN, is_gpu, keep_busy
+from tests.devices._device import STAND_IN, differ_once_verified, is_gpu, keep_busy
 from tests.devices._training import loss_of, parts, rows
 
 pytestmark = pytest.mark.timeout(300)
@@ -139,18 +139,7 @@ def test_a_rank_that_never_joins_is_named(two):
 
 
 def _differs_again(ctx):
-    """Rank 1 makes another call than rank 0 after the ranks have verified one; the error."""
-    mine = torch.ones(4, device=ctx.device)
-    ops.reduce(mine, ctx, op="sum")
-    ops.barrier(ctx)
-    began = time.monotonic()
-    try:
-        if ctx.rank == 0:
-            float(ops.reduce(mine, ctx, op="sum")[0])
-        ops.barrier(ctx)
-    except fx.CollectiveError as error:
-        return str(error), time.monotonic() - began, ops.reduce(1, ctx, op="sum")
-    return "", 0.0, 0
+    return *differ_once_verified(ctx), ops.reduce(1, ctx, op="sum")
 
 
 def test_a_call_that_differs_after_it_was_verified_is_named_at_once(two):

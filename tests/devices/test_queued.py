@@ -15,6 +15,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.testing import LAWS, Terms
+from tests.devices._device import differ_once_verified
 from tests.devices.test_programs import PROGRAM, launch
 
 pytestmark = pytest.mark.timeout(300)
@@ -156,20 +157,10 @@ def test_a_skipped_metric_is_named_and_mixes_with_no_gradient(in_order):
 
 
 def _different(ctx):
-    """Rank 0 reads the result of a call that was compared before; rank 1 makes another one."""
-    x = torch.ones(4, device=ctx.device)
-    ops.reduce(x, ctx, op="sum")
-    ops.barrier(ctx)
-    began = time.monotonic()
-    try:
-        if ctx.rank == 0:
-            float(ops.reduce(x, ctx, op="sum")[0])
-        ops.barrier(ctx)
-    except fx.CollectiveError as error:
-        # The next call opens another communicator.
-        total = float(ops.reduce(x, ctx, op="sum")[0])
-        return str(error), time.monotonic() - began, total, ops.gather_objects(ctx.rank, ctx)
-    return None
+    text, seconds = differ_once_verified(ctx)
+    # The next call opens another communicator.
+    total = float(ops.reduce(torch.ones(4, device=ctx.device), ctx, op="sum")[0])
+    return text, seconds, total, ops.gather_objects(ctx.rank, ctx)
 
 
 def test_a_rank_that_waits_for_its_device_learns_of_another_call(in_order):

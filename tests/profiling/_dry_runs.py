@@ -9,9 +9,10 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 
+OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
 # docs/dry_run.md says so.
 DRY_DDP = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10),
+    OLD_TORCH,
     reason="collectives of process groups take no fake tensors in torch 2.9",
 )
 ALLOWED_PLAN = fx.Plan()

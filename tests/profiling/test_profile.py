@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import fxtrain as fx
 from fxtrain.profiling import summary
 from tests._slow import slow_after
+from tests.profiling._dry_runs import OLD_TORCH
 
 ROWS, SIZE = 4, 8
 NAP_S = 0.02
@@ -185,7 +186,7 @@ def test_a_nested_profiler_is_refused(ctx, tmp_path):
 
 
 @pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10),
+    OLD_TORCH,
     reason="torch 2.9 raises an error of its own",
 )
 def test_a_nested_profiler_ends_the_outer_one(ctx, tmp_path, caplog):
