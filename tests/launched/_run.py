@@ -19,8 +19,12 @@ SCRIPTS = Path(__file__).with_name("scripts")
 
 PYTHON = (sys.executable,)
 FXTRAIN = (sys.executable, "-m", "fxtrain")
-# torch 2.9 prints a line to standard output for each process group.
-_GLOO = re.compile(r"^\[Gloo\] Rank .*\n", re.MULTILINE)
+# torch 2.9 prints a line to standard output for each process group, in pieces, between which those
+# of other ranks may come.
+_GLOO = re.compile(
+    r"^(\[Gloo\] Rank|[\d ]*(is connected|peer ranks|Expected number of connected)).*\n",
+    re.MULTILINE,
+)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 

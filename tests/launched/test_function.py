@@ -46,7 +46,7 @@ def told(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("functions"))
     ended = run_fork(*PYTHON, str(SCRIPTS / "functions.py"), folder)
     assert ended.code == 0, ended.err
-    return json.loads(ended.out)
+    return json.loads(ended.out.splitlines()[-1])
 
 
 def test_failing_rank_is_named_with_its_traceback(told):

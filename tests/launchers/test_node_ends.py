@@ -9,6 +9,7 @@ import time
 from itertools import permutations
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from torch import distributed as dist
@@ -65,6 +66,20 @@ def test_all_nodes_name_the_same_culprit(distances):
         assert len(names) == 1, (order, said)
         (name,) = names
         assert order[int(name.split()[1])] == 0
+
+
+def test_a_node_waits_for_an_earlier_cause_that_is_still_written():
+    early, lost, late = _nodes(3)
+    number = early.store.add("ends", 1)
+    assert late.tell(_end(2)).number == number + 1
+    written = json.dumps(attrs.asdict(attrs.evolve(_end(0), number=number)))
+
+    def write():
+        while lost.store.add("ends", 0) < 3:  # until the other node has told its end
+            time.sleep(0.01)
+        early.store.set("ended/0", written)
+
+    assert _together([lambda: lost.culprit_of(_end(1, 1)), write])[0] == "Rank 0 failed"
 
 
 def test_errors_that_only_name_a_peer_are_nobody_elses_culprit():

@@ -130,17 +130,15 @@ class NodeEnds:
         start = time.monotonic()
         while True:
             others = [end for node in self._others() if (end := self._end_of(node))]
-            causes = [end for end in others if end.text and end.distance == 0]
+            known = [end for end in others if end.text and end.distance == 0] + [mine]
+            # Of several that only lost a peer, each tells which one.
+            first = min(known, key=lambda end: (end.distance, end.number))
             # Nodes that told their end before may still be writing it.
-            before = mine.number - 1 <= sum(end.number < mine.number for end in others)
-            decided = before if mine.distance == 0 else bool(causes)
+            before = first.number - 1 <= sum(end.number < first.number for end in (*others, mine))
             late = time.monotonic() - start > _LOOK_S
-            if decided or late or len(others) == self.count - 1:
-                break
+            if (before and first.distance == 0) or late or len(others) == self.count - 1:
+                return "" if first is mine else first.text
             time.sleep(_POLL_INTERVAL_S)
-        # Of several that only lost a peer, each tells which one.
-        first = min([*causes, mine], key=lambda end: (end.distance, end.number))
-        return "" if first is mine else first.text
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> str | None:
         """Tell that the ranks of this node succeeded, and wait for those of the others.
