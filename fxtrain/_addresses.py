@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import ipaddress
+import random
 import socket
 import struct
 import sys
@@ -20,6 +21,7 @@ _LOOPBACKS = ("lo", "lo0")
 # Reserved for documentation: the way there is the default route, and nothing is sent.
 _ELSEWHERE = "203.0.113.1"
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR, see netdevice(7)
+_UNASSIGNED_PORTS = range(20_000, 32_768)
 _BACKLOG = 2048  # connections not yet accepted; torch's own number
 
 
@@ -178,9 +180,21 @@ def is_local(address: str) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that is not in use."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    """A TCP port on loopback that is not in use, and that the system gives to no other program.
+
+    Systems choose ports above 32,767 for connections and for programs that listen at port 0.
+    Another program could therefore get such a port before the caller of this function listens at
+    it.
+
+    Raises:
+        OSError: all 12,768 ports are in use.
+    """
+    ports = random.SystemRandom().sample(_UNASSIGNED_PORTS, len(_UNASSIGNED_PORTS))
+    for port in ports[:-1]:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    with socket.create_server(("127.0.0.1", ports[-1])):
+        return ports[-1]
 
 
 def listen(address: str, port: int) -> socket.socket:

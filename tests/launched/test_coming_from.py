@@ -4,10 +4,10 @@ import functools
 import importlib.util
 import json
 import runpy
-import socket
 
 import pytest
 
+from fxtrain.testing import free_port
 from tests.launched._run import FXTRAIN, PYTHON, ROOT, finish, run_fork, start_fork
 
 pytestmark = [pytest.mark.timeout(330), pytest.mark.examples]
@@ -43,9 +43,7 @@ def _numbers(ended):
 
 def _on_ranks(task, library, ranks, folder, *options):
     """Start every rank by itself, with the variables of torchrun, which is faster by its start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = _words(task, library, ranks, folder, *options)
     variables = {"ACCELERATE_USE_CPU": "true"}  # as its launcher sets for --cpu
     started = []

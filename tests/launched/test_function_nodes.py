@@ -1,7 +1,6 @@
 """`fx.launch` on several nodes, with restarts, and where it cannot work."""
 
 import json
-import socket
 import sys
 import types
 
@@ -9,6 +8,7 @@ import pytest
 
 import fxtrain as fx
 from fxtrain.errors import LaunchError
+from fxtrain.testing import free_port
 from tests.launched._run import PYTHON, finish, start_fork
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -36,9 +36,7 @@ EVERYONE = [[0, 0, 0], [1, 1, 0], [2, 0, 1], [3, 1, 1]]
 
 
 def _two_nodes(tmp_path, *, restarts, failing):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     script = tmp_path / "node.py"
     script.write_text(_guarded(NODE))
     words = (port, str(restarts), str(failing), str(tmp_path))

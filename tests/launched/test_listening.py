@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from fxtrain import _addresses as addresses
+from fxtrain.testing import free_port
 from tests.launched._run import FXTRAIN, SCRIPTS, finish, run_fork, start
 from tests.launched._sockets import addresses_of
 
@@ -17,12 +18,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who listens where"),
 ]
 RANKS = str(SCRIPTS / "ranks.py")
-
-
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.slow
@@ -34,7 +29,7 @@ def _free_port():
 def test_a_launcher_and_its_ranks_listen_on_loopback(words):
     if words:  # nodes that come and go, of which one is here
         wait = "--rendezvous-option=last_call_timeout=1"
-        words = (*words, f"--main-port={_free_port()}", wait, "--local-address=127.0.0.1")
+        words = (*words, f"--main-port={free_port()}", wait, "--local-address=127.0.0.1")
     process = start(*FXTRAIN, "launch", "--cpu", "--ranks=2", *words, RANKS, "hold")
     pids = [int(process.stdout.readline()) for _ in range(2)]
     launcher, *ranks = [addresses_of(pid) for pid in (process.pid, *pids)]

@@ -9,17 +9,12 @@ import time
 
 import pytest
 
+from fxtrain.testing import free_port
 from tests._patience import wait_for
 from tests.launched._run import FXTRAIN, SCRIPTS, finish, run, start, start_fork
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 RANKS = str(SCRIPTS / "ranks.py")
-
-
-def _port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _node(number, port, *words, nodes=2, wait_s=600, begin=start):
@@ -32,7 +27,7 @@ def _node(number, port, *words, nodes=2, wait_s=600, begin=start):
 
 
 def test_two_nodes_meet_though_one_is_late():
-    port = _port()
+    port = free_port()
     late = _node(1, port, RANKS, "meet", "A", begin=start_fork)  # knocks until node 0 is there
     time.sleep(1)
     first = _node(0, port, RANKS, "meet", "A", begin=start_fork)
@@ -50,7 +45,7 @@ def _said(err):
 
 
 def test_a_wrong_port_tells_what_was_tried_and_for_how_long():
-    wrong, port = _port(), _port()
+    wrong, port = free_port(), free_port()
     first = _node(0, port, RANKS, "meet", "A", wait_s=9)
     other = _node(1, wrong, RANKS, "meet", "A", wait_s=4)
     lost = finish(other, timeout_s=60)
@@ -97,7 +92,7 @@ def test_nodes_without_a_main_address():
 
 @pytest.mark.timeout(300)
 def test_a_node_that_was_killed_is_started_again(tmp_path):
-    port = _port()
+    port = free_port()
     words = (
         "--rendezvous=c10d", "--restarts=3", "--run-id=again", "--threads=1",
         # Ten seconds: on a busy machine, a node that lives may miss the heartbeats of two.
@@ -120,7 +115,7 @@ def test_a_node_that_was_killed_is_started_again(tmp_path):
 
 
 def test_two_launchers_of_one_number_are_one_error():
-    port = _port()
+    port = free_port()
     words = ("--run-id=same", RANKS, "meet", "A")
     first = _node(0, port, *words, begin=start_fork)
     wait_for(lambda: _listens(port))
@@ -134,7 +129,7 @@ def test_two_launchers_of_one_number_are_one_error():
 
 @pytest.mark.timeout(300)
 def test_a_launcher_of_a_run_that_has_its_nodes_says_that_it_stands_by(tmp_path):
-    port = _port()
+    port = free_port()
     words = ("--rendezvous=c10d", "--run-id=same", "--threads=1", RANKS, "come_back", str(tmp_path))
     programs = [_node(0, port, *words, begin=start_fork)]
     wait_for(lambda: _listens(port))
@@ -154,7 +149,7 @@ def test_a_launcher_of_a_run_that_has_its_nodes_says_that_it_stands_by(tmp_path)
 
 def _with_a_bad_node(folder, min_nodes, *, reserve=False):
     """How launchers end of which the second has ranks that fail each time; the second last."""
-    port = _port()
+    port = free_port()
     words = (
         "--rendezvous=c10d", f"--min-nodes={min_nodes}", "--restarts=3", "--threads=1",
         "--rendezvous-option=last_call_timeout=2", RANKS, "bad_node",

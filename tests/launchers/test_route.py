@@ -10,6 +10,7 @@ from fxtrain import _addresses
 from fxtrain._addresses import (
     Route,
     find_route,
+    free_port,
     interface_of,
     loopback_route,
 )
@@ -105,3 +106,12 @@ def test_ranks_of_one_machine_stay_on_loopback(chosen):
     found = native(here, Machine(route=loopback_route()))
     assert found.env["GLOO_SOCKET_IFNAME"] == found.env["NCCL_SOCKET_IFNAME"] == "lo"
     assert chosen not in native(here, Machine(route=loopback_route(), chosen=(chosen,))).env
+
+
+def test_a_free_port_is_in_use_by_nobody(monkeypatch):
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
+        free = free_port()
+        monkeypatch.setattr(_addresses, "_UNASSIGNED_PORTS", [taken.getsockname()[1], free])
+        assert {free_port() for _ in range(20)} == {free}
+        with socket.create_server(("127.0.0.1", free)), pytest.raises(OSError):
+            free_port()

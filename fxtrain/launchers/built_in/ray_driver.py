@@ -5,12 +5,12 @@
 """
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from fxtrain._addresses import free_port
 from fxtrain._optional import optional
 from fxtrain.launchers.child import end_with_parent
 
@@ -75,11 +75,7 @@ class _Node:
     def place(self, port: int) -> tuple[str, int]:
         """The address by which other nodes reach this one."""
         ray = optional("ray", extra="ray", needed_by="fxtrain launch --launcher ray")
-        if port == 0:
-            with socket.socket() as probe:
-                probe.bind(("", 0))
-                port = probe.getsockname()[1]
-        return str(ray.util.get_node_ip_address()), port
+        return str(ray.util.get_node_ip_address()), port or free_port()
 
     def run(self, words: list[str]) -> int:
         """Run the native launcher to its end."""
