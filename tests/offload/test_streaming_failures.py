@@ -110,3 +110,31 @@ def test_what_killed_processes_have_left_is_removed(ctx, tmp_path):
     model = fx.wrap(Transformer(), ctx, fx.Plan(strategy=config))
     assert torch.equal(model(TOKENS), Transformer()(TOKENS))
     assert [path.name for path in tmp_path.glob(".*")] == [".begun.part"]
+
+
+def test_a_file_that_another_rank_has_mapped_is_not_replaced(tmp_path, monkeypatch):
+    """Both write the same tensor, and one of them is done just before the other."""
+    link, found = os.link, []
+
+    def late(source, path):
+        monkeypatch.setattr(os, "link", link)
+        other, _ = mapped_files.write_tensor(tmp_path, "0.weight", torch.ones(3))
+        found.append(mapped_files.map_file(other))
+        link(source, path)
+
+    monkeypatch.setattr(os, "link", late)
+    path, stored = mapped_files.write_tensor(tmp_path, "0.weight", torch.ones(3))
+    (file,) = found
+    assert file.path == path
+    mapped_files.check(file, "0.weight", stored.start)
+
+
+def test_a_file_system_without_links_holds_offloaded_tensors(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    for _ in range(2):
+        path, stored = mapped_files.write_tensor(tmp_path, "0.weight", torch.ones(3))
+        assert mapped_files.mapped(mapped_files.map_file(path), stored).tolist() == [1.0] * 3
+    assert [*tmp_path.iterdir()] == [path]

@@ -203,8 +203,12 @@ def write_tensor(folder: Path, name: str, tensor: Tensor) -> tuple[Path, FileTen
             put(tensor)
         digest = digest_of(temporary)
         path = folder / f"{digest}.safetensors"
-        if not path.exists() or digest_of(path) != digest:
-            temporary.replace(path)
+        try:
+            # Fails if there is one, which other ranks may have mapped, so that it has to stay.
+            os.link(temporary, path)
+        except OSError:  # or where the file system has no links
+            if not path.exists() or digest_of(path) != digest:
+                temporary.replace(path)
     except OSError as error:
         raise CheckpointError(
             f"Offload(offload_folder={str(folder)!r}): the {tensor.nbytes} bytes of {name!r} "
