@@ -9,8 +9,8 @@ from rich.text import Text
 from fxtrain._optional import optional
 from fxtrain.errors import escape_unprintable
 
-# The palette of Okabe and Ito, which colour-blind people can tell apart.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+# The palette of Okabe and Ito, which color-blind people can tell apart.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
 def plain(text: str) -> Text:

@@ -80,7 +80,7 @@ def merge(
                 )
         if described := [name for name, layer in source.layers.items() if layer.facts]:
             raise CheckpointError(
-                f"{source.what} cannot be merged: files of quantised layers, such as "
+                f"{source.what} cannot be merged: files of quantized layers, such as "
                 f"{described[0]}, are written from a model. Load the checkpoint into one: "
                 f"fx.load_model(fx.checkpoint.saved_weights(...), net), and use fx.export(net, "
                 f"folder)."

@@ -39,7 +39,7 @@ _WORDS = {
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "working": "copies in the compute dtype",
-    "buffers": "quantised weights and other tensors",
+    "buffers": "quantized weights and other tensors",
     "total": "total, without activations",
 }
 
@@ -48,7 +48,7 @@ _WORDS = {
 @click.argument("model")
 @option("--optimizer", "the optimizer", click.Choice(_OPTIMIZERS), default="adamw")
 @option("--precision", "dtype of autocast and inference; bf16, or several", _DTYPES, multiple=True)
-@option("--plan", "a plan: its precision and its quantised weights", metavar="FILE")
+@option("--plan", "a plan: its precision and its quantized weights", metavar="FILE")
 @option("--sharding", "what is sharded, with all before it", _SHARDED, default="none")
 @option("--ranks -n", "ranks to shard over", COUNT, default=1)
 @option("--batch", "concurrent sequences in inference", COUNT, default=1)

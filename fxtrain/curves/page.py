@@ -13,7 +13,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any, Literal, NamedTuple
 
-from fxtrain._drawing import COLOURS, make_figure
+from fxtrain._drawing import COLORS, make_figure
 from fxtrain._other_names import closest
 from fxtrain._version import __version__
 from fxtrain.curves.reading import Curve, RunCurves
@@ -179,7 +179,7 @@ def picture_of(
             (line,) = axes.plot(
                 [x - start for x in xs],
                 run.curves[metric].values,
-                color=COLOURS[number % len(COLOURS)],
+                color=COLORS[number % len(COLORS)],
                 linewidth=1.5,
             )
             line.set_label(run.label.replace("$", r"\$").removeprefix("_"))

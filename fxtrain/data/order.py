@@ -88,7 +88,7 @@ def length_of(sampler: Any) -> int | None:
 def refuse_split(dataset: Any, sampler: Any) -> None:
     """Refuse a loader that is known to give each rank its own rows.
 
-    Samplers that are modelled on torch's DistributedSampler have its attributes `num_replicas` and
+    Samplers that are modeled on torch's DistributedSampler have its attributes `num_replicas` and
     `rank`; a stream of Hugging Face that `split_dataset_by_node` split, `_distributed`.
 
     Raises:
@@ -227,7 +227,7 @@ def _set_epoch(sampler: Any, epoch: int, key: int) -> bool:
     for part in _sampler_chain(sampler):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
-            # torch's DistributedSampler, and samplers modelled on it, have this attribute.
+            # torch's DistributedSampler, and samplers modeled on it, have this attribute.
             shuffles = shuffles or getattr(part, "shuffle", True) is not False
         if isinstance(getattr(part, "generator", None), torch.Generator):
             part.generator.manual_seed(key)

@@ -45,7 +45,7 @@ from fxtrain.trackers.opening import open_run, own
 M = TypeVar("M", bound=nn.Module)
 _PASSED_ON = ("ctx", "fns", "loader")  # arguments of `fit` that are no rules
 # Why ranks end a run; of several, the first counts.
-_REASONS = ("failed", "stopped", "signalled", "left")
+_REASONS = ("failed", "stopped", "signaled", "left")
 _MEASURES = ("epochs", "updates", "rows", "tokens")
 
 
@@ -530,8 +530,8 @@ def _agreed(loop: _Loop, position: Position, reason: str | None) -> tuple[str | 
         return None, bool(due)
     minutes = rules.save_minutes
     late = minutes is not None and time.monotonic() - loop.saved_s >= minutes * 60
-    if notice is not None and notice.signalled and reason != "stopped":
-        reason = "signalled"
+    if notice is not None and notice.signaled and reason != "stopped":
+        reason = "signaled"
     if ctx.world_size == 1:
         return reason, bool(due or late)
     answers = ops.gather_objects((reason, late), ctx)

@@ -67,7 +67,7 @@ def export(
         The paths of the weight files, on every rank.
 
     Effects:
-        Writes quantised layers as their library does; warns before if transformers does not
+        Writes quantized layers as their library does; warns before if transformers does not
         read them. Gathers sharded tensors one by one, as `fx.weights` does, and writes each at
         once: in addition to the model, this needs memory for two tensors. The new files replace
         earlier ones atomically once all are on disk; if anything fails, the earlier ones stay.
@@ -283,7 +283,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: "floa
 
 
 def transformers_config(module: Any) -> dict[str, Any] | None:
-    """What a config.json says of quantised layers; None if transformers does not read them."""
+    """What a config.json says of quantized layers; None if transformers does not read them."""
     first = next(quantized_layers(module), None)
     if first is None:
         return None
@@ -342,7 +342,7 @@ def _problem(module: nn.Module) -> str | None:
 
 
 def _unquantized(module: nn.Module) -> list[str]:
-    """The layers that transformers would quantise, and that are not."""
+    """The layers that transformers would quantize, and that are not."""
     quantized = {name for name, _, _ in quantized_layers(module)}
     return [
         name

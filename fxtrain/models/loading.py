@@ -67,7 +67,7 @@ def load_model(
     Args:
         source: A safetensors file, an index over several, a folder with either, or tensors
             by name. A file of `torch.save` is read with `weights_only=True`. A GGUF file is
-            dequantised, one tensor at a time. For a checkpoint of `fx.save`,
+            dequantized, one tensor at a time. For a checkpoint of `fx.save`,
             `fx.checkpoint.saved_weights(path)`.
         model: A model from `wrap`, or a module.
         strict: Raise if names in the source and in the model differ.
@@ -78,9 +78,9 @@ def load_model(
         rename: Name in the source, without the prefix → name in the model, or None to skip it.
         device: Where to allocate parameters that are on the meta device; by default the
             context's device, or the CPU.
-        quantize: Quantise linear layers while loading, one at a time: with a model on the meta
-            device, the unquantised model is never in memory. Layers that are quantised in the
-            source become quantised layers in any case.
+        quantize: Quantize linear layers while loading, one at a time: with a model on the meta
+            device, the unquantized model is never in memory. Layers that are quantized in the
+            source become quantized layers in any case.
         ctx: The context of the ranks, all of which make this call; defaults to that of a
             wrapped model. It makes errors the same on every rank.
 
@@ -138,7 +138,7 @@ def load_model(
                 for name in names
                 if weights[name].here and weights[name].place is None
             ]
-            _materialise(module, likes, where)
+            _materialize(module, likes, where)
             quantized: dict[str, nn.Module] = {}
             if quantize is not None:
                 read = {
@@ -298,7 +298,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8) if flat.numel() else flat
 
 
-def _materialise(module: nn.Module, tensors: Iterable[Tensor], device: torch.device) -> None:
+def _materialize(module: nn.Module, tensors: Iterable[Tensor], device: torch.device) -> None:
     """Allocate the tensors on the meta device that will be loaded.
 
     Each stays the same object, so that tied names and optimizers keep referring to it.

@@ -41,7 +41,7 @@ class Source:
     others: Mapping[str, str]  # additional names, each with the name in `entries`
     read: Read  # (name, part) → values, on any device; valid while the source is open
     metadata: Mapping[str, str] = attrs.Factory(dict)  # of the files, in any form
-    layers: Mapping[str, StoredLayer] = attrs.Factory(dict)  # those that are quantised
+    layers: Mapping[str, StoredLayer] = attrs.Factory(dict)  # those that are quantized
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -133,7 +133,7 @@ def _renamed_layers(source: Source, after: Mapping[str, str]) -> dict[str, Store
         if any(names.values()):
             if len(new) > 1 or not all(name and name.endswith(key) for key, name in names.items()):
                 raise CheckpointError(
-                    f"load_model: rename gives the tensors of the quantised layer {layer!r} names "
+                    f"load_model: rename gives the tensors of the quantized layer {layer!r} names "
                     f"that do not belong together. Rename all of them alike."
                 )
             layers[new.pop()] = stored
@@ -141,7 +141,7 @@ def _renamed_layers(source: Source, after: Mapping[str, str]) -> dict[str, Store
 
 
 def with_layers(source: Source) -> Source:
-    """The same source with its quantised layers found, and their values as tensors only."""
+    """The same source with its quantized layers found, and their values as tensors only."""
     found = stored_layers(
         source.what, source.entries, source.metadata, lambda name: source.read(name, None)
     )

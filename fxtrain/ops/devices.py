@@ -168,7 +168,7 @@ def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
     Args:
         value: The seed of the run, 0 to 2**63 - 1.
         per_rank: Use a different seed on each rank, for example for dropout or augmentation; by
-            default all ranks use the same, for example to initialise a model.
+            default all ranks use the same, for example to initialize a model.
 
     Returns:
         The seed that this rank used.

@@ -35,7 +35,7 @@ class Padded(Generic[T]):
         data: The padded tree.
         lengths: For each tensor leaf, its length on each rank before padding; equal on every
             rank.
-        heads: First size of each padded tensor leaf, by which `unpad` recognises a gather.
+        heads: First size of each padded tensor leaf, by which `unpad` recognizes a gather.
         dim: The dimension that was padded.
         first: Whether the padding is at its beginning.
     """

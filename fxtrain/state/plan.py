@@ -245,7 +245,7 @@ class Plan:
         local: Train replicas independently for a number of updates, then average them; None
             makes every update together.
         quantize: Format of frozen weights: fx.Bnb8(), fx.Bnb4() or fx.Torchao(), or the bare kind,
-            such as "bnb4". `fx.wrap` quantises layers that are not quantised yet; None leaves
+            such as "bnb4". `fx.wrap` quantizes layers that are not quantized yet; None leaves
             weights as they are.
         frozen: What checkpoints store of parameters that do not require grad: their values, or
             digests, with which a restore compares the model's own. Digests suit adapters over a

@@ -1,4 +1,4 @@
-"""The dtypes of a plan: of computation, of quantised weights, and of layers in float8."""
+"""The dtypes of a plan: of computation, of quantized weights, and of layers in float8."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, cast
@@ -29,7 +29,7 @@ class Bnb8:
         skip_classes: Class names of modules to skip, with everything inside them.
         keep_fp32: Names, as in `skip`, of modules that are skipped and converted to fp32. The code
             of the model, or autocast, has to convert what enters and leaves them.
-        head: Quantise the output head too. It is skipped by default, as the library advises.
+        head: Quantize the output head too. It is skipped by default, as the library advises.
     """
 
     kind: Literal["bnb8"] = attrs.field(default="bnb8", init=False)
@@ -46,7 +46,7 @@ class Bnb4:
 
     Attributes:
         quant_type: nf4, whose values follow a normal distribution, or fp4, a float of four bits.
-        double_quant: Quantise the scales too, which saves 0.4 bits per weight.
+        double_quant: Quantize the scales too, which saves 0.4 bits per weight.
         blocksize: Elements with the same scale.
         compute: Format of the matrix product; None computes in the format of the input.
         skip: As in `Bnb8`.
@@ -72,7 +72,7 @@ class Torchao:
 
     Attributes:
         weights: int8 and float8 have one scale per output row, int4 one per `group`.
-        activations: Quantise the input of each layer too, by row: int8 with int8 weights, float8
+        activations: Quantize the input of each layer too, by row: int8 with int8 weights, float8
             with float8 weights. None computes in the format of the input.
         group: Elements of a row with the same scale, for int4.
         skip: As in `Bnb8`.
@@ -104,7 +104,7 @@ _BY_KIND = {"bnb8": Bnb8, "bnb4": Bnb4, "torchao": Torchao}
 
 
 def quantize_of(value: Quantize | QuantizeKind | None) -> Quantize | None:
-    """The record of a kind of quantisation; everything else as it is."""
+    """The record of a kind of quantization; everything else as it is."""
     config = _BY_KIND[value]() if isinstance(value, str) and value in _BY_KIND else value
     return cast(Quantize | None, config)  # the plan's check refuses anything else
 

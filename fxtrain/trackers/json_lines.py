@@ -37,7 +37,7 @@ class JsonLines:
 
 # How every line begins, so that a long file can be truncated without parsing it.
 _HEAD = re.compile(rb'\{"step":(\d+)(?:,"rows":(\d+))?[,}]')
-_COLOURS = {1: 0, 3: 2, 4: 6}  # PNG's numbers of grey, RGB and RGBA, by channels
+_COLORS = {1: 0, 3: 2, 4: 6}  # PNG's numbers of gray, RGB and RGBA, by channels
 _LONGEST_NAME = 200  # of a file, in bytes
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -142,7 +142,7 @@ def _png(image: Tensor) -> bytes:
     row = width * channels
     # A zero before each row means that its bytes are not filtered.
     lines = b"".join(b"\0" + pixels[start : start + row] for start in range(0, len(pixels), row))
-    head = struct.pack(">IIBBBBB", width, height, 8, _COLOURS[channels], 0, 0, 0)
+    head = struct.pack(">IIBBBBB", width, height, 8, _COLORS[channels], 0, 0, 0)
     parts = (_part(b"IHDR", head), _part(b"IDAT", zlib.compress(lines)), _part(b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 

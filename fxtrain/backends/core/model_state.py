@@ -131,7 +131,7 @@ def _quantized_facts(module: nn.Module) -> dict[str, Any]:
 
 
 def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Facts of quantised weights, and digests of frozen ones, which leave `tensors`.
+    """Facts of quantized weights, and digests of frozen ones, which leave `tensors`.
 
     Neither is there for a plan that asks for none, so that its checkpoints stay as they were.
     """
@@ -165,10 +165,10 @@ def _check_base(tensors: dict[str, Tensor], base: Mapping[str, str]) -> None:
 
 
 def _check_formats(here: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Quantised weights of two formats may have tensors of the same shapes."""
+    """Quantized weights of two formats may have tensors of the same shapes."""
     for name in sorted(here.keys() | theirs.keys()):
         if here.get(name) != theirs.get(name):
-            formats = [each.get(name, {}).get("format", "not quantised") for each in (theirs, here)]
+            formats = [each.get(name, {}).get("format", "not quantized") for each in (theirs, here)]
             raise CheckpointError(
                 f"{name} is {formats[0]} in the checkpoint, and {formats[1]} in the model, or has "
                 f"other settings. Wrap it with the Plan(quantize=...) that it was saved with.",

@@ -178,7 +178,7 @@ def prepare_module(
 
 
 def model_values(module: nn.Module) -> tuple[Tensor, ...]:
-    """The parameters and buffers of a model; of quantised weights, the tensors they consist of."""
+    """The parameters and buffers of a model; of quantized weights, the tensors they consist of."""
     tensors = quantized_tensors(module).values()
     return (*plain_parameters(module), *module.buffers(), *tensors)
 

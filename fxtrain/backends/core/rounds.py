@@ -259,7 +259,7 @@ def load_outer_state(now: Round, saved: StateReader) -> None:
 
 
 def _fragments(parameters: Mapping[str, nn.Parameter], count: int) -> tuple[tuple[str, ...], ...]:
-    """Neighbouring parameters, of about the same size together."""
+    """Neighboring parameters, of about the same size together."""
     fragments: list[list[str]] = [[] for _ in range(count)]
     total, before = sum(p.numel() for p in parameters.values()), 0
     for name, parameter in parameters.items():

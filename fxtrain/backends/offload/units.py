@@ -56,7 +56,7 @@ class PlacedTensor:
 
     @property
     def is_buffer(self) -> bool:
-        """Whether a forward may change it: it is neither a parameter nor of a quantised weight."""
+        """Whether a forward may change it: it is neither a parameter nor of a quantized weight."""
         return self.trained and not isinstance(self.tensors[0], nn.Parameter)
 
 
@@ -159,7 +159,7 @@ def _placed(
     """Where a tensor is held.
 
     Args:
-        packed: It belongs to a quantised weight. A number among those, which files hold as text,
+        packed: It belongs to a quantized weight. A number among those, which files hold as text,
             stays on the device.
     """
     _, tensor, unit = group[0]
@@ -177,7 +177,7 @@ def _placed(
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """(name, its module, tensor) of every parameter and buffer, and of quantised weights."""
+    """(name, its module, tensor) of every parameter and buffer, and of quantized weights."""
     for path, part in module.named_modules(remove_duplicate=False):
         own: dict[str, Tensor | None] = {**part._parameters, **part._buffers}
         if packed := live_tensors(part):
