@@ -111,7 +111,7 @@ def read_weights(source: str, plan: Plan | None = None) -> Weights:
     )
 
 
-def estimate(weights: Weights) -> dict[str, Any]:
+def measure_weights(weights: Weights) -> dict[str, Any]:
     """Elements and bytes of a model, in total and of its largest layer.
 
     A layer is an item of a numbered sequence, such as `model.layers.7`, or otherwise the module

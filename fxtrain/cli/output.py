@@ -115,7 +115,7 @@ def report(data: Any, shown: str | RenderableType | Callable[[], None]) -> None:
     elif callable(shown):
         shown()
     elif isinstance(shown, str):
-        say(shown)
+        print_text(shown)
     else:
         print_renderable(shown)
 
@@ -157,7 +157,7 @@ def save_picture(figure: Any, path: str | Path) -> None:
     write_file(path, data.getvalue())
 
 
-def say(text: str) -> None:
+def print_text(text: str) -> None:
     """Print lines on standard output; control characters are escaped."""
     click.echo(escape_unprintable(text))
 

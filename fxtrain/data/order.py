@@ -77,7 +77,7 @@ def find_order(sampler: Any, seed: int, epoch: int) -> EpochOrder | None:
     return None if finder is None else finder(sampler, seed, epoch)
 
 
-def length_of(sampler: Any) -> int | None:
+def sampler_length(sampler: Any) -> int | None:
     """How many units a sampler yields; None if it has no length."""
     try:
         return len(sampler)
@@ -192,7 +192,7 @@ class CustomOrder:
         with self._lent():
             self._told = _set_epoch(self._sampler, self._epoch, self._key)
             self._units = (unit for unit in sampler)  # none after the end
-        self.length, self._head = length_of(sampler), self._pull()
+        self.length, self._head = sampler_length(sampler), self._pull()
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._head

@@ -38,7 +38,7 @@ from fxtrain.loop.fit_entries import (
 from fxtrain.loop.stepping import StepFns
 from fxtrain.profiling import profile
 from fxtrain.state import Batch, DistContext, Position, Report
-from fxtrain.state.precision import names_of
+from fxtrain.state.precision import as_names
 from fxtrain.trackers import JsonLines, Target
 from fxtrain.trackers.opening import open_run, own
 
@@ -278,7 +278,7 @@ class Rules:
     show: bool
     extra: Any = attrs.field(converter=lambda extra: {} if extra is None else extra)
     checkpoints: Any
-    signals: tuple[str, ...] = attrs.field(converter=names_of)
+    signals: tuple[str, ...] = attrs.field(converter=as_names)
     check_every: int = attrs.field(validator=at_least(1))
 
     def __attrs_post_init__(self) -> None:

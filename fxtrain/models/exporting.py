@@ -20,7 +20,7 @@ from fxtrain._reading import path_problem
 from fxtrain._record import few
 from fxtrain.errors import CheckpointError
 from fxtrain.models.block_names import own_names
-from fxtrain.models.folder import ModelFile, commit, split, staging, write_index
+from fxtrain.models.folder import ModelFile, commit, split_into_files, staging, write_index
 from fxtrain.models.safetensors_files import writing
 from fxtrain.models.stored_layers import file_metadata, file_weights
 from fxtrain.models.tensor_bytes import (
@@ -28,12 +28,12 @@ from fxtrain.models.tensor_bytes import (
     context_of,
     ignored_names,
     module_of,
-    problems_of,
     weights_by_name,
+    write_problems,
 )
 from fxtrain.ops.same_errors import fail_together
 from fxtrain.ops.whole_tensors import is_sharded
-from fxtrain.precision.quantizing import format_of, quantized_layers
+from fxtrain.precision.quantizing import quantized_layers, weight_format
 from fxtrain.precision.torchao_layers import TORCHAO, torchao_config
 from fxtrain.state import DistContext, FileTensor, Weight, Wrapped
 
@@ -140,7 +140,7 @@ def _weights(model: Any, module: nn.Module | None) -> dict[str, Weight]:
         ignored = ignored_names(module)
         weights = file_weights(module, weights)
         weights = {name: weight for name, weight in weights.items() if name not in ignored}
-    if problems := problems_of(weights, WRITABLE_DTYPES):
+    if problems := write_problems(weights, WRITABLE_DTYPES):
         raise CheckpointError(
             "export: these tensors cannot be written to a safetensors file:\n  "
             + "\n  ".join(few(problems))
@@ -169,7 +169,7 @@ def _files(
         for name in stored
     ]
     limit: Any = read_bytes(max_shard, "max_shard")
-    files = split(entries, limit, others)
+    files = split_into_files(entries, limit, others)
     if module is not None and (more := file_metadata(module, stored)):
         files = tuple(attrs.evolve(file, metadata={**file.metadata, **more}) for file in files)
     gathered = set(sharded)
@@ -333,7 +333,7 @@ def warn_of_readers(module: Any) -> None:
 def _problem(module: nn.Module) -> str | None:
     formats: set[str] = set()
     for name, part, library in quantized_layers(module):
-        formats.add(form := format_of(part, library))
+        formats.add(form := weight_format(part, library))
         if library is TORCHAO and torchao_config(part) is None:
             return f"from_pretrained does not read layers in {form}, such as {name}"
     if len(formats) < 2:

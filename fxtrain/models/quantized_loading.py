@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from fxtrain._reading import read_file
 from fxtrain._record import shown
 from fxtrain.errors import CheckpointError, FxError
-from fxtrain.models.safetensors_files import parse_json
+from fxtrain.models.safetensors_files import parse_json_object
 from fxtrain.models.stored_layers import StoredLayer, record_of, shape_problem
-from fxtrain.models.tensor_sources import Source, WeightSource, open_source
+from fxtrain.models.tensor_sources import TensorSource, WeightSource, open_source
 from fxtrain.precision.library import linear_like
 from fxtrain.precision.quantizing import (
     converted_to_fp32,
     difference,
-    format_of,
     is_quantized,
     library_of,
     planned_layers,
     put_layers,
     quantized_layers,
+    weight_format,
 )
 from fxtrain.state import FileTensor, Quantize, TensorIndex, Wrapped
 
@@ -35,7 +35,7 @@ _LARGEST_CONFIG = 10_000_000  # bytes
 
 def prepare_layers(
     source: Any,
-    opened: Source,
+    opened: TensorSource,
     model: Any,
     module: nn.Module,
     record: Quantize | None,
@@ -73,7 +73,7 @@ def prepare_layers(
 
 
 def quantized_while_read(
-    opened: Source,
+    opened: TensorSource,
     module: nn.Module,
     record: Quantize,
     layers: Mapping[str, str],
@@ -89,7 +89,7 @@ def quantized_while_read(
     return layers_read
 
 
-def _check_quantized(opened: Source, record: Quantize | None, module: nn.Module) -> None:
+def _check_quantized(opened: TensorSource, record: Quantize | None, module: nn.Module) -> None:
     """The tensors of quantized layers are loaded like others; all that remains is to check."""
     if record is not None:
         raise CheckpointError(
@@ -105,7 +105,7 @@ def _check_quantized(opened: Source, record: Quantize | None, module: nn.Module)
         ):
             continue
         what = "not quantized" if stored is None else f"of another format of {stored.library.name}"
-        form = format_of(part, library)
+        form = weight_format(part, library)
         raise CheckpointError(
             f"load_model: {name} is quantized as {form} in the model, and {what} in the source. "
             f"Load into the unquantized model, with quantize=... to quantize it."
@@ -113,7 +113,7 @@ def _check_quantized(opened: Source, record: Quantize | None, module: nn.Module)
 
 
 def put_stored_layers(
-    source: Any, opened: Source, module: nn.Module, record: Quantize | None = None
+    source: Any, opened: TensorSource, module: nn.Module, record: Quantize | None = None
 ) -> Callable[[], None]:
     """Replace layers that are quantized in a source by ones on the meta device; returns the undo.
 
@@ -149,14 +149,14 @@ def quantized_source(source: Any, module: nn.Module, record: Quantize) -> Weight
     """A source whose weights are quantized as the module's, as they are read, layer by layer."""
 
     @contextlib.contextmanager
-    def open_quantizing() -> Iterator[Source]:
+    def open_quantizing() -> Iterator[TensorSource]:
         with open_source(source) as opened:
             yield opened if opened.layers else _quantizing(opened, module, record)
 
     return WeightSource(what=str(source), open=open_quantizing)
 
 
-def _quantizing(opened: Source, module: nn.Module, record: Quantize) -> Source:
+def _quantizing(opened: TensorSource, module: nn.Module, record: Quantize) -> TensorSource:
     library = library_of(record)
     parts = {name: part for name, part, _ in quantized_layers(module)}
     owners: dict[str, tuple[str, str]] = {}
@@ -235,5 +235,5 @@ def _config_of(source: Any) -> Mapping[str, Any]:
     path = (path if path.is_dir() else path.parent) / "config.json"
     if not path.is_file():
         return {}
-    config = parse_json(read_file(path, _LARGEST_CONFIG), path).get("quantization_config")
+    config = parse_json_object(read_file(path, _LARGEST_CONFIG), path).get("quantization_config")
     return config if isinstance(config, dict) else {}

@@ -137,7 +137,7 @@ def device_random_state(ctx: DistContext) -> Tensor | None:
     if ctx.device.type in ("cpu", "meta"):
         return None
     if ctx.device.type == "xla":
-        state = xla_runtime.random_state(ctx)
+        state = xla_runtime.xla_random_state(ctx)
         signed = state - (1 << 64) if state >> 63 else state  # the same 64 bits
         return torch.tensor(signed, device="cpu")
     return torch.get_device_module(ctx.device).get_rng_state(ctx.device).cpu()
@@ -150,7 +150,7 @@ def set_device_random_state(ctx: DistContext, state: Tensor) -> None:
     """
     if ctx.device.type == "xla":
         if state.dtype == torch.int64:
-            xla_runtime.seed(int(state) % (1 << 64), ctx)
+            xla_runtime.seed_device(int(state) % (1 << 64), ctx)
     elif ctx.device.type not in ("cpu", "meta") and state.dtype == torch.uint8:
         torch.get_device_module(ctx.device).set_rng_state(state, ctx.device)
 
@@ -191,7 +191,7 @@ def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
     torch.manual_seed(mine)
     seed_host(mine)
     if ctx.device.type == "xla":
-        xla_runtime.seed(mine, ctx)
+        xla_runtime.seed_device(mine, ctx)
     return mine
 
 

@@ -71,12 +71,12 @@ def quantized_tensors(module: nn.Module) -> dict[str, Tensor]:
 def quantized_facts(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Format and settings of each quantized weight, beside its tensors, by layer."""
     return {
-        name: {"format": format_of(part, library), **library.facts(part)}
+        name: {"format": weight_format(part, library), **library.facts(part)}
         for name, part, library in quantized_layers(module)
     }
 
 
-def format_of(part: nn.Module, library: Library) -> str:
+def weight_format(part: nn.Module, library: Library) -> str:
     """Library and format of a quantized layer, as text."""
     fields = library.settings(part)
     return f"{library.name} {fields.get('weights') or fields.get('quant_type', 'int8')}"

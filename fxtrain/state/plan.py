@@ -19,7 +19,7 @@ from fxtrain.state.precision import (
     Precision,
     QuantizeKind,
     Torchao,
-    names_of,
+    as_names,
     precision_of,
     quantize_of,
 )
@@ -293,7 +293,7 @@ class Plan:
     seed: int = 0
     recompute: tuple[str, ...] = attrs.field(
         default=(),
-        converter=names_of,
+        converter=as_names,
         metadata={"choose": "the class names of modules, such as ['Block']"},
     )
     recompute_every: int = attrs.field(default=1, validator=at_least(1))
@@ -303,7 +303,7 @@ class Plan:
     )
     methods: tuple[str, ...] = attrs.field(
         default=(),
-        converter=names_of,
+        converter=as_names,
         metadata={"choose": "the names of methods of the model, such as ['encode']"},
     )
     context: CP | None = None

@@ -12,7 +12,7 @@ QuantizeKind = Literal["bnb8", "bnb4", "torchao"]
 _to_names: Any = canonical(tuple[str, ...])
 
 
-def names_of(value: str | Sequence[str]) -> tuple[str, ...]:
+def as_names(value: str | Sequence[str]) -> tuple[str, ...]:
     """One name as a tuple of it; a list as a tuple."""
     return (value,) if isinstance(value, str) else _to_names(value)
 
@@ -34,9 +34,9 @@ class Bnb8:
 
     kind: Literal["bnb8"] = attrs.field(default="bnb8", init=False)
     threshold: float = attrs.field(default=6.0, validator=at_least(0))
-    skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     head: bool = False
 
 
@@ -60,9 +60,9 @@ class Bnb4:
     double_quant: bool = True
     blocksize: Literal[64, 128, 256, 512, 1024, 2048, 4096] = 64
     compute: Literal["fp32", "bf16", "fp16"] | None = "bf16"
-    skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     head: bool = False
 
 
@@ -85,9 +85,9 @@ class Torchao:
     weights: Literal["int8", "int4", "float8"] = "int8"
     activations: Literal["int8", "float8"] | None = None
     group: Literal[32, 64, 128, 256] = 128
-    skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     head: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -138,8 +138,8 @@ class Float8:
     pad: bool = False
     emulate: bool = False
     min_features: int = attrs.field(default=16, validator=at_least(1))
-    skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     head: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -171,8 +171,8 @@ class MX:
     grad_weight: Literal["format", "bf16"] = "format"
     emulate: bool = False
     min_features: int = attrs.field(default=32, validator=at_least(1))
-    skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     head: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -219,8 +219,8 @@ class TE:
     evaluate: bool = False
     norms: bool = True
     min_features: int = attrs.field(default=16, validator=at_least(1))
-    skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
-    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     head: bool = False
 
 

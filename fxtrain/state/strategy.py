@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
-from fxtrain._display import describe, number
+from fxtrain._display import brief, number
 from fxtrain.errors import PlanError
 from fxtrain.state.batch import Batch
 from fxtrain.state.context import DistContext
@@ -119,7 +119,7 @@ class WeightedLoss:
     loss: torch.Tensor = attrs.field(repr=number)
     mean: torch.Tensor = attrs.field(repr=number)
     weight: torch.Tensor | float = attrs.field(repr=number)
-    aux: Any = attrs.field(default=None, repr=describe)
+    aux: Any = attrs.field(default=None, repr=brief)
     provisional: bool = False
     explicit: bool = False
 

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import attrs
 from torch import Tensor
 
-from fxtrain._display import describe
+from fxtrain._display import brief
 from fxtrain._reading import StrPath, lines_of, open_file, path_problem, write_file
 from fxtrain._record import record
 from fxtrain.errors import PlanError
@@ -43,7 +43,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Lines:
+class JsonLinesFile:
     """An open file of lines, and what it was opened with."""
 
     path: Path
@@ -51,12 +51,12 @@ class Lines:
     start: Start
 
 
-def _open(config: JsonLines, start: Start) -> Lines:
+def _open(config: JsonLines, start: Start) -> JsonLinesFile:
     path = start.folder / config.file
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         _cut(path, start.position)
-    return Lines(path=path, file=io.FileIO(path, "ab"), start=start)
+    return JsonLinesFile(path=path, file=io.FileIO(path, "ab"), start=start)
 
 
 def _cut(path: Path, position: Position) -> None:
@@ -92,7 +92,7 @@ def replace_file(path: Path, lines: Iterable[bytes]) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _write(lines: Lines, entry: Entry) -> None:
+def _write(lines: JsonLinesFile, entry: Entry) -> None:
     place = {"step": entry.step, "rows": entry.rows, "epoch": entry.epoch, "time": entry.time}
     known = {name: value for name, value in place.items() if value is not None}
     text = _encode({**known, **_content(lines, entry)})
@@ -106,7 +106,7 @@ def _write(lines: Lines, entry: Entry) -> None:
         raise
 
 
-def _content(lines: Lines, entry: Entry) -> dict[str, Any]:
+def _content(lines: JsonLinesFile, entry: Entry) -> dict[str, Any]:
     """What a line has beside its place."""
     match entry.kind:
         case "params":
@@ -128,7 +128,7 @@ def _content(lines: Lines, entry: Entry) -> dict[str, Any]:
             return {entry.kind: {entry.name: entry.value}}
 
 
-def _close(lines: Lines, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
+def _close(lines: JsonLinesFile, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
     try:
         os.fsync(lines.file.fileno())
     finally:
@@ -174,8 +174,8 @@ class RunLog:
     """
 
     id: str
-    starts: tuple[dict[str, Any], ...] = attrs.field(repr=describe)
-    entries: tuple[dict[str, Any], ...] = attrs.field(repr=describe)
+    starts: tuple[dict[str, Any], ...] = attrs.field(repr=brief)
+    entries: tuple[dict[str, Any], ...] = attrs.field(repr=brief)
     damaged: int = 0
 
     def curve(self, name: str, over: str = "step") -> list[tuple[float, float]]:

@@ -10,11 +10,11 @@ from fxtrain.backends.core.initial_values import copy_shard
 from fxtrain.backends.core.local_sgd import weighted_mean
 from fxtrain.backends.core.open_windows import load_window, window_state
 from fxtrain.backends.core.optimizer_state import (
-    as_bytes,
     load_optimizers,
     more_state,
-    names_of,
     optimizer_state,
+    parameter_names,
+    values_as_bytes,
 )
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.core.weights import HALF
@@ -42,11 +42,13 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
     scales = _scales(model)
     tensors |= scales
     for index, optimizer in enumerate(model.optimizers):
-        held, values = optimizer_state(optimizer, f"optimizer.{index}", names_of(model.module))
+        held, values = optimizer_state(
+            optimizer, f"optimizer.{index}", parameter_names(model.module)
+        )
         tensors.update(held)
         optimizers.append(values | more_state(optimizer))
         if local_optimizer(optimizer) is not optimizer:
-            own[f"optimizer.{index}.state"] = as_bytes(values["state"], f"optimizer.{index}")
+            own[f"optimizer.{index}.state"] = values_as_bytes(values["state"], f"optimizer.{index}")
     tensors |= grads
     values: dict[str, Any] = {
         "module": extra,
@@ -213,7 +215,7 @@ def local_part_of(tensor: Any) -> Tensor:
     return tensor.values.detach() if isinstance(tensor, FlatShard) else local_values(tensor)
 
 
-def format_of(tensor: Any) -> tuple[tuple[int, ...], torch.dtype]:
+def shape_and_dtype(tensor: Any) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and dtype of a whole tensor."""
     dtype = tensor.values.dtype if isinstance(tensor, FlatShard) else tensor.dtype
     return tuple(tensor.shape), dtype

@@ -12,7 +12,7 @@ from fxtrain.backends.offload.mapped_files import MappedFile
 from fxtrain.ops.whole_tensors import identity
 from fxtrain.precision.quantizing import live_tensors
 from fxtrain.state import Placement, Unit
-from fxtrain.state.placement import DISK, owner_of
+from fxtrain.state.placement import DISK, unit_of
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -121,7 +121,7 @@ def placed_tensors(module: nn.Module, placement: Placement) -> tuple[PlacedTenso
     packed: set[Hashable] = set()
     for name, part, tensor in _tensors(module):
         key = identity(tensor)
-        groups.setdefault(key, []).append((name, tensor, owner_of(units, name)))
+        groups.setdefault(key, []).append((name, tensor, unit_of(units, name)))
         if not isinstance(tensor, nn.Parameter) and name.rpartition(".")[2] not in part._buffers:
             packed.add(key)
     return tuple(_placed(group, placement, packed=key in packed) for key, group in groups.items())
@@ -138,7 +138,7 @@ def streamed_units(
     owners: dict[str, dict[int, nn.Module]] = {}
     units = {unit.name: unit for unit in placement.units}
     for name, part, _ in _tensors(module):
-        owners.setdefault(owner_of(units, name).name, {})[id(part)] = part
+        owners.setdefault(unit_of(units, name).name, {})[id(part)] = part
     parts = dict(module.named_modules(remove_duplicate=False))
     return tuple(
         StreamedUnit(
