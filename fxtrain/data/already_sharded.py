@@ -270,8 +270,8 @@ def _gather_sizes(turn: _Turn, ctx: DistContext) -> list[tuple[int, int, int]]:
         Exception: whatever a rank's loader raised; on other ranks a CollectiveError that names it.
     """
     number = hash_key(turn.text) if turn.text else 0
-    mine = torch.tensor([[turn.state, turn.size, number]], device="cpu")
-    table: list[list[int]] = ops.gather(mine, ctx).tolist()
+    local = torch.tensor([[turn.state, turn.size, number]], device="cpu")
+    table: list[list[int]] = ops.gather(local, ctx).tolist()
     if any(state == _FAILED for state, *_ in table):
         ops.raise_together(turn.error, ctx)
     return [(state, size, number) for state, size, number in table]

@@ -128,9 +128,9 @@ def _checked(items: Any, batch: Any, order: Any) -> int:
 def _shares(count: int, ctx: DistContext, size: int, order: str, key: str) -> Iterator[_Places]:
     """The items of each call of the function on this rank."""
     if order == "static" or ctx.world_size == 1:
-        mine = split(range(count), ctx)
-        for start in range(0, len(mine), size):
-            yield list(mine[start : start + size])
+        assigned = split(range(count), ctx)
+        for start in range(0, len(assigned), size):
+            yield list(assigned[start : start + size])
         return
     while (start := (ctx.comm.store.add(f"{key}/next", 1) - 1) * size) < count:
         yield list(range(start, min(start + size, count)))

@@ -218,7 +218,7 @@ def _wait_for_readers(topology: Topology, store: Any, keys: Mapping[int, str]) -
 
 
 def _difference(me: str, key: bytes, others: dict[int, str]) -> str:
-    proof, _, mine = _identity(key).partition("/")
+    proof, _, versions = _identity(key).partition("/")
     secret = [str(rank) for rank, text in others.items() if text.partition("/")[0] != proof]
     if secret:
         return (
@@ -228,7 +228,7 @@ def _difference(me: str, key: bytes, others: dict[int, str]) -> str:
     theirs = "; ".join(
         f"rank {rank} has {text.partition('/')[2]}" for rank, text in sorted(others.items())[:8]
     )
-    return f"{me} has {mine}, but {theirs}. Install the same versions on every machine."
+    return f"{me} has {versions}, but {theirs}. Install the same versions on every machine."
 
 
 def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:

@@ -224,9 +224,9 @@ class Members:
                 tensor.copy_(summed.view_as(tensor))
         return True
 
-    def check_history(self, total: float, mine: int, update: int) -> None:
+    def check_history(self, total: float, local: int, update: int) -> None:
         """Compare this replica's digest of what was computed last with the sum of all replicas'."""
-        if total != mine * self.live:
+        if total != local * self.live:
             raise CollectiveError(
                 f"Update {update}: the {self.live} replicas have not all made the last exchange "
                 f"together, so their parameters differ. A lighthouse that does not wait for a slow "

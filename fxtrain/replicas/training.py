@@ -332,14 +332,14 @@ class _Run:
         """
         data, keep = self.ctx.axis("data"), members.settings.batch == "keep"
         parts = members.settings.count if keep else members.live
-        mine = range(members.index, parts, members.live)
+        assigned = range(members.index, parts, members.live)
         totals = torch.zeros(_TOTALS, dtype=torch.float64, device=self.ctx.device)
         batch = None
-        if not mine:  # more replicas than parts: it only follows
+        if not assigned:  # more replicas than parts: it only follows
             *_, batch = self.window(parts, 0, self.position)
-        for part in mine:
+        for part in assigned:
             for batch in self.window(parts, part, self.position):
-                last = part == mine[-1] and not batch.position.micro
+                last = part == assigned[-1] and not batch.position.micro
                 reduce = last or self.model.plan.sync_each
                 self.model.window.closes = last
                 weighted = self.model.strategy.run(self.model, batch, self._compute_loss, reduce)

@@ -314,15 +314,15 @@ def unused_functions(ctx: Any, task: Task, folder: str) -> list[str]:
             and not isinstance(function, type)
             and name not in dict(row.fused)
         }
-        mine = attrs.evolve(row, **functions)
-        trained(placed, ctx.rank, task, save_to=folder, strategy=mine)
-        _use_saved(placed, task, folder, mine)
+        counting = attrs.evolve(row, **functions)
+        trained(placed, ctx.rank, task, save_to=folder, strategy=counting)
+        _use_saved(placed, task, folder, counting)
         wanted = functions.keys() - {"generate"}  # the small transformer generates no text
         plan: Plan = attrs.evolve(task.plan, local=task.plan.local or LocalSGD(every=1))
         if placed.world_size == 1 or problems_of(row, placed, plan, new_model(task)):
             wanted -= {"average"}  # of replicas that train independently
         else:
-            trained(placed, ctx.rank, attrs.evolve(task, plan=plan), strategy=mine)
+            trained(placed, ctx.rank, attrs.evolve(task, plan=plan), strategy=counting)
         wanted -= set() if task.plan.verify_replicas and placed.world_size > 1 else {"verify"}
         wanted -= {"clip_value"} if task.plan.clip_value is None else set()
         return sorted(wanted - calls)

@@ -238,9 +238,9 @@ def open_run(
         if trackers and not ctx.comm.simulated and (ctx.is_main or ranks == "all"):
             writer = Writer(patience_s)
             undo.callback(writer.close, failed=True)
-            mine = start if ranks == "main" else _of_rank(start, ctx.rank, identity.id)
+            local_start = start if ranks == "main" else _of_rank(start, ctx.rank, identity.id)
             try:
-                ids = _open_all(writer, trackers, mine, known.get(ctx.rank, {}), ctx)
+                ids = _open_all(writer, trackers, local_start, known.get(ctx.rank, {}), ctx)
             except FxError as error:
                 problem = error
         of_ranks = gather_or_raise(ids, problem, ctx)
@@ -352,11 +352,11 @@ def _open_all(
         kind = str(getattr(config, "kind", tracker.name))
         counts[kind] += 1
         key = kind if counts[kind] == 1 else f"{kind}-{counts[kind]}"
-        mine = attrs.evolve(start, identity=ids.get(key, ""))
+        local_start = attrs.evolve(start, identity=ids.get(key, ""))
         try:
             start.folder.mkdir(parents=True, exist_ok=True)
             with ops.fork_rng(ctx):
-                native = tracker.open(config, mine)
+                native = tracker.open(config, local_start)
                 ids[key] = str(tracker.identity(native))
         except FxError:
             raise
@@ -367,7 +367,7 @@ def _open_all(
                 f"continues without it, and the other trackers are not affected.",
             )
             continue
-        writer.add(OpenedTracker(tracker=tracker, native=native, start=mine), params)
+        writer.add(OpenedTracker(tracker=tracker, native=native, start=local_start), params)
     return ids
 
 

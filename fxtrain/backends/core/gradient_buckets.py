@@ -113,8 +113,8 @@ class StableBucketsDDP(DistributedDataParallel):
         self.progress.ordered = True
         registered = list(range(len(self._sorted)))[::-1]
         computed = _gradient_order(roots, self._sorted)
-        mine = [registered[place] for place in computed] if computed else registered
-        order = torch.tensor(mine, dtype=torch.int32, device="cpu")
+        ready = [registered[place] for place in computed] if computed else registered
+        order = torch.tensor(ready, dtype=torch.int32, device="cpu")
         if self.data is not None:
             order = broadcast_packed("backward", pack(order), self.data, 0)
         self._order = order.tolist()

@@ -189,9 +189,9 @@ def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:
     Effects:
         A broadcast for each piece of `ops.collectives.pieces`, of which one at a time needs memory.
     """
-    mine = [tensor.data for tensor in tensors]
-    for places in pieces(mine):  # the same on all ranks, which have compared their models
-        part = [mine[place] for place in places]
+    values = [tensor.data for tensor in tensors]
+    for places in pieces(values):  # the same on all ranks, which have compared their models
+        part = [values[place] for place in places]
         for tensor, sent in zip(part, ops.broadcast(part, data), strict=True):
             tensor.copy_(sent)
 

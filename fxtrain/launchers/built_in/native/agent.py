@@ -115,7 +115,7 @@ class NodeEnds:
         self.store.set(f"ended/{self.node}", json.dumps(attrs.asdict(end)))
         return end
 
-    def culprit_of(self, mine: NodeEnd) -> str | None:
+    def culprit_of(self, local_end: NodeEnd) -> str | None:
         """Tell that ranks of this node failed; what failed before on another node.
 
         Returns:
@@ -124,20 +124,22 @@ class NodeEnds:
         """
         if self.count == 1:
             return ""
-        return self._asked(2 * _LOOK_S, lambda: self._first(self.tell(mine)))
+        return self._asked(2 * _LOOK_S, lambda: self._first(self.tell(local_end)))
 
-    def _first(self, mine: NodeEnd) -> str:
+    def _first(self, local_end: NodeEnd) -> str:
         start = time.monotonic()
         while True:
             others = [end for node in self._others() if (end := self._end_of(node))]
-            known = [end for end in others if end.text and end.distance == 0] + [mine]
+            known = [end for end in others if end.text and end.distance == 0] + [local_end]
             # Of several that only lost a peer, each tells which one.
             first = min(known, key=lambda end: (end.distance, end.number))
             # Nodes that told their end before may still be writing it.
-            before = first.number - 1 <= sum(end.number < first.number for end in (*others, mine))
+            before = first.number - 1 <= sum(
+                end.number < first.number for end in (*others, local_end)
+            )
             late = time.monotonic() - start > _LOOK_S
             if (before and first.distance == 0) or late or len(others) == self.count - 1:
-                return "" if first is mine else first.text
+                return "" if first is local_end else first.text
             time.sleep(_POLL_INTERVAL_S)
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> str | None:
@@ -396,8 +398,8 @@ class _Agent(LocalElasticAgent):
 
     def _told(self, ending: LaunchResult) -> LaunchResult:
         first = ending.failures[0]
-        mine = NodeEnd(text=one_line(first, ending), distance=distance(first))
-        if (culprit := self._ends.culprit_of(mine)) is None:
+        end = NodeEnd(text=one_line(first, ending), distance=distance(first))
+        if (culprit := self._ends.culprit_of(end)) is None:
             self._ends = _ALONE
         return attrs.evolve(ending, culprit=culprit or "")
 

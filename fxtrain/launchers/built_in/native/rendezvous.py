@@ -73,8 +73,11 @@ def open_handler(launch: LaunchSpec, config: Any, door: socket.socket | None) ->
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise RendezvousConnectionError(str(error)) from error
     proof = key_proof(derive_key(os.environ.get(SECRET, "")))
-    mine = proof or "none"
-    if store.compare_set(f"fxtrain.secret.{config.run_id}", "", mine).decode() != mine:
+    local_proof = proof or "none"
+    if (
+        store.compare_set(f"fxtrain.secret.{config.run_id}", "", local_proof).decode()
+        != local_proof
+    ):
         store.set(_OTHER_SECRET + config.run_id, platform.node())
         raise RendezvousStateError(
             f"{SECRET} on this node differs from that on another, or is set on one of them only."
@@ -99,11 +102,12 @@ class ElasticRendezvous:
 
     def __init__(self, store: Any, config: Any) -> None:
         fewest, most = config.min_nodes, config.max_nodes
-        mine = f"{fewest} to {most}" if fewest < most else str(most)
-        theirs = store.compare_set(f"fxtrain.nodes.{config.run_id}", "", mine).decode()
-        if theirs != mine:
+        wanted = f"{fewest} to {most}" if fewest < most else str(most)
+        theirs = store.compare_set(f"fxtrain.nodes.{config.run_id}", "", wanted).decode()
+        if theirs != wanted:
             raise RendezvousStateError(
-                f"this launcher was started for {mine} nodes, and the first one for {theirs[:80]}."
+                f"this launcher was started for {wanted} nodes, "
+                f"and the first one for {theirs[:80]}."
             )
         options = config.rdzv_configs
         last_call_s = float(options.get("last_call_timeout", 30))
