@@ -38,7 +38,7 @@ _PEAKS: tuple[tuple[str, dict[str, float | None]], ...] = (
 
 @attrs.frozen
 class Meter:
-    """What a stretch of a run has processed; made at its start, a value like every record.
+    """What a part of a run has processed; made at its start, a value like every record.
 
     Attributes:
         started_s: When, by `time.perf_counter`.

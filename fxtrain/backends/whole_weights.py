@@ -224,7 +224,7 @@ def _all_continue(ctx: DistContext, name: str, ranks: _Ranks) -> bool:
 
 
 def _announce_stop(ctx: DistContext) -> None:
-    """Tell the other ranks, when they request the next tensor, that this one takes no more."""
+    """Refuse the next tensor that the other ranks request, since this rank takes no more."""
     if ctx.world_size == 1:
         return
     try:

@@ -65,11 +65,11 @@ def TEST(file: str, ranks: int | None, words: tuple[str, ...], mib: float) -> in
     if "ranks" not in config.values["launch"]:
         spec = attrs.evolve(spec, ranks=default_ranks(spec))
     with tempfile.TemporaryDirectory(prefix="fxtrain-test-") as folder:
-        told = _try_out(spec, config.plan, Path(folder) / "told.json", mib=mib)
-    if isinstance(told, int):
-        return told
-    report(told, lambda: _print(told))
-    return Exit.FOUND if told["problems"] else Exit.WELL
+        results = _try_out(spec, config.plan, Path(folder) / "results.json", mib=mib)
+    if isinstance(results, int):
+        return results
+    report(results, lambda: _print(results))
+    return Exit.FOUND if results["problems"] else Exit.WELL
 
 
 def _try_out(spec: LaunchSpec, plan: Plan, out: Path, *, mib: float) -> dict[str, Any] | int:
@@ -77,7 +77,7 @@ def _try_out(spec: LaunchSpec, plan: Plan, out: Path, *, mib: float) -> dict[str
     if spec.executable or not find_launcher(spec).here:
         raise LaunchError(
             f"The launcher {spec.launcher!r} starts ranks on other machines, which cannot return "
-            f"the results. Launch the test as a program: fxtrain launch -m {_TRIAL} told.json "
+            f"the results. Launch the test as a program: fxtrain launch -m {_TRIAL} results.json "
             f"'{{}}' {mib:g}"
         )
     if spec.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:
@@ -98,11 +98,11 @@ def _try_out(spec: LaunchSpec, plan: Plan, out: Path, *, mib: float) -> dict[str
     return json.loads(out.read_text(encoding="utf-8"))
 
 
-def _print(told: dict[str, Any]) -> None:
-    ranks, nodes = counted(told["ranks"], "rank"), counted(told["nodes"], "node")
+def _print(results: dict[str, Any]) -> None:
+    ranks, nodes = counted(results["ranks"], "rank"), counted(results["nodes"], "node")
     click.echo(
-        f"{ranks} on {nodes} ({', '.join(told['hosts'])}), "
-        f"{told['device']}, started by {told['launcher']}\n"
+        f"{ranks} on {nodes} ({', '.join(results['hosts'])}), "
+        f"{results['device']}, started by {results['launcher']}\n"
     )
     rows = [
         [
@@ -111,16 +111,16 @@ def _print(told: dict[str, Any]) -> None:
             f"{row['latency_us']:.0f}",
             "" if row["gib_per_s"] is None else f"{row['gib_per_s']:.3f}",
         ]
-        for row in told["collectives"]
+        for row in results["collectives"]
     ]
     print_table(["collective", "right", ">latency, us", ">GiB/s"], rows)
-    training = told["training"]
+    training = results["training"]
     if training:
         click.echo(
             f"\nTraining: loss {training['first']:.4f} to {training['last']:.4f} in "
             f"{training['steps']} steps, {training['step_ms']:.2f} ms each."
         )
-    problems = told["problems"]
+    problems = results["problems"]
     click.echo("\n" + ("\n".join(f"! {problem}" for problem in problems) or "No problems found."))
     sys.stdout.flush()
 

@@ -331,7 +331,7 @@ class Sharded(Displayed, Generic[Data_co]):
         Effects:
             None for rows of a dataset with a length, and for a function of a position. Streams,
             batches of a batch sampler or that are ready, and already sharded data are read up to
-            there, as only that tells how many rows they have.
+            there, which is the only way to count their rows.
 
         Raises:
             DataError: n is not a number of batches.
@@ -476,7 +476,7 @@ class Sharded(Displayed, Generic[Data_co]):
             ops.log(self.ctx).warning("Epoch 0 has no batch. %s", _NO_BATCH)
 
     def _left(self) -> int | None:
-        """Batches from here to the end of the epoch; None if only reading tells."""
+        """Batches from here to the end of the epoch; None if only reading them shows."""
         position = self.position
         length = self._source.length(position.epoch)
         if length is None:

@@ -177,7 +177,7 @@ def fit(
 
 @attrs.define
 class _Reader:
-    """What the loop that reads the reports tells the run."""
+    """What the loop that reads the reports passes to the run."""
 
     reason: str | None = None  # why this rank ends the run: "stopped", "failed" or "left"
     closed: bool = False  # whether it reads no more reports
@@ -344,7 +344,7 @@ class Rules:
         return len({total}.union(*(range(step, total, step) for step in steps if step)))
 
     def total_updates(self, loader: Sharded) -> int | None:
-        """Updates of the whole run; None where only reading the data tells."""
+        """Updates of the whole run; None where only reading the data shows."""
         if self.epochs is None:
             return self.updates
         total = loader._total_updates(self.epochs)

@@ -103,9 +103,9 @@ def map(
         try:
             for places in _shares(count, ctx, batch or 1, order, key):
                 taken.update(zip(places, _call(fn, items, places, batch, ctx), strict=True))
-                _tell(ctx, f"{key}/calls", 1)
+                _set(ctx, f"{key}/calls", 1)
         except DataError:
-            _tell(ctx, f"{key}/next", count)  # no rank takes another item
+            _set(ctx, f"{key}/next", count)  # no rank takes another item
             _wait_for_others(ctx, key)
             raise
         _wait_for_others(ctx, key)
@@ -160,7 +160,7 @@ def _only(tree: Any) -> Any:
     return {key: _only(entry) for key, entry in tree.items()} if isinstance(tree, dict) else tree[0]
 
 
-def _tell(ctx: DistContext, key: str, number: int) -> None:
+def _set(ctx: DistContext, key: str, number: int) -> None:
     """Add to a number that all ranks see."""
     if ctx.world_size > 1:
         ctx.comm.store.add(key, number)

@@ -134,7 +134,7 @@ def _message(topology: Topology, store: Any, backend: str, error: Exception) -> 
         read_views(store, {rank: {f"unopened/{rank}": ""} for rank in ranks}, errors, until)
 
     known = known and answered(_LOOK_S + _ANSWER_S, ask)
-    silent = "has told no error so far" if known else "unknown, since the store does not answer"
+    silent = "has reported no error yet" if known else "unknown, since the store does not answer"
     views = [(rank, errors.get(rank, silent)) for rank in ranks]
     did = f"did not reach {'; '.join(far)} to open" if far else "could not open"
     lines = [

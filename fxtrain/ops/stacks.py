@@ -106,7 +106,7 @@ def record_path(folder: Path, rank: int) -> Path:
 
 
 def process_start(pid: int) -> str:
-    """When a process started, in the kernel's ticks, which tells it from a later one of its number.
+    """When a process started, in the kernel's ticks: a later one of its number has another start.
 
     Empty where there is no such process, or the system does not say.
     """
@@ -321,7 +321,7 @@ def _entries(stand: Stand) -> list[dict[str, Any]]:
 
 
 def unreported(folder: Path) -> str:
-    """What a launcher tells when its ranks have failed, if rank 0 could not tell it; or empty."""
+    """What a launcher reports of failed ranks, if rank 0 could not; otherwise empty."""
     if not has_records(folder):
         return ""
     stands, report = read_stands(folder), folder / REPORT

@@ -144,7 +144,7 @@ class Trace:
         self.count += 1
         if self._recorder is not None:
             self._recorder.step()
-            self._tell()
+            self._notify()
 
     def key_averages(
         self, *, group_by_input_shape: bool = False, group_by_stack_n: int = 0
@@ -211,7 +211,7 @@ class Trace:
         self._is_ready = True
         profiler.profiler = None  # of which torch would warn in the next cycle
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._is_ready and self._on_trace_ready is not None:
             self._on_trace_ready(self)
         self._is_ready = False
@@ -248,7 +248,7 @@ class Trace:
             if self._recorder is not None:
                 self._is_ending = True
                 self._recorder.stop()
-                self._tell()
+                self._notify()
         local = None
         if self._steps:
             flops = self._flops if self._spec.flops else None

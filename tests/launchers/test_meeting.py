@@ -37,7 +37,7 @@ from fxtrain.launchers.built_in.native.rendezvous import (
     Clock,
     ElasticRendezvous,
     StateBackend,
-    meet,
+    join_all,
     open_handler,
     read_state,
     write_state,
@@ -87,8 +87,11 @@ def _states(draw):
                 {0: (3, 600), 1: (3, 600), 2: (2, 600)},
                 "was started for . nodes, and node . for [23]",
             ),
-            ({0: (4, 1), 1: (4, 600), 3: (4, 600)}, "node 2 never came within the .* s of node 0"),
-            ({0: (3, 600), 2: (3, 1)}, "node 1 never came within the .* s of node 2"),
+            (
+                {0: (4, 1), 1: (4, 600), 3: (4, 600)},
+                "node 2 never joined within the .* s of node 0",
+            ),
+            ({0: (3, 600), 2: (3, 1)}, "node 1 never joined within the .* s of node 2"),
         ],
     ),
 )
@@ -103,7 +106,7 @@ def test_all_nodes_learn_why_they_did_not_meet_before_the_store_ends(nodes, why)
 
     def join(node, count, wait_s):
         try:
-            meet(stores[node], node, count, wait_s * patience())
+            join_all(stores[node], node, count, wait_s * patience())
         except RendezvousStateError as error:
             said[node] = str(error)
         stores[node] = None  # as where a process ends

@@ -136,7 +136,7 @@ def test_nodes_that_never_come_are_named_on_all_that_have(lab, rendezvous):
     ]
     assert [program.finish(40) for program in programs] == [2, 2]
     if rendezvous == "static":
-        why = "not all nodes joined: node 2 never came within the 8 s of node 0."
+        why = "not all nodes joined: node 2 never joined within the 8 s of node 0."
         assert [why in program.text for program in programs] == [True, True]
     else:
         assert "not all nodes joined: 2 of 3 nodes joined within 8 s." in programs[0].text

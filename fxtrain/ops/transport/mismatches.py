@@ -56,7 +56,7 @@ def _is_fxtrain_file(filename: str) -> bool:
 
 
 def mismatch_text(call: tuple[str, ...], site: CallSite) -> str:
-    """What a rank tells the others about its call, for `mismatch_error`: the longest part last."""
+    """What a rank sends the others about its call, for `mismatch_error`: the longest part last."""
     return "\n".join([call[0], *site, " ".join(call[1:])])
 
 
@@ -158,7 +158,7 @@ def name_lost_rank(ctx: DistContext, call: tuple[str, ...], error: RuntimeError)
 
 
 def _ask_others(ctx: DistContext, view: str) -> tuple[dict[int, str], dict[int, str], str]:
-    """What the store of the run tells of the ranks of a communicator.
+    """What the store of the run knows of the ranks of a communicator.
 
     Returns:
         By rank the views of those that failed in this communicator or left, and machines, where
@@ -174,11 +174,11 @@ def _ask_others(ctx: DistContext, view: str) -> tuple[dict[int, str], dict[int, 
         for rank, number in enumerate(ctx.comm.ranks)
     }
 
-    def tell() -> None:
+    def ask() -> None:
         store.set(f"{name}/lost/{ctx.rank}", view)
         hosts.update(_hosts(ctx))
 
-    known = answered(_ANSWER_S, tell)
+    known = answered(_ANSWER_S, ask)
     left_s = max(0.0, deadline - time.monotonic()) + _LAST_ANSWER_S
     known = known and answered(left_s, lambda: read_views(store, keys, views, deadline))
     # A thread that still waits may write later.
