@@ -180,7 +180,7 @@ def axis_namer(mesh: Mesh, rank: int) -> Callable[[RecordedCall], str]:
     Example:
         >>> name = axis_namer(Mesh(replicate=2, shard=2, tensor=2), 0)
         >>> for ranks in (0, 1), (0, 2), (0, 2, 4, 6), (0, 3):
-        ...     print(name(Collective("all_reduce", ranks, "", 4)))
+        ...     print(name(RecordedCall("all_reduce", ranks, "", 4)))
         tensor
         shard
         data
