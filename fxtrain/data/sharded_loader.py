@@ -440,11 +440,11 @@ class Sharded(Displayed, Generic[Data_co]):
         trail, reached, plan, rank = self._trail, self._reached, self.plan, self.ctx.rank
         cursor = trail.start = trail.cursor()
         masks: dict[tuple[int, int], Tensor] = {}
-        if cursor.position.index and cursor.state is None and self._source.again:
+        if cursor.position.index and cursor.state is None and self._source.reread_reason:
             ops.log(self.ctx).warning(
                 "The stream %s is read again from the start of epoch %d to row %d, since %s.",
                 *(type(self.dataset).__name__, cursor.position.epoch, cursor.position.index),
-                self._source.again,
+                self._source.reread_reason,
             )
         loaded, split, seen = self._begun(cursor), self._split, 0
         if split is not None:

@@ -72,7 +72,9 @@ class StepSource:
     apart: bool = False
     stateful: bool = False  # whether steps may have a state to continue from
     endless: bool = False  # whether an epoch has no end
-    again: str = ""  # why a stream with a state is read again from its start; empty if it is not
+    reread_reason: str = (
+        ""  # why a stream with a state is read again from its start; empty if it is not
+    )
 
 
 def row_source(
@@ -265,11 +267,11 @@ def stream_source(
         shuffled=lambda: False,  # only the author of a stream knows whether it shuffles
         apart=loader.num_workers > 0,
         stateful=True,  # only reading shows whether an iterator keeps a state
-        again=why_again(loader.dataset),
+        reread_reason=why_reread(loader.dataset),
     )
 
 
-def why_again(dataset: Any) -> str:
+def why_reread(dataset: Any) -> str:
     """Why a stream with a state is read again from its start; empty if it is not."""
     if has_shuffle_buffer(owner_of(dataset)):
         return "its state leaves out the rows of its shuffle buffer"

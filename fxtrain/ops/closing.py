@@ -15,8 +15,8 @@ from fxtrain.state import CommState
 from fxtrain.state.topology import Topology
 
 _LONGEST_CLOSE_S = 5.0
-# To write a word, which waits for no answer, but behind a question that was never answered.
-_WORD_S = 0.25
+# Time limit for a write without reply; an earlier unanswered request may delay it.
+_WRITE_S = 0.25
 _POLL_INTERVAL_S = 0.05
 _ON_HOST = {"gloo", "mpi", "fake", "xla"}
 
@@ -46,7 +46,7 @@ def make_close(
             groups = opened
         else:
             word = "" if error is None else f"{type(error).__name__}: {error}"
-            longest_s = patience_s + 1 if error is None else _WORD_S
+            longest_s = patience_s + 1 if error is None else _WRITE_S
             within(longest_s, partial(_announce_exit, topology, store, word, patience_s))
         if error is not None:
             abort_groups(groups, patience_s)

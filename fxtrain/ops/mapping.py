@@ -66,9 +66,8 @@ def map(
     For inference: each rank has a model of its own, or calls one whose forward no other rank joins.
 
     Args:
-        fn: Called with an item, or with `batch`, with several as a value of the type of `items`, of
-            which it returns a sequence of as many results. It must not call collectives of this
-            context.
+        fn: Called with one item. With `batch=n`: with up to n items, in the type of `items`;
+            returns one result per item. It must not call collectives of this context.
         items: What `ops.split` takes: a sequence, a tensor or array, a dataset, or a dict of these;
             the same on every rank.
         batch: Items per call; the last call of a rank may get fewer.

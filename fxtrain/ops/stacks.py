@@ -235,7 +235,10 @@ def _described(stand: Stand) -> str:
 
 
 def write_report(folder: Path, stands: Sequence[Stand]) -> str:
-    """Write which rank stands apart, and all collectives for `torchfrtrace`; the text of that."""
+    """Write which rank stands apart, and all collectives for `torchfrtrace`.
+
+    Returns the report's text.
+    """
     text = describe_stacks(stands)
     (folder / REPORT).write_text(text, encoding="utf-8")
     write_dumps(folder / DUMPS, stands)

@@ -269,7 +269,7 @@ def test_placements_that_do_not_fit_the_model_or_the_machine(ctx):
 
     assert "no module or tensor 'layers.0'" in refusal(placement("layers.0"))
     lacks = fx.state.Placement(units=(Unit(name="blocks", device="cpu"),))
-    assert "says nothing of the tensor 'position'" in refusal(lacks)
+    assert "does not cover tensor 'position'" in refusal(lacks)
     assert "it computes on 'cuda:3'" in refusal(attrs.evolve(BLOCKS, device="cuda:3"))
     units = (Unit(name="", device="cuda:7"),)
     assert "places units on 'cuda:7', and this machine has" in refusal(

@@ -93,8 +93,8 @@ class OtherStageFakes(_FakeTensors):
     """Values of other stages: shapes only, never written into a tensor of this stage.
 
     Args:
-        buffers: This stage's copies of those of other stages, such as running statistics, which
-            those stages update: what is written into the copies here is dropped.
+        buffers: Local copies of buffers owned by other stages, such as running statistics. Writes
+            to them are discarded.
     """
 
     def __init__(self, buffers: Iterable[Tensor] = ()) -> None:

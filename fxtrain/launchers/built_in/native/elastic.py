@@ -376,7 +376,7 @@ def main_hint(spec: LaunchSpec) -> str:
     if spec.nodes == 1 or spec.rendezvous_backend != "static" or spec.node_rank or is_local(host):
         return ""
     return (
-        f" The main address {host} is none of this machine: start node 0 on the machine that has "
+        f" {host} is not an address of this machine: start node 0 on the machine that has "
         f"it, unless it is forwarded to this one."
     )
 
