@@ -284,8 +284,8 @@ class Rules:
     def __attrs_post_init__(self) -> None:
         if all(getattr(self, name) is None for name in _MEASURES):
             raise PlanError(
-                "fit: the run has no length. Pass epochs=, updates=, rows= or tokens=; the run ends "
-                "at the one that is reached first."
+                "fit: the run has no length. Pass epochs=, updates=, rows= or tokens=; the run "
+                "ends at the one that is reached first."
             )
         if self.keep_best is not None and self.evaluate is None:
             raise PlanError("fit: keep_best compares what evaluate gives; pass evaluate too.")
