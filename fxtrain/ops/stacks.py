@@ -106,7 +106,7 @@ def record_path(folder: Path, rank: int) -> Path:
 
 
 def process_start(pid: int) -> str:
-    """When a process started, in the kernel's ticks, which tells it from a later one of its number.
+    """When a process started, in the kernel's ticks: a later one of its number has another start.
 
     Empty where there is no such process, or the system does not say.
     """
@@ -235,7 +235,10 @@ def _described(stand: Stand) -> str:
 
 
 def write_report(folder: Path, stands: Sequence[Stand]) -> str:
-    """Write which rank stands apart, and all collectives for `torchfrtrace`; the text of that."""
+    """Write which rank stands apart, and all collectives for `torchfrtrace`.
+
+    Returns the report's text.
+    """
     text = describe_stacks(stands)
     (folder / REPORT).write_text(text, encoding="utf-8")
     write_dumps(folder / DUMPS, stands)
@@ -321,7 +324,7 @@ def _entries(stand: Stand) -> list[dict[str, Any]]:
 
 
 def unreported(folder: Path) -> str:
-    """What a launcher tells when its ranks have failed, if rank 0 could not tell it; or empty."""
+    """What a launcher reports of failed ranks, if rank 0 could not; otherwise empty."""
     if not has_records(folder):
         return ""
     stands, report = read_stands(folder), folder / REPORT

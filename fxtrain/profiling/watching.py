@@ -174,7 +174,7 @@ class LoopRecorder:
         finally:
             self._loads -= 1
 
-    def meet(self, module: nn.Module) -> None:
+    def add(self, module: nn.Module) -> None:
         """Remember a module and its submodules."""
         if module not in self._modules:
             self._modules.update(module.modules())
@@ -183,7 +183,7 @@ class LoopRecorder:
         """Called before a module's forward."""
         if self.started is None:
             self.started = self._here()
-        self.meet(module)
+        self.add(module)
 
     def before_update(self, optimizer: Optimizer, *_: Any) -> None:
         """Called before an update, when gradients are complete and nothing is freed yet."""
@@ -235,8 +235,8 @@ def recording(watch: LoopRecorder, mode: FakeValuesMode) -> Iterator[LoopRecorde
         return out
 
     hooks = (
-        registry.register_module_parameter_registration_hook(lambda m, *_: watch.meet(m)),
-        registry.register_module_buffer_registration_hook(lambda m, *_: watch.meet(m)),
+        registry.register_module_parameter_registration_hook(lambda m, *_: watch.add(m)),
+        registry.register_module_buffer_registration_hook(lambda m, *_: watch.add(m)),
         registry.register_module_forward_pre_hook(watch.forward),
         register_optimizer_step_pre_hook(watch.before_update),
         register_optimizer_step_post_hook(watch.after_update),
