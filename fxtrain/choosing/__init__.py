@@ -1,6 +1,21 @@
 """Estimate how long a step takes, and choose a plan."""
 
+from fxtrain.choosing.candidates import Question, Trial
 from fxtrain.choosing.costs import StepCost, step_cost
+from fxtrain.choosing.report import Choice, ChoiceRow
+from fxtrain.choosing.search import search
+from fxtrain.choosing.trials import SHORT, Look, run_function
 
-__all__ = ["StepCost", "step_cost"]
+__all__ = [
+    "SHORT",
+    "Choice",
+    "ChoiceRow",
+    "Look",
+    "Question",
+    "StepCost",
+    "Trial",
+    "run_function",
+    "search",
+    "step_cost",
+]
 __dir__ = __all__.copy  # for completion

@@ -282,9 +282,7 @@ def simulated(ctx: DistContext) -> DistContext:
     ctx = attrs.evolve(ctx, comm=comm(ctx.world_size))
     if ctx.world_size == 1:
         return ctx
-    sizes = {
-        name: math.prod(ctx.mesh.sizes[axis] for axis in span) for name, span in SPANS.items()
-    }
+    sizes = {name: math.prod(ctx.mesh.sizes[axis] for axis in span) for name, span in SPANS.items()}
     axes = {
         name: attrs.evolve(ctx, world_size=size, comm=comm(size), mesh=Mesh(replicate=size))
         for name, size in sizes.items()
