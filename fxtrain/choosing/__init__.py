@@ -4,7 +4,7 @@ from fxtrain.choosing.candidates import Question, Trial
 from fxtrain.choosing.costs import StepCost, step_cost
 from fxtrain.choosing.report import Choice, ChoiceRow
 from fxtrain.choosing.search import search
-from fxtrain.choosing.trials import SHORT, Look, run_function
+from fxtrain.choosing.trials import SHORT, Look, batch_size, run_function
 
 __all__ = [
     "SHORT",
@@ -14,6 +14,7 @@ __all__ = [
     "Question",
     "StepCost",
     "Trial",
+    "batch_size",
     "run_function",
     "search",
     "step_cost",

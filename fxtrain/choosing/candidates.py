@@ -45,6 +45,7 @@ class Question:
         world: World size.
         node: Ranks of a node.
         rows: Rows of an update; None for those of the user's own plan.
+        mesh: That of the user, where `plan` is None: the program's own is that of one rank.
         rows_fixed: Whether the batch size is that of the program, so that only `accumulate` varies.
     """
 
@@ -53,6 +54,7 @@ class Question:
     world: int
     node: int
     rows: int | None = None
+    mesh: Mesh | None = None
     rows_fixed: bool = False
 
 
@@ -68,7 +70,7 @@ def survey(model: Wrapped, question: Question) -> dict[str, Any]:
         number of experts; rows of a micro-batch; and by the number of a lane, why `fx.wrap` refuses
         it.
     """
-    plan = question.plan or model.plan
+    plan = question.plan or attrs.evolve(model.plan, mesh=question.mesh)
     question = attrs.evolve(question, plan=plan)
     names = block_names(model.module)
     parts = list(model.module.modules())

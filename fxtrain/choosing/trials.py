@@ -109,8 +109,8 @@ def _key(program: Program, attempt: Trial, world: int, question: Question | None
     plan, size = attempt
     asked: list[Any] = [dumps(plan), size, world, __version__, torch.__version__]
     if question is not None:
-        fixed = sorted(question.fixed)
-        asked += [dumps(question.plan), fixed, question.node, question.rows, question.rows_fixed]
+        own = "" if question.plan is None else dumps(question.plan)
+        asked += [own, sorted(question.fixed), question.world, question.node, question.mesh]
     return hashlib.sha256(pickle.dumps(program) + repr(asked).encode()).hexdigest()
 
 
