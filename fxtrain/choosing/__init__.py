@@ -3,15 +3,15 @@
 from fxtrain.choosing.candidates import Question, Trial
 from fxtrain.choosing.costs import StepCost, step_cost
 from fxtrain.choosing.report import Choice, ChoiceRow
-from fxtrain.choosing.search import search
+from fxtrain.choosing.searching import search
 from fxtrain.choosing.trials import SHORT, Look, batch_size, run_function
 
 __all__ = [
-    "SHORT",
     "Choice",
     "ChoiceRow",
     "Look",
     "Question",
+    "SHORT",
     "StepCost",
     "Trial",
     "batch_size",

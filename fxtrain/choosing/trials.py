@@ -71,7 +71,7 @@ def dry_runs(
         cache: Folder of earlier answers; empty for none.
 
     Returns:
-        "runs", a list of (accumulate, rank, JSON of the run): two if an update has more than two
+        "runs", a list of [accumulate, rank, JSON of the run]: two if an update has more than two
         micro-batches, and for a pipeline those of its first and last stage. "about", the rows of a
         micro-batch on all ranks, or a `survey`.
 
@@ -92,12 +92,12 @@ def dry_runs(
 
     staged = plan.mesh is not None and plan.mesh.pipeline > 1
     counts = [plan.accumulate] if plan.accumulate <= SHORT else range(1, SHORT + 1)
-    runs: list[tuple[int, int, str]] = []
+    runs: list[list[Any]] = []
     for count, rank in itertools.product(counts, (0, world - 1) if staged else (0,)):
         short = attrs.evolve(plan, accumulate=count)
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             run = program((short, size), world, rank, look)
-        runs.append((count, rank, dumps(attrs.evolve(run, timeline=(), setup=()))))
+        runs.append([count, rank, dumps(attrs.evolve(run, timeline=(), setup=()))])
     answer = {"runs": runs, "about": about}
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
@@ -309,6 +309,7 @@ def search(
     minutes: float = 10.0,
     processes: int | None = None,
     cache: str = "",
+    most: int = MOST_RUNS,
     progress: Callable[[int, int], object] = lambda done, left: None,
 ) -> Choice:
     """Try plans, the most promising first, and compare those that fit.
@@ -321,6 +322,7 @@ def search(
         minutes: Time after which the search ends with what was found.
         processes: Dry runs at a time; by default one for each core. 1 runs them in this process.
         cache: Folder of earlier dry runs; empty for none.
+        most: Dry runs, beside the first.
         progress: Called with the numbers of dry runs that have ended and that may follow.
 
     Returns:
@@ -346,7 +348,11 @@ def search(
             ) from None
         running: dict[Future[Any], tuple[float, Lane, Trial]] = {}
         while (found.queue or running) and time.monotonic() < deadline:
-            _submit(found, running, pool, count, program, cache)
+            while len(running) < count and found.runs + len(running) < most:
+                if (following := found.next()) is None:
+                    break
+                future = pool.submit(dry_runs, program, following[2], question.world, None, cache)
+                running[future] = following
             if not running:
                 break
             left_s = max(0.0, deadline - time.monotonic())
@@ -354,24 +360,8 @@ def search(
                 _finish(found, future, running.pop(future))
                 progress(found.runs, len(found.queue) + len(running))
     if left := len(found.queue) + len(running):
-        found.drop(f"not tried within {minutes:g} minutes and {MOST_RUNS} dry runs", left)
+        found.drop(f"not tried within {minutes:g} minutes and {most} dry runs", left)
     return found.choice()
-
-
-def _submit(
-    found: _Search,
-    running: dict[Future[Any], tuple[float, Lane, Trial]],
-    pool: Executor,
-    count: int,
-    program: Program,
-    cache: str,
-) -> None:
-    """Start as many dry runs as there are processes, within the number of all."""
-    while len(running) < count and found.runs + len(running) < MOST_RUNS:
-        if (following := found.next()) is None:
-            return
-        attempt, world = following[2], found.question.world
-        running[pool.submit(dry_runs, program, attempt, world, None, cache)] = following
 
 
 def _finish(found: _Search, future: Future[Any], of: tuple[float, Lane, Trial]) -> None:
