@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fxtrain import ops
 from fxtrain._record import record, shown
 from fxtrain.backends.core.device_mesh import separate_meshes
-from fxtrain.backends.core.model_state import format_of, local_part_of, memory_reader
+from fxtrain.backends.core.model_state import local_part_of, memory_reader, shape_and_dtype
 from fxtrain.choosing import SHORT, Choice, ChoiceRow, Question, run_function, search
 from fxtrain.data import Sharded
 from fxtrain.errors import CollectiveError, PlanError, StepError
@@ -356,7 +356,7 @@ def _fits(
     finally:
         empty_cache(ctx.device)
     try:
-        rows = _tell(ctx, too_large=ran_out or (problem is None and not fits))
+        rows = _share(ctx, too_large=ran_out or (problem is None and not fits))
     except CollectiveError as error:
         if problem is None or ran_out:
             raise
@@ -368,7 +368,7 @@ def _fits(
     return True
 
 
-def _tell(ctx: DistContext, *, too_large: bool) -> list[bool]:
+def _share(ctx: DistContext, *, too_large: bool) -> list[bool]:
     """By rank, whether a size is too large for it."""
     try:
         return ops.gather_objects(too_large, ctx)
@@ -564,7 +564,7 @@ def kept_state(ctx: DistContext, model: Wrapped) -> Iterator[None]:
     state = model.strategy.state(model)
     parts = {name: local_part_of(tensor).clone() for name, tensor in state.tensors.items()}
     own = {name: tensor.detach().clone() for name, tensor in state.own.items()}
-    shapes = {name: format_of(tensor) for name, tensor in state.tensors.items()}
+    shapes = {name: shape_and_dtype(tensor) for name, tensor in state.tensors.items()}
     saved = memory_reader(ctx, shapes, parts, own, copy.deepcopy(state.values))
     with ops.fork_rng(ctx):
         try:

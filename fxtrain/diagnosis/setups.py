@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain.backends.deepspeed.config import config_problems, resolve
+from fxtrain.backends.deepspeed.config import config_problems, resolve_deepspeed
 from fxtrain.backends.wrapping import problems_of, strategies
 from fxtrain.errors import FxError, LaunchError, MissingPackageError, PlanError
 from fxtrain.launchers import LaunchSpec, prepare
@@ -80,21 +80,21 @@ def planned_context(spec: LaunchSpec, plan: Plan) -> DistContext:
 
 def plan_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
     """What `fx.wrap` would refuse of a plan in a context, except for what depends on the model."""
-    row = strategies().get(type(plan.strategy))
-    if row is None:
+    entry = strategies().get(type(plan.strategy))
+    if entry is None:
         raise PlanError(f"No strategy is registered for {type(plan.strategy).__name__}.")
     if isinstance(plan.strategy, DeepSpeed):
         ranks = ctx.axis("data").world_size
         base = read_config(plan.strategy)
         plan = fill_from_config(plan, base, ranks)
         base = {name: base[name] for name in base if name not in ("optimizer", "scheduler")}
-        config = resolve(plan, base, ranks=ranks, partial=True)
+        config = resolve_deepspeed(plan, base, ranks=ranks, partial=True)
         if problems := config_problems(config, ranks):
             return problems
     config = plan.strategy.stages if isinstance(plan.strategy, PP) else plan.strategy
     spread = config.expert if isinstance(config, FSDP) else None
     model = stand_in(ctx.mesh, experts=(spread or 0) * ctx.world_size)
-    return problems_of(row, ctx, without_names(plan), model)
+    return problems_of(entry, ctx, without_names(plan), model)
 
 
 def without_names(plan: Plan) -> Plan:
