@@ -118,15 +118,15 @@ def TEST(file: str, ranks: int | None, words: tuple[str, ...], mib: float) -> in
     """
     spec, plan = _configured(file, ranks, words)
     with tempfile.TemporaryDirectory(prefix="fxtrain-test-") as folder:
-        out = Path(folder) / "told.json"
+        out = Path(folder) / "results.json"
         if code := _run_here(spec, _TRIAL, (str(out), dumps(plan), str(mib)), "fxtrain test"):
             return code
         if not out.is_file():
             warn("Every rank succeeded. The machine of rank 0 prints the results.")
             return Exit.WELL
-        told = json.loads(out.read_text(encoding="utf-8"))
-    report(told, lambda: _print(told))
-    return Exit.FOUND if told["problems"] else Exit.WELL
+        results = json.loads(out.read_text(encoding="utf-8"))
+    report(results, lambda: _print(results))
+    return Exit.FOUND if results["problems"] else Exit.WELL
 
 
 def _configured(file: str, ranks: int | None, words: Sequence[str]) -> tuple[LaunchSpec, Plan]:
@@ -161,11 +161,11 @@ def _run_here(spec: LaunchSpec, module: str, words: tuple[str, ...], name: str) 
     return Exit.WELL
 
 
-def _print(told: dict[str, Any]) -> None:
-    ranks, nodes = counted(told["ranks"], "rank"), counted(told["nodes"], "node")
+def _print(results: dict[str, Any]) -> None:
+    ranks, nodes = counted(results["ranks"], "rank"), counted(results["nodes"], "node")
     click.echo(
-        f"{ranks} on {nodes} ({', '.join(told['hosts'])}), "
-        f"{told['device']}, started by {told['launcher']}\n"
+        f"{ranks} on {nodes} ({', '.join(results['hosts'])}), "
+        f"{results['device']}, started by {results['launcher']}\n"
     )
     rows = [
         [
@@ -174,16 +174,16 @@ def _print(told: dict[str, Any]) -> None:
             f"{row['latency_us']:.0f}",
             "" if row["gib_per_s"] is None else f"{row['gib_per_s']:.3f}",
         ]
-        for row in told["collectives"]
+        for row in results["collectives"]
     ]
     print_table(["collective", "right", ">latency, us", ">GiB/s"], rows)
-    training = told["training"]
+    training = results["training"]
     if training:
         click.echo(
             f"\nTraining: loss {training['first']:.4f} to {training['last']:.4f} in "
             f"{training['steps']} steps, {training['step_ms']:.2f} ms each."
         )
-    problems = told["problems"]
+    problems = results["problems"]
     click.echo("\n" + ("\n".join(f"! {problem}" for problem in problems) or "No problems found."))
     sys.stdout.flush()
 

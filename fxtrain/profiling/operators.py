@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch.utils.flop_counter import flop_registry
 
 from fxtrain.state import Operator
 
-Call = tuple[str, str, str, int, int]  # name, phase, dtype, FLOPs, bytes
+Phase = Literal["forward", "backward", "update"]
+Call = tuple[str, Phase, str, int, int]  # name, phase, dtype, FLOPs, bytes
 
 _aten = torch.ops.aten
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -35,7 +36,7 @@ _CPU_ATTENTION = {
 }
 
 
-def work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+def operator_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     """Name, dtype, FLOPs and bytes of one call of an operator; None if it launches no kernel."""
     name = func.overloadpacket.__name__
     if func.is_view or name in _FREE or func.namespace in _COLLECTIVES:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxtrain.precision.quantizing import live_tensors
 from fxtrain.profiling.fake_tensors import FakeValuesMode
-from fxtrain.profiling.operators import Call, work
+from fxtrain.profiling.operators import Call, Phase, operator_call
 from fxtrain.state import Memory, Traffic, Wrapped
 from fxtrain.state.dry_runs import PARTS
 
@@ -50,7 +50,7 @@ _P2P_KINDS = {"isend": "send", "irecv": "recv"}
 
 
 @attrs.frozen
-class Collective:
+class RecordedCall:
     """One call of a collective: kind and bytes as in `Traffic`."""
 
     kind: str
@@ -82,15 +82,16 @@ def sent(operator: str, args: tuple[Any, ...]) -> list[tuple[str, int]]:
     return [(kind, 0 if kind == "barrier" else _bytes(value))]
 
 
-def collectives(func: Any, args: tuple[Any, ...]) -> list[Collective]:
+def collectives(func: Any, args: tuple[Any, ...]) -> list[RecordedCall]:
     """The collectives that an operator performs, each with its group."""
     return [
-        Collective(kind, *_group(func, args), size) for kind, size in sent(func._schema.name, args)
+        RecordedCall(kind, *_group(func, args), size)
+        for kind, size in sent(func._schema.name, args)
     ]
 
 
-def summary(
-    calls: Iterable[Collective], axis_of: Callable[[Collective], str]
+def sum_calls(
+    calls: Iterable[RecordedCall], axis_of: Callable[[RecordedCall], str]
 ) -> tuple[Traffic, ...]:
     """Calls summed by kind and axis, most bytes first."""
     counts: Counter[tuple[str, str, int]] = Counter()
@@ -139,7 +140,7 @@ class LoopRecorder:
 
     def __init__(self, *, most: int, fakes: FakeTensorMode | None = None) -> None:
         self.memory = MemoryLog(fakes)
-        self.traffic: list[Collective] = []
+        self.traffic: list[RecordedCall] = []
         self.operators: list[Call] = []
         self.started: Mark | None = None  # at the first forward
         self.marks: list[Mark] = []  # at the end of each step
@@ -154,11 +155,11 @@ class LoopRecorder:
         """Record an operator and its result."""
         if self._loads:
             self.memory.leave_out(tree_leaves((args, kwargs)))
-        elif done := work(func, args, kwargs, out):
+        elif done := operator_call(func, args, kwargs, out):
             # Autograd computes gradients with grad mode off.
-            backward = "forward" if torch.is_grad_enabled() else "backward"
+            phase: Phase = "forward" if torch.is_grad_enabled() else "backward"
             name, *sizes = done
-            self.operators.append((name, "update" if self._updating else backward, *sizes))
+            self.operators.append((name, "update" if self._updating else phase, *sizes))
         self.traffic.extend(collectives(func, args))
         for leaf in [out] if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
@@ -173,7 +174,7 @@ class LoopRecorder:
         finally:
             self._loads -= 1
 
-    def meet(self, module: nn.Module) -> None:
+    def add(self, module: nn.Module) -> None:
         """Remember a module and its submodules."""
         if module not in self._modules:
             self._modules.update(module.modules())
@@ -182,7 +183,7 @@ class LoopRecorder:
         """Called before a module's forward."""
         if self.started is None:
             self.started = self._here()
-        self.meet(module)
+        self.add(module)
 
     def before_update(self, optimizer: Optimizer, *_: Any) -> None:
         """Called before an update, when gradients are complete and nothing is freed yet."""
@@ -234,8 +235,8 @@ def recording(watch: LoopRecorder, mode: FakeValuesMode) -> Iterator[LoopRecorde
         return out
 
     hooks = (
-        registry.register_module_parameter_registration_hook(lambda m, *_: watch.meet(m)),
-        registry.register_module_buffer_registration_hook(lambda m, *_: watch.meet(m)),
+        registry.register_module_parameter_registration_hook(lambda m, *_: watch.add(m)),
+        registry.register_module_buffer_registration_hook(lambda m, *_: watch.add(m)),
         registry.register_module_forward_pre_hook(watch.forward),
         register_optimizer_step_pre_hook(watch.before_update),
         register_optimizer_step_post_hook(watch.after_update),
