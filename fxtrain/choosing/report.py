@@ -7,7 +7,7 @@ import attrs
 from rich.console import Group, RenderableType
 
 from fxtrain._display import show_bytes
-from fxtrain._drawing import COLOURS, make_figure, make_table, plain
+from fxtrain._drawing import COLORS, make_figure, make_table, plain_text
 from fxtrain.choosing.costs import StepCost
 from fxtrain.errors import PlanError
 from fxtrain.profiling.tables import show_mesh
@@ -102,11 +102,11 @@ class Choice:
         title = f"{self.rows:,} rows on {self.world} x {self.device.name}"
         drawn = make_figure("fx.tuning.Choice.plot", title, height=1.5 + 0.4 * len(self.table))
         (axes,) = drawn.axes
-        names = [describe(row) for row in reversed(self.table)]
+        names = [name_row(row) for row in reversed(self.table)]
         left = [0.0] * len(names)
         for number, part in enumerate(_PARTS):
             widths = [attrs.astuple(row.cost)[number] for row in reversed(self.table)]
-            axes.barh(names, widths, left=left, label=part, color=COLOURS[number])
+            axes.barh(names, widths, left=left, label=part, color=COLORS[number])
             left = [start + width for start, width in zip(left, widths, strict=True)]
         axes.set_xlabel("seconds of an update")
         drawn.legend(loc="outside lower center", ncols=5, frameon=False)
@@ -120,10 +120,10 @@ class Choice:
         columns = ("plan", ">memory", ">step", ">rows/s", "limited by")
         yield make_table(columns, [_cells(row) for row in self.table], title=title)
         if self.advice:
-            yield plain(f"No plan fits. {self.advice}" if not self.table else self.advice)
+            yield plain_text(f"No plan fits. {self.advice}" if not self.table else self.advice)
         if self.sensitivity:
             rows = [
-                (text, "none of the plans that were tried" if row is None else describe(row),
+                (text, "none of the plans that were tried" if row is None else name_row(row),
                  "" if row is None else _seconds(row.cost.seconds))
                 for text, row in self.sensitivity
             ]  # fmt: skip
@@ -137,7 +137,7 @@ class Choice:
             yield make_table(("dropped because", ">plans"), rows)
 
 
-def describe(row: ChoiceRow) -> str:
+def name_row(row: ChoiceRow) -> str:
     """A plan in a few words: its strategy, its mesh, and its batches."""
     plan = row.plan
     mesh = plan.mesh and show_mesh(plan.mesh)
@@ -165,7 +165,7 @@ def _cells(row: ChoiceRow) -> tuple[str, ...]:
     cost = row.cost
     share = max(attrs.astuple(cost)) / cost.seconds
     return (
-        describe(row),
+        name_row(row),
         show_bytes(row.memory),
         _seconds(cost.seconds),
         f"{row.rows_per_s:,.4g}",
