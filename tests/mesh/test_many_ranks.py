@@ -58,14 +58,15 @@ def test_a_batch_costs_as_much_on_100_000_ranks_and_anywhere_in_an_epoch():
     assert first - start[0] <= 8 * many
 
 
-def test_an_exchange_reads_the_packet_of_each_rank():
-    def barrier(ranks):
+def test_an_exchange_costs_the_logarithm_of_the_number_of_ranks():
+    def calls(ranks, call):
         with fake_world(ranks) as ctx:
-            fx.ops.barrier(ctx)
-            return _calls(lambda: fx.ops.barrier(ctx))
+            call(ctx)
+            return _calls(lambda: call(ctx))
 
-    few, many = barrier(10), barrier(10_000)
-    assert many - few <= 3 * 10_000
+    for call in (fx.ops.barrier, lambda ctx: fx.ops.agree(7, ctx)):
+        counts = [calls(ranks, call) for ranks in (2**10, 2**13, 2**16)]
+        assert counts[2] - counts[1] == counts[1] - counts[0] <= 3 * 60
 
 
 def test_a_mesh_names_every_group_on_every_rank():

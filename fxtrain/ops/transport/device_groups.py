@@ -15,10 +15,9 @@ from torch import distributed as dist
 
 from fxtrain.ops.transport.exchange import (
     CallState,
-    headers_differ,
     is_deferred,
-    read_headers,
     settle,
+    told_of,
 )
 from fxtrain.state import DistContext
 
@@ -96,8 +95,8 @@ def _watch(ctx: DistContext, state: CallState) -> None:
             if not exchange.work.is_completed():
                 continue
             try:
-                exchange.work.wait()
-                differ = headers_differ(read_headers(ctx, state))
+                exchange.work.wait(timedelta(seconds=_LOOK_S))
+                differ = told_of(ctx, state, exchange).differ
             except RuntimeError:  # a rank was lost: the next call says so
                 differ = True
             # Packets are overwritten by the next exchange only.
