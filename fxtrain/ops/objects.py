@@ -8,7 +8,7 @@ from fxtrain._tree import TreeSpec
 from fxtrain._words import canonical_text
 from fxtrain.errors import CollectiveError
 from fxtrain.ops.collectives import broadcast_packed, gather_packed
-from fxtrain.ops.transport.exchange import EMPTY, compare, exchange_payloads
+from fxtrain.ops.transport.exchange import EMPTY, are_empty, compare, exchange_payloads
 from fxtrain.ops.transport.packing import Packed
 from fxtrain.state import DistContext
 from fxtrain.state.context import check_connected
@@ -159,7 +159,7 @@ def all_ranks(flag: object, ctx: DistContext) -> bool:
 
 
 def _flags(op: str, flag: object, ctx: DistContext, *, usual: bool) -> list[bool]:
-    """The flags of all ranks; one that is as `usual` takes no payload."""
+    """The flags of all ranks; those that are as `usual` take no payload."""
     check_connected(op, ctx)
     mine, unclear = False, None
     try:
@@ -170,6 +170,8 @@ def _flags(op: str, flag: object, ctx: DistContext, *, usual: bool) -> list[bool
     if unclear is not None or mine is not usual:
         payload = torch.tensor([unclear is not None], device="cpu").view(torch.uint8)
     rows = exchange_payloads(ctx, (op, ""), payload)
+    if are_empty(rows):
+        return [usual]  # of all ranks
     if wrong := [str(rank) for rank, row in enumerate(rows) if row.numel() and row.item()]:
         raise CollectiveError(
             f"{op}: the flag of rank {', '.join(wrong)} is neither true nor false. Pass a bool "
