@@ -141,7 +141,7 @@ def _calls(ctx, folder):
         "reduce": lambda: fx.ops.reduce(small, ctx),
         "barrier": lambda: fx.ops.barrier(ctx),
         "agree": lambda: fx.ops.agree(7, ctx),
-        "any_rank, as fit after an update": lambda: fx.ops.any_rank(False, ctx),
+        "any_rank, as fit after an update": lambda: fx.ops.any_rank(0, ctx),
     }
     if not ctx.comm.simulated:
         calls['step, nonfinite="skip"'] = lambda: fx.step(ctx, batch, fns)

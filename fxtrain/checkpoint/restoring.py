@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxtrain import ops
-from fxtrain._display import describe
+from fxtrain._display import brief
 from fxtrain._reading import StrPath
 from fxtrain._record import shown
 from fxtrain.checkpoint.background import CheckpointState
@@ -58,7 +58,7 @@ class Restored:
 
     path: str
     position: Position
-    extra: Any = attrs.field(repr=describe)
+    extra: Any = attrs.field(repr=brief)
     world_size: int
     _plans: Mapping[str, Any] = attrs.field(alias="plans", repr=False)
 
@@ -137,8 +137,8 @@ def restore(
     try:
         with fail_together(ctx, "restore"):
             found = find_checkpoint(path) if ctx.is_main else None
-        told, manifest = _told(found, ctx)
-        storage = open_storage(told)
+        location, manifest = _from_main(found, ctx)
+        storage = open_storage(location)
         with fail_together(ctx, "restore"):
             state.restored_from = storage.key()  # no save removes it meanwhile
             restored = _restore(storage, manifest, ctx, models, extra, random)
@@ -153,7 +153,7 @@ def restore(
     return restored
 
 
-def _told(found: tuple[Storage, Manifest] | None, ctx: DistContext) -> tuple[str, Manifest]:
+def _from_main(found: tuple[Storage, Manifest] | None, ctx: DistContext) -> tuple[str, Manifest]:
     """The checkpoint that rank 0 has found, and its manifest, which only rank 0 has read.
 
     That of a large run takes seconds to read and to check.

@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain.backends.deepspeed.config import config_problems, resolve
+from fxtrain.backends.deepspeed.config import config_problems, resolve_deepspeed
 from fxtrain.backends.wrapping import problems_of, strategies
 from fxtrain.errors import FxError, LaunchError, MissingPackageError, PlanError
 from fxtrain.launchers import LaunchSpec, prepare
@@ -18,7 +18,6 @@ from fxtrain.state import (
     PP,
     TP,
     XLA,
-    Comm,
     DeepSpeed,
     DistContext,
     Mesh,
@@ -26,8 +25,9 @@ from fxtrain.state import (
     Plan,
     Single,
 )
+from fxtrain.state.context import simulated
 from fxtrain.state.deepspeed import fill_from_config, read_config
-from fxtrain.state.mesh import SPANS, resolve_mesh
+from fxtrain.state.mesh import resolve_mesh
 
 _CHIPS = 4  # of a TPU host, where the mesh leaves it open
 _WIDTH = 256
@@ -72,41 +72,29 @@ def planned_context(spec: LaunchSpec, plan: Plan) -> DistContext:
         local_world_size=1 if tpu else spec.ranks,
         num_nodes=spec.nodes,
         device=torch.device(kind),
-        comm=_comm(1 if tpu else count),
         mesh=mesh,
         devices=count if tpu else 1,
     )
-    if ctx.world_size == 1:
-        return ctx
-    sizes = {name: math.prod(mesh.sizes[axis] for axis in span) for name, span in SPANS.items()}
-    axes = {
-        name: attrs.evolve(ctx, world_size=size, comm=_comm(size), mesh=Mesh(replicate=size))
-        for name, size in sizes.items()
-    }
-    return attrs.evolve(ctx, axes=axes)
-
-
-def _comm(ranks: int) -> Comm:
-    return Comm(ranks=tuple(range(ranks)), simulated=True)
+    return simulated(ctx)
 
 
 def plan_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
     """What `fx.wrap` would refuse of a plan in a context, except for what depends on the model."""
-    row = strategies().get(type(plan.strategy))
-    if row is None:
+    entry = strategies().get(type(plan.strategy))
+    if entry is None:
         raise PlanError(f"No strategy is registered for {type(plan.strategy).__name__}.")
     if isinstance(plan.strategy, DeepSpeed):
         ranks = ctx.axis("data").world_size
         base = read_config(plan.strategy)
         plan = fill_from_config(plan, base, ranks)
         base = {name: base[name] for name in base if name not in ("optimizer", "scheduler")}
-        config = resolve(plan, base, ranks=ranks, partial=True)
+        config = resolve_deepspeed(plan, base, ranks=ranks, partial=True)
         if problems := config_problems(config, ranks):
             return problems
     config = plan.strategy.stages if isinstance(plan.strategy, PP) else plan.strategy
     spread = config.expert if isinstance(config, FSDP) else None
     model = stand_in(ctx.mesh, experts=(spread or 0) * ctx.world_size)
-    return problems_of(row, ctx, without_names(plan), model)
+    return problems_of(entry, ctx, without_names(plan), model)
 
 
 def without_names(plan: Plan) -> Plan:

@@ -20,7 +20,7 @@ from fxtrain.ops.closing import answered, read_views, within
 from fxtrain.ops.devices import check_own_device
 from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.ops.transport.exchange import CallState, rank_loss_guard, settle
-from fxtrain.ops.transport.messages import meet
+from fxtrain.ops.transport.messages import connect_ranks
 from fxtrain.ops.transport.mismatches import by_rank, ranks_on
 from fxtrain.ops.transport.rounds import count_rounds
 from fxtrain.state import Comm, CommState, DistContext
@@ -124,7 +124,7 @@ def _open_in_time(
             dist.init_process_group(**settings)
             if "gloo" in settings["backend"]:  # which has connected no ranks yet
                 rank, ranks = settings["rank"], settings["world_size"]
-                meet(dist.group.WORLD, rank, ranks, settings["timeout"])
+                connect_ranks(dist.group.WORLD, rank, ranks, settings["timeout"])
         except Exception as error:  # for the thread that waits
             errors.append(error)
         if late.is_set() and dist.is_initialized():
@@ -173,7 +173,7 @@ def _message(topology: Topology, store: Any, backend: str, error: Exception) -> 
         read_views(store, {rank: {f"unopened/{rank}": ""} for rank in ranks}, errors, until)
 
     known = known and answered(_LOOK_S + _ANSWER_S, ask)
-    silent = "has told no error so far" if known else "unknown, since the store does not answer"
+    silent = "has reported no error yet" if known else "unknown, since the store does not answer"
     views = [(rank, errors.get(rank, silent)) for rank in ranks]
     did = f"did not reach {'; '.join(far)} to open" if far else "could not open"
     lines = [
@@ -261,9 +261,9 @@ def open_by_members(ranks: list[int], **options: Any) -> Any:
     """Open a process group by its members alone, who open the same groups in the same order.
 
     torch names such a group after its ranks and the number of open groups. Once other groups have
-    been closed, that may be the name of an earlier group of the same ranks: of one that is open,
-    which torch refuses, or of a closed one, whose addresses are still in the store. Here the
-    number counts the groups of these ranks that this rank has opened, so that no name comes twice.
+    been closed, the name may clash with an earlier group of these ranks. torch refuses an open
+    one; a closed one left stale addresses in the store. Here the number counts the groups of these
+    ranks that this rank has opened, so that no name is used twice.
     """
     # torch_xla replaces torch.distributed.new_group with one that takes fewer arguments.
     library: Any = dist.distributed_c10d

@@ -35,8 +35,8 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
     """
     check_connected("raise_together", ctx)
     if ctx.world_size > 1:
-        mine = "" if problem is None else error_text(problem)
-        texts = exchange_texts(ctx, ("raise_together", "", mine), mine)
+        local_text = "" if problem is None else error_text(problem)
+        texts = exchange_texts(ctx, ("raise_together", "", local_text), local_text)
         if problem is None and any(texts):
             lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts) if text]
             raise CollectiveError("\n".join(["Another rank failed:", *lines]), code="FX303")
@@ -72,8 +72,8 @@ def fail_together(ctx: DistContext | None, action: str = "") -> Iterator[None]:
         if problem is not None:
             raise problem
     else:
-        mine = "" if problem is None else _problem_text(problem, action)
-        if problems := problem_of_ranks("raise_together", mine, ctx):
+        text = "" if problem is None else _problem_text(problem, action)
+        if problems := problem_of_ranks("raise_together", text, ctx):
             raise CheckpointError(problems) from problem
 
 
@@ -93,8 +93,8 @@ def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
     of packets; `op` is the call, for the error if a rank makes another one.
     """
     machine = f" on {platform.node()}" if ctx.num_nodes > 1 else ""
-    mine = words and f"{machine}: {words}"
-    rows = exchange_texts(ctx, (op, "", mine), mine)
+    line = words and f"{machine}: {words}"
+    rows = exchange_texts(ctx, (op, "", line), line)
     problems = {rank: row.partition(": ") for rank, row in enumerate(rows) if row}
     texts = {text for _, _, text in problems.values()}
     if len(texts) <= 1 and (not machine or len(problems) in (0, ctx.world_size)):
@@ -110,8 +110,8 @@ def collect_with_errors(
     Other ranks get no values and no lines, and wait for rank 0 to tell what follows. One exchange,
     in which payloads are sent along a tree.
     """
-    mine = "" if problem is None else error_text(problem)
-    own = (value, mine, mine and platform.node())
+    text = "" if problem is None else error_text(problem)
+    own = (value, text, text and platform.node())
     if ctx.world_size == 1:
         rows = [own]
     else:
@@ -119,7 +119,7 @@ def collect_with_errors(
         blobs = collect_payloads(ctx, call, dump(own, ctx))
         try:
             rows = unpickle_all(call[0], dict(enumerate(blobs)), ctx, sure=True)
-        except CollectiveError as error:  # the others wait to be told
+        except CollectiveError as error:  # the others wait for an answer
             return [], [f"  rank 0: {error}"]
     hosts = {rank: host for rank, (*_, host) in enumerate(rows) if host and ctx.num_nodes > 1}
     problems = by_rank(((rank, text) for rank, (_, text, _) in enumerate(rows) if text), hosts)

@@ -30,10 +30,10 @@ from fxtrain.errors import CollectiveError
 from fxtrain.ops.transport.messages import (
     SHOWN,
     WAITED,
+    CallSummary,
     Comparison,
     InThread,
     Messages,
-    Told,
     plain_bytes,
     remaining,
     unrecorded,
@@ -83,7 +83,7 @@ class Exchange:
         src: The only rank that has a payload, which all get; None if each may have one.
         root: The only rank that gets the payloads; None if all do.
         comparison: That of many ranks.
-        told: What the ranks have learnt of their calls; None before.
+        summary: What the ranks have learned of their calls; None before.
         rows: Every rank's payload, uint8, (ranks, the longest), if one does not fit in a packet.
             Those of many ranks begin with their length, and are ordered as `gather_rounds` says.
         updates: Of models in this context since the last call, if the comparison is deferred.
@@ -97,7 +97,7 @@ class Exchange:
     src: int | None = None
     root: int | None = None
     comparison: Comparison | None = None
-    told: Told | None = None
+    summary: CallSummary | None = None
     rows: Tensor | None = None
     updates: int = WAITED
 
@@ -232,15 +232,15 @@ def exchange_rows(
     state, ranks = settle(ctx), ctx.world_size
     with rank_loss_guard(ctx, call):
         exchange = _start(ctx, state, call, _digest_of(call), payload, src=src, root=root)
-        told = _complete(ctx, state, exchange)
+        summary = _complete(ctx, state, exchange)
     if ctx.comm.simulated:  # the same traffic; every rank sends what this rank does
         return payload.repeat(ranks, 1), [payload.numel()] * ranks
     if exchange.comparison is not None:
-        return _in_order(ctx, exchange, told.largest)
+        return _in_order(ctx, exchange, summary.largest)
     if exchange.rows is not None:
-        return exchange.rows, [*told.sizes]
-    rows = state.packets[:, HEADER : HEADER + told.largest]
-    return rows.clone() if keep else rows, [*told.sizes]
+        return exchange.rows, [*summary.sizes]
+    rows = state.packets[:, HEADER : HEADER + summary.largest]
+    return rows.clone() if keep else rows, [*summary.sizes]
 
 
 def send_payload(ctx: DistContext, call: Call, payload: Tensor, src: int) -> Tensor:
@@ -268,8 +268,8 @@ def same_on_all(ctx: DistContext, call: Call, digest: bytes) -> bool:
     """
     state = settle(ctx)
     if ctx.world_size <= state.few:
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        digests = exchange_payloads(ctx, call, mine)
+        local = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        digests = exchange_payloads(ctx, call, local)
         return all(torch.equal(other, digests[0]) for other in digests)
     with rank_loss_guard(ctx, call):
         value = hashlib.blake2b(digest, digest_size=16).digest()
@@ -293,7 +293,7 @@ def _in_order(ctx: DistContext, exchange: Exchange, largest: int) -> tuple[Tenso
     return rows[:, _SIZE_BYTES:], sizes
 
 
-def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
+def compare_calls(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
     """Compare a call between all ranks before its data is sent by another collective.
 
     Args:
@@ -469,49 +469,49 @@ def _send_head(
     return InThread(comparison.wait, timedelta(seconds=ctx.comm.timeout_s)), comparison
 
 
-def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> Told:
+def _complete(ctx: DistContext, state: CallState, exchange: Exchange) -> CallSummary:
     """Wait for every rank's packet, and for the payloads that follow.
 
     An interrupt between two statements leaves the exchange in flight; the next call takes it up.
 
     Returns:
-        What the ranks have learnt of their calls.
+        What the ranks have learned of their calls.
     """
     until = time.monotonic() + ctx.comm.timeout_s
     room = capacity(ctx.world_size) if exchange.comparison is None else 0
     # Messages are not recorded, so this is what a trace shows of an exchange.
     with _TORCH._profiler._RecordFunctionFast("fxtrain::exchange"):
-        if exchange.told is None:
+        if exchange.summary is None:
             exchange.work.wait(remaining(until))
-            exchange.told = told_of(ctx, state, exchange)
-        told = exchange.told
-        differ = ctx.comm.checks and told.differ
-        if not differ and told.largest > room:
+            exchange.summary = summary_of(ctx, state, exchange)
+        summary = exchange.summary
+        differ = ctx.comm.checks and summary.differ
+        if not differ and summary.largest > room:
             if exchange.rows is None:
-                exchange.work, exchange.rows = _send_payload(ctx, exchange, told.largest)
+                exchange.work, exchange.rows = _send_payload(ctx, exchange, summary.largest)
             exchange.work.wait(remaining(until))
     state.in_flight = None
     state.completed = state.count
     pace = ctx.comm.state.slots.get(Pace)
-    if pace is not None and pace.fresh and told.micros and ctx.comm.name == "world":
+    if pace is not None and pace.fresh and summary.micros and ctx.comm.name == "world":
         if ctx.is_main:
-            pace.compare(ctx, told.micros)
+            pace.compare(ctx, summary.micros)
         elif exchange.comparison is not None:
             pace.fresh = False
-    if differ and told.deferred:
+    if differ and summary.deferred:
         # Such a rank may wait for its device, so that it cannot take part in another exchange.
         state.verified.clear()
         if state.device_group is not None:
             state.device_group.abort()
             state.device_group = None  # the next call opens another one
-        raise deferred_mismatch_error(ctx, [*told.shown])
+        raise deferred_mismatch_error(ctx, [*summary.shown])
     if differ:
         text = mismatch_text(exchange.call, exchange.site or call_site(exchange.call[0]))
         cut = text.encode()[: capacity(ctx.world_size) - 1].decode(errors="ignore")
         texts = exchange_texts(ctx, _DESCRIBE, cut)
         state.differed = state.count
         raise mismatch_error(ctx, texts)
-    return told
+    return summary
 
 
 def _send_payload(
@@ -544,11 +544,11 @@ def is_deferred(exchange: Exchange) -> bool:
     return exchange.updates != WAITED
 
 
-def told_of(ctx: DistContext, state: CallState, exchange: Exchange) -> Told:
-    """What the ranks have learnt of their calls, once the packets of an exchange have arrived."""
+def summary_of(ctx: DistContext, state: CallState, exchange: Exchange) -> CallSummary:
+    """What the ranks have learned of their calls, once the packets of an exchange have arrived."""
     if exchange.comparison is not None:
-        assert exchange.comparison.told is not None
-        return exchange.comparison.told
+        assert exchange.comparison.summary is not None
+        return exchange.comparison.summary
     length = HEADER + capacity(ctx.world_size)
     received = state.received
     headers = [_HEADER.unpack_from(received, at) for at in range(0, len(received), length)]
@@ -558,7 +558,7 @@ def told_of(ctx: DistContext, state: CallState, exchange: Exchange) -> Told:
     shown: list[str] = []
     if differ:
         shown = [text.rstrip(b"\0").decode(errors="ignore") for text in texts]
-    return Told(
+    return CallSummary(
         differ=differ,
         deferred=bool(passed),
         largest=max(sizes),
@@ -568,11 +568,11 @@ def told_of(ctx: DistContext, state: CallState, exchange: Exchange) -> Told:
     )
 
 
-def _all_gather(ctx: DistContext, rows: Tensor, mine: Tensor) -> dist.Work:
+def _all_gather(ctx: DistContext, rows: Tensor, local: Tensor) -> dist.Work:
     """Start an all-gather of bytes."""
     assert ctx.comm.control is not None  # a context of several ranks has one
     # Methods of the group cost a quarter less than the functions of torch.distributed.
-    return unrecorded(ctx.comm.control._allgather_base, rows.view(-1), mine)
+    return unrecorded(ctx.comm.control._allgather_base, rows.view(-1), local)
 
 
 def _digest_of(call: Call) -> bytes:

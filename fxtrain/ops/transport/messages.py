@@ -118,7 +118,7 @@ def _wait(work: dist.Work | None, until: float) -> None:
         work.wait(remaining(until))
 
 
-def meet(group: Any, rank: int, ranks: int, timeout: timedelta) -> None:
+def connect_ranks(group: Any, rank: int, ranks: int, timeout: timedelta) -> None:
     """Wait until all ranks of a group have called this, and connect with those of `combine_rounds`.
 
     Raises:
@@ -157,7 +157,7 @@ class InThread:
         return not self._thread.is_alive()
 
 
-class Told(NamedTuple):
+class CallSummary(NamedTuple):
     """What the ranks learn of their calls from each other, equal on all of them.
 
     Attributes:
@@ -232,7 +232,7 @@ class Comparison:
         rows = plain_bytes(self._memory, 2 * self._end + 1)
         self._heads = Messages(group=group, rounds=self._rounds, rows=rows, arrived=self._combine)
         self._more: tuple[Messages, bytearray] | None = None
-        self.told: Told | None = None
+        self.summary: CallSummary | None = None
 
     def wait(self, timeout: timedelta) -> None:
         """Take part until this rank knows what all call."""
@@ -245,7 +245,7 @@ class Comparison:
         each: list[bytes] = []
         if texts or (micros and not differ):
             each = self._of_all(self._own[0 if texts else 1], until)
-        self.told = Told(
+        self.summary = CallSummary(
             differ=differ,
             deferred=deferred,
             largest=largest,
