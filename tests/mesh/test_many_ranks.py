@@ -54,8 +54,8 @@ def test_a_batch_costs_as_much_on_100_000_ranks_and_anywhere_in_an_epoch():
     assert late[0] <= 1.2 * start[0]
     first, later = _batches(many, ROWS - ROWS % stride - stride * 10)
     assert later == start[1]
-    # The ranks compare how they load the data, once: the digest of each is read.
-    assert first - start[0] <= 8 * many
+    # The ranks compare how they load the data, once: in 17 rounds of messages.
+    assert first - start[0] <= 60 * 17
 
 
 def test_an_exchange_costs_the_logarithm_of_the_number_of_ranks():

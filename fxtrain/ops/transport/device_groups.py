@@ -88,11 +88,12 @@ def _watch(ctx: DistContext, state: CallState) -> None:
     closed = threading.Event()
 
     def look() -> None:
+        aborted = None
         while not closed.wait(_LOOK_S):
             exchange, group = state.in_flight, state.device_group
             if exchange is None or group is None or not is_deferred(exchange):
                 continue
-            if not exchange.work.is_completed():
+            if exchange is aborted or not exchange.work.is_completed():
                 continue
             try:
                 exchange.work.wait(timedelta(seconds=_LOOK_S))
@@ -102,7 +103,7 @@ def _watch(ctx: DistContext, state: CallState) -> None:
             # Packets are overwritten by the next exchange only.
             if differ and state.in_flight is exchange:
                 group.abort()
-                return
+                aborted = exchange
 
     thread = threading.Thread(target=look, name="fxtrain-deferred", daemon=True)
     thread.start()
