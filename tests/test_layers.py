@@ -153,6 +153,7 @@ MUTABLE = {
     "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
     "fxtrain.ops.transport.exchange.Updates": "how many updates the models of a context have made",
     "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
+    "fxtrain.ops.transport.messages.Messages": "which messages of an exchange are over",
     "fxtrain.ops.standing.RunFolder": "the folder of the run that a context trains",
     "fxtrain.ops.transport.pace.Pace": "how long a rank computed in its last steps",
     "fxtrain.checkpoint.background.CheckpointState": "what the last save and restore left",
