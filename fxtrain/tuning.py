@@ -25,10 +25,10 @@ from fxtrain.loop.stepping import StepFns, step
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.ops.same_errors import raise_together
 from fxtrain.profiling import dry_run
-from fxtrain.state import DeepSpeed, DistContext, Mesh, Plan, Wrapped
+from fxtrain.state import Comm, DistContext, Mesh, Plan, Wrapped
 from fxtrain.state.context import check_connected
-from fxtrain.state.deepspeed import WINDOW_ENTRIES, fill_from_config, read_config
 from fxtrain.state.mesh import resolve_mesh
+from fxtrain.state.registry import registered
 
 __all__ = ["RateCurve", "find_batch_size", "find_lr", "predict_batch_size"]
 __dir__ = __all__.copy  # for completion
@@ -157,12 +157,11 @@ def predict_batch_size(
         (16, 4)
     """
     _check("predict_batch_size", start, shrink)
-    plan = Plan() if plan is None else plan
-    _check_takes("predict_batch_size", "train", train, DistContext(), start, plan)
-    if isinstance(plan.strategy, DeepSpeed):
-        data = read_config(plan.strategy)
-        axes = resolve_mesh(Mesh() if mesh is None else mesh, world)
-        plan = fill_from_config(plan, data, axes.replicate * axes.shard)
+    _check_takes("predict_batch_size", "train", train, DistContext(), start, Plan())
+    axes = resolve_mesh(Mesh() if mesh is None else mesh, world)
+    data = axes.replicate * axes.shard
+    comm = Comm(ranks=tuple(range(data)), simulated=True)
+    plan = plan_for("predict_batch_size", DistContext(world_size=data, comm=comm), plan)
     for size, candidate in _candidates(start, plan, shrink):
         run = dry_run(
             lambda ctx, size=size, candidate=candidate: train(ctx, size, candidate),
@@ -210,12 +209,8 @@ def _check_takes(call: str, name: str, fn: Callable[..., object], *args: Any) ->
 def _candidates(start: int, plan: Plan, shrink: float) -> Iterator[tuple[int, Plan]]:
     """Batch sizes downwards, each with the plan that keeps the rows of an update."""
     rows, size = start * plan.accumulate, start
-    if isinstance(plan.strategy, DeepSpeed):
-        data = read_config(plan.strategy)
-        left = {name: "auto" for name in WINDOW_ENTRIES if name in data}
-        config = {**data, **left} or None
-        strategy = attrs.evolve(plan.strategy, config=config, micro_batch=None)
-        plan = attrs.evolve(plan, strategy=strategy)
+    strategy = registered(type(plan.strategy))
+    plan = plan if strategy is None else strategy.without_batch(plan)
     while size:
         yield size, attrs.evolve(plan, accumulate=rows // size)
         most = int(size * shrink)

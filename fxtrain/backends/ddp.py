@@ -37,6 +37,7 @@ from fxtrain.state import (
     DDP,
     CommHook,
     DistContext,
+    Mesh,
     ModelState,
     Plan,
     StateReader,
@@ -65,6 +66,11 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             f"DDP(static_graph=True) with accumulate={plan.accumulate} skips reductions, "
             f"and to torch that is a different graph. Set sync_each=True, or "
             f"static_graph=False."
+        )
+    if plan.local is not None and ctx.world_size > 1 and plan.strategy.shard_optimizer:
+        problems.append(
+            f"Plan(local={type(plan.local).__name__}(...)) gives each replica its own optimizer, "
+            f"but DDP(shard_optimizer=True) shares one. Remove one of them."
         )
     return tuple(problems)
 
@@ -301,6 +307,11 @@ def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
     return step_functions.apply(model, update)
 
 
+def _shards(plan: Plan, mesh: Mesh) -> tuple[int, int]:
+    data = mesh.replicate * mesh.shard * mesh.context
+    return 1, data if plan.strategy.shard_optimizer else 1
+
+
 def _verify(model: Wrapped) -> None:
     if not _shares_optimizer(model):  # otherwise `_apply` has compared them
         verify_replicas(model)
@@ -386,6 +397,8 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     config=DDP,
     check=_check,
     wrap=_wrap,
+    one_rank=False,
+    shards=_shards,
     sync=_sync,
     backward=_backward,
     apply=_apply,

@@ -18,12 +18,10 @@ from fxtrain.ops.schedules import waiting_schedulers
 from fxtrain.ops.transport.mismatches import name_lost_rank
 from fxtrain.ops.transport.pace import Pace
 from fxtrain.state import (
-    DDP,
     Batch,
     DistContext,
     Position,
     Report,
-    Single,
     Weighted,
     WeightedLoss,
     Wrapped,
@@ -87,7 +85,7 @@ def _timed(
 ) -> Callable[[Any, Any], Any]:
     """The user's loss; its time is added to the rank's pace if no rank waits for others in it."""
     device = model.ctx.device.type
-    apart = isinstance(model.plan.strategy, Single | DDP) and model.ctx.mesh.context == 1
+    apart = not model.strategy.waits_in_forward and model.ctx.mesh.context == 1
 
     def timed_loss(model: Wrapped, batch: Batch) -> Any:
         pace.begin(device)

@@ -29,6 +29,7 @@ from fxtrain.backends.deepspeed.config import (
     config_problems,
     device,
     hidden_size,
+    partial_config,
     resolve,
     section,
 )
@@ -81,10 +82,7 @@ def zero_init(ctx: DistContext, plan: Plan) -> AbstractContextManager[object]:
     """
     if not isinstance(plan.strategy, DeepSpeed):
         return nullcontext()
-    base = read_config(plan.strategy)
-    base.pop("optimizer", None)
-    base.pop("scheduler", None)
-    config = resolve(plan, base, ranks=ctx.axis("data").world_size, partial=True)
+    config = partial_config(plan, ctx.axis("data").world_size)
     if config[ZERO]["stage"] != 3:
         return nullcontext()
     library = load()
