@@ -104,21 +104,12 @@ def _hook_problems(ctx: DistContext, config: DDP, module: nn.Module) -> list[str
             f"{', '.join(scalars[:_NAMED])} cannot be: parameters without a dimension or values. "
             f"Give them shape (1,), or use fp16."
         )
-    if hook.name == "batched_power_sgd" and not _batched_power_sgd_works():
+    if hook.name == "batched_power_sgd":
         problems.append(
-            f"CommHook(name='batched_power_sgd'): this hook fails on every gradient in torch "
-            f"{torch.__version__}, because it passes a matrix to an orthogonalization that takes "
-            f"a batch of them. Use 'power_sgd'."
+            "CommHook(name='batched_power_sgd'): torch's hook fails on every gradient, because it "
+            "passes a matrix to an orthogonalization that takes a batch of them. Use 'power_sgd'."
         )
     return problems
-
-
-def _batched_power_sgd_works() -> bool:
-    try:
-        powerSGD_hook._orthogonalize(torch.eye(2, device="cpu"))
-    except AssertionError:
-        return False
-    return True
 
 
 def _wrap(
@@ -257,7 +248,6 @@ def _add_hook(engine: StableBucketsDDP, data: DistContext, config: CommHook) -> 
         "fp16": default_hooks.fp16_compress_hook,
         "bf16": default_hooks.bf16_compress_hook,
         "power_sgd": powerSGD_hook.powerSGD_hook,
-        "batched_power_sgd": powerSGD_hook.batched_powerSGD_hook,
     }[config.name]
     if config.wrapper == "fp16":
         hook = default_hooks.fp16_compress_wrapper(hook)

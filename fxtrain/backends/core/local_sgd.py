@@ -239,7 +239,8 @@ def average(model: Wrapped, position: Position | None) -> None:
         # A window still open where the data ends belongs to the round of its update.
         now.rows.add_(now.open_rows)
         now.weight.add_(now.open_weight)
-        torch._foreach_zero_([now.open_rows, now.open_weight])
+        now.open_rows.zero_()
+        now.open_weight.zero_()
     everything = position is None or position.is_last
     update = 0 if position is None else position.updates
     due = [n for n, exchange in now.under_way.items() if everything or exchange.due <= update]
