@@ -24,7 +24,7 @@ def escape_unprintable(text: str) -> str:
     """Text that is safe to print: characters that a terminal interprets are escaped, as in `repr`.
 
     Files contain names and values that end up in messages. An escape sequence in one of them could
-    recolour or rewrite the terminal, a change of direction could reorder a line, and half a
+    recolor or rewrite the terminal, a change of direction could reorder a line, and half a
     surrogate pair cannot be printed at all. Line breaks and tabs are kept.
     """
     if text.isprintable():
@@ -43,9 +43,8 @@ _QUOTED_CODE = re.compile(r" \[(FX\d{3})\]")
 class FxError(Exception):
     """Base of every error that fxtrain raises on purpose.
 
-    Its text contains no control characters, wherever it comes from, and ends with its code. An
-    error whose message quotes another error, such as that of another rank, has the code of that
-    one, which is the cause.
+    Its text contains no control characters, wherever it comes from, and ends with its code. If an
+    error was caused by another (for example, on another rank), it has the code of the cause.
 
     Attributes:
         code: What `fxtrain explain` explains, such as "FX602": that of the class, or a more precise

@@ -168,9 +168,9 @@ JOBS = st.fixed_dictionaries(
 def _packages():
     """Checks look whether an engine is installed before they look at a plan."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "load", lambda *_, **__: None)
+        patch.setattr(setup, "import_deepspeed", lambda *_, **__: None)
         patch.setattr(setup, "device_problems", lambda *_: ())
-        patch.setattr(xla_runtime, "load", lambda *_, **__: None)
+        patch.setattr(xla_runtime, "import_xla", lambda *_, **__: None)
         yield
 
 
@@ -184,11 +184,11 @@ def _is_accepted(spec, plan):
             placed = attrs.evolve(ctx, device=planned.device, devices=planned.devices)
             if planned.devices > 1:
                 placed = attrs.evolve(placed, mesh=planned.mesh)
-            row = built_in(type(plan.strategy))
+            entry = built_in(type(plan.strategy))
             model = stand_in(planned.mesh)
             if isinstance(plan.strategy, fx.DeepSpeed):
                 fx.interop.deepspeed_config(plan, ranks=placed.axis("data").world_size)
-            return problems_of(row, placed, without_names(plan), model) == ()
+            return problems_of(entry, placed, without_names(plan), model) == ()
     except fx.FxError:
         return False
 

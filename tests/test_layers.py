@@ -110,10 +110,14 @@ def test_a_surface_is_sorted_and_there():
         assert [name for name in names if not hasattr(module, name)] == [], _name(path)
 
 
-# Where a call is for one strategy only, and refuses or ignores the plans of others.
+# Where a call is for one strategy only, and refuses or ignores the plans of others; and where plans
+# are proposed and their times estimated, for the strategies that are known there.
 OWN_CONFIGS = {
     "fxtrain/backends/deepspeed/config.py",
     "fxtrain/backends/deepspeed/setup.py",
+    "fxtrain/choosing/candidates.py",
+    "fxtrain/choosing/costs.py",
+    "fxtrain/choosing/report.py",
 }
 
 
@@ -186,19 +190,20 @@ MUTABLE = {
     "fxtrain.state.window.ModelStatus": "what changes in the handle of a model",
     "fxtrain.data.fetch._Pass": "how far a pass over a stream got",
     "fxtrain.data.dataset_uses.DatasetUse": "what the loaders of a dataset know of it together",
-    "fxtrain.data.sources._Told": "the epoch that a dataset and its sampler know",
+    "fxtrain.data.sources._KnownEpoch": "the epoch that a dataset and its sampler know",
     "fxtrain.data.sharded_loader.Iteration": "how far iterators over one loader got",
     "fxtrain.data.sharded_loader.Reached": "the batch that a loader or its epochs yielded last",
     "fxtrain.backends.core.gradient_buckets._Progress": "how far a forward and its backward are",
     "fxtrain.backends.xla.RecompilationLog": "counts compilations of one model",
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
+    "fxtrain.choosing.searching._Search": "the plans that are left to try, and what was found",
     "fxtrain.profiling.tracing.Trace": "how far a schedule got",
     "fxtrain.loop.fit_entries.Entries": "what fit measured since the last entry of its trackers",
     "fxtrain.loop.fitting._Reader": "what a loop over reports tells their run",
     "fxtrain.loop.fitting._Loop": "how far a run of fit got, and its last checkpoint",
     "fxtrain.trackers.run.Run": "the last step of a run, and whether it is closed",
-    "fxtrain.trackers.terminal.Lines": "the last line that was written",
-    "fxtrain.trackers.writer.Opened": "what it has already, what it has lost, whether it hangs",
+    "fxtrain.trackers.terminal.TerminalLines": "the last line that was written",
+    "fxtrain.trackers.writer.OpenedTracker": "what it has, what it has lost, whether it hangs",
     "fxtrain.curves.reading.Curve": "the values of a metric that were read",
     "fxtrain.curves.reading.RunCurves": "what the lines that were read contain",
     "fxtrain.curves.reading.RunReader": "how far a file was read",

@@ -94,11 +94,11 @@ ROWS = {
 
 
 def _problems(strategy, axes, fields):
-    row = built_in(type(strategy))
+    entry = built_in(type(strategy))
     with fake_world(8, mesh=fx.Mesh(**axes)) as ctx:
         kind = "xla" if isinstance(strategy, fx.XLA) else "cuda"
         placed = attrs.evolve(ctx, device=torch.device(kind))
-        return problems_of(row, placed, fx.Plan(strategy=strategy, **fields), Net())
+        return problems_of(entry, placed, fx.Plan(strategy=strategy, **fields), Net())
 
 
 def _table():
@@ -122,9 +122,9 @@ def _page():
     before, _, rest = PAGE.read_text().partition(BEGIN)
     with pytest.MonkeyPatch.context() as patch:
         # Checks look whether an engine is installed before they look at a plan.
-        patch.setattr(setup, "load", lambda *_, **__: None)
+        patch.setattr(setup, "import_deepspeed", lambda *_, **__: None)
         patch.setattr(setup, "device_problems", lambda *_: ())
-        patch.setattr(xla_runtime, "load", lambda *_, **__: None)
+        patch.setattr(xla_runtime, "import_xla", lambda *_, **__: None)
         return f"{before}{BEGIN}\n{_table()}\n{END}{rest.partition(END)[2]}"
 
 

@@ -8,7 +8,7 @@ import torch
 from fxtrain._display import read_bytes
 from fxtrain._host_memory import available_memory
 from fxtrain.errors import PlanError
-from fxtrain.state.placement import DISK, check_limit, share_of
+from fxtrain.state.placement import DISK, as_share, check_limit
 
 K = TypeVar("K", bound="int | str | torch.device")
 
@@ -86,7 +86,7 @@ def _resolved(device: str, limit: Any) -> int:
         check_limit(limit)
     except ValueError as problem:
         raise PlanError(f"budget: memory[{device!r}]={limit!r}: {problem}") from None
-    share = share_of(limit)
+    share = as_share(limit)
     if share is None:
         return read_bytes(limit, f"memory[{device!r}]") or 0 if limit else 0
     if device == DISK:
@@ -109,7 +109,7 @@ def _free(device: str) -> int:
     if device == "cpu":
         free, total, _ = available_memory()
         if not total:
-            raise PlanError("budget: this system does not tell free memory. Pass bytes for 'cpu'.")
+            raise PlanError("budget: the system does not report free memory. Pass bytes for 'cpu'.")
         return free
     kind, _, index = device.partition(":")
     if device not in _accelerators():
@@ -121,5 +121,7 @@ def _free(device: str) -> int:
     if kind == "mps":
         return module.recommended_max_memory() - module.driver_allocated_memory()
     if not hasattr(module, "mem_get_info"):
-        raise PlanError(f"budget: torch.{kind} does not tell free memory. Pass bytes for {device}.")
+        raise PlanError(
+            f"budget: torch.{kind} does not report free memory. Pass bytes for {device}."
+        )
     return module.mem_get_info(int(index))[0]

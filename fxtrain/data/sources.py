@@ -27,7 +27,14 @@ from fxtrain.data.fetch import (
     owner_of,
     start_worker,
 )
-from fxtrain.data.order import CustomOrder, EpochOrder, find_order, hash_key, length_of, tell_epoch
+from fxtrain.data.order import (
+    CustomOrder,
+    EpochOrder,
+    find_order,
+    hash_key,
+    sampler_length,
+    set_epoch_of,
+)
 from fxtrain.data.order_texts import text_of_dataset, text_of_units
 from fxtrain.data.rank_slices import (
     Batching,
@@ -55,17 +62,19 @@ _Order = EpochOrder | CustomOrder | BlendOrder
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Source:
+class StepSource:
     """Steps from a cursor on, and what is known of an epoch before reading it."""
 
     run: Callable[[Cursor], Iterator[Loaded]]  # cursor → every step until the epoch ends
-    length: Callable[[int], int | None]  # units in an epoch; None if only reading tells
+    length: Callable[[int], int | None]  # units in an epoch; None if only reading shows
     shuffled: Callable[[], bool]  # whether epochs differ in their order, as far as is known so far
     # Whether worker processes read, so that prefetching draws no random numbers here.
     apart: bool = False
     stateful: bool = False  # whether steps may have a state to continue from
     endless: bool = False  # whether an epoch has no end
-    again: str = ""  # why a stream with a state is read again from its start; empty if it is not
+    reread_reason: str = (
+        ""  # why a stream with a state is read again from its start; empty if it is not
+    )
 
 
 def row_source(
@@ -75,14 +84,14 @@ def row_source(
     plan: Plan,
     ranks: Sequence[int],
     uses: DatasetUses,
-) -> Source:
+) -> StepSource:
     """A map-style dataset, read by index for some of the ranks."""
     use = uses.of(loader.dataset)
     order: _Order | None = None  # that of the latest epoch
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
     asks = loader.num_workers > 0 or len(ranks) != 1
     idle = [_over_rows(loader, use, asks=asks)]  # which no iteration reads
-    told = _Told(loader.dataset, use, sampler, plan.seed)
+    known = _KnownEpoch(loader.dataset, use, sampler, plan.seed)
 
     def ask(batch: GlobalBatch, epoch: int) -> Any:
         seeds = [fetch_key(batching, plan.seed, epoch, batch.first, rank) for rank in ranks]
@@ -92,7 +101,7 @@ def row_source(
         nonlocal order
         epoch, steps = cursor.position.epoch, deque[Step]()
         # Here first: workers that share the number with this process would all add to it.
-        told.tell(epoch)
+        known.set_epoch(epoch)
         order, batches = _order_from(cursor, sampler, batching, plan, ranks)
         text = "" if isinstance(order, BlendOrder) else _order_text(order, batching, loader)
         start = check_order(cursor.position, text)
@@ -103,8 +112,8 @@ def row_source(
                 batch, following = following, next(batches, None)
                 position = advance(position, batch, plan, is_last=following is None)
                 steps.append((batch, Cursor(position, batch.state)))
-                if use.epoch is not None and use.epoch != epoch:  # an evaluation told it another
-                    told.tell(epoch)
+                if use.epoch is not None and use.epoch != epoch:  # an evaluation set another
+                    known.set_epoch(epoch)
                 yield ask(batch, epoch) if asks else batch.keys[0]
 
         feed, over = idle.pop() if idle else _over_rows(loader, use, asks=asks)
@@ -119,9 +128,9 @@ def row_source(
         finally:
             idle.append((feed, over))
 
-    return Source(
+    return StepSource(
         run=run,
-        length=lambda epoch: told.length(epoch, idle=bool(idle)),
+        length=lambda epoch: known.length(epoch, idle=bool(idle)),
         shuffled=lambda: order is not None and order.shuffled,
         apart=loader.num_workers > 0,
         stateful=isinstance(sampler, BlendOrder),
@@ -130,7 +139,7 @@ def row_source(
 
 
 @attrs.define(eq=False)
-class _Told:
+class _KnownEpoch:
     """A dataset and its sampler, whose number of rows may depend on the epoch."""
 
     dataset: Any
@@ -139,17 +148,17 @@ class _Told:
     seed: int
     epoch: int | None = None  # the one that they know
 
-    def tell(self, epoch: int) -> None:
-        """Tell the dataset the epoch that is read; the order tells the sampler."""
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the dataset; the order sets that of the sampler."""
         self.epoch = epoch
         self.use.set_epoch(self.dataset, epoch)
 
     def length(self, epoch: int, *, idle: bool) -> int | None:
         """Units in an epoch; or in the one that an iteration reads, unless they are idle."""
         if idle and self.epoch != epoch:
-            self.tell(epoch)
-            tell_epoch(self.sampler, self.seed, epoch)
-        return length_of(self.sampler)
+            self.set_epoch(epoch)
+            set_epoch_of(self.sampler, self.seed, epoch)
+        return sampler_length(self.sampler)
 
 
 def _order_from(
@@ -200,7 +209,7 @@ def stream_source(
     plan: Plan,
     ranks: Sequence[int],
     uses: DatasetUses,
-) -> Source:
+) -> StepSource:
     """An iterable dataset, read in its own order for some of the ranks."""
     passes = itertools.count()
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
@@ -217,7 +226,7 @@ def stream_source(
     def length(epoch: int) -> int | None:
         if idle:
             idle[0][0].memory.set_epoch(epoch)
-        return length_of(loader.dataset)
+        return sampler_length(loader.dataset)
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         position = cursor.position
@@ -252,17 +261,17 @@ def stream_source(
             fetch.close()
             idle.append((fetch, feed, over))
 
-    return Source(
+    return StepSource(
         run=run,
         length=length,
         shuffled=lambda: False,  # only the author of a stream knows whether it shuffles
         apart=loader.num_workers > 0,
-        stateful=True,  # only reading tells whether an iterator keeps a state
-        again=why_again(loader.dataset),
+        stateful=True,  # only reading shows whether an iterator keeps a state
+        reread_reason=why_reread(loader.dataset),
     )
 
 
-def why_again(dataset: Any) -> str:
+def why_reread(dataset: Any) -> str:
     """Why a stream with a state is read again from its start; empty if it is not."""
     if has_shuffle_buffer(owner_of(dataset)):
         return "its state leaves out the rows of its shuffle buffer"
@@ -358,7 +367,7 @@ def _seed_workers(over: DataLoader[Any], plan: Plan, epoch: int, ranks: Sequence
 
 def function_source(
     make: Callable[[Position], Any], batching: Batching, plan: Plan, ranks: Sequence[int]
-) -> Source:
+) -> StepSource:
     """An epoch without an end, of which a function makes the rows for some of the ranks.
 
     The function is called when its batch is due, and not before.
@@ -389,7 +398,7 @@ def function_source(
             position = advance(position, batch, plan, is_last=False)
             yield (batch, Cursor(position)), data
 
-    return Source(run=run, length=lambda _: None, shuffled=lambda: False, endless=True)
+    return StepSource(run=run, length=lambda _: None, shuffled=lambda: False, endless=True)
 
 
 def _called(make: Callable[[Position], Any], position: Position, size: int) -> Any:
@@ -415,8 +424,8 @@ def _part(rows: Any, count: int, start: int, size: int) -> Any:
 
 
 def dispatch_source(
-    make: Callable[[], tuple[Source, Batching]], ctx: DistContext, plan: Plan
-) -> tuple[Source, Batching]:
+    make: Callable[[], tuple[StepSource, Batching]], ctx: DistContext, plan: Plan
+) -> tuple[StepSource, Batching]:
     """Batches that rank 0 reads; the other ranks never touch the dataset.
 
     Args:
@@ -448,7 +457,7 @@ def dispatch_source(
             if position.is_last:
                 return
 
-    source = Source(
+    source = StepSource(
         run=run,
         length=lambda _: length,
         shuffled=(lambda: False) if inner is None else inner.shuffled,
@@ -459,8 +468,8 @@ def dispatch_source(
 
 
 def _broadcast_layout(
-    make: Callable[[], tuple[Source, Batching]], ctx: DistContext
-) -> tuple[Source | None, tuple[Batching, int | None, bool, bool]]:
+    make: Callable[[], tuple[StepSource, Batching]], ctx: DistContext
+) -> tuple[StepSource | None, tuple[Batching, int | None, bool, bool]]:
     """Rank 0's source and, on every rank, its batching, length, `stateful` and `endless`."""
     source, problem, layout = None, None, None
     if ctx.is_main:

@@ -109,7 +109,7 @@ def to_device(data: Any, ctx: DistContext, plan: Plan) -> Any:
         `to_device=False`, where the result is the same object.
     """
     if ctx.device.type == "xla":
-        return xla_runtime.to_device(data, ctx)
+        return xla_runtime.to_xla(data, ctx)
     return _tree.map_leaves(lambda leaf: _moved(leaf, ctx, plan), data)
 
 
@@ -159,11 +159,11 @@ def make_splitter(ctx: DistContext, plan: Plan) -> Callable[[Any], Any] | None:
         leaves, shape = _tree.flatten(data)
         names = [_name(path) for path in _tree.leaf_paths(shape)]
         chosen = _chosen(leaves, names, cuts)
-        mine = [
+        local = [
             _own_tokens(leaf, name, axis, cuts) if name in chosen else leaf
             for leaf, name in zip(leaves, names, strict=True)
         ]
-        return _tree.unflatten(shape, mine)
+        return _tree.unflatten(shape, local)
 
     return cut
 

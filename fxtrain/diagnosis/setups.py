@@ -13,8 +13,9 @@ from fxtrain.launchers import LaunchSpec, prepare
 from fxtrain.launchers.config import LaunchConfig
 from fxtrain.launchers.machine import default_ranks
 from fxtrain.launchers.program import OWN_RANKS
-from fxtrain.state import Comm, DistContext, Mesh, Plan
-from fxtrain.state.mesh import SPANS, resolve_mesh
+from fxtrain.state import DistContext, Mesh, Plan
+from fxtrain.state.context import simulated
+from fxtrain.state.mesh import resolve_mesh
 from fxtrain.state.registry import strategy_of
 
 _CHIPS = 4  # of a TPU host, where the mesh leaves it open
@@ -60,22 +61,10 @@ def planned_context(spec: LaunchSpec, plan: Plan) -> DistContext:
         local_world_size=1 if tpu else spec.ranks,
         num_nodes=spec.nodes,
         device=torch.device(kind),
-        comm=_comm(1 if tpu else count),
         mesh=mesh,
         devices=count if tpu else 1,
     )
-    if ctx.world_size == 1:
-        return ctx
-    sizes = {name: math.prod(mesh.sizes[axis] for axis in span) for name, span in SPANS.items()}
-    axes = {
-        name: attrs.evolve(ctx, world_size=size, comm=_comm(size), mesh=Mesh(replicate=size))
-        for name, size in sizes.items()
-    }
-    return attrs.evolve(ctx, axes=axes)
-
-
-def _comm(ranks: int) -> Comm:
-    return Comm(ranks=tuple(range(ranks)), simulated=True)
+    return simulated(ctx)
 
 
 def plan_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:

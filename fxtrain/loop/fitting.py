@@ -38,14 +38,14 @@ from fxtrain.loop.fit_entries import (
 from fxtrain.loop.stepping import StepFns
 from fxtrain.profiling import profile
 from fxtrain.state import Batch, DistContext, Position, Report
-from fxtrain.state.precision import names_of
+from fxtrain.state.precision import as_names
 from fxtrain.trackers import JsonLines, Target
 from fxtrain.trackers.opening import open_run, own
 
 M = TypeVar("M", bound=nn.Module)
 _PASSED_ON = ("ctx", "fns", "loader")  # arguments of `fit` that are no rules
 # Why ranks end a run; of several, the first counts.
-_REASONS = ("failed", "stopped", "signalled", "left")
+_REASONS = ("failed", "stopped", "signaled", "left")
 _MEASURES = ("epochs", "updates", "rows", "tokens")
 
 
@@ -177,7 +177,7 @@ def fit(
 
 @attrs.define
 class _Reader:
-    """What the loop that reads the reports tells the run."""
+    """What the loop that reads the reports passes to the run."""
 
     reason: str | None = None  # why this rank ends the run: "stopped", "failed" or "left"
     closed: bool = False  # whether it reads no more reports
@@ -278,14 +278,14 @@ class Rules:
     show: bool
     extra: Any = attrs.field(converter=lambda extra: {} if extra is None else extra)
     checkpoints: Any
-    signals: tuple[str, ...] = attrs.field(converter=names_of)
+    signals: tuple[str, ...] = attrs.field(converter=as_names)
     check_every: int = attrs.field(validator=at_least(1))
 
     def __attrs_post_init__(self) -> None:
         if all(getattr(self, name) is None for name in _MEASURES):
             raise PlanError(
-                "fit: how long is the run? Pass epochs=, updates=, rows= or tokens=; the run ends "
-                "at the one that is reached first."
+                "fit: the run has no length. Pass epochs=, updates=, rows= or tokens=; the run "
+                "ends at the one that is reached first."
             )
         if self.keep_best is not None and self.evaluate is None:
             raise PlanError("fit: keep_best compares what evaluate gives; pass evaluate too.")
@@ -344,7 +344,7 @@ class Rules:
         return len({total}.union(*(range(step, total, step) for step in steps if step)))
 
     def total_updates(self, loader: Sharded) -> int | None:
-        """Updates of the whole run; None where only reading the data tells."""
+        """Updates of the whole run; None where only reading the data shows."""
         if self.epochs is None:
             return self.updates
         total = loader._total_updates(self.epochs)
@@ -530,8 +530,8 @@ def _agreed(loop: _Loop, position: Position, reason: str | None) -> tuple[str | 
         return None, bool(due)
     minutes = rules.save_minutes
     late = minutes is not None and time.monotonic() - loop.saved_s >= minutes * 60
-    if notice is not None and notice.signalled and reason != "stopped":
-        reason = "signalled"
+    if notice is not None and notice.signaled and reason != "stopped":
+        reason = "signaled"
     if ctx.world_size == 1:
         return reason, bool(due or late)
     answers = ops.gather_objects((reason, late), ctx)

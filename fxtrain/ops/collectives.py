@@ -13,12 +13,12 @@ from torch.autograd.function import once_differentiable
 from fxtrain import _tree
 from fxtrain._words import canonical_text
 from fxtrain.errors import CollectiveError
-from fxtrain.ops.transport.device_groups import can_defer, on_device
+from fxtrain.ops.transport.device_groups import can_defer, run_on_device_group
 from fxtrain.ops.transport.exchange import (
     EMPTY,
     Call,
     capacity,
-    compare,
+    compare_calls,
     exchange_payloads,
     exchange_rows,
     rank_loss_guard,
@@ -27,12 +27,12 @@ from fxtrain.ops.transport.mismatches import check_source_rank
 from fxtrain.ops.transport.packing import (
     Packed,
     byte_size,
+    call_signature,
     combinable,
     from_bytes,
     octets,
     pack,
     packed_leaves,
-    signature,
     split_rows,
     to_bytes,
     unpack_ranks,
@@ -124,7 +124,7 @@ def gather_packed(
     Ranks compare the name of the call, and its other arguments as text.
     """
     others = dump(list(packed.others.values()), ctx) if packed.others else None
-    call = (name, signature(packed, arguments))
+    call = (name, call_signature(packed, arguments))
     joined, rest = _gather_leaves(ctx, call, packed, others, joined=True)
     leaves: dict[int, Any] = dict(zip(packed.tensors, joined, strict=True))
     for index, place in enumerate(packed.others):
@@ -175,13 +175,13 @@ def reduce(
     text = ", ".join([canonical_text(value) for value in others])
     extra = " ".join(part for part in (op, text) if part)
     tensors = list(packed.tensors.values())
-    call = ("reduce", signature(packed, extra))
+    call = ("reduce", call_signature(packed, extra))
     if _fits_in_packet(ctx, tensors):
         stacked, _ = _gather_leaves(ctx, call, packed, None)
         _check_reducible(tensors, op, others)
         done = [_fold(rows, op) for rows in stacked]
     else:
-        compare(ctx, call, wait=_on_cpu(tensors) or not can_defer(ctx))
+        compare_calls(ctx, call, wait=_on_cpu(tensors) or not can_defer(ctx))
         _check_reducible(tensors, op, others)
 
         def combine(piece: list[Tensor], group: Any) -> Tensor:
@@ -227,13 +227,13 @@ def broadcast_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> A
     """As `broadcast`, for a packed tree; `name` is that of the call, equal on every rank."""
     tensors = list(packed.tensors.values())
     check_source_rank(name, src, ctx)
-    call = (name, signature(packed, f"src={src}"))
+    call = (name, call_signature(packed, f"src={src}"))
     # A simulated world has only this rank's values.
     sends = ctx.rank == src or ctx.comm.simulated
     blob = dump(list(packed.others.values()), ctx) if sends and packed.others else EMPTY
     fits = _fits_in_packet(ctx, tensors) and ctx.world_size > 1
-    mine = torch.cat([to_bytes(tensors), blob]) if fits else blob
-    payload = exchange_payloads(ctx, call, mine if sends else EMPTY)[src]
+    data = torch.cat([to_bytes(tensors), blob]) if fits else blob
+    payload = exchange_payloads(ctx, call, data if sends else EMPTY)[src]
     if ctx.world_size == 1:
         got = [tensor.clone() for tensor in tensors]
     elif fits:
@@ -263,14 +263,14 @@ def _gather_leaves(
     if _on_cpu(tensors) and sum([tensor.nbytes for tensor in tensors]) <= _MAX_PAYLOAD_BYTES:
         # Of more bytes, each dtype is sent by itself, which takes fewer copies.
         flat = to_bytes(tensors)
-        mine = flat if others is None else torch.cat([flat, others])
-        rows, sizes = exchange_rows(ctx, call, mine)
+        data = flat if others is None else torch.cat([flat, others])
+        rows, sizes = exchange_rows(ctx, call, data)
         stacked = unpack_ranks(rows, tensors, joined=joined)
         if others is not None:
             blobs = [row[flat.numel() : size] for row, size in zip(rows, sizes, strict=True)]
     else:
         if others is None:
-            compare(ctx, call, wait=_on_cpu(tensors) or not can_defer(ctx))
+            compare_calls(ctx, call, wait=_on_cpu(tensors) or not can_defer(ctx))
         else:
             blobs = exchange_payloads(ctx, call, others)
 
@@ -315,7 +315,7 @@ def in_pieces(
             if piece[0].is_cpu:
                 rows = run(piece, ctx.comm.control)
             else:
-                rows = on_device(ctx, partial(run, piece))
+                rows = run_on_device_group(ctx, partial(run, piece))
         out |= zip(places, split_rows(rows, piece, joined=joined), strict=True)
     return [out[place] for place in range(len(tensors))]
 
@@ -394,14 +394,14 @@ class _Gathered(torch.autograd.Function):
         ctx: DistContext = state.ctx
         if ctx.world_size == 1:
             return grad.reshape(state.shape), None
-        mine = grad.new_empty(state.shape)
-        sent, received = _as_real(grad).reshape(-1), _as_real(mine).view(-1)
+        local = grad.new_empty(state.shape)
+        sent, received = _as_real(grad).reshape(-1), _as_real(local).view(-1)
         with rank_loss_guard(ctx, ("gather", "grad=True"), ("gather", "its backward")):
             if grad.is_cpu:
                 _reduce_scatter(received, sent, group=ctx.comm.control)
             else:
-                on_device(ctx, lambda group: _reduce_scatter(received, sent, group=group))
-        return mine, None
+                run_on_device_group(ctx, lambda group: _reduce_scatter(received, sent, group=group))
+        return local, None
 
 
 def _as_real(tensor: Tensor) -> Tensor:

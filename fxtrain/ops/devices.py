@@ -100,17 +100,17 @@ def check_own_device(
     """Check that no other rank of this node uses the same GPU: CUDA's are compared in the store."""
     if device.type != "cuda":
         return
-    mine = str(torch.cuda.get_device_properties(device).uuid)
-    store.set(f"device/{topology.rank}", mine)
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    store.set(f"device/{topology.rank}", uuid)
     first = topology.rank - topology.local_rank
     node = range(max(first, 0), min(first + topology.local_world_size, topology.world_size))
     keys = {rank: f"device/{rank}" for rank in node}
     store.wait(list(keys.values()), timedelta(seconds=timeout_s))
-    same = [rank for rank, key in keys.items() if store.get(key).decode() == mine]
+    same = [rank for rank, key in keys.items() if store.get(key).decode() == uuid]
     if len(same) > 1:
         raise ContextError(
             f"Ranks {', '.join(map(str, same))} of this node use the same device {device} "
-            f"({mine}), and NCCL needs one device per rank. Launch one rank per visible device, "
+            f"({uuid}), and NCCL needs one device per rank. Launch one rank per visible device, "
             f"or make one device visible to each rank (CUDA_VISIBLE_DEVICES).",
             code="FX104",
         )
@@ -137,7 +137,7 @@ def device_random_state(ctx: DistContext) -> Tensor | None:
     if ctx.device.type in ("cpu", "meta"):
         return None
     if ctx.device.type == "xla":
-        state = xla_runtime.random_state(ctx)
+        state = xla_runtime.xla_random_state(ctx)
         signed = state - (1 << 64) if state >> 63 else state  # the same 64 bits
         return torch.tensor(signed, device="cpu")
     return torch.get_device_module(ctx.device).get_rng_state(ctx.device).cpu()
@@ -150,7 +150,7 @@ def set_device_random_state(ctx: DistContext, state: Tensor) -> None:
     """
     if ctx.device.type == "xla":
         if state.dtype == torch.int64:
-            xla_runtime.seed(int(state) % (1 << 64), ctx)
+            xla_runtime.seed_device(int(state) % (1 << 64), ctx)
     elif ctx.device.type not in ("cpu", "meta") and state.dtype == torch.uint8:
         torch.get_device_module(ctx.device).set_rng_state(state, ctx.device)
 
@@ -168,7 +168,7 @@ def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
     Args:
         value: The seed of the run, 0 to 2**63 - 1.
         per_rank: Use a different seed on each rank, for example for dropout or augmentation; by
-            default all ranks use the same, for example to initialise a model.
+            default all ranks use the same, for example to initialize a model.
 
     Returns:
         The seed that this rank used.
@@ -187,12 +187,12 @@ def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
         raise PlanError(f"seed({value!r}): not a seed. Pass an int from 0 to 2**63 - 1.")
-    mine = value + ctx.rank if per_rank else value
-    torch.manual_seed(mine)
-    seed_host(mine)
+    rank_seed = value + ctx.rank if per_rank else value
+    torch.manual_seed(rank_seed)
+    seed_host(rank_seed)
     if ctx.device.type == "xla":
-        xla_runtime.seed(mine, ctx)
-    return mine
+        xla_runtime.seed_device(rank_seed, ctx)
+    return rank_seed
 
 
 def seed_host(value: int) -> None:

@@ -8,7 +8,7 @@ from fxtrain._tree import TreeSpec
 from fxtrain._words import canonical_text
 from fxtrain.errors import CollectiveError
 from fxtrain.ops.collectives import broadcast_packed, gather_packed
-from fxtrain.ops.transport.exchange import EMPTY, compare, exchange_payloads
+from fxtrain.ops.transport.exchange import EMPTY, compare_calls, exchange_payloads
 from fxtrain.ops.transport.packing import Packed
 from fxtrain.state import DistContext
 from fxtrain.state.context import check_connected
@@ -110,7 +110,7 @@ def agree(value: T, ctx: DistContext, name: str = "value") -> T:
     """
     check_connected("agree", ctx)
     if ctx.world_size > 1:
-        compare(ctx, ("agree", f"{name}={canonical_text(value)}"))
+        compare_calls(ctx, ("agree", f"{name}={canonical_text(value)}"))
     return value
 
 
@@ -160,12 +160,12 @@ def all_ranks(flag: object, ctx: DistContext) -> bool:
 
 def _flags(op: str, flag: object, ctx: DistContext) -> list[bool]:
     check_connected(op, ctx)
-    mine, unclear = False, None
+    local, unclear = False, None
     try:
-        mine = bool(flag)
+        local = bool(flag)
     except Exception as error:  # a tensor of several entries, or an error of the flag's __bool__
         unclear = error
-    payload = torch.tensor([mine, unclear is not None], device="cpu").view(torch.uint8)
+    payload = torch.tensor([local, unclear is not None], device="cpu").view(torch.uint8)
     rows = exchange_payloads(ctx, (op, ""), payload)
     flags = [(bool(row[0]), bool(row[1])) for row in rows]
     if wrong := [str(rank) for rank, (_, is_unclear) in enumerate(flags) if is_unclear]:

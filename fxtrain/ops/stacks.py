@@ -106,7 +106,7 @@ def record_path(folder: Path, rank: int) -> Path:
 
 
 def process_start(pid: int) -> str:
-    """When a process started, in the kernel's ticks, which tells it from a later one of its number.
+    """When a process started, in the kernel's ticks: a later one of its number has another start.
 
     Empty where there is no such process, or the system does not say.
     """
@@ -184,7 +184,7 @@ def groups_of(stands: Iterable[Stand]) -> list[list[Stand]]:
     return sorted(groups.values(), key=lambda group: (group[0].waits, len(group), group[0].rank))
 
 
-def described(stands: Sequence[Stand]) -> str:
+def describe_stacks(stands: Sequence[Stand]) -> str:
     """Which ranks stand apart, in which line; where the others wait; and the stacks of both."""
     groups = groups_of(stands)
     hosts = {stand.rank: stand.record["host"] for stand in stands}
@@ -235,8 +235,11 @@ def _described(stand: Stand) -> str:
 
 
 def write_report(folder: Path, stands: Sequence[Stand]) -> str:
-    """Write which rank stands apart, and all collectives for `torchfrtrace`; the text of that."""
-    text = described(stands)
+    """Write which rank stands apart, and all collectives for `torchfrtrace`.
+
+    Returns the report's text.
+    """
+    text = describe_stacks(stands)
     (folder / REPORT).write_text(text, encoding="utf-8")
     write_dumps(folder / DUMPS, stands)
     return text
@@ -321,7 +324,7 @@ def _entries(stand: Stand) -> list[dict[str, Any]]:
 
 
 def unreported(folder: Path) -> str:
-    """What a launcher tells when its ranks have failed, if rank 0 could not tell it; or empty."""
+    """What a launcher reports of failed ranks, if rank 0 could not; otherwise empty."""
     if not has_records(folder):
         return ""
     stands, report = read_stands(folder), folder / REPORT

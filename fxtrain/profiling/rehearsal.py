@@ -24,9 +24,16 @@ from fxtrain.errors import ContextError, FxError, PlanError, StepError
 from fxtrain.ops.connecting import plan_variables
 from fxtrain.ops.splitting import chunk_of
 from fxtrain.profiling.fake_tensors import FakeValuesMode, is_library
+from fxtrain.profiling.operators import operators
 from fxtrain.profiling.tables import show_mesh
-from fxtrain.profiling.watching import Collective, LoopRecorder, StepsConverged, recording, summary
-from fxtrain.state import DistContext, DryRun, Mesh, Plan, Problem
+from fxtrain.profiling.watching import (
+    LoopRecorder,
+    RecordedCall,
+    StepsConverged,
+    recording,
+    sum_calls,
+)
+from fxtrain.state import DistContext, DryRun, Mesh, Plan, Problem, Wrapped
 from fxtrain.state.dry_runs import PARTS
 from fxtrain.state.files import given_values, plan_with
 from fxtrain.state.mesh import AXES, axis_groups, resolve_mesh
@@ -108,8 +115,13 @@ def rehearse(
     name: str,
     mesh: Mesh | None,
     device_memory: int | str | None,
+    look: Callable[[Wrapped], object] | None = None,
 ) -> DryRun:
-    """Like `dry_run`, for a program that connects by itself from environment variables."""
+    """Like `dry_run`, for a program that connects by itself from environment variables.
+
+    `look` is called at the end with the wrapped model that the first optimizer updates, if there is
+    one; its open window has the micro-batches of the last update.
+    """
     size = read_bytes(device_memory)
     fakes = FakeValuesMode()
     watch = LoopRecorder(most=_MOST_UPDATES, fakes=fakes.fakes)
@@ -129,6 +141,8 @@ def rehearse(
                 raise
             ended = error
         wrapped = watch.wrapped
+        if wrapped is not None and look is not None:
+            look(wrapped)
     if not watch.marks and ended is None:
         raise StepError(
             f"The dry run of {name} recorded no update: it ended without a call of an optimizer's "
@@ -150,30 +164,31 @@ def rehearse(
     return find_problems(run, requested=mesh, ended=ended, peeks=fakes.peeks)
 
 
-def figures(watch: LoopRecorder, axis_of: Callable[[Collective], str]) -> dict[str, Any]:
+def figures(watch: LoopRecorder, axis_of: Callable[[RecordedCall], str]) -> dict[str, Any]:
     """The recorded figures of setup and of the last step, as fields of a `DryRun`."""
     memory, traffic = watch.memory, watch.traffic
-    end = len(memory.changes), len(traffic)
+    end = len(memory.changes), len(traffic), len(watch.operators)
     first = watch.started or end
-    marks = [first, *watch.marks] if watch.marks else [(0, 0), end]
-    (start, first_call), (stop, last_call) = marks[-2:]
+    marks = [first, *watch.marks] if watch.marks else [(0, 0, 0), end]
+    (start, first_call, first_operator), (stop, last_call, last_operator) = marks[-2:]
     return {
         "memory": memory.most(start, stop),
         "peak": memory.peak(start, stop),
         "setup_peak": memory.peak(0, marks[1][0]),
-        "setup": summary(traffic[: first[1]], axis_of),
-        "step": summary(traffic[first_call:last_call] if watch.marks else (), axis_of),
+        "setup": sum_calls(traffic[: first[1]], axis_of),
+        "step": sum_calls(traffic[first_call:last_call] if watch.marks else (), axis_of),
+        "operators": operators(watch.operators[first_operator:last_operator]),
         "timeline": memory.moments(start, stop, most=_MOMENTS),
     }
 
 
-def axis_namer(mesh: Mesh, rank: int) -> Callable[[Collective], str]:
+def axis_namer(mesh: Mesh, rank: int) -> Callable[[RecordedCall], str]:
     """A function that maps a collective, in which `rank` takes part, to the mesh axis of its ranks.
 
     Example:
         >>> name = axis_namer(Mesh(replicate=2, shard=2, tensor=2), 0)
         >>> for ranks in (0, 1), (0, 2), (0, 2, 4, 6), (0, 3):
-        ...     print(name(Collective("all_reduce", ranks, "", 4)))
+        ...     print(name(RecordedCall("all_reduce", ranks, "", 4)))
         tensor
         shard
         data
@@ -187,7 +202,7 @@ def axis_namer(mesh: Mesh, rank: int) -> Callable[[Collective], str]:
             name = "data" if axes == ("replicate", "shard") else " + ".join(axes)
             names.setdefault(tuple(own), "world" if axes == tuple(real) and count > 1 else name)
 
-    def name_of(call: Collective) -> str:
+    def name_of(call: RecordedCall) -> str:
         if call.ranks in names:
             return names[call.ranks]
         # A DeviceMesh of the script.

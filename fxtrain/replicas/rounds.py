@@ -18,13 +18,13 @@ from fxtrain.backends.core.local_sgd import check_parameters, only_this_rank
 from fxtrain.backends.core.rounds import (
     BUFFERS,
     MIN_WEIGHT,
-    Exchange,
+    PendingMean,
     apply_means,
     buffers_of,
     first_round,
     load_outer_state,
     outer_state,
-    pack,
+    pack_fragment,
     send,
 )
 from fxtrain.replicas.healing import Progress
@@ -117,7 +117,7 @@ class Rounds:
         self.now.weight.add_(weight)
         self.rows += rows
 
-    def meets_at(self, position: Position) -> bool:
+    def ends_at(self, position: Position) -> bool:
         """Whether replicas exchange something after the update before a position."""
         due = any(exchange.due <= position.updates for exchange in self.now.under_way.values())
         return position.updates > 0 and (due or bool(self._begun(position)))
@@ -166,8 +166,8 @@ class Rounds:
             self.now.under_way[key] = self._pack(key, weight, at)
 
     @torch.no_grad()
-    def _pack(self, key: int, weight: float, due: int) -> Exchange:
-        return pack(self.model.module, self.now, self.local, key, weight, due)
+    def _pack(self, key: int, weight: float, due: int) -> PendingMean:
+        return pack_fragment(self.model.module, self.now, self.local, key, weight, due)
 
     def exchange(self, members: Members, progress: Progress) -> tuple[float, Tensor]:
         """Average what is due at a position over the replicas that are there, and start the rest.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
-from fxtrain._display import describe
+from fxtrain._display import brief
 
 if TYPE_CHECKING:
     import torch
@@ -86,11 +86,12 @@ class AccumulationWindow:
         rows: Their rows, including padding.
         full_rows: Rows of a full window.
         real_rows: Rows without padding.
+        sizes: Rows of the last micro-batch on each rank, including padding.
         unscaled: Whether gradients are already unscaled (fp16).
         updates: Updates of the model, from the beginning of its training.
         closes: Whether the micro-batch that runs now ends the window.
         provisional: Whether that one's loss was scaled by an estimate, as `WeightedLoss` says.
-        epoch: The epoch in which the window opened; None once a warning has told of it.
+        epoch: The epoch in which the window opened; None once the user has been warned.
     """
 
     sums: torch.Tensor
@@ -102,6 +103,7 @@ class AccumulationWindow:
     rows: int = 0
     full_rows: int = 0
     real_rows: int = 0
+    sizes: tuple[int, ...] = ()
     unscaled: bool = False
     updates: int = 0
     closes: bool = False
@@ -133,7 +135,7 @@ class FlatShard:
 
     shape: tuple[int, ...]
     start: int
-    values: torch.Tensor = attrs.field(repr=describe)
+    values: torch.Tensor = attrs.field(repr=brief)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -151,9 +153,9 @@ class ModelState:
             replicas; rank 0's are restored. If they differ, each rank's is saved too.
     """
 
-    tensors: Mapping[str, torch.Tensor | FlatShard] = attrs.field(repr=describe)
-    own: Mapping[str, torch.Tensor] = attrs.field(repr=describe)
-    values: Any = attrs.field(repr=describe)
+    tensors: Mapping[str, torch.Tensor | FlatShard] = attrs.field(repr=brief)
+    own: Mapping[str, torch.Tensor] = attrs.field(repr=brief)
+    values: Any = attrs.field(repr=brief)
     varies_by_rank: frozenset[str] = frozenset()
 
 
@@ -172,9 +174,9 @@ class StateReader:
         updates: Updates of the run, for a checkpoint that does not count those of its models.
     """
 
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = attrs.field(repr=describe)
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = attrs.field(repr=brief)
     fill: Callable[[str, torch.Tensor | FlatShard], None]
-    values: Any = attrs.field(repr=describe)
+    values: Any = attrs.field(repr=brief)
     own: Callable[[str, int], torch.Tensor | None]
     ranks: int
     rank: int
@@ -227,7 +229,7 @@ class Weight:
         stored: Whether the module's state dict contains it.
     """
 
-    like: Any = attrs.field(repr=describe)
+    like: Any = attrs.field(repr=brief)
     shape: tuple[int, ...]
     dtype: torch.dtype
     key: Hashable

@@ -53,6 +53,13 @@ def _falls(told: Mapping[str, Any], name: str, *plans: str) -> bool:
     return values == sorted(values, reverse=True)
 
 
+def _fit_their_devices(told: Mapping[str, Any]) -> bool:
+    return all(
+        plan["peak_mib"] <= 0.9 * int(mib) and plan["batch_size"] * plan["accumulate"] in (64, 512)
+        for mib, plan in told.items()
+    )
+
+
 def _adapted(told: Mapping[str, Any]) -> bool:
     apart = told["upright"] > 0.9 and told["before"] < 0.6 and told["after"] > 0.85
     return apart and told["trained"] < 12_000
@@ -154,6 +161,11 @@ ZOO = (
         ),
         differs=("held_mib", "peak_of_64_mib"),
     ),
+    Example(
+        path="features/choose_plan",
+        holds=lambda told: told["loss"] < 2.0 and _fit_their_devices(told.get("devices", {})),
+        differs=("devices",),
+    ),
     Example(path="features/gpt_3d", holds=lambda told: told["last"] < told["first"] - 1.0,
             worlds=(1, 4), differs=("axes",)),
     Example(
@@ -228,7 +240,7 @@ RECIPES = (
     Example(
         path="recipes/torchao_int8",
         holds=lambda told: (
-            min(told["trained"], told["quantised"]) > 0.85 and told["state_bytes"] < 3
+            min(told["trained"], told["quantized"]) > 0.85 and told["state_bytes"] < 3
         ),
         needs="torchao",
     ),

@@ -20,7 +20,7 @@ from fxtrain.backends.core.initial_values import fill_full, record_initial_value
 from fxtrain.backends.core.module_changes import prepare_module
 from fxtrain.backends.fsdp.apply_fully_shard import (
     gather_precision,
-    ignored_names,
+    ignored_parameters,
     shard_parts,
     shard_size,
     units,
@@ -57,8 +57,8 @@ def split_into_stages(
     axis = ctx.axis("pipeline")
     partition = partition_of(module, plan.strategy, axis.world_size)
     start = record_initial_values(module, ctx)
-    mine = {name for name in partition.stages if axis.rank in partition.holders(name)}
-    fill_full(module, start, ctx, keep=mine, seed=plan.seed)
+    local = {name for name in partition.stages if axis.rank in partition.holders(name)}
+    fill_full(module, start, ctx, keep=local, seed=plan.seed)
     names = [name for name, _ in module.named_parameters()]
     sums, opened = open_shared_groups(names, partition, ctx)
     places = tensor_slots(module)
@@ -195,7 +195,7 @@ def _axes(module: nn.Module, partition: Partition, ctx: DistContext, plan: Plan)
     several = {
         n for n, stages in partition.stages.items() if len(partition.holders(n)) < len(stages)
     }
-    whole = ignored_names(module, config) | several
+    whole = ignored_parameters(module, config) | several
     format = gather_precision(stage_plan).param_dtype if ctx.axis("data").world_size > 1 else None
     named = dict(module.named_parameters(remove_duplicate=False))
     sharded = [n for n, p in named.items() if n not in whole and p.is_floating_point()]
@@ -233,9 +233,9 @@ def _fake_stages(
     if axes is not None:  # stages send full tensors, so layers need not be split
         config = attrs.evolve(axes.plan.strategy, tensor=None)
         axes = attrs.evolve(axes, plan=attrs.evolve(axes.plan, strategy=config))
-    mine = partition.on(ctx.axis("pipeline").rank)
+    local = partition.on(ctx.axis("pipeline").rank)
     twins: dict[int, Stage] = {}
-    for index in set(range(len(partition.ranks))).difference(mine):
+    for index in set(range(len(partition.ranks))).difference(local):
         twins[index] = _split_stage(module, partition, index, ctx, axes)
         _empty(twins[index], {} if axes is None else axes.formats)
         twins[index].prepare(partition, index)

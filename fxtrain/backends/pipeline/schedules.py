@@ -17,7 +17,7 @@ from fxtrain.backends.pipeline.stage import (
     Probe,
     Stage,
     TensorMeta,
-    kind_of,
+    leaf_kind,
     probe,
     reshard_stage,
 )
@@ -117,7 +117,7 @@ class Pipeline:
             reshard_stage(stage)
 
 
-def prepare(model: Wrapped, calls: Sequence[Call], *, train: bool) -> PreparedSchedule:
+def prepare_schedule(model: Wrapped, calls: Sequence[Call], *, train: bool) -> PreparedSchedule:
     """The schedule for micro-batches with arguments like the first of these.
 
     Effects:
@@ -128,7 +128,7 @@ def prepare(model: Wrapped, calls: Sequence[Call], *, train: bool) -> PreparedSc
     """
     engine: Pipeline = model.engine
     leaves, shape = _tree.flatten(calls[0])
-    key = (train, len(calls), engine.module.training, shape.text, *map(kind_of, leaves))
+    key = (train, len(calls), engine.module.training, shape.text, *map(leaf_kind, leaves))
     if key not in engine.schedules:
         ready = _prepared(model, calls, train=train)
         while len(engine.schedules) >= _MAX_SCHEDULES:
@@ -171,8 +171,8 @@ def _common_probe(first: Probe, others: Sequence[Probe]) -> Probe:
 def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> PreparedSchedule:
     engine: Pipeline = model.engine
     parts, probes = len(calls), _infer_shapes(model, calls)
-    mine = {number: probes[number] for number in engine.stages}
-    for theirs in ops.gather_objects(mine, engine.axis):
+    local = {number: probes[number] for number in engine.stages}
+    for theirs in ops.gather_objects(local, engine.axis):
         probes.update(theirs)
     if problems := _problems(engine, probes):
         raise PlanError("\n".join(problems))

@@ -6,7 +6,7 @@ import attrs
 
 from fxtrain.launchers.launcher import PER_NODE, Launcher
 from fxtrain.launchers.machine import Machine
-from fxtrain.launchers.spec import Invocation, LaunchSpec, count, flag_words, launch_record
+from fxtrain.launchers.spec import Invocation, LaunchSpec, flag_words, launch_record, number_from
 
 _FILE = "fxtrain-launch/ray.json"
 
@@ -27,8 +27,8 @@ class RayOptions:
 
     job_server: str = ""
     address: str = ""
-    cpus_per_rank: int = attrs.field(default=1, validator=count(1))
-    gpus_per_rank: int = attrs.field(default=0, validator=count(0))
+    cpus_per_rank: int = attrs.field(default=1, validator=number_from(1))
+    gpus_per_rank: int = attrs.field(default=0, validator=number_from(0))
     wait: bool = True
 
 
@@ -39,7 +39,7 @@ def ray(spec: LaunchSpec, machine: Machine) -> Invocation:
     """
     options = spec.options
     each = attrs.evolve(spec, launcher="native", options=None)
-    told = {
+    settings = {
         "nodes": spec.nodes,
         "cpus": options.cpus_per_rank * spec.ranks,
         "gpus": options.gpus_per_rank * spec.ranks,
@@ -48,14 +48,14 @@ def ray(spec: LaunchSpec, machine: Machine) -> Invocation:
         "words": flag_words(each),
     }
     if options.job_server:
-        told["address"] = "auto"
+        settings["address"] = "auto"
         submit = ("ray", "job", "submit", f"--address={options.job_server}", "--working-dir=.")
         before = (*submit, *(() if options.wait else ("--no-wait",)), "--", "python")
     else:
         before = (machine.python,)
     return Invocation(
         argv=(*before, "-m", "fxtrain.launchers.built_in.ray_driver", _FILE),
-        files={_FILE: json.dumps(told, indent=2) + "\n"},
+        files={_FILE: json.dumps(settings, indent=2) + "\n"},
     )
 
 
