@@ -11,6 +11,8 @@ from types import ModuleType
 import attrs
 import pytest
 
+from fxtrain.state.registry import BUILT_IN
+
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "fxtrain").rglob("*.py"))
 PACKAGES = [path for path in SOURCES if path.name == "__init__.py"]
@@ -106,6 +108,32 @@ def test_a_surface_is_sorted_and_there():
         names = module.__all__
         assert list(names) == sorted(set(names)), _name(path)
         assert [name for name in names if not hasattr(module, name)] == [], _name(path)
+
+
+# Where a call is for one strategy only, and refuses or ignores the plans of others; and where plans
+# are proposed and their times estimated, for the strategies that are known there.
+OWN_CONFIGS = {
+    "fxtrain/backends/deepspeed/config.py",
+    "fxtrain/backends/deepspeed/setup.py",
+    "fxtrain/choosing/candidates.py",
+    "fxtrain/choosing/costs.py",
+    "fxtrain/choosing/report.py",
+}
+
+
+def test_no_code_asks_which_strategy_a_plan_has():
+    """What other code needs of a strategy is a field of its record."""
+    configs = {config.__name__ for config in BUILT_IN}
+    asks = {
+        _name(path)
+        for path in SOURCES
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "isinstance"
+        and configs & {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
+    }
+    assert asks == OWN_CONFIGS
 
 
 def test_nothing_is_put_off():
