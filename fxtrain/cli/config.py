@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 import click
 
+from fxtrain import _extensions
 from fxtrain._reading import read_text, write_file
 from fxtrain._record import shown
 from fxtrain.cli.output import (
@@ -113,13 +114,12 @@ def check(path: str) -> int:
     refuse on the ranks of the launch, except for names in your model. The exit code is 1 if there
     are errors.
     """
-    from fxtrain.diagnosis.setups import launch_file_problems
 
     path = path or find_file(os.environ) or HERE[0]
     if not os.path.exists(path):
         read_launch_file(path)  # raises, also with --json
     try:
-        problems = list(launch_file_problems(read_launch_file(path)))
+        problems = list(_extensions.launch_file_problems(read_launch_file(path)))
     except PlanError as error:
         problems = [line for line in error.message.splitlines() if line != f"{path}:"]
     text = "\n".join([f"{path}:", *problems]) if problems else f"{path} is valid."
@@ -156,8 +156,6 @@ def convert(source: str, path: str, brief: bool, force: bool) -> None:  # noqa: 
     Settings without a counterpart are printed, and noted at the top of the new file.
     With --brief the file has the converted values only.
     """
-    from fxtrain.diagnosis.setups import launch_file_problems
-    from fxtrain.interop.accelerate_config import convert_accelerate
 
     if not source:  # where `accelerate config` writes its file
         cache = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME", "~"), ".cache")
@@ -170,7 +168,7 @@ def convert(source: str, path: str, brief: bool, force: bool) -> None:  # noqa: 
             )
     data = read_data(source)
     try:
-        values, noted = convert_accelerate(data)
+        values, noted = _extensions.convert_accelerate(data)
     except PlanError as error:
         raise PlanError(f"{source}:\n{error}") from None
     notes = [f"{key} = {_quoted_value(value)}: {text}." for key, value, text in noted]
@@ -184,7 +182,7 @@ def convert(source: str, path: str, brief: bool, force: bool) -> None:  # noqa: 
     head = [f"Converted from {source}.{changed}", *notes]
     _check_new(path, force=force)
     _write_new(path, values, notes=head, brief=brief)
-    for note in (*notes, *launch_file_problems(launch_config(values))):
+    for note in (*notes, *_extensions.launch_file_problems(launch_config(values))):
         warn(note)
 
 

@@ -11,18 +11,17 @@ import attrs
 import torch
 from torch import distributed as dist
 
+from fxtrain import _extensions
 from fxtrain._addresses import GLOO, addresses_of, find_route
 from fxtrain._record import shown
 from fxtrain._secret import SECRET, derive_key
 from fxtrain.errors import ContextError
-from fxtrain.ops import xla_runtime
 from fxtrain.ops.closing import make_close
 from fxtrain.ops.devices import find_device
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.opening import open_by_members, open_group
 from fxtrain.ops.rendezvous_store import open_store
-from fxtrain.ops.stacks import STACKS
-from fxtrain.ops.standing import watch_standing
+from fxtrain.ops.standing import STACKS, watch_standing
 from fxtrain.ops.transport.exchange import EMPTY, CallState, Updates, exchange_payloads
 from fxtrain.state import Comm, CommState, DistContext, Mesh, Plan
 from fxtrain.state.context import with_plan
@@ -212,7 +211,9 @@ def _connect_ranks(
     launched = topology
     if owned:
         if device.type == "xla":
-            topology = attrs.evolve(topology, rank=xla_runtime.replicate(topology, device))
+            topology = attrs.evolve(
+                topology, rank=_extensions.xla_runtime.replicate(topology, device)
+            )
         addresses = addresses_of(os.environ.get(GLOO, "")) if topology.num_nodes > 1 else ()
         open_group(topology, device, store, wait, addresses=addresses)
     world = dist.group.WORLD
@@ -342,7 +343,7 @@ def _open_axis(
     control = group if comm.simulated else _open_control(parts, mine, wait, owned=owned)
     comm.state.opened_groups += [group] if comm.simulated else [group, control]
     if device.type == "xla":
-        xla_runtime.register_subgroups(group, device, parts)
+        _extensions.xla_runtime.register_subgroups(group, device, parts)
     return attrs.evolve(
         comm,
         group=group,

@@ -27,21 +27,17 @@ from typing import Any
 import attrs
 import torch
 
+from fxtrain import _extensions
 from fxtrain._host_memory import process_memory
 from fxtrain.ops.closing import within
-from fxtrain.ops.stacks import (
-    ASK,
-    FOLDER,
-    NO_PROGRESS,
-    STARTED,
-    process_start,
-    read_stands,
-    record_path,
-    write_report,
-)
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.state import AccumulationWindow, Comm, DistContext
 
+FOLDER = "stacks"  # in the folder of a run, or of a launch's output
+STACKS = "FXTRAIN_STACKS"  # the folder, set by the launcher or by the user
+ASK = "ask"  # whoever changes the time of this file asks all ranks
+NO_PROGRESS = "no progress"  # how the reason for a record begins, if nobody asked for it
+STARTED = "started"  # the reason for the first record, before any collective
 _TICK_S = 0.2
 _SHARE = 0.75  # of the timeout of collectives, so that ranks write before they fail
 _PATIENCE_S = 3.0  # for the other ranks to write, before rank 0 compares them; less before it fails
@@ -49,6 +45,22 @@ _STORE_S = 1.0
 _ARM_S = 2.0  # less than rank 0 waits, by which stacks of a locked rank may come later
 _TORCH_CALLS = 64  # the last ones of a rank
 _SILENT = NO_PROGRESS + " for {:.0f} s"
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    """The record of a rank; its stacks have the same name with another suffix."""
+    return folder / f"rank-{rank}.json"
+
+
+def process_start(pid: int) -> str:
+    """When a process started, in the kernel's ticks, which tells it from a later one of its number.
+
+    Empty where there is no such process, or the system does not say.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
 
 
 class Windows(weakref.WeakSet[AccumulationWindow]):
@@ -154,7 +166,8 @@ class _Watch(threading.Thread):
         self._stopped.wait(min(_PATIENCE_S, (self._ctx.comm.timeout_s - self._bound_s) / 2))
         if self._ctx.num_nodes > 1:
             within(_PATIENCE_S, self._receive)
-        text = write_report(self._folder, read_stands(self._folder))
+        stacks = _extensions.stacks
+        text = stacks.write_report(self._folder, stacks.read_stands(self._folder))
         text += self._kept()
         sys.stderr.write(f"fxtrain: no progress for {self._bound_s:.0f} s. {text}\n")
         sys.stderr.flush()

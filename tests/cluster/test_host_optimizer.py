@@ -10,7 +10,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.backends.core.optimizers import make_optimizers
 from fxtrain.backends.deepspeed.strategy import DEEPSPEED_STRATEGY
-from fxtrain.backends.xla import XLA_STRATEGY
+from fxtrain.backends.xla.strategy import XLA_STRATEGY
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="needs fxtrain[quant]"

@@ -10,7 +10,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 import fxtrain as fx
-from fxtrain.backends.core.packed_states import unpack
+from fxtrain.precision.packed_states import unpack_state
 from tests._slow import slow_after
 
 OPTIMIZERS = {
@@ -278,4 +278,4 @@ def test_shards_that_cannot_be_resharded_are_refused_before_training(pair):
 def test_a_state_of_an_unknown_class_is_refused():
     facts = {"class": "system", "tensors": [], "attributes": []}
     with pytest.raises(fx.CheckpointError, match=r"class 'system'; known are OptimState4bit"):
-        unpack(facts, torch.zeros)
+        unpack_state(facts, torch.zeros)

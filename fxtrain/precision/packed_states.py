@@ -52,7 +52,7 @@ def is_packed(value: Any) -> bool:
     return _CLASSES.get(type(value).__name__) == type(value).__module__
 
 
-def pack(value: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def pack_state(value: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors inside a state, live, and what else describes it, as plain values."""
     sharded = isinstance(value, DTensor)
     local: Any = value._local_tensor if sharded else value
@@ -114,7 +114,7 @@ def _over_ranks(local: Tensor, like: DTensor) -> Tensor:
     )
 
 
-def unpack(
+def unpack_state(
     facts: Mapping[str, Any], read: Callable[[str], Tensor], parameter: Tensor | None = None
 ) -> Tensor:
     """A state from the values of a checkpoint.

@@ -18,18 +18,14 @@ from typing import Any
 import attrs
 
 from fxtrain.errors import LaunchError
+from fxtrain.ops.standing import ASK, NO_PROGRESS, STARTED, process_start, record_path
 from fxtrain.ops.transport.exchange import HEADER, capacity
 from fxtrain.ops.transport.mismatches import by_rank, ranges
 
-FOLDER = "stacks"  # in the folder of a run, or of a launch's output
-STACKS = "FXTRAIN_STACKS"  # the folder, set by the launcher or by the user
-ASK = "ask"  # whoever changes the time of this file asks all ranks
 REPORT = "stacks.txt"
 DUMPS = "flight_recorder"  # a folder beside the report
-NO_PROGRESS = "no progress"  # how the reason for a record begins, if nobody asked for it
 SILENT = "no answer"  # how it begins, if the stacks are older than the question
 SPIED = "py-spy"
-STARTED = "started"  # the reason for the first record, before any collective
 _FIELDS = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")
 _OURS = str(Path(__file__).resolve().parents[1])
@@ -97,22 +93,6 @@ class Stand:
             number, op, args, _ = calls["last"][-1]
             if number > calls["completed"]:
                 return f"{op}({args}), call {number} of {axis}"
-        return ""
-
-
-def record_path(folder: Path, rank: int) -> Path:
-    """The record of a rank; its stacks have the same name with another suffix."""
-    return folder / f"rank-{rank}.json"
-
-
-def process_start(pid: int) -> str:
-    """When a process started, in the kernel's ticks, which tells it from a later one of its number.
-
-    Empty where there is no such process, or the system does not say.
-    """
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
         return ""
 
 
